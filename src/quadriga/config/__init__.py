@@ -1,0 +1,1 @@
+"""Settings: the schema, how it is loaded, and what must agree with what."""
