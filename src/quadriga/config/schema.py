@@ -181,7 +181,7 @@ class KLControlConfig:
 
 @dataclass(frozen=True)
 class FilterGroupsConfig:
-    """Dynamic sampling (DAPO, arXiv 2503.14476): groups whose rewards are all equal teach nothing."""
+    """Dynamic sampling (DAPO, arXiv 2503.14476): groups with equal rewards teach nothing."""
 
     enable: bool = False
     mode: str = "mask"  # mask: weight zero; refill: draw more prompts, up to the bound
