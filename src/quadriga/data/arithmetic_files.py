@@ -1,0 +1,65 @@
+"""Arithmetic word problems as parquet files, with the columns that RL datasets of this field have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from quadriga.data.arithmetic import DATA_SOURCE, ArithmeticTask, Problem, make_parts
+
+
+@dataclass(frozen=True)
+class ArithmeticFiles:
+    """Where the parts were written. `sft` holds the demonstrations of the warm start."""
+
+    train: Path
+    test: Path
+    sft: Path
+
+
+def write_arithmetic(
+    folder: str | Path,
+    task: ArithmeticTask | None = None,
+    *,
+    train_size: int = 4096,
+    test_size: int = 256,
+    sft_size: int = 512,
+    seed: int = 0,
+) -> ArithmeticFiles:
+    """Write `train.parquet`, `test.parquet` and `sft.parquet` into `folder`.
+
+    Columns: `prompt` (list of {role, content}), `data_source`, `reward_model`
+    {style, ground_truth}, `extra_info` {index, split, question, answer (the full reasoning text),
+    steps}. The three parts share no problem, and equal arguments write equal rows.
+
+    Raises `DataError` when the task does not hold that many different problems.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = {"test": test_size, "sft": sft_size, "train": train_size}
+    parts = make_parts(task or ArithmeticTask(), sizes, seed)
+    files = ArithmeticFiles(*(folder / f"{name}.parquet" for name in ("train", "test", "sft")))
+    for name, path in (("train", files.train), ("test", files.test), ("sft", files.sft)):
+        rows = [problem_row(problem, index, name) for index, problem in enumerate(parts[name])]
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    return files
+
+
+def problem_row(problem: Problem, index: int, split: str) -> dict[str, Any]:
+    """One row of a data file."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": problem.question}],
+        "reward_model": {"style": "rule", "ground_truth": str(problem.answer)},
+        "extra_info": {
+            "index": index,
+            "split": split,
+            "question": problem.question,
+            "answer": problem.solution,
+            "steps": problem.steps,
+        },
+    }

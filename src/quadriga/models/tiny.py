@@ -1,0 +1,119 @@
+"""A small model and its tokenizer, made here: an ordinary Hugging Face folder without a download.
+
+The tokenizer is trained on the text of the data files. A token is a word with the space before
+it, or a single digit, so that a number looks the same wherever it stands; bytes are the fallback,
+so that any text can be encoded. The model is a Llama because `AutoTokenizer` loads a Llama
+folder's tokenizer.json as it is, while for Qwen2 it puts that family's own splitting in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from quadriga.errors import ModelError
+from quadriga.models.quiet import quiet_libraries
+
+PAD_TOKEN = "<|pad|>"
+END_TOKEN = "<|end|>"
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+_PIECES = r"####| ?\p{L}+|\d| ?[^\s\p{L}\d]|\s"
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """Shape of the model; the default has about 0.9 million parameters."""
+
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    intermediate_size: int = 384
+    max_position_embeddings: int = 512
+    vocab_size: int = 512
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"hidden_size {self.hidden_size} must be a multiple of num_heads "
+                f"{self.num_heads}, and num_heads of num_kv_heads {self.num_kv_heads}"
+            )
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over words and single digits, trained on `texts`, with a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD_TOKEN, END_TOKEN, *ROLE_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD_TOKEN,
+        eos_token=END_TOKEN,
+        additional_special_tokens=list(ROLE_TOKENS),
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def write_tiny_model(
+    folder: str | Path,
+    texts: Iterable[str],
+    shape: TinyModel | None = None,
+    *,
+    seed: int = 0,
+) -> int:
+    """Write a fresh Llama model with random weights and its tokenizer; return its parameter count.
+
+    The folder holds config.json, generation_config.json, model.safetensors (float32),
+    tokenizer.json and tokenizer_config.json, and loads like any other model. Equal arguments give
+    equal weights, whatever the global random state is; that state is left as it was.
+    """
+    shape = shape or TinyModel()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(texts, shape.vocab_size)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        intermediate_size=shape.intermediate_size,
+        max_position_embeddings=shape.max_position_embeddings,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]), quiet_libraries():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
