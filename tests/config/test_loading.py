@@ -1,0 +1,216 @@
+"""Defaults, files and overrides become one typed, frozen settings object."""
+
+import dataclasses
+
+import pytest
+
+from quadriga.config.loading import load_config, to_plain, to_yaml
+from quadriga.config.schema import (
+    DataConfig,
+    GenerateConfig,
+    OptimConfig,
+    SFTConfig,
+    TrainConfig,
+)
+from quadriga.errors import ConfigError, UnknownSettingError
+
+
+def load(*overrides, file=None):
+    return load_config(TrainConfig, overrides, file)
+
+
+def test_nothing_given_is_the_defaults():
+    assert load() == TrainConfig()
+
+
+def test_dotted_overrides_reach_every_level_with_their_types():
+    config = load(
+        "algorithm.adv_estimator=grpo",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.optim.lr=3e-4",
+        "data.train_files=[a.parquet,b.parquet]",
+        "actor_rollout_ref.actor.optim.betas=[0.8,0.95]",
+        "data.filter_overlong_prompts=false",
+        "trainer.total_training_steps=7",
+    )
+    assert config.algorithm.adv_estimator == "grpo"
+    assert config.trainer.n_gpus_per_node == 2
+    assert config.actor_rollout_ref.actor.optim.lr == 3e-4
+    assert config.data.train_files == ["a.parquet", "b.parquet"]
+    assert config.actor_rollout_ref.actor.optim.betas == (0.8, 0.95)
+    assert config.data.filter_overlong_prompts is False
+    assert config.trainer.total_training_steps == 7
+    assert isinstance(config.actor_rollout_ref.actor.optim, OptimConfig)
+
+
+def test_result_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load().data.seed = 3
+
+
+def test_one_setting_of_a_section_leaves_that_sections_own_defaults():
+    config = load("critic.optim.weight_decay=0", "actor_rollout_ref.rollout.val_sampling.top_k=5")
+    assert config.critic.optim.lr == 1e-5  # OptimConfig's own default is 1e-6
+    assert config.actor_rollout_ref.rollout.val_sampling.temperature == 0.0
+
+
+def test_an_integer_is_a_number_but_not_the_other_way_round():
+    assert load("algorithm.gamma=1").algorithm.gamma == 1.0
+    with pytest.raises(ConfigError, match=r"must be an integer, got 64\.5"):
+        load("data.train_batch_size=64.5")
+
+
+def test_null_only_where_a_setting_allows_it():
+    assert load("data.seed=3", "data.seed=null").data.seed is None
+    with pytest.raises(ConfigError, match=r"train_batch_size must be an integer, got null"):
+        load("data.train_batch_size=null")
+
+
+@pytest.mark.parametrize("sign", ["", "+", "++"])
+def test_options_take_keys_of_their_own(sign):
+    config = load(f"{sign}algorithm.options.k=4", "algorithm.options.deep.er=[1,2]")
+    assert config.algorithm.options == {"k": 4, "deep": {"er": [1, 2]}}
+
+
+def test_a_whole_section_at_once_merges():
+    config = load("actor_rollout_ref.rollout.sampling={temperature: 0.5}")
+    assert config.actor_rollout_ref.rollout.sampling.temperature == 0.5
+    assert config.actor_rollout_ref.rollout.sampling.top_p == 1.0
+
+
+def test_later_overrides_win():
+    assert load("data.seed=1", "data.seed=2").data.seed == 2
+
+
+def test_settings_refer_to_settings():
+    config = load("trainer.default_local_dir=runs/${trainer.experiment_name}", "trainer.seed=5",
+                  "data.seed=${trainer.seed}")  # fmt: skip
+    assert config.trainer.default_local_dir == "runs/run"
+    assert config.data.seed == 5
+
+
+def test_reference_to_nothing_is_named():
+    with pytest.raises(UnknownSettingError, match=r"trainer\.sed; did you mean trainer\.seed"):
+        load("data.seed=${trainer.sed}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Anna has 3 apples, and it's 4 more. How many?", "3 + 4", "1e-3", "a, b", "007", "{x}"],
+)
+def test_text_settings_take_what_stands_after_the_sign(text):
+    assert load_config(GenerateConfig, [f"prompt={text}"]).prompt == text
+
+
+def test_quotes_around_text_go():
+    assert load_config(GenerateConfig, ["prompt='a b'"]).prompt == "a b"
+
+
+def test_one_file_may_stand_without_brackets():
+    assert load("data.train_files=a.parquet").data.train_files == ["a.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("algorithm.adv_estimater=gae", "algorithm.adv_estimator"),
+        ("train_batch_size=3", "data.train_batch_size"),
+        ("actor.optim.lr=1", "actor_rollout_ref.actor.optim.lr"),
+        ("+trainer.n_gpu_per_node=1", "trainer.n_gpus_per_node"),
+        ("data.seed.x=1", "data.seed"),
+        ("xyzzy=1", None),
+    ],
+)
+def test_unknown_key_names_the_nearest(override, nearest):
+    with pytest.raises(UnknownSettingError) as caught:
+        load(override)
+    assert caught.value.nearest == nearest
+    assert "\n" not in str(caught.value)
+    if nearest:
+        assert f"did you mean {nearest}?" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train_batch_size=abc", "train_batch_size must be an integer, got the text 'abc'"),
+        ("data.train_batch_size=true", "data.train_batch_size must be an integer, got true"),
+        ("data.shuffle=1", "data.shuffle must be true or false, got 1"),
+        ("data.seed=x", "data.seed must be an integer or null, got the text 'x'"),
+        ("actor_rollout_ref.actor.optim.betas=[1]", "betas must be a list of 2 numbers, got [1]"),
+        ("data.train_files=[1]", "data.train_files[0] must be text, got 1"),
+        ("algorithm.options=3", "algorithm.options must be a mapping, got 3"),
+        ("data=null", "data is a section of settings and cannot be null"),
+        ("data=3", "data must be a section of settings, got 3"),
+        ("trainer.project_name=[a]", "trainer.project_name must be text, got ['a']"),
+        ("data.seed", "expected key=value, got 'data.seed'"),
+        ("~data.seed", "expected key=value, got '~data.seed'"),
+        ("data.seed=1,2", "several values; one run takes one, and a list is [1,2]"),
+        ("data.seed=[1", "cannot read the value of 'data.seed=[1'"),
+    ],
+)  # fmt: skip
+def test_wrong_values_name_key_expectation_and_what_came(override, message):
+    with pytest.raises(ConfigError) as caught:
+        load(override)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_file_then_overrides(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("data:\n  seed: 4\n  max_prompt_length: 9\ncritic:\n  optim: {lr: 2e-5}\n")
+    config = load("data.seed=5", file=file)
+    assert (config.data.seed, config.data.max_prompt_length) == (5, 9)
+    assert config.critic.optim.lr == 2e-5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data: {sede: 1}\n", "run.yaml: no setting data.sede; did you mean data.seed?"),
+        ("data: {seed: x}\n", "run.yaml: data.seed must be an integer or null"),
+        ("- 1\n", "must hold `key: value` settings, got a list"),
+        ("a: [\n", "cannot read settings file"),
+    ],
+)
+def test_mistakes_in_a_file_name_the_file(tmp_path, text, message):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(file=file)
+    assert message in str(caught.value)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"no settings file .*absent\.yaml"):
+        load(file=tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, SFTConfig, GenerateConfig])
+def test_yaml_round_trip(cls, tmp_path):
+    config = dataclasses.replace(cls())
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert load_config(cls, file=file) == config
+
+
+def test_yaml_round_trip_of_changed_values(tmp_path):
+    config = load("actor_rollout_ref.actor.optim.betas=[0.5,0.6]", "algorithm.options.a=[1,x]",
+                  "actor_rollout_ref.actor.optim.lr=1e-6")  # fmt: skip
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert load(file=file) == config
+
+
+def test_secrets_are_masked_and_ordinary_keys_are_not():
+    config = load("+algorithm.options.api_key=s3cr3t", "+algorithm.options.hub.token=s3cr3t")
+    assert "s3cr3t" not in to_yaml(config)
+    assert to_plain(config)["data"]["prompt_key"] == DataConfig().prompt_key
+    plain = to_plain(config)["actor_rollout_ref"]["actor"]["engine"]
+    assert plain["max_tokens_per_micro_batch"] == 16384
+
+
+def test_working_directory_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    load("data.seed=1")
+    assert list(tmp_path.iterdir()) == []
