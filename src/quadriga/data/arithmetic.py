@@ -70,7 +70,7 @@ class ArithmeticTask:
 
     `max_number` bounds each number named in a story (they start at 1); running totals are never
     negative and, where `max_total` is given, never above it. `phrasings` is how many wordings of
-    each kind of sentence are in use. `*` opens a story (so many bags of so many), `+` and `-` go on.
+    each kind of sentence are in use. `*` opens a story (so many bags of so many); the rest goes on.
     """
 
     max_number: int = 9

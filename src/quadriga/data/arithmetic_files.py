@@ -1,4 +1,4 @@
-"""Arithmetic word problems as parquet files, with the columns that RL datasets of this field have."""
+"""Arithmetic word problems as parquet files, with the columns this field's datasets have."""
 
 from __future__ import annotations
 
