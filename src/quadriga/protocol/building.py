@@ -1,0 +1,238 @@
+"""Checks at the door of a `DataProto`, and its conversions from and to dicts and `TensorDict`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+
+from quadriga.errors import FieldError, LengthError
+from quadriga.protocol import values
+from quadriga.protocol.rowops import Take
+
+if TYPE_CHECKING:
+    from quadriga.protocol.dataproto import DataProto
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def check_dicts(
+    tensors: Mapping[str, Any], non_tensors: Mapping[str, Any], num_batch_dims: int
+) -> tuple[TensorDict | None, Arrays]:
+    """The two halves of a batch from plain dicts, types and lengths checked."""
+    if num_batch_dims < 1:
+        raise LengthError(f"a batch has at least one batch dimension; got {num_batch_dims=}")
+    if num_batch_dims > 1 and non_tensors:
+        raise LengthError(
+            f"non-tensors have one batch dimension; got {num_batch_dims=} "
+            f"with non-tensors {list(non_tensors)}"
+        )
+    _check_mapping("tensors", tensors)
+    _check_mapping("non_tensors", non_tensors)
+    for key, value in tensors.items():
+        _check_tensor(key, value, num_batch_dims)
+    batch_size = _common_size(tensors, num_batch_dims)
+    batch = None if batch_size is None else values.as_tensordict(tensors, batch_size, None)
+    return batch, {key: as_array(key, value) for key, value in non_tensors.items()}
+
+
+def _check_mapping(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise FieldError(f"{name} is a dict from field name to value; got {type(value).__name__}")
+    for key in value:
+        if not isinstance(key, str):
+            raise FieldError(f"field names are strings; {name} has {key!r} ({type(key).__name__})")
+
+
+def _check_tensor(key: str, value: Any, num_batch_dims: int) -> None:
+    if not isinstance(value, torch.Tensor | TensorDictBase):
+        raise FieldError(
+            f"field '{key}' in tensors is a {type(value).__name__}, not a tensor; "
+            "lists and arrays go into non_tensors",
+            field=key,
+        )
+    if len(value.shape) < num_batch_dims:
+        raise FieldError(
+            f"field '{key}' has shape {list(value.shape)}; "
+            f"it needs at least {num_batch_dims} batch dimension(s)",
+            field=key,
+        )
+
+
+def _common_size(tensors: Mapping[str, Any], num_batch_dims: int) -> tuple[int, ...] | None:
+    first: tuple[str, tuple[int, ...]] | None = None
+    for key, value in tensors.items():
+        size = tuple(value.shape[:num_batch_dims])
+        if first is None:
+            first = (key, size)
+        elif size != first[1]:
+            raise LengthError(
+                f"all fields of a batch have the same length: '{first[0]}' has {list(first[1])}, "
+                f"'{key}' has {list(size)}",
+                field=key,
+            )
+    return None if first is None else first[1]
+
+
+def as_array(key: str, value: Any) -> np.ndarray[Any, Any]:
+    """A numpy array as it is, a list or tuple as a one-dimensional object array."""
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, list | tuple):
+        return values.object_array(value)
+    hint = "it goes into tensors" if isinstance(value, torch.Tensor) else "wrap it in a list"
+    raise FieldError(
+        f"field '{key}' in non_tensors is a {type(value).__name__}, "
+        f"not a numpy array or a list; {hint}",
+        field=key,
+    )
+
+
+def sort_by_type(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors and everything else that may be a field, apart."""
+    _check_mapping("data", data)
+    tensors, arrays = {}, {}
+    for key, value in data.items():
+        if isinstance(value, torch.Tensor | TensorDictBase):
+            tensors[key] = value
+        elif isinstance(value, np.ndarray | list | tuple):
+            arrays[key] = value
+        else:
+            raise FieldError(
+                f"field '{key}' is a {type(value).__name__}; a field is a tensor, a numpy array "
+                "or a list. Settings belong in meta_info",
+                field=key,
+            )
+    return tensors, arrays
+
+
+def split_tensordict(
+    tensor_dict: TensorDictBase | None, meta_info: dict[str, Any] | None, num_batch_dims: int
+) -> tuple[TensorDict | None, Arrays, dict[str, Any]]:
+    """`(batch, non_tensor_batch, meta_info)` of a `TensorDict` that may hold non-tensors."""
+    meta = dict(meta_info or {})
+    if tensor_dict is None:
+        return None, {}, meta
+    tensors: dict[str, Any] = {}
+    arrays: Arrays = {}
+    for key, value in tensor_dict.items(is_leaf=lambda _: True):
+        if isinstance(value, NonTensorStack):
+            arrays[key] = values.object_array(value.tolist())
+        elif isinstance(value, NonTensorData):
+            if value.batch_size and not isinstance(value.data, list | tuple | dict | str):
+                meta[key] = value.data
+            else:
+                meta[key] = value.data
+        else:
+            tensors[key] = value
+    batch, _ = check_dicts(tensors, {}, num_batch_dims)
+    if batch is None and not arrays and tensor_dict.batch_size:
+        batch = TensorDict({}, batch_size=tensor_dict.batch_size[:num_batch_dims])
+    return batch, arrays, meta
+
+
+def join_tensordict(data: DataProto) -> TensorDict:
+    """One `TensorDict` with tensors, object arrays as `NonTensorStack`, settings as
+    `NonTensorData`. Raises `FieldError` when two of them share a name."""
+    batch: dict[str, Any] = {} if data.batch is None else dict(data.batch.items())
+    size = [len(data)] if data.batch is None else list(data.batch.batch_size)
+    for key, array in data.non_tensor_batch.items():
+        _check_free(key, batch)
+        batch[key] = NonTensorStack(*[NonTensorData(item) for item in array])
+    for key, value in data.meta_info.items():
+        _check_free(key, batch)
+        batch[key] = NonTensorData(value, batch_size=size)
+    return TensorDict(batch, batch_size=size)
+
+
+def _check_free(key: str, taken: Mapping[str, Any]) -> None:
+    if key in taken:
+        raise FieldError(
+            f"'{key}' names two fields of different kinds; a TensorDict has one name space",
+            field=key,
+        )
+
+
+def check(data: DataProto) -> None:
+    """Every field has the length of the batch and a type that a field may have."""
+    if data.batch is not None and len(getattr(data.batch, "batch_size", ())) < 1:
+        raise FieldError(
+            f"batch is a TensorDict with at least one batch dimension; got {data.batch!r}"
+        )
+    if not isinstance(data.non_tensor_batch, dict):
+        raise FieldError(
+            f"non_tensor_batch is a dict; got {type(data.non_tensor_batch).__name__}",
+            field="non_tensor_batch",
+        )
+    if not isinstance(data.meta_info, dict):
+        raise FieldError(
+            f"meta_info is a dict; got {type(data.meta_info).__name__}", field="meta_info"
+        )
+    if data.non_tensor_batch:
+        _check_arrays(data)
+
+
+def _check_arrays(data: DataProto) -> None:
+    reference = "the batch" if data.batch is not None else f"'{next(iter(data.non_tensor_batch))}'"
+    length = len(data)
+    for key, count in _array_lengths(data.non_tensor_batch):
+        if count != length:
+            raise LengthError(
+                f"all fields of a batch have the same length: {reference} has {length} rows, "
+                f"'{key}' has {count}",
+                field=key,
+            )
+
+
+def _array_lengths(arrays: Arrays) -> list[tuple[str, int]]:
+    lengths = []
+    for key, value in arrays.items():
+        if not isinstance(value, np.ndarray):
+            raise FieldError(
+                f"field '{key}' of non_tensor_batch is a {type(value).__name__}; expected a numpy "
+                "array (np.array(list, dtype=object), or pass the list through from_dict)",
+                field=key,
+            )
+        lengths.append((key, values.row_count(value)))
+    return lengths
+
+
+def chunk_bounds(length: int, chunks: int, uneven: bool) -> list[int]:
+    """`chunks + 1` row numbers at which a batch is cut. Raises `LengthError` when it must divide
+    and does not."""
+    if chunks < 1:
+        raise LengthError(f"a batch is cut into at least 1 part; got {chunks}")
+    size, rest = divmod(length, chunks)
+    if rest and not uneven:
+        raise LengthError(
+            f"{length} rows do not divide into {chunks} equal parts: "
+            f"{length} = {chunks} × {size} + {rest}. Drop {rest} or add {chunks - rest} rows, or "
+            "allow padding with DataProto.from_dict(..., auto_padding=True) or "
+            "DataProtoConfig.auto_padding = True"
+        )
+    return [i * size + min(i, rest) for i in range(chunks + 1)]
+
+
+def repeats(repeat_times: Any, length: int) -> Take:
+    """Row `i` `repeat_times[i]` times, as a `RowOp`."""
+    if isinstance(repeat_times, torch.Tensor):
+        repeat_times = repeat_times.detach().cpu().numpy()
+    counts = np.asarray(
+        repeat_times if not isinstance(repeat_times, Sequence) else list(repeat_times)
+    )
+    if counts.size == 0:
+        counts = counts.astype(np.int64)
+    if counts.ndim != 1 or counts.dtype.kind not in "iu":
+        raise FieldError(
+            f"repeat_times is a list of whole numbers, one a row; got {repeat_times!r}"
+        )
+    if len(counts) != length:
+        raise LengthError(
+            f"repeat_times has one number a row: the batch has {length} rows, got {len(counts)}"
+        )
+    if counts.size and int(counts.min()) < 0:
+        raise LengthError(f"a row is repeated 0 or more times; got {int(counts.min())}")
+    return Take(np.repeat(np.arange(length, dtype=np.int64), counts))

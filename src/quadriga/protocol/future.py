@@ -1,0 +1,92 @@
+"""`DataProtoFuture`: a result that is still being computed, or that lies in workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from tensordict import TensorDictBase
+
+from quadriga.errors import FieldError, LengthError
+from quadriga.protocol.dataproto import DataProto
+
+
+@runtime_checkable
+class PendingValue(Protocol):
+    """One rank's reply. Picklable; `result()` waits for it and raises the worker's error."""
+
+    def result(self) -> Any: ...
+
+
+class DataProtoFuture:
+    """A batch that is not here yet. `get()` waits and joins; `chunk` and `concat` do not wait.
+
+    `pending`: what to wait for, in order. `collect_fn`: joins the replies into one batch
+    (`DataProto.concat` when None); it must be picklable, because a future, or a part of one, can
+    be an argument of any registered method: the receiving worker gets the real batch, and only the
+    rows and fields that it reads travel.
+    """
+
+    def __init__(
+        self,
+        pending: Sequence[PendingValue],
+        collect_fn: Callable[[list[Any]], Any] | None = None,
+        parts: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        self.pending = list(pending)
+        self.collect_fn = collect_fn
+        self.parts = parts
+
+    def get(self) -> Any:
+        """Waits for every reply, joins them and takes this part. Raises the first error."""
+        from quadriga.protocol.shipping import unpack_result
+
+        replies = [unpack_result(p.result()) for p in self.pending]
+        joined = join(replies) if self.collect_fn is None else self.collect_fn(replies)
+        for index, count in self.parts:
+            joined = _part(joined, index, count)
+        return joined
+
+    result = get
+
+    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+        """`chunks` futures, one a part, without waiting. A length that does not divide raises
+        `LengthError` when a part is read."""
+        if chunks < 1:
+            raise LengthError(f"a batch is cut into at least 1 part; got {chunks}")
+        return [
+            DataProtoFuture(self.pending, self.collect_fn, (*self.parts, (i, chunks)))
+            for i in range(chunks)
+        ]
+
+    @staticmethod
+    def concat(data: Sequence[PendingValue]) -> DataProtoFuture:
+        """One future of many (futures or pending replies), rows in order, without waiting."""
+        if not data:
+            raise LengthError("concat needs at least one future; got an empty list")
+        return DataProtoFuture(data)
+
+    def __repr__(self) -> str:
+        path = "".join(f", part {i} of {n}" for i, n in self.parts)
+        return f"DataProtoFuture({len(self.pending)} replies{path})"
+
+
+def join(replies: list[Any]) -> Any:
+    """Batches joined along their rows; one reply that is no batch as it is."""
+    if all(isinstance(r, DataProto) for r in replies):
+        return DataProto.concat(replies)
+    if all(isinstance(r, DataProto | TensorDictBase) for r in replies):
+        joined = DataProto.concat([as_dataproto(r) for r in replies])
+        return joined.to_tensordict()
+    kinds = ", ".join(sorted({type(r).__name__ for r in replies}))
+    raise FieldError(f"a future joins DataProto or TensorDict replies; got {kinds}")
+
+
+def as_dataproto(value: Any) -> DataProto:
+    """A `DataProto` as it is, a `TensorDict` turned into one."""
+    return value if isinstance(value, DataProto) else DataProto.from_tensordict(value)
+
+
+def _part(batch: Any, index: int, count: int) -> Any:
+    part = as_dataproto(batch).chunk(count)[index]
+    return part if isinstance(batch, DataProto) else part.to_tensordict()

@@ -1,0 +1,196 @@
+"""Joining batches: `concat` along the rows, `union` along the fields, and their `meta_info`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tensordict import TensorDict
+
+from quadriga.errors import ConflictError, FieldError, LengthError
+from quadriga.protocol import batches, values
+
+if TYPE_CHECKING:
+    from quadriga.protocol.dataproto import DataProto
+
+METRICS = "metrics"
+
+
+def concat(parts: Sequence[DataProto]) -> DataProto:
+    """Rows of all parts in order. Raises `FieldError` when a field is missing in one of them."""
+    parts = list(parts)
+    if not parts:
+        raise LengthError("concat needs at least one batch; got an empty list")
+    _check_same_keys([p.batch.keys() if p.batch is not None else None for p in parts], "batch")
+    _check_same_keys([p.non_tensor_batch.keys() for p in parts], "non_tensor_batch")
+    first = parts[0]
+    batch = None
+    if first.batch is not None:
+        length = sum(len(p) for p in parts)
+        fields = {
+            key: values.concat([p.batch[key] for p in parts], key)
+            for key in first.batch.keys()  # noqa: SIM118
+        }
+        batch = batches.rebuild(first.batch, fields, length)
+    arrays = {
+        key: values.concat([p.non_tensor_batch[key] for p in parts], key)
+        for key in first.non_tensor_batch
+    }
+    return type(first)(batch, arrays, merge_meta([p.meta_info for p in parts]))
+
+
+def _check_same_keys(keys: Sequence[Any], kind: str) -> None:
+    first = keys[0]
+    for i, other in enumerate(keys[1:], start=1):
+        if (first is None) != (other is None):
+            with_tensors, without = (i, 0) if first is None else (0, i)
+            raise FieldError(
+                f"part {with_tensors} of a concat has tensors and part {without} has none"
+            )
+        if first is None or set(first) == set(other):
+            continue
+        key = sorted(set(first) ^ set(other))[0]
+        has, lacks = (0, i) if key in set(first) else (i, 0)
+        raise FieldError(
+            f"field '{key}' of {kind} is in part {has} of a concat but not in part {lacks}; "
+            "select the common fields first",
+            field=key,
+        )
+
+
+def merge_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One `meta_info` of many: equal values stay; under `metrics`, dicts and lists of dicts become
+    one dict of lists. Raises `ConflictError` for any other key with different values."""
+    merged: dict[str, Any] = {}
+    metrics: list[Mapping[str, Any]] = []
+    for i, meta in enumerate(metas):
+        for key, value in meta.items():
+            if key == METRICS:
+                metrics.extend(_metric_dicts(value, i))
+            elif key not in merged:
+                merged[key] = value
+            elif not values.same(merged[key], value):
+                raise _meta_conflict(key, merged[key], value, f"part {i} of a concat")
+    if metrics:
+        merged[METRICS] = _dict_of_lists(metrics)
+    return merged
+
+
+def _metric_dicts(value: Any, part: int) -> list[Mapping[str, Any]]:
+    if value is None:
+        return []
+    dicts = value if isinstance(value, list) else [value]
+    for entry in dicts:
+        if not isinstance(entry, Mapping):
+            raise FieldError(
+                f"meta_info['{METRICS}'] of part {part} is a dict or a list of dicts; "
+                f"got {type(entry).__name__}",
+                field=METRICS,
+            )
+    return dicts
+
+
+def _dict_of_lists(dicts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    joined: dict[str, list[Any]] = {}
+    for entry in dicts:
+        for name, value in entry.items():
+            joined.setdefault(name, []).append(value)
+    return joined
+
+
+def union(target: DataProto, other: DataProto) -> None:
+    """Adds the fields of `other` to `target`, after every conflict has been looked for."""
+    if _has_fields(target) and _has_fields(other) and len(target) != len(other):
+        raise LengthError(
+            f"union joins batches of the same length; this one has {len(target)} rows, "
+            f"the other has {len(other)}"
+        )
+    batch = union_batches(target.batch, other.batch)
+    arrays = union_numpy_dict(dict(target.non_tensor_batch), other.non_tensor_batch)
+    meta = union_meta(target.meta_info, other.meta_info)
+    target.batch, target.non_tensor_batch, target.meta_info = batch, arrays, meta
+
+
+def _has_fields(data: DataProto) -> bool:
+    return data.batch is not None or bool(data.non_tensor_batch)
+
+
+def union_batches(a: Any, b: Any) -> Any:
+    """A new batch with the fields of both."""
+    if a is None or b is None:
+        return batches.select(b if a is None else a, None)
+    return union_tensor_dict(a.select(*a.keys()), b)
+
+
+def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+    """Adds the tensors of the second to the first and returns it.
+
+    Raises `LengthError` when batch sizes differ and `ConflictError` naming the key when both have
+    it with different values (NaN equals NaN).
+    """
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        raise LengthError(
+            f"union joins batches of the same size; got {list(tensor_dict1.batch_size)} and "
+            f"{list(tensor_dict2.batch_size)}"
+        )
+    for key, value in tensor_dict2.items():
+        if key in tensor_dict1.keys() and not values.same(tensor_dict1[key], value):  # noqa: SIM118
+            raise _conflict(key, tensor_dict1[key], value)
+    for key, value in tensor_dict2.items():
+        if key not in tensor_dict1.keys():  # noqa: SIM118
+            tensor_dict1[key] = value
+    return tensor_dict1
+
+
+def union_numpy_dict(
+    tensor_dict1: dict[str, np.ndarray[Any, Any]], tensor_dict2: dict[str, np.ndarray[Any, Any]]
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Adds the arrays of the second to the first and returns it.
+
+    Raises `ConflictError` naming the key when both have it with different values (NaN equals NaN,
+    objects compare deeply).
+    """
+    for key, value in tensor_dict2.items():
+        if not isinstance(value, np.ndarray):
+            raise FieldError(
+                f"field '{key}' is a {type(value).__name__}, not a numpy array", field=key
+            )
+        if key in tensor_dict1 and not values.same(tensor_dict1[key], value):
+            raise _conflict(key, tensor_dict1[key], value)
+    for key, value in tensor_dict2.items():
+        tensor_dict1.setdefault(key, value)
+    return tensor_dict1
+
+
+def union_meta(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Both dicts in one. Raises `ConflictError` for a key with two values."""
+    for key, value in b.items():
+        if key in a and not values.same(a[key], value):
+            raise _meta_conflict(key, a[key], value, "a union")
+    return {**a, **b}
+
+
+def _conflict(key: str, mine: Any, theirs: Any) -> ConflictError:
+    return ConflictError(
+        f"field '{key}' has different values in the two batches of a union: "
+        f"{_show(mine)} and {_show(theirs)}. Rename one, or pop it first",
+        field=key,
+    )
+
+
+def _meta_conflict(key: str, mine: Any, theirs: Any, where: str) -> ConflictError:
+    return ConflictError(
+        f"meta_info['{key}'] has different values in {where}: {_show(mine)} and {_show(theirs)}",
+        field=key,
+    )
+
+
+def _show(value: Any) -> str:
+    shape = f"{values.describe(value)} " if hasattr(value, "shape") else ""
+    if isinstance(value, np.ndarray) and value.ndim:
+        value = value.ravel()[:6].tolist()
+    elif hasattr(value, "is_nested") and not value.is_nested and value.dim():
+        value = value.detach().flatten()[:6].tolist()
+    text = repr(value)
+    return shape + (text if len(text) <= 80 else text[:77] + "...")
