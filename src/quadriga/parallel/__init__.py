@@ -1,0 +1,1 @@
+"""Devices, ranks, meshes, and how rows are packed and balanced over them."""

@@ -1,0 +1,1 @@
+"""From the training layout to the rollout's, with proof that all of it arrived."""

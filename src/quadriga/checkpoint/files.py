@@ -1,0 +1,56 @@
+"""Writing files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quadriga.errors import CheckpointError
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's or folder's bytes are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _replace(partial: Path, path: Path) -> None:
+    flush(partial)
+    os.replace(partial, path)
+    flush(path.parent)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write one JSON object, atomically."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    _replace(partial, path)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors as safetensors, atomically."""
+    partial = path.with_name(path.name + ".partial")
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, str(partial))
+    _replace(partial, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one JSON object. Raises `CheckpointError` when it is missing or broken."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing", path=str(path)) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}", path=str(path)) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object", path=str(path))
+    return value

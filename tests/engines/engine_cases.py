@@ -1,0 +1,118 @@
+"""What the gradient tests compute, in this process and in spawned ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import torch
+import torch.multiprocessing as mp
+
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines.fsdp import FSDPEngine
+
+LENGTHS = [(3, 4), (3, 2), (5, 6), (2, 1), (5, 6), (6, 3), (4, 5)]  # (prompt, response)
+SAME_PROMPT = {1: 0, 4: 2}
+P, R = 7, 6
+WAIT_S = 120
+
+
+def make_batch() -> dict[str, torch.Tensor]:
+    """Seven rows; rows 1 and 4 repeat the prompts of 0 and 2; one row has an observation token."""
+    random = torch.Generator().manual_seed(3)
+    ids = torch.zeros(len(LENGTHS), P + R, dtype=torch.int64)
+    attention = torch.zeros_like(ids)
+    mask = torch.zeros(len(LENGTHS), R, dtype=torch.int64)
+    for row, (prompt, response) in enumerate(LENGTHS):
+        ids[row, P - prompt : P + response] = torch.randint(
+            5, 200, (prompt + response,), generator=random
+        )
+        if row in SAME_PROMPT:
+            ids[row, :P] = ids[SAME_PROMPT[row], :P]
+        attention[row, P - prompt : P + response] = 1
+        mask[row, :response] = 1
+    mask[2, 2] = 0
+    weight = torch.randn(len(LENGTHS), R, generator=random, dtype=torch.float64)
+    return {
+        "input_ids": ids,
+        "attention_mask": attention,
+        "response_mask": mask,
+        "weight": weight,
+    }
+
+
+def make_engine(folder: str, *, packed: bool = True, **settings) -> FSDPEngine:
+    engine = EngineConfig(dtype="float64", reduce_dtype="float64")
+    return FSDPEngine(ModelConfig(path=folder), engine, OptimConfig(), packed=packed, **settings)
+
+
+def gradients(engine: FSDPEngine, rows: dict[str, torch.Tensor], micro: int | None):
+    """Full gradients by name, and the metrics, of one step that is taken away at its end."""
+    found: dict[str, torch.Tensor] = {}
+
+    def keep() -> tuple[float, float]:
+        for name, parameter in engine.module.named_parameters():
+            found[name] = parameter.grad.full_tensor().clone()
+            parameter.grad = None
+        return 0.0, 0.0
+
+    engine.optimizer.step = keep
+    tokens = engine.global_count(rows["response_mask"].sum())
+
+    def loss(outputs, micro_batch):
+        mask = micro_batch["response_mask"]
+        name = "values" if "values" in outputs else "log_probs"
+        share = (outputs[name] * micro_batch["weight"] * mask).sum() / tokens
+        return share, {"rows": len(mask)}
+
+    metrics = engine.train_step(rows, loss, micro_batch_size=micro)
+    return found, metrics
+
+
+def rows_of(batch, first: int, last: int):
+    return {name: field[first:last] for name, field in batch.items()}
+
+
+CASES = [
+    (packed, micro, cut, unit)
+    for packed in (True, False)
+    for micro in (1, 2, 3, None)
+    for cut in (4, 2, 7)
+    for unit in ((1, 10**9) if micro == 2 else (10**9,))
+]
+
+
+def rank_main(rank: int, folder: str, out: str, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    batch, results = make_batch(), {}
+    engines = {}
+    for packed, micro, cut, unit in CASES:
+        key = (packed, unit)
+        if key not in engines:
+            engines[key] = make_engine(folder, packed=packed, smallest_unit=unit)
+        rows = rows_of(batch, 0, cut) if rank == 0 else rows_of(batch, cut, len(LENGTHS))
+        results[packed, micro, cut, unit] = gradients(engines[key], rows, micro)
+    if rank == 0:
+        torch.save(results, out)
+    torch.distributed.destroy_process_group()
+
+
+def run_two_ranks(main, *args) -> None:
+    """Run `main(rank, *args, port)` in two processes; fail when they do not end in time."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.spawn(main, args=(*args, port), nprocs=2, join=False)
+    deadline = time.monotonic() + WAIT_S
+    while not context.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            raise TimeoutError(f"two ranks did not end within {WAIT_S} s")

@@ -1,0 +1,94 @@
+"""A gradient is a function of the mini-batch, not of how it was cut, packed or spread."""
+
+from __future__ import annotations
+
+import engine_cases as cases
+import pytest
+import torch
+
+from quadriga.models.loading import load_causal_lm, load_value_model
+
+
+def close(found, expected):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = gradient.abs().max().clamp(min=1e-6)
+        assert ((found[name] - gradient).abs().max() / scale) < 2e-6, name
+
+
+def naive(folder: str, head: str):
+    """One row at a time, no padding, no sharding; a token's output stands one place before it."""
+    load = load_causal_lm if head == "lm" else load_value_model
+    model = load(folder, dtype=torch.float64)
+    if head == "value":
+        torch.nn.init.ones_(model.score.weight)
+    batch = cases.make_batch()
+    tokens = batch["response_mask"].sum()
+    for row, (prompt, response) in enumerate(cases.LENGTHS):
+        ids = batch["input_ids"][row, cases.P - prompt : cases.P + response]
+        logits = model(ids[None]).logits[0].double()
+        for t in range(response):
+            before = prompt + t - 1
+            output = logits[before, 0]
+            if head == "lm":
+                output = logits[before].log_softmax(-1)[ids[prompt + t]]
+            share = output * batch["weight"][row, t] * batch["response_mask"][row, t] / tokens
+            share.backward(retain_graph=True)
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def expected(model_folder):
+    return naive(model_folder, "lm")
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["packed", "padded"])
+def engine(request, model_folder):
+    return cases.make_engine(model_folder, packed=request.param)
+
+
+@pytest.mark.parametrize("micro", [1, 2, 3, None])
+def test_one_rank(engine, expected, micro):
+    found, metrics = cases.gradients(engine, cases.make_batch(), micro)
+    close(found, expected)
+    assert metrics["rows"] == len(cases.LENGTHS)
+    assert metrics["micro_batches"] == {1: 7, 2: 4, 3: 3, None: 1}[micro]
+
+
+def test_layers_as_units(model_folder, expected):
+    engine = cases.make_engine(model_folder, smallest_unit=1)
+    close(cases.gradients(engine, cases.make_batch(), 3)[0], expected)
+
+
+def test_activation_checkpointing(model_folder, expected):
+    from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+    from quadriga.engines.fsdp import FSDPEngine
+
+    engine = FSDPEngine(
+        ModelConfig(path=model_folder, gradient_checkpointing=True),
+        EngineConfig(dtype="float64", reduce_dtype="float64"),
+        OptimConfig(),
+    )
+    close(cases.gradients(engine, cases.make_batch(), 3)[0], expected)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_value_head(model_folder, packed):
+    engine = cases.make_engine(model_folder, packed=packed, head="value")
+    with torch.no_grad():
+        dict(engine.module.named_parameters())["score.weight"].to_local().fill_(1.0)
+    close(cases.gradients(engine, cases.make_batch(), 2)[0], naive(model_folder, "value"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model_folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("ranks") / "gradients.pt"
+    cases.run_two_ranks(cases.rank_main, model_folder, str(out))
+    return torch.load(out)
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_two_ranks(two_ranks, expected, case):
+    found, metrics = two_ranks[case]
+    close(found, expected)
+    assert metrics["rows"] == len(cases.LENGTHS)
