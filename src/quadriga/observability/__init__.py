@@ -1,0 +1,1 @@
+"""What a run shows and keeps: metrics, timing, trackers, samples, the run folder."""

@@ -1,0 +1,232 @@
+"""What settings must agree on with each other. Nothing is started, no file is read.
+
+Every message does the arithmetic, and names the settings that could give way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quadriga.config.plan import world_size
+from quadriga.config.ranges import check_choice, check_values
+from quadriga.config.schema import (
+    EngineConfig,
+    GenerateConfig,
+    OptimConfig,
+    SamplingConfig,
+    SFTConfig,
+    TrainConfig,
+)
+from quadriga.errors import ConfigError
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+
+
+@dataclass(frozen=True)
+class KnownNames:
+    """What the registries above this floor hold. An empty set: that name is not checked."""
+
+    estimators: frozenset[str] = frozenset()
+    estimators_with_values: frozenset[str] = frozenset()
+    estimators_with_groups: frozenset[str] = frozenset()
+    policy_losses: frozenset[str] = frozenset()
+    aggregations: frozenset[str] = frozenset()
+    kl_estimators: frozenset[str] = frozenset()
+    rollouts: frozenset[str] = frozenset()
+    engines: frozenset[str] = frozenset()
+
+
+def check_train_settings(config: TrainConfig, known: KnownNames | None = None) -> None:
+    """Raise `ConfigError` for the first setting of `quadriga train` that cannot be as it is."""
+    known = known or KnownNames()
+    check_values(config)
+    for key, value, allowed in _named(config, known):
+        if allowed:
+            check_choice(key, value, allowed)
+    _check_sampling(config, known)
+    _check_batches(config, known)
+    _check_algorithm(config, known)
+    for role, optim in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor.optim),
+                        ("critic", config.critic.optim)):  # fmt: skip
+        _check_optim(f"{role}.optim", optim)
+    ranks = world_size(config)
+    for role, engine in (
+        (ACTOR, config.actor_rollout_ref.actor.engine),
+        ("actor_rollout_ref.ref", config.actor_rollout_ref.ref.engine),
+        ("critic", config.critic.engine),
+    ):
+        _check_engine(f"{role}.engine", engine, ranks)
+
+
+def check_sft_settings(config: SFTConfig, known: KnownNames | None = None) -> None:
+    """The same for `quadriga sft`."""
+    check_values(config)
+    trainer, rows = config.trainer, config.data.train_batch_size
+    ranks = trainer.nnodes * trainer.n_gpus_per_node
+    if rows % ranks:
+        raise ConfigError(
+            f"data.train_batch_size={rows} rows do not divide over {_ranks(config)}; "
+            f"{_nearest_multiples(rows, ranks)} would",
+            key="data.train_batch_size",
+        )
+    if known and known.engines:
+        check_choice("engine.name", config.engine.name, known.engines)
+    if trainer.stop_at_accuracy is not None and not config.data.val_files:
+        raise ConfigError(
+            f"trainer.stop_at_accuracy={trainer.stop_at_accuracy} needs held-out prompts to "
+            "measure on: give data.val_files",
+            key="trainer.stop_at_accuracy",
+        )
+    _check_optim("optim", config.optim)
+    _check_engine("engine", config.engine, ranks)
+
+
+def check_generate_settings(config: GenerateConfig) -> None:
+    """The same for `quadriga generate`."""
+    check_values(config)
+    _check_top_k("sampling", config.sampling)
+    if config.sampling.temperature == 0 and config.n > 1:
+        raise ConfigError(
+            f"n={config.n} greedy answers (sampling.temperature=0) would all be the same; "
+            "set sampling.temperature above 0, or n=1",
+            key="n",
+        )
+
+
+def _named(config: TrainConfig, known: KnownNames) -> Iterator[tuple[str, str, frozenset[str]]]:
+    """(key, value, names the registry holds) of each setting that names something."""
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    yield "algorithm.adv_estimator", algorithm.adv_estimator, known.estimators
+    yield f"{ACTOR}.policy_loss.name", actor.policy_loss.name, known.policy_losses
+    yield f"{ACTOR}.loss_agg_mode", actor.loss_agg_mode, known.aggregations
+    yield "critic.loss_agg_mode", config.critic.loss_agg_mode, known.aggregations
+    yield f"{ACTOR}.kl_loss_type", actor.kl_loss_type, known.kl_estimators
+    yield "algorithm.kl_penalty", algorithm.kl_penalty, known.kl_estimators
+    yield f"{ROLLOUT}.name", config.actor_rollout_ref.rollout.name, known.rollouts
+    yield f"{ACTOR}.engine.name", actor.engine.name, known.engines
+    yield "critic.engine.name", config.critic.engine.name, known.engines
+
+
+def _check_sampling(config: TrainConfig, known: KnownNames) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    _check_top_k(f"{ROLLOUT}.sampling", rollout.sampling)
+    _check_top_k(f"{ROLLOUT}.val_sampling", rollout.val_sampling)
+    if rollout.sampling.temperature == 0:
+        raise ConfigError(
+            f"{ROLLOUT}.sampling.temperature=0 is greedy: all n={rollout.n} responses of a prompt "
+            "are the same and nothing is explored; set it above 0",
+            key=f"{ROLLOUT}.sampling.temperature",
+        )
+    estimator = config.algorithm.adv_estimator
+    if rollout.n == 1 and estimator in known.estimators_with_groups:
+        raise ConfigError(
+            f"algorithm.adv_estimator={estimator} compares the responses of one prompt, and "
+            f"{ROLLOUT}.n=1 gives it one; set n to 2 or more",
+            key=f"{ROLLOUT}.n",
+        )
+    if rollout.n == 1 and config.algorithm.filter_groups.enable:
+        raise ConfigError(
+            f"algorithm.filter_groups.enable: with {ROLLOUT}.n=1 every group has one response "
+            "and would be filtered out; set n to 2 or more",
+            key="algorithm.filter_groups.enable",
+        )
+
+
+def _check_top_k(key: str, sampling: SamplingConfig) -> None:
+    if sampling.top_k != -1 and sampling.top_k < 1:
+        raise ConfigError(
+            f"{key}.top_k must be -1 (all tokens) or at least 1, got {sampling.top_k}",
+            key=f"{key}.top_k",
+        )
+
+
+def _check_batches(config: TrainConfig, known: KnownNames) -> None:
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    if prompts * n % world_size(config):
+        raise ConfigError(
+            f"data.train_batch_size × rollout.n = {prompts} × {n} = {prompts * n} sequences do "
+            f"not divide over {_ranks(config)}",
+            key="data.train_batch_size",
+        )
+    actor_mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    _check_mini_batch(config, f"{ACTOR}.ppo_mini_batch_size", actor_mini)
+    if config.algorithm.adv_estimator in known.estimators_with_values:
+        critic_mini = config.critic.ppo_mini_batch_size or actor_mini
+        _check_mini_batch(config, "critic.ppo_mini_batch_size", critic_mini)
+
+
+def _check_mini_batch(config: TrainConfig, key: str, mini: int) -> None:
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    if prompts % mini:
+        raise ConfigError(
+            f"{key}={mini} does not divide data.train_batch_size={prompts} "
+            f"({prompts} = {prompts // mini} × {mini} + {prompts % mini}); "
+            f"both count prompts over all ranks",
+            key=key,
+        )
+    if mini * n % world_size(config):
+        raise ConfigError(
+            f"{key} × rollout.n = {mini} × {n} = {mini * n} sequences do not divide over "
+            f"{_ranks(config)}",
+            key=key,
+        )
+
+
+def _ranks(config: TrainConfig | SFTConfig) -> str:
+    """The number of ranks and where it comes from."""
+    trainer = config.trainer
+    return (
+        f"{trainer.nnodes * trainer.n_gpus_per_node} ranks (trainer.nnodes={trainer.nnodes} × "
+        f"trainer.n_gpus_per_node={trainer.n_gpus_per_node})"
+    )
+
+
+def _check_algorithm(config: TrainConfig, known: KnownNames) -> None:
+    algorithm = config.algorithm
+    overlong, longest = algorithm.overlong, config.data.max_response_length
+    if overlong.enable and overlong.buffer_length > longest:
+        raise ConfigError(
+            f"algorithm.overlong.buffer_length={overlong.buffer_length} is longer than "
+            f"data.max_response_length={longest}: the penalty would begin below length 0",
+            key="algorithm.overlong.buffer_length",
+        )
+    correction = algorithm.rollout_correction
+    if correction.lower is not None and correction.lower >= correction.upper:
+        raise ConfigError(
+            f"algorithm.rollout_correction.lower={correction.lower:g} must be below "
+            f"upper={correction.upper:g}",
+            key="algorithm.rollout_correction.lower",
+        )
+    without_critic = known.estimators - known.estimators_with_values
+    if config.critic.warmup_steps and algorithm.adv_estimator in without_critic:
+        raise ConfigError(
+            f"critic.warmup_steps={config.critic.warmup_steps}, but "
+            f"algorithm.adv_estimator={algorithm.adv_estimator} has no critic to warm up",
+            key="critic.warmup_steps",
+        )
+
+
+def _check_optim(key: str, optim: OptimConfig) -> None:
+    if optim.total_steps is not None and optim.lr_warmup_steps > optim.total_steps:
+        raise ConfigError(
+            f"{key}.lr_warmup_steps={optim.lr_warmup_steps} is more than "
+            f"{key}.total_steps={optim.total_steps}: the warm-up would never end",
+            key=f"{key}.lr_warmup_steps",
+        )
+
+
+def _check_engine(key: str, engine: EngineConfig, ranks: int) -> None:
+    size = engine.fsdp_size
+    if size != -1 and (size < 1 or ranks % size):
+        raise ConfigError(
+            f"{key}.fsdp_size={size} must be -1 (all ranks) or divide the {ranks} ranks",
+            key=f"{key}.fsdp_size",
+        )
+
+
+def _nearest_multiples(number: int, divisor: int) -> str:
+    """The multiples of `divisor` on both sides of `number`, in words."""
+    below = number // divisor * divisor
+    return " or ".join(str(m) for m in (below, below + divisor) if m > 0)

@@ -1,0 +1,167 @@
+"""The arithmetic of a run: prompts → sequences → ranks → mini-batches → micro-batches → steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from quadriga.config.schema import EngineConfig, TrainConfig
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How one role cuts a step's sequences into optimizer steps.
+
+    `micro_batch` is sequences in one forward and backward on one rank, None where tokens decide;
+    then `micro_batches` is the most there can be, sequences of full length assumed.
+    """
+
+    role: str
+    mini_batch_prompts: int
+    mini_batch_sequences: int
+    mini_batch_per_rank: int
+    mini_batches: int
+    epochs: int
+    micro_batch: int | None
+    micro_batches: int
+    max_tokens: int | None
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps in one training step."""
+        return self.mini_batches * self.epochs
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One training step before it is cut."""
+
+    prompts: int
+    responses_per_prompt: int
+    ranks: int
+    max_tokens_per_sequence: int
+
+    @property
+    def sequences(self) -> int:
+        """Sequences a step, over all ranks."""
+        return self.prompts * self.responses_per_prompt
+
+    @property
+    def sequences_per_rank(self) -> int:
+        """Sequences a step on one rank."""
+        return self.sequences // self.ranks
+
+
+@dataclass(frozen=True)
+class BatchPlan(_Step):
+    """One training step in numbers. `total_steps` is None while the data's size is unknown."""
+
+    total_steps: int | None
+    actor: UpdatePlan
+    critic: UpdatePlan
+
+    def text(self, *, with_critic: bool = True) -> str:
+        """The plan in lines, each number with where it comes from."""
+        lines = [
+            f"prompts a step         {self.prompts}",
+            f"sequences a step       {self.sequences} = {self.prompts} prompts × "
+            f"{self.responses_per_prompt} responses",
+            f"  on each rank         {self.sequences_per_rank} = {self.sequences} / "
+            f"{self.ranks} ranks",
+            f"  tokens, at most      {self.sequences * self.max_tokens_per_sequence:,} = "
+            f"{self.sequences} × {self.max_tokens_per_sequence}",
+        ]
+        for update in (self.actor, self.critic) if with_critic else (self.actor,):
+            lines += _update_lines(update, self)
+        if self.total_steps is not None:
+            per_step = self.actor.optimizer_steps
+            lines.append(
+                f"run                    {self.total_steps} steps, "
+                f"{self.total_steps * per_step} optimizer steps of the actor"
+            )
+        return "\n".join(lines)
+
+
+def world_size(config: TrainConfig) -> int:
+    """Ranks of the run."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def batch_plan(
+    config: TrainConfig, ranks: int | None = None, *, train_rows: int | None = None
+) -> BatchPlan:
+    """The plan of a run on `ranks` ranks (None: as the settings say).
+
+    `train_rows`: rows of training data, to count steps where `total_training_steps` is not given
+    (the last, smaller batch of an epoch is left out). Numbers are those of settings that pass
+    `checks.check_train_settings`; nothing is checked here.
+    """
+    data, actor, critic = config.data, config.actor_rollout_ref.actor, config.critic
+    step = _Step(
+        prompts=data.train_batch_size,
+        responses_per_prompt=config.actor_rollout_ref.rollout.n,
+        ranks=ranks or world_size(config),
+        max_tokens_per_sequence=data.max_prompt_length + data.max_response_length,
+    )
+    mini, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
+    critic_mini, critic_epochs = critic.ppo_mini_batch_size or mini, critic.ppo_epochs or epochs
+    actor_micro, critic_micro = (
+        actor.ppo_micro_batch_size_per_gpu,
+        critic.ppo_micro_batch_size_per_gpu,
+    )
+    return BatchPlan(
+        **vars(step),
+        total_steps=_total_steps(config, train_rows),
+        actor=_update(step, "actor", mini, epochs, actor_micro, actor.engine),
+        critic=_update(step, "critic", critic_mini, critic_epochs, critic_micro, critic.engine),
+    )
+
+
+def _update(
+    step: _Step, role: str, mini: int, epochs: int, micro: int | None, engine: EngineConfig
+) -> UpdatePlan:
+    sequences = mini * step.responses_per_prompt
+    per_rank = sequences // step.ranks
+    by_tokens = micro is None and engine.use_dynamic_bsz
+    size = _micro_size(per_rank, micro, engine, step.max_tokens_per_sequence)
+    return UpdatePlan(
+        role=role,
+        mini_batch_prompts=mini,
+        mini_batch_sequences=sequences,
+        mini_batch_per_rank=per_rank,
+        mini_batches=math.ceil(step.prompts / mini),
+        epochs=epochs,
+        micro_batch=None if by_tokens else size,
+        micro_batches=math.ceil(per_rank / size),
+        max_tokens=engine.max_tokens_per_micro_batch if by_tokens else None,
+    )
+
+
+def _micro_size(per_rank: int, micro: int | None, engine: EngineConfig, length: int) -> int:
+    """Sequences in a micro-batch; where tokens decide, of full-length sequences."""
+    if micro is not None:
+        return micro
+    if not engine.use_dynamic_bsz:
+        return max(1, per_rank)
+    return max(1, engine.max_tokens_per_micro_batch // length)
+
+
+def _total_steps(config: TrainConfig, train_rows: int | None) -> int | None:
+    if config.trainer.total_training_steps is not None or train_rows is None:
+        return config.trainer.total_training_steps
+    return config.trainer.total_epochs * (train_rows // config.data.train_batch_size)
+
+
+def _update_lines(update: UpdatePlan, plan: BatchPlan) -> list[str]:
+    if update.max_tokens is not None:
+        micro = f"at most {update.micro_batches}, of up to {update.max_tokens} tokens each"
+    else:
+        micro = f"{update.micro_batches}, of up to {update.micro_batch} sequences each"
+    return [
+        update.role,
+        f"  mini-batch           {update.mini_batch_prompts} prompts = "
+        f"{update.mini_batch_sequences} sequences = {update.mini_batch_per_rank} on each rank",
+        f"  micro-batches        {micro}",
+        f"  optimizer steps      {update.optimizer_steps} a step = {plan.prompts} / "
+        f"{update.mini_batch_prompts} mini-batches × {update.epochs} epochs",
+    ]

@@ -1,0 +1,125 @@
+"""What the terminal shows: one live line on a terminal, calm plain lines anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+SHOWN = {
+    "reward/mean": ("reward", "{:.3f}"),
+    "sft/loss": ("loss", "{:.3f}"),
+    "val/accuracy": ("accuracy", "{:.1%}"),
+    "perf/tokens_per_second": ("tokens/s", "{:,.0f}"),
+}
+PLAIN_LINES = 20  # about how many lines a run writes where nobody watches
+
+
+class RunConsole:
+    """Shows step, reward, accuracy, tokens a second and time left; a table at the end.
+
+    The live line is drawn only when a step is logged, by no thread and without catching standard
+    output, so that a debugger in this process keeps its terminal.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        title: str = "train",
+        file: IO[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total_steps, self._clock = total_steps, clock
+        self.console = Console(file=file, highlight=False)
+        self._title = title
+        self._began = clock()
+        self._first_step: int | None = None
+        self._latest: dict[str, float] = {}
+        self._live: Live | None = None
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            console=self.console,
+        )
+        self._task = self._progress.add_task(title, total=total_steps, numbers="")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a step. Numbers that a step does not have are shown as they last were."""
+        if self._first_step is None:
+            self._first_step = step
+        self._latest.update({name: metrics[name] for name in SHOWN if name in metrics})
+        if self.console.is_terminal:
+            self._draw(step)
+        elif self._is_told(step, metrics):
+            self.console.print(f"{self._title} {step}/{self.total_steps}  {self._numbers(step)}",
+                               soft_wrap=True)  # fmt: skip
+
+    def note(self, text: str) -> None:
+        """Print a line; it stays above the live one."""
+        self.console.print(text, soft_wrap=True)
+
+    def close(self) -> None:
+        """Let the live line stand as it last was."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """Close, then print two columns under a title."""
+        self.close()
+        table = Table(title=title, title_justify="left", show_header=False, expand=False)
+        for name, value in rows:
+            table.add_row(name, value)
+        self.console.print(table)
+
+    def _draw(self, step: int) -> None:
+        self._progress.update(self._task, completed=step, numbers=self._numbers(step))
+        if self._live is None:
+            self._live = Live(
+                self._progress.get_renderable(),
+                console=self.console,
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+            self.console.show_cursor(True)
+        self._live.update(self._progress.get_renderable(), refresh=True)
+
+    def _is_told(self, step: int, metrics: Mapping[str, float]) -> bool:
+        every = max(1, self.total_steps // PLAIN_LINES)
+        return step in (1, self.total_steps) or step % every == 0 or "val/accuracy" in metrics
+
+    def _numbers(self, step: int) -> str:
+        parts = [
+            f"{label} {form.format(self._latest[name])}"
+            for name, (label, form) in SHOWN.items()
+            if name in self._latest
+        ]
+        left = self.seconds_left(step)
+        return "  ".join(parts if left is None else [*parts, f"left {duration(left)}"])
+
+    def seconds_left(self, step: int) -> float | None:
+        """Seconds to the last step at the pace so far; None before there is a pace."""
+        done = step - (self._first_step or 0) + (1 if self._first_step else 0)
+        if done <= 0 or step <= 0:
+            return None
+        return (self._clock() - self._began) / done * max(0, self.total_steps - step)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 42s, 3m05s, 2h07m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

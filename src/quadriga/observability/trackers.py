@@ -1,0 +1,135 @@
+"""Where metrics go. One literal table; `register_tracker` adds to it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quadriga.errors import UnknownNameError
+from quadriga.observability.console import RunConsole
+from quadriga.observability.jsonl import JsonlFile, cannot_write
+from quadriga.observability.run_folder import RunFolder
+
+
+class Tracker(Protocol):
+    """Receives the metrics of each step, in order of steps."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep or show one step's metrics. Raises `InputError` where they cannot be written."""
+        ...
+
+    def close(self) -> None:
+        """Write what is held back; nothing is logged afterwards. Again is harmless."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a tracker may want to know of the run. `first_step`: where a resumed run goes on."""
+
+    folder: RunFolder
+    total_steps: int
+    title: str = "train"
+    first_step: int = 0
+
+
+class JsonlTracker:
+    """`metrics.jsonl`: one object a step, `step` first."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self._file = JsonlFile(run.folder.metrics)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._file.write({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardTracker:
+    """TensorBoard events under `tensorboard/`. Needs torch, loaded when the tracker is made."""
+
+    def __init__(self, run: RunInfo) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._path = run.folder.tensorboard
+        purge = run.first_step + 1 if run.first_step else None
+        try:
+            self._writer = SummaryWriter(str(self._path), purge_step=purge)
+        except OSError as error:
+            raise cannot_write(self._path, error) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        try:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        except OSError as error:
+            raise cannot_write(self._path, error) from error
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+TrackerFactory = Callable[[RunInfo], Tracker]
+
+TRACKERS: dict[str, TrackerFactory] = {
+    "console": lambda run: RunConsole(run.total_steps, title=run.title),
+    "jsonl": JsonlTracker,
+    "tensorboard": TensorBoardTracker,
+}
+
+
+def register_tracker(name: str, factory: TrackerFactory) -> None:
+    """Add a tracker for `trainer.loggers`. Raises `ValueError` if the name is taken."""
+    if name in TRACKERS:
+        raise ValueError(f"a tracker named {name!r} exists already")
+    TRACKERS[name] = factory
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Raise `UnknownNameError`, naming the nearest, for a name the table does not have."""
+    for name in names:
+        if name not in TRACKERS:
+            near = difflib.get_close_matches(name, TRACKERS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UnknownNameError(
+                f"trainer.loggers: no tracker {name!r}; known: {', '.join(sorted(TRACKERS))}{hint}",
+                name=name,
+                known=sorted(TRACKERS),
+                nearest=near[0] if near else None,
+            )
+
+
+class Trackers:
+    """All trackers of a run as one. `console` is the one that shows, if there is one."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = list(trackers)
+        self.console = next((t for t in trackers if isinstance(t, RunConsole)), None)
+
+    @classmethod
+    def open(cls, names: Iterable[str], run: RunInfo) -> Trackers:
+        """Make the trackers of these names. Raises `UnknownNameError` before any is made."""
+        names = list(dict.fromkeys(names))
+        check_trackers(names)
+        return cls([TRACKERS[name](run) for name in names])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand one step's metrics to every tracker."""
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+
+    def close(self) -> None:
+        """Close every tracker, the later ones too when one fails."""
+        trackers, self._trackers = self._trackers, []
+        failure: Exception | None = None
+        for tracker in trackers:
+            try:
+                tracker.close()
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
