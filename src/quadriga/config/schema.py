@@ -251,6 +251,7 @@ class TrainerConfig:
     project_name: str = "quadriga"
     experiment_name: str = "run"
     default_local_dir: str = "runs/run"
+    overwrite: bool = False  # replace a run that the folder already holds
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     call_timeout_s: float | None = 3600.0
     balance_batch: bool = True
@@ -300,6 +301,7 @@ class SFTTrainerConfig:
     val_size: int = 256  # held-out rows used for each evaluation
     max_response_length: int = 256
     default_local_dir: str = "runs/sft"
+    overwrite: bool = False  # replace a run that the folder already holds
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     call_timeout_s: float | None = 3600.0
 
@@ -336,16 +338,39 @@ class GenerateConfig:
 
 @dataclass(frozen=True)
 class ArithmeticDataConfig:
-    """`quadriga data make`: arithmetic word problems in the GSM8K form, and a model for them."""
+    """`quadriga data make`: arithmetic word problems in the GSM8K form, and a model for them.
+
+    Writes train.parquet, test.parquet and sft.parquet (demonstrations); no problem is in two.
+    """
 
     output: str = "data/arithmetic"
     train_size: int = 4096
-    val_size: int = 512
+    val_size: int = 256  # rows of test.parquet
+    sft_size: int = 512
     max_number: int = 9
     min_steps: int = 1
     max_steps: int = 2
+    max_total: int | None = None  # bound of running totals
+    phrasings: int = 3  # wordings of each kind of sentence
+    operations: list[str] = field(default_factory=lambda: ["+", "-"])  # of + - *
     seed: int = 0
     model_output: str | None = None  # also build a tiny model and its tokenizer here
     hidden_size: int = 128
     num_layers: int = 4
     num_heads: int = 4
+    num_kv_heads: int = 2
+    intermediate_size: int = 384
+    vocab_size: int = 512
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """`quadriga demo`: data, tiny model, warm start, then reinforcement learning, on two ranks."""
+
+    output: str = "runs/demo"
+    seed: int = 0
+    adv_estimator: str = "grpo"
+    backend: str = "ray"  # ray | local (local: one rank)
+    n_gpus_per_node: int = 2  # ranks; on a CPU machine: processes
+    device: str = "auto"
+    overwrite: bool = True  # replace an earlier demo in the folder
