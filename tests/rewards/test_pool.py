@@ -1,0 +1,75 @@
+"""The pool: deadlines a sample, crashes contained, processes reused and ended."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from quadriga.errors import ConfigError
+from quadriga.rewards.functions import FunctionRef
+from quadriga.rewards.outcome import Sample
+from quadriga.rewards.pool import RewardPool
+
+USER_FILE = str(Path(__file__).with_name("user_rules.py"))
+
+
+def sample(name, truth="ok"):
+    return Sample(FunctionRef(USER_FILE, name), "src", "#### 1", truth, None)
+
+
+def test_each_bad_sample_costs_itself_only_and_order_is_kept():
+    truths = ["ok", "hang", "crash", "ok", "raise", "abort", "exit", "text", "nan", "ok"]
+    with RewardPool(2, timeout_s=1.0) as pool:
+        outcomes = pool.run([sample("moody", truth) for truth in truths])
+    assert [outcome.status for outcome in outcomes] == [
+        "scored",
+        "timed_out",
+        "crashed",
+        "scored",
+        "raised",
+        "crashed",
+        "raised",
+        "raised",
+        "raised",
+        "scored",
+    ]
+    assert [outcome.score for outcome in outcomes] == [1, 0, 0, 1, 0, 0, 0, 0, 0, 1]
+    assert outcomes[1].detail == "passed its deadline of 1 s"
+    assert "exit code 7" in outcomes[2].detail
+    assert "RuntimeError: no mood" in outcomes[4].detail
+    assert "signal 6" in outcomes[5].detail
+
+
+def test_processes_are_reused_and_end_with_the_pool():
+    pool = RewardPool(2)
+    samples = [sample("process_id")] * 6
+    first = {outcome.score for outcome in pool.run(samples)}
+    second = {outcome.score for outcome in pool.run(samples)}
+    assert second <= first and len(first) <= 2 and os.getpid() not in first
+    pool.close()
+    for pid in first:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+def test_scores_come_with_extras():
+    with RewardPool(1) as pool:
+        [outcome] = pool.run([sample("by_length")])
+    assert outcome.score == 6.0 and outcome.extra == {"digits": 1.0}
+
+
+def test_function_that_cannot_be_loaded_is_contained():
+    with RewardPool(1) as pool:
+        [outcome] = pool.run([sample("no_such_function")])
+    assert outcome.status == "raised" and "no_such_function" in outcome.detail
+
+
+def test_no_samples_start_no_process():
+    with RewardPool(2) as pool:
+        assert pool.run([]) == []
+
+
+@pytest.mark.parametrize(("processes", "timeout"), [(0, 1.0), (1, 0.0)])
+def test_settings_are_checked(processes, timeout):
+    with pytest.raises(ConfigError):
+        RewardPool(processes, timeout)

@@ -1,0 +1,35 @@
+"""A user's reward file: some functions that behave, and some that do not."""
+
+import os
+import time
+
+
+def by_length(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(len(solution_str)), "digits": sum(c.isdigit() for c in solution_str)}
+
+
+def moody(data_source, solution_str, ground_truth, extra_info=None):
+    """Does what the ground truth says."""
+    if ground_truth == "hang":
+        time.sleep(3600)
+    if ground_truth == "crash":
+        os._exit(7)
+    if ground_truth == "abort":
+        os.abort()
+    if ground_truth == "raise":
+        raise RuntimeError("no mood")
+    if ground_truth == "exit":
+        raise SystemExit(3)
+    if ground_truth == "text":
+        return "1.0"
+    if ground_truth == "nan":
+        return float("nan")
+    return 1.0
+
+
+def process_id(data_source, solution_str, ground_truth, extra_info=None):
+    return os.getpid()
+
+
+def too_few(solution_str):
+    return 1.0
