@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from quadriga.config.plan import world_size
 from quadriga.config.ranges import check_choice, check_values
 from quadriga.config.schema import (
+    ArithmeticDataConfig,
     EngineConfig,
     GenerateConfig,
     OptimConfig,
@@ -93,6 +94,11 @@ def check_generate_settings(config: GenerateConfig) -> None:
             "set sampling.temperature above 0, or n=1",
             key="n",
         )
+
+
+def check_data_settings(config: ArithmeticDataConfig) -> None:
+    """The same for `quadriga data make`; what a task can hold, the generator checks."""
+    check_values(config)
 
 
 def _named(config: TrainConfig, known: KnownNames) -> Iterator[tuple[str, str, frozenset[str]]]:

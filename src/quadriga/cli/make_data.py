@@ -1,0 +1,64 @@
+"""`quadriga data make`: settings to files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quadriga.config.checks import check_data_settings
+from quadriga.config.schema import ArithmeticDataConfig
+
+
+def make_data(config: ArithmeticDataConfig) -> None:
+    """Write the data, and the model where `model_output` is given; say where they lie.
+
+    Raises:
+        InputError: settings that no problems or no model can have.
+    """
+    from quadriga.data import ArithmeticTask, write_arithmetic
+
+    check_data_settings(config)
+    task = ArithmeticTask(
+        max_number=config.max_number,
+        min_steps=config.min_steps,
+        max_steps=config.max_steps,
+        max_total=config.max_total,
+        phrasings=config.phrasings,
+        operations=tuple(config.operations),
+    )
+    files = write_arithmetic(
+        config.output,
+        task,
+        train_size=config.train_size,
+        test_size=config.val_size,
+        sft_size=config.sft_size,
+        seed=config.seed,
+    )
+    for path, rows in (
+        (files.train, config.train_size),
+        (files.test, config.val_size),
+        (files.sft, config.sft_size),
+    ):
+        print(f"{path}  {rows} problems")
+    if config.model_output is not None:
+        parameters = _make_model(config, files.sft)
+        print(f"{config.model_output}  {parameters:,} parameters")
+
+
+def _make_model(config: ArithmeticDataConfig, demonstrations: Path) -> int:
+    """Write the model and a tokenizer trained on the demonstrations."""
+    from pyarrow.parquet import read_table
+
+    from quadriga.models import TinyModel, write_tiny_model
+
+    notes = read_table(demonstrations, columns=["extra_info"])["extra_info"].to_pylist()
+    texts = [note[part] for note in notes for part in ("question", "answer")]
+    shape = TinyModel(
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+    )
+    assert config.model_output is not None
+    return write_tiny_model(config.model_output, texts, shape, seed=config.seed)
