@@ -1,0 +1,127 @@
+"""Advantages against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quadriga.algorithms.advantages import compute_advantages
+
+
+def scores_to_rewards(scores: list[float], length: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    rewards = torch.zeros(len(scores), length, dtype=torch.float64)
+    rewards[:, -1] = torch.tensor(scores, dtype=torch.float64)
+    return rewards, torch.ones(len(scores), length, dtype=torch.int64)
+
+
+def per_sample(name: str, scores: list[float], groups: list[str], **settings: object) -> list[float]:
+    rewards, mask = scores_to_rewards(scores)
+    advantages, _ = compute_advantages(
+        name,
+        token_level_rewards_BT=rewards,
+        response_mask_BT=mask,
+        group_ids=groups,
+        **settings,
+    )
+    assert torch.equal(advantages[:, 0], advantages[:, 1])
+    return advantages[:, 0].tolist()
+
+
+def test_grpo_divides_by_the_sample_standard_deviation():
+    # Group a: 0, 2 → mean 1, std √2. Group b: 1, 1 → no signal.
+    got = per_sample("grpo", [0.0, 1.0, 2.0, 1.0], ["a", "b", "a", "b"])
+    step = 1 / (2**0.5 + 1e-6)
+    assert got == pytest.approx([-step, 0.0, step, 0.0], abs=1e-12)
+
+
+def test_dr_grpo_and_rloo_by_hand():
+    scores, groups = [0.0, 3.0, 6.0, 5.0], ["a", "a", "a", "b"]
+    assert per_sample("dr_grpo", scores, groups) == [-3.0, 0.0, 3.0, 0.0]
+    # Others' means: 4.5, 3, 1.5.
+    assert per_sample("rloo", scores, groups) == [-4.5, 0.0, 4.5, 0.0]
+
+
+def test_passk_rewards_only_the_best_by_its_lead():
+    got = per_sample("grpo_passk", [1.0, 4.0, 2.0], ["a"] * 3, norm_adv_by_std=False)
+    assert got == [0.0, 2.0, 0.0]
+    assert per_sample("grpo_passk", [4.0, 4.0], ["a"] * 2) == [0.0, 0.0]
+
+
+def test_opo_weighs_the_baseline_by_length():
+    rewards = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 4.0]])
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1]])
+    advantages, _ = compute_advantages(
+        "opo", token_level_rewards_BT=rewards, response_mask_BT=mask, group_ids=["a", "a"]
+    )
+    # Baseline (1·1 + 3·4) / 4 = 3.25.
+    assert advantages.tolist() == [[-2.25, 0.0, 0.0], [0.75, 0.75, 0.75]]
+
+
+def test_gpg_makes_up_for_groups_without_signal():
+    got = per_sample("gpg", [0.0, 2.0, 1.0, 1.0], ["a", "a", "b", "b"])
+    assert got == [-2.0, 2.0, 0.0, 0.0]  # α = 4 / 2
+
+
+def test_gae_by_hand():
+    # γ=0.5, λ=0.5. δ_1 = 0 + 0.5·2 − 1 = 0;  δ_2 = 4 − 2 = 2;  A_1 = 0 + 0.25·2 = 0.5.
+    advantages, returns = compute_advantages(
+        "gae",
+        token_level_rewards_BT=torch.tensor([[0.0, 4.0, 9.0]]),
+        response_mask_BT=torch.tensor([[1, 1, 0]]),
+        values_BT=torch.tensor([[1.0, 2.0, 7.0]]),
+        gamma=0.5,
+        lam=0.5,
+        whiten_advantages=False,
+    )
+    assert advantages.tolist() == [[0.5, 2.0, 0.0]]
+    assert returns.tolist() == [[1.5, 4.0, 0.0]]
+
+
+def test_gae_steps_over_observations():
+    """The tool's answer between two turns takes no time and has no value."""
+    advantages, returns = compute_advantages(
+        "gae",
+        token_level_rewards_BT=torch.tensor([[0.0, 8.0, 8.0, 4.0]]),
+        response_mask_BT=torch.tensor([[1, 0, 0, 1]]),
+        values_BT=torch.tensor([[1.0, 5.0, 5.0, 2.0]]),
+        gamma=0.5,
+        lam=0.5,
+        whiten_advantages=False,
+    )
+    assert advantages.tolist() == [[0.5, 0.0, 0.0, 2.0]]
+    assert returns.tolist() == [[1.5, 0.0, 0.0, 4.0]]
+
+
+def test_reinforce_plus_plus_by_hand():
+    _, returns = compute_advantages(
+        "reinforce_plus_plus",
+        token_level_rewards_BT=torch.tensor([[1.0, 9.0, 4.0]]),
+        response_mask_BT=torch.tensor([[1, 0, 1]]),
+        gamma=0.5,
+    )
+    assert returns.tolist() == [[3.0, 0.0, 4.0]]
+
+
+def test_remax_takes_off_the_greedy_reward():
+    advantages, returns = compute_advantages(
+        "remax",
+        token_level_rewards_BT=torch.tensor([[1.0, 2.0, 0.0]]),
+        response_mask_BT=torch.tensor([[1, 1, 0]]),
+        reward_baselines_B=torch.tensor([0.5]),
+    )
+    assert advantages.tolist() == [[2.5, 1.5, 0.0]]
+    assert returns.tolist() == [[3.0, 2.0, 0.0]]
+
+
+def test_gdpo_normalises_each_component_by_itself():
+    # Two groups; component 0 is 100 × component 1, yet both weigh the same.
+    components = torch.tensor([[0.0, 0.0], [200.0, 2.0], [0.0, 2.0], [200.0, 0.0]])
+    advantages, _ = compute_advantages(
+        "gdpo",
+        token_level_rewards_BT=torch.zeros(4, 1),
+        response_mask_BT=torch.ones(4, 1),
+        group_ids=[0, 0, 1, 1],
+        reward_components_BK=components,
+        whiten_advantages=False,
+    )
+    assert advantages[:, 0].tolist() == pytest.approx([-(2**0.5), 2**0.5, 0.0, 0.0], abs=2e-6)
