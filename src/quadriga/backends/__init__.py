@@ -1,0 +1,41 @@
+"""The engines that run worker groups: `get_backend("ray")`, `get_backend("local")`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import TYPE_CHECKING
+
+from quadriga.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from quadriga.single_controller.backend import Backend
+
+BACKENDS = {
+    "ray": "quadriga.backends.ray.backend:RayBackend",
+    "local": "quadriga.backends.local.backend:LocalBackend",
+}
+
+
+def register_backend(name: str, location: str) -> None:
+    """Add a backend under `name`; `location` is "module:Class" of a `Backend` to be built."""
+    BACKENDS[name] = location
+
+
+def get_backend(name: str) -> Backend:
+    """The backend of that name; imports its engine and nothing else.
+
+    Raises UnknownNameError with the nearest name.
+    """
+    if name not in BACKENDS:
+        near = difflib.get_close_matches(name, BACKENDS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise UnknownNameError(
+            f"No backend {name!r}.{hint} Known: {', '.join(BACKENDS)}.",
+            name=name,
+            known=list(BACKENDS),
+            nearest=near[0] if near else None,
+        )
+    module, _, cls = BACKENDS[name].partition(":")
+    backend: Backend = getattr(importlib.import_module(module), cls)()
+    return backend

@@ -1,0 +1,86 @@
+"""HOW CALLS MOVE, whatever engine carries them.
+
+Names load when they are first used; none of them imports torch or ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quadriga.single_controller.backend import Backend as Backend
+    from quadriga.single_controller.bound_method import BoundMethod as BoundMethod
+    from quadriga.single_controller.builtin_modes import Dispatch as Dispatch
+    from quadriga.single_controller.builtin_modes import Execute as Execute
+    from quadriga.single_controller.call import Call as Call
+    from quadriga.single_controller.call import GroupView as GroupView
+    from quadriga.single_controller.class_with_args import ClassWithInitArgs as ClassWithInitArgs
+    from quadriga.single_controller.class_with_args import ColocatedClass as ColocatedClass
+    from quadriga.single_controller.devices import (
+        ray_noset_visible_devices as ray_noset_visible_devices,
+    )
+    from quadriga.single_controller.fused import FusedWorker as FusedWorker
+    from quadriga.single_controller.fused import (
+        create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
+    )
+    from quadriga.single_controller.layout import GroupLayout as GroupLayout
+    from quadriga.single_controller.layout import RankLayout as RankLayout
+    from quadriga.single_controller.mesh import (
+        make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
+    )
+    from quadriga.single_controller.modes import DispatchMode as DispatchMode
+    from quadriga.single_controller.modes import ExecuteMode as ExecuteMode
+    from quadriga.single_controller.modes import (
+        get_predefined_dispatch_fn as get_predefined_dispatch_fn,
+    )
+    from quadriga.single_controller.modes import register_dispatch_mode as register_dispatch_mode
+    from quadriga.single_controller.modes import register_execute_mode as register_execute_mode
+    from quadriga.single_controller.modes import update_dispatch_mode as update_dispatch_mode
+    from quadriga.single_controller.modes import update_execute_mode as update_execute_mode
+    from quadriga.single_controller.registration import MethodRecord as MethodRecord
+    from quadriga.single_controller.registration import register as register
+    from quadriga.single_controller.resource_pool import ResourcePool as ResourcePool
+    from quadriga.single_controller.worker import Worker as Worker
+    from quadriga.single_controller.worker_group import WorkerGroup as WorkerGroup
+
+_HOME = {
+    "Backend": "backend",
+    "BoundMethod": "bound_method",
+    "Call": "call",
+    "ClassWithInitArgs": "class_with_args",
+    "ColocatedClass": "class_with_args",
+    "Dispatch": "builtin_modes",
+    "DispatchMode": "modes",
+    "Execute": "builtin_modes",
+    "ExecuteMode": "modes",
+    "FusedWorker": "fused",
+    "GroupLayout": "layout",
+    "GroupView": "call",
+    "MethodRecord": "registration",
+    "RankLayout": "layout",
+    "ResourcePool": "resource_pool",
+    "Worker": "worker",
+    "WorkerGroup": "worker_group",
+    "create_colocated_worker_raw_cls": "fused",
+    "get_predefined_dispatch_fn": "modes",
+    "make_nd_compute_dataproto_dispatch_fn": "mesh",
+    "ray_noset_visible_devices": "devices",
+    "register": "registration",
+    "register_dispatch_mode": "modes",
+    "register_execute_mode": "modes",
+    "update_dispatch_mode": "modes",
+    "update_execute_mode": "modes",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

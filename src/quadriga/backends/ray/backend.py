@@ -1,0 +1,142 @@
+"""The Ray backend: ranks are actors, calls are actor tasks, batches by reference are objects."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import ray
+
+from quadriga.backends.ray.class_with_args import RayClassWithInitArgs, RayColocatedClass
+from quadriga.backends.ray.cluster import RaySession, ensure_ray
+from quadriga.backends.ray.failures import raise_first_failure
+from quadriga.backends.ray.pool import RayResourcePool
+from quadriga.backends.ray.store import RayStore
+from quadriga.single_controller.backend import RankHandle, RankSet
+from quadriga.single_controller.call import Call, Pending
+from quadriga.single_controller.class_with_args import ClassWithInitArgs
+from quadriga.single_controller.resource_pool import ResourcePool
+
+
+class RayPending:
+    """One rank's answer. Where the call was made it knows its peers, so that a failure of any
+    of them ends the wait; when it travels, only the reference does."""
+
+    __slots__ = ("batch", "index", "ref")
+
+    def __init__(self, ref: Any, batch: RayBatch | None = None, index: int = 0) -> None:
+        self.ref = ref
+        self.batch = batch
+        self.index = index
+
+    def result(self) -> Any:
+        """Wait for the value; raises what the worker raised."""
+        if self.batch is not None:
+            return self.batch.gather()[self.index]
+        return raise_first_failure([self.ref], [], "?", None)[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayPending, (self.ref,)
+
+
+class RayBatch:
+    """The answers of one submission."""
+
+    __slots__ = ("handles", "label", "refs", "started", "values")
+
+    def __init__(self, refs: list[Any], handles: list[RankHandle], label: str) -> None:
+        self.refs = refs
+        self.handles = handles
+        self.label = label
+        self.started = time.monotonic()
+        self.values: list[Any] | None = None
+
+    def gather(self, timeout: float | None = None) -> list[Any]:
+        """All values, waited for once."""
+        if self.values is None:
+            self.values = raise_first_failure(
+                self.refs, self.handles, self.label, timeout, self.started
+            )
+        return self.values
+
+
+class RayBackend:
+    """See `quadriga.single_controller.backend.Backend`."""
+
+    name = "ray"
+
+    def __init__(self) -> None:
+        self._session: RaySession | None = None
+
+    @cached_property
+    def store(self) -> RayStore:
+        """Ray's object store."""
+        return RayStore()
+
+    def start(self, **options: Any) -> None:
+        """Connect to Ray (see `ensure_ray`); `shutdown` ends what this started."""
+        self._session = ensure_ray(**options)
+
+    def shutdown(self) -> None:
+        """End Ray if `start` started it."""
+        if self._session is not None:
+            self._session.close()
+
+    def resource_pool(self, process_on_nodes: Sequence[int], **options: Any) -> RayResourcePool:
+        """A `RayResourcePool`."""
+        return RayResourcePool(process_on_nodes, **options)
+
+    def class_with_args(self, cls: type, *args: Any, **kwargs: Any) -> RayClassWithInitArgs:
+        """A `RayClassWithInitArgs`."""
+        return RayClassWithInitArgs(cls, *args, **kwargs)
+
+    def colocate(self, classes: Mapping[str, ClassWithInitArgs]) -> RayColocatedClass:
+        """Several roles in one process."""
+        return RayColocatedClass(dict(classes))
+
+    def worker_group(self, pool: ResourcePool, cls: ClassWithInitArgs, **options: Any) -> Any:
+        """Start a `RayWorkerGroup`."""
+        from quadriga.backends.ray.group import RayWorkerGroup
+
+        return RayWorkerGroup(pool, cls, backend=self, **options)
+
+    def submit(
+        self, ranks: RankSet, targets: Sequence[int], calls: Sequence[Call]
+    ) -> Sequence[Pending]:
+        """One actor task per rank, named "role.method"."""
+        label = f"{calls[0].role}.{calls[0].method}"
+        handles = [ranks.handles[target] for target in targets]
+        refs = []
+        for handle, call in zip(handles, calls, strict=True):
+            invoke = handle.methods.get(label)
+            if invoke is None:
+                invoke = handle.native.quadriga_invoke.options(name=label)
+                handle.methods[label] = invoke
+            refs.append(invoke.remote(call))
+        batch = RayBatch(refs, handles, label)
+        return [RayPending(ref, batch, index) for index, ref in enumerate(refs)]
+
+    def gather(self, pendings: Sequence[Pending], timeout: float | None) -> list[Any]:
+        """All answers of one submission; the first failure is raised as soon as it is known."""
+        batches = {id(p.batch): p.batch for p in pendings if isinstance(p, RayPending)}
+        values = {key: batch.gather(timeout) for key, batch in batches.items() if batch}
+        return [
+            values[id(p.batch)][p.index] if isinstance(p, RayPending) and p.batch else p.result()
+            for p in pendings
+        ]
+
+    def share(self, value: Any) -> Any:
+        """The value itself."""
+        return value
+
+    def is_alive(self, handle: RankHandle) -> bool:
+        """Whether Ray's control store counts the actor among the living."""
+        from quadriga.backends.ray.liveness import actor_alive
+
+        return actor_alive(handle.native)
+
+    def kill(self, handle: RankHandle) -> None:
+        """End the rank's process at once."""
+        ray.kill(handle.native)

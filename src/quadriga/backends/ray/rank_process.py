@@ -1,0 +1,167 @@
+"""The actor of one rank.
+
+It is light: the user's worker class, and what it imports, is loaded by `quadriga_setup`, so that
+all ranks' processes start side by side. Steps, each sent without waiting for the one before:
+
+    __init__           nothing
+    quadriga_prepare   environment variables of the user; rank 0 chooses address and port
+    quadriga_setup     waits for rank 0's choice; builds the workers
+    quadriga_invoke    one call, under the Ray task name "role.method"
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import inspect
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray import cloudpickle
+
+from quadriga.single_controller.backend import RankFacts
+from quadriga.single_controller.call import Call
+from quadriga.single_controller.class_with_args import ClassWithInitArgs
+from quadriga.single_controller.environment import RankEnvironment, ReservedPort
+from quadriga.single_controller.hosting import RankHost
+
+STACK_SIGNAL = signal.SIGUSR2
+
+
+class RankProcess:
+    """Hosts the workers of one rank; see the module's docstring."""
+
+    _host: RankHost
+    _facts: RankFacts
+
+    def quadriga_prepare(
+        self, variables: Mapping[str, str], search_path: Sequence[str], choose: bool
+    ) -> tuple[str, str]:
+        """Set the user's environment variables and make importable what the controller can
+        import; rank 0 also chooses (address, port)."""
+        os.environ.update(variables)
+        sys.path.extend(path for path in search_path if path not in sys.path)
+        self._stack_file = open_stack_file()
+        if not choose:
+            return "", ""
+        self._port = ReservedPort.choose()
+        return ray.util.get_node_ip_address(), str(self._port.port)
+
+    def quadriga_setup(
+        self,
+        place: RankEnvironment,
+        rendezvous: tuple[str, str],
+        prepared: tuple[str, str],
+        payload: tuple[Any, Mapping[str, ClassWithInitArgs]],
+    ) -> RankFacts:
+        """Build the workers. `rendezvous`: what rank 0's `quadriga_prepare` returned, `prepared`:
+        what this rank's did. `payload`: the modes a user has added, then the roles."""
+        address, port = rendezvous
+        place = replace(place, master_address=address, master_port=port)
+        os.environ.update(place.variables())
+        context = ray.get_runtime_context()
+        self._facts = RankFacts(
+            rank=place.rank,
+            world_size=place.world_size,
+            node=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            master_address=address,
+            master_port=port,
+            group_prefix=place.group_prefix,
+            log_path=_log_path(),
+            node_id=context.get_node_id(),
+            stack_path=self._stack_file.name,
+        )
+        self._use_store()
+        self._host = RankHost(place, self._facts.node, _survives_pickling)
+        self._host.build({role: _plain(member) for role, member in payload[1].items()})
+        return self._facts
+
+    def quadriga_facts(self) -> RankFacts:
+        """Where this rank lives."""
+        return self._facts
+
+    def quadriga_roles(self) -> dict[str, type]:
+        """The roles that this process hosts, with their classes."""
+        return {role: type(worker) for role, worker in self._host.workers.items()}
+
+    def quadriga_invoke(self, call: Call) -> Any:
+        """Run one call."""
+        return self._host.invoke(call)
+
+    def _use_store(self) -> None:
+        from quadriga.backends.ray.store import RayStore
+        from quadriga.protocol.reference import use_store
+
+        use_store(RayStore())
+
+
+class AsyncRankProcess(RankProcess):
+    """For classes with coroutine methods: those interleave on the actor's event loop."""
+
+    async def quadriga_invoke(self, call: Call) -> Any:
+        """Run one call; other calls go on while a coroutine method waits."""
+        return await self._host.invoke_async(call)
+
+
+def rank_process_class(name: str, classes: Mapping[str, type]) -> type:
+    """The actor class of a group: named like the user's class, with its public methods.
+
+    The methods are for those who hold an actor handle and call it directly. With several roles
+    they are named `<role>_<method>`.
+    """
+    members: dict[str, Any] = {"__module__": "quadriga.ranks", "__doc__": f"A rank of {name}."}
+    is_async = False
+    for role, cls in classes.items():
+        prefix = f"{role}_" if len(classes) > 1 else ""
+        for method, function in inspect.getmembers(cls, inspect.isfunction):
+            if method.startswith("__"):
+                continue
+            is_async = is_async or inspect.iscoroutinefunction(function)
+            members.setdefault(prefix + method, _forwarder(role, method))
+    if not is_async:
+        return type(name, (RankProcess,), members)
+    return type(name, (AsyncRankProcess,), members)
+
+
+def _forwarder(role: str, method: str) -> Any:
+    def forward(self: RankProcess, *args: Any, **kwargs: Any) -> Any:
+        return self.quadriga_invoke(Call(role, method, args, kwargs))
+
+    forward.__name__ = forward.__qualname__ = method
+    return forward
+
+
+def open_stack_file() -> Any:
+    """On STACK_SIGNAL this process writes the stacks of its threads there, whatever it is doing,
+    even inside C code that holds the interpreter."""
+    file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - open for the life of the process
+        "w", prefix=f"quadriga-stack-{os.getpid()}-", suffix=".txt"
+    )
+    faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+    return file
+
+
+def _log_path() -> str | None:
+    try:
+        path = os.readlink("/proc/self/fd/2")
+    except OSError:
+        return None
+    return path if os.path.isfile(path) else None
+
+
+def _plain(member: ClassWithInitArgs) -> ClassWithInitArgs:
+    """Without the engine's options: calling it builds the worker here."""
+    return ClassWithInitArgs(member.cls, *member.args, **member.kwargs)
+
+
+def _survives_pickling(error: Exception) -> bool:
+    try:
+        return isinstance(cloudpickle.loads(cloudpickle.dumps(error)), Exception)
+    except Exception:  # whatever a user's exception does when it is pickled
+        return False

@@ -1,0 +1,163 @@
+"""How the processes of a group come to be: all at once, then built side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import cloudpickle
+
+from quadriga.backends.ray.failures import raise_first_failure
+from quadriga.backends.ray.rank_process import rank_process_class
+from quadriga.errors import ConfigError
+from quadriga.single_controller.backend import RankFacts, RankHandle
+from quadriga.single_controller.builtin_modes import Dispatch, Execute
+from quadriga.single_controller.class_with_args import ClassWithInitArgs
+from quadriga.single_controller.environment import RankEnvironment
+from quadriga.single_controller.worker_group import roles_of
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank to be started."""
+
+    name: str
+    place: RankEnvironment
+    options: dict[str, Any]
+    variables: dict[str, str]
+
+
+class UserModes:
+    """The modes a user has added. They register themselves where they are unpickled, which comes
+    before the worker classes that name them."""
+
+    def __init__(self, dispatch: Sequence[Any], execute: Sequence[Any]) -> None:
+        Dispatch.adopt(dispatch)
+        Execute.adopt(execute)
+        self.dispatch, self.execute = tuple(dispatch), tuple(execute)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UserModes, (self.dispatch, self.execute)
+
+
+def start_ranks(
+    plans: Sequence[RankPlan],
+    roles: Mapping[str, ClassWithInitArgs],
+    class_name: str,
+    timeout: float,
+    named: bool = True,
+) -> list[RankHandle]:
+    """Start one process per plan and build its workers.
+
+    Raises WorkerInitError for the first `__init__` that raised, ConfigError for a name that is
+    taken, CallTimeoutError after `timeout` seconds. Nothing is left running after a failure.
+    """
+    classes = {role: member.cls for role, member in roles.items()}
+    actor_class = ray.remote(rank_process_class(class_name, classes))
+    with pickled_by_value(classes.values()):
+        payload = ray.put((UserModes(Dispatch.added(), Execute.added()), dict(roles)))
+    search_path = [path for path in sys.path if os.path.isdir(path)]
+    actors: list[Any] = []
+    try:
+        for plan in plans:
+            name = {"name": plan.name} if named else {}
+            actors.append(actor_class.options(**plan.options, **name).remote())
+        prepared = [
+            actor.quadriga_prepare.remote(plan.variables, search_path, plan.place.rank == 0)
+            for actor, plan in zip(actors, plans, strict=True)
+        ]
+        # Taking its own rank's answer too keeps the payload, and the modules that it imports,
+        # from being loaded before that rank is prepared.
+        ready = [
+            actor.quadriga_setup.remote(plan.place, prepared[0], mine, payload)
+            for actor, plan, mine in zip(actors, plans, prepared, strict=True)
+        ]
+        facts: list[RankFacts] = _wait(ready, plans, actors, next(iter(roles)), timeout)
+    except BaseException as error:
+        for actor in actors:
+            ray.kill(actor)
+        if isinstance(error, ValueError) and "name" in str(error) and "taken" in str(error):
+            raise ConfigError(
+                f"An actor named {plans[len(actors)].name!r} exists already in this Ray "
+                "namespace. Choose another name_prefix."
+            ) from error
+        raise
+    return [
+        RankHandle(actor, plan.name, fact)
+        for actor, plan, fact in zip(actors, plans, facts, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def pickled_by_value(classes: Iterable[type]) -> Iterator[None]:
+    """Within the block, classes whose module cannot be imported by its name (a user's file that
+    was loaded by path) are pickled with their code."""
+    loaded_by_path = []
+    for name in {base.__module__ for cls in classes for base in cls.__mro__}:
+        module = sys.modules.get(name)
+        if module is None or name == "__main__" or _importable(name):
+            continue
+        cloudpickle.register_pickle_by_value(module)
+        loaded_by_path.append(module)
+    try:
+        yield
+    finally:
+        for module in loaded_by_path:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _importable(name: str) -> bool:
+    if name in sys.builtin_module_names or name.partition(".")[0] in ("quadriga", "torch"):
+        return True
+    loaded = sys.modules[name]
+    try:
+        spec = importlib.machinery.PathFinder.find_spec(name, _search_path(name))
+    except (ImportError, AttributeError, ValueError):
+        return False
+    return spec is not None and spec.origin == getattr(loaded, "__file__", spec.origin)
+
+
+def _search_path(name: str) -> Any:
+    parent = name.rpartition(".")[0]
+    return sys.modules[parent].__path__ if parent else None
+
+
+def _wait(
+    ready: list[Any], plans: Sequence[RankPlan], actors: list[Any], role: str, timeout: float
+) -> list[RankFacts]:
+    unknown = [
+        RankHandle(actor, p.name, RankFacts(p.place.rank, p.place.world_size, "?", 0, "", ""))
+        for actor, p in zip(actors, plans, strict=True)
+    ]
+    return raise_first_failure(ready, unknown, f"{role}.__init__", timeout)
+
+
+def start_single(member: ClassWithInitArgs, options: dict[str, Any], sharing_with: Any) -> Any:
+    """Start one rank outside a group; returns its actor handle.
+
+    Its place is read from `runtime_env["env_vars"]` of the options, as for a worker outside Ray.
+    """
+    variables = dict((options.get("runtime_env") or {}).get("env_vars") or {})
+    if sharing_with is not None:
+        variables.update(_devices_of(sharing_with))
+    place = RankEnvironment.read(variables)
+    plan = RankPlan("", place, options, variables)
+    role = next(iter(member.roles))
+    handle = start_ranks([plan], member.roles, member.cls.__name__ or role, 1800.0, named=False)
+    return handle[0].native
+
+
+def _devices_of(actor: Any) -> dict[str, str]:
+    devices = ray.get(actor.get_cuda_visible_devices.remote(), timeout=60)
+    return {} if devices == "not set" else {"CUDA_VISIBLE_DEVICES": devices}
+
+
+def class_roles(roles: Mapping[str, ClassWithInitArgs]) -> dict[str, type]:
+    """Every role a process of these classes hosts."""
+    return roles_of({role: member.cls for role, member in roles.items()})

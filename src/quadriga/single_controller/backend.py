@@ -1,0 +1,112 @@
+"""What an engine must offer to run worker groups. Ray and local are the two that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from quadriga.single_controller.call import Call, Pending
+from quadriga.single_controller.class_with_args import ClassWithInitArgs
+from quadriga.single_controller.layout import GroupLayout
+from quadriga.single_controller.resource_pool import ResourcePool
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """Where a rank lives, as it says itself."""
+
+    rank: int
+    world_size: int
+    node: str
+    pid: int
+    master_address: str
+    master_port: str
+    group_prefix: str = ""
+    log_path: str | None = None
+    """The file on its node that its stderr goes to."""
+    node_id: str = ""
+    """The engine's own name of that node."""
+    stack_path: str = ""
+    """The file on its node that it writes its stacks to when asked by a signal."""
+
+
+@dataclass
+class RankHandle:
+    """One rank, as its group holds it. `native` is the engine's own handle."""
+
+    native: Any
+    name: str
+    facts: RankFacts
+    methods: dict[str, Any] = field(default_factory=dict)
+    """The engine's per-method call objects, kept because making one costs time."""
+
+
+@dataclass
+class RankSet:
+    """The processes of a group and what is known of them; shared by all views on the group."""
+
+    backend: Backend
+    handles: list[RankHandle]
+    roles: dict[str, type]
+    """Every role that a process of this group hosts, with its class."""
+    name_prefix: str = ""
+    timeout: float | None = None
+    """Default deadline of a call, in seconds; None: no deadline."""
+    meshes: dict[tuple[str, str], tuple[list[int], list[bool]]] = field(default_factory=dict)
+    layouts: dict[str, GroupLayout] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """An engine that places ranks and carries calls to them."""
+
+    name: str
+
+    def resource_pool(self, process_on_nodes: Sequence[int], **options: Any) -> ResourcePool:
+        """A pool in the engine's own type."""
+        ...
+
+    def class_with_args(self, cls: type, *args: Any, **kwargs: Any) -> ClassWithInitArgs:
+        """A worker class with its arguments, in the engine's own type."""
+        ...
+
+    def colocate(self, classes: Mapping[str, ClassWithInitArgs]) -> ClassWithInitArgs:
+        """Several roles in one process."""
+        ...
+
+    def worker_group(self, pool: ResourcePool, cls: ClassWithInitArgs, **options: Any) -> Any:
+        """Start a group: a `WorkerGroup`, complete when this returns."""
+        ...
+
+    def submit(
+        self, ranks: RankSet, targets: Sequence[int], calls: Sequence[Call]
+    ) -> Sequence[Pending]:
+        """Send `calls[i]` to rank `targets[i]`; does not wait."""
+        ...
+
+    def gather(self, pendings: Sequence[Pending], timeout: float | None) -> list[Any]:
+        """Wait for all answers of one `submit`. The first failure is raised at once.
+
+        `timeout` seconds after the submission CallTimeoutError is raised.
+        """
+        ...
+
+    def share(self, value: Any) -> Any:
+        """Prepare a value that several ranks will receive, so that it is sent once."""
+        ...
+
+    def is_alive(self, handle: RankHandle) -> bool:
+        """Whether the rank's process exists; answers within seconds."""
+        ...
+
+    def kill(self, handle: RankHandle) -> None:
+        """End the rank's process."""
+        ...
+
+    def shutdown(self) -> None:
+        """End what this backend itself has started."""
+        ...

@@ -1,0 +1,63 @@
+"""A worker's method as its group offers it: `group.update_actor(batch)`."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from quadriga.single_controller.call import CallOptions
+from quadriga.single_controller.registration import MethodRecord
+
+if TYPE_CHECKING:
+    from quadriga.single_controller.worker_group import WorkerGroup
+
+
+class BoundMethod:
+    """Call it: split, send, run, gather, join. `.submit(...)` does not wait and gives a future.
+
+    `.options(timeout=60)` gives the same method with a deadline of 60 seconds per call.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        role: str,
+        record: MethodRecord,
+        call_options: CallOptions | None = None,
+    ) -> None:
+        self.group = group
+        self.role = role
+        self.record = record
+        self.call_options = call_options or CallOptions()
+        self.label = f"{role}.{record.name}"
+        self.__name__ = record.name
+        self.__qualname__ = self.label
+        self.__doc__ = getattr(group.class_of(role), record.name).__doc__
+        # A frame of its own with the method's name, so that profiles show it.
+        self._run = _named(_call, record.name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self, args, kwargs)
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        """Start the call and return a `DataProtoFuture` at once."""
+        return self.group.start_call(self, args, kwargs).future()
+
+    def options(self, timeout: float | None = None) -> BoundMethod:
+        """The same method with other call options. `timeout`: seconds, None: the group's."""
+        chosen = replace(self.call_options, timeout=timeout)
+        return BoundMethod(self.group, self.role, self.record, chosen)
+
+    def __repr__(self) -> str:
+        return f"<{self.label} on {self.group.world_size} ranks>"
+
+
+def _call(method: BoundMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    started = method.group.start_call(method, args, kwargs)
+    return started.wait() if method.record.blocking else started.future()
+
+
+def _named(function: types.FunctionType | Any, name: str) -> Any:
+    code = function.__code__.replace(co_name=name, co_qualname=name)
+    return types.FunctionType(code, function.__globals__, name)

@@ -1,0 +1,91 @@
+"""Where a rank stands in a tp × cp × dp × pp layout, without any parallel library.
+
+Ranks are numbered with tensor parallelism innermost, then context, data, and pipeline outermost:
+`rank = tp + TP · (cp + CP · (dp + DP · pp))` (the order of Megatron-core, arXiv 2104.04473).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quadriga.errors import MeshError
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """One rank's coordinates and the sizes of the four dimensions."""
+
+    tp_rank: int
+    cp_rank: int
+    dp_rank: int
+    pp_rank: int
+    tp_size: int = 1
+    cp_size: int = 1
+    dp_size: int = 1
+    pp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp", "dp", "pp"):
+            rank, size = getattr(self, f"{name}_rank"), getattr(self, f"{name}_size")
+            if not 0 <= rank < size:
+                raise MeshError(
+                    f"{name}_rank must lie in 0..{name}_size-1, got {name}_rank={rank} with "
+                    f"{name}_size={size}.",
+                    mesh_name="layout",
+                )
+
+    @classmethod
+    def of_rank(cls, rank: int, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1) -> RankLayout:
+        """The coordinates of `rank` when tp is innermost and pp outermost.
+
+        Raises MeshError if `rank` is not below tp · cp · dp · pp.
+        """
+        if not 0 <= rank < tp * cp * dp * pp:
+            raise MeshError(
+                f"Rank {rank} does not fit tp={tp} × cp={cp} × dp={dp} × pp={pp} = "
+                f"{tp * cp * dp * pp} ranks.",
+                mesh_name="layout",
+            )
+        rest, tp_rank = divmod(rank, tp)
+        rest, cp_rank = divmod(rest, cp)
+        pp_rank, dp_rank = divmod(rest, dp)
+        return cls(tp_rank, cp_rank, dp_rank, pp_rank, tp, cp, dp, pp)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(tp, cp, dp, pp)."""
+        return self.tp_size, self.cp_size, self.dp_size, self.pp_size
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """The layouts of all ranks of a group, checked against each other."""
+
+    ranks: tuple[RankLayout, ...]
+
+    @classmethod
+    def of(cls, layouts: Sequence[RankLayout]) -> GroupLayout:
+        """Raises MeshError if the ranks disagree or two of them claim one place."""
+        sizes = {layout.sizes for layout in layouts}
+        if len(sizes) != 1:
+            raise MeshError(
+                f"The ranks registered different layouts (tp, cp, dp, pp): {sorted(sizes)}.",
+                mesh_name="layout",
+            )
+        tp, cp, dp, pp = next(iter(sizes))
+        if tp * cp * dp * pp != len(layouts) or len(set(layouts)) != len(layouts):
+            raise MeshError(
+                f"A layout of tp={tp} × cp={cp} × dp={dp} × pp={pp} needs {tp * cp * dp * pp} "
+                f"ranks in different places, got {len(layouts)} ranks in {len(set(layouts))}.",
+                mesh_name="layout",
+            )
+        return cls(tuple(layouts))
+
+    @property
+    def dp_size(self) -> int:
+        return self.ranks[0].dp_size
+
+    @property
+    def pp_size(self) -> int:
+        return self.ranks[0].pp_size

@@ -1,0 +1,119 @@
+"""What a group does, on both backends alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from worker_cases import Adder, Neighbour, Twice
+
+from quadriga.errors import LengthError, UnregisteredMethodError
+from quadriga.protocol import DataProto
+
+
+def batch(n: int) -> DataProto:
+    return DataProto.from_dict(tensors={"a": torch.arange(n)})
+
+
+def test_calls_by_mode(start):
+    group = start(Adder, 3, 10)
+    assert group.world_size == 3
+    assert group.add(1) == [11, 12, 13]
+    assert group.each([5, 6, 7]) == [(0, 5), (1, 6), (2, 7)]
+    assert group.each([5, 6, 7], scale=[1, 10, 100]) == [(0, 5), (1, 60), (2, 700)]
+    assert group.first([9, 9, 9]) == (0, [9, 9, 9])
+    assert group.add.__name__ == "add"
+
+
+def test_lists_are_split_only_where_the_mode_says_so(start):
+    group = start(Adder, 2)
+    with pytest.raises(TypeError):
+        raise_cause(lambda: group.add([1, 2]))
+    assert group.lists([[1, 2], [3]]) == [[1, 2], [3]]
+    with pytest.raises(LengthError, match="3 entries for 2 ranks"):
+        group.lists([1, 2, 3])
+
+
+def raise_cause(run):
+    try:
+        run()
+    except Exception as error:
+        raise error.__cause__ from None
+
+
+def test_batches_are_split_joined_and_left_alone(start):
+    group = start(Twice, 2)
+    data = batch(4)
+    assert group.twice(data).batch["a"].tolist() == [0, 2, 4, 6]
+    assert group.length(data) == [2, 2]
+    with pytest.raises(LengthError, match=r"twice: argument 0 has 3 rows.*Pass 2 or 4 rows"):
+        group.twice(batch(3))
+
+
+def test_padding_is_added_and_taken_off(start):
+    group = start(Twice, 3)
+    data = DataProto.from_dict(tensors={"a": torch.arange(10)}, auto_padding=True)
+    assert group.length(data) == [4, 4, 4]
+    assert group.twice(data).batch["a"].tolist() == [2 * i for i in range(10)]
+    assert len(data) == 10
+
+
+def test_futures(start):
+    group = start(Twice, 2)
+    future = group.twice.submit(batch(4))
+    assert group.twice(future).batch["a"].tolist() == [0, 4, 8, 12]
+    adder = start(Adder, 2)
+    assert adder.soon().get() == [0, 1]
+    assert adder.later(0.01) == [0, 1]
+
+
+def test_execute_by_name(start):
+    group = start(Adder, 2, 1)
+    assert group.execute_all_sync("add", [10, 20]) == [11, 22]
+    assert group.execute_all_sync("add", 10) == [11, 12]
+    assert group.execute_all_sync("unregistered") == ["here", "here"]
+    assert group.execute_rank_zero_sync("add", 5) == 6
+    assert group.execute_func_rank_zero(lambda x, y: x + y, 1, 2) == 3
+
+
+def test_function_with_batches(start):
+    group = start(Twice, 2)
+
+    def negate(worker, data):
+        data.batch["a"] = -data.batch["a"] - worker.rank * 100
+        return data
+
+    joined = group.execute_with_func_generator(negate, batch(4))
+    assert joined.batch["a"].tolist() == [0, -1, -102, -103]
+
+
+def test_unregistered_method_names_the_nearest(start):
+    group = start(Adder, 1)
+    with pytest.raises(UnregisteredMethodError, match="Did you mean first"):
+        group.frist(1)
+    assert not hasattr(group, "unregistered")
+
+
+def test_environment(start):
+    group = start(Adder, 2, worker_env={"MINE": "yes"})
+    for rank, seen in enumerate(group.environment()):
+        assert (seen["RANK"], seen["WORLD_SIZE"]) == (str(rank), "2")
+        assert (seen["LOCAL_RANK"], seen["LOCAL_WORLD_SIZE"]) == (str(rank), "2")
+        assert seen["MASTER_PORT"] == group.master_port
+        assert seen["MASTER_ADDR"] == group.master_address
+        assert seen["MINE"] == "yes"
+
+
+def test_roles_share_a_process(start, backend):
+    roles = {
+        "actor": backend.class_with_args(Adder, 1),
+        "actor_rollout": backend.class_with_args(Neighbour),
+    }
+    group = start(None, 2, roles=roles)
+    views = group.spawn({"actor", "actor_rollout"})
+    assert views["actor"].add(1) == group.actor_add(1) == [2, 3]
+    both = ["actor", "actor_rollout"]
+    assert views["actor_rollout"].ask(1) == [(2, 0, both), (3, 1, both)]
+    assert group.actor_rollout_ask(1) == views["actor_rollout"].ask(1)
+    assert views["actor"].workers == views["actor_rollout"].workers
+    with pytest.raises(UnregisteredMethodError, match="hosts the roles"):
+        group.spawn({"critic"})

@@ -1,0 +1,107 @@
+"""Workers that the tests of this folder start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+
+from quadriga.single_controller import Dispatch, Worker, register
+
+
+class Adder(Worker):
+    def __init__(self, base: int = 0) -> None:
+        super().__init__()
+        self.base = base
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def add(self, x):
+        return self.base + x + self.rank
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def each(self, x, scale=1):
+        return self.rank, x * scale
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def first(self, x):
+        return self.rank, x
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def lists(self, x):
+        return x
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def later(self, seconds):
+        await asyncio.sleep(seconds)
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def soon(self):
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def environment(self):
+        names = "WORLD_SIZE RANK LOCAL_WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT MINE"
+        return {name: os.environ.get(name) for name in names.split()}
+
+    def unregistered(self):
+        return "here"
+
+
+class Twice(Worker):
+    """Doubles in place what it got."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def twice(self, data):
+        data.batch["a"] *= 2
+        return data
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def length(self, data):
+        return len(data)
+
+
+class Neighbour(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def ask(self, x):
+        return self.actor.add(x), self.sibling("actor_rollout").rank, sorted(self.fused_worker_dict)
+
+
+class Faulty(Worker):
+    def __init__(self, fail_on: int = -1) -> None:
+        super().__init__()
+        if self.rank == fail_on:
+            raise ValueError("no such weights")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def raise_on(self, rank):
+        if self.rank == rank:
+            raise KeyError("reward_model")
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def raise_while_others_wait(self, rank, seconds):
+        if self.rank == rank:
+            raise KeyError("reward_model")
+        time.sleep(seconds)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def die_on(self, rank):
+        if self.rank == rank:
+            print("out of luck", file=sys.stderr, flush=True)
+            os._exit(7)
+        time.sleep(60)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stuck_on(self, rank):
+        if self.rank == rank:
+            time.sleep(60)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def unpicklable(self):
+        return (x for x in ())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def ping(self):
+        return self.rank
