@@ -1,4 +1,4 @@
-"""Rollout engines by name."""
+"""Rollout engines by name: prompts in, sampled responses out."""
 
 from __future__ import annotations
 
