@@ -62,6 +62,7 @@ QUESTIONS = (
     "What is the number of {things} in the end?",
 )
 OPERATIONS = ("+", "-", "*")
+_PATIENCE = 5000  # draws in a row that gave nothing new, before a task counts as exhausted
 
 
 @dataclass(frozen=True)
@@ -211,18 +212,19 @@ def _fresh(
     seen: set[tuple[tuple[str, int, int], ...]],
     name: str,
 ) -> Iterable[Problem]:
-    made = misses = 0
+    made = in_vain = 0
     while made < size:
         problem = make_problem(task, rng)
-        if problem.key in seen:
-            misses += 1
-            if misses > 1000 + 50 * size:
-                raise DataError(
-                    f"part {name!r} wants {size} problems, but only {made} different ones were "
-                    f"found that no other part has ({len(seen)} in all); raise max_number, "
-                    "max_steps or phrasings, or ask for fewer"
-                )
+        if problem.key not in seen:
+            seen.add(problem.key)
+            made += 1
+            in_vain = 0
+            yield problem
             continue
-        seen.add(problem.key)
-        made += 1
-        yield problem
+        in_vain += 1
+        if in_vain > _PATIENCE:
+            raise DataError(
+                f"part {name!r} wants {size} problems, but only {made} different ones were found "
+                f"that no other part has ({len(seen)} in all); raise max_number, max_steps or "
+                "phrasings, or ask for fewer"
+            )

@@ -1,0 +1,120 @@
+"""Word problems: right solutions, settings kept, parts apart, files equal for equal seeds."""
+
+import random
+import re
+
+import pyarrow.parquet as pq
+import pytest
+
+from quadriga.data.arithmetic import ArithmeticTask, make_parts, make_problem
+from quadriga.data.arithmetic_files import write_arithmetic
+from quadriga.errors import DataError
+
+
+def problems(task, count=300):
+    rng = random.Random(1)
+    return [make_problem(task, rng) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        ArithmeticTask(),
+        ArithmeticTask(max_number=20, max_steps=2),
+        ArithmeticTask(max_total=9, max_steps=4, min_steps=2),
+        ArithmeticTask(operations=("+", "-", "*"), max_number=5, max_total=30),
+        ArithmeticTask(operations=("+",), phrasings=1),
+        ArithmeticTask(max_number=1, max_total=1),
+    ],
+)
+def test_solutions_are_right_and_settings_hold(task):
+    for problem in problems(task):
+        *lines, last = problem.solution.split("\n")
+        assert len(lines) == problem.steps
+        assert task.min_steps <= problem.steps <= task.max_steps
+        for line, following in zip(lines, [*lines[1:], last], strict=True):
+            left, right = line.split("=")
+            assert eval(left) == int(right) >= 0
+            assert following.startswith((right, "#### "))
+            assert task.max_total is None or int(right) <= task.max_total
+        assert last == f"#### {problem.answer}" and lines[-1].endswith(f"={problem.answer}")
+        named = [int(n) for n in re.findall(r"\d+", problem.question)]
+        assert len(named) == problem.steps + 1
+        assert all(1 <= n <= task.max_number for n in named)
+
+
+def test_solution_uses_the_numbers_of_the_question_in_order():
+    task = ArithmeticTask(max_number=20)
+    for problem in problems(task, 50):
+        first, *others = (int(n) for n in re.findall(r"\d+", problem.question))
+        total = first
+        for line, n in zip(problem.solution.split("\n"), others, strict=False):
+            sign = "+" if "+" in line else "-"
+            assert line.split("=")[0] == f"{total}{sign}{n}"
+            total = total + n if sign == "+" else total - n
+
+
+def test_all_phrasings_and_signs_occur():
+    text = " ".join(problem.question for problem in problems(ArithmeticTask()))
+    for words in ("has", "starts the day", "buys", "finds", "brings", "loses", "gives", "takes"):
+        assert f" {words} " in text
+
+
+def test_parts_share_no_problem_even_with_other_people_and_things():
+    parts = make_parts(ArithmeticTask(), {"test": 200, "sft": 300, "train": 500}, seed=3)
+    assert [len(part) for part in parts.values()] == [200, 300, 500]
+    keys = [problem.key for part in parts.values() for problem in part]
+    assert len(set(keys)) == 1000
+
+    def bare(problem):  # an identity found from the text alone
+        text = re.sub(r"apples|books|coins|cards|shells|pens|stamps|stones", "X", problem.question)
+        return re.sub(r"Tom|Ann|Ben|Mia|Sam|Eva|Leo|Zoe|He |She ", "N", text)
+
+    test, *rest = ({bare(problem) for problem in part} for part in parts.values())
+    assert not test & set().union(*rest)
+
+
+def test_a_part_does_not_depend_on_the_sizes_of_later_ones():
+    few = make_parts(ArithmeticTask(), {"test": 50, "train": 10}, seed=0)
+    many = make_parts(ArithmeticTask(), {"test": 50, "train": 400}, seed=0)
+    assert few["test"] == many["test"] and few["train"] == many["train"][:10]
+    assert make_parts(ArithmeticTask(), {"test": 50}, seed=1)["test"] != few["test"]
+
+
+def test_a_task_too_small_says_so():
+    with pytest.raises(DataError, match=r"part 'train' wants 100000 problems, but only \d+"):
+        make_parts(ArithmeticTask(max_number=2, max_steps=1, phrasings=1), {"train": 100000}, 0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_number": 0},
+        {"min_steps": 0},
+        {"min_steps": 3, "max_steps": 2},
+        {"max_number": 9, "max_total": 8},
+        {"phrasings": 0},
+        {"phrasings": 99},
+        {"operations": ("+", "/")},
+        {"operations": ("-",)},
+        {"operations": ("+",), "max_total": 9},
+    ],
+)
+def test_settings_are_checked(settings):
+    with pytest.raises(DataError):
+        ArithmeticTask(**settings)
+
+
+def test_files_have_the_fields_columns_and_equal_seeds_give_equal_rows(tmp_path):
+    sizes = {"train_size": 30, "test_size": 10, "sft_size": 20}
+    one = write_arithmetic(tmp_path / "one", **sizes, seed=5)
+    two = write_arithmetic(tmp_path / "two", **sizes, seed=5)
+    for left, right in ((one.train, two.train), (one.test, two.test), (one.sft, two.sft)):
+        assert pq.read_table(left) == pq.read_table(right)
+    row = pq.read_table(one.train).to_pylist()[3]
+    assert set(row) == {"prompt", "data_source", "reward_model", "extra_info"}
+    assert row["prompt"] == [{"role": "user", "content": row["extra_info"]["question"]}]
+    assert row["reward_model"]["style"] == "rule"
+    assert row["extra_info"]["answer"].endswith(f"#### {row['reward_model']['ground_truth']}")
+    assert (row["extra_info"]["index"], row["extra_info"]["split"]) == (3, "train")
+    assert len(pq.read_table(one.sft)) == 20

@@ -1,0 +1,100 @@
+"""The order of data: seeded, whole, resumable at any batch."""
+
+import pytest
+import torch
+
+from quadriga.data.loader import PromptLoader, epoch_order
+from quadriga.errors import CheckpointError, ConfigError
+from quadriga.protocol import DataProto
+
+
+class Numbers:
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, place):
+        return {"number": place}
+
+    def collate(self, items):
+        return DataProto.from_dict({"number": torch.tensor([item["number"] for item in items])})
+
+
+def numbers(batches):
+    return [batch.batch["number"].tolist() for batch in batches]
+
+
+def test_an_epoch_holds_every_row_once_and_epochs_differ():
+    loader = PromptLoader(Numbers(12), 4, seed=1)
+    first, second = numbers(loader), numbers(loader)
+    assert all(sorted(n for batch in e for n in batch) == list(range(12)) for e in (first, second))
+    assert first != second and len(loader) == 3
+    assert numbers(PromptLoader(Numbers(12), 4, seed=1)) == first
+    assert numbers(PromptLoader(Numbers(12), 4, seed=2)) != first
+
+
+def test_last_part_is_dropped_or_kept():
+    assert [len(b) for b in numbers(PromptLoader(Numbers(10), 4))] == [4, 4]
+    kept = PromptLoader(Numbers(10), 4, drop_last=False, shuffle=False)
+    assert numbers(kept) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] and len(kept) == 3
+
+
+@pytest.mark.parametrize("stop", range(8))
+def test_resuming_after_any_batch_gives_the_undisturbed_order(stop):
+    def endless(loader):
+        while True:
+            yield from loader
+
+    def take(loader, count):
+        out = []
+        for batch in endless(loader):
+            if len(out) == count:  # the state was taken before this batch was asked for
+                return out
+            out.append(batch.batch["number"].tolist())
+            state = loader.state_dict()
+            states.append(state)
+        return out
+
+    states = [PromptLoader(Numbers(13), 4, seed=7).state_dict()]
+    whole = take(PromptLoader(Numbers(13), 4, seed=7), 8)
+    resumed = PromptLoader(Numbers(13), 4, seed=7)
+    resumed.load_state_dict(states[stop])
+    assert take(resumed, 8 - stop) == whole[stop:]
+
+
+def test_breaking_off_an_epoch_and_going_on():
+    loader = PromptLoader(Numbers(8), 2, shuffle=False)
+    for batch in loader:
+        if batch.batch["number"][0] == 2:
+            break
+    assert numbers(loader) == [[4, 5], [6, 7]]
+    assert numbers(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [
+        (PromptLoader(Numbers(13), 4), "rows"),
+        (PromptLoader(Numbers(12), 3), "batch_size"),
+        (PromptLoader(Numbers(12), 4, seed=1), "seed"),
+    ],
+)
+def test_a_state_of_other_data_is_refused(other, key):
+    with pytest.raises(CheckpointError, match=f"with {key}"):
+        PromptLoader(Numbers(12), 4).load_state_dict(other.state_dict())
+
+
+def test_settings_are_checked():
+    with pytest.raises(ConfigError, match="one batch takes 5 rows, but the data has 4"):
+        PromptLoader(Numbers(4), 5)
+    with pytest.raises(ConfigError, match="at least 1"):
+        PromptLoader(Numbers(4), 0)
+
+
+def test_order_depends_on_seed_and_epoch_only():
+    assert epoch_order(5, seed=0, epoch=0, shuffle=False).tolist() == [0, 1, 2, 3, 4]
+    one = epoch_order(50, seed=3, epoch=1, shuffle=True).tolist()
+    assert one == epoch_order(50, seed=3, epoch=1, shuffle=True).tolist()
+    assert one != epoch_order(50, seed=1, epoch=3, shuffle=True).tolist()

@@ -1,0 +1,103 @@
+"""Prompts: template, padding, filtering, bad rows."""
+
+import json
+
+import pytest
+import torch
+
+from quadriga.data.prompts import PromptDataset
+from quadriga.errors import DataError, LengthError, ModelError
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+@pytest.fixture
+def file(tmp_path):
+    rows = [
+        {"prompt": user("Tom"), "data_source": "s", "reward_model": {"ground_truth": "1"}},
+        {"prompt": user("Tom has 3 apples."), "extra_info": {"k": [1, 2]}},
+        {"prompt": "He buys"},
+    ]
+    return write(tmp_path / "p.jsonl", rows)
+
+
+def test_batches_are_left_padded_and_carry_their_columns(file, tokenizer):
+    data = PromptDataset([file], tokenizer)
+    batch = data.collate([data[0], data[1], data[2]])
+    ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"]
+    assert tokenizer.decode(data[0]["input_ids"]) == "<|user|>Tom<|end|><|assistant|>"
+    assert ids.shape == (3, data.longest) and ids.dtype == torch.int64
+    assert ids[0].tolist() == [tokenizer.pad_token_id] * (data.longest - 4) + data[0]["input_ids"]
+    assert mask.sum(-1).tolist() == [len(data[i]["input_ids"]) for i in range(3)]
+    assert mask[:, -1].tolist() == [1, 1, 1]
+    assert batch.batch["position_ids"][0, -4:].tolist() == [0, 1, 2, 3]
+    assert batch.batch["position_ids"][0, :-4].sum() == 0
+    columns = batch.non_tensor_batch
+    assert columns["index"].tolist() == [0, 1, 2]
+    assert columns["raw_prompt"][2] == user("He buys")
+    assert columns["data_source"].tolist() == ["s", None, None]
+    assert columns["extra_info"][1] == {"k": [1, 2]}
+    assert columns["reward_model"][0] == {"ground_truth": "1"}
+
+
+def test_overlong_prompts_are_left_out_and_counted_or_refused(file, tokenizer):
+    short = PromptDataset([file], tokenizer, max_prompt_length=6)
+    assert len(short) == 2 and short.filtered == 1
+    assert [short[i]["index"] for i in range(2)] == [0, 2]
+    with pytest.raises(DataError, match=r"p.jsonl, row 1: the prompt has \d+ tokens"):
+        PromptDataset([file], tokenizer, max_prompt_length=6, filter_overlong_prompts=False)
+    with pytest.raises(DataError, match="all 3 prompts"):
+        PromptDataset([file], tokenizer, max_prompt_length=2)
+
+
+def test_head_keeps_the_first_rows_and_the_width(file, tokenizer):
+    data = PromptDataset([file], tokenizer)
+    head = data.head(1)
+    assert (len(head), len(data)) == (1, 3)
+    assert head.collate([head[0]]).batch["input_ids"].shape == (1, data.longest)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "x"}, r"row 1: no 'prompt'; there is \['question'\]"),
+        ({"prompt": None}, r"row 1: no 'prompt'"),
+        ({"prompt": []}, r"row 1: 'prompt' must be a text or a list of messages.*empty"),
+        ({"prompt": 3}, r"row 1: .* got int"),
+        ({"prompt": [{"role": "user"}]}, r"row 1: each message of 'prompt'"),
+        ({"prompt": [{"role": "user", "content": 3}]}, r"row 1: each message"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path, tokenizer, row, message):
+    path = write(tmp_path / "p.jsonl", [{"prompt": user("x")}, row])
+    with pytest.raises(DataError, match=message):
+        PromptDataset([path], tokenizer)
+
+
+def test_other_prompt_key(tmp_path, tokenizer):
+    path = write(tmp_path / "p.jsonl", [{"chat": user("x")}])
+    assert len(PromptDataset([path], tokenizer, prompt_key="chat")) == 1
+
+
+def test_tokenizer_without_a_template_is_refused(file, tokenizer):
+    class Bare:
+        chat_template = None
+        name_or_path = "bare"
+        pad_token_id = 0
+
+    with pytest.raises(ModelError, match="no chat template"):
+        PromptDataset([file], Bare())
+
+
+def test_collating_to_too_few_tokens_is_an_error(file, tokenizer):
+    data = PromptDataset([file], tokenizer)
+    data.longest = 3
+    with pytest.raises(LengthError, match="row 0 has 4 tokens, more than the batch's 3"):
+        data.collate([data[0]])

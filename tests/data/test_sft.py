@@ -1,0 +1,68 @@
+"""Demonstrations: the layout of a rollout, the loss on answer and end only."""
+
+import json
+
+import pytest
+
+from quadriga.data.loader import SFTLoader
+from quadriga.data.sft import SFTDataset
+from quadriga.errors import DataError
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def row(question, answer):
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "extra_info": {"answer": answer},
+    }
+
+
+@pytest.fixture
+def data(tmp_path, tokenizer):
+    rows = [row("Tom has 3 apples.", "#### 3"), row("He", "3+4=7\n#### 7")]
+    return SFTDataset([write(tmp_path / "s.jsonl", rows)], tokenizer)
+
+
+def test_layout_and_mask(data, tokenizer):
+    [batch] = SFTLoader(data, 2, shuffle=False)
+    fields = batch.batch
+    prompt, answer = fields["prompts"].shape[1], fields["responses"].shape[1]
+    assert fields["input_ids"].shape == (2, prompt + answer)
+    assert fields["input_ids"][:, :prompt].equal(fields["prompts"])
+    assert fields["input_ids"][:, prompt:].equal(fields["responses"])
+    assert fields["attention_mask"][:, prompt:].equal(fields["response_mask"])
+    for i, text in enumerate(["#### 3<|end|>", "3+4=7\n#### 7<|end|>"]):
+        kept = fields["responses"][i][fields["response_mask"][i].bool()]
+        assert tokenizer.decode(kept) == text
+        real = fields["attention_mask"][i].bool()
+        positions = fields["position_ids"][i][real]
+        assert positions.tolist() == list(range(int(real.sum())))
+    whole = tokenizer.decode(fields["input_ids"][1][fields["attention_mask"][1].bool()])
+    assert whole == "<|user|>He<|end|><|assistant|>3+4=7\n#### 7<|end|>"
+
+
+def test_tokens_are_those_of_generation(data, tokenizer):
+    prompt = [{"role": "user", "content": "He"}]
+    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    assert data[1]["prompt_ids"] == ids
+
+
+def test_rows_without_an_answer_are_named(tmp_path, tokenizer):
+    rows = [row("a", "b"), {"prompt": "a", "extra_info": {"index": 1}}]
+    path = write(tmp_path / "s.jsonl", rows)
+    with pytest.raises(DataError, match=r"row 1: no 'answer' in 'extra_info'"):
+        SFTDataset([path], tokenizer)
+    with pytest.raises(DataError, match=r"row 0: 'extra_info' must be text, got dict"):
+        SFTDataset([path], tokenizer, response_key="extra_info")
+
+
+def test_long_rows_are_left_out_and_counted(tmp_path, tokenizer):
+    path = write(tmp_path / "s.jsonl", [row("Tom has 3 apples.", "#### 3"), row("He", "#### 7")])
+    data = SFTDataset([path], tokenizer, max_length=9)
+    assert len(data) == 1 and data.filtered == 1
+    with pytest.raises(DataError, match="all 2 rows"):
+        SFTDataset([path], tokenizer, max_length=2)
