@@ -66,8 +66,29 @@ class Backend(Protocol):
 
     name: str
 
-    def resource_pool(self, process_on_nodes: Sequence[int], **options: Any) -> ResourcePool:
-        """A pool in the engine's own type."""
+    def start(self, **options: Any) -> None:
+        """Connect to the engine; `shutdown` ends what this started."""
+        ...
+
+    def check_placement(self, pools: Sequence[ResourcePool]) -> None:
+        """Raises PlacementError unless the machines can hold all of these pools at once."""
+        ...
+
+    def start(self, **options: Any) -> None:
+        """Connect to the engine, starting it if none runs. `num_cpus`: of a started one."""
+        ...
+
+    def resource_pool(
+        self, process_on_nodes: Sequence[int], name: str | None = None, **options: Any
+    ) -> ResourcePool:
+        """A pool in the engine's own type; `name` is what messages call it.
+
+        Unlike the pool classes themselves, `max_colocate_count` is 1 if not given.
+        """
+        ...
+
+    def check_placement(self, pools: Mapping[str, ResourcePool]) -> None:
+        """Raises PlacementError unless all pools fit on the machines together."""
         ...
 
     def class_with_args(self, cls: type, *args: Any, **kwargs: Any) -> ClassWithInitArgs:

@@ -56,10 +56,23 @@ class LocalBackend:
         """Where batches by reference lie."""
         return LocalStore()
 
-    def resource_pool(self, process_on_nodes: Sequence[int], **options: Any) -> ResourcePool:
+    def start(self, **options: Any) -> None:
+        """Nothing to connect to; options that concern an engine's cluster have no effect."""
+
+    def check_placement(self, pools: Sequence[ResourcePool]) -> None:
+        """Every pool fits: its ranks are objects of this process."""
+
+    def start(self, **options: Any) -> None:
+        """Nothing to start."""
+
+    def resource_pool(
+        self, process_on_nodes: Sequence[int], name: str | None = None, **options: Any
+    ) -> ResourcePool:
         """A pool; options that only an engine with machines understands are left out."""
-        known = {k: options[k] for k in ("max_colocate_count", "n_gpus_per_node") if k in options}
-        return ResourcePool(process_on_nodes, **known)
+        return ResourcePool(process_on_nodes, options.get("max_colocate_count", 1))
+
+    def check_placement(self, pools: Mapping[str, ResourcePool]) -> None:
+        """Objects of one process always fit."""
 
     def class_with_args(self, cls: type, *args: Any, **kwargs: Any) -> ClassWithInitArgs:
         """A worker class with its arguments."""

@@ -12,11 +12,12 @@ import ray
 from quadriga.backends.ray.class_with_args import RayClassWithInitArgs, RayColocatedClass
 from quadriga.backends.ray.cluster import RaySession, ensure_ray
 from quadriga.backends.ray.failures import raise_first_failure
-from quadriga.backends.ray.pool import RayResourcePool
+from quadriga.backends.ray.pool import RayResourcePool, alive_nodes
 from quadriga.backends.ray.store import RayStore
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.call import Call, Pending
 from quadriga.single_controller.class_with_args import ClassWithInitArgs
+from quadriga.single_controller.placement import check_feasible
 from quadriga.single_controller.resource_pool import ResourcePool
 
 
@@ -69,6 +70,7 @@ class RayBackend:
 
     def __init__(self) -> None:
         self._session: RaySession | None = None
+        self._pools: list[RayResourcePool] = []
 
     @cached_property
     def store(self) -> RayStore:
@@ -83,6 +85,11 @@ class RayBackend:
         """End Ray if `start` started it."""
         if self._session is not None:
             self._session.close()
+
+    def check_placement(self, pools: Sequence[ResourcePool]) -> None:
+        """Raises PlacementError unless the nodes can hold all of these pools at once."""
+        ours = [pool for pool in pools if isinstance(pool, RayResourcePool)]
+        check_feasible([pool.needs() for pool in ours], alive_nodes())
 
     def resource_pool(self, process_on_nodes: Sequence[int], **options: Any) -> RayResourcePool:
         """A `RayResourcePool`."""
