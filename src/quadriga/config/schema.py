@@ -302,6 +302,7 @@ class SFTTrainerConfig:
     max_response_length: int = 256
     default_local_dir: str = "runs/sft"
     overwrite: bool = False  # replace a run that the folder already holds
+    samples_per_step: int = 8  # answers kept in the run folder at each evaluation
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     call_timeout_s: float | None = 3600.0
 
