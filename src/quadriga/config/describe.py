@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 from quadriga.config.convert import field_types, type_name
 
@@ -62,11 +61,10 @@ def as_written(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-@cache
-def _comments(cls: Hashable) -> dict[str, str]:
+def _comments(cls: type) -> dict[str, str]:
     """Field name → the comment behind it. Empty where the source is not at hand."""
     try:
-        source = inspect.getsource(cast(type, cls))
+        source = inspect.getsource(cls)
     except OSError:
         return {}
     found = (_FIELD.match(line) for line in source.splitlines())

@@ -1,0 +1,154 @@
+"""Public names are promises: they are pinned here, and those of the package load lazily."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import quadriga
+
+PACKAGE_NAMES = {
+    "__version__",
+    "DataProto", "DataProtoItem", "DataProtoFuture", "DataProtoConfig",
+    "register", "Dispatch", "Execute", "Worker", "WorkerGroup", "ResourcePool",
+    "RayResourcePool", "RayClassWithInitArgs", "RayWorkerGroup", "create_colocated_worker_cls",
+    "Role", "ResourcePoolManager", "RayPPOTrainer",
+    "TrainConfig", "SFTConfig", "GenerateConfig", "load_config",
+    "QuadrigaError", "InputError",
+}  # fmt: skip
+
+MODULE_NAMES = {
+    "quadriga.protocol": (
+        "DataProto", "DataProtoItem", "DataProtoFuture", "DataProtoConfig",
+        "pad_dataproto_to_divisor", "unpad_dataproto", "fold_batch_dim", "unfold_batch_dim",
+        "union_tensor_dict", "union_numpy_dict", "collate_fn", "parallel_put",
+    ),
+    "quadriga.single_controller": (
+        "register", "Dispatch", "Execute", "Worker", "WorkerGroup", "ResourcePool",
+        "ClassWithInitArgs", "register_dispatch_mode", "update_dispatch_mode",
+        "make_nd_compute_dataproto_dispatch_fn",
+    ),
+    "quadriga.backends.ray": (
+        "RayResourcePool", "RayClassWithInitArgs", "RayWorkerGroup",
+        "create_colocated_worker_cls", "create_colocated_worker_raw_cls",
+        "create_colocated_worker_cls_fused", "split_resource_pool", "merge_resource_pool",
+    ),
+    "quadriga.trainer.placement": ("Role", "ResourcePoolManager"),
+    "quadriga.trainer.ppo": ("RayPPOTrainer",),
+    "quadriga.trainer.main": ("run_training",),
+    "quadriga.trainer.sft": ("run_sft",),
+    "quadriga.trainer.generate": ("run_generation", "main_generation"),
+    "quadriga.workers": ("ActorRolloutRefWorker", "CriticWorker"),
+    "quadriga.parallel.balancing": ("get_seqlen_balanced_partitions",),
+    "quadriga.config.loading": ("load_config", "to_yaml"),
+    "quadriga.config.plan": ("batch_plan", "BatchPlan"),
+    "quadriga.config.checks": (
+        "KnownNames", "check_train_settings", "check_sft_settings", "check_generate_settings",
+    ),
+    "quadriga.observability.metrics": ("METRICS", "MetricSet", "describe_metric", "add_metric"),
+    "quadriga.observability.trackers": ("TRACKERS", "Tracker", "Trackers", "register_tracker"),
+    "quadriga.observability.run_folder": ("RunFolder",),
+    "quadriga.observability.timing": ("Timer",),
+    "quadriga.observability.samples": ("Sample", "SampleLog", "read_samples"),
+    "quadriga.observability.quiet": ("silence_libraries",),
+}  # fmt: skip
+
+METHODS = {
+    "quadriga.protocol:DataProto": (
+        "from_dict", "from_single_dict", "from_tensordict", "to_tensordict", "slice",
+        "select_idxs", "select", "pop", "rename", "union", "reorder", "repeat",
+        "sample_level_repeat", "unfold_column_chunks", "make_iterator", "to", "save_to_disk",
+        "load_from_disk", "print_size", "get_data_info", "check_consistency", "chunk", "split",
+        "concat", "padding", "is_padding_enabled",
+    ),
+    "quadriga.protocol:DataProtoFuture": ("get", "chunk", "concat"),
+    "quadriga.single_controller:Dispatch": (
+        "ONE_TO_ALL", "ALL_TO_ALL", "RANK_ZERO", "DP_COMPUTE", "DP_COMPUTE_PROTO",
+        "DP_COMPUTE_PROTO_WITH_FUNC", "DP_COMPUTE_METRIC", "DIRECT_ROLLOUT_METHOD",
+        "MEGATRON_COMPUTE", "MEGATRON_COMPUTE_PROTO", "MEGATRON_PP_AS_DP",
+        "MEGATRON_PP_AS_DP_PROTO", "MEGATRON_PP_ONLY",
+    ),
+    "quadriga.single_controller:Execute": ("ALL", "RANK_ZERO"),
+    "quadriga.trainer.placement:Role": (
+        "Actor", "Rollout", "ActorRollout", "Critic", "RefPolicy", "RewardModel",
+        "ActorRolloutRef",
+    ),
+    "quadriga.trainer.placement:ResourcePoolManager": (
+        "create_resource_pool", "get_resource_pool", "get_n_gpus",
+    ),
+    "quadriga.trainer.ppo:RayPPOTrainer": ("init_workers", "fit"),
+    "quadriga.workers:ActorRolloutRefWorker": (
+        "init_model", "generate_sequences", "compute_log_prob", "compute_ref_log_prob",
+        "update_actor", "save_checkpoint", "load_checkpoint",
+    ),
+    "quadriga.workers:CriticWorker": (
+        "init_model", "compute_values", "update_critic", "save_checkpoint", "load_checkpoint",
+    ),
+}  # fmt: skip
+
+
+def test_names_of_the_package():
+    assert set(quadriga.__all__) == PACKAGE_NAMES
+    assert set(quadriga._HOME) == PACKAGE_NAMES - {"__version__"}
+
+
+@pytest.mark.parametrize("name", sorted(PACKAGE_NAMES))
+def test_package_names_load(name):
+    assert getattr(quadriga, name) is not None
+    assert name in dir(quadriga)
+
+
+def test_another_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Data'"):
+        _ = quadriga.Data
+
+
+@pytest.mark.parametrize("module", sorted(MODULE_NAMES))
+def test_names_of_modules(module):
+    loaded = importlib.import_module(module)
+    assert [name for name in MODULE_NAMES[module] if not hasattr(loaded, name)] == []
+
+
+@pytest.mark.parametrize("owner", sorted(METHODS))
+def test_names_of_classes(owner):
+    module, _, name = owner.partition(":")
+    cls = getattr(importlib.import_module(module), name)
+    assert [method for method in METHODS[owner] if not hasattr(cls, method)] == []
+
+
+HEAVY = ("torch", "ray", "transformers", "tensordict", "matplotlib", "pandas", "tensorboard")
+LIGHT = ("rich", "hydra", "omegaconf", "numpy", "yaml")
+
+
+def loaded_by(module: str, watched: tuple[str, ...]) -> str:
+    """Which of the watched libraries a fresh interpreter holds after importing `module`."""
+    code = f"import sys, {module}; print([m for m in {watched!r} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["quadriga", "quadriga.errors", "quadriga.config.schema"])
+def test_the_package_loads_no_library_at_all(module):
+    assert loaded_by(module, HEAVY + LIGHT) == "[]"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "quadriga.config.loading",
+        "quadriga.cli.main",
+        "quadriga.observability.trackers",
+        "quadriga.observability.plots",
+    ],
+)
+def test_settings_and_commands_load_nothing_heavy(module):
+    assert loaded_by(module, HEAVY) == "[]"
+
+
+def test_a_heavy_import_would_be_seen():
+    assert loaded_by("numpy", ("numpy",)) == "['numpy']"

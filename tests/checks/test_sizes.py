@@ -1,0 +1,65 @@
+"""Nothing grows past the size at which a concept wants a name of its own."""
+
+from __future__ import annotations
+
+import ast
+
+from source_tree import SourceFile, all_python_files, package_files
+
+FILE_LINES, FILE_WALL = 400, 500
+FUNCTION_LINES = 60
+CLASS_LINES = 300
+SHORT = 15  # at least half of all functions are under this
+
+LONGER_FILES: dict[str, str] = {
+    "src/quadriga/config/schema.py": "every setting in one place",
+}
+
+
+def functions(file: SourceFile) -> list[tuple[str, int]]:
+    """(name, lines) of every function; decorators do not count."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [(n.name, lines_of(n)) for n in ast.walk(file.tree) if isinstance(n, kinds)]
+
+
+def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def size_faults(file: SourceFile) -> list[str]:
+    limit = FILE_WALL if file.name in LONGER_FILES else FILE_LINES
+    faults = [f"{file.name}: {file.lines} lines > {limit}"] if file.lines > limit else []
+    faults += [
+        f"{file.name}: {name} has {lines} lines > {FUNCTION_LINES}"
+        for name, lines in functions(file)
+        if lines > FUNCTION_LINES
+    ]
+    faults += [
+        f"{file.name}: class {node.name} has {lines_of(node)} lines > {CLASS_LINES}"
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.ClassDef) and lines_of(node) > CLASS_LINES
+    ]
+    return faults
+
+
+def test_files_functions_and_classes_are_small():
+    assert [fault for file in all_python_files() for fault in size_faults(file)] == []
+
+
+def test_half_of_the_functions_are_short():
+    lengths = [lines for file in package_files() for _, lines in functions(file)]
+    assert 2 * sum(lines < SHORT for lines in lengths) >= len(lengths)
+
+
+def test_exceptions_are_needed_and_few():
+    sizes = {file.name: file.lines for file in all_python_files()}
+    assert len(LONGER_FILES) <= 5
+    assert [name for name in LONGER_FILES if sizes.get(name, 0) <= 350] == []
+
+
+def test_planted_giants_are_seen():
+    long_function = "def f():\n" + "    x = 1\n" * FUNCTION_LINES
+    long_class = "class C:\n" + "    x = 1\n" * CLASS_LINES
+    for text in (long_function, long_class, "x = 1\n" * (FILE_LINES + 1)):
+        assert len(size_faults(SourceFile("src/quadriga/x.py", text))) == 1
+    assert size_faults(SourceFile("src/quadriga/x.py", "x = 1\n" * FILE_LINES)) == []
