@@ -28,10 +28,9 @@ def broken_links(text: str, folder: Path) -> list[str]:
         target, _, heading = match["target"].partition("#")
         if "://" in target or target.startswith("mailto:"):
             continue
-        path = (folder / target) if target else None
-        if (path is not None and not path.exists()) or (
-            heading and heading not in headings(path.read_text() if path else text)
-        ):
+        path = folder / target
+        page = path.read_text() if path.is_file() else text
+        if not path.exists() or (heading and heading not in headings(page)):
             broken.append(match["target"])
     return broken
 
