@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -67,14 +67,6 @@ class Backend(Protocol):
     name: str
 
     def start(self, **options: Any) -> None:
-        """Connect to the engine; `shutdown` ends what this started."""
-        ...
-
-    def check_placement(self, pools: Sequence[ResourcePool]) -> None:
-        """Raises PlacementError unless the machines can hold all of these pools at once."""
-        ...
-
-    def start(self, **options: Any) -> None:
         """Connect to the engine, starting it if none runs. `num_cpus`: of a started one."""
         ...
 
@@ -87,7 +79,7 @@ class Backend(Protocol):
         """
         ...
 
-    def check_placement(self, pools: Mapping[str, ResourcePool]) -> None:
+    def check_placement(self, pools: Iterable[ResourcePool]) -> None:
         """Raises PlacementError unless all pools fit on the machines together."""
         ...
 

@@ -7,7 +7,7 @@ CollectiveError. Deadlines do not apply: a call runs in the caller's own thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -57,12 +57,6 @@ class LocalBackend:
         return LocalStore()
 
     def start(self, **options: Any) -> None:
-        """Nothing to connect to; options that concern an engine's cluster have no effect."""
-
-    def check_placement(self, pools: Sequence[ResourcePool]) -> None:
-        """Every pool fits: its ranks are objects of this process."""
-
-    def start(self, **options: Any) -> None:
         """Nothing to start."""
 
     def resource_pool(
@@ -71,7 +65,7 @@ class LocalBackend:
         """A pool; options that only an engine with machines understands are left out."""
         return ResourcePool(process_on_nodes, options.get("max_colocate_count", 1))
 
-    def check_placement(self, pools: Mapping[str, ResourcePool]) -> None:
+    def check_placement(self, pools: Iterable[ResourcePool]) -> None:
         """Objects of one process always fit."""
 
     def class_with_args(self, cls: type, *args: Any, **kwargs: Any) -> ClassWithInitArgs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -82,18 +82,30 @@ class RayBackend:
         self._session = ensure_ray(**options)
 
     def shutdown(self) -> None:
-        """End Ray if `start` started it."""
+        """Give back the places of the pools made here, and end Ray if `start` started it."""
+        if ray.is_initialized():
+            for pool in self._pools:
+                pool.release()
+        self._pools.clear()
         if self._session is not None:
             self._session.close()
 
-    def check_placement(self, pools: Sequence[ResourcePool]) -> None:
-        """Raises PlacementError unless the nodes can hold all of these pools at once."""
-        ours = [pool for pool in pools if isinstance(pool, RayResourcePool)]
-        check_feasible([pool.needs() for pool in ours], alive_nodes())
+    def resource_pool(
+        self, process_on_nodes: Sequence[int], name: str | None = None, **options: Any
+    ) -> RayResourcePool:
+        """A `RayResourcePool` of this backend, for one group unless `max_colocate_count` says
+        more. `shutdown` gives its places back."""
+        options.setdefault("max_colocate_count", 1)
+        pool = RayResourcePool(process_on_nodes, **options)
+        pool.label = name or pool.label
+        self._pools.append(pool)
+        return pool
 
-    def resource_pool(self, process_on_nodes: Sequence[int], **options: Any) -> RayResourcePool:
-        """A `RayResourcePool`."""
-        return RayResourcePool(process_on_nodes, **options)
+    def check_placement(self, pools: Iterable[ResourcePool]) -> None:
+        """Raises PlacementError, naming a pool and what it lacks, unless all pools fit on the
+        nodes of the cluster together."""
+        needs = [pool.needs() for pool in pools if isinstance(pool, RayResourcePool)]
+        check_feasible(needs, alive_nodes())
 
     def class_with_args(self, cls: type, *args: Any, **kwargs: Any) -> RayClassWithInitArgs:
         """A `RayClassWithInitArgs`."""

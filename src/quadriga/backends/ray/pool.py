@@ -37,13 +37,14 @@ class RayResourcePool(ResourcePool):
         super().__init__(process_on_nodes, max_colocate_count, n_gpus_per_node)
         self.use_gpu = use_gpu
         self.name_prefix = name_prefix or f"{uuid.uuid4().hex[:6]}_"
+        self.label = self.name_prefix.rstrip("_")
         self.detached = detached
         self.accelerator_type = accelerator_type
         self.pgs: list[PlacementGroup] | None = None
 
     def needs(self, device_name: str = "cuda") -> PoolNeeds:
         """What this pool asks of the nodes."""
-        return PoolNeeds(self.name_prefix, tuple(self.store), self._bundle(device_name))
+        return PoolNeeds(self.label, tuple(self.store), self._bundle(device_name))
 
     def get_placement_groups(
         self,
@@ -62,7 +63,7 @@ class RayResourcePool(ResourcePool):
         if strategy == "STRICT_PACK":
             check_feasible([self.needs(device_name)], alive_nodes())
         bundle = self._bundle(device_name)
-        prefix = name or f"{self.name_prefix}{'_'.join(map(str, self.store))}:"
+        prefix = name or f"{self.name_prefix}{uuid.uuid4().hex[:6]}:"
         groups = [
             placement_group(
                 bundles=[dict(bundle) for _ in range(count)],
@@ -81,7 +82,7 @@ class RayResourcePool(ResourcePool):
                 f"{self!r}: its places were not free within {timeout:.0f} s. Each process asks "
                 f"for {bundle}; free now: {_free_text()}. Other jobs, or pools of this one, hold "
                 "the rest.",
-                pool=self.name_prefix,
+                pool=self.label,
                 wanted=bundle,
                 available=ray.available_resources(),
             ) from None
@@ -108,7 +109,7 @@ class RayResourcePool(ResourcePool):
             if rank < count:
                 return index, rank
             rank -= count
-        raise PlacementError(f"{self!r} has no rank {rank}.", pool=self.name_prefix)
+        raise PlacementError(f"{self!r} has no rank {rank}.", pool=self.label)
 
 
 class SubRayResourcePool(RayResourcePool):
