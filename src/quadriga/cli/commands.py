@@ -86,9 +86,9 @@ def generate(config: GenerateConfig) -> None:
 
 def data_make(config: ArithmeticDataConfig) -> None:
     """Data files, and a tiny model where one is asked for."""
-    from quadriga.cli.make_data import make_data
+    from quadriga.trainer.make_data import run_make_data
 
-    make_data(config)
+    run_make_data(config)
 
 
 def demo(config: DemoConfig) -> None:

@@ -1,4 +1,4 @@
-"""`quadriga data make`: settings to files."""
+"""`quadriga data make`: arithmetic problems, and a tiny model for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quadriga.config.checks import check_data_settings
 from quadriga.config.schema import ArithmeticDataConfig
 
 
-def make_data(config: ArithmeticDataConfig) -> None:
+def run_make_data(config: ArithmeticDataConfig) -> None:
     """Write the data, and the model where `model_output` is given; say where they lie.
 
     Raises:

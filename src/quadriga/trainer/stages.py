@@ -1,0 +1,219 @@
+"""What each step of the loop does on the controller. Every stage takes a batch and gives one back.
+
+Batches here are by reference: a stage that reads a field fetches that field, and the comments of
+each function say which. `metrics` are plain floats.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quadriga.algorithms.advantages import compute_advantages, get_advantage
+from quadriga.algorithms.importance import importance_correction, mismatch_metrics
+from quadriga.algorithms.kl import KLController, penalise_rewards
+from quadriga.algorithms.shaping import (
+    dead_group_metrics,
+    informative_groups,
+    overlong_penalty,
+    shape_rewards,
+)
+from quadriga.config.schema import AlgorithmConfig, OverlongConfig, RolloutCorrectionConfig
+from quadriga.parallel.balancing import get_seqlen_balanced_partitions
+
+if TYPE_CHECKING:
+    from quadriga.protocol import DataProto
+
+
+def expand_prompts(prompts: DataProto, *, n: int, step: int, seed: int) -> DataProto:
+    """`n` rows a prompt, neighbours, with the group's `uid` and a `sample_seed` for each row.
+
+    The seed of a row depends on the run's seed, the step, the prompt's place in the step and the
+    sample's number, and on nothing else: not on ranks, not on how a batch is cut.
+    """
+    import torch
+
+    count = len(prompts)
+    batch = prompts.repeat(repeat_times=n, interleave=True)
+    batch.non_tensor_batch["uid"] = np.repeat(
+        np.array([f"{step}-{i}" for i in range(count)], dtype=object), n
+    )
+    streams = np.random.SeedSequence([seed, step]).generate_state(count * n, dtype=np.uint64)
+    batch.batch["sample_seed"] = torch.from_numpy((streams >> np.uint64(1)).astype(np.int64))
+    return batch
+
+
+def balance_over_ranks(batch: DataProto, dp_size: int) -> tuple[DataProto, dict[str, float]]:
+    """Reorder rows so that each of `dp_size` equal parts holds about equally many tokens.
+
+    Reads `sequence_length` [B] only.
+    """
+    lengths = batch.batch["sequence_length"]
+    if dp_size == 1 or len(batch) % dp_size:
+        return batch, {}
+    partitions = get_seqlen_balanced_partitions(lengths.tolist(), dp_size, equal_size=True)
+    tokens = [int(lengths[part].sum()) for part in partitions]
+    order = np.concatenate([np.asarray(part) for part in partitions])
+    spread = (max(tokens) - min(tokens)) / max(1, max(tokens))
+    return batch.select_idxs(order), {"batch/token_spread": spread}
+
+
+def shape_scores(batch: DataProto, config: AlgorithmConfig) -> dict[str, float]:
+    """Over-long penalty, clipping and whitening: `token_level_scores` → `token_level_rewards`."""
+    scores = batch.batch["token_level_scores"]
+    mask = batch.batch["response_mask"]
+    metrics: dict[str, float] = {}
+    if config.overlong.enable:
+        penalty = _overlong(mask, config.overlong)
+        scores = scores + penalty
+        metrics["reward/overlong_penalty"] = float(penalty.sum() / max(1, len(batch)))
+    batch.batch["token_level_rewards"] = shape_rewards(
+        scores, mask, clip=config.reward_clip, whiten=config.whiten_rewards
+    )
+    return metrics
+
+
+def _overlong(mask_BT, config: OverlongConfig):  # type: ignore[no-untyped-def]
+    """The soft penalty at each row's last token. `mask_BT`: [B, T] int → [B, T] float32."""
+    penalty_B = overlong_penalty(
+        mask_BT.sum(-1),
+        max_length=mask_BT.shape[1],
+        buffer_length=config.buffer_length,
+        penalty_factor=config.penalty_factor,
+    )
+    return place_at_last_token(penalty_B, mask_BT)
+
+
+def place_at_last_token(value_B, mask_BT):  # type: ignore[no-untyped-def]
+    """`value_B` at the last position where `mask_BT` is 1; rows with no such position get none."""
+    import torch
+
+    position_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
+    last_B = (mask_BT * position_T).argmax(-1)
+    out_BT = torch.zeros(mask_BT.shape, dtype=torch.float32, device=mask_BT.device)
+    out_BT.scatter_(1, last_B[:, None], value_B.float()[:, None])
+    return out_BT * mask_BT
+
+
+def penalise_kl(batch: DataProto, controller: KLController, estimator: str) -> dict[str, float]:
+    """Subtract β·KL(policy ‖ reference) from each token's reward, and let β adapt.
+
+    Reads `old_log_probs`, `ref_log_prob`, `response_mask`; changes `token_level_rewards`.
+    """
+    beta = controller.value
+    batch.batch["token_level_rewards"], kl = penalise_rewards(
+        batch.batch["token_level_rewards"],
+        batch.batch["old_log_probs"],
+        batch.batch["ref_log_prob"],
+        batch.batch["response_mask"],
+        kl_coef=beta,
+        kl_penalty=estimator,
+    )
+    controller.update(kl, n_steps=len(batch))
+    return {"reward/kl_penalty": kl, "reward/kl_coef": beta}
+
+
+def correct_mismatch(batch: DataProto, config: RolloutCorrectionConfig) -> dict[str, float]:
+    """How far rollout and training log-probabilities lie apart, and weights that make up for it.
+
+    Reads `old_log_probs`, `rollout_log_probs`, `response_mask`; writes `rollout_is_weights` where
+    the correction is on.
+    """
+    old = batch.batch["old_log_probs"]
+    rollout = batch.batch["rollout_log_probs"]
+    mask = batch.batch["response_mask"]
+    metrics = mismatch_metrics(old, rollout, mask)
+    if config.level != "none":
+        correction = importance_correction(
+            old,
+            rollout,
+            mask,
+            level=config.level,
+            mode=config.mode,
+            upper=config.upper,
+            lower=config.lower,
+        )
+        batch.batch["rollout_is_weights"] = correction.weights_BT
+        metrics.update(correction.metrics)
+    return {f"mismatch/{name.removeprefix('mismatch_')}": v for name, v in metrics.items()}
+
+
+def drop_dead_groups(batch: DataProto, config: AlgorithmConfig) -> dict[str, float]:
+    """Measure groups whose rewards are all equal; give them weight zero where asked to."""
+    scores_B = batch.batch["token_level_rewards"].sum(-1)
+    uid = batch.non_tensor_batch["uid"]
+    metrics = {f"group/{k}": v for k, v in dead_group_metrics(scores_B, uid).items()}
+    if config.filter_groups.enable and config.filter_groups.mode == "mask":
+        alive_B = informative_groups(scores_B, uid)
+        if alive_B.any():
+            mask = batch.batch["response_mask"]
+            batch.batch["response_mask"] = mask * alive_B.to(mask.dtype)[:, None]
+    return metrics
+
+
+def estimate_advantages(batch: DataProto, config: AlgorithmConfig) -> dict[str, float]:
+    """`advantages` and `returns` by the estimator that the settings name.
+
+    Reads `token_level_rewards`, `response_mask`, and `values` or `reward_baselines` where the
+    estimator needs them.
+    """
+    entry = get_advantage(config.adv_estimator)
+    mask = batch.batch["response_mask"]
+    advantages, returns = compute_advantages(
+        config.adv_estimator,
+        token_level_rewards_BT=batch.batch["token_level_rewards"],
+        response_mask_BT=mask,
+        group_ids=batch.non_tensor_batch["uid"],
+        values_BT=batch.batch["values"] if entry.needs_values else None,
+        reward_baselines_B=(
+            batch.batch["reward_baselines"] if entry.needs_baseline_scores else None
+        ),
+        gamma=config.gamma,
+        lam=config.lam,
+        norm_adv_by_std=config.norm_adv_by_std,
+        whiten_advantages=config.whiten_advantages,
+        **config.options,
+    )
+    batch.batch["advantages"] = advantages
+    batch.batch["returns"] = returns
+    kept = mask.bool()
+    chosen = advantages[kept]
+    if not chosen.numel():
+        return {"critic/advantages/mean": 0.0, "critic/advantages/max_abs": 0.0}
+    return {
+        "critic/advantages/mean": float(chosen.mean()),
+        "critic/advantages/max_abs": float(chosen.abs().max()),
+    }
+
+
+def batch_metrics(batch: DataProto) -> dict[str, float]:
+    """Lengths, rewards and how many responses were cut off. Reads `response_mask` and scores."""
+    mask = batch.batch["response_mask"]
+    length_B = mask.sum(-1).float()
+    score_B = batch.batch["token_level_scores"].sum(-1)
+    return {
+        "reward/mean": float(score_B.mean()),
+        "reward/max": float(score_B.max()),
+        "reward/min": float(score_B.min()),
+        "response_length/mean": float(length_B.mean()),
+        "response_length/max": float(length_B.max()),
+        "response_length/clip_ratio": float((batch.batch["finished"] == 0).float().mean()),
+        "batch/sequences": float(len(batch)),
+        "batch/tokens": float(batch.batch["sequence_length"].sum()),
+    }
+
+
+GENERATION_FIELDS = ["input_ids", "attention_mask", "sample_seed"]
+
+
+def generation_inputs(batch: DataProto, *, validate: bool = False) -> DataProto:
+    """Just what `generate_sequences` reads."""
+    inputs = batch.select(batch_keys=GENERATION_FIELDS, non_tensor_batch_keys=[], meta_info_keys=[])
+    inputs.meta_info["validate"] = validate
+    return inputs
+
+
+def without_generation_inputs(batch: DataProto) -> DataProto:
+    """The rows' identity, without the prompt tensors that the rollout writes anew."""
+    return batch.select(batch_keys=[], meta_info_keys=[])

@@ -1,0 +1,158 @@
+"""What an update minimises: losses of `algorithms`, put together as the settings say.
+
+An objective is called once a micro-batch and gives that part's share of the mini-batch's loss:
+sums over its rows, divided by counts of the whole mini-batch over all ranks. Shares add up to the
+same gradient however rows were cut. Metrics gather in `partials`, as sums that can be joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from quadriga.algorithms.aggregation import aggregate, count_mask
+from quadriga.algorithms.kl import kl_loss
+from quadriga.algorithms.partial import Partial
+from quadriga.algorithms.policy_losses import compute_policy_loss, get_policy_loss
+from quadriga.algorithms.value_loss import value_loss
+from quadriga.config.schema import ActorConfig, CriticConfig, PolicyLossConfig
+
+if TYPE_CHECKING:
+    from quadriga.engines.base import Outputs, TrainEngine
+
+Loss = tuple[Tensor, Mapping[str, Tensor | float]]
+
+
+@dataclass(frozen=True)
+class BatchCounts:
+    """Response tokens, and sequences that have any, of a mini-batch over all ranks."""
+
+    tokens: float
+    sequences: float
+
+    @classmethod
+    def of(cls, response_mask_BT: Tensor, engine: TrainEngine) -> BatchCounts:
+        """Count this rank's rows and add up the ranks. Every rank calls this together."""
+        tokens, sequences = count_mask(response_mask_BT)
+        return cls(engine.global_count(tokens), engine.global_count(sequences))
+
+
+class PolicyObjective:
+    """Policy loss, minus entropy bonus, plus KL to the reference. Weights per token where given."""
+
+    def __init__(self, config: ActorConfig, counts: BatchCounts, length_scale: float) -> None:
+        self.config = config
+        self.counts = counts
+        self.length_scale = length_scale
+        self.settings = loss_settings(config.policy_loss)
+        self.partials: list[Mapping[str, Partial]] = []
+
+    @property
+    def reads_entropy(self) -> bool:
+        """Whether the engine must compute entropy with a gradient."""
+        loss = get_policy_loss(self.config.policy_loss.name)
+        return self.config.entropy_coeff != 0 or loss.needs_entropy
+
+    def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
+        mask = micro["response_mask"]
+        policy = compute_policy_loss(
+            self.config.policy_loss.name,
+            log_prob_BT=outputs["log_probs"],
+            old_log_prob_BT=micro["old_log_probs"],
+            advantages_BT=micro["advantages"],
+            response_mask_BT=mask,
+            rollout_log_prob_BT=micro.get("rollout_log_probs"),
+            entropy_BT=outputs.get("entropy"),
+            selected_BT=micro.get("selected_tokens"),
+            importance_weights_BT=micro.get("rollout_is_weights"),
+            **self.settings,
+        )
+        loss_BT = policy.loss_BT
+        kept = mask.bool()
+        partials = {**policy.metrics, "pg_loss": Partial.mean(loss_BT, kept)}
+        if self.config.entropy_coeff:
+            partials["entropy"] = Partial.mean(outputs["entropy"], kept)
+            loss_BT = loss_BT - self.config.entropy_coeff * outputs["entropy"]
+        if self.config.use_kl_loss:
+            kl = kl_loss(
+                outputs["log_probs"],
+                micro["ref_log_prob"],
+                mask,
+                kl_loss_coef=self.config.kl_loss_coef,
+                kl_loss_type=self.config.kl_loss_type,
+            )
+            partials.update(kl.metrics)
+            loss_BT = loss_BT + kl.loss_BT
+        self.partials.append({f"actor/{name}": part for name, part in partials.items()})
+        return self._aggregate(loss_BT, mask), {}
+
+    def _aggregate(self, loss_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        return aggregate(
+            loss_BT,
+            mask_BT,
+            self.config.loss_agg_mode,
+            global_tokens=self.counts.tokens,
+            global_sequences=self.counts.sequences,
+            loss_scale_length=self.length_scale,
+        )
+
+
+def loss_settings(policy_loss: PolicyLossConfig) -> dict[str, object]:
+    """The clip settings, which any loss may be given, and the loss's own options."""
+    return {
+        "clip_ratio_low": policy_loss.clip_ratio_low,
+        "clip_ratio_high": policy_loss.clip_ratio_high,
+        "clip_ratio_c": policy_loss.clip_ratio_c,
+        **policy_loss.options,
+    }
+
+
+class ValueObjective:
+    """Clipped squared error between values and returns."""
+
+    def __init__(self, config: CriticConfig, counts: BatchCounts, length_scale: float) -> None:
+        self.config = config
+        self.counts = counts
+        self.length_scale = length_scale
+        self.partials: list[Mapping[str, Partial]] = []
+
+    def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
+        mask = micro["response_mask"]
+        value = value_loss(
+            values_BT=outputs["values"],
+            old_values_BT=micro["values"],
+            returns_BT=micro["returns"],
+            response_mask_BT=mask,
+            cliprange_value=self.config.cliprange_value,
+        )
+        self.partials.append({f"critic/{name}": part for name, part in value.metrics.items()})
+        loss = aggregate(
+            value.loss_BT,
+            mask,
+            self.config.loss_agg_mode,
+            global_tokens=self.counts.tokens,
+            global_sequences=self.counts.sequences,
+            loss_scale_length=self.length_scale,
+        )
+        return loss, {}
+
+
+class SupervisedObjective:
+    """Mean negative log-probability of answer tokens over the whole batch, nats."""
+
+    def __init__(self, counts: BatchCounts) -> None:
+        self.counts = counts
+
+    def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
+        mask = micro["response_mask"]
+        loss = aggregate(
+            -outputs["log_probs"],
+            mask,
+            "token-mean",
+            global_tokens=self.counts.tokens,
+            global_sequences=self.counts.sequences,
+        )
+        return loss, {}
