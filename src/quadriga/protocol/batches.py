@@ -1,8 +1,12 @@
-"""Operations on the two halves of a batch, whatever they are made of."""
+"""Operations on the two halves of a batch, whatever they are made of.
+
+The tensor half is a `TensorDict`, a `RefBatch` or None; the array half a dict or a `RefArrays`.
+Each operation looks at the plain columns and builds the simplest container that holds the result:
+a real `TensorDict` and a plain dict unless some field lies elsewhere.
+"""
 
 from __future__ import annotations
 
-import copy as _copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,37 +14,94 @@ import numpy as np
 from tensordict import TensorDict
 
 from quadriga.errors import FieldError, LengthError
+from quadriga.protocol import column as columns
 from quadriga.protocol import values
-from quadriga.protocol.rowops import RowOp
+from quadriga.protocol.refarrays import RefArrays
+from quadriga.protocol.refbatch import RefBatch
+from quadriga.protocol.rowops import RowOp, Span
 
 Batch = Any  # TensorDict | RefBatch | None
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
+def tensor_columns(batch: Batch) -> dict[str, Any]:
+    """Key to tensor or `RefColumn`; fetches nothing."""
+    if batch is None:
+        return {}
+    return batch.columns if isinstance(batch, RefBatch) else dict(batch.items())
+
+
+def array_columns(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Key to array or `RefColumn`; fetches nothing."""
+    return arrays.columns if isinstance(arrays, RefArrays) else dict(arrays)
+
+
+def make_batch(like: Batch, fields: Mapping[str, Any], length: int) -> Batch:
+    """The tensor half for these columns, of `length` rows, else as `like`."""
+    size = (length, *like.batch_size[1:])
+    if any(columns.is_remote(column) for column in fields.values()):
+        return RefBatch(fields, size, like.device)
+    local = {key: columns.local(column) for key, column in fields.items()}
+    return values.as_tensordict(local, size, like.device)
+
+
+def make_arrays(fields: Mapping[str, Any]) -> Arrays:
+    """The array half for these columns."""
+    if any(columns.is_remote(column) for column in fields.values()):
+        return RefArrays(fields)
+    return {key: columns.local(column) for key, column in fields.items()}
+
+
+def lengths_of_arrays(arrays: Arrays) -> list[tuple[str, int]]:
+    """Rows of each array; -1 for one without dimensions. Raises `FieldError` for other types."""
+    lengths = []
+    for key, value in array_columns(arrays).items():
+        if isinstance(value, columns.RefColumn) and columns.is_remote(value):
+            lengths.append((key, len(value.rows)))
+        elif isinstance(columns.local(value), np.ndarray):
+            lengths.append((key, values.row_count(columns.local(value))))
+        else:
+            raise FieldError(
+                f"field '{key}' of non_tensor_batch is a {type(value).__name__}; expected a numpy "
+                "array (np.array(list, dtype=object), or pass the list through from_dict)",
+                field=key,
+            )
+    return lengths
+
+
 def arrays_len(arrays: Arrays) -> int:
     """Rows of a batch that has no tensors."""
-    for value in arrays.values():
-        return values.row_count(value)
+    for _, length in lengths_of_arrays(arrays):
+        return length
     return 0
-
-
-def rebuild(batch: TensorDict, fields: Mapping[str, Any], length: int) -> TensorDict:
-    """A `TensorDict` like `batch` with other fields and another length."""
-    return values.as_tensordict(fields, (length, *batch.batch_size[1:]), batch.device)
 
 
 def take(batch: Batch, arrays: Arrays, op: RowOp) -> tuple[Batch, Arrays]:
     """The chosen rows of both halves."""
-    if batch is not None:
-        fields = {key: values.take(value, op) for key, value in batch.items()}
-        batch = rebuild(batch, fields, len(op))
-    return batch, {key: values.take(value, op) for key, value in arrays.items()}
+    split = tensor_columns(batch)
+    if isinstance(batch, TensorDict) and not isinstance(arrays, RefArrays):
+        taken = {key: columns.take_local(value, op) for key, value in split.items()}
+        return (
+            values.as_tensordict(taken, (len(op), *batch.batch_size[1:]), batch.device),
+            {key: columns.take_local(value, op) for key, value in arrays.items()},
+        )
+    composed: columns.Composed = {}
+    tensors = columns.take(split, op, composed)
+    new_arrays = make_arrays(columns.take(array_columns(arrays), op, composed))
+    return None if batch is None else make_batch(batch, tensors, len(op)), new_arrays
 
 
-def row_of_batch(batch: Batch, row: int) -> TensorDict:
-    """One row, as a `TensorDict` without that dimension."""
-    fields = {key: values.row(value, row) for key, value in batch.items()}
-    return TensorDict(fields, batch_size=batch.batch_size[1:], device=batch.device)
+def row(batch: Batch, arrays: Arrays, index: int) -> tuple[TensorDict | None, dict[str, Any]]:
+    """One row of both halves; of fields that lie elsewhere, only that row is fetched."""
+    if isinstance(batch, RefBatch) or isinstance(arrays, RefArrays):
+        batch, arrays = take(batch, arrays, Span(index, index + 1))
+        prefetch(batch, arrays, None)
+        index = 0
+    item = {key: value[index] for key, value in arrays.items()}
+    if batch is None:
+        return None, item
+    fields = {key: values.row(value, index) for key, value in batch.items()}
+    return TensorDict(fields, batch_size=batch.batch_size[1:], device=batch.device), item
 
 
 def select(batch: Batch, keys: Sequence[str] | None) -> Batch:
@@ -49,17 +110,17 @@ def select(batch: Batch, keys: Sequence[str] | None) -> Batch:
         if keys:
             raise missing(keys[0], (), "batch")
         return None
-    if isinstance(keys, str):
-        keys = [keys]
-    chosen = list(batch.keys()) if keys is None else list(keys)
-    for key in chosen:
-        if key not in batch.keys():  # noqa: SIM118
-            raise missing(key, batch.keys(), "batch")
-    return batch.select(*chosen)
+    picked = pick(tensor_columns(batch), keys, "batch")
+    return make_batch(batch, picked, int(batch.batch_size[0]))
+
+
+def select_arrays(arrays: Arrays, keys: Sequence[str] | None) -> Arrays:
+    """A new container with these keys; values are shared."""
+    return make_arrays(pick(array_columns(arrays), keys, "non_tensor_batch"))
 
 
 def pick(fields: Mapping[str, Any], keys: Sequence[str] | None, kind: str) -> dict[str, Any]:
-    """A new dict with these keys; values are shared."""
+    """A new dict with these keys. Raises `FieldError` for one that is not there."""
     if isinstance(keys, str):
         keys = [keys]
     for key in keys or ():
@@ -82,7 +143,7 @@ def rename(batch: Batch, old: str | Sequence[str], new: str | Sequence[str]) -> 
     if len(old) != len(new):
         raise LengthError(f"rename needs as many new keys as old ones; got {old} and {new}")
     names = dict(zip(old, new, strict=True))
-    present = [] if batch is None else list(batch.keys())
+    present = tensor_columns(batch)
     for key in old:
         if key not in present:
             raise missing(key, present, "batch")
@@ -92,16 +153,30 @@ def rename(batch: Batch, old: str | Sequence[str], new: str | Sequence[str]) -> 
         raise FieldError(f"rename would give two fields the name '{twice}'", field=twice)
     if batch is None:
         return None
-    return rebuild(batch, {names.get(k, k): v for k, v in batch.items()}, int(batch.batch_size[0]))
+    fields = dict(zip(renamed, present.values(), strict=True))
+    return make_batch(batch, fields, int(batch.batch_size[0]))
 
 
 def prefetch(batch: Batch, arrays: Arrays, keys: Sequence[str] | None) -> None:
-    """Fetches fields that lie elsewhere."""
+    """Fetches fields that lie elsewhere (all when `keys` is None), waiting once."""
+    tensors, objects = tensor_columns(batch), array_columns(arrays)
+    if keys is None:
+        keys = [*tensors, *objects]
+    wanted = []
+    for key in [keys] if isinstance(keys, str) else keys:
+        if key not in tensors and key not in objects:
+            raise missing(key, [*tensors, *objects], "the batch")
+        wanted += [(key, half[key]) for half in (tensors, objects) if key in half]
+    columns.fetch([(key, column) for key, column in wanted if columns.is_remote(column)])
 
 
 def deepcopy(batch: Batch, arrays: Arrays) -> tuple[Batch, Arrays]:
-    """Private copies of everything that is local."""
+    """Private copies of everything that is local; references are immutable and are shared."""
+
+    def private(column: Any) -> Any:
+        return column.fresh() if columns.is_remote(column) else values.clone(columns.local(column))
+
     if batch is not None:
-        fields = {key: values.clone(value) for key, value in batch.items()}
-        batch = rebuild(batch, fields, int(batch.batch_size[0]))
-    return batch, _copy.deepcopy(arrays)
+        fields = {key: private(column) for key, column in tensor_columns(batch).items()}
+        batch = make_batch(batch, fields, int(batch.batch_size[0]))
+    return batch, make_arrays({k: private(column) for k, column in array_columns(arrays).items()})

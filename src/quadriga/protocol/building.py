@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from quadriga.errors import FieldError, LengthError
-from quadriga.protocol import values
+from quadriga.protocol import batches, values
 from quadriga.protocol.rowops import Take
 
 if TYPE_CHECKING:
@@ -122,10 +122,7 @@ def split_tensordict(
         if isinstance(value, NonTensorStack):
             arrays[key] = values.object_array(value.tolist())
         elif isinstance(value, NonTensorData):
-            if value.batch_size and not isinstance(value.data, list | tuple | dict | str):
-                meta[key] = value.data
-            else:
-                meta[key] = value.data
+            meta[key] = value.data
         else:
             tensors[key] = value
     batch, _ = check_dicts(tensors, {}, num_batch_dims)
@@ -178,26 +175,13 @@ def check(data: DataProto) -> None:
 def _check_arrays(data: DataProto) -> None:
     reference = "the batch" if data.batch is not None else f"'{next(iter(data.non_tensor_batch))}'"
     length = len(data)
-    for key, count in _array_lengths(data.non_tensor_batch):
+    for key, count in batches.lengths_of_arrays(data.non_tensor_batch):
         if count != length:
             raise LengthError(
                 f"all fields of a batch have the same length: {reference} has {length} rows, "
                 f"'{key}' has {count}",
                 field=key,
             )
-
-
-def _array_lengths(arrays: Arrays) -> list[tuple[str, int]]:
-    lengths = []
-    for key, value in arrays.items():
-        if not isinstance(value, np.ndarray):
-            raise FieldError(
-                f"field '{key}' of non_tensor_batch is a {type(value).__name__}; expected a numpy "
-                "array (np.array(list, dtype=object), or pass the list through from_dict)",
-                field=key,
-            )
-        lengths.append((key, values.row_count(value)))
-    return lengths
 
 
 def chunk_bounds(length: int, chunks: int, uneven: bool) -> list[int]:

@@ -111,13 +111,12 @@ class DataProto:
         if rowops.is_row_number(index):
             row = rowops.row_number(index, len(self))
             return DataProtoItem(
-                None if self.batch is None else batches.row_of_batch(self.batch, row),
-                {key: value[row] for key, value in self.non_tensor_batch.items()},
-                self.meta_info,
+                *batches.row(self.batch, self.non_tensor_batch, row), self.meta_info
             )
         return self.take_rows(rowops.from_index(index, len(self)))
 
     def __iter__(self) -> Iterator[DataProtoItem]:
+        self.prefetch()
         for i in range(len(self)):
             yield self[i]
 
@@ -191,7 +190,7 @@ class DataProto:
         unless `deepcopy`. Raises `FieldError` for a key that is not there."""
         picked = type(self)(
             batches.select(self.batch, batch_keys),
-            batches.pick(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch"),
+            batches.select_arrays(self.non_tensor_batch, non_tensor_batch_keys),
             batches.pick(self.meta_info, meta_info_keys, "meta_info"),
         )
         return copy.deepcopy(picked) if deepcopy else picked
@@ -298,6 +297,11 @@ class DataProto:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         batch, arrays = batches.deepcopy(self.batch, self.non_tensor_batch)
         return type(self)(batch, arrays, copy.deepcopy(self.meta_info, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from quadriga.protocol.wire import reduce
+
+        return reduce(self)
 
     def __copy__(self) -> Self:
         return self.select()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from quadriga.protocol.rowops import Take
 
 if TYPE_CHECKING:
     from quadriga.protocol.dataproto import DataProto
+
+    D = TypeVar("D", bound=DataProto)
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
@@ -51,7 +53,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     return _with(data, fields, length, lambda a: a.reshape(-1, *a.shape[batch_dims:]))
 
 
-def unfold_column_chunks(data: DataProto, n_split: int, split_keys: Sequence[str]) -> Any:
+def unfold_column_chunks(data: D, n_split: int, split_keys: Sequence[str]) -> D:
     """See `DataProto.unfold_column_chunks`."""
     length = len(data)
     op = Take(np.repeat(np.arange(length, dtype=np.int64), n_split))

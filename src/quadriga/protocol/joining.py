@@ -10,6 +10,7 @@ from tensordict import TensorDict
 
 from quadriga.errors import ConflictError, FieldError, LengthError
 from quadriga.protocol import batches, values
+from quadriga.protocol import column as columns
 
 if TYPE_CHECKING:
     from quadriga.protocol.dataproto import DataProto
@@ -25,18 +26,13 @@ def concat(parts: Sequence[DataProto]) -> DataProto:
     _check_same_keys([p.batch.keys() if p.batch is not None else None for p in parts], "batch")
     _check_same_keys([p.non_tensor_batch.keys() for p in parts], "non_tensor_batch")
     first = parts[0]
-    batch = None
-    if first.batch is not None:
-        length = sum(len(p) for p in parts)
-        fields = {
-            key: values.concat([p.batch[key] for p in parts], key)
-            for key in first.batch.keys()  # noqa: SIM118
-        }
-        batch = batches.rebuild(first.batch, fields, length)
-    arrays = {
-        key: values.concat([p.non_tensor_batch[key] for p in parts], key)
-        for key in first.non_tensor_batch
-    }
+    batch = first.batch
+    if batch is not None:
+        fields = columns.concat([batches.tensor_columns(p.batch) for p in parts])
+        batch = batches.make_batch(batch, fields, sum(len(p) for p in parts))
+    arrays = batches.make_arrays(
+        columns.concat([batches.array_columns(p.non_tensor_batch) for p in parts])
+    )
     return type(first)(batch, arrays, merge_meta([p.meta_info for p in parts]))
 
 
@@ -106,8 +102,13 @@ def union(target: DataProto, other: DataProto) -> None:
             f"union joins batches of the same length; this one has {len(target)} rows, "
             f"the other has {len(other)}"
         )
-    batch = union_batches(target.batch, other.batch)
-    arrays = union_numpy_dict(dict(target.non_tensor_batch), other.non_tensor_batch)
+    batch = _union_batches(target.batch, other.batch)
+    arrays = batches.make_arrays(
+        _union_columns(
+            batches.array_columns(target.non_tensor_batch),
+            batches.array_columns(other.non_tensor_batch),
+        )
+    )
     meta = union_meta(target.meta_info, other.meta_info)
     target.batch, target.non_tensor_batch, target.meta_info = batch, arrays, meta
 
@@ -116,11 +117,28 @@ def _has_fields(data: DataProto) -> bool:
     return data.batch is not None or bool(data.non_tensor_batch)
 
 
-def union_batches(a: Any, b: Any) -> Any:
-    """A new batch with the fields of both."""
+def _union_batches(a: Any, b: Any) -> Any:
     if a is None or b is None:
         return batches.select(b if a is None else a, None)
-    return union_tensor_dict(a.select(*a.keys()), b)
+    _check_sizes(a, b)
+    fields = _union_columns(batches.tensor_columns(a), batches.tensor_columns(b))
+    return batches.make_batch(a, fields, int(a.batch_size[0]))
+
+
+def _union_columns(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """All columns of both. Raises `ConflictError` for a key with two values."""
+    for key, column in theirs.items():
+        if key in mine and not columns.same(mine[key], column, key):
+            raise _conflict(key, columns.local(mine[key]), columns.local(column))
+    return {**mine, **{key: column for key, column in theirs.items() if key not in mine}}
+
+
+def _check_sizes(a: Any, b: Any) -> None:
+    if tuple(a.batch_size) != tuple(b.batch_size):
+        raise LengthError(
+            f"union joins batches of the same size; got {list(a.batch_size)} and "
+            f"{list(b.batch_size)}"
+        )
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
@@ -129,11 +147,7 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     Raises `LengthError` when batch sizes differ and `ConflictError` naming the key when both have
     it with different values (NaN equals NaN).
     """
-    if tensor_dict1.batch_size != tensor_dict2.batch_size:
-        raise LengthError(
-            f"union joins batches of the same size; got {list(tensor_dict1.batch_size)} and "
-            f"{list(tensor_dict2.batch_size)}"
-        )
+    _check_sizes(tensor_dict1, tensor_dict2)
     for key, value in tensor_dict2.items():
         if key in tensor_dict1.keys() and not values.same(tensor_dict1[key], value):  # noqa: SIM118
             raise _conflict(key, tensor_dict1[key], value)

@@ -6,13 +6,16 @@ gives back.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +27,12 @@ class Origin:
     method: str
     node: str = ""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Origin, (self.role, self.rank, self.method, self.node)
+
     def __str__(self) -> str:
-        return f"{self.role}[{self.rank}].{self.method}"
+        method = f".{self.method}" if self.method else ""
+        return f"{self.role}[{self.rank}]{method}"
 
 
 CONTROLLER = Origin("controller", 0, "")
@@ -44,50 +51,93 @@ class Handle(Protocol):
         """Bytes of the stored payload."""
 
     def fetch(self) -> Any:
-        """The stored value; read-only memory unless documented otherwise.
+        """The stored value; read-only, and not to be written into.
 
         Raises `LostObjectError` when it is gone.
         """
+
+    @staticmethod
+    def fetch_many(handles: Sequence[Any]) -> list[Any]:
+        """The values of many handles of this class, waiting once for all of them."""
 
 
 @runtime_checkable
 class Store(Protocol):
     """Where values lie that do not travel inside a call or a reply."""
 
+    @property
+    def in_process(self) -> bool:
+        """True when values stay in this process's own memory."""
+
     def put(self, value: Any, nbytes: int = 0) -> Handle:
         """Keeps a snapshot of `value` until every handle to it is dropped."""
 
     def get_many(self, handles: Sequence[Handle]) -> list[Any]:
-        """The values of these handles, in order, waiting once for all of them."""
+        """The values of these handles, in order."""
 
 
 _counter = itertools.count()
 
 
-@dataclass(frozen=True, slots=True)
 class HereHandle:
-    """A handle that holds its value itself."""
+    """A handle that holds its value itself; pickling it carries the value along."""
 
-    value: Any
-    nbytes: int
-    key: str
+    __slots__ = ("__weakref__", "key", "nbytes", "stored", "value")
 
-    @classmethod
-    def hold(cls, value: Any, nbytes: int) -> HereHandle:
-        return cls(value, nbytes, f"here-{os.getpid()}-{next(_counter)}")
+    def __init__(self, value: Any, nbytes: int, key: str = "") -> None:
+        self.value = value
+        self.nbytes = nbytes
+        self.key = key or f"here-{os.getpid()}-{next(_counter)}"
+        self.stored: Handle | None = None
+        """The handle of the same value in a shared store, once it was put there."""
 
     def fetch(self) -> Any:
         return self.value
 
+    @staticmethod
+    def fetch_many(handles: Sequence[Any]) -> list[Any]:
+        return [handle.value for handle in handles]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HereHandle, (self.value, self.nbytes, self.key)
+
+
+def fetch_many(handles: Sequence[Handle]) -> list[Any]:
+    """The values of any handles, in order; one wait for each kind of handle among them."""
+    if not handles:
+        return []
+    kinds = {type(handle) for handle in handles}
+    if len(kinds) == 1:
+        return kinds.pop().fetch_many(handles)
+    found: list[Any] = [None] * len(handles)
+    for kind in kinds:
+        at = [i for i, handle in enumerate(handles) if type(handle) is kind]
+        for i, value in zip(at, kind.fetch_many([handles[i] for i in at]), strict=True):
+            found[i] = value
+    return found
+
+
+def snapshot(value: Any) -> Any:
+    """A private copy of a payload or of any picklable value."""
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return value.copy()
+    if isinstance(value, tuple):
+        return tuple(snapshot(v) for v in value)
+    if type(value) is dict:
+        return {k: snapshot(v) for k, v in value.items()}
+    return copy.deepcopy(value)
+
 
 class InProcessStore:
-    """Keeps values in their handles: for use without a backend."""
+    """Keeps values in their handles: for one process, with or without a backend."""
+
+    in_process = True
 
     def put(self, value: Any, nbytes: int = 0) -> Handle:
-        return HereHandle.hold(value, nbytes)
+        return HereHandle(snapshot(value), nbytes)
 
     def get_many(self, handles: Sequence[Handle]) -> list[Any]:
-        return [handle.fetch() for handle in handles]
+        return fetch_many(handles)
 
 
 _process_store: Store = InProcessStore()
@@ -112,11 +162,11 @@ class use_store:
         self._tokens: list[Token[Store | None]] = []
         _process_store = store
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> Self:
         global _process_store
         _process_store = self._before
         self._tokens.append(_context_store.set(self._store))
-        return self._store
+        return self
 
     def __exit__(self, *error: object) -> None:
         _context_store.reset(self._tokens.pop())

@@ -3,16 +3,21 @@
     controller --pack_argument--> | wire | --unpack_argument--> worker method
     controller <--unpack_result-- | wire | <--pack_result------ worker method
 
-Containers (list, tuple, dict) are walked; anything that holds no batch and no tensor passes as it
-is.
+Lists, tuples and dicts are walked; batches, tensors, arrays and futures inside them are handled,
+anything else passes as it is. What comes out shares no memory with what went in, on any backend.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from tensordict import TensorDictBase
+
+from quadriga.protocol import plain, wire
+from quadriga.protocol.dataproto import DataProto
 from quadriga.protocol.future import DataProtoFuture
-from quadriga.protocol.reference import Origin, current_store, use_store
+from quadriga.protocol.reference import CONTROLLER, Origin, Store, current_store, use_store
 
 __all__ = [
     "Origin",
@@ -25,27 +30,59 @@ __all__ = [
 ]
 
 
-def pack_result(value: Any, origin: Origin) -> Any:
-    """In the worker, after the method: what the reply carries."""
-    return value
+class TensorDictParcel:
+    """A plain `TensorDict` under way, as the batch that it is."""
 
+    __slots__ = ("data",)
 
-def unpack_result(value: Any) -> Any:
-    """On the controller: what the caller sees."""
-    return value
+    def __init__(self, data: DataProto) -> None:
+        self.data = data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorDictParcel, (self.data,)
 
 
 def pack_argument(value: Any) -> Any:
-    """On the controller: what a call carries."""
-    return value
+    """On the controller: what a call carries. Local fields above the inline limit are put into the
+    store, once a call of this function: pack a part that several ranks share once."""
+    return _pack(value, CONTROLLER)
+
+
+def pack_result(value: Any, origin: Origin) -> Any:
+    """In the worker, after the method: what the reply carries. Fields above the inline limit stay
+    here, in the store; fields that were not read pass on as the references that they were."""
+    return _pack(value, origin)
 
 
 def unpack_argument(value: Any) -> Any:
-    """In the worker, before the method: what the method sees. Waits for futures."""
+    """In the worker, before the method: what the method sees. Waits for futures; fetches no field
+    of a `DataProto`, all fields of a plain `TensorDict`."""
+    return plain.walk(value, _unpack_leaf)
+
+
+def unpack_result(value: Any) -> Any:
+    """On the controller: what the caller sees. Fetches nothing, except that a plain `TensorDict`
+    or a bare tensor is here when it is handed over."""
+    return plain.walk(value, _unpack_leaf)
+
+
+def _pack(value: Any, origin: Origin) -> Any:
+    return plain.walk(value, partial(_pack_leaf, origin=origin, store=current_store()))
+
+
+def _pack_leaf(value: Any, origin: Origin, store: Store) -> Any:
+    if isinstance(value, DataProto):
+        return wire.pack(value, origin, store)
+    if isinstance(value, TensorDictBase) and value.batch_dims:
+        return TensorDictParcel(wire.pack(DataProto.from_tensordict(value), origin, store))
+    return plain.freeze_leaf(value, private=store.in_process)
+
+
+def _unpack_leaf(value: Any) -> Any:
+    if isinstance(value, DataProto):
+        return wire.unpack(value)
+    if isinstance(value, TensorDictParcel):
+        return wire.unpack(value.data).to_tensordict()
     if isinstance(value, DataProtoFuture):
         return value.get()
-    if type(value) in (list, tuple):
-        return type(value)(unpack_argument(v) for v in value)
-    if type(value) is dict:
-        return {k: unpack_argument(v) for k, v in value.items()}
-    return value
+    return plain.thaw_leaf(value)

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
 from typing import Any
 
-from quadriga.protocol.reference import Handle, HereHandle
+from quadriga.protocol.reference import Handle, HereHandle, InProcessStore, snapshot
 
 
-class LocalStore:
-    """Keeps each value in its handle; the value goes when the last handle does."""
+class LocalHandle(HereHandle):
+    """A stored value. Pickled, it carries the value along."""
+
+    __slots__ = ()
+
+
+class LocalStore(InProcessStore):
+    """Keeps a snapshot of each value in its handle; it goes when the last handle does.
+
+    `bytes_held` and `objects_held` count what handles of this store still keep alive.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_held = 0
+        self.objects_held = 0
 
     def put(self, value: Any, nbytes: int = 0) -> Handle:
-        return HereHandle.hold(value, nbytes)
+        handle = LocalHandle(snapshot(value), nbytes)
+        self.bytes_held += nbytes
+        self.objects_held += 1
+        weakref.finalize(handle, self._released, nbytes).atexit = False
+        return handle
 
-    def get_many(self, handles: Sequence[Handle]) -> list[Any]:
-        return [handle.fetch() for handle in handles]
+    def _released(self, nbytes: int) -> None:
+        self.bytes_held -= nbytes
+        self.objects_held -= 1
