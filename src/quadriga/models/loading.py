@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -163,6 +164,9 @@ def _torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return _DTYPES[dtype]
 
 
+_LIBRARY_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+
+
 class _naming:
     """Turns what the loading libraries raise over a bad folder into a `ModelError` naming it."""
 
@@ -174,7 +178,7 @@ class _naming:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OSError | ValueError | KeyError | ImportError | RuntimeError):
+        if isinstance(error, _LIBRARY_ERRORS):
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise ModelError(
                 f"no {self.what} can be loaded from {self.folder}: {first_line}",

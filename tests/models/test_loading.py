@@ -1,0 +1,199 @@
+"""Folders in, models out: the tiny model's folder, value heads, and what is not a model."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from quadriga.errors import ModelError
+from quadriga.models import (
+    TinyModel,
+    check_model_folder,
+    load_causal_lm,
+    load_tokenizer,
+    load_value_model,
+    write_tiny_model,
+)
+
+TEXTS = ["Tom has 3 apples. He buys 4 more.", "3+4=7\n#### 7", "Ann gives 12 pens to Zoe?"] * 4
+SHAPE = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=48)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(path, TEXTS, SHAPE, seed=3)
+    return path
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "model")
+
+
+def test_folder_is_an_ordinary_hugging_face_folder(folder):
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_equal_seeds_give_equal_weights_and_leave_the_random_state(folder, tmp_path):
+    torch.manual_seed(9)
+    expected = torch.rand(3)
+    torch.manual_seed(9)
+    count = write_tiny_model(tmp_path / "same", TEXTS, SHAPE, seed=3)
+    assert torch.rand(3).equal(expected)
+    write_tiny_model(tmp_path / "other", TEXTS, SHAPE, seed=4)
+    weights = load_causal_lm(folder).state_dict()
+    assert count == sum(tensor.numel() for tensor in weights.values())
+    same = load_causal_lm(tmp_path / "same").state_dict()
+    other = load_causal_lm(tmp_path / "other").state_dict()
+    assert all(weights[name].equal(same[name]) for name in weights)
+    assert not weights["lm_head.weight"].equal(other["lm_head.weight"])
+
+
+def test_default_shape_has_about_a_million_parameters(tmp_path):
+    assert 500_000 <= write_tiny_model(tmp_path, TEXTS) <= 3_000_000
+
+
+def test_tokenizer_round_trip_and_single_digits(folder):
+    tokenizer = load_tokenizer(folder)
+    for text in (*TEXTS, "Ünknown wörds, 日本, tabs\tand  spaces\n\n", "1234567890"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode("34+128=162\n#### 162")]
+    assert pieces == [*"34+128=162\n", "####", *" 162"]
+    assert tokenizer.padding_side == "left"
+
+
+def test_chat_template_with_and_without_the_assistants_turn(folder):
+    tokenizer = load_tokenizer(folder)
+    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert text == "<|system|>a<|end|><|user|>b<|end|>"
+    opened = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert opened == text + "<|assistant|>"
+    assert len(tokenizer.encode(opened)) == 7
+
+
+def test_shape_is_checked():
+    with pytest.raises(ModelError, match="multiple of num_heads"):
+        TinyModel(hidden_size=100, num_heads=3)
+
+
+def test_value_model_starts_at_zero_on_the_models_own_backbone(folder):
+    values = load_value_model(folder)
+    policy = load_causal_lm(folder)
+    ids = torch.tensor([[3, 5, 7, 9]])
+    with torch.no_grad():
+        assert values(input_ids=ids).logits.tolist() == [[[0.0]] * 4]
+        values.score.weight.fill_(1.0)
+        hidden = policy.model(input_ids=ids).last_hidden_state
+        torch.testing.assert_close(values(input_ids=ids).logits[..., 0], hidden.sum(-1))
+
+
+def test_value_model_survives_saving(folder, tmp_path):
+    values = load_value_model(folder)
+    with torch.no_grad():
+        values.score.weight.normal_()
+        values.score.bias.fill_(0.5)
+    values.save_pretrained(tmp_path)
+    again = load_value_model(tmp_path)
+    assert again.score.weight.equal(values.score.weight) and again.score.bias.item() == 0.5
+    assert again.model.embed_tokens.weight.equal(values.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
+def test_dtype_and_attention_are_as_asked_and_nothing_is_printed(folder, load, capfd):
+    model = load(folder, dtype="bfloat16", attn_implementation="eager")
+    assert model.dtype == torch.bfloat16 and not model.training
+    assert model.config._attn_implementation == "eager"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_unknown_dtype(folder):
+    with pytest.raises(ModelError, match="'float8'"):
+        load_causal_lm(folder, dtype="float8")
+
+
+def test_tokenizer_without_padding_or_end_token(copy):
+    path = copy / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    del settings["pad_token"]
+    path.write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(copy)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id is not None
+    del settings["eos_token"]
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="has no end token"):
+        load_tokenizer(copy)
+
+
+def _config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+DAMAGE = [
+    (lambda f: shutil.rmtree(f), "does not exist"),
+    (lambda f: (f / "config.json").unlink(), "is not a model folder: it has no config.json"),
+    (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+    (lambda f: (f / "config.json").write_text("[]"), "holds no JSON object"),
+    (lambda f: (f / "config.json").write_text("{}"), "names no model_type"),
+    (lambda f: _config(f, model_type="nonesuch"), "model_type 'nonesuch'"),
+    (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
+    (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "pickled weights, which are not loaded",
+    ),
+    (
+        lambda f: (
+            (f / "model.safetensors").rename(f / "one.safetensors")
+            and (f / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}})
+            )
+        ),
+        "lacks 1 of 2 weight files, the first is two.safetensors",
+    ),
+    (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE, ids=[message for _, message in DAMAGE])
+def test_a_damaged_folder_is_named(copy, damage, message):
+    check_model_folder(copy)
+    damage(copy)
+    with pytest.raises(ModelError, match=message) as caught:
+        check_model_folder(copy)
+    assert str(copy) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_broken_weights_are_a_model_error(copy):
+    (copy / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(ModelError, match="no model can be loaded from"):
+        load_causal_lm(copy)
+
+
+def test_weights_that_do_not_cover_the_model(copy):
+    _config(copy, num_hidden_layers=2)
+    with pytest.raises(ModelError, match="lack 9 tensors"):
+        load_causal_lm(copy)
+    with pytest.raises(ModelError, match=r"lack 9 tensors of the backbone"):
+        load_value_model(copy)
+
+
+def test_file_and_empty_path(folder):
+    with pytest.raises(ModelError, match="is a file, not a folder"):
+        check_model_folder(folder / "config.json")
+    with pytest.raises(ModelError, match="no model folder was given"):
+        check_model_folder("")
