@@ -1,0 +1,139 @@
+"""Balancing: every index once, level parts, budgets kept."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quadriga.errors import LengthError
+from quadriga.parallel.balancing import (
+    balance_stats,
+    get_seqlen_balanced_partitions,
+    token_budget_micro_batches,
+)
+
+
+def sums(lengths: list[int], parts: list[list[int]]) -> list[int]:
+    return [sum(lengths[i] for i in part) for part in parts]
+
+
+def spread(lengths: list[int], parts: list[list[int]]) -> int:
+    totals = sums(lengths, parts)
+    return max(totals) - min(totals)
+
+
+def longest_first_spread(lengths: list[int], k: int) -> int:
+    """The textbook greedy, written out."""
+    totals = [0] * k
+    for length in sorted(lengths, reverse=True):
+        totals[totals.index(min(totals))] += length
+    return max(totals) - min(totals)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[int], int, bool]:
+    k = draw(st.integers(1, 40))
+    equal = draw(st.booleans())
+    count = k * draw(st.integers(1, 6)) if equal else draw(st.integers(k, 120))
+    top = draw(st.sampled_from([0, 1, 9, 5000]))
+    return draw(st.lists(st.integers(0, top), min_size=count, max_size=count)), k, equal
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_every_index_lands_in_exactly_one_part(problem: tuple[list[int], int, bool]) -> None:
+    lengths, k, equal = problem
+    parts = get_seqlen_balanced_partitions(lengths, k, equal)
+    assert len(parts) == k
+    assert sorted(itertools.chain(*parts)) == list(range(len(lengths)))
+    assert all(part and part == sorted(part) for part in parts)
+    if equal:
+        assert {len(part) for part in parts} == {len(lengths) // k}
+    assert parts == get_seqlen_balanced_partitions(lengths, k, equal)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_free_sizes_are_never_worse_than_longest_first(
+    problem: tuple[list[int], int, bool],
+) -> None:
+    lengths, k, _ = problem
+    parts = get_seqlen_balanced_partitions(lengths, k, equal_size=False)
+    allowed = max(longest_first_spread(lengths, k), 2e-4 * sum(lengths) / k)
+    assert spread(lengths, parts) <= allowed
+
+
+def test_small_problems_reach_the_optimum() -> None:
+    # 8 + 7 = 6 + 5 + 4: the only perfect split, which longest-first (8+5+4, 7+6) misses.
+    parts = get_seqlen_balanced_partitions([8, 7, 6, 5, 4], 2, equal_size=False)
+    assert sorted(map(tuple, parts)) == [(0, 1), (2, 3, 4)]
+    parts = get_seqlen_balanced_partitions([1, 2, 3, 4, 5, 6, 7, 8], 4, equal_size=True)
+    assert sums([1, 2, 3, 4, 5, 6, 7, 8], parts) == [9, 9, 9, 9]
+
+
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize(("count", "k"), [(1024, 64), (256, 8)])
+def test_long_tailed_lengths_level_to_a_thousandth(count: int, k: int, equal: bool) -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(6, 1, count), 1, 8192).astype(int).tolist()
+    parts = get_seqlen_balanced_partitions(lengths, k, equal)
+    assert spread(lengths, parts) <= 1e-3 * sum(lengths) / k
+
+
+def test_lengths_of_zero_leave_no_part_empty() -> None:
+    parts = get_seqlen_balanced_partitions([0, 0, 0, 0, 100], 4, equal_size=False)
+    assert all(parts)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "k", "equal", "words"),
+    [
+        ([1, 2], 3, False, "2 sequences cannot fill 3 parts"),
+        ([1, 2, 3], 2, True, "3 sequences do not divide into 2 parts"),
+        ([1, -2, 3], 2, False, "Length -2.0 of sequence 1"),
+        ([1.0, float("nan")], 1, False, "Length nan of sequence 1"),
+        ([], 0, False, "cannot fill 0 parts"),
+    ],
+)
+def test_wrong_problems_are_refused(lengths: list[float], k: int, equal: bool, words: str) -> None:
+    with pytest.raises(LengthError, match=words):
+        get_seqlen_balanced_partitions(lengths, k, equal)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(0, 100), min_size=1, max_size=60),
+    st.integers(100, 400),
+    st.integers(1, 4),
+)
+def test_micro_batches_keep_the_budget(lengths: list[int], budget: int, least: int) -> None:
+    least = min(least, len(lengths))
+    parts = token_budget_micro_batches(lengths, budget, min_batches=least)
+    assert sorted(itertools.chain(*parts)) == list(range(len(lengths)))
+    assert all(parts)
+    assert max(sums(lengths, parts)) <= budget
+    assert len(parts) >= least
+    # Any two micro-batches of first-fit together exceed the budget.
+    assert len(parts) <= max(2 * sum(lengths) // budget + 1, least)
+
+
+def test_micro_batches_are_level_not_greedy() -> None:
+    # Filling one after the other would give 100, 100, 20.
+    assert sums([20] * 11, token_budget_micro_batches([20] * 11, 100)) == [80, 80, 60]
+
+
+def test_micro_batches_refuse_what_cannot_fit() -> None:
+    with pytest.raises(LengthError, match="Sequence 1 has 120 tokens, more than the 100"):
+        token_budget_micro_batches([10, 120], 100)
+    with pytest.raises(LengthError, match="2 sequences cannot fill 3 parts"):
+        token_budget_micro_batches([10, 12], 100, min_batches=3)
+    assert token_budget_micro_batches([], 100) == []
+
+
+def test_stats_by_hand() -> None:
+    stats = balance_stats([5, 5, 1, 1], [[0, 2], [1, 3]])
+    assert (stats.spread, stats.before_spread) == (0.0, 8.0)
+    assert (stats.largest, stats.smallest, stats.mean, stats.imbalance) == (6.0, 6.0, 6.0, 1.0)
