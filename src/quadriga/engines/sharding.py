@@ -35,6 +35,8 @@ def shard_model(
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for unit in units(model):
         unit.set_gradient_divide_factor(1.0)
+        # Gloo has no reduction that scales as it sums.
+        unit.set_force_sum_reduction_for_comms(True)
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
