@@ -39,7 +39,8 @@ def settings_of(config: Any, prefix: str = "") -> Iterator[Setting]:
 
 def help_text(config: Any) -> str:
     """All settings of a command, one a line, as `key=default`, with what the schema says of it."""
-    lines, section = [], ""
+    lines: list[str] = []
+    section = ""
     for setting in settings_of(config):
         head = setting.key.rpartition(".")[0]
         if head != section:

@@ -36,7 +36,7 @@ class RunConsole:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_steps, self._clock = total_steps, clock
-        self.console = Console(file=file, highlight=False)
+        self.console = Console(file=file, highlight=False, markup=False, emoji=False)
         self._title = title
         self._began = clock()
         self._first_step: int | None = None

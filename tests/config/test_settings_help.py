@@ -1,0 +1,60 @@
+"""The help is read from the schema, so it cannot disagree with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from quadriga.config.convert import walk_keys
+from quadriga.config.describe import as_written, help_text, settings_of
+from quadriga.config.loading import load_config
+from quadriga.config.schema import (
+    ArithmeticDataConfig,
+    DemoConfig,
+    GenerateConfig,
+    SFTConfig,
+    TrainConfig,
+)
+
+SCHEMAS = (TrainConfig, SFTConfig, GenerateConfig, ArithmeticDataConfig, DemoConfig)
+
+
+@dataclass(frozen=True)
+class Inner:
+    rate: float = 1e-6  # learning rate
+
+
+@dataclass(frozen=True)
+class Outer:
+    names: list[str] = field(default_factory=lambda: ["a", "b"])
+    seed: int | None = None  # None: drawn
+    inner: Inner = field(default_factory=lambda: Inner(rate=0.5))
+
+
+def test_keys_types_defaults_and_comments():
+    assert help_text(Outer()).splitlines() == [
+        "  names=[a,b]  (a list of texts)",
+        "  seed=null  (an integer or null; null: drawn)",
+        "",
+        "  inner.rate=0.5  (a number; learning rate)",
+    ]
+
+
+@pytest.mark.parametrize("cls", SCHEMAS)
+def test_every_setting_is_listed_once(cls):
+    listed = [setting.key for setting in settings_of(cls())]
+    keys = {key for key, _ in walk_keys(cls)}
+    sections = {key.rpartition(".")[0] for key in keys}
+    assert set(listed) == keys - sections
+    assert len(set(listed)) == len(listed)
+
+
+@pytest.mark.parametrize("cls", SCHEMAS)
+def test_defaults_are_shown_as_they_can_be_given(cls):
+    overrides = [f"{s.key}={s.default}" for s in settings_of(cls()) if s.default]
+    assert load_config(cls, overrides) == cls()
+
+
+def test_values_as_written():
+    assert as_written({"a": [1, True, None]}) == "{a:[1,true,null]}"

@@ -1,0 +1,99 @@
+"""What people see, on a terminal and in a file."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from quadriga.observability.console import RunConsole, duration
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain(total_steps):
+    clock, out = Clock(), io.StringIO()
+    return RunConsole(total_steps, file=out, clock=clock), clock, out
+
+
+def test_plain_lines_show_step_reward_accuracy_speed_and_time_left():
+    console, clock, out = plain(10)
+    clock.now = 6.0
+    console.log(
+        1, {"reward/mean": 0.5, "val/accuracy": 0.125, "perf/tokens_per_second": 1234.5, "x": 1}
+    )
+    assert out.getvalue() == "train 1/10  reward 0.500  accuracy 12.5%  tokens/s 1,234  left 54s\n"
+
+
+def test_last_known_numbers_stay():
+    console, clock, out = plain(2)
+    clock.now = 1.0
+    console.log(1, {"val/accuracy": 0.5})
+    console.log(2, {"reward/mean": 0.25})
+    assert out.getvalue().splitlines()[1] == "train 2/2  reward 0.250  accuracy 50.0%  left 0s"
+
+
+def test_a_long_run_writes_few_lines_and_every_validation():
+    console, _, out = plain(1000)
+    for step in range(1, 1001):
+        console.log(step, {"val/accuracy": 0.5} if step == 7 else {"reward/mean": 0.1})
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 22  # the first, every 50th, and step 7
+    assert any(line.startswith("train 7/1000 ") for line in lines)
+    assert all("\x1b" not in line for line in lines)
+
+
+def test_time_left_counts_from_where_a_resumed_run_began():
+    console, clock, _ = plain(20)
+    clock.now = 10.0
+    console.log(11, {"reward/mean": 0.0})
+    assert console.seconds_left(11) == pytest.approx(90.0)
+
+
+def test_step_zero_has_no_pace():
+    console, clock, out = plain(20)
+    clock.now = 10.0
+    console.log(0, {"val/accuracy": 0.25})
+    assert out.getvalue() == "train 0/20  accuracy 25.0%\n"
+    clock.now = 14.0
+    console.log(1, {"reward/mean": 0.5})
+    assert console.seconds_left(1) == pytest.approx(14.0 * 19)
+
+
+def test_on_a_terminal_one_line_is_redrawn_and_the_table_follows():
+    console, clock, out = plain(4)
+    console.console = Console(file=out, force_terminal=True, width=100, highlight=False)
+    console._progress.live.console = console.console
+    for step in (1, 2):
+        clock.now += 1
+        console.log(step, {"reward/mean": 0.5})
+    console.table("done", [("accuracy", "90%"), ("steps", "4")])
+    console.close()
+    text = out.getvalue()
+    assert "2/4" in text
+    assert "reward 0.500" in text
+    assert text.rstrip().endswith("┘")
+    assert text.count("\x1b[?25h") >= 1  # the cursor is there for a debugger
+
+
+def test_plain_table_and_notes():
+    console, _, out = plain(1)
+    console.note("a [bracket] stays")
+    console.table("closing", [("accuracy", "90%")])
+    assert out.getvalue().splitlines()[0] == "a [bracket] stays"
+    assert "accuracy" in out.getvalue()
+    assert "90%" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (59.4, "59s"), (185, "3m05s"), (7620, "2h07m")]
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,93 @@
+"""Whole lines or none, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from quadriga.errors import DataError, InputError
+from quadriga.observability.jsonl import JsonlFile, keep_rows, read_jsonl
+
+
+def test_rows_are_readable_at_once(tmp_path):
+    file = JsonlFile(tmp_path / "a.jsonl")
+    file.write({"step": 1, "text": "Zahl äöü\nzwei"})
+    assert list(read_jsonl(tmp_path / "a.jsonl")) == [{"step": 1, "text": "Zahl äöü\nzwei"}]
+    file.close()
+    file.close()
+
+
+def test_values_of_libraries_and_non_finite_numbers(tmp_path):
+    file = JsonlFile(tmp_path / "a.jsonl")
+    file.write({"a": np.float32(0.5), "b": np.arange(2), "c": float("nan"), "d": -float("inf")})
+    line = (tmp_path / "a.jsonl").read_text()
+    assert json.loads(line, parse_constant=pytest.fail) == {
+        "a": 0.5,
+        "b": [0, 1],
+        "c": "NaN",
+        "d": "-Infinity",
+    }
+
+
+def test_reopening_appends_and_drops_a_torn_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "x')
+    file = JsonlFile(path)
+    file.write({"step": 2})
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_torn_only_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"st')
+    JsonlFile(path).write({"step": 1})
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_full_disk_is_a_typed_error_naming_the_path_and_leaves_no_half_line(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    file = JsonlFile(path)
+    file.write({"step": 1})
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:4]))
+    with pytest.raises(InputError) as caught:
+        file.write({"step": 2, "reward": 0.25})
+    assert f"cannot write {path}: No space left on device" in str(caught.value)
+    assert caught.value.path == str(path)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_full_device():
+    with pytest.raises(InputError, match="/dev/full"):
+        JsonlFile("/dev/full").write({"step": 1})
+
+
+def test_folder_that_is_missing(tmp_path):
+    with pytest.raises(InputError, match=r"cannot write .*a\.jsonl: No such file"):
+        JsonlFile(tmp_path / "absent" / "a.jsonl")
+
+
+def test_reading_passes_over_an_unfinished_line_and_names_a_bad_one(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"b"')
+    assert list(read_jsonl(path)) == [{"a": 1}]
+    path.write_text('{"a": 1}\nnonsense\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:2 is not JSON"):
+        list(read_jsonl(path))
+    path.write_text("[1]\n")
+    with pytest.raises(DataError, match="not a JSON object"):
+        list(read_jsonl(path))
+    with pytest.raises(DataError, match="cannot read"):
+        list(read_jsonl(tmp_path / "absent"))
+
+
+def test_keeping_some_rows(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    keep_rows(path, lambda row: row["step"] != 2)
+    assert [row["step"] for row in read_jsonl(path)] == [1, 3]
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]

@@ -1,0 +1,89 @@
+"""How values become one number, and that every metric says what it means."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from quadriga.observability.metrics import (
+    METRICS,
+    MetricSet,
+    add_metric,
+    describe_metric,
+    undescribed,
+)
+
+SOURCE = Path(__file__).resolve().parents[2] / "src/quadriga"
+SPACES = "reward|val|response_length|batch|group|mismatch|actor|critic|sft|sync|time|perf|progress"
+METRIC = re.compile(rf"({SPACES})/[a-z_]+(/[a-z_]+)*")
+
+
+def test_each_kind_by_hand():
+    metrics = MetricSet()
+    metrics.add({"reward/mean": 1.0, "reward/max": 3.0, "reward/min": 3.0, "batch/tokens": 10})
+    metrics.add({"reward/mean": 4.0, "reward/max": 2.0, "reward/min": 2.0, "batch/tokens": 5})
+    metrics.add({"actor/lr": 0.5})
+    metrics.add({"actor/lr": 0.25})
+    assert metrics.reduce() == {
+        "reward/mean": 2.5,
+        "reward/max": 3.0,
+        "reward/min": 2.0,
+        "batch/tokens": 15.0,
+        "actor/lr": 0.25,
+    }
+
+
+def test_lists_are_values_of_parts():
+    metrics = MetricSet()
+    metrics.add({"reward/max": [1.0, 7.0, 2.0], "actor/loss": (1.0, 2.0), "group/dead": []})
+    assert metrics.reduce() == {"reward/max": 7.0, "actor/loss": 1.5}
+
+
+def test_taking_forgets():
+    metrics = MetricSet()
+    metrics.add({"reward/mean": 1.0})
+    assert metrics.take() == {"reward/mean": 1.0}
+    assert metrics.take() == {}
+
+
+def test_unknown_names_are_averaged():
+    metrics = MetricSet()
+    metrics.add({"mine/x": [1.0, 2.0]})
+    assert metrics.reduce() == {"mine/x": 1.5}
+
+
+def test_patterns_and_the_longest_wins():
+    assert describe_metric("time/rollout").unit == "s"
+    assert describe_metric("val/accuracy") is METRICS["val/accuracy"]
+    assert describe_metric("val/accuracy/gsm8k") is METRICS["val/accuracy/*"]
+    assert describe_metric("nothing/like/it") is None
+    assert undescribed(["time/x", "b/a", "a/b"]) == ["a/b", "b/a"]
+
+
+def test_own_metrics_are_added_once(monkeypatch):
+    monkeypatch.setattr("quadriga.observability.metrics.METRICS", dict(METRICS))
+    add_metric("mine/most", "1", "the most", "max")
+    assert describe_metric("mine/most").kind == "max"
+    with pytest.raises(ValueError, match="already described: the most"):
+        add_metric("mine/most", "1", "something else")
+
+
+def test_every_entry_has_unit_and_meaning():
+    assert [name for name, info in METRICS.items() if not info.unit or not info.meaning] == []
+
+
+def test_every_metric_named_in_the_code_is_described():
+    named = {}
+    for path in SOURCE.rglob("*.py"):
+        if path.name == "metrics.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            value = getattr(node, "value", None)
+            if isinstance(value, str) and METRIC.fullmatch(value):
+                named[value] = f"{path.relative_to(SOURCE)}:{node.lineno}"
+    missing = undescribed(named)
+    assert {name: named[name] for name in missing} == {}
+    assert len(named) > 10

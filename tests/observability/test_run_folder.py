@@ -1,0 +1,75 @@
+"""A run's folder is made, refused, emptied or continued, as asked."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError, InputError
+from quadriga.observability.run_folder import RunFolder
+from quadriga.observability.samples import Sample, SampleLog, read_samples
+
+
+def test_new_folder_holds_the_resolved_settings(tmp_path):
+    config = load_config(TrainConfig, ["trainer.seed=7"])
+    folder = RunFolder.open(tmp_path / "deep" / "run", config)
+    assert load_config(TrainConfig, file=folder.config) == config
+
+
+def test_a_run_is_not_overwritten_silently(tmp_path):
+    RunFolder.open(tmp_path / "run", TrainConfig())
+    with pytest.raises(ConfigError, match="already holds a run; choose another") as caught:
+        RunFolder.open(tmp_path / "run", TrainConfig())
+    assert str(tmp_path / "run") in str(caught.value)
+
+
+def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
+    folder = RunFolder.open(tmp_path, TrainConfig())
+    folder.metrics.write_text('{"step": 1}\n')
+    folder.model.mkdir()
+    (folder.model / "weights").write_text("x")
+    (tmp_path / "notes.txt").write_text("mine")
+    RunFolder.open(tmp_path, TrainConfig(), overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "notes.txt"]
+
+
+def test_resume_goes_on(tmp_path):
+    folder = RunFolder.open(tmp_path, TrainConfig())
+    folder.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    again = RunFolder.open(tmp_path, TrainConfig(), resume=True, overwrite=True)
+    again.forget_after(2)
+    assert again.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_folder_with_other_things_is_no_run(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    RunFolder.open(tmp_path, TrainConfig())
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ConfigError, match="is a file, not a folder"):
+        RunFolder.open(tmp_path / "run", TrainConfig())
+    with pytest.raises(InputError, match="cannot write"):
+        RunFolder.open(tmp_path / "run" / "deeper", TrainConfig())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(InputError, match="Permission denied"):
+        RunFolder.open(tmp_path / "run", TrainConfig())
+
+
+def test_samples_round_trip(tmp_path):
+    log = SampleLog(tmp_path / "samples.jsonl")
+    first = Sample(step=1, split="train", prompt="2 + 2?", response="4", reward=1.0)
+    second = Sample(step=2, split="val", prompt="é", response="", reward=0.0, ground_truth="5")
+    log.write([first, second])
+    log.close()
+    assert read_samples(tmp_path / "samples.jsonl") == [first, second]
+    assert read_samples(tmp_path / "samples.jsonl", step=2) == [second]

@@ -1,0 +1,46 @@
+"""Spans with a clock of our own."""
+
+from __future__ import annotations
+
+import pytest
+
+from quadriga.observability.timing import Timer
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_spans_add_up_nest_and_are_taken():
+    clock = Clock()
+    timer = Timer(clock=clock)
+    with timer("step"):
+        clock.now += 1
+        for _ in range(2):
+            with timer("rollout"):
+                clock.now += 2
+    assert timer.seconds("rollout") == 4.0
+    assert timer.seconds("absent") == 0.0
+    assert timer.take() == {"time/rollout": 4.0, "time/step": 5.0}
+    assert timer.take() == {}
+
+
+def test_a_span_that_fails_still_counts():
+    clock = Clock()
+    timer = Timer(clock=clock)
+    with pytest.raises(KeyError), timer("save"):
+        clock.now += 3
+        raise KeyError
+    assert timer.take() == {"time/save": 3.0}
+
+
+def test_entering_is_heard():
+    heard = []
+    timer = Timer(on_enter=heard.append)
+    with timer("a"), timer("b"):
+        pass
+    assert heard == ["a", "b"]

@@ -1,0 +1,108 @@
+"""Metrics reach every tracker; names are checked; plots are pictures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from quadriga.errors import DataError, InputError, UnknownNameError
+from quadriga.observability.plots import plot_learning_curve, points_of, running_mean
+from quadriga.observability.run_folder import RunFolder
+from quadriga.observability.trackers import (
+    TRACKERS,
+    RunInfo,
+    Trackers,
+    check_trackers,
+    register_tracker,
+)
+
+
+class Recorder:
+    def __init__(self, fails: bool = False) -> None:
+        self.rows, self.closed, self.fails = [], 0, fails
+
+    def log(self, step, metrics):
+        self.rows.append((step, dict(metrics)))
+
+    def close(self):
+        self.closed += 1
+        if self.fails:
+            raise OSError("no")
+
+
+def run_info(path, **more):
+    return RunInfo(folder=RunFolder(path), total_steps=3, **more)
+
+
+def test_jsonl_and_tensorboard_hold_the_same_numbers(tmp_path):
+    trackers = Trackers.open(["jsonl", "tensorboard", "jsonl"], run_info(tmp_path))
+    trackers.log(1, {"reward/mean": 0.25, "time/step": 2.0})
+    trackers.log(2, {"reward/mean": 0.5})
+    trackers.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [
+        {"step": 1, "reward/mean": 0.25, "time/step": 2.0},
+        {"step": 2, "reward/mean": 0.5},
+    ]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_every_tracker_is_closed_even_if_one_fails():
+    first, second = Recorder(fails=True), Recorder()
+    trackers = Trackers([first, second])
+    trackers.log(1, {"a": 1.0})
+    with pytest.raises(OSError, match="no"):
+        trackers.close()
+    trackers.close()
+    assert (first.closed, second.closed) == (1, 1)
+    assert second.rows == [(1, {"a": 1.0})]
+
+
+def test_unknown_tracker_names_the_nearest_and_makes_none(tmp_path):
+    with pytest.raises(UnknownNameError) as caught:
+        Trackers.open(["jsonl", "tensorbord"], run_info(tmp_path))
+    assert str(caught.value) == (
+        "trainer.loggers: no tracker 'tensorbord'; known: console, jsonl, tensorboard; "
+        "did you mean tensorboard?"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_own_tracker(tmp_path, monkeypatch):
+    monkeypatch.setattr("quadriga.observability.trackers.TRACKERS", dict(TRACKERS))
+    recorder = Recorder()
+    register_tracker("mine", lambda run: recorder)
+    Trackers.open(["mine"], run_info(tmp_path)).log(3, {"x": 1.0})
+    assert recorder.rows == [(3, {"x": 1.0})]
+    with pytest.raises(ValueError, match="exists already"):
+        register_tracker("mine", lambda run: recorder)
+    check_trackers(["console"])
+
+
+def test_plot_is_a_picture(tmp_path):
+    rows = [{"step": i, "reward/mean": i / 10} for i in range(10)]
+    rows[3]["val/accuracy"] = 0.5
+    rows[4]["reward/mean"] = "NaN"
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert plot_learning_curve(tmp_path / "m.jsonl", tmp_path / "c.png", title="a run")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(InputError, match="cannot write"):
+        plot_learning_curve(tmp_path / "m.jsonl", tmp_path / "absent" / "c.png")
+
+
+def test_nothing_to_plot(tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"step": 1, "time/step": 2}\n')
+    assert not plot_learning_curve(tmp_path / "m.jsonl", tmp_path / "c.png")
+    assert not (tmp_path / "c.png").exists()
+    with pytest.raises(DataError):
+        plot_learning_curve(tmp_path / "absent.jsonl", tmp_path / "c.png")
+
+
+def test_points_and_means():
+    rows = [{"step": 1, "a": 2}, {"step": 2}, {"step": 3, "a": "NaN"}, {"a": 1}]
+    assert points_of(rows, "a") == ([1.0], [2.0])
+    assert running_mean([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
