@@ -6,7 +6,7 @@ import pickle
 import time
 
 import pytest
-from worker_cases import Faulty
+from worker_cases import Collective, Faulty
 
 from quadriga.errors import (
     CallTimeoutError,
@@ -69,7 +69,7 @@ def test_a_process_that_dies(ray_group):
 def test_a_deadline_shows_the_stuck_stack(ray_group):
     assert ray_group.stuck_on.options(timeout=30)(5) == [None, None]
     with pytest.raises(
-        CallTimeoutError, match="deadline of 1 s; still running on ranks \\[1\\]"
+        CallTimeoutError, match=r"deadline of 1 s; still running on rank\(s\) 1 "
     ) as caught:
         ray_group.stuck_on.options(timeout=1)(1)
     assert list(caught.value.stacks) == [1]
@@ -81,3 +81,44 @@ def test_what_cannot_be_pickled(ray_group):
 
     with pytest.raises(DispatchError, match=r"critic\.raise_on: an argument cannot be sent"):
         ray_group.raise_on(threading.Lock())
+
+
+@pytest.fixture
+def collective_group(ray_backend):
+    pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
+    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Collective), role="actor")
+    group.connect()
+    yield group
+    group.shutdown()
+    pool.release()
+
+
+def test_peers_stuck_in_a_collective_are_cancelled_and_named_after_the_cause(collective_group):
+    assert collective_group.reduce_unless(5) == [2.0, 2.0]
+    with pytest.raises(WorkerMethodError, match=r"^ValueError in actor\.reduce_unless") as caught:
+        collective_group.reduce_unless(1)
+    assert caught.value.rank == 1
+    assert "Stuck in a collective and cancelled: rank(s) 0." in str(caught.value)
+    with pytest.raises(WorkerDiedError, match=r"cannot be called: rank.* were cancelled"):
+        collective_group.reduce_unless(5)
+
+
+def test_a_death_comes_before_the_collective_errors_it_causes(collective_group):
+    with pytest.raises(WorkerDiedError) as caught:
+        collective_group.reduce_or_die(1)
+    assert caught.value.rank == 1
+
+
+def test_a_watched_group_ends_waits_on_other_groups(ray_backend, ray_group):
+    pool = ray_backend.resource_pool([1], use_gpu=False, max_colocate_count=1)
+    other = ray_backend.worker_group(pool, ray_backend.class_with_args(Faulty), role="other")
+    ray_group.start_worker_aliveness_check(0.2)
+    doomed = ray_group.die_on.submit(1)
+    with pytest.raises(WorkerDiedError) as caught:
+        other.stuck_on.options(timeout=30)(0)
+    assert (caught.value.role, caught.value.rank) == ("critic", 1)
+    ray_group.stop_worker_aliveness_check()
+    with pytest.raises(WorkerDiedError):
+        doomed.get()
+    other.shutdown()
+    pool.release()

@@ -105,3 +105,31 @@ class Faulty(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def ping(self):
         return self.rank
+
+
+class Collective(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def connect(self):
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        return dist.get_world_size()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reduce_unless(self, rank):
+        if self.rank == rank:
+            raise ValueError("not with me")
+        return self._reduce()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reduce_or_die(self, rank):
+        if self.rank == rank:
+            os._exit(9)
+        return self._reduce()
+
+    def _reduce(self):
+        import torch
+
+        value = torch.ones(1)
+        torch.distributed.all_reduce(value)
+        return value.item()

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from quadriga.errors import WorkerError
 from quadriga.single_controller.call import Call, Pending
 from quadriga.single_controller.class_with_args import ClassWithInitArgs
 from quadriga.single_controller.layout import GroupLayout
 from quadriga.single_controller.resource_pool import ResourcePool
+from quadriga.single_controller.watching import Watch
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class RankHandle:
     """The engine's per-method call objects, kept because making one costs time."""
 
 
-@dataclass
+@dataclass(eq=False)
 class RankSet:
     """The processes of a group and what is known of them; shared by all views on the group."""
 
@@ -55,6 +57,9 @@ class RankSet:
     """Default deadline of a call, in seconds; None: no deadline."""
     meshes: dict[tuple[str, str], tuple[list[int], list[bool]]] = field(default_factory=dict)
     layouts: dict[str, GroupLayout] = field(default_factory=dict)
+    watch: Watch[RankSet] | None = None
+    broken: str | None = None
+    """Why no call can succeed any more."""
 
     def __len__(self) -> int:
         return len(self.handles)
@@ -114,6 +119,10 @@ class Backend(Protocol):
 
     def is_alive(self, handle: RankHandle) -> bool:
         """Whether the rank's process exists; answers within seconds."""
+        ...
+
+    def death(self, handle: RankHandle, label: str) -> WorkerError:
+        """The error for a rank that is gone while `label` ("role.method") was in flight."""
         ...
 
     def kill(self, handle: RankHandle) -> None:

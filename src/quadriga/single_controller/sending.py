@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quadriga.errors import DispatchError, LengthError
+from quadriga.errors import DispatchError, LengthError, WorkerDiedError
 from quadriga.single_controller.backend import RankSet
 from quadriga.single_controller.call import Call, CallView, Collector, Pending
 from quadriga.single_controller.hosting import loaded_shipping
+from quadriga.single_controller.watching import raise_if_broken
 
 if TYPE_CHECKING:
     from quadriga.single_controller.bound_method import BoundMethod
@@ -80,6 +81,9 @@ def unpack(outputs: list[Any]) -> list[Any]:
 def _submit(
     ranks: RankSet, label: str, targets: Sequence[int], calls: Sequence[Call]
 ) -> Sequence[Pending]:
+    raise_if_broken()
+    if ranks.broken:
+        raise WorkerDiedError(f"{label} cannot be called: {ranks.broken}", method=label)
     try:
         return ranks.backend.submit(ranks, targets, calls)
     except (TypeError, AttributeError) as error:

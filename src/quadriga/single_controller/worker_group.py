@@ -12,6 +12,7 @@ from quadriga.errors import (
     MeshError,
     UnregisteredMethodError,
     WorkerDiedError,
+    WorkerError,
     WorkerMethodError,
 )
 from quadriga.single_controller import sending
@@ -22,6 +23,7 @@ from quadriga.single_controller.fused import roles_within
 from quadriga.single_controller.layout import GroupLayout
 from quadriga.single_controller.mesh import check_mesh
 from quadriga.single_controller.registration import MethodRecord, registered_methods
+from quadriga.single_controller.watching import Watch, forget
 
 MethodFactory = Callable[["WorkerGroup", str, MethodRecord], Callable[..., Any]]
 
@@ -276,8 +278,22 @@ class WorkerGroup:
             if waiting:
                 threading.Event().wait(0.2)
 
+    def start_worker_aliveness_check(self, every_n_seconds: float = 1.0) -> None:
+        """Look every `every_n_seconds` whether all ranks live, in a thread. A death ends every
+        wait of this controller, on any group, with WorkerDiedError."""
+        self.stop_worker_aliveness_check()
+        self._ranks.watch = Watch(self._ranks, find_death, every_n_seconds)
+
+    def stop_worker_aliveness_check(self) -> None:
+        """End what `start_worker_aliveness_check` began."""
+        if self._ranks.watch is not None:
+            self._ranks.watch.stop()
+            self._ranks.watch = None
+        forget(self._ranks)
+
     def shutdown(self) -> None:
         """End the group's processes."""
+        self.stop_worker_aliveness_check()
         for handle in self._ranks.handles:
             self._ranks.backend.kill(handle)
 
@@ -289,6 +305,14 @@ def roles_of(classes: dict[str, type]) -> dict[str, type]:
         roles[role] = cls
         roles.update(roles_within(cls))
     return roles
+
+
+def find_death(ranks: RankSet) -> WorkerError | None:
+    """The error for the first rank that is gone, None if all live."""
+    for handle in ranks.handles:
+        if not ranks.backend.is_alive(handle):
+            return ranks.backend.death(handle, f"{'+'.join(ranks.roles)}.(any method)")
+    return None
 
 
 __all__ = ["CallView", "MethodFactory", "WorkerGroup", "roles_of"]

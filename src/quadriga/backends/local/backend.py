@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from quadriga.backends.local.store import LocalStore
+from quadriga.errors import WorkerDiedError, WorkerError
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.call import Call, Pending
 from quadriga.single_controller.class_with_args import ClassWithInitArgs, ColocatedClass
@@ -106,6 +107,14 @@ class LocalBackend:
     def is_alive(self, handle: RankHandle) -> bool:
         """A rank lives as long as this process, or until it is killed."""
         return bool(handle.native.host.workers)
+
+    def death(self, handle: RankHandle, label: str) -> WorkerError:
+        """The error for a rank that was killed."""
+        role, _, method = label.rpartition(".")
+        rank = handle.facts.rank
+        return WorkerDiedError(
+            f"{role} rank {rank} was ended before {method}.", role=role, rank=rank, method=method
+        )
 
     def kill(self, handle: RankHandle) -> None:
         """Drop the rank's workers."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
 from quadriga.backends.ray.class_with_args import RayClassWithInitArgs, RayColocatedClass
 from quadriga.backends.ray.cluster import RaySession, ensure_ray
-from quadriga.backends.ray.failures import raise_first_failure
+from quadriga.backends.ray.failures import died
+from quadriga.backends.ray.liveness import actor_alive
 from quadriga.backends.ray.pool import RayResourcePool, alive_nodes
 from quadriga.backends.ray.store import RayStore
+from quadriga.backends.ray.waiting import RayBatch
+from quadriga.errors import QuadrigaError, WorkerError
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.call import Call, Pending
 from quadriga.single_controller.class_with_args import ClassWithInitArgs
@@ -36,31 +39,20 @@ class RayPending:
         """Wait for the value; raises what the worker raised."""
         if self.batch is not None:
             return self.batch.gather()[self.index]
-        return raise_first_failure([self.ref], [], "?", None)[0]
+        return _value(self.ref)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayPending, (self.ref,)
 
 
-class RayBatch:
-    """The answers of one submission."""
-
-    __slots__ = ("handles", "label", "refs", "started", "values")
-
-    def __init__(self, refs: list[Any], handles: list[RankHandle], label: str) -> None:
-        self.refs = refs
-        self.handles = handles
-        self.label = label
-        self.started = time.monotonic()
-        self.values: list[Any] | None = None
-
-    def gather(self, timeout: float | None = None) -> list[Any]:
-        """All values, waited for once."""
-        if self.values is None:
-            self.values = raise_first_failure(
-                self.refs, self.handles, self.label, timeout, self.started
-            )
-        return self.values
+def _value(ref: Any) -> Any:
+    """A value that another process asked for; this process knows nothing of the rank."""
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        if isinstance(error.cause, QuadrigaError):
+            raise error.cause from error
+        raise
 
 
 class RayBackend:
@@ -134,7 +126,7 @@ class RayBackend:
                 invoke = handle.native.quadriga_invoke.options(name=label)
                 handle.methods[label] = invoke
             refs.append(invoke.remote(call))
-        batch = RayBatch(refs, handles, label)
+        batch = RayBatch(refs, handles, label, ranks)
         return [RayPending(ref, batch, index) for index, ref in enumerate(refs)]
 
     def gather(self, pendings: Sequence[Pending], timeout: float | None) -> list[Any]:
@@ -152,9 +144,11 @@ class RayBackend:
 
     def is_alive(self, handle: RankHandle) -> bool:
         """Whether Ray's control store counts the actor among the living."""
-        from quadriga.backends.ray.liveness import actor_alive
-
         return actor_alive(handle.native)
+
+    def death(self, handle: RankHandle, label: str) -> WorkerError:
+        """The error for a rank that is gone, with what it wrote last."""
+        return died(handle, label, "its process is gone")
 
     def kill(self, handle: RankHandle) -> None:
         """End the rank's process at once."""

@@ -1,4 +1,4 @@
-"""The stack of a rank that does not answer, asked for by a signal."""
+"""What can be learned of a rank's process from its node: its stack, its last lines."""
 
 from __future__ import annotations
 
@@ -6,43 +6,32 @@ import os
 import time
 from collections.abc import Sequence
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
+from quadriga.backends.ray.on_node import on_node_of
 from quadriga.backends.ray.rank_process import STACK_SIGNAL
 from quadriga.single_controller.backend import RankHandle
 
 HOSTING = os.path.join("single_controller", "hosting.py")
+COLLECTIVES = (os.path.join("torch", "distributed"), os.path.join("ray", "util", "collective"))
 WAIT_S = 2.0
-NODE_WAIT_S = 10.0
 
 
 def stacks_of(handles: Sequence[RankHandle]) -> dict[int, str]:
     """For each rank the stack of the thread that runs a call, innermost frame first.
 
-    A rank on another node is asked by a task there, for 10 seconds at most.
+    Asked for by a signal, so that a rank answers whatever it is doing.
     """
-    here = ray.get_runtime_context().get_node_id()
-    stacks: dict[int, str] = {}
-    remote: dict[int, object] = {}
-    for handle in handles:
-        facts = handle.facts
-        if not facts.stack_path:
-            stacks[facts.rank] = "  (unknown)"
-        elif facts.node_id == here:
-            stacks[facts.rank] = dump(facts.pid, facts.stack_path)
-        else:
-            strategy = NodeAffinitySchedulingStrategy(facts.node_id, soft=False)
-            task = ray.remote(num_cpus=0, max_retries=0)(dump)
-            remote[facts.rank] = task.options(scheduling_strategy=strategy).remote(
-                facts.pid, facts.stack_path
-            )
-    for rank, ref in remote.items():
-        try:
-            stacks[rank] = ray.get(ref, timeout=NODE_WAIT_S)
-        except ray.exceptions.RayError as error:
-            stacks[rank] = f"  (its node does not answer: {type(error).__name__})"
-    return stacks
+    return on_node_of(handles, dump, lambda h: (h.facts.pid, h.facts.stack_path))
+
+
+def in_collective(stack: str) -> bool:
+    """Whether a stack's innermost frames are those of a collective."""
+    return any(part in line for line in stack.splitlines()[:6] for part in COLLECTIVES)
+
+
+def last_lines(handle: RankHandle) -> str:
+    """What a rank's process wrote to its stderr last."""
+    answers = on_node_of([handle], tail, lambda h: (h.facts.log_path,))
+    return answers[handle.facts.rank] or "  (no log)"
 
 
 def dump(pid: int, path: str) -> str:
@@ -73,3 +62,12 @@ def telling(text: str) -> str:
         if inside:
             return "\n".join(lines[1 : inside[0]] or lines)
     return text.strip()
+
+
+def tail(path: str | None, count: int = 20) -> str:
+    """The last lines of a file of this node, Ray's own markers left out."""
+    if not path or not os.path.exists(path):
+        return "  (no log)"
+    with open(path, errors="replace") as file:
+        lines = [line.rstrip() for line in file if not line.startswith(":")]
+    return "\n".join("  " + line for line in lines[-count:]) or "  (nothing)"

@@ -13,8 +13,8 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
-from quadriga.backends.ray.failures import raise_first_failure
 from quadriga.backends.ray.rank_process import rank_process_class
+from quadriga.backends.ray.waiting import RayBatch
 from quadriga.errors import ConfigError
 from quadriga.single_controller.backend import RankFacts, RankHandle
 from quadriga.single_controller.builtin_modes import Dispatch, Execute
@@ -135,7 +135,7 @@ def _wait(
         RankHandle(actor, p.name, RankFacts(p.place.rank, p.place.world_size, "?", 0, "", ""))
         for actor, p in zip(actors, plans, strict=True)
     ]
-    return raise_first_failure(ready, unknown, f"{role}.__init__", timeout)
+    return RayBatch(ready, unknown, f"{role}.__init__").gather(timeout)
 
 
 def start_single(member: ClassWithInitArgs, options: dict[str, Any], sharing_with: Any) -> Any:
