@@ -9,7 +9,7 @@ from typing import Any
 
 from quadriga.data.chat import chat_of, encode_chats
 from quadriga.data.collate import collate_prompts
-from quadriga.data.rows import read_rows
+from quadriga.data.rows import Row, read_rows
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
 
@@ -41,7 +41,34 @@ class PromptDataset:
         max_prompt_length: int | None = None,
         filter_overlong_prompts: bool = True,
     ) -> None:
-        rows = read_rows(files)
+        self._fill(
+            read_rows(files), tokenizer, prompt_key, max_prompt_length, filter_overlong_prompts
+        )
+
+    @classmethod
+    def from_rows(
+        cls,
+        values: Sequence[dict[str, Any]],
+        tokenizer: Any,
+        *,
+        prompt_key: str = "prompt",
+        max_prompt_length: int | None = None,
+        filter_overlong_prompts: bool = True,
+    ) -> PromptDataset:
+        """The same from rows that are here already; messages name them "given", row by row."""
+        rows = [Row(row, "given", number) for number, row in enumerate(values)]
+        dataset = cls.__new__(cls)
+        dataset._fill(rows, tokenizer, prompt_key, max_prompt_length, filter_overlong_prompts)
+        return dataset
+
+    def _fill(
+        self,
+        rows: Sequence[Row],
+        tokenizer: Any,
+        prompt_key: str,
+        max_prompt_length: int | None,
+        filter_overlong_prompts: bool,
+    ) -> None:
         chats = [chat_of(row, prompt_key) for row in rows]
         self.pad_token_id: int = tokenizer.pad_token_id
         self.filtered = 0
@@ -61,7 +88,7 @@ class PromptDataset:
             self._items.append({"input_ids": ids, "raw_prompt": chat, "index": index, **carried})
         if not self._items:
             raise DataError(
-                f"all {self.filtered} prompts of {', '.join(map(str, files))} are longer than "
+                f"all {self.filtered} prompts of {_names(rows)} are longer than "
                 f"max_prompt_length {max_prompt_length}"
             )
         self.longest = max(len(item["input_ids"]) for item in self._items)
@@ -81,3 +108,7 @@ class PromptDataset:
     def collate(self, items: Sequence[dict[str, Any]]) -> DataProto:
         """A batch of `items`, as wide as the longest prompt of the dataset."""
         return collate_prompts(items, pad_token_id=self.pad_token_id, length=self.longest)
+
+
+def _names(rows: Sequence[Row]) -> str:
+    return ", ".join(dict.fromkeys(row.path for row in rows))

@@ -1,0 +1,129 @@
+"""Whole runs of two steps: what they leave behind, and that backends agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import GenerateConfig, TrainConfig
+
+USER_REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """The share of digits in the answer: easy to raise, so that learning shows at once."""
+    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
+'''
+
+
+def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Metrics that do not tell the time."""
+    clocks = ("time/", "perf/", "progress/")
+    return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
+
+
+def test_a_run_leaves_its_folder_and_a_model_that_answers(run, train_overrides, tmp_path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from quadriga.trainer.generate import run_generation
+
+    rows = run("trainer.loggers=[jsonl,tensorboard]", "trainer.save_freq=1")
+    folder = tmp_path / "run"
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "learning_curve.png", "model"} <= {
+        p.name for p in folder.iterdir()
+    }
+    assert list((folder / "tensorboard").iterdir())
+    assert (folder / "checkpoints").is_dir()
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert {s["step"] for s in samples if s["split"] == "train"} == {1, 2}
+    assert AutoModelForCausalLM.from_pretrained(folder / "model").num_parameters() > 0
+    assert AutoTokenizer.from_pretrained(folder / "model").chat_template
+    answers = run_generation(
+        load_config(
+            GenerateConfig,
+            [f"model.path={folder / 'model'}", "prompt='1 and 2?'", "n=3", "sampling.temperature=1",
+             "max_response_length=5", f"output={tmp_path / 'answers.jsonl'}"],
+        )
+    )  # fmt: skip
+    assert len(answers) == 1 and len(answers[0].responses) == 3
+    written = json.loads((tmp_path / "answers.jsonl").read_text())
+    assert written["responses"] == answers[0].responses
+
+
+def test_every_metric_of_a_run_is_documented(run) -> None:
+    from quadriga.observability.metrics import undescribed
+
+    rows = run("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true",
+               "actor_rollout_ref.actor.entropy_coeff=0.01", "algorithm.use_kl_in_reward=true",
+               "algorithm.rollout_correction.level=token", "algorithm.overlong.enable=true",
+               "algorithm.overlong.buffer_length=4")  # fmt: skip
+    assert undescribed({name for row in rows for name in row if name != "step"}) == []
+
+
+def test_the_first_ratio_is_one_and_rollout_agrees_with_training(run) -> None:
+    first = run("actor_rollout_ref.actor.ppo_mini_batch_size=8")[1]
+    assert first["actor/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert first["actor/ratio_min"] == pytest.approx(1.0, abs=1e-5)
+    assert first["mismatch/max"] < 1e-4
+
+
+def test_a_reward_that_can_be_raised_is_raised(run, tmp_path) -> None:
+    rule = tmp_path / "rule.py"
+    rule.write_text(USER_REWARD)
+    rows = run(
+        f"reward.path={rule}",
+        "trainer.total_training_steps=25",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.optim.lr=3e-3",
+        "trainer.val_before_train=false",
+    )
+    rewards = [row["reward/mean"] for row in rows]
+    assert sum(rewards[-5:]) > 3 * sum(rewards[:5])
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_ray_with_one_rank_gives_the_numbers_of_local(run, tmp_path, estimator) -> None:
+    more = [f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.actor.use_kl_loss=true"]
+    local = timeless(run(*more))
+    ray = timeless(run(*more, "trainer.backend=ray", "trainer.num_cpus=2",
+                       f"trainer.default_local_dir={tmp_path / 'ray'}"))  # fmt: skip
+    assert len(local) == len(ray) == 3
+    for ours, theirs in zip(local, ray, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-6)
+
+
+def test_two_ranks_take_the_steps_of_one(run, tmp_path) -> None:
+    one = timeless(run())
+    two = timeless(run("trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=2",
+                       f"trainer.default_local_dir={tmp_path / 'two'}"))  # fmt: skip
+    for name in ("reward/mean", "actor/loss", "actor/grad_norm", "critic/advantages/max_abs"):
+        assert [row.get(name) for row in two[1:]] == pytest.approx(
+            [row.get(name) for row in one[1:]], abs=2e-4
+        ), name
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(run, tmp_path) -> None:
+    first, again, other = (
+        timeless(run(f"trainer.seed={seed}", f"trainer.default_local_dir={tmp_path / name}"))
+        for seed, name in ((1, "a"), (1, "b"), (2, "c"))
+    )
+    assert first == again
+    assert first != other
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(run, train_overrides) -> None:
+    from quadriga.errors import ConfigError
+
+    run()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run()
+    assert run("trainer.overwrite=true")
+
+
+def test_config_of_the_run_is_the_config_that_ran(run, train_overrides, tmp_path: Path) -> None:
+    run()
+    again = load_config(TrainConfig, file=tmp_path / "run" / "config.yaml")
+    assert again == load_config(TrainConfig, train_overrides)
