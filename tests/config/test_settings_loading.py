@@ -14,6 +14,8 @@ from quadriga.config.schema import (
 )
 from quadriga.errors import ConfigError, UnknownSettingError
 
+ARR = "actor_rollout_ref"
+
 
 def load(*overrides, file=None):
     return load_config(TrainConfig, overrides, file)
@@ -118,6 +120,16 @@ def test_one_file_may_stand_without_brackets():
         ("actor.optim.lr=1", "actor_rollout_ref.actor.optim.lr"),
         ("+trainer.n_gpu_per_node=1", "trainer.n_gpus_per_node"),
         ("data.seed.x=1", "data.seed"),
+        ("optim.lr=1", "actor_rollout_ref.actor.optim.lr"),
+        (
+            "actor_rollout_ref.rollout.temperature=1",
+            "actor_rollout_ref.rollout.sampling.temperature",
+        ),
+        (
+            "actor_rollout_ref.actor.fsdp_config.fsdp_size=1",
+            "actor_rollout_ref.actor.engine.fsdp_size",
+        ),
+        (f"{ARR}.rollout.tensor_model_parallel_size=2", None),
         ("xyzzy=1", None),
     ],
 )

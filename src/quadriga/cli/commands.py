@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quadriga.config.schema import (
+    AlgorithmsConfig,
     ArithmeticDataConfig,
     DemoConfig,
     GenerateConfig,
@@ -105,10 +106,13 @@ def plan(config: TrainConfig) -> None:
     show_plan(config)
 
 
-def algorithms(_: None) -> None:
+def algorithms(config: AlgorithmsConfig) -> None:
     """The tables of estimators, losses and the rest."""
+    from quadriga.algorithms.user_files import load_user_file
     from quadriga.cli.show import show_algorithms
 
+    for path in config.user_files:
+        load_user_file(path)
     show_algorithms()
 
 
@@ -126,7 +130,8 @@ COMMANDS = (
     Command("data make", "make arithmetic problems, and a tiny model", data_make,
             ArithmeticDataConfig),
     Command("plan", "show how a training run's batches divide", plan, TrainConfig),
-    Command("algorithms", "show advantage estimators, losses and their settings", algorithms),
+    Command("algorithms", "show advantage estimators, losses and their settings", algorithms,
+            AlgorithmsConfig),
     Command("doctor", "show what is installed and what this machine offers", doctor),
     Command("demo", "make data and a model, and train it", demo, DemoConfig),
 )  # fmt: skip

@@ -8,12 +8,15 @@ import os
 import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from quadriga.config.schema import TrainConfig
+
+if TYPE_CHECKING:
+    from quadriga.algorithms.catalog import AlgorithmEntry
 
 PARTS = {
     "torch": "training and rollout",
@@ -52,7 +55,7 @@ def prompt_text(prompt: Any) -> str:
 
 def show_plan(config: TrainConfig) -> None:
     """How batches divide. Raises `InputError` where they do not."""
-    from quadriga.algorithms import load_user_file
+    from quadriga.algorithms.user_files import load_user_file
     from quadriga.config.checks import check_train_settings
     from quadriga.config.plan import batch_plan
     from quadriga.trainer.preflight import known_names
@@ -84,10 +87,30 @@ def _rows_of(path: Path) -> int:
 
 
 def show_algorithms() -> None:
-    """A table for each kind of algorithm."""
-    from quadriga.algorithms import describe_algorithms
+    """Every entry of every table: what it computes, reads and needs, and where it comes from."""
+    from quadriga.algorithms.catalog import describe_algorithms
 
-    print(describe_algorithms())
+    entries = describe_algorithms()
+    for kind in dict.fromkeys(entry.kind for entry in entries):
+        group = [entry for entry in entries if entry.kind == kind]
+        width = max(len(entry.name) for entry in group)
+        print(f"\n{kind}")
+        for entry in group:
+            print(f"  {entry.name:<{width}}  {entry.formula}")
+            for note in _notes(entry):
+                print(f"  {'':<{width}}  {note}")
+
+
+def _notes(entry: AlgorithmEntry) -> list[str]:
+    """What is worth saying of an entry besides its formula."""
+    notes = []
+    if entry.needs:
+        notes.append(f"needs {', '.join(entry.needs)}")
+    if entry.settings:
+        notes.append(f"settings {', '.join(entry.settings)}")
+    paper = f"arXiv {entry.paper}" if entry.paper[:1].isdigit() else entry.paper
+    sources = [s for s in (paper, entry.origin) if s and s != "built-in"]
+    return [*notes, *([f"from {', '.join(sources)}"] if sources else [])]
 
 
 def show_doctor() -> None:

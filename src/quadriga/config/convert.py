@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Union
 from quadriga.errors import ConfigError, UnknownSettingError
 
 T = TypeVar("T")
-NEAR = 0.6  # similarity below which no key is called near
+NEAR = 0.7  # likeness of last parts, below which no key is called near
 
 
 def is_settings(kind: Any) -> bool:
@@ -65,17 +65,31 @@ def unknown_setting(cls: type, key: str, where: str = "") -> UnknownSettingError
 
 
 def nearest_key(cls: type, key: str) -> str | None:
-    """The existing dotted key most like `key`. Shared last parts count: prefixes get lost."""
+    """The existing dotted key most like `key`, or None if none is like it.
+
+    A key that ends with all of `key` is nearest (a prefix was left out); then one that `key`
+    begins with (something was added); then the one whose last part is most alike.
+    """
+    keys = [name for name, _ in walk_keys(cls)]
+    longer = [name for name in keys if name.endswith(f".{key}")]
+    shorter = [name for name in keys if key.startswith(f"{name}.") and not _has_below(keys, name)]
+    if longer or shorter:
+        return (longer or shorter)[0]
     leaf = key.rpartition(".")[2]
 
-    def likeness(candidate: str) -> float:
-        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
-        last = difflib.SequenceMatcher(None, leaf, candidate.rpartition(".")[2]).ratio()
-        ends_alike = 1.0 if candidate.endswith(f".{key}") else 0.0
-        return max(whole, last - 0.1) + 0.1 * min(whole, last) + ends_alike
+    def likeness(name: str) -> tuple[float, float]:
+        return _ratio(leaf, name.rpartition(".")[2]), _ratio(key, name)
 
-    best = max((name for name, _ in walk_keys(cls)), key=likeness, default=None)
-    return best if best is not None and likeness(best) >= NEAR else None
+    near = [name for name in keys if likeness(name)[0] >= NEAR]
+    return max(near, key=lambda name: sum(likeness(name)), default=None)
+
+
+def _has_below(keys: list[str], name: str) -> bool:
+    return any(other.startswith(f"{name}.") for other in keys)
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:

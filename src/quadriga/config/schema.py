@@ -365,6 +365,13 @@ class ArithmeticDataConfig:
 
 
 @dataclass(frozen=True)
+class AlgorithmsConfig:
+    """`quadriga algorithms`."""
+
+    user_files: list[str] = field(default_factory=list)  # files that add estimators or losses
+
+
+@dataclass(frozen=True)
 class DemoConfig:
     """`quadriga demo`: data, tiny model, warm start, then reinforcement learning, on two ranks."""
 

@@ -1,0 +1,97 @@
+"""What commands print."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from quadriga.cli.main import main
+from quadriga.cli.show import count_rows, prompt_text, show_answers, version_of
+
+
+def answer(prompt, *responses):
+    return SimpleNamespace(prompt=prompt, responses=list(responses))
+
+
+def test_plan_shows_the_arithmetic(capsys):
+    code = main(
+        ["plan", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8",
+         "data.train_batch_size=32", "trainer.n_gpus_per_node=2",
+         "actor_rollout_ref.actor.ppo_mini_batch_size=16"]
+    )  # fmt: skip
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "256 = 32 prompts × 8 responses" in out
+    assert "2 a step = 32 / 16 mini-batches × 1 epochs" in out
+    assert "critic" not in out
+
+
+def test_plan_with_a_critic_and_a_conflict(capsys):
+    assert main(["plan"]) == 0
+    assert "\ncritic\n" in capsys.readouterr().out
+    assert main(["plan", "trainer.n_gpus_per_node=3"]) == 2
+    assert "= 64 × 1 = 64 sequences do not divide over 3 ranks" in capsys.readouterr().err
+
+
+def test_rows_are_counted(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"prompt": ["a", "b", "c"]}), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text('{"prompt": "x"}\n\n{"prompt": "y"}\n')
+    files = [str(tmp_path / "a.parquet"), str(tmp_path / "b.jsonl")]
+    assert count_rows(files) == 5
+    assert count_rows([*files, "absent.parquet"]) is None
+    assert count_rows([]) is None
+
+
+def test_algorithms_lists_what_the_settings_take(capsys):
+    assert main(["algorithms"]) == 0
+    out = capsys.readouterr().out
+    for name in ("gae", "grpo", "ppo_clip", "token-mean", "k3"):
+        assert f"\n  {name} " in out
+    assert "arXiv 2402.03300" in out
+
+
+def test_algorithms_with_a_missing_user_file(capsys):
+    assert main(["algorithms", "user_files=[absent.py]"]) == 2
+    assert "absent.py" in capsys.readouterr().err
+
+
+def test_doctor(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "torch" in out
+    assert "Python 3." in out
+    assert "CPUs" in out
+
+
+def test_versions():
+    assert version_of("numpy")
+    assert version_of("no_such_package_at_all") is None
+
+
+def test_one_answer_stands_alone(capsys):
+    show_answers([answer([{"role": "user", "content": "2 + 2?"}], "4")])
+    assert capsys.readouterr().out == "4\n"
+
+
+def test_more_answers_stand_under_their_prompts(capsys):
+    show_answers([answer("a?", "1", "2"), answer([{"role": "user", "content": "b?"}], "3")])
+    assert capsys.readouterr().out == "> a?\n1\n2\n\n> b?\n3\n\n"
+    assert prompt_text("plain") == "plain"
+
+
+def test_data_make_writes_and_says_so(capsys, tmp_path):
+    code = main(
+        ["data", "make", f"output={tmp_path / 'd'}", "train_size=20", "val_size=4", "sft_size=8"]
+    )
+    assert code == 0
+    assert f"{tmp_path / 'd' / 'train.parquet'}  20 problems" in capsys.readouterr().out
+    assert (tmp_path / "d" / "sft.parquet").exists()
+
+
+def test_data_make_names_what_cannot_be(capsys, tmp_path):
+    assert main(["data", "make", f"output={tmp_path}", "min_steps=3", "max_steps=2"]) == 2
+    assert "min_steps=3" in capsys.readouterr().err
+    assert main(["data", "make", f"output={tmp_path}", "train_size=0"]) == 2
+    assert capsys.readouterr().err == "error: train_size must be at least 1, got 0\n"
