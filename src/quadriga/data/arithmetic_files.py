@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quadriga.data.arithmetic import DATA_SOURCE, ArithmeticTask, Problem, make_parts
+from quadriga.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ def write_arithmetic(
     train_size: int = 4096,
     test_size: int = 256,
     sft_size: int = 512,
+    sft_worked: float = 1.0,
     seed: int = 0,
 ) -> ArithmeticFiles:
     """Write `train.parquet`, `test.parquet` and `sft.parquet` into `folder`.
@@ -36,21 +39,34 @@ def write_arithmetic(
     {style, ground_truth}, `extra_info` {index, split, question, answer (the full reasoning text),
     steps}. The three parts share no problem, and equal arguments write equal rows.
 
-    Raises `DataError` when the task does not hold that many different problems.
+    `sft_worked` is the share of demonstrations that show their working; the others are as right,
+    but say the answer at once. A model warmed up on such a mixture can do both, and reinforcement
+    can find out which of the two serves it better.
+
+    Raises `DataError` when the task does not hold that many different problems, or `sft_worked` is
+    not a share.
     """
+    if not 0.0 <= sft_worked <= 1.0:
+        raise DataError(f"sft_worked is a share of the demonstrations, 0 to 1, got {sft_worked}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"test": test_size, "sft": sft_size, "train": train_size}
     parts = make_parts(task or ArithmeticTask(), sizes, seed)
     files = ArithmeticFiles(*(folder / f"{name}.parquet" for name in ("train", "test", "sft")))
     for name, path in (("train", files.train), ("test", files.test), ("sft", files.sft)):
-        rows = [problem_row(problem, index, name) for index, problem in enumerate(parts[name])]
+        shares = {"sft": sft_worked}
+        rng = random.Random(f"{seed}/{name}/worked")
+        rows = [
+            problem_row(problem, index, name, worked=rng.random() < shares.get(name, 1.0))
+            for index, problem in enumerate(parts[name])
+        ]
         pq.write_table(pa.Table.from_pylist(rows), path)
     return files
 
 
-def problem_row(problem: Problem, index: int, split: str) -> dict[str, Any]:
-    """One row of a data file."""
+def problem_row(problem: Problem, index: int, split: str, *, worked: bool = True) -> dict[str, Any]:
+    """One row of a data file; without `worked` its answer is the last line alone."""
+    answer = problem.solution if worked else problem.solution.rsplit("\n", 1)[-1]
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": problem.question}],
@@ -59,7 +75,7 @@ def problem_row(problem: Problem, index: int, split: str) -> dict[str, Any]:
             "index": index,
             "split": split,
             "question": problem.question,
-            "answer": problem.solution,
+            "answer": answer,
             "steps": problem.steps,
         },
     }
