@@ -31,7 +31,7 @@ check: lint types
 	@$(BIN)/python -m pytest tests/checks
 
 lint: $(INSTALLED_DEV)
-	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff check --quiet --output-format concise .
 	@$(BIN)/ruff format --quiet --check .
 
 types: $(INSTALLED_DEV)
