@@ -82,6 +82,8 @@ def held(fields: Fields) -> dict[str, RefColumn]:
         if not isinstance(column, RefColumn) or column.is_here:
             column = hold(key, local(column))
             column.rows = rows.setdefault(len(column.rows), column.rows)
+        elif all(isinstance(handle, HereHandle) for handle in column.handles):
+            column = compact(key, column)
         result[key] = column
     return result
 
@@ -246,6 +248,14 @@ def hold(key: str, value: Any, origin: Origin = CONTROLLER) -> RefColumn:
     spec, payload, nbytes = freeze(value, key)
     rows = whole_block(values.row_count(value), origin)
     return RefColumn(spec, rows, (HereHandle(payload, nbytes),) if rows.blocks else ())
+
+
+def compact(key: str, column: RefColumn) -> RefColumn:
+    """A column over bytes that are here, without the rows that it does not name."""
+    if column.spec.kind == "raw" or column.nbytes() >= sum(h.nbytes for h in column.handles):
+        return column.fresh()
+    origin = column.rows.blocks[0].origin if column.rows.blocks else CONTROLLER
+    return lift(key, column.fresh().read(key), origin)
 
 
 def lift(key: str, value: Any, origin: Origin = CONTROLLER) -> RefColumn:

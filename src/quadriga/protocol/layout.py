@@ -65,7 +65,7 @@ class Rows:
         return int(self.offsets[-1])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Rows, (self.blocks, self.segments)
+        return _rebuild, (self.blocks, self.segments.tobytes())
 
     def expand(self) -> tuple[Ints, Ints]:
         """Block index and row in that block of each batch row: two arrays [N]."""
@@ -103,6 +103,10 @@ class Rows:
         block = self.segments[which, 0]
         row = self.segments[which, 1] + rows - self.offsets[which]
         return _runs(block, row)
+
+
+def _rebuild(blocks: tuple[Block, ...], segments: bytes) -> Rows:
+    return Rows(blocks, np.frombuffer(segments, dtype=np.int64).reshape(-1, 3))
 
 
 def concat(parts: Sequence[Rows], share: bool = True) -> tuple[Rows, list[tuple[int, int]]]:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from quadriga.protocol import batches, values
 from quadriga.protocol import column as columns
-from quadriga.protocol.column import RefColumn, whole_block
+from quadriga.protocol.column import RefColumn, compact, whole_block
 from quadriga.protocol.layout import Rows
 from quadriga.protocol.plain import freeze_leaf, thaw_leaf, walk
 from quadriga.protocol.refarrays import RefArrays
 from quadriga.protocol.refbatch import RefBatch
-from quadriga.protocol.reference import CONTROLLER, Handle, HereHandle, Origin, Store, snapshot
+from quadriga.protocol.reference import Handle, HereHandle, Origin, Store, snapshot
 from quadriga.protocol.serialization import FieldSpec, Payload, freeze
 from quadriga.protocol.traffic import traffic
 
@@ -73,7 +73,7 @@ def _pack_reference(key: str, column: RefColumn, store: Store) -> RefColumn:
     if not here or store.in_process:
         return column.fresh()
     if len(here) == len(column.handles) and column.nbytes() <= INLINE_BYTES:
-        return _compact(key, column)
+        return compact(key, column)
     handles = tuple(_move(handle, column.spec, store) for handle in column.handles)
     return RefColumn(column.spec, column.rows, handles)
 
@@ -85,14 +85,6 @@ def _move(handle: Handle, spec: FieldSpec, store: Store) -> Handle:
         traffic.stored(handle.nbytes)
         handle.stored = store.put(handle.value, handle.nbytes)
     return handle.stored
-
-
-def _compact(key: str, column: RefColumn) -> RefColumn:
-    """A column over bytes that are here, without the rows that it does not name."""
-    if column.nbytes() == sum(handle.nbytes for handle in column.handles):
-        return column.fresh()
-    origin = column.rows.blocks[0].origin if column.rows.blocks else CONTROLLER
-    return columns.lift(key, column.fresh().read(key), origin)
 
 
 def unpack(data: DataProto) -> DataProto:

@@ -1,0 +1,234 @@
+"""Every kind of value arrives equal, through payloads and pickles with buffers out of band."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensordict import TensorDict
+
+from quadriga.errors import FieldError
+from quadriga.protocol import DataProto, Origin, values, wire
+from quadriga.protocol.plain import Parcel
+from quadriga.protocol.rowops import Take
+from quadriga.protocol.serialization import freeze
+from quadriga.protocol.shipping import (
+    pack_argument,
+    pack_result,
+    unpack_argument,
+    unpack_result,
+)
+
+JAGGED = torch.jagged
+
+
+def ragged(*rows: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor(list(rows), layout=JAGGED)
+
+
+TENSORS = {
+    "float32": torch.randn(4, 3),
+    "float64": torch.randn(4, 3, dtype=torch.float64),
+    "float16": torch.randn(4).half(),
+    "bfloat16": torch.randn(4, 2, 5).bfloat16(),
+    "float8": torch.randn(4, 3).to(torch.float8_e4m3fn),
+    "int64": torch.randint(-9, 9, (4,)),
+    "int8": torch.randint(-9, 9, (4, 2), dtype=torch.int8),
+    "uint8": torch.randint(0, 255, (4, 2), dtype=torch.uint8),
+    "bool": torch.tensor([True, False, True, False]),
+    "complex64": torch.randn(4, 2, dtype=torch.complex64),
+    "complex conjugated": torch.randn(4, 2, dtype=torch.complex128).conj(),
+    "not contiguous": torch.randn(3, 4).t(),
+    "expanded": torch.randn(4, 1).expand(4, 6),
+    "no columns": torch.empty(4, 0, 3),
+    "bfloat16 without columns": torch.empty(4, 0).bfloat16(),
+    "nan and infinity": torch.tensor([float("nan"), float("inf"), -0.0, 1.0]),
+    "jagged": ragged(torch.ones(2), torch.zeros(0), torch.arange(3.0), torch.ones(1)),
+    "jagged bfloat16 with width": ragged(*(torch.randn(i, 2).bfloat16() for i in (1, 3, 2, 1))),
+    "jagged all empty": ragged(*(torch.zeros(0) for _ in range(4))),
+    "jagged with holes": torch.nested.narrow(
+        torch.arange(20).view(4, 5), 1, torch.tensor([0, 1, 2, 0]), torch.tensor([3, 2, 1, 5]),
+        layout=JAGGED,
+    ),
+    "nested dict": TensorDict(
+        {"a": torch.ones(4, 2), "b": TensorDict({"c": torch.arange(4)}, [4])}, [4]
+    ),
+}  # fmt: skip
+
+
+class Weird:
+    def __eq__(self, other):
+        return isinstance(other, Weird)
+
+    __hash__ = None
+
+
+def picture() -> Image.Image:
+    return Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
+
+
+ARRAYS = {
+    "strings": np.array(["a", "", "ü" * 50, "d"], dtype=object),
+    "dicts": np.array([{"a": [1, {2}]}, {}, {"n": None}, {"t": (1, 2)}], dtype=object),
+    "mixed": np.array([1, None, "x", 2.5], dtype=object),
+    "arrays": values.object_array([np.arange(i) for i in range(4)]),
+    "pictures": values.object_array([picture() for _ in range(4)]),
+    "tensors": values.object_array([torch.randn(2), torch.ones(1).bfloat16(), torch.tensor(1), 0]),
+    "numbers": np.arange(8.0).reshape(4, 2),
+    "fixed strings": np.array(["ab", "c", "", "d"]),
+    "two dimensions": np.array([[{"k": i}, i] for i in range(4)], dtype=object),
+    "script classes": values.object_array([Weird() for _ in range(4)]),
+}
+
+
+def same_value(a, b) -> bool:
+    if isinstance(a, torch.Tensor) and not a.is_nested and a.dtype == torch.float8_e4m3fn:
+        return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return values.same(a, b)
+
+
+@pytest.fixture(params=["inline", "stored"])
+def crossing(request, store, monkeypatch):
+    """A result's way to the controller, with a real pickle in the middle."""
+    monkeypatch.setattr(wire, "INLINE_BYTES", 10**9 if request.param == "inline" else -1)
+
+    def cross(data):
+        packed = pack_result(data, Origin("actor", 0, "make"))
+        buffers: list[pickle.PickleBuffer] = []
+        head = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
+        frozen = [memoryview(bytes(b.raw())) for b in buffers]  # read-only, as in shared memory
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return unpack_result(pickle.loads(head, buffers=frozen))
+
+    return cross
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_tensors_arrive_equal_and_writable(crossing, kind):
+    value = TENSORS[kind]
+    back = crossing(DataProto.from_dict({"v": value})).batch["v"]
+    assert same_value(value.contiguous() if not values.jagged.is_jagged(value) else value, back)
+    for leaf in back.values(True, True) if isinstance(back, TensorDict) else [back]:
+        if leaf.is_nested:
+            leaf.values().zero_()
+        else:
+            leaf.zero_()
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_chosen_rows_of_every_kind(crossing, kind):
+    value = TENSORS[kind]
+    back = crossing(DataProto.from_dict({"v": value}))[[3, 1, 1]].batch["v"]
+    if kind == "float8":
+        value, back = value.view(torch.uint8), back.view(torch.uint8)
+    assert values.same(values.take(value, Take(np.array([3, 1, 1]))), back)
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_arrays_arrive_equal_and_writable(crossing, kind):
+    value = ARRAYS[kind]
+    back = crossing(DataProto.from_dict(non_tensors={"v": value})).non_tensor_batch["v"]
+    assert back.dtype == value.dtype and back.shape == value.shape
+    assert values.same(value, back)
+    back[0] = back[1]
+
+
+def test_gradients_stay_behind(crossing):
+    weight = torch.ones(4, requires_grad=True)
+    back = crossing(DataProto.from_dict({"v": weight * 2})).batch["v"]
+    assert not back.requires_grad and back.tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.5),
+        torch.tensor(2.5).bfloat16(),
+        torch.tensor(True),
+        torch.empty(0, 3),
+        torch.randn(2, 3, requires_grad=True),
+        torch.randn(4, 4)[::2, 1],
+        ragged(torch.ones(2), torch.ones(1)),
+    ],
+)
+def test_tensors_in_meta_info_and_bare(crossing, tensor):
+    data = crossing(DataProto(meta_info={"deep": [{"t": tensor}]}))
+    assert values.same(tensor.detach(), data.meta_info["deep"][0]["t"])
+    bare = crossing({"x": (tensor, 1), "y": [None, "s"]})
+    assert values.same(tensor.detach(), bare["x"][0]) and bare["y"] == [None, "s"]
+
+
+def test_tensors_leave_without_being_copied_and_without_torchs_own_pickle():
+    value = torch.arange(1000.0)
+    data = DataProto.from_dict({"v": value}, meta_info={"t": value})
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
+    assert len(head) < 1500 and b"torch" not in head
+    assert [b.raw().nbytes for b in buffers] == [4000, 4000]
+    value[0] = 7  # the buffer is the tensor's own memory
+    assert np.frombuffer(buffers[0], dtype=np.float32)[0] == 7
+
+
+def test_plain_pickle_gives_real_tensors_back():
+    data = DataProto.from_dict({"v": torch.arange(4)}, {"s": list("abcd")}, {"k": torch.tensor(1)})
+    back = pickle.loads(pickle.dumps(data))
+    assert isinstance(back.batch, TensorDict) and type(back.non_tensor_batch) is dict
+    back.batch["v"] += 1
+    assert back.batch["v"].tolist() == [1, 2, 3, 4] and back.meta_info["k"] == 1
+
+
+def test_large_pickled_fields_are_copied_when_they_are_read():
+    data = pickle.loads(pickle.dumps(DataProto.from_dict({"v": torch.zeros(70_000)})))
+    assert "elsewhere" in repr(data.batch)
+    assert data[5:7].batch["v"].tolist() == [0, 0]
+    half = pickle.dumps(data[:10])
+    assert len(half) < 2000
+
+
+def test_a_batch_may_be_pickled_alone(store):
+    from protocol_cases import shard
+
+    data = shard(DataProto.from_dict({"v": torch.arange(4)}, {"s": list("abcd")}), 2)
+    batch, arrays = pickle.loads(pickle.dumps((data.batch, data.non_tensor_batch)))
+    assert batch["v"].tolist() == [0, 1, 2, 3] and list(arrays["s"]) == list("abcd")
+
+
+def test_plain_tensordicts_cross(store):
+    td = TensorDict({"v": torch.arange(4), "j": TENSORS["jagged"]}, [4])
+    for back in (
+        unpack_argument(pack_argument(td)),
+        unpack_result(pickle.loads(pickle.dumps(pack_result(td, Origin("a", 0, "m"))))),
+    ):
+        assert isinstance(back, TensorDict) and values.same(td, back)
+        back["v"] += 1
+    assert td["v"].tolist() == [0, 1, 2, 3]
+
+
+def test_what_does_not_travel_is_named():
+    with pytest.raises(FieldError, match=r"field 'v' is a tensor of layout torch.sparse_coo"):
+        freeze(torch.eye(3).to_sparse(), "v")
+    strided = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(FieldError, match=r"field 'v'.*layout=torch.jagged"):
+        freeze(strided, "v")
+
+
+def test_rows_defined_in_a_script_leave_it_to_the_transport():
+    Weird.__module__, before = "__main__", Weird.__module__
+    try:
+        spec, payload, _ = freeze(ARRAYS["script classes"], "v")
+    finally:
+        Weird.__module__ = before
+    assert spec.kind == "raw" and payload is ARRAYS["script classes"]
+    lock = values.object_array([threading.Lock()])
+    assert freeze(lock, "v")[0].kind == "raw"
+
+
+def test_a_parcel_is_small():
+    parcel = Parcel.of(torch.ones(3), private=True)
+    assert len(pickle.dumps(parcel)) < 400
