@@ -66,11 +66,11 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(
         (
             "eps", "grad_clip", "horizon", "target_kl", "upper", "lower", "cliprange_value",
-            "timeout_s", "call_timeout_s", "reward_clip",
+            "timeout_s", "call_timeout_s", "reward_clip", "initializer_range",
         ),
         _POSITIVE,
     ),
-    **dict.fromkeys(("min_lr_ratio", "gamma", "lam", "stop_at_accuracy"), _SHARE),
+    **dict.fromkeys(("min_lr_ratio", "gamma", "lam", "stop_at_accuracy", "sft_worked"), _SHARE),
     "top_p": Range(low=0, high=1, above=True),
     "betas": Range(low=0, high=1, below=True),
     "clip_ratio_c": Range(low=1, above=True),

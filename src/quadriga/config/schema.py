@@ -354,6 +354,7 @@ class ArithmeticDataConfig:
     max_total: int | None = None  # bound of running totals
     phrasings: int = 3  # wordings of each kind of sentence
     operations: list[str] = field(default_factory=lambda: ["+", "-"])  # of + - *
+    sft_worked: float = 1.0  # share of demonstrations that show their working
     seed: int = 0
     model_output: str | None = None  # also build a tiny model and its tokenizer here
     hidden_size: int = 128
@@ -362,6 +363,8 @@ class ArithmeticDataConfig:
     num_kv_heads: int = 2
     intermediate_size: int = 384
     vocab_size: int = 512
+    initializer_range: float = 0.05
+    tie_word_embeddings: bool = False
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class RunConsole:
         self._live: Live | None = None
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
             console=self.console,
