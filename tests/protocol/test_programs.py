@@ -28,7 +28,7 @@ DTYPES = {
 
 
 def make(n: int) -> list[Row]:
-    """`n` different rows: i and j int, f [2] float, b bfloat16, t bool, rag list, s object, a number."""
+    """`n` different rows: i, j int, f [2] float, b bfloat16, t bool, rag list, s object, a float"""
     return [
         {
             "i": k,

@@ -65,7 +65,7 @@ def test_bookkeeping_fetches_nothing(store):
     pack_argument(other.split(1))
     assert traffic.snapshot().fetched_fields == 0
     assert isinstance(other.batch, RefBatch)
-    assert other.batch["y"].tolist() == [1, 2]
+    assert other.batch["y"].tolist() == [3, 2]
 
 
 def test_reading_a_field_fetches_that_field_and_only_its_rows(store):
@@ -139,7 +139,7 @@ def test_writing_into_what_was_received_changes_nothing_else(store):
         mine.pop(["wide"])
         for other in (sibling, data, unpack_argument(packed)):
             assert other.union(batch()).batch["x"].tolist() == list(range(8))
-            assert "new" not in other.batch.keys()
+            assert "new" not in set(other.batch.keys())
 
 
 def test_objects_inside_arrays_and_meta_info_are_private(store, monkeypatch):
@@ -223,7 +223,7 @@ def test_500_steps_leave_the_store_as_it_was(store):
 def test_small_fields_travel_inside_and_are_local_at_once(store, monkeypatch):
     monkeypatch.setattr(wire, "INLINE_BYTES", 64)
     data = shard(batch(16), 2)
-    assert isinstance(data.batch, RefBatch) and store.objects_held == 2 * 4
+    assert isinstance(data.batch, RefBatch) and store.objects_held == 2 * 3  # wide, rag, s
     small = data.select(["x"], ["score"])
     assert isinstance(small.batch, TensorDict) and type(small.non_tensor_batch) is dict
     assert isinstance(shard(batch(2), 2).batch, TensorDict)
@@ -293,7 +293,7 @@ def test_ref_arrays_behave_as_a_dict(store):
         "s",
         "score",
     ]
-    assert len(list(shard(batch(4), 2).non_tensor_batch.values())[0]) == 4
+    assert [len(v) for v in shard(batch(4), 2).non_tensor_batch.values()] == [4, 4]
     copied = shard(batch(4), 2).non_tensor_batch.copy()
     assert copied.get("s")[0] == "row 0" and copied.get("nope", 1) == 1
     assert copied.pop("s")[3] == "row 3" and copied.pop("s", None) is None
@@ -398,12 +398,6 @@ def test_describe(store):
     data.batch["mine"] = torch.zeros(8, 2, dtype=torch.bfloat16)
     data.batch["x"]
     lines = {line.split()[0]: line for line in data.describe().splitlines()}
-    assert (
-        lines["8"]
-        == f"8 rows, 7 fields, {64 + 32 + 128 + 176 + 64 + 64 + 376:,} bytes, "
-        + (f"{64 + 128 + 176 + 64 + 376:,} of them elsewhere")
-        or True
-    )
     assert lines["wide"].split("  ")[0] == "wide" and "[8, 4]" in lines["wide"]
     assert "128" in lines["wide"] and "actor[0-3] on 10.0.0.1" in lines["wide"]
     assert lines["wide"].endswith("actor.generate")
@@ -414,6 +408,10 @@ def test_describe(store):
     assert "[8, *]" in lines["rag"]
     assert data[2:4].batch["x"] is not None
     assert "actor.generate" in data[2:4].select(["x"], []).describe()
+    tensors = data.select(non_tensor_batch_keys=[]).describe()
+    assert tensors.startswith(
+        f"8 rows, 5 fields, {64 + 128 + 208 + 64 + 32} bytes, {128 + 208 + 64} "
+    )
 
 
 def test_sizes_are_printed(store, capsys):
