@@ -1,83 +1,92 @@
-"""Shaping of rewards and batches before advantages. Shapes: B samples, T tokens."""
+"""What happens to rewards before they become advantages. Shapes: B samples, T tokens.
+
+Over-long penalty and filter, clipping and whitening. All pure: new tensors, inputs untouched.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.checks import as_float, require_matrix, require_same_shape, to_bool_mask
+from quadriga.algorithms.checks import (
+    as_float,
+    require_finite,
+    require_matrix,
+    require_same_shape,
+    to_bool_mask,
+)
 from quadriga.algorithms.masked import masked_whiten
 from quadriga.errors import AlgorithmError
 
 
-def informative_groups(score_B: Tensor, group_ids: Sequence[Any] | np.ndarray) -> Tensor:
-    """True where a sample's group holds more than one score (DAPO, arXiv 2503.14476, section 3.2).
-
-    A group whose scores are all equal has advantage 0 everywhere and teaches nothing.
-    Returns bool [B].
-    """
-    _, place = np.unique(np.asarray(group_ids, dtype=object).astype(str), return_inverse=True)
-    index = torch.from_numpy(place.reshape(-1))
-    count = int(index.max()) + 1 if len(index) else 0
-    score = as_float(score_B)
-    highest = score.new_full((count,), -torch.inf).scatter_reduce(0, index, score, "amax")
-    lowest = score.new_full((count,), torch.inf).scatter_reduce(0, index, score, "amin")
-    return (highest > lowest)[index]
-
-
-def dead_group_metrics(
-    score_B: Tensor, group_ids: Sequence[Any] | np.ndarray, *, solved: float = 1.0
-) -> dict[str, float]:
-    """Shares of samples in groups without signal: `dead`; of these, `all_solved` (score at least
-    `solved`) and `all_failed` (the rest)."""
-    dead = ~informative_groups(score_B, group_ids)
-    good = dead & (score_B >= solved)
-    size = max(1, len(dead))
-    return {
-        "dead": float(dead.sum()) / size,
-        "all_solved": float(good.sum()) / size,
-        "all_failed": float((dead & ~good).sum()) / size,
-    }
-
-
 def overlong_penalty(
-    length_B: Tensor, *, max_length: int, buffer_length: int, penalty_factor: float = 1.0
+    lengths_B: Tensor, *, max_length: int, buffer_length: int, penalty_factor: float = 1.0
 ) -> Tensor:
-    """Soft over-long punishment (DAPO, arXiv 2503.14476, eq. 13), float32 [B], 0 or below.
+    """Soft over-long punishment (DAPO, arXiv 2503.14476, eq. 13), float32 [B], never above 0.
 
-    With L = max_length, b = buffer_length, f = penalty_factor: 0 up to L − b tokens, then falling
-    linearly to −f at L.
+    0 up to max_length − buffer_length, then falling in a line to −penalty_factor at max_length,
+    and staying there beyond.
 
     Raises:
-        AlgorithmError: the buffer is not between 1 and `max_length`.
+        AlgorithmError: a buffer that is not in 1 … max_length.
     """
-    if not 1 <= buffer_length <= max_length:
+    if not 0 < buffer_length <= max_length:
         raise AlgorithmError(
-            f"`buffer_length` must be between 1 and max_length={max_length}, but is "
+            f"The over-long buffer must be 1 … {max_length} tokens (the longest response), but is "
             f"{buffer_length}."
         )
-    excess = length_B.float() - (max_length - buffer_length)
-    return -(excess / buffer_length).clamp(0, 1) * penalty_factor
+    excess = (lengths_B - (max_length - buffer_length)).float() / buffer_length
+    return -penalty_factor * excess.clamp(0, 1)
 
 
-def shape_rewards(
-    scores_BT: Tensor, response_mask_BT: Tensor, *, clip: float | None = None, whiten: bool = False
-) -> Tensor:
-    """Scores clipped to ±`clip`, then whitened over the batch's tokens; 0 outside the mask.
+def add_to_last_token(rewards_BT: Tensor, response_mask_BT: Tensor, amounts_B: Tensor) -> Tensor:
+    """rewards_BT with amounts_B added at each sample's last own token.
+
+    A sample without tokens gets nothing.
 
     Raises:
-        ShapeError, MaskError; AlgorithmError: `clip` is not above 0.
+        ShapeError, MaskError; NonFiniteError: an amount that is NaN or infinite.
     """
-    if clip is not None and clip <= 0:
-        raise AlgorithmError(f"`reward_clip` must be above 0, but is {clip}.")
     require_matrix("response_mask", response_mask_BT)
-    require_same_shape("response_mask", response_mask_BT, token_level_scores=scores_BT)
+    require_same_shape("response_mask", response_mask_BT, rewards=rewards_BT)
+    require_same_shape("samples", response_mask_BT[:, 0], amounts=amounts_B)
+    require_finite(amounts=amounts_B)
     mask = to_bool_mask(response_mask_BT)
-    scores = as_float(scores_BT).masked_fill(~mask, 0)
-    if clip is not None:
-        scores = scores.clamp(-clip, clip)
-    return masked_whiten(scores, mask, shift_mean=False) if whiten else scores
+    steps = torch.arange(mask.shape[1], device=mask.device)
+    last = (steps * mask).amax(-1, keepdim=True)
+    amounts = (amounts_B * mask.any(-1)).to(as_float(rewards_BT).dtype)[:, None]
+    return as_float(rewards_BT).scatter_add(1, last, amounts)
+
+
+def drop_truncated(response_mask_BT: Tensor, truncated_B: Tensor) -> Tensor:
+    """The mask with the samples that ran into the length limit taken out (over-long filtering,
+    DAPO, arXiv 2503.14476): bool [B, T].
+
+    Such a sample then neither trains nor counts in its group.
+
+    Raises:
+        ShapeError, MaskError.
+    """
+    require_matrix("response_mask", response_mask_BT)
+    require_same_shape("samples", response_mask_BT[:, 0], truncated=truncated_B)
+    return to_bool_mask(response_mask_BT) & ~to_bool_mask(truncated_B, "truncated")[:, None]
+
+
+def clip_rewards(rewards_BT: Tensor, *, limit: float) -> Tensor:
+    """Rewards held within ±limit. Raises `AlgorithmError` for a limit that is not above 0."""
+    if not limit > 0:
+        raise AlgorithmError(f"`reward_clip` must be above 0, but is {limit}.")
+    return rewards_BT.clamp(-limit, limit)
+
+
+def whiten_rewards(rewards_BT: Tensor, response_mask_BT: Tensor) -> Tensor:
+    """Token-level rewards at unit variance over the batch's own tokens, their mean kept.
+
+    Raises:
+        ShapeError, MaskError, NonFiniteError.
+    """
+    require_matrix("response_mask", response_mask_BT)
+    require_same_shape("response_mask", response_mask_BT, token_level_rewards=rewards_BT)
+    mask = to_bool_mask(response_mask_BT)
+    require_finite(mask, token_level_rewards=rewards_BT)
+    return masked_whiten(rewards_BT, mask, shift_mean=False)
