@@ -31,6 +31,7 @@ def run_make_data(config: ArithmeticDataConfig) -> None:
         train_size=config.train_size,
         test_size=config.val_size,
         sft_size=config.sft_size,
+        sft_worked=config.sft_worked,
         seed=config.seed,
     )
     for path, rows in (
@@ -59,6 +60,8 @@ def _make_model(config: ArithmeticDataConfig, demonstrations: Path) -> int:
         num_kv_heads=config.num_kv_heads,
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
+        initializer_range=config.initializer_range,
+        tie_word_embeddings=config.tie_word_embeddings,
     )
     assert config.model_output is not None
     return write_tiny_model(config.model_output, texts, shape, seed=config.seed)
