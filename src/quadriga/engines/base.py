@@ -20,7 +20,8 @@ LossFn = Callable[[Outputs, Batch], tuple[Tensor, Mapping[str, Tensor | float]]]
 """(outputs, micro-batch) -> (loss, metrics). Both are this micro-batch's *share* of the
 mini-batch's number: sums over its rows, divided by counts of the whole mini-batch over all ranks
 (`TrainEngine.global_count`). Then adding up shares over micro-batches and ranks is exact however
-the rows were cut, and that is what the engine does, for the loss's gradient and for metrics."""
+the rows were cut, and that is what the engine does, for the loss's gradient and for metrics.
+Rows whose `response_mask` is empty are not shown to it: they have no outputs."""
 
 
 class TrainEngine(Protocol):

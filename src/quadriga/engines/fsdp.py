@@ -128,7 +128,7 @@ class FSDPEngine:
                     whole = outputs.setdefault(name, torch.zeros(shape))
                     if rows is not None:
                         whole[rows] = values.float().to(whole.device)
-        return outputs or self._empty_outputs(shape, entropy)
+        return outputs
 
     def train_step(
         self,
@@ -181,7 +181,7 @@ class FSDPEngine:
     def _plan(self, batch: Batch, size: int | None) -> list[Tensor | None]:
         """Row indices of each micro-batch; None where only other ranks have rows left.
 
-        All ranks get equally many, at least one: FSDP's collectives must match.
+        All ranks get equally many, since FSDP's collectives must match, and at least one.
         """
         check_fields(batch)
         if size is None and not self.config.use_dynamic_bsz:
@@ -192,19 +192,13 @@ class FSDPEngine:
             max_tokens=self.config.max_tokens_per_micro_batch,
             share_prompts=self._tokens.packed,
         )
-        count = max_over_ranks(len(parts), self.device)
+        count = max_over_ranks(max(len(parts), 1), self.device)
         return [*parts, *[None] * (count - len(parts))]
 
     def _synchronise_gradients(self, last: bool) -> None:
         self.module.set_requires_gradient_sync(last)
         self.module.set_is_last_backward(last)
         self.module.set_reshard_after_backward(last)
-
-    def _empty_outputs(self, shape: torch.Size, entropy: bool) -> Outputs:
-        if self._tokens.head == "value":
-            return {"values": torch.zeros(shape)}
-        names = ["log_probs", *(["entropy"] if entropy else [])]
-        return {name: torch.zeros(shape) for name in names}
 
     def global_count(self, count: float | Tensor) -> float:
         return sum_over_ranks([float(count)], self.device)[0]
@@ -323,9 +317,14 @@ def _load(model: ModelConfig, head: Head, dtype: torch.dtype, *, trained: bool) 
     module.config.architectures = [type(module).__name__]  # sharding renames the class
     _switch_off_dropout(module)
     if model.gradient_checkpointing and trained:
-        module.gradient_checkpointing_enable({"use_reentrant": False})
+        _switch_on_checkpointing(module)
         return module.train()
     return module.eval()
+
+
+def _switch_on_checkpointing(module: PreTrainedModel) -> None:
+    new_name = getattr(module, "activation_checkpointing_enable", None)
+    (new_name or module.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def _switch_off_dropout(module: nn.Module) -> None:

@@ -25,50 +25,52 @@ def check_fields(batch: Batch) -> None:
             )
 
 
-def row_costs(batch: Batch, *, share_prompts: bool) -> tuple[list[int], list[int]]:
-    """(order, tokens): rows with equal prompts side by side, and the tokens each row adds.
-
-    A row whose prompt an earlier row of `order` has adds its response only, where prompts are
-    shared.
-    """
-    mask = batch["attention_mask"].bool()
-    width = mask.shape[1] - batch["response_mask"].shape[1]
-    if not share_prompts:
-        return list(range(len(mask))), mask.sum(1).tolist()
-    owner = first_row_with_same_prompt(batch["input_ids"][:, :width], mask[:, :width])
-    tokens = mask[:, width:].sum(1)
-    owns = owner == torch.arange(len(owner))
-    tokens = tokens + mask[:, :width].sum(1) * owns
-    return torch.argsort(owner, stable=True).tolist(), tokens.tolist()
-
-
 def plan_micro_batches(
     batch: Batch, *, size: int | None, max_tokens: int, share_prompts: bool
 ) -> list[Tensor]:
-    """Row indices of each micro-batch, every row once: `size` rows each, or by tokens.
+    """Row indices of each micro-batch: `size` rows each, or by tokens.
 
-    By tokens, a micro-batch takes rows until the next would pass `max_tokens`; a row longer than
-    that stands alone. Raises `ConfigError` for a size or budget below 1.
+    Every row that has a target is in one of them. Rows whose `response_mask` is empty (groups
+    without signal, padding rows) have nothing to compute and are left out. By tokens, a
+    micro-batch takes rows until the next would pass `max_tokens`; a longer row stands alone.
+    Raises `ConfigError` for a size or budget below 1.
     """
     if max_tokens < 1 or (size is not None and size < 1):
         raise ConfigError(
             f"a micro-batch of {size} rows or {max_tokens} tokens cannot hold anything; "
             "set ppo_micro_batch_size_per_gpu or max_tokens_per_micro_batch to at least 1"
         )
-    if not len(batch["input_ids"]):
+    rows = batch["response_mask"].any(1).nonzero()[:, 0].cpu()
+    if not len(rows):
         return []
-    order, tokens = row_costs(batch, share_prompts=share_prompts)
+    order, tokens = _order_and_tokens(batch, rows, share_prompts=share_prompts)
     if size is not None:
-        return list(torch.tensor(order).split(size))
+        return list(order.split(size))
     parts: list[list[int]] = []
     room = 0
-    for row in order:
-        if not parts or tokens[row] > room:
+    for row, cost in zip(order.tolist(), tokens.tolist(), strict=True):
+        if not parts or cost > room:
             parts.append([])
             room = max_tokens
         parts[-1].append(row)
-        room -= tokens[row]
+        room -= cost
     return [torch.tensor(part) for part in parts]
+
+
+def _order_and_tokens(batch: Batch, rows: Tensor, *, share_prompts: bool) -> tuple[Tensor, Tensor]:
+    """`rows` with equal prompts side by side, and the tokens that each adds.
+
+    Where prompts are shared, only the first row of a prompt counts its tokens.
+    """
+    mask = batch["attention_mask"][rows].bool()
+    if not share_prompts:
+        return rows, mask.sum(1)
+    width = mask.shape[1] - batch["response_mask"].shape[1]
+    owner = first_row_with_same_prompt(batch["input_ids"][rows, :width], mask[:, :width])
+    owns = owner == torch.arange(len(owner))
+    tokens = mask[:, width:].sum(1) + mask[:, :width].sum(1) * owns
+    order = torch.argsort(owner, stable=True)
+    return rows[order], tokens[order]
 
 
 def take_rows(batch: Batch, rows: Tensor, device: torch.device) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
 """Causal attention over a packed row of tokens, for any model that takes its attention by name.
 
 Everything but attention works token by token, so it sees the N packed tokens once. Attention
-spreads queries, keys and values into rows [B, L] (a prompt that rows share is spread to each of
-them), runs the plain causal kernel, and reads each token's output back. A dense [N, N] mask, which
-is mostly empty, is never made.
+spreads queries, keys and values into the blocks of a `RowLayout` (keys of a prompt that rows share
+go to each of them), runs the fused kernel, and reads each token's output back. A dense [N, N]
+mask, which is mostly empty, is never made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from quadriga.errors import ModelError
-from quadriga.parallel.packing import RowLayout
+from quadriga.parallel.row_layout import AttentionBlock, RowLayout
 
 PACKED = "quadriga_packed"
 _LAYERS_THAT_ROW_LAYOUT_FITS = {"full_attention", "sliding_attention"}
@@ -36,35 +36,40 @@ def packed_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """[1, H, N, D] queries, keys and values -> ([1, N, H, D], None)."""
-    slots = row_layout.token_of_slot
-    q, k, v = (_spread(x, slots) for x in (query, key, value))
-    mask = _window_mask(slots, sliding_window)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    outputs = [_attend(q, k, v, block, scaling, sliding_window) for block in row_layout.blocks]
+    slots = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return slots.index_select(0, row_layout.slot_of_token)[None], None
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: AttentionBlock,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """[N, H, D] tokens -> [b * Lq, H, D] outputs of the block's query slots."""
+    mask = block.seen
+    if window is not None and block.keys.shape[1] > window:
+        mask = block.window_mask(window)
     out = scaled_dot_product_attention(
-        q,
-        k,
-        v,
+        _spread(q, block.queries),
+        _spread(k, block.keys),
+        _spread(v, block.keys),
         attn_mask=mask,
         is_causal=mask is None,
         scale=scaling,
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    tokens = out.transpose(1, 2).flatten(0, 1).index_select(0, row_layout.slot_of_token)
-    return tokens[None], None
+    return out.transpose(1, 2).flatten(0, 1)
 
 
-def _spread(x: Tensor, slots: Tensor) -> Tensor:
-    tokens = x[0].transpose(0, 1)
+def _spread(tokens: Tensor, slots: Tensor) -> Tensor:
+    """[N, H, D] by [b, L] -> [b, H, L, D]."""
     rows = tokens.index_select(0, slots.flatten())
     return rows.view(*slots.shape, *tokens.shape[1:]).transpose(1, 2)
-
-
-def _window_mask(slots: Tensor, window: int | None) -> Tensor | None:
-    longest = slots.shape[1]
-    if window is None or longest <= window:
-        return None
-    column = torch.arange(longest, device=slots.device)
-    distance = column[:, None] - column[None, :]
-    return (distance >= 0) & (distance < window)
 
 
 def supports_packing(model: PreTrainedModel) -> bool:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from quadriga.engines._stand_in import entropy_from_logits, log_probs_from_logits
 from quadriga.engines.base import Batch, Outputs
 from quadriga.engines.packed_attention import supports_packing, use_packed_attention
+from quadriga.models.log_prob import log_probs_and_entropy
 from quadriga.parallel.packing import pack_rows
 
 Head = Literal["lm", "value"]
@@ -35,6 +35,8 @@ class TokenModel:
         self.head = head
         self.device = device
         self.packed = supports_packing(model) if packed is None else packed
+        # A mask costs accelerators their fastest kernel; CPUs gain from less padding.
+        self.split_attention = device.type == "cpu"
         if self.packed:
             use_packed_attention(model)
 
@@ -45,8 +47,12 @@ class TokenModel:
         return self._padded(rows, temperature, entropy)
 
     def _packed(self, rows: Batch, temperature: float, entropy: bool) -> Outputs:
-        packed = pack_rows(rows["input_ids"], rows["attention_mask"], rows["response_mask"])
-        packed = packed.to(self.device)
+        packed = pack_rows(
+            rows["input_ids"],
+            rows["attention_mask"],
+            rows["response_mask"],
+            split_attention=self.split_attention,
+        ).to(self.device)
         keep = {"logits_to_keep": packed.predictors} if self.head == "lm" else {}
         scores = self.model(
             input_ids=packed.input_ids,
@@ -77,7 +83,5 @@ class TokenModel:
 
 
 def _policy_outputs(logits: Tensor, labels: Tensor, temperature: float, entropy: bool) -> Outputs:
-    outputs = {"log_probs": log_probs_from_logits(logits, labels, temperature)}
-    if entropy:
-        outputs["entropy"] = entropy_from_logits(logits, temperature)
-    return outputs
+    log_probs, entropies = log_probs_and_entropy(logits, labels, temperature, entropy=entropy)
+    return {"log_probs": log_probs, **({"entropy": entropies} if entropy else {})}

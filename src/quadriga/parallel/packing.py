@@ -1,11 +1,9 @@
 """From padded batches to the tokens that must be computed, each once.
 
-Shapes: B rows, S = P + R columns (prompt, response), L longest row, N packed tokens, K targets.
+Shapes: B rows, S = P + R columns (prompt, response), N packed tokens, K targets.
 
 A packed micro-batch is one row of N tokens: no padding, and a prompt that several rows share is
-there once. Attention needs rows again; `RowLayout` says where each token goes. Token i of a row
-stands in column i, so the plain causal mask is right, and padding, which comes last, is never
-attended to.
+there once. Attention needs rows again: `RowLayout` says where each token goes.
 """
 
 from __future__ import annotations
@@ -16,18 +14,7 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ProtocolError, ShapeError
-
-
-@dataclass(frozen=True)
-class RowLayout:
-    """Where packed tokens stand in rows.
-
-    `token_of_slot` [B, L] int64: packed index in each slot (padding slots name token 0).
-    `slot_of_token` [N] int64: flat slot (b * L + i) where a token's output is read.
-    """
-
-    token_of_slot: Tensor
-    slot_of_token: Tensor
+from quadriga.parallel.row_layout import RowLayout, TokenPlaces, prompts_apart, whole_rows
 
 
 @dataclass(frozen=True)
@@ -56,10 +43,7 @@ class PackedBatch:
         """The same batch with every tensor on `device`."""
         if self.input_ids.device == device:
             return self
-        layout = RowLayout(
-            self.layout.token_of_slot.to(device, non_blocking=True),
-            self.layout.slot_of_token.to(device, non_blocking=True),
-        )
+        layout = self.layout.to(device)
         moved = [
             x.to(device, non_blocking=True)
             for x in (self.input_ids, self.position_ids, self.predictors, self.labels, self.places)
@@ -80,53 +64,76 @@ def first_row_with_same_prompt(prompts: Tensor, mask: Tensor) -> Tensor:
 
 
 def pack_rows(
-    input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor, *, share_prompts: bool = True
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    response_mask: Tensor,
+    *,
+    share_prompts: bool = True,
+    split_attention: bool = True,
 ) -> PackedBatch:
     """Pack [B, P + R] rows (left-padded prompts, then responses) whose targets are `response_mask`.
 
     `share_prompts` computes a prompt that several rows have in common once. The result is the
     same function of the weights: a prompt's hidden states do not depend on what follows.
+    `split_attention` lays prompts and responses out apart (`row_layout`).
     Raises `ShapeError` when shapes disagree, `ProtocolError` when a target has no token before it
     or is not attended to.
     """
     _check_shapes(input_ids, attention_mask, response_mask)
-    rows_count, width = response_mask.shape
+    width = response_mask.shape[1]
     prompt_width = input_ids.shape[1] - width
     valid = attention_mask.bool()
     position_BS = valid.long().cumsum(1) - 1
-    owner = torch.arange(rows_count)
+    owner = torch.arange(len(input_ids))
     if share_prompts:
         owner = first_row_with_same_prompt(input_ids[:, :prompt_width], valid[:, :prompt_width])
-    kept = valid.clone()
-    kept[owner != torch.arange(rows_count), :prompt_width] = False
-    index_BS = kept.flatten().long().cumsum(0).view_as(kept) - 1
-    index_BS[:, :prompt_width] = index_BS[owner, :prompt_width]
+    places, kept = _places(position_BS, valid, owner, prompt_width)
+    layout = prompts_apart(places) if split_attention else whole_rows(places)
 
-    longest = max(int(position_BS[:, -1].max()) + 1, 1) if rows_count else 1
-    row, column = valid.nonzero(as_tuple=True)
-    token_of_slot = torch.zeros(rows_count, longest, dtype=torch.int64)
-    token_of_slot[row, position_BS[row, column]] = index_BS[row, column]
-    kept_row, kept_column = kept.nonzero(as_tuple=True)
-    kept_position = position_BS[kept_row, kept_column]
-
-    target_row, target = response_mask.bool().nonzero(as_tuple=True)
-    position = position_BS[target_row, target + prompt_width]
-    attended = valid[target_row, target + prompt_width]
-    if bool((position < 1).any()) or not bool(attended.all()):
+    row, target = response_mask.bool().nonzero(as_tuple=True)
+    column = target + prompt_width
+    position = position_BS[row, column]
+    if bool((position < 1).any()) or not bool(valid[row, column].all()):
         raise ProtocolError(
             "response_mask marks a token that has no token before it or that attention_mask "
             "leaves out; every response needs a prompt of at least one token",
             field="response_mask",
         )
     return PackedBatch(
-        input_ids=input_ids[kept_row, kept_column][None],
-        position_ids=kept_position[None],
-        layout=RowLayout(token_of_slot, kept_row * longest + kept_position),
-        predictors=token_of_slot[target_row, position - 1],
-        labels=input_ids[target_row, target + prompt_width],
-        places=target_row * width + target,
-        shape=(rows_count, width),
+        input_ids=input_ids[kept][None],
+        position_ids=places.column[None],
+        layout=layout,
+        predictors=places.token_of_slot[row, position - 1],
+        labels=input_ids[row, column],
+        places=row * width + target,
+        shape=(len(response_mask), width),
     )
+
+
+def _places(
+    position_BS: Tensor, valid: Tensor, owner: Tensor, prompt_width: int
+) -> tuple[TokenPlaces, Tensor]:
+    """Number the tokens that are computed; also which places [B, S] these are."""
+    kept = valid.clone()
+    kept[owner != torch.arange(len(owner)), :prompt_width] = False
+    index_BS = kept.flatten().long().cumsum(0).view_as(kept) - 1
+    index_BS[:, :prompt_width] = index_BS[owner, :prompt_width]
+    length = valid.sum(1)
+    longest = max(int(length.max()), 1) if len(length) else 1
+    row, column = valid.nonzero(as_tuple=True)
+    token_of_slot = torch.zeros(len(valid), longest, dtype=torch.int64)
+    token_of_slot[row, position_BS[row, column]] = index_BS[row, column]
+    kept_row, kept_column = kept.nonzero(as_tuple=True)
+    places = TokenPlaces(
+        token_of_slot=token_of_slot,
+        prompt_length=valid[:, :prompt_width].sum(1),
+        length=length,
+        owner=owner,
+        row=kept_row,
+        column=position_BS[kept_row, kept_column],
+        in_prompt=kept_column < prompt_width,
+    )
+    return places, kept
 
 
 def _check_shapes(input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor) -> None:

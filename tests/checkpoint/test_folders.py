@@ -1,0 +1,121 @@
+"""Whatever moment a process dies at, the last complete checkpoint is found, and it is whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quadriga.checkpoint import files, folders
+from quadriga.checkpoint.files import write_tensors
+from quadriga.checkpoint.folders import (
+    begin_checkpoint,
+    commit_checkpoint,
+    complete_checkpoints,
+    latest_checkpoint,
+    prune_checkpoints,
+    read_marker,
+    step_folder,
+)
+from quadriga.errors import CheckpointError
+
+
+class KilledError(Exception):
+    """Stands for the end of the process."""
+
+
+def save(root, step, content):
+    partial = begin_checkpoint(root, step)
+    (partial / "actor").mkdir()
+    for part in range(2):
+        write_tensors(partial / "actor" / f"{part}.safetensors", {"x": torch.full((3,), content)})
+    return commit_checkpoint(partial, {"content": content})
+
+
+def test_a_checkpoint_comes_to_be(tmp_path):
+    assert latest_checkpoint(tmp_path / "nothing") is None
+    partial = begin_checkpoint(tmp_path, 4)
+    assert latest_checkpoint(tmp_path) is None
+    final = commit_checkpoint(partial, {"step": 4})
+    assert final == step_folder(tmp_path, 4) == latest_checkpoint(tmp_path)
+    assert read_marker(final) == {"step": 4}
+    assert not partial.exists()
+
+
+def test_the_highest_step_is_the_latest(tmp_path):
+    for step in (9, 10, 2):
+        save(tmp_path, step, 1.0)
+    assert latest_checkpoint(tmp_path) == step_folder(tmp_path, 10)
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == [2, 9, 10]
+
+
+def kill_at(monkeypatch, moment):
+    """Raise at the `moment`-th thing that touches the disk; returns the counter."""
+    count = [0]
+
+    def counted(function):
+        def call(*args, **kwargs):
+            count[0] += 1
+            if count[0] == moment:
+                raise KilledError
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(files.os, "replace", counted(files.os.replace))
+    monkeypatch.setattr(files.os, "fsync", counted(files.os.fsync))
+    monkeypatch.setattr(files, "save_file", counted(files.save_file))
+    monkeypatch.setattr(folders.shutil, "rmtree", counted(folders.shutil.rmtree))
+    return count
+
+
+@pytest.mark.parametrize("step", [6, 5], ids=["a new step", "the same step again"])
+def test_killed_at_every_moment(tmp_path, monkeypatch, step):
+    moments = 0
+    for moment in range(1, 100):
+        root = tmp_path / str(moment)
+        save(root, 5, 1.0)
+        with monkeypatch.context() as patch:
+            kill_at(patch, moment)
+            try:
+                save(root, step, 2.0)
+            except KilledError:
+                moments += 1
+            else:
+                break
+        found = latest_checkpoint(root)
+        content = read_marker(found)["content"]
+        assert content in (1.0, 2.0)
+        for part in range(2):
+            stored = files_of(found / "actor" / f"{part}.safetensors")
+            assert torch.equal(stored, torch.full((3,), content))
+        save(root, 7, 3.0)
+        assert latest_checkpoint(root) == step_folder(root, 7)
+    assert moments > 10
+
+
+def files_of(path):
+    from safetensors.torch import load_file
+
+    return load_file(path)["x"]
+
+
+def test_retention_keeps_the_newest(tmp_path):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, 1.0)
+    assert prune_checkpoints(tmp_path, None) == []
+    removed = prune_checkpoints(tmp_path, 2)
+    assert removed == [step_folder(tmp_path, 1), step_folder(tmp_path, 2)]
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == [3, 4]
+    assert not step_folder(tmp_path, 1).exists()
+    with pytest.raises(CheckpointError, match="max_ckpt_to_keep"):
+        prune_checkpoints(tmp_path, 0)
+
+
+def test_damage_is_named(tmp_path):
+    final = save(tmp_path, 1, 1.0)
+    part = final / "actor" / "1.safetensors"
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"1\.safetensors.*damaged"):
+        read_marker(final)
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        read_marker(tmp_path)

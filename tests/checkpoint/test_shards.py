@@ -1,0 +1,94 @@
+"""Blocks on disk: written by some ranks, read by others. Ranks are played by plain blocks here;
+real ones are in the engines' tests."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from quadriga.checkpoint import shards
+from quadriga.checkpoint.rank_state import load_rank_state, save_rank_state
+from quadriga.errors import CheckpointError
+
+FULL = torch.arange(35.0).view(7, 5)
+
+
+def rows_block(first, last):
+    return shards.Block(FULL[first:last].clone(), (7, 5), (first, 0), True)
+
+
+@pytest.fixture
+def play(monkeypatch):
+    """Let `block_of` give the block that a test hands in as the tensor."""
+    blocks = {}
+    plain = shards.block_of
+
+    def block_of(tensor, rank):
+        return blocks.get(rank) or plain(tensor, rank)
+
+    monkeypatch.setattr(shards, "block_of", block_of)
+    return blocks
+
+
+def write(folder, play, cuts):
+    for rank, (first, last) in enumerate(pairwise(cuts)):
+        play[rank] = rows_block(first, last)
+        shards.write_shard(folder, {"w": FULL}, {}, rank=rank, world_size=len(cuts) - 1)
+    play.clear()
+
+
+@pytest.mark.parametrize("cuts", [[0, 7], [0, 4, 7], [0, 3, 6, 7, 7]])
+@pytest.mark.parametrize("wanted", [(0, 7), (0, 4), (4, 7), (2, 5), (7, 7)])
+def test_any_cut_can_be_read_by_any_other(tmp_path, play, cuts, wanted):
+    write(tmp_path, play, cuts)
+    block = rows_block(*wanted)
+    block.data.fill_(-1)
+    play[0] = block
+    shards.read_blocks(tmp_path, {"w": FULL}, rank=0)
+    assert torch.equal(block.data, FULL[slice(*wanted)])
+
+
+def test_a_part_that_is_missing_is_named(tmp_path, play):
+    write(tmp_path, play, [0, 4, 7])
+    (tmp_path / "shard_00001.json").unlink()
+    with pytest.raises(CheckpointError, match=r"shard_00001\.json is missing"):
+        shards.read_blocks(tmp_path, {"w": FULL.clone()}, rank=0)
+
+
+def test_another_model_is_named(tmp_path):
+    shards.write_shard(tmp_path, {"w": FULL}, {}, rank=0, world_size=1)
+    with pytest.raises(CheckpointError, match=r"'w' has shape \[7, 5\], the model has \[5, 7\]"):
+        shards.read_blocks(tmp_path, {"w": torch.zeros(5, 7)}, rank=0)
+    with pytest.raises(CheckpointError, match="'other'"):
+        shards.read_blocks(tmp_path, {"other": torch.zeros(2)}, rank=0)
+
+
+def test_an_unknown_format_is_refused(tmp_path):
+    shards.write_shard(tmp_path, {"w": FULL}, {}, rank=0, world_size=1)
+    index = tmp_path / "shard_00000.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"format": 99}))
+    with pytest.raises(CheckpointError, match="format 99"):
+        shards.read_indexes(tmp_path)
+
+
+def test_scalars_and_random_states_come_back(tmp_path):
+    scalar = torch.tensor(3.5)
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    save_rank_state(tmp_path, {"s": scalar}, {"step": 12}, rank=0, world_size=1)
+    expected = [random.random(), np.random.rand(), torch.rand(1).item()]
+    scalar.zero_()
+    assert load_rank_state(tmp_path, {"s": scalar}, rank=0) == {"step": 12}
+    assert scalar.item() == 3.5
+    assert [random.random(), np.random.rand(), torch.rand(1).item()] == expected
+
+
+def test_nothing_on_disk_can_run_code(tmp_path):
+    save_rank_state(tmp_path, {"w": FULL}, {}, rank=0, world_size=1)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}

@@ -1,0 +1,215 @@
+"""Saving, resuming, exporting; skipped steps; what the engine refuses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import engine_cases as cases
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines import build_engine
+from quadriga.errors import CheckpointError, ConfigError, FieldError, UnknownNameError
+from quadriga.models.loading import load_causal_lm
+
+OPTIM = OptimConfig(lr=0.01, lr_scheduler="linear", lr_warmup_steps=2)
+
+
+def build(folder, optim=OPTIM, **settings):
+    model = ModelConfig(path=folder)
+    return build_engine(model, EngineConfig(), optim, total_steps=8, **settings)
+
+
+def step(engine, rows=None):
+    rows = cases.make_batch() if rows is None else rows
+    tokens = engine.global_count(rows["response_mask"].sum())
+
+    def loss(outputs, micro):
+        return -(outputs["log_probs"] * micro["weight"].float()).sum() / tokens, {}
+
+    return engine.train_step(rows, loss)
+
+
+def total(outputs, micro):
+    return outputs["log_probs"].sum(), {"rows": len(micro["weight"])}
+
+
+def weights(engine):
+    return {name: tensor.clone() for name, tensor in engine.state_stream()}
+
+
+def test_a_resumed_run_equals_an_undisturbed_one(model_folder, tmp_path):
+    engine = build(model_folder)
+    for _ in range(3):
+        step(engine)
+    engine.save(tmp_path)
+    undisturbed = [step(engine) for _ in range(3)]
+    resumed = build(model_folder)
+    resumed.forward(cases.make_batch())  # gathers weights that load must not leave in use
+    resumed.load(tmp_path)
+    assert [step(resumed) for _ in range(3)] == undisturbed
+    expected = weights(engine)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items())
+
+
+def two_rank_main(rank: int, folder: str, old: str, new: str, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    engine = build(folder, smallest_unit=1)
+    engine.load(old)
+    batch = cases.make_batch()
+    step(engine, cases.rows_of(batch, 0, 4) if rank == 0 else cases.rows_of(batch, 4, 7))
+    engine.save(new)
+    engine.save_hf(f"{new}/hf")
+    torch.distributed.destroy_process_group()
+
+
+def test_one_rank_then_two_then_one(model_folder, tmp_path):
+    engine = build(model_folder)
+    step(engine)
+    old, new = str(tmp_path / "old"), str(tmp_path / "new")
+    engine.save(old)
+    cases.run_two_ranks(two_rank_main, model_folder, old, new)
+    step(engine)
+    again = build(model_folder)
+    again.load(new)
+    expected = weights(engine)
+    for name, tensor in weights(again).items():
+        assert torch.allclose(tensor, expected[name], atol=1e-5), name
+    assert step(again)["lr"] == step(engine)["lr"]
+    exported = AutoModelForCausalLM.from_pretrained(f"{new}/hf").state_dict()
+    saved = build(model_folder)
+    saved.load(new)
+    assert all(torch.equal(exported[name], t) for name, t in weights(saved).items())
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_export_loads_like_any_model(model_folder, tmp_path, head):
+    engine = build(model_folder, head=head)
+    if head == "lm":
+        step(engine)
+    engine.save_hf(tmp_path / "out")
+    loader = AutoModelForCausalLM if head == "lm" else AutoModelForTokenClassification
+    model = loader.from_pretrained(tmp_path / "out")
+    assert model.config.architectures == [type(model).__name__]
+    assert all(torch.equal(model.state_dict()[name], t) for name, t in weights(engine).items())
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    if head == "lm":
+        load_causal_lm(tmp_path / "out")
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(model_folder):
+    engine = build(model_folder)
+    step(engine)
+    before = weights(engine)
+    rows = cases.make_batch()
+    rows["weight"] = rows["weight"] * float("inf")
+    metrics = step(engine, rows)
+    assert metrics["skipped_steps"] == 1
+    assert not torch.tensor(metrics["grad_norm"]).isfinite()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(engine).items())
+    assert step(engine)["skipped_steps"] == 1, "counted once, and training goes on"
+    assert not torch.equal(weights(engine)["model.norm.weight"], before["model.norm.weight"])
+
+
+def test_steps_equal_torchs_own_adamw(model_folder):
+    engine = build(model_folder, OptimConfig(lr=0.01, grad_clip=0.5))
+    model = load_causal_lm(model_folder)
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
+    rows = cases.rows_of(cases.make_batch(), 5, 6)  # prompt of 6, response of 3, in columns 1 … 9
+    for _ in range(3):
+        metrics = step(engine, rows)
+        ids = rows["input_ids"][:, 1:10]
+        log_probs = model(ids).logits[0].log_softmax(-1)
+        chosen = log_probs[5:8].gather(1, ids[0, 6:, None])[:, 0]
+        adamw.zero_grad()
+        (-(chosen * rows["weight"][0, :3].float()).sum() / 3).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        adamw.step()
+        assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    expected = model.state_dict()
+    for name, tensor in weights(engine).items():
+        assert torch.allclose(tensor, expected[name], atol=2e-5), name
+
+
+def test_rows_without_targets_cost_nothing_and_change_nothing(model_folder):
+    rows = cases.make_batch()
+    rows["response_mask"][:5] = 0
+    kept = cases.rows_of(rows, 5, 7)
+    with_dead, without = build(model_folder), build(model_folder)
+    seen = []
+    found = with_dead.train_step(
+        rows, lambda out, micro: (out["log_probs"].sum(), {"rows": len(micro["weight"])})
+    )
+    expected = without.train_step(
+        kept,
+        lambda out, micro: (seen.append(len(micro["weight"])), (out["log_probs"].sum(), {}))[1],
+    )
+    assert (found["rows"], seen) == (2, [2])
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
+    outputs = with_dead.forward(rows)["log_probs"]
+    assert not outputs[:5].any()
+    assert outputs[5, 0] != 0
+
+
+def test_a_rank_without_any_rows_still_answers(model_folder):
+    engine = build(model_folder)
+    empty = cases.rows_of(cases.make_batch(), 0, 0)
+    outputs = engine.forward(empty, entropy=True)
+    assert {name: tuple(t.shape) for name, t in outputs.items()} == {
+        "log_probs": (0, cases.R),
+        "entropy": (0, cases.R),
+    }
+    assert (
+        engine.train_step(empty, lambda out, micro: (out["log_probs"].sum(), {}))["grad_norm"] == 0
+    )
+
+
+def test_forward_does_not_depend_on_the_cut(model_folder):
+    engine, batch = build(model_folder, None), cases.make_batch()
+    whole = engine.forward(batch, temperature=0.7, entropy=True)
+    for size in (1, 3):
+        parts = engine.forward(batch, temperature=0.7, entropy=True, micro_batch_size=size)
+        for name, values in whole.items():
+            assert torch.allclose(parts[name], values, atol=1e-5)
+
+
+def test_dropout_is_off(model_folder, tmp_path):
+    model = load_causal_lm(model_folder)
+    model.config.attention_dropout = 0.5
+    model.save_pretrained(tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((Path(model_folder) / file).read_bytes())
+    engine = build(str(tmp_path))
+    engine.module.train()
+    one, two = (engine.forward(cases.make_batch())["log_probs"] for _ in range(2))
+    assert torch.equal(one, two)
+
+
+def test_mistakes_are_named(model_folder, tmp_path):
+    with pytest.raises(ConfigError, match="no optimizer"):
+        step(build(model_folder, None))
+    with pytest.raises(FieldError, match="response_mask"):
+        build(model_folder).forward(
+            {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
+        )
+    with pytest.raises(UnknownNameError, match="lr_scheduler"):
+        build(model_folder, OptimConfig(lr_scheduler="triangle"))
+    with pytest.raises(ConfigError, match="total_steps"):
+        build_engine(
+            ModelConfig(path=model_folder), EngineConfig(), OptimConfig(lr_scheduler="cosine")
+        )
+    with pytest.raises(UnknownNameError, match="did you mean 'fsdp'"):
+        build_engine(ModelConfig(path=model_folder), EngineConfig(name="fsdp2"))
+    with pytest.raises(ConfigError, match="fsdp_size"):
+        build_engine(ModelConfig(path=model_folder), EngineConfig(fsdp_size=3))
+    with pytest.raises(CheckpointError, match="missing"):
+        build(model_folder).load(tmp_path)

@@ -1,0 +1,168 @@
+"""The engine against a naive loop: one row at a time, the whole forward again for each token."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.errors import ConfigError, ModelError, ShapeError, UnknownNameError
+from quadriga.models.loading import load_causal_lm
+from quadriga.rollout import build_rollout
+from quadriga.rollout.base import SamplingParams
+from quadriga.rollout.sampling import draw
+
+SAMPLING = SamplingParams(max_new_tokens=12, eos_token_ids=tuple(range(3, 20)), pad_token_id=0)
+
+
+@pytest.fixture(scope="module")
+def rollout(model_folder):
+    return build_rollout("hf", ModelConfig(path=model_folder), micro_batch_size=5)
+
+
+@pytest.fixture(scope="module")
+def model(model_folder):
+    return load_causal_lm(model_folder)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Eight rows, left-padded in two columns more than any needs; rows 1, 4, 6 repeat others."""
+    random = torch.Generator().manual_seed(1)
+    lengths = [3, 3, 5, 1, 5, 7, 3, 2]
+    ids = torch.zeros(8, 9, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, 9 - length :] = torch.randint(20, 200, (length,), generator=random)
+        mask[row, 9 - length :] = 1
+    for row, same in ((1, 0), (4, 2), (6, 0)):
+        ids[row] = ids[same]
+    return ids, mask, torch.arange(100, 108)
+
+
+def naive(model, ids, mask, seed, sampling):
+    tokens, log_probs = ids[mask.bool()].tolist(), []
+    start = len(tokens)
+    for place in range(sampling.max_new_tokens):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[:, -1]
+        token, log_prob = draw(logits, sampling, torch.tensor([seed]), place)
+        tokens.append(int(token))
+        log_probs.append(float(log_prob))
+        if tokens[-1] in sampling.eos_token_ids:
+            return tokens[start:], log_probs, "stop"
+    return tokens[start:], log_probs, "length"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 0.0}, {"temperature": 1.7, "top_k": 40}, {"top_p": 0.7}],
+    ids=str,
+)
+def test_equals_the_naive_loop(rollout, model, prompts, settings):
+    sampling = dataclasses.replace(SAMPLING, **settings)
+    ids, mask, seeds = prompts
+    out = rollout.generate(ids, mask, sampling, seeds)
+    assert out.response_ids.shape == out.response_mask.shape == (8, 12)
+    for row in range(8):
+        tokens, log_probs, reason = naive(model, ids[row], mask[row], int(seeds[row]), sampling)
+        n = len(tokens)
+        assert out.response_ids[row].tolist() == tokens + [0] * (12 - n)
+        assert out.response_mask[row].tolist() == [1] * n + [0] * (12 - n)
+        assert out.rollout_log_probs[row, :n].tolist() == pytest.approx(log_probs, abs=2e-5)
+        assert not out.rollout_log_probs[row, n:].any()
+        assert out.finish_reason[row] == reason
+
+
+def test_both_ways_to_finish_occur(rollout, prompts):
+    ids, mask, seeds = prompts
+    assert set(rollout.generate(ids, mask, SAMPLING, seeds).finish_reason) == {"stop", "length"}
+
+
+def test_a_row_draws_the_same_alone_and_in_any_company(rollout, prompts):
+    ids, mask, seeds = prompts
+    together = rollout.generate(ids, mask, SAMPLING, seeds)
+    order = torch.tensor([5, 2, 7, 0])
+    for rows in (order, *order.split(1)):
+        part = rollout.generate(ids[rows], mask[rows], SAMPLING, seeds[rows])
+        assert torch.equal(part.response_ids, together.response_ids[rows])
+
+
+def test_samples_of_one_prompt_differ_by_seed(rollout, prompts):
+    ids, mask, _ = prompts
+    rows = torch.zeros(6, dtype=torch.int64)
+    out = rollout.generate(ids[rows], mask[rows], SAMPLING, torch.arange(6))
+    assert len({tuple(row) for row in out.response_ids.tolist()}) > 3
+
+
+def test_greedy_equals_the_librarys_own_generate(rollout, model, prompts):
+    ids, mask, seeds = prompts
+    sampling = dataclasses.replace(SAMPLING, temperature=0.0, eos_token_ids=(2,))
+    out = rollout.generate(ids, mask, sampling, seeds)
+    theirs = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=2,
+        pad_token_id=0,
+    )[:, 9:]
+    assert torch.equal(out.response_ids[:, : theirs.shape[1]], theirs)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_training_sees_the_same_log_probs(model_folder, rollout, prompts, temperature):
+    from quadriga.engines.fsdp import FSDPEngine
+
+    ids, mask, seeds = prompts
+    sampling = dataclasses.replace(SAMPLING, temperature=temperature, top_k=30)
+    out = rollout.generate(ids, mask, sampling, seeds)
+    engine = FSDPEngine(ModelConfig(path=model_folder), EngineConfig())
+    batch = {
+        "input_ids": torch.cat([ids, out.response_ids], 1),
+        "attention_mask": torch.cat([mask, out.response_mask], 1),
+        "response_mask": out.response_mask,
+    }
+    found = engine.forward(batch, temperature=temperature)["log_probs"]
+    assert torch.allclose(found, out.rollout_log_probs, atol=2e-5)
+
+
+def test_inputs_are_left_as_they_were(rollout, prompts):
+    ids, mask, seeds = (x.clone() for x in prompts)
+    out = rollout.generate(ids, mask, SAMPLING, seeds)
+    assert all(torch.equal(a, b) for a, b in zip((ids, mask, seeds), prompts, strict=True))
+    out.response_ids.add_(1)  # an ordinary tensor, not one of inference mode
+
+
+def test_weights(model_folder, prompts):
+    ids, mask, seeds = prompts
+    rollout = build_rollout("hf", ModelConfig(path=model_folder))
+    assert rollout.version == -1
+    before = rollout.generate(ids, mask, SAMPLING, seeds).rollout_log_probs
+    new = {name: t + 0.05 for name, t in rollout.module.state_dict().items()}
+    rollout.update_weights(new.items(), version=3)
+    assert rollout.version == 3
+    after = rollout.generate(ids, mask, SAMPLING, seeds).rollout_log_probs
+    assert not torch.allclose(before, after)
+    rollout.release()
+    rollout.resume()
+    again = rollout.generate(ids, mask, SAMPLING, seeds).rollout_log_probs
+    assert torch.equal(again, after)
+    with pytest.raises(ModelError, match="no_such"):
+        rollout.update_weights([("no_such", torch.zeros(1))], version=4)
+    with pytest.raises(ModelError, match=r"model\.norm\.weight"):
+        rollout.update_weights([("model.norm.weight", torch.zeros(3))], version=4)
+
+
+def test_mistakes_are_named(model_folder, rollout, prompts):
+    ids, mask, seeds = prompts
+    with pytest.raises(ShapeError, match="sample_seeds"):
+        rollout.generate(ids, mask, SAMPLING, seeds[:3])
+    with pytest.raises(ModelError, match="speed"):
+        build_rollout("hf", ModelConfig(path=model_folder), speed=9)
+    with pytest.raises(ConfigError, match="not in this release"):
+        build_rollout("vllm", ModelConfig(path=model_folder))
+    with pytest.raises(UnknownNameError, match="did you mean 'sglang'"):
+        build_rollout("sglan", ModelConfig(path=model_folder))

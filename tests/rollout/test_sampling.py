@@ -1,0 +1,101 @@
+"""Draws are a function of a row's seed, place and logits; numbers by hand and by a naive loop."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from quadriga.errors import ConfigError
+from quadriga.rollout import sampling
+from quadriga.rollout.base import SamplingParams
+
+LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+BITS = (1 << 64) - 1
+
+
+def params(**changes) -> SamplingParams:
+    settings = {"max_new_tokens": 4, "eos_token_ids": (1,), "pad_token_id": 0}
+    return SamplingParams(**(settings | changes))
+
+
+def naive_mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS
+    return x ^ (x >> 31)
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**62, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize("place", [0, 1, 1000])
+def test_uniform_is_splitmix_of_seed_and_place(seed, place):
+    state = naive_mix((seed + 0x9E3779B97F4A7C15) & BITS)
+    expected = naive_mix((state + (place + 1) * 0x9E3779B97F4A7C15) & BITS) >> 11
+    found = sampling.uniform(torch.tensor([seed]), place)
+    assert found.tolist() == [expected * 2.0**-53]
+
+
+def test_uniform_numbers_fill_the_unit_interval():
+    seeds = torch.arange(20_000)
+    for place in (0, 7):
+        u = sampling.uniform(seeds, place)
+        counts = torch.histc(u.float(), bins=10, min=0, max=1)
+        assert ((counts - 2000).abs() < 200).all()
+    assert (sampling.uniform(seeds, 0) != sampling.uniform(seeds, 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("u", "token"), [(0.0, 0), (0.4999, 0), (0.5001, 1), (0.7999, 1), (0.8001, 2), (0.9999, 3)]
+)
+def test_inverse_cdf(monkeypatch, u, token):
+    monkeypatch.setattr(sampling, "uniform", lambda s, p: torch.tensor([u], dtype=torch.float64))
+    found, log_prob = sampling.draw(LOGITS, params(), torch.tensor([5]), 0)
+    assert found.tolist() == [token]
+    assert log_prob.item() == pytest.approx(LOGITS[0, token].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        ({"top_k": 1}, {0}),
+        ({"top_k": 2}, {0, 1}),
+        ({"top_k": 9}, {0, 1, 2, 3}),
+        ({"top_p": 0.1}, {0}),
+        ({"top_p": 0.45}, {0}),
+        ({"top_p": 0.55}, {0, 1}),
+        ({"top_p": 0.81}, {0, 1, 2}),
+        ({"top_p": 0.81, "top_k": 2}, {0, 1}),
+        ({"temperature": 0.0}, {0}),
+    ],
+)
+def test_filters(settings, allowed):
+    seeds = torch.arange(400)
+    token, log_prob = sampling.draw(LOGITS.expand(400, 4), params(**settings), seeds, 3)
+    assert set(token.tolist()) == allowed
+    assert torch.allclose(log_prob, LOGITS[0][token], atol=1e-6), "before the filters"
+
+
+def test_temperature_scales_the_reported_distribution():
+    seeds = torch.arange(4000)
+    token, log_prob = sampling.draw(LOGITS.expand(4000, 4), params(temperature=2.0), seeds, 0)
+    scaled = (LOGITS[0] / 2).log_softmax(-1)
+    assert torch.allclose(log_prob, scaled[token], atol=1e-6)
+    share = torch.bincount(token, minlength=4) / 4000
+    assert torch.allclose(share, scaled.exp(), atol=0.03)
+
+
+def test_a_word_of_probability_zero_is_never_drawn(monkeypatch):
+    logits = torch.tensor([[0.0, -math.inf, 0.0, -math.inf]])
+    for u in (0.0, 0.5, 1.0):
+        drawn = torch.tensor([u], dtype=torch.float64)
+        monkeypatch.setattr(sampling, "uniform", lambda s, p, drawn=drawn: drawn)
+        token, _ = sampling.draw(logits, params(), torch.tensor([0]), 0)
+        assert token.item() in (0, 2)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": 0}, {"max_new_tokens": 0}]
+)
+def test_settings_out_of_range(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        params(**wrong)

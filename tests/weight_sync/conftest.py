@@ -1,0 +1,18 @@
+"""A Qwen2 of some ten thousand parameters, shared by the room's tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quadriga.models.tiny import TinyModel, write_tiny_model
+
+torch.set_num_threads(1)
+SHAPE = TinyModel(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    write_tiny_model(folder, ["one two three"], SHAPE)
+    return str(folder)
