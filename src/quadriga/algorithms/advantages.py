@@ -5,18 +5,17 @@ Legend of shapes: B samples, T response tokens, K reward components.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from quadriga.algorithms import group_advantages as by_group
 from quadriga.algorithms import registry
 from quadriga.algorithms import return_advantages as by_return
 from quadriga.algorithms.checks import require_matrix, require_same_shape, to_bool_mask
-from quadriga.algorithms.groups import Groups, make_groups
+from quadriga.algorithms.groups import GroupIds, Groups, make_groups
 from quadriga.errors import AlgorithmError
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
@@ -136,7 +135,7 @@ def compute_advantages(
     *,
     token_level_rewards_BT: Tensor,
     response_mask_BT: Tensor,
-    group_ids: Sequence[Any] | np.ndarray | Tensor | None = None,
+    group_ids: GroupIds | None = None,
     values_BT: Tensor | None = None,
     reward_baselines_B: Tensor | None = None,
     reward_components_BK: Tensor | None = None,

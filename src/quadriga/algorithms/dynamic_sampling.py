@@ -6,20 +6,16 @@ of nothing, and makes the batch smaller than it looks. Shapes: B samples, G grou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.checks import require_finite
-from quadriga.algorithms.groups import Groups, make_groups
+from quadriga.algorithms.groups import GroupIds, Groups
 from quadriga.algorithms.registry import look_up
+from quadriga.algorithms.shaping import dead_group_metrics, groups_of_scores
 from quadriga.errors import AlgorithmError, GroupError
-
-GroupIds = Sequence[Any] | np.ndarray | Tensor
 
 MODES = {
     "mask": "groups without signal stay in the batch with weight zero",
@@ -40,7 +36,7 @@ class SamplingDecision:
         rows: int64, rows to keep, whole groups, in the order in which they came.
         alive: bool, for each of `rows`: False means weight zero (mask all its tokens).
         missing_groups: groups with signal that are wanted and not there.
-        metrics: `group_metrics` of all samples, and `filter/kept_groups`, `filter/gen_batches`.
+        metrics: `dead_group_metrics` of all samples, and `kept` groups, `gen_batches`.
     """
 
     action: Literal["train", "refill"]
@@ -48,40 +44,6 @@ class SamplingDecision:
     alive: Tensor
     missing_groups: int
     metrics: dict[str, float]
-
-
-def group_metrics(scores_B: Tensor, group_ids: GroupIds) -> dict[str, float]:
-    """How many groups teach something.
-
-    Keys: `groups/total`, `groups/dead` (all rewards equal) and, as shares of all groups,
-    `groups/dead_fraction`, `groups/dead_at_top` and `groups/dead_at_bottom` (dead at the batch's
-    largest or smallest reward: too easy, too hard), `groups/std_mean` the mean spread in a group.
-
-    Raises:
-        ShapeError, NonFiniteError, GroupError.
-    """
-    return _metrics(scores_B, _groups(scores_B, group_ids))
-
-
-def _groups(scores_B: Tensor, group_ids: GroupIds) -> Groups:
-    if scores_B.numel() == 0:
-        raise GroupError("There are no samples to group.", tensor="scores")
-    require_finite(scores=scores_B)
-    return make_groups(group_ids, torch.ones_like(scores_B, dtype=torch.bool))
-
-
-def _metrics(scores_B: Tensor, groups: Groups) -> dict[str, float]:
-    dead = ~groups.signal_G(scores_B)
-    level = groups.extreme_G(scores_B, largest=True)
-    top, bottom = (dead & (level == edge) for edge in (scores_B.max(), scores_B.min()))
-    return {
-        "groups/total": float(groups.num_groups),
-        "groups/dead": float(dead.sum()),
-        "groups/dead_fraction": float(dead.double().mean()),
-        "groups/dead_at_top": float(top.double().mean()),
-        "groups/dead_at_bottom": float(bottom.double().mean()),
-        "groups/std_mean": float(groups.std_G(scores_B).mean()),
-    }
 
 
 def dynamic_sampling(
@@ -115,10 +77,10 @@ def dynamic_sampling(
             f"`wanted_groups` and `max_num_gen_batches` must be at least 1, but are "
             f"{wanted_groups} and {max_num_gen_batches}."
         )
-    groups = _groups(scores_B, group_ids)
+    groups = groups_of_scores(scores_B, group_ids)
     signal = groups.signal_G(scores_B)
     living = int(signal.sum())
-    metrics = {**_metrics(scores_B, groups), "filter/gen_batches": float(gen_batches)}
+    metrics = {**dead_group_metrics(scores_B, group_ids), "gen_batches": float(gen_batches)}
     missing = max(wanted_groups - living, 0)
     if mode == "mask":
         return _keep(groups, torch.ones_like(signal), signal, "train", missing, metrics)
@@ -156,4 +118,4 @@ def _keep(
     rows = chosen_G[groups.index_B].nonzero()[:, 0]
     alive = signal_G[groups.index_B][rows]
     kept = float((chosen_G & signal_G).sum())
-    return SamplingDecision(action, rows, alive, missing, {**metrics, "filter/kept_groups": kept})
+    return SamplingDecision(action, rows, alive, missing, {**metrics, "kept": kept})

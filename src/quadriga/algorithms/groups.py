@@ -17,6 +17,8 @@ from torch import Tensor
 
 from quadriga.errors import GroupError, ShapeError
 
+GroupIds = Sequence[Any] | np.ndarray | Tensor
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -68,7 +70,7 @@ class Groups:
         return self.extreme_G(values_B, largest=True) > self.extreme_G(values_B, largest=False)
 
 
-def make_groups(group_ids: Sequence[Any] | np.ndarray | Tensor, member_B: Tensor) -> Groups:
+def make_groups(group_ids: GroupIds, member_B: Tensor) -> Groups:
     """Number the groups that `group_ids` name.
 
     Args:

@@ -1,6 +1,7 @@
 """What happens to rewards before they become advantages. Shapes: B samples, T tokens.
 
-Over-long penalty and filter, clipping and whitening. All pure: new tensors, inputs untouched.
+Over-long penalty and filter, clipping and whitening, and which groups have a signal at all. All
+pure: new tensors, inputs untouched.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from quadriga.algorithms.checks import (
     require_same_shape,
     to_bool_mask,
 )
+from quadriga.algorithms.groups import GroupIds, Groups, make_groups
 from quadriga.algorithms.masked import masked_whiten
-from quadriga.errors import AlgorithmError
+from quadriga.errors import AlgorithmError, GroupError
 
 
 def overlong_penalty(
@@ -90,3 +92,68 @@ def whiten_rewards(rewards_BT: Tensor, response_mask_BT: Tensor) -> Tensor:
     mask = to_bool_mask(response_mask_BT)
     require_finite(mask, token_level_rewards=rewards_BT)
     return masked_whiten(rewards_BT, mask, shift_mean=False)
+
+
+def shape_rewards(
+    rewards_BT: Tensor, response_mask_BT: Tensor, *, clip: float | None = None, whiten: bool = False
+) -> Tensor:
+    """Clip, then whiten, each if asked for; at least float32, 0 outside the mask.
+
+    Raises:
+        ShapeError, MaskError, NonFiniteError; AlgorithmError: a clip that is not above 0.
+    """
+    require_matrix("response_mask", response_mask_BT)
+    require_same_shape("response_mask", response_mask_BT, token_level_rewards=rewards_BT)
+    mask = to_bool_mask(response_mask_BT)
+    rewards = as_float(rewards_BT).masked_fill(~mask, 0)
+    require_finite(token_level_rewards=rewards)
+    if clip is not None:
+        rewards = clip_rewards(rewards, limit=clip)
+    return masked_whiten(rewards, mask, shift_mean=False) if whiten else rewards
+
+
+def groups_of_scores(scores_B: Tensor, group_ids: GroupIds) -> Groups:
+    """Groups in which every sample counts. Raises `GroupError` for no samples, and as
+    `make_groups`; `NonFiniteError`."""
+    if scores_B.dim() != 1 or scores_B.numel() == 0:
+        raise GroupError(
+            f"`scores` must hold one number a sample, at least one, but has shape "
+            f"{list(scores_B.shape)}.",
+            tensor="scores",
+        )
+    require_finite(scores=scores_B)
+    return make_groups(group_ids, torch.ones_like(scores_B, dtype=torch.bool))
+
+
+def informative_groups(scores_B: Tensor, group_ids: GroupIds) -> Tensor:
+    """bool [B]: True for samples of groups whose rewards are not all equal.
+
+    Raises:
+        ShapeError, NonFiniteError, GroupError.
+    """
+    groups = groups_of_scores(scores_B, group_ids)
+    return groups.signal_G(scores_B)[groups.index_B]
+
+
+def dead_group_metrics(scores_B: Tensor, group_ids: GroupIds) -> dict[str, float]:
+    """How many groups teach something.
+
+    Keys: `total` and `dead` groups (all rewards equal), and as shares of all groups
+    `dead_fraction`, `dead_at_top` and `dead_at_bottom` (dead at the batch's largest or smallest
+    reward: too easy, too hard); `std_mean`, the mean spread within a group.
+
+    Raises:
+        ShapeError, NonFiniteError, GroupError.
+    """
+    groups = groups_of_scores(scores_B, group_ids)
+    dead = ~groups.signal_G(scores_B)
+    level = groups.extreme_G(scores_B, largest=True)
+    top, bottom = (dead & (level == edge) for edge in (scores_B.max(), scores_B.min()))
+    return {
+        "total": float(groups.num_groups),
+        "dead": float(dead.sum()),
+        "dead_fraction": float(dead.double().mean()),
+        "dead_at_top": float(top.double().mean()),
+        "dead_at_bottom": float(bottom.double().mean()),
+        "std_mean": float(groups.std_G(scores_B).mean()),
+    }
