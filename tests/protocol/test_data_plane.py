@@ -1,0 +1,205 @@
+"""The data plane through worker groups, on both backends, and what only processes can show."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import numpy as np
+import pytest
+import torch
+from plane_workers import WIDTH, Plane
+
+from quadriga.backends import get_backend
+from quadriga.errors import LostObjectError
+from quadriga.protocol import DataProto
+from quadriga.protocol.refbatch import RefBatch
+from quadriga.protocol.traffic import traffic
+
+BIG_ROW = 4 * WIDTH
+
+
+@pytest.fixture(scope="session")
+def plane_backends():
+    ray = get_backend("ray")
+    ray.start(num_cpus=16, object_store_memory=200 * 2**20)
+    yield {"ray": ray, "local": get_backend("local")}
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def groups(plane_backends):
+    """groups(backend, ranks): one group each, shared by all tests."""
+    started = {}
+
+    def group(backend: str, ranks: int):
+        if (backend, ranks) not in started:
+            host = plane_backends[backend]
+            pool = host.resource_pool([ranks], use_gpu=False)
+            started[backend, ranks] = host.worker_group(pool, host.class_with_args(Plane))
+        return started[backend, ranks]
+
+    yield group
+    for one in started.values():
+        one.shutdown()
+
+
+@pytest.fixture(params=["local", "ray"])
+def backend(request):
+    return request.param
+
+
+def prompts(n: int) -> DataProto:
+    return DataProto.from_dict({"row": torch.arange(n)})
+
+
+def test_results_stay_where_they_were_made(groups, backend):
+    group = groups(backend, 4)
+    traffic.reset()
+    data = group.generate(prompts(12))
+    assert isinstance(data.batch, RefBatch) and traffic.snapshot().fetched_bytes < 4096
+    if backend == "ray":
+        assert sum(group.stored()) >= 12 * BIG_ROW
+    data.union(group.values(data))
+    data.reorder(torch.arange(11, -1, -1))
+    if backend == "ray":  # local ranks count in this process
+        assert traffic.snapshot().fetched_bytes < 8192
+    assert data.batch["small"].tolist() == [110 - 10 * i for i in range(12)]
+    assert data[:2].batch["values"][:, 7].tolist() == [11.5, 10.5]
+    assert "[0-3]" in data.describe() and "generate" in data.describe()
+
+
+@pytest.mark.parametrize("readers", [3, 4])
+def test_each_rank_receives_exactly_its_rows(groups, readers):
+    """4 ranks wrote, 3 or 4 read: bytes counted in the readers."""
+    data = groups("ray", 4).generate(prompts(12))
+    found = groups("ray", readers).read(data, ["big"])
+    share = 12 // readers
+    assert found == [
+        (share * BIG_ROW, [float(i) for i in range(r * share, (r + 1) * share)])
+        for r in range(readers)
+    ]
+    data.reorder(torch.tensor([5, 0, 11, 3, 2, 1, 4, 10, 9, 8, 7, 6]))
+    _, rows = groups("ray", readers).read(data, ["big"])[0]
+    assert rows[:3] == [5, 0, 11]
+
+
+def test_writing_in_place_is_safe(groups, backend):
+    """Inline and stored, local and by reference, every kind: the controller and all siblings see
+    what they saw before."""
+    group = groups(backend, 3)
+    sources = {"by reference": groups(backend, 4).generate(prompts(4))}
+    sources["here"] = DataProto.from_dict(
+        {
+            "big": torch.ones(4, WIDTH),
+            "inline": torch.arange(4.0),
+            "half": torch.ones(4, WIDTH).bfloat16(),
+            "flag": torch.ones(4, 2 * WIDTH, dtype=torch.bool),
+            "rag": torch.nested.nested_tensor(
+                [torch.ones(8192 * (i + 1)) for i in range(4)], layout=torch.jagged
+            ),
+        },
+        {"o": ["a", {"k": 1}, None, 2], "n": np.arange(40_000.0).reshape(4, 10_000)},
+    )
+    for data in sources.values():
+        data.meta_info.update({"list": [], "tensor": torch.zeros(3)})
+        first, second = group.scribble(data), group.scribble(data)
+        assert first[0] == first[1] == second[0] == second[1]
+        assert any(v != 0 for v in first[0]["big"])
+        assert data.meta_info["list"] == [] and data.meta_info["tensor"].tolist() == [0, 0, 0]
+    here = sources["here"]
+    assert here.batch["big"].min() == 1 and here.batch["flag"].all()
+    assert here.batch["rag"].values().min() == 1 and here.non_tensor_batch["o"][0] == "a"
+    assert sources["by reference"].batch["big"][:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_unread_fields_pass_through_a_worker_as_references(groups):
+    data = groups("ray", 4).generate(prompts(12))
+    out = groups("ray", 3).passes_on(data)
+    assert out.meta_info["fetched"] <= 4 * 8  # only `small`, which came along
+    assert out.batch["small"].tolist() == [10 * i + 1 for i in range(12)]
+    assert out.batch["big"][:, 0].tolist() == list(range(12))
+
+
+def test_a_future_feeds_another_group(groups, backend):
+    data = groups(backend, 4).generate(prompts(12))
+    future = groups(backend, 4).values_later(data)
+    traffic.reset()
+    found = groups(backend, 3).read(future, ["values"])
+    assert [rows[0] for _, rows in found] == [0.5, 4.5, 8.5]
+    if backend == "ray":
+        assert [n for n, _ in found] == [4 * BIG_ROW] * 3
+        assert traffic.snapshot().fetched_bytes == 0
+    assert future.get().batch["values"][11, 0] == 11.5
+
+
+def test_large_local_fields_are_stored_once_a_part(groups):
+    data = DataProto.from_dict({"big": torch.ones(12, WIDTH)}, meta_info={"list": []})
+    traffic.reset()
+    groups("ray", 3).read(data, ["big"])
+    assert traffic.reset().stored_bytes == 12 * BIG_ROW
+    data.meta_info["tensor"] = torch.zeros(1)
+    groups("ray", 4).scribble(data)
+    assert traffic.reset().stored_bytes == 12 * BIG_ROW
+
+
+def test_a_dead_owner_is_named(plane_backends, groups):
+    host = plane_backends["ray"]
+    pool = host.resource_pool([2], use_gpu=False)
+    group = host.worker_group(pool, host.class_with_args(Plane))
+    data = group.generate(prompts(4))
+    survivors = groups("ray", 4).generate(prompts(4))
+    for handle in group.workers:
+        host_kill(handle)
+    with pytest.raises(LostObjectError, match=r"'big'.*rank 0 in generate") as caught:
+        read_until_lost(data)
+    assert caught.value.method == "generate" and caught.value.rank == 0
+    assert caught.value.field == "big" and caught.value.role
+    assert survivors.batch["big"].shape == (4, WIDTH)
+    pool.release()
+
+
+def host_kill(handle) -> None:
+    import ray
+
+    ray.kill(handle)
+
+
+def read_until_lost(data: DataProto) -> None:
+    """The owner's death takes a moment to be known."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        data[:1].batch["big"]
+        time.sleep(0.1)
+
+
+def store_bytes() -> int:
+    """Bytes in use in Ray's object store."""
+    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+    reply = get_memory_info_reply(get_state_from_address(None))
+    return int(reply.store_stats.object_store_bytes_used)
+
+
+def test_500_steps_leave_rays_store_as_it_was(groups):
+    group = groups("ray", 3)
+
+    def step() -> None:
+        data = group.generate(prompts(3))
+        data.union(group.values(data))
+        assert data.batch["small"].tolist() == [0, 10, 20]
+
+    step()
+    gc.collect()
+    baseline = wait_for_bytes(0)
+    for _ in range(500):
+        step()
+    assert wait_for_bytes(baseline) <= baseline
+
+
+def wait_for_bytes(at_most: int) -> int:
+    """The store's bytes once they are down to `at_most`, or after five seconds."""
+    deadline = time.monotonic() + 5
+    while (used := store_bytes()) > at_most and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return used
