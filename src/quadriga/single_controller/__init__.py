@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quadriga.single_controller.backend import Backend as Backend
     from quadriga.single_controller.bound_method import BoundMethod as BoundMethod
+    from quadriga.single_controller.bound_method import with_hooks as with_hooks
     from quadriga.single_controller.builtin_modes import Dispatch as Dispatch
     from quadriga.single_controller.builtin_modes import Execute as Execute
     from quadriga.single_controller.call import Call as Call
@@ -71,6 +72,7 @@ _HOME = {
     "register_execute_mode": "modes",
     "update_dispatch_mode": "modes",
     "update_execute_mode": "modes",
+    "with_hooks": "bound_method",
 }
 
 __all__ = list(_HOME)

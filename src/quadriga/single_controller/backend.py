@@ -29,6 +29,10 @@ class RankFacts:
     """The file on its node that its stderr goes to."""
     node_id: str = ""
     """The engine's own name of that node."""
+    name: str = ""
+    """What the engine calls it, "" for one without a name."""
+    devices: str | None = None
+    """The accelerators it may see, as the vendor's variable lists them."""
     stack_path: str = ""
     """The file on its node that it writes its stacks to when asked by a signal."""
 
@@ -113,8 +117,9 @@ class Backend(Protocol):
         """
         ...
 
-    def share(self, value: Any) -> Any:
-        """Prepare a value that several ranks will receive, so that it is sent once."""
+    def share(self, packed: Any, value: Any) -> Any:
+        """Prepare what several ranks will receive, so that it is sent once. `packed` is what
+        would travel, `value` what it was before."""
         ...
 
     def is_alive(self, handle: RankHandle) -> bool:

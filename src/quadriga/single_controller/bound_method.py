@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,10 @@ from quadriga.single_controller.registration import MethodRecord
 
 if TYPE_CHECKING:
     from quadriga.single_controller.worker_group import WorkerGroup
+
+
+BeforeCall = Callable[[str, tuple[Any, ...], dict[str, Any]], object]
+AfterCall = Callable[[str, Any], object]
 
 
 class BoundMethod:
@@ -46,11 +52,41 @@ class BoundMethod:
 
     def options(self, timeout: float | None = None) -> BoundMethod:
         """The same method with other call options. `timeout`: seconds, None: the group's."""
-        chosen = replace(self.call_options, timeout=timeout)
-        return BoundMethod(self.group, self.role, self.record, chosen)
+        twin = copy.copy(self)
+        twin.call_options = replace(self.call_options, timeout=timeout)
+        return twin
 
     def __repr__(self) -> str:
         return f"<{self.label} on {self.group.world_size} ranks>"
+
+
+class HookedMethod(BoundMethod):
+    """A bound method with a function before and one after each blocking call."""
+
+    before: BeforeCall | None = None
+    after: AfterCall | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.before is not None:
+            self.before(self.label, args, kwargs)
+        value = super().__call__(*args, **kwargs)
+        if self.after is not None:
+            self.after(self.label, value)
+        return value
+
+
+def with_hooks(
+    before: BeforeCall | None = None, after: AfterCall | None = None
+) -> Callable[[WorkerGroup, str, MethodRecord], HookedMethod]:
+    """A `method_factory` for groups: `before(label, args, kwargs)` runs before each call and
+    `after(label, value)` after it; `label` is "role.method". What they raise, the caller sees."""
+
+    def make(group: WorkerGroup, role: str, record: MethodRecord) -> HookedMethod:
+        method = HookedMethod(group, role, record)
+        method.before, method.after = before, after
+        return method
+
+    return make
 
 
 def _call(method: BoundMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -19,6 +20,14 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
     materialize: bool = True
     """Futures among the arguments are resolved before the method sees them."""
+
+
+class SharedArgument(ABC):
+    """Stands in a call for a value that several ranks receive and that was sent once."""
+
+    @abstractmethod
+    def open(self) -> Any:
+        """The value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,12 @@ class ClassWithInitArgs:
         """Whether this stands for several roles in one process."""
         return False
 
-    def __call__(self) -> Any:
+    def build(self) -> Any:
+        """Build the worker here, in this process."""
         return self.cls(*self.args, **self.kwargs)
+
+    def __call__(self) -> Any:
+        return self.build()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.cls.__name__})"
@@ -78,5 +82,6 @@ class ColocatedClass(ClassWithInitArgs):
     def shares_process(self) -> bool:
         return True
 
-    def __call__(self) -> dict[str, Any]:
-        return {role: member() for role, member in self.class_dict.items()}
+    def build(self) -> dict[str, Any]:
+        """Build the worker of each role here."""
+        return {role: member.build() for role, member in self.class_dict.items()}

@@ -17,7 +17,7 @@ class FusedWorker(Worker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        self.fused_roles = ColocatedClass(self.role_classes)()
+        self.fused_roles = ColocatedClass(self.role_classes).build()
         for role, worker in self.fused_roles.items():
             setattr(self, role, worker)
             if isinstance(worker, Worker):

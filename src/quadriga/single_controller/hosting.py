@@ -18,7 +18,7 @@ from quadriga.errors import (
     WorkerInitError,
     WorkerMethodError,
 )
-from quadriga.single_controller.call import Call
+from quadriga.single_controller.call import Call, SharedArgument
 from quadriga.single_controller.class_with_args import ClassWithInitArgs
 from quadriga.single_controller.environment import LOCAL_PORT, RankEnvironment
 from quadriga.single_controller.worker import Worker
@@ -45,7 +45,7 @@ class RankHost:
         """Build the worker of each role. Raises WorkerInitError carrying the traceback."""
         for role, class_with_args in classes.items():
             try:
-                worker = class_with_args()
+                worker = class_with_args.build()
             except Exception as error:
                 raise self._init_failure(role, error) from error
             self.workers[role] = worker
@@ -148,8 +148,12 @@ class RankHost:
 
     def _arguments(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
         shipping = loaded_shipping()
-        if shipping is None or not (call.args or call.kwargs):
+        if not (call.args or call.kwargs):
             return call.args, call.kwargs
+        args = tuple(map(_opened, call.args))
+        kwargs = {name: _opened(value) for name, value in call.kwargs.items()}
+        if shipping is None:
+            return tuple(map(private_copy, args)), private_copy(kwargs)
         unpack = shipping.unpack_argument
         if not call.materialize:
             future = shipping.DataProtoFuture
@@ -158,8 +162,8 @@ class RankHost:
                 return value if isinstance(value, future) else _open(value)
 
         return (
-            tuple(unpack(value) for value in call.args),
-            {name: unpack(value) for name, value in call.kwargs.items()},
+            tuple(unpack(value) for value in args),
+            {name: unpack(value) for name, value in kwargs.items()},
         )
 
     def _result(self, call: Call, value: Any) -> Any:
@@ -181,6 +185,26 @@ class RankHost:
         except RuntimeError:
             return loop.run_until_complete(awaitable)
         return _in_thread(lambda: loop.run_until_complete(awaitable))
+
+
+def _opened(value: Any) -> Any:
+    return value.open() if isinstance(value, SharedArgument) else value
+
+
+def private_copy(value: Any) -> Any:
+    """Containers and arrays of plain data, copied where somebody else could see a change.
+
+    The same that `protocol.shipping` does, for processes that have not loaded torch.
+    """
+    kind = type(value)
+    if kind is dict:
+        return {key: private_copy(item) for key, item in value.items()}
+    if kind in (list, tuple, set):
+        return kind(private_copy(item) for item in value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return value.copy()
+    return value
 
 
 def loaded_shipping() -> ModuleType | None:

@@ -177,5 +177,5 @@ class _Packer:
         key = id(value)
         if key not in self._packed:
             packed = value if self._pack is None else self._pack(value)
-            self._packed[key] = self._share(packed) if self._uses[key] > 1 else packed
+            self._packed[key] = self._share(packed, value) if self._uses[key] > 1 else packed
         return self._packed[key]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from quadriga.errors import (
+    DispatchError,
     MeshError,
     UnregisteredMethodError,
     WorkerDiedError,
@@ -45,6 +46,7 @@ class WorkerGroup:
         self._role = role
         self._method_factory = method_factory
         self._methods: dict[str, Callable[..., Any]] = {}
+        self._offered: dict[str, tuple[str, str]] = {}
         self._views: dict[str, WorkerGroup] = {}
         self._bind()
 
@@ -53,10 +55,15 @@ class WorkerGroup:
         for role in roles if self._role is None else (self._role,):
             prefix = f"{role}_" if self._role is None else ""
             for name, record in registered_methods(roles[role]).items():
-                method = self._method_factory(self, role, record)
-                self._methods[prefix + name] = method
-                if not hasattr(type(self), prefix + name):
-                    setattr(self, prefix + name, method)
+                offered = prefix + name
+                if hasattr(type(self), offered):
+                    raise DispatchError(
+                        f"{roles[role].__name__}.{name} cannot be bound: a worker group has "
+                        f"{offered!r} itself. Rename the method."
+                    )
+                self._methods[offered] = self._method_factory(self, role, record)
+                self._offered[offered] = role, name
+        self.__dict__.update(self._methods)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_methods" not in self.__dict__:
@@ -130,6 +137,8 @@ class WorkerGroup:
             return self
         if role not in self._views:
             view = WorkerGroup.__new__(type(self))
+            own = {k: v for k, v in self.__dict__.items() if k not in self._methods}
+            view.__dict__.update(own)
             WorkerGroup.__init__(view, self._ranks, role, self._method_factory)
             self._views[role] = view
         return self._views[role]
@@ -178,9 +187,8 @@ class WorkerGroup:
 
     def _resolve(self, method_name: str) -> tuple[str, str]:
         """Role and method of a name that this group offers."""
-        method = self._methods.get(method_name)
-        if isinstance(method, BoundMethod):
-            return method.role, method.record.name
+        if method_name in self._offered:
+            return self._offered[method_name]
         if self._role is None:
             raise UnregisteredMethodError(
                 f"{self} offers {sorted(self._methods)}, not {method_name!r}. Take the view of "

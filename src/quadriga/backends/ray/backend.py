@@ -14,6 +14,7 @@ from quadriga.backends.ray.cluster import RaySession, ensure_ray
 from quadriga.backends.ray.failures import died
 from quadriga.backends.ray.liveness import actor_alive
 from quadriga.backends.ray.pool import RayResourcePool, alive_nodes
+from quadriga.backends.ray.sharing import share
 from quadriga.backends.ray.store import RayStore
 from quadriga.backends.ray.waiting import RayBatch
 from quadriga.errors import QuadrigaError, WorkerError
@@ -138,9 +139,9 @@ class RayBackend:
             for p in pendings
         ]
 
-    def share(self, value: Any) -> Any:
-        """The value itself."""
-        return value
+    def share(self, packed: Any, value: Any) -> Any:
+        """What is packed, stored once if it is big."""
+        return share(packed, value)
 
     def is_alive(self, handle: RankHandle) -> bool:
         """Whether Ray's control store counts the actor among the living."""

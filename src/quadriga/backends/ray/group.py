@@ -11,7 +11,8 @@ import ray
 from quadriga.backends.ray.backend import RayBackend
 from quadriga.backends.ray.class_with_args import RayClassWithInitArgs
 from quadriga.backends.ray.pool import RayResourcePool
-from quadriga.backends.ray.starting import RankPlan, class_roles, start_ranks
+from quadriga.backends.ray.register_center import start_register_center
+from quadriga.backends.ray.starting import RankPlan, class_roles, devices_of, start_ranks
 from quadriga.errors import DispatchError, WorkerDiedError
 from quadriga.protocol.reference import use_store
 from quadriga.single_controller.backend import RankFacts, RankHandle, RankSet
@@ -31,7 +32,8 @@ class RayWorkerGroup(WorkerGroup):
     variables of each process, set before the worker's modules load. `timeout`: default deadline
     of a call in seconds. `start_timeout`: seconds for all `__init__`s. `bin_pack`: STRICT_PACK,
     else PACK. `sharing_with`: another group of the same size; rank i runs on the node and the
-    devices of its rank i, and no pool is needed.
+    devices of its rank i, and no pool is needed. `register_center`: also start an actor named
+    `{prefix}_register_center` that tells rank 0's address to whoever asks (see that module).
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class RayWorkerGroup(WorkerGroup):
         start_timeout: float = START_TIMEOUT_S,
         sharing_with: WorkerGroup | None = None,
         namespace: str | None = None,
+        register_center: bool = False,
         backend: RayBackend | None = None,
         method_factory: MethodFactory = BoundMethod,
     ) -> None:
@@ -79,6 +82,9 @@ class RayWorkerGroup(WorkerGroup):
                     "or existing workers (worker_names or worker_handles)."
                 )
             handles = start_ranks(plans, roles, cls.cls.__name__, start_timeout)
+            if register_center:
+                facts = [handle.facts for handle in handles]
+                self.register_center = start_register_center(prefix, facts, detached, namespace)
         ranks = RankSet(backend, handles, class_roles(roles), prefix, timeout)
         single = None if cls.shares_process else next(iter(roles))
         super().__init__(ranks, single, method_factory)
@@ -147,15 +153,14 @@ class _Planner:
     def beside(self, other: WorkerGroup) -> list[RankPlan]:
         """One plan per rank of another group: same node, same devices."""
         actors = other.workers
-        devices = ray.get([actor.get_cuda_visible_devices.remote() for actor in actors], timeout=60)
-        nodes = [handle.facts.node_id for handle in other._ranks.handles]
+        facts = [handle.facts for handle in other._ranks.handles]
+        nodes = [fact.node_id for fact in facts]
         plans = []
         for rank, actor in enumerate(actors):
             local_rank = nodes[:rank].count(nodes[rank])
             place = self._place(rank, len(actors), local_rank, nodes.count(nodes[rank]))
-            own = {} if devices[rank] == "not set" else {"CUDA_VISIBLE_DEVICES": devices[rank]}
             options = self.cls.actor_options(sharing_with=actor)
-            plans.append(self._plan(place, f"shared:{rank}", options, own))
+            plans.append(self._plan(place, f"shared:{rank}", options, devices_of(facts[rank])))
         return plans
 
     def _place(self, rank: int, world: int, local_rank: int, local_size: int) -> RankEnvironment:
@@ -193,9 +198,7 @@ def _attach(
         )
     except ray.exceptions.RayActorError as error:
         raise WorkerDiedError(f"A worker of the detached group is gone: {error}") from error
-    labels = list(names) if names else [""] * len(facts)
     handles = [
-        RankHandle(actor, name, fact)
-        for actor, name, fact in zip(actors, labels, facts, strict=True)
+        RankHandle(actor, fact.name, fact) for actor, fact in zip(actors, facts, strict=True)
     ]
     return sorted(handles, key=lambda handle: handle.facts.rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,10 @@ from quadriga.errors import PlacementError
 from quadriga.single_controller.placement import NodeResources, PoolNeeds, check_feasible
 from quadriga.single_controller.resource_pool import ResourcePool
 
+logger = logging.getLogger("quadriga.controller")
+
 PLACE_TIMEOUT_S = 120.0
+SPEAK_S = 10.0
 TRACE = 1e-4
 """How much of an accelerator type's resource a bundle asks for: enough to choose the node."""
 
@@ -73,8 +77,21 @@ class RayResourcePool(ResourcePool):
             )
             for index, count in enumerate(self.store)
         ]
+        self._await_places(groups, bundle, timeout)
+        self.pgs = sort_by_node_address(groups)
+        return self.pgs
+
+    def _await_places(
+        self, groups: list[PlacementGroup], bundle: dict[str, float], timeout: float
+    ) -> None:
+        ready = [group.ready() for group in groups]
         try:
-            ray.get([group.ready() for group in groups], timeout=timeout)
+            ray.get(ready, timeout=min(SPEAK_S, timeout))
+            return
+        except ray.exceptions.GetTimeoutError:
+            logger.warning("pool %s waits for places; free now: %s", self.label, _free_text())
+        try:
+            ray.get(ready, timeout=max(0.0, timeout - SPEAK_S))
         except ray.exceptions.GetTimeoutError:
             for group in groups:
                 remove_placement_group(group)
@@ -86,8 +103,6 @@ class RayResourcePool(ResourcePool):
                 wanted=bundle,
                 available=ray.available_resources(),
             ) from None
-        self.pgs = sort_by_node_address(groups)
-        return self.pgs
 
     def release(self) -> None:
         """Give the places back; what still runs there is ended."""

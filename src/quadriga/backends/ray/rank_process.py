@@ -27,6 +27,7 @@ from ray import cloudpickle
 from quadriga.single_controller.backend import RankFacts
 from quadriga.single_controller.call import Call
 from quadriga.single_controller.class_with_args import ClassWithInitArgs
+from quadriga.single_controller.devices import visible_devices
 from quadriga.single_controller.environment import RankEnvironment, ReservedPort
 from quadriga.single_controller.hosting import RankHost
 
@@ -76,10 +77,12 @@ class RankProcess:
             log_path=_log_path(),
             node_id=context.get_node_id(),
             stack_path=self._stack_file.name,
+            name=context.get_actor_name() or "",
+            devices=visible_devices(),
         )
         self._use_store()
         self._host = RankHost(place, self._facts.node, _survives_pickling)
-        self._host.build({role: _plain(member) for role, member in payload[1].items()})
+        self._host.build(payload[1])
         return self._facts
 
     def quadriga_facts(self) -> RankFacts:
@@ -116,22 +119,31 @@ def rank_process_class(name: str, classes: Mapping[str, type]) -> type:
     they are named `<role>_<method>`.
     """
     members: dict[str, Any] = {"__module__": "quadriga.ranks", "__doc__": f"A rank of {name}."}
-    is_async = False
-    for role, cls in classes.items():
+    methods = [
+        (role, method, function)
+        for role, cls in classes.items()
+        for method, function in inspect.getmembers(cls, inspect.isfunction)
+        if not method.startswith("__")
+    ]
+    is_async = any(inspect.iscoroutinefunction(function) for _, _, function in methods)
+    forwarder = _async_forwarder if is_async else _forwarder
+    for role, method, _ in methods:
         prefix = f"{role}_" if len(classes) > 1 else ""
-        for method, function in inspect.getmembers(cls, inspect.isfunction):
-            if method.startswith("__"):
-                continue
-            is_async = is_async or inspect.iscoroutinefunction(function)
-            members.setdefault(prefix + method, _forwarder(role, method))
-    if not is_async:
-        return type(name, (RankProcess,), members)
-    return type(name, (AsyncRankProcess,), members)
+        members.setdefault(prefix + method, forwarder(role, method))
+    return type(name, (AsyncRankProcess if is_async else RankProcess,), members)
 
 
 def _forwarder(role: str, method: str) -> Any:
     def forward(self: RankProcess, *args: Any, **kwargs: Any) -> Any:
         return self.quadriga_invoke(Call(role, method, args, kwargs))
+
+    forward.__name__ = forward.__qualname__ = method
+    return forward
+
+
+def _async_forwarder(role: str, method: str) -> Any:
+    async def forward(self: AsyncRankProcess, *args: Any, **kwargs: Any) -> Any:
+        return await self.quadriga_invoke(Call(role, method, args, kwargs))
 
     forward.__name__ = forward.__qualname__ = method
     return forward
@@ -153,11 +165,6 @@ def _log_path() -> str | None:
     except OSError:
         return None
     return path if os.path.isfile(path) else None
-
-
-def _plain(member: ClassWithInitArgs) -> ClassWithInitArgs:
-    """Without the engine's options: calling it builds the worker here."""
-    return ClassWithInitArgs(member.cls, *member.args, **member.kwargs)
 
 
 def _survives_pickling(error: Exception) -> bool:

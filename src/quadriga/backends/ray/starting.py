@@ -145,7 +145,8 @@ def start_single(member: ClassWithInitArgs, options: dict[str, Any], sharing_wit
     """
     variables = dict((options.get("runtime_env") or {}).get("env_vars") or {})
     if sharing_with is not None:
-        variables.update(_devices_of(sharing_with))
+        facts = ray.get(sharing_with.quadriga_facts.remote(), timeout=60)
+        variables.update(devices_of(facts))
     place = RankEnvironment.read(variables)
     plan = RankPlan("", place, options, variables)
     role = next(iter(member.roles))
@@ -153,9 +154,9 @@ def start_single(member: ClassWithInitArgs, options: dict[str, Any], sharing_wit
     return handle[0].native
 
 
-def _devices_of(actor: Any) -> dict[str, str]:
-    devices = ray.get(actor.get_cuda_visible_devices.remote(), timeout=60)
-    return {} if devices == "not set" else {"CUDA_VISIBLE_DEVICES": devices}
+def devices_of(facts: RankFacts) -> dict[str, str]:
+    """The variable that shows a process the devices of an existing rank."""
+    return {} if facts.devices is None else {"CUDA_VISIBLE_DEVICES": facts.devices}
 
 
 def class_roles(roles: Mapping[str, ClassWithInitArgs]) -> dict[str, type]:
