@@ -225,6 +225,7 @@ class AlgorithmConfig:
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     reward_clip: float | None = None
     whiten_rewards: bool = False
+    reward_components: list[str] = field(default_factory=list)  # of the reward function's dict
     options: dict[str, Any] = field(default_factory=dict)  # passed on to the estimator by name
     user_files: list[str] = field(default_factory=list)  # files that add estimators or losses
 

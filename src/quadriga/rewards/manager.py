@@ -38,6 +38,7 @@ class RewardManager:
     for rules that take microseconds. Else they run in that many processes, where a sample has
     `timeout_s` seconds. A function that raises, hangs or crashes costs its own sample only, which
     scores 0 and is counted in `metrics` and described in `failures`, both of the last batch.
+    `components` names numbers in the functions' dicts that go along as `reward_components` [B, K].
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class RewardManager:
         *,
         num_processes: int = 0,
         timeout_s: float = 10.0,
+        components: Sequence[str] = (),
     ) -> None:
         if num_processes and function is not None and not isinstance(function, FunctionRef):
             raise ConfigError(
@@ -55,6 +57,7 @@ class RewardManager:
             )
         self.tokenizer = tokenizer
         self.function = function
+        self.components = tuple(components)
         self.metrics: dict[str, float] = {}
         self.failures: list[Failure] = []
         self._pool = RewardPool(num_processes, timeout_s) if num_processes else None
@@ -82,7 +85,10 @@ class RewardManager:
         outcomes = self._score(self._samples(data, mask))
         self._report(outcomes, data)
         score_B = torch.tensor([outcome.score for outcome in outcomes], dtype=torch.float32)
-        return DataProto.from_dict({"token_level_scores": at_last_token(score_B, mask)})
+        scores = {"token_level_scores": at_last_token(score_B, mask)}
+        if self.components:
+            scores["reward_components"] = self._components(outcomes)
+        return DataProto.from_dict(scores)
 
     def close(self) -> None:
         """End the pool's processes."""
@@ -131,6 +137,25 @@ class RewardManager:
             if sample.function not in self._loaded:
                 self._loaded[sample.function] = sample.function.load()
         return [call(self._loaded[sample.function], sample) for sample in samples]
+
+    def _components(self, outcomes: list[Outcome]) -> torch.Tensor:
+        """[B, K] float32: the named numbers that functions returned beside the score.
+
+        A sample that got no score has 0 throughout. Raises `FieldError` for a name that a
+        function did not return.
+        """
+        rows = []
+        for outcome in outcomes:
+            missing = [n for n in self.components if not isinstance(outcome.extra.get(n), float)]
+            if missing and outcome.status == SCORED:
+                raise FieldError(
+                    f"algorithm.reward_components names {missing}, but the reward function "
+                    f"returned {sorted(outcome.extra)} beside its score; return a dict with "
+                    "'score' and one number for each component",
+                    field=missing[0],
+                )
+            rows.append([0.0 if missing else float(outcome.extra[n]) for n in self.components])
+        return torch.tensor(rows, dtype=torch.float32).reshape(len(outcomes), len(self.components))
 
     def _report(self, outcomes: list[Outcome], data: DataProto) -> None:
         sources = data.non_tensor_batch.get("data_source", [None] * len(outcomes))

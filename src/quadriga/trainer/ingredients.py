@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
             drop_last=True,
         ),
         val_loader=val,
-        reward=make_reward(config.reward, tokenizer),
+        reward=make_reward(config.reward, tokenizer, config.algorithm.reward_components),
     )
 
 
@@ -67,7 +67,9 @@ def prompt_dataset(cls: Any, files: list[str], data: DataConfig, tokenizer: Any)
     )
 
 
-def make_reward(reward: RewardConfig, tokenizer: Any) -> Callable[[DataProto], DataProto]:
+def make_reward(
+    reward: RewardConfig, tokenizer: Any, components: Sequence[str] = ()
+) -> Callable[[DataProto], DataProto]:
     """The rule rewards of the settings: built-in by `data_source`, or the user's own function."""
     from quadriga.rewards import RewardManager, load_reward_function
 
@@ -77,4 +79,5 @@ def make_reward(reward: RewardConfig, tokenizer: Any) -> Callable[[DataProto], D
         function,
         num_processes=reward.num_processes,
         timeout_s=reward.timeout_s,
+        components=components,
     )

@@ -14,8 +14,7 @@ are by reference: what the controller does not read, it does not hold.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from quadriga.algorithms.advantages import ADVANTAGES
@@ -27,6 +26,7 @@ from quadriga.trainer.groups import PPOGroups, gather, start_groups
 from quadriga.trainer.ingredients import Ingredients, load_ingredients
 from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.record import RunRecord
+from quadriga.trainer.sampling import Sampler
 from quadriga.trainer.validation import Validator
 
 
@@ -57,6 +57,7 @@ class RayPPOTrainer:
         self.resource_pool_manager = resource_pool_manager
         self.reward_fn = reward_fn or self.ingredients.reward
         self.kl_controller = make_kl_controller(config.algorithm.kl_ctrl.type, **_kl(config))
+        self.stream = endless(self.ingredients.train_loader)
         self.step = 0
         self.groups: PPOGroups | None = None
         self.record: RunRecord | None = None
@@ -113,10 +114,14 @@ class RayPPOTrainer:
             )
             validator.run(step=0, due=self.config.trainer.val_before_train)
 
+            sampler = Sampler(
+                self.config, rollout, self.reward_fn, self.stream, self._ranks_to_balance()
+            )
             for prompts in self.schedule():
                 with record.span("step"):
                     with record.span("rollout"):
-                        batch = self.generate(prompts)
+                        batch, metrics = sampler.draw(prompts, self.step)
+                        record.add(metrics)
 
                     with record.span("evaluate"):
                         pending = [actor.compute_log_prob.submit(batch)]
@@ -124,7 +129,9 @@ class RayPPOTrainer:
                             pending.append(ref.compute_ref_log_prob.submit(batch))
                         if critic:
                             pending.append(critic.compute_values.submit(batch))
-                        pending.append(self.reward_fn(batch))
+                        if "token_level_scores" not in batch.batch:
+                            pending.append(self.reward_fn(batch))
+                        record.add(getattr(self.reward_fn, "metrics", {}))
                         for part in gather(pending):
                             batch = batch.union(part)
 
@@ -138,6 +145,7 @@ class RayPPOTrainer:
                         record.add(stages.drop_dead_groups(batch, config))
                         record.add(stages.correct_mismatch(batch, config.rollout_correction))
                         record.add(stages.estimate_advantages(batch, config))
+                        stages.select_update_tokens(batch, self.config.actor_rollout_ref.actor)
 
                     if critic:
                         with record.span("update_critic"):
@@ -156,31 +164,10 @@ class RayPPOTrainer:
             return validator.last
 
     def schedule(self) -> Iterator[DataProto]:
-        """Batches of prompts, epoch after epoch, up to the last step; counts `step`."""
-        per_epoch = len(self.ingredients.train_loader)
-        for _ in range(math.ceil(self.total_steps / max(1, per_epoch))):
-            for prompts in self.ingredients.train_loader:
-                if self.step >= self.total_steps:
-                    return
-                self.step += 1
-                yield prompts
-
-    def generate(self, prompts: DataProto) -> DataProto:
-        """`rollout.n` responses a prompt, rows ordered so that ranks carry equal tokens."""
-        assert self.groups is not None
-        expanded = stages.expand_prompts(
-            prompts,
-            n=self.config.actor_rollout_ref.rollout.n,
-            step=self.step,
-            seed=self.config.trainer.seed,
-        )
-        generated = self.groups.rollout.generate_sequences(stages.generation_inputs(expanded))
-        batch = stages.without_generation_inputs(expanded).union(generated)
-        if self.config.trainer.balance_batch:
-            batch, metrics = stages.balance_over_ranks(batch, self.groups.actor.world_size)
-            if self.record is not None:
-                self.record.add(metrics)
-        return batch
+        """Batches of prompts up to the last step; counts `step`."""
+        while self.step < self.total_steps:
+            self.step += 1
+            yield next(self.stream)
 
     def save(self, *, due: bool) -> None:
         """Write a checkpoint of every role that learns."""
@@ -205,8 +192,18 @@ class RayPPOTrainer:
         assert self.groups is not None
         return self.groups.actor, self.groups.rollout, self.groups.ref, self.groups.critic
 
+    def _ranks_to_balance(self) -> int:
+        assert self.groups is not None
+        return self.groups.actor.world_size if self.config.trainer.balance_batch else 1
+
     def _due(self, every: int) -> bool:
         return self.step == self.total_steps or (every > 0 and self.step % every == 0)
+
+
+def endless(loader: Iterable[DataProto]) -> Iterator[DataProto]:
+    """The loader's batches, epoch after epoch."""
+    while True:
+        yield from loader
 
 
 def _kl(config: TrainConfig) -> dict[str, float]:

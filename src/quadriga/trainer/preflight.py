@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from quadriga.algorithms.advantages import ADVANTAGES
+from quadriga.algorithms.advantages import ADVANTAGES, get_advantage
 from quadriga.algorithms.aggregation import AGGREGATIONS
 from quadriga.algorithms.kl import KL_ESTIMATORS
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
@@ -16,7 +16,9 @@ from quadriga.config.checks import (
     check_train_settings,
 )
 from quadriga.config.schema import RewardConfig, SFTConfig, TrainConfig
-from quadriga.errors import DataError
+from quadriga.engines import ENGINES
+from quadriga.errors import ConfigError, DataError
+from quadriga.rollout import ROLLOUTS
 
 
 def check_train_config(config: TrainConfig) -> None:
@@ -31,6 +33,7 @@ def check_train_config(config: TrainConfig) -> None:
     check_files(config.data.train_files, "data.train_files", needed=True)
     check_files(config.data.val_files, "data.val_files", needed=False)
     check_models(config)
+    check_components(config)
     check_reward(config.reward)
 
 
@@ -42,7 +45,7 @@ def check_sft_config(config: SFTConfig) -> None:
     """
     from quadriga.models import check_model_folder
 
-    check_sft_settings(config)
+    check_sft_settings(config, known_names())
     check_files(config.data.train_files, "data.train_files", needed=True)
     check_files(config.data.val_files, "data.val_files", needed=False)
     check_model_folder(config.model.path)
@@ -58,6 +61,8 @@ def known_names() -> KnownNames:
         policy_losses=frozenset(POLICY_LOSSES),
         aggregations=frozenset(AGGREGATIONS),
         kl_estimators=frozenset(KL_ESTIMATORS),
+        rollouts=frozenset(ROLLOUTS),
+        engines=frozenset(ENGINES),
     )
 
 
@@ -78,6 +83,17 @@ def check_models(config: TrainConfig) -> None:
     check_model_folder(config.actor_rollout_ref.model.path)
     if config.critic.model.path:
         check_model_folder(config.critic.model.path)
+
+
+def check_components(config: TrainConfig) -> None:
+    """An estimator that reads reward components is given their names."""
+    name = config.algorithm.adv_estimator
+    if get_advantage(name).needs_components and not config.algorithm.reward_components:
+        raise ConfigError(
+            f"algorithm.adv_estimator={name} reads reward components: name them in "
+            "algorithm.reward_components, and return them in the reward function's dict",
+            key="algorithm.reward_components",
+        )
 
 
 def check_reward(reward: RewardConfig) -> None:

@@ -6,40 +6,41 @@ each function say which. `metrics` are plain floats.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from quadriga.algorithms.advantages import compute_advantages, get_advantage
 from quadriga.algorithms.importance import importance_correction, mismatch_metrics
 from quadriga.algorithms.kl import KLController, penalise_rewards
+from quadriga.algorithms.policy_losses import get_policy_loss, select_tokens
 from quadriga.algorithms.shaping import (
+    add_to_last_token,
     dead_group_metrics,
     informative_groups,
     overlong_penalty,
     shape_rewards,
 )
-from quadriga.config.schema import AlgorithmConfig, OverlongConfig, RolloutCorrectionConfig
+from quadriga.config.schema import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
 from quadriga.parallel.balancing import get_seqlen_balanced_partitions
-
-if TYPE_CHECKING:
-    from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 
 
-def expand_prompts(prompts: DataProto, *, n: int, step: int, seed: int) -> DataProto:
+def expand_prompts(prompts: DataProto, *, n: int, step: int, seed: int, turn: int = 0) -> DataProto:
     """`n` rows a prompt, neighbours, with the group's `uid` and a `sample_seed` for each row.
 
-    The seed of a row depends on the run's seed, the step, the prompt's place in the step and the
-    sample's number, and on nothing else: not on ranks, not on how a batch is cut.
+    The seed of a row depends on the run's seed, the step, the turn (a step may draw several
+    times), the prompt's place and the sample's number, and on nothing else: not on ranks, not on
+    how a batch is cut.
     """
     import torch
 
     count = len(prompts)
     batch = prompts.repeat(repeat_times=n, interleave=True)
     batch.non_tensor_batch["uid"] = np.repeat(
-        np.array([f"{step}-{i}" for i in range(count)], dtype=object), n
+        np.array([f"{step}-{turn}-{i}" for i in range(count)], dtype=object), n
     )
-    streams = np.random.SeedSequence([seed, step]).generate_state(count * n, dtype=np.uint64)
+    streams = np.random.SeedSequence([seed, step, turn]).generate_state(count * n, dtype=np.uint64)
     batch.batch["sample_seed"] = torch.from_numpy((streams >> np.uint64(1)).astype(np.int64))
     return batch
 
@@ -65,35 +66,18 @@ def shape_scores(batch: DataProto, config: AlgorithmConfig) -> dict[str, float]:
     mask = batch.batch["response_mask"]
     metrics: dict[str, float] = {}
     if config.overlong.enable:
-        penalty = _overlong(mask, config.overlong)
-        scores = scores + penalty
-        metrics["reward/overlong_penalty"] = float(penalty.sum() / max(1, len(batch)))
+        penalty = overlong_penalty(
+            mask.sum(-1),
+            max_length=mask.shape[1],
+            buffer_length=config.overlong.buffer_length,
+            penalty_factor=config.overlong.penalty_factor,
+        )
+        scores = add_to_last_token(scores, mask, penalty)
+        metrics["reward/overlong_penalty"] = float(penalty.mean())
     batch.batch["token_level_rewards"] = shape_rewards(
         scores, mask, clip=config.reward_clip, whiten=config.whiten_rewards
     )
     return metrics
-
-
-def _overlong(mask_BT, config: OverlongConfig):  # type: ignore[no-untyped-def]
-    """The soft penalty at each row's last token. `mask_BT`: [B, T] int → [B, T] float32."""
-    penalty_B = overlong_penalty(
-        mask_BT.sum(-1),
-        max_length=mask_BT.shape[1],
-        buffer_length=config.buffer_length,
-        penalty_factor=config.penalty_factor,
-    )
-    return place_at_last_token(penalty_B, mask_BT)
-
-
-def place_at_last_token(value_B, mask_BT):  # type: ignore[no-untyped-def]
-    """`value_B` at the last position where `mask_BT` is 1; rows with no such position get none."""
-    import torch
-
-    position_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
-    last_B = (mask_BT * position_T).argmax(-1)
-    out_BT = torch.zeros(mask_BT.shape, dtype=torch.float32, device=mask_BT.device)
-    out_BT.scatter_(1, last_B[:, None], value_B.float()[:, None])
-    return out_BT * mask_BT
 
 
 def penalise_kl(batch: DataProto, controller: KLController, estimator: str) -> dict[str, float]:
@@ -152,11 +136,19 @@ def drop_dead_groups(batch: DataProto, config: AlgorithmConfig) -> dict[str, flo
     return metrics
 
 
+_INPUT_FIELDS = {
+    "values_BT": "values",
+    "reward_baselines_B": "reward_baselines",
+    "reward_components_BK": "reward_components",
+    "old_log_prob_BT": "old_log_probs",
+}
+
+
 def estimate_advantages(batch: DataProto, config: AlgorithmConfig) -> dict[str, float]:
     """`advantages` and `returns` by the estimator that the settings name.
 
-    Reads `token_level_rewards`, `response_mask`, and `values` or `reward_baselines` where the
-    estimator needs them.
+    Reads `token_level_rewards`, `response_mask`, and whichever of `_INPUT_FIELDS` the estimator
+    needs.
     """
     entry = get_advantage(config.adv_estimator)
     mask = batch.batch["response_mask"]
@@ -165,10 +157,7 @@ def estimate_advantages(batch: DataProto, config: AlgorithmConfig) -> dict[str, 
         token_level_rewards_BT=batch.batch["token_level_rewards"],
         response_mask_BT=mask,
         group_ids=batch.non_tensor_batch["uid"],
-        values_BT=batch.batch["values"] if entry.needs_values else None,
-        reward_baselines_B=(
-            batch.batch["reward_baselines"] if entry.needs_baseline_scores else None
-        ),
+        **{name: batch.batch[key] for name, key in _INPUT_FIELDS.items() if name in entry.needs},
         gamma=config.gamma,
         lam=config.lam,
         norm_adv_by_std=config.norm_adv_by_std,
@@ -185,6 +174,21 @@ def estimate_advantages(batch: DataProto, config: AlgorithmConfig) -> dict[str, 
         "critic/advantages/mean": float(chosen.mean()),
         "critic/advantages/max_abs": float(chosen.abs().max()),
     }
+
+
+def select_update_tokens(batch: DataProto, config: ActorConfig) -> None:
+    """`selected_tokens` for losses that choose tokens over the whole batch (Clip-Cov, KL-Cov)."""
+    if get_policy_loss(config.policy_loss.name).select is None:
+        return
+    selected = select_tokens(
+        config.policy_loss.name,
+        old_log_prob_BT=batch.batch["old_log_probs"],
+        advantages_BT=batch.batch["advantages"],
+        response_mask_BT=batch.batch["response_mask"],
+        **config.policy_loss.options,
+    )
+    if selected is not None:
+        batch.batch["selected_tokens"] = selected
 
 
 def batch_metrics(batch: DataProto) -> dict[str, float]:
@@ -207,13 +211,20 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
 GENERATION_FIELDS = ["input_ids", "attention_mask", "sample_seed"]
 
 
-def generation_inputs(batch: DataProto, *, validate: bool = False) -> DataProto:
+def answer(rollout: Any, rows: DataProto, sampling: str) -> DataProto:
+    """One response a row, any number of rows. `sampling`: "train", "val" or "greedy"."""
+    inputs, extra = pad_dataproto_to_divisor(generation_inputs(rows, sampling), rollout.world_size)
+    generated = unpad_dataproto(rollout.generate_sequences(inputs), extra)
+    return rows.select(batch_keys=[], meta_info_keys=[]).union(generated)
+
+
+def generation_inputs(rows: DataProto, sampling: str = "train") -> DataProto:
     """Just what `generate_sequences` reads."""
-    inputs = batch.select(batch_keys=GENERATION_FIELDS, non_tensor_batch_keys=[], meta_info_keys=[])
-    inputs.meta_info["validate"] = validate
+    inputs = rows.select(batch_keys=GENERATION_FIELDS, non_tensor_batch_keys=[], meta_info_keys=[])
+    inputs.meta_info["sampling"] = sampling
     return inputs
 
 
-def without_generation_inputs(batch: DataProto) -> DataProto:
-    """The rows' identity, without the prompt tensors that the rollout writes anew."""
-    return batch.select(batch_keys=[], meta_info_keys=[])
+def one_row_each(rows: DataProto, n: int) -> DataProto:
+    """The first of each prompt's `n` rows."""
+    return rows.select_idxs(np.arange(0, len(rows), n))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from quadriga.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from quadriga.protocol import DataProto
 from quadriga.trainer import stages
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ class Validator:
         scores: list[float] = []
         with self.record.span("validate"):
             for number, prompts in enumerate(self.loader):
-                answered = answer(self.rollout, prompts, step=-1 - number, seed=self.seed)
+                rows = stages.expand_prompts(prompts, n=1, step=number, seed=self.seed)
+                answered = stages.answer(self.rollout, rows, "val")
                 answered = answered.union(self.reward_fn(answered))
                 scores += answered.batch["token_level_scores"].sum(-1).tolist()
                 if number == 0:
@@ -45,13 +46,3 @@ class Validator:
         self.last = {"val/accuracy": sum(scores) / len(scores), "val/samples": float(len(scores))}
         self.record.validation(step, self.last)
         return self.last
-
-
-def answer(rollout: Any, prompts: DataProto, *, step: int, seed: int) -> DataProto:
-    """One response a prompt with the validation's sampling; any number of prompts."""
-    expanded = stages.expand_prompts(prompts, n=1, step=abs(step), seed=seed)
-    padded, extra = pad_dataproto_to_divisor(
-        stages.generation_inputs(expanded, validate=True), rollout.world_size
-    )
-    generated = unpad_dataproto(rollout.generate_sequences(padded), extra)
-    return stages.without_generation_inputs(expanded).union(generated)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from quadriga.config.schema import ActorRolloutRefConfig
+from quadriga.config.schema import ActorRolloutRefConfig, SamplingConfig
 from quadriga.errors import ConfigError, WorkerError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import (
@@ -118,17 +118,21 @@ class ActorRolloutRefWorker(Worker):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Answer each prompt once.
 
-        Reads `input_ids`, `attention_mask` [B, P] and `sample_seed` [B]; `meta_info["validate"]`
-        chooses the validation's sampling. Writes prompts, responses, response_mask,
+        Reads `input_ids`, `attention_mask` [B, P] and `sample_seed` [B]; `meta_info["sampling"]`
+        is "train" (also if absent), "val" or "greedy". Writes prompts, responses, response_mask,
         rollout_log_probs, input_ids, attention_mask, position_ids, sequence_length [B] (tokens),
         finished [B] (1: ended by itself, 0: cut off) and weight_version [B].
         """
         from quadriga.workers.generation import generate_batch, sampling_params
 
-        validate = bool(prompts.meta_info.get("validate", False))
         settings = self.config.rollout
+        kinds = {
+            "train": settings.sampling,
+            "val": settings.val_sampling,
+            "greedy": SamplingConfig(temperature=0.0),
+        }
         sampling = sampling_params(
-            settings.val_sampling if validate else settings.sampling,
+            kinds[prompts.meta_info.get("sampling", "train")],
             self.config.model,
             max_new_tokens=self.runtime.max_response_length,
         )
