@@ -120,17 +120,21 @@ def test_files_have_the_fields_columns_and_equal_seeds_give_equal_rows(tmp_path)
     assert len(pq.read_table(one.sft)) == 20
 
 
-def test_a_share_of_the_demonstrations_says_the_answer_at_once(tmp_path):
-    sizes = {"train_size": 50, "test_size": 10, "sft_size": 200}
-    mixed = write_arithmetic(tmp_path / "mixed", **sizes, sft_worked=0.4, seed=5)
+def test_a_share_of_the_demonstrations_stops_after_the_first_step(tmp_path):
+    sizes = {"train_size": 50, "test_size": 10, "sft_size": 300}
+    mixed = write_arithmetic(tmp_path / "mixed", **sizes, sft_careful=0.4, seed=5)
     whole = write_arithmetic(tmp_path / "whole", **sizes, seed=5)
     assert pq.read_table(mixed.train) == pq.read_table(whole.train)
     rows, full = (pq.read_table(files.sft).to_pylist() for files in (mixed, whole))
-    assert [r["prompt"] for r in rows] == [r["prompt"] for r in full]
-    short = [r["extra_info"]["answer"] for r in rows if "\n" not in r["extra_info"]["answer"]]
-    assert 100 <= len(short) <= 140
-    for row, worked in zip(rows, full, strict=True):
-        answer = f"#### {row['reward_model']['ground_truth']}"
-        assert row["extra_info"]["answer"] in (answer, worked["extra_info"]["answer"])
+    hasty = 0
+    for row, careful in zip(rows, full, strict=True):
+        left, right = row["extra_info"].pop("answer"), careful["extra_info"].pop("answer")
+        assert row == careful  # all but the demonstration: the ground truth stays true
+        if left != right:
+            first = right.split("\n")[0]
+            assert left == first + "\n#### " + first.split("=")[1]
+            hasty += 1
+    many_steps = sum(row["extra_info"]["steps"] > 1 for row in full)
+    assert 0.5 * many_steps < hasty < 0.7 * many_steps
     with pytest.raises(DataError, match="a share of the demonstrations"):
-        write_arithmetic(tmp_path / "bad", sft_worked=1.5)
+        write_arithmetic(tmp_path / "bad", sft_careful=1.5)

@@ -70,7 +70,7 @@ RANGES: dict[str, Range] = {
         ),
         _POSITIVE,
     ),
-    **dict.fromkeys(("min_lr_ratio", "gamma", "lam", "stop_at_accuracy", "sft_worked"), _SHARE),
+    **dict.fromkeys(("min_lr_ratio", "gamma", "lam", "stop_at_accuracy", "sft_careful"), _SHARE),
     "top_p": Range(low=0, high=1, above=True),
     "betas": Range(low=0, high=1, below=True),
     "clip_ratio_c": Range(low=1, above=True),

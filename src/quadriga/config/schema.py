@@ -355,7 +355,7 @@ class ArithmeticDataConfig:
     max_total: int | None = None  # bound of running totals
     phrasings: int = 3  # wordings of each kind of sentence
     operations: list[str] = field(default_factory=lambda: ["+", "-"])  # of + - *
-    sft_worked: float = 1.0  # share of demonstrations that show their working
+    sft_careful: float = 1.0  # share of demonstrations that do not stop after the first step
     seed: int = 0
     model_output: str | None = None  # also build a tiny model and its tokenizer here
     hidden_size: int = 128

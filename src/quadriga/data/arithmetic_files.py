@@ -30,7 +30,7 @@ def write_arithmetic(
     train_size: int = 4096,
     test_size: int = 256,
     sft_size: int = 512,
-    sft_worked: float = 1.0,
+    sft_careful: float = 1.0,
     seed: int = 0,
 ) -> ArithmeticFiles:
     """Write `train.parquet`, `test.parquet` and `sft.parquet` into `folder`.
@@ -39,34 +39,37 @@ def write_arithmetic(
     {style, ground_truth}, `extra_info` {index, split, question, answer (the full reasoning text),
     steps}. The three parts share no problem, and equal arguments write equal rows.
 
-    `sft_worked` is the share of demonstrations that show their working; the others are as right,
-    but say the answer at once. A model warmed up on such a mixture can do both, and reinforcement
-    can find out which of the two serves it better.
+    `sft_careful` is the share of demonstrations that follow the story to its end. The others are
+    hasty: they take the result of the first step for the answer. Whoever imitates such teachers
+    learns to reckon, but is no more careful than they are; a reward for right answers is what can
+    make the difference.
 
-    Raises `DataError` when the task does not hold that many different problems, or `sft_worked` is
+    Raises `DataError` when the task does not hold that many different problems, or `sft_careful` is
     not a share.
     """
-    if not 0.0 <= sft_worked <= 1.0:
-        raise DataError(f"sft_worked is a share of the demonstrations, 0 to 1, got {sft_worked}")
+    if not 0.0 <= sft_careful <= 1.0:
+        raise DataError(f"sft_careful is a share of the demonstrations, 0 to 1, got {sft_careful}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"test": test_size, "sft": sft_size, "train": train_size}
     parts = make_parts(task or ArithmeticTask(), sizes, seed)
     files = ArithmeticFiles(*(folder / f"{name}.parquet" for name in ("train", "test", "sft")))
     for name, path in (("train", files.train), ("test", files.test), ("sft", files.sft)):
-        shares = {"sft": sft_worked}
-        rng = random.Random(f"{seed}/{name}/worked")
+        share = sft_careful if name == "sft" else 1.0
+        rng = random.Random(f"{seed}/{name}/careful")
         rows = [
-            problem_row(problem, index, name, worked=rng.random() < shares.get(name, 1.0))
+            problem_row(problem, index, name, careful=rng.random() < share)
             for index, problem in enumerate(parts[name])
         ]
         pq.write_table(pa.Table.from_pylist(rows), path)
     return files
 
 
-def problem_row(problem: Problem, index: int, split: str, *, worked: bool = True) -> dict[str, Any]:
-    """One row of a data file; without `worked` its answer is the last line alone."""
-    answer = problem.solution if worked else problem.solution.rsplit("\n", 1)[-1]
+def problem_row(
+    problem: Problem, index: int, split: str, *, careful: bool = True
+) -> dict[str, Any]:
+    """One row of a data file; without `careful` its answer stops after the first step."""
+    answer = problem.solution if careful else hasty_solution(problem)
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": problem.question}],
@@ -79,3 +82,9 @@ def problem_row(problem: Problem, index: int, split: str, *, worked: bool = True
             "steps": problem.steps,
         },
     }
+
+
+def hasty_solution(problem: Problem) -> str:
+    """The first step, and its result for an answer."""
+    first = problem.solution.split("\n", 1)[0]
+    return f"{first}\n#### {first.split('=')[1]}"

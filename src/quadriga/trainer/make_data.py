@@ -31,7 +31,7 @@ def run_make_data(config: ArithmeticDataConfig) -> None:
         train_size=config.train_size,
         test_size=config.val_size,
         sft_size=config.sft_size,
-        sft_worked=config.sft_worked,
+        sft_careful=config.sft_careful,
         seed=config.seed,
     )
     for path, rows in (
