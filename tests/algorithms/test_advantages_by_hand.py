@@ -14,7 +14,9 @@ def scores_to_rewards(scores: list[float], length: int = 2) -> tuple[torch.Tenso
     return rewards, torch.ones(len(scores), length, dtype=torch.int64)
 
 
-def per_sample(name: str, scores: list[float], groups: list[str], **settings: object) -> list[float]:
+def per_sample(
+    name: str, scores: list[float], groups: list[str], **settings: object
+) -> list[float]:
     rewards, mask = scores_to_rewards(scores)
     advantages, _ = compute_advantages(
         name,

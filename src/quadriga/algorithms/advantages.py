@@ -16,7 +16,7 @@ from quadriga.algorithms import registry
 from quadriga.algorithms import return_advantages as by_return
 from quadriga.algorithms.checks import require_matrix, require_same_shape, to_bool_mask
 from quadriga.algorithms.groups import GroupIds, Groups, make_groups
-from quadriga.errors import AlgorithmError
+from quadriga.errors import AlgorithmError, GroupError
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 
@@ -168,6 +168,10 @@ def compute_advantages(
     require_same_shape(
         "response_mask", response_mask_BT, token_level_rewards=token_level_rewards_BT
     )
+    if response_mask_BT.shape[0] == 0:
+        raise GroupError(
+            f"The batch for `{name}` holds no samples.", tensor="response_mask", estimator=name
+        )
     mask_BT = to_bool_mask(response_mask_BT)
     groups: Groups | None = None
     if entry.needs_groups and group_ids is not None:

@@ -26,11 +26,10 @@ def require_same_shape(name: str, like: Tensor, **tensors: Tensor) -> None:
 
 
 def require_matrix(name: str, tensor: Tensor) -> None:
-    """Raise `ShapeError` unless `tensor` is [B, T] with at least one sample."""
-    if tensor.dim() != 2 or tensor.shape[0] == 0:
+    """Raise `ShapeError` unless `tensor` is [B, T]; a part of a batch may have no samples."""
+    if tensor.dim() != 2:
         raise ShapeError(
-            f"`{name}` must be [samples, tokens] with at least one sample, "
-            f"but has shape {list(tensor.shape)}.",
+            f"`{name}` must be [samples, tokens], but has shape {list(tensor.shape)}.",
             tensor=name,
             got=tuple(tensor.shape),
         )

@@ -1,0 +1,229 @@
+"""Every algorithm again, by loops over samples and tokens, in float64 and as the papers write it.
+
+Nothing here uses the package. Token losses are built from 0-d tensors, so that autograd gives
+their gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Rows = list[list[float]]
+
+
+def own(mask: Tensor) -> list[list[int]]:
+    """For each sample the positions of its own tokens."""
+    return [[t for t, m in enumerate(row) if m == 1] for row in mask.tolist()]
+
+
+def spread(scalars: list[float], mask: Tensor) -> Rows:
+    """One number a sample at each of its own tokens."""
+    return [[a if m else 0.0 for m in row] for a, row in zip(scalars, mask.tolist(), strict=True)]
+
+
+def scores_of(rewards: Tensor, mask: Tensor) -> list[float]:
+    return [
+        sum(row[t] for t in places) for row, places in zip(rewards.tolist(), own(mask), strict=True)
+    ]
+
+
+def members_of(groups: list[str], mask: Tensor) -> dict[str, list[int]]:
+    """Samples with at least one token, by group."""
+    found = defaultdict(list)
+    for i, (name, places) in enumerate(zip(groups, own(mask), strict=True)):
+        if places:
+            found[name].append(i)
+    return found
+
+
+def mean(numbers: list[float]) -> float:
+    return math.fsum(numbers) / len(numbers)
+
+
+def std(numbers: list[float]) -> float:
+    centre = mean(numbers)
+    return math.sqrt(math.fsum((x - centre) ** 2 for x in numbers) / (len(numbers) - 1))
+
+
+def per_group(
+    scores: list[float],
+    groups: list[str],
+    mask: Tensor,
+    rule: Callable[[list[float], list[int]], list[float]],
+) -> list[float]:
+    """Apply `rule` to each group's scores; groups of equal scores, or of one, get 0."""
+    result = [0.0] * len(scores)
+    for members in members_of(groups, mask).values():
+        mine = [scores[i] for i in members]
+        if len(set(mine)) > 1:
+            for i, value in zip(members, rule(mine, members), strict=True):
+                result[i] = value
+    return result
+
+
+def grpo_rule(mine: list[float], members: list[int]) -> list[float]:
+    return [(r - mean(mine)) / (std(mine) + 1e-6) for r in mine]
+
+
+def dr_grpo_rule(mine: list[float], members: list[int]) -> list[float]:
+    return [r - mean(mine) for r in mine]
+
+
+def rloo_rule(mine: list[float], members: list[int]) -> list[float]:
+    return [r - mean(mine[:i] + mine[i + 1 :]) for i, r in enumerate(mine)]
+
+
+def passk_rule(mine: list[float], members: list[int]) -> list[float]:
+    first, second = sorted(mine, reverse=True)[:2]
+    return [(first - second) / (std(mine) + 1e-6) if r == first else 0.0 for r in mine]
+
+
+def opo_rule(lengths: list[int]) -> Callable[[list[float], list[int]], list[float]]:
+    def rule(mine: list[float], members: list[int]) -> list[float]:
+        total = sum(lengths[i] for i in members)
+        base = sum(lengths[i] * r for i, r in zip(members, mine, strict=True)) / total
+        return [r - base for r in mine]
+
+    return rule
+
+
+def gpg(scores: list[float], groups: list[str], mask: Tensor) -> list[float]:
+    centred = per_group(scores, groups, mask, dr_grpo_rule)
+    everyone = useful = 0
+    for members in members_of(groups, mask).values():
+        everyone += len(members)
+        if len({scores[i] for i in members}) > 1:
+            useful += len(members)
+    return [everyone / max(useful, 1) * x for x in centred]
+
+
+def whiten(rows: Rows, mask: Tensor) -> Rows:
+    chosen = [row[t] for row, places in zip(rows, own(mask), strict=True) for t in places]
+    if not chosen:
+        return rows
+    centre = mean(chosen)
+    variance = math.fsum((x - centre) ** 2 for x in chosen) / max(len(chosen) - 1, 1)
+    scale = 1 / math.sqrt(variance + 1e-8)
+    return [
+        [(x - centre) * scale if m else 0.0 for x, m in zip(row, ms, strict=True)]
+        for row, ms in zip(rows, mask.tolist(), strict=True)
+    ]
+
+
+def gdpo(components: Tensor, groups: list[str], mask: Tensor, weights: list[float]) -> Rows:
+    total = [0.0] * len(groups)
+    for k, weight in enumerate(weights):
+        column = per_group(components[:, k].tolist(), groups, mask, grpo_rule)
+        total = [a + weight * b for a, b in zip(total, column, strict=True)]
+    alive = torch.tensor([[1 if places else 0] for places in own(mask)])
+    whitened = whiten([[a] for a in total], alive)
+    return spread([row[0] for row in whitened], mask)
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Rows, Rows]:
+    advantages = [[0.0] * mask.shape[1] for _ in mask]
+    returns = [[0.0] * mask.shape[1] for _ in mask]
+    for i, places in enumerate(own(mask)):
+        next_value = next_advantage = 0.0
+        for t in reversed(places):
+            value = float(values[i, t])
+            delta = float(rewards[i, t]) + gamma * next_value - value
+            next_advantage = delta + gamma * lam * next_advantage
+            next_value = value
+            advantages[i][t] = next_advantage
+            returns[i][t] = next_advantage + value
+    return advantages, returns
+
+
+def discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Rows:
+    returns = [[0.0] * mask.shape[1] for _ in mask]
+    for i, places in enumerate(own(mask)):
+        following = 0.0
+        for t in reversed(places):
+            following = float(rewards[i, t]) + gamma * following
+            returns[i][t] = following
+    return returns
+
+
+# Policy losses: rule(sample's log-ratios, log-probs, advantages, …) → loss of each own token.
+
+
+def clip(x: Tensor, low: float, high: float) -> Tensor:
+    return torch.clamp(x, low, high)
+
+
+def ppo_token(lp: Tensor, old: Tensor, a: Tensor, low: float, high: float, c: float) -> Tensor:
+    r = torch.exp(lp - old)
+    loss = torch.max(-a * r, -a * clip(r, 1 - low, 1 + high))
+    return torch.min(loss, -a * c) if a < 0 else loss
+
+
+def cispo_token(lp: Tensor, old: Tensor, a: Tensor, low: float, high: float) -> Tensor:
+    return -clip(torch.exp(lp - old), 1 - low, 1 + high).detach() * a * lp
+
+
+def sapo_token(lp: Tensor, old: Tensor, a: Tensor, pos: float, neg: float) -> Tensor:
+    tau = pos if a > 0 else neg
+    return -a * 4 / tau / (1 + torch.exp(-tau * (torch.exp(lp - old) - 1)))
+
+
+def gspo_sequence(lps: list[Tensor], olds: list[Tensor], advs: list[Tensor], low: float,
+                  high: float, token: bool) -> list[Tensor]:  # fmt: skip
+    s = torch.exp(sum(lp - old for lp, old in zip(lps, olds, strict=True)) / len(lps))
+    losses = []
+    for lp, a in zip(lps, advs, strict=True):
+        ratio = s.detach() * torch.exp(lp) / torch.exp(lp).detach() if token else s
+        losses.append(torch.max(-a * ratio, -a * clip(ratio, 1 - low, 1 + high)))
+    return losses
+
+
+def geo_mean_sequence(lps: list[Tensor], olds: list[Tensor], advs: list[Tensor], low: float,
+                      high: float) -> list[Tensor]:  # fmt: skip
+    exponents = []
+    for lp, old, a in zip(lps, olds, advs, strict=True):
+        d = lp - old
+        if a > 0:
+            exponents.append(torch.min(d, clip(d, -low, high)))
+        elif a < 0:
+            exponents.append(torch.max(d, clip(d, -low, high)))
+        else:
+            exponents.append(0 * d)
+    ratio = torch.exp(sum(exponents) / len(exponents))
+    loss = -sum(advs) / len(advs) * ratio
+    return [loss] * len(lps)
+
+
+def covariances(lp: Tensor, advantages: Tensor, mask: Tensor) -> dict[tuple[int, int], float]:
+    where = [(i, t) for i, places in enumerate(own(mask)) for t in places]
+    lps, advs = ([float(x[i, t]) for i, t in where] for x in (lp, advantages))
+    return {
+        spot: (p - mean(lps)) * (a - mean(advs))
+        for spot, p, a in zip(where, lps, advs, strict=True)
+    }
+
+
+def aggregate(losses: list[list[Tensor]], mode: str, constant: float) -> Tensor:
+    """`losses`: for each sample the losses of its own tokens, of the whole batch."""
+    rows = [row for row in losses if row]
+    if not rows:
+        return torch.zeros((), dtype=torch.float64)
+    tokens = sum(len(row) for row in rows)
+    match mode:
+        case "token-mean":
+            return sum(sum(row) for row in rows) / tokens
+        case "token-sum":
+            return sum(sum(row) for row in rows)
+        case "seq-mean-token-sum":
+            return sum(sum(row) for row in rows) / len(rows)
+        case "seq-mean-token-mean":
+            return sum(sum(row) / len(row) for row in rows) / len(rows)
+        case "seq-mean-token-sum-norm":
+            return sum(sum(row) for row in rows) / len(rows) / constant
+    raise AssertionError(mode)

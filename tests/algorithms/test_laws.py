@@ -1,0 +1,366 @@
+"""Laws that every estimator, loss and aggregation must keep, whatever the batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import algorithm_reference as ref
+import pytest
+import torch
+from algorithm_cases import NAN, Case, cases
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
+from quadriga.algorithms.aggregation import AGGREGATIONS, aggregate, count_mask
+from quadriga.algorithms.entropy import entropy_bonus
+from quadriga.algorithms.kl import KL_ESTIMATORS, kl_loss
+from quadriga.algorithms.partial import merge_partials
+from quadriga.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss, select_tokens
+from quadriga.algorithms.value_loss import value_loss
+
+GROUP_ESTIMATORS = [name for name, entry in ADVANTAGES.items() if entry.needs_groups]
+LENGTH = 7.0  # of seq-mean-token-sum-norm
+
+
+def advantages_of(name: str, case: Case, **options: Any) -> tuple[Tensor, Tensor]:
+    if name == "grpo_passk":
+        sizes = {len(m) for m in ref.members_of(case.groups, case.mask).values()}
+        assume(1 not in sizes)
+    return compute_advantages(
+        name,
+        token_level_rewards_BT=case.rewards,
+        response_mask_BT=case.mask,
+        group_ids=case.groups,
+        values_BT=case.values,
+        reward_baselines_B=case.baselines,
+        reward_components_BK=case.components,
+        **options,
+    )
+
+
+def share(
+    name: str, mode: str, case: Case, log_prob: Tensor, whole: Case, selected: Tensor | None
+) -> tuple[Tensor, dict[str, Any]]:
+    """What one part adds to the loss of the whole batch: policy, entropy and KL terms."""
+    policy = compute_policy_loss(
+        name,
+        log_prob_BT=log_prob,
+        old_log_prob_BT=case.old_log_prob,
+        advantages_BT=case.advantages,
+        response_mask_BT=case.mask,
+        rollout_log_prob_BT=case.rollout_log_prob,
+        selected_BT=selected,
+    )
+    kl = kl_loss(log_prob, case.rollout_log_prob, case.mask, kl_loss_coef=0.1)
+    bonus = entropy_bonus(case.entropy - 0.5 * log_prob, case.mask, entropy_coeff=0.01)
+    tokens, sequences = count_mask(whole.mask)
+    loss = aggregate(
+        policy.loss_BT + kl.loss_BT + bonus.loss_BT,
+        case.mask,
+        mode,
+        global_tokens=tokens,
+        global_sequences=sequences,
+        loss_scale_length=LENGTH,
+    )
+    return loss, policy.metrics
+
+
+def selection(name: str, case: Case) -> Tensor | None:
+    return select_tokens(
+        name,
+        old_log_prob_BT=case.old_log_prob,
+        advantages_BT=case.advantages,
+        response_mask_BT=case.mask,
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases, st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
+@pytest.mark.parametrize("mode", list(AGGREGATIONS))
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+def test_gradient_does_not_depend_on_micro_batches_or_ranks(
+    name: str, mode: str, case: Case, micro: int, ranks: int
+) -> None:
+    whole = case.log_prob.clone().requires_grad_()
+    loss, metrics = share(name, mode, case, whole, case, selected := selection(name, case))
+    loss.backward()
+    parts = case.log_prob.clone().requires_grad_()
+    gathered, total = [], 0.0
+    for rank in range(ranks):
+        mine = torch.arange(len(case.groups))[rank::ranks]
+        for rows in mine.split(micro):
+            piece, piece_metrics = share(
+                name,
+                mode,
+                case.rows(rows),
+                parts[rows],
+                case,
+                None if selected is None else selected[rows],
+            )
+            piece.backward()
+            total += piece.item()
+            gathered.append(piece_metrics)
+    assert total == pytest.approx(loss.item(), rel=1e-6, abs=1e-9)
+    torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-6, atol=1e-9)
+    assert merge_partials(gathered) == pytest.approx(merge_partials([metrics]), rel=1e-6, abs=1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases, st.sampled_from([1, 2, 3]))
+@pytest.mark.parametrize("mode", list(AGGREGATIONS))
+def test_value_gradient_does_not_depend_on_micro_batches(mode: str, case: Case, micro: int) -> None:
+    tokens, sequences = count_mask(case.mask)
+
+    def loss_of(rows: Tensor, values: Tensor) -> Tensor:
+        part = case.rows(rows)
+        loss = value_loss(values[rows], part.values, part.rewards, part.mask).loss_BT
+        return aggregate(
+            loss,
+            part.mask,
+            mode,
+            global_tokens=tokens,
+            global_sequences=sequences,
+            loss_scale_length=LENGTH,
+        )
+
+    everything = torch.arange(len(case.groups))
+    grads = []
+    for size in (len(everything), micro):
+        values = (case.values + 0.6 * case.advantages).requires_grad_()
+        for rows in everything.split(size):
+            loss_of(rows, values).backward()
+        grads.append(values.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-6, atol=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases)
+@pytest.mark.parametrize("mode", list(AGGREGATIONS))
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+def test_padding_and_observations_never_matter_to_a_loss(name: str, mode: str, case: Case) -> None:
+    """The cases hold NaN outside the mask; zeros there, or two more columns, change nothing."""
+    outcomes = []
+    for variant in (case, filled(case, 0.0), filled(case, 1e30), widened(case)):
+        log_prob = variant.log_prob.clone().requires_grad_()
+        loss, metrics = share(name, mode, variant, log_prob, variant, selection(name, variant))
+        loss.backward()
+        assert not bool(log_prob.grad[variant.mask == 0].any())
+        outcomes.append((loss.item(), log_prob.grad[:, -case.mask.shape[1] :], metrics))
+    for loss, grad, metrics in outcomes[1:]:
+        assert loss == pytest.approx(outcomes[0][0], rel=1e-12, abs=1e-15)
+        torch.testing.assert_close(grad, outcomes[0][1], rtol=1e-12, atol=1e-15)
+        assert merge_partials([metrics]) == pytest.approx(merge_partials([outcomes[0][2]]))
+
+
+def token_fields(case: Case) -> dict[str, Tensor]:
+    return {
+        name: value
+        for name, value in vars(case).items()
+        if isinstance(value, Tensor) and name not in ("baselines", "components")
+    }
+
+
+def filled(case: Case, value: float) -> Case:
+    """Something else outside the mask."""
+    changed = {
+        name: torch.where(case.mask == 0, value, tensor)
+        for name, tensor in token_fields(case).items()
+        if name != "mask"
+    }
+    return replace(case, **changed)
+
+
+def widened(case: Case) -> Case:
+    """Two columns of padding more, on the left."""
+    changed = {
+        name: torch.nn.functional.pad(tensor, (2, 0), value=0 if name == "mask" else NAN)
+        for name, tensor in token_fields(case).items()
+    }
+    return replace(case, **changed)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases)
+@pytest.mark.parametrize("name", list(ADVANTAGES))
+def test_padding_and_observations_never_matter_to_an_advantage(name: str, case: Case) -> None:
+    first = advantages_of(name, case)
+    for variant in (filled(case, 0.0), filled(case, 1e30), widened(case)):
+        again = advantages_of(name, variant)
+        for before, after in zip(first, again, strict=True):
+            assert not bool(after[variant.mask == 0].any())
+            torch.testing.assert_close(after[:, -before.shape[1] :], before, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases)
+@pytest.mark.parametrize("name", list(ADVANTAGES))
+def test_taking_observations_out_changes_no_advantage(name: str, case: Case) -> None:
+    """What the policy did between two observations counts as one unbroken answer."""
+    mask, width = case.mask.bool(), case.mask.shape[1]
+    front = torch.arange(width) < mask.sum(-1, keepdim=True)
+    packed = {"mask": front.long()}
+    for key in ("rewards", "values"):
+        packed[key] = torch.zeros(mask.shape, dtype=torch.float64)
+        packed[key][front] = getattr(case, key)[mask]
+    spaced = advantages_of(name, case, gamma=0.9, lam=0.8)
+    dense = advantages_of(name, replace(case, **packed), gamma=0.9, lam=0.8)
+    for with_holes, without in zip(spaced, dense, strict=True):
+        torch.testing.assert_close(with_holes[mask], without[front], rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases, st.randoms(use_true_random=False))
+@pytest.mark.parametrize("name", list(ADVANTAGES))
+def test_permuting_samples_permutes_advantages(name: str, case: Case, random: Any) -> None:
+    order = list(range(len(case.groups)))
+    random.shuffle(order)
+    rows = torch.tensor(order)
+    for before, after in zip(
+        advantages_of(name, case), advantages_of(name, case.rows(rows)), strict=True
+    ):
+        torch.testing.assert_close(after, before[rows], rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases, st.randoms(use_true_random=False))
+@pytest.mark.parametrize("name", [n for n, e in POLICY_LOSSES.items() if n != "clip_cov"])
+def test_permuting_samples_permutes_losses(name: str, case: Case, random: Any) -> None:
+    order = list(range(len(case.groups)))
+    random.shuffle(order)
+    rows = torch.tensor(order)
+
+    def loss_of(batch: Case) -> Tensor:
+        return compute_policy_loss(
+            name,
+            log_prob_BT=batch.log_prob,
+            old_log_prob_BT=batch.old_log_prob,
+            advantages_BT=batch.advantages,
+            response_mask_BT=batch.mask,
+            rollout_log_prob_BT=batch.rollout_log_prob,
+        ).loss_BT
+
+    torch.testing.assert_close(loss_of(case.rows(rows)), loss_of(case)[rows], rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases, st.sampled_from([0.1, 1.0, -3.7, 1e6]))
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_equal_rewards_give_exactly_no_advantage(name: str, case: Case, reward: float) -> None:
+    rewards = torch.zeros_like(case.rewards)
+    for i, places in enumerate(ref.own(case.mask)):
+        if places:
+            rewards[i, places[-1]] = reward
+    constant = replace(case, rewards=rewards, components=torch.full_like(case.components, reward))
+    assert not bool(advantages_of(name, constant)[0].any())
+    narrow = replace(constant, rewards=rewards.float(), components=constant.components.float())
+    assert not bool(advantages_of(name, narrow)[0].any())
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases)
+def test_equal_returns_whiten_to_nothing(case: Case) -> None:
+    """With γ = 1 and the reward at the end, every token's return is the reward."""
+    rewards = torch.zeros_like(case.rewards)
+    for i, places in enumerate(ref.own(case.mask)):
+        if places:
+            rewards[i, places[-1]] = 0.3
+    got = advantages_of("reinforce_plus_plus", replace(case, rewards=rewards))[0]
+    torch.testing.assert_close(got, torch.zeros_like(got), rtol=0, atol=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases, st.floats(-5, 5))
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_shifting_the_rewards_of_a_group_changes_nothing(
+    name: str, case: Case, shift: float
+) -> None:
+    rewards, components = case.rewards.clone(), case.components.clone()
+    for i, places in enumerate(ref.own(case.mask)):
+        if case.groups[i] == "prompt-0":
+            components[i] += shift
+            if places:
+                rewards[i, places[-1]] += shift
+    # Scores that differ only by rounding would become a group with a signal, or lose it.
+    scores = ref.scores_of(rewards, case.mask)
+    assume(near_ties(scores, case) == near_ties(ref.scores_of(case.rewards, case.mask), case) == 0)
+    assume(abs(shift) > 1e-3)
+    shifted = replace(case, rewards=rewards, components=components)
+    before, after = advantages_of(name, case)[0], advantages_of(name, shifted)[0]
+    torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-7)
+
+
+def near_ties(scores: list[float], case: Case) -> int:
+    """Pairs of one group whose scores are closer than 1e-6 but not equal."""
+    return sum(
+        0 < abs(a - b) < 1e-6
+        for i, a in enumerate(scores)
+        for j, b in enumerate(scores)
+        if case.groups[i] == case.groups[j]
+    )
+
+
+RATIO_LOSSES = [name for name, entry in POLICY_LOSSES.items() if "old_log_prob_BT" in entry.needs]
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases)
+@pytest.mark.parametrize("name", RATIO_LOSSES)
+def test_the_first_ratio_is_exactly_one(name: str, case: Case) -> None:
+    result = compute_policy_loss(
+        name,
+        log_prob_BT=case.old_log_prob.clone(),
+        old_log_prob_BT=case.old_log_prob,
+        advantages_BT=case.advantages,
+        response_mask_BT=case.mask,
+        rollout_log_prob_BT=case.old_log_prob,
+        **({"clip_ratio_low": 0.0, "clip_ratio_high": 0.0} if "clip" in name else {}),
+    )
+    metrics = merge_partials([result.metrics])
+    if "ratio_max" in metrics:
+        assert metrics["ratio_max"] == metrics["ratio_min"] == 1.0
+        assert metrics.get("pg_clipfrac", 0.0) == 0.0 and metrics["ppo_kl"] == 0.0
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases)
+@pytest.mark.parametrize(
+    "name", [n for n in POLICY_LOSSES if n not in ("clip_cov", "decoupled_ppo")]
+)
+def test_the_first_gradient_is_the_policy_gradient(name: str, case: Case) -> None:
+    """At ratio 1, aggregated as its paper does, every loss is −A·∇log π of each response.
+
+    One advantage a response, as group estimators give.
+    """
+    advantages = case.advantages.nan_to_num().mean(-1, keepdim=True).expand(case.mask.shape)
+    grads = []
+    for loss_name in (name, "policy_gradient"):
+        log_prob = case.old_log_prob.clone().requires_grad_()
+        loss = compute_policy_loss(
+            loss_name,
+            log_prob_BT=log_prob,
+            old_log_prob_BT=case.old_log_prob,
+            advantages_BT=advantages,
+            response_mask_BT=case.mask,
+            **({"ppo_kl_coef": 0.0} if loss_name == "kl_cov" else {}),
+        ).loss_BT
+        aggregate(
+            loss,
+            case.mask,
+            "seq-mean-token-mean",
+            global_tokens=int(case.mask.sum()),
+            global_sequences=len(case.groups),
+        ).backward()
+        grads.append(log_prob.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases)
+@pytest.mark.parametrize("kind", list(KL_ESTIMATORS))
+def test_kl_of_equal_policies_is_nothing(kind: str, case: Case) -> None:
+    log_prob = case.log_prob.clone().requires_grad_()
+    result = kl_loss(log_prob, case.log_prob, case.mask, kl_loss_coef=1.0, kl_loss_type=kind)
+    assert not bool(result.loss_BT.any())
