@@ -133,3 +133,60 @@ class Collective(Worker):
         value = torch.ones(1)
         torch.distributed.all_reduce(value)
         return value.item()
+
+
+class Mirror(Worker):
+    """Looks at its siblings while it works, as coroutine and plainly."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def ask_later(self, x):
+        await asyncio.sleep(0.01)
+        return self.sibling("actor").add(x)
+
+
+class Nested(Worker):
+    """A worker inside a worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Adder(100)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def through(self, x):
+        return self.inner.add(x), self.inner.world_size
+
+
+class Overlap(Worker):
+    """Coroutine calls that can only end together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived = 0
+        self.all_here = asyncio.Event()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def meet(self, how_many):
+        self.arrived += 1
+        if self.arrived == how_many:
+            self.all_here.set()
+        await asyncio.wait_for(self.all_here.wait(), timeout=20)
+        return self.arrived
+
+
+class Arrays(Worker):
+    """Changes in place whatever it gets."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def spoil(self, array, numbers, table):
+        array += 1
+        numbers.append(99)
+        table["x"].clear()
+        return float(array.sum())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def length(self, value):
+        return len(value)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def loaded(self, names):
+        return [name for name in names if name in sys.modules]

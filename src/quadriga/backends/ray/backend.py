@@ -12,7 +12,7 @@ from ray.exceptions import RayTaskError
 from quadriga.backends.ray.class_with_args import RayClassWithInitArgs, RayColocatedClass
 from quadriga.backends.ray.cluster import RaySession, ensure_ray
 from quadriga.backends.ray.failures import died
-from quadriga.backends.ray.liveness import actor_alive
+from quadriga.backends.ray.liveness import rank_alive
 from quadriga.backends.ray.pool import RayResourcePool, alive_nodes
 from quadriga.backends.ray.sharing import share
 from quadriga.backends.ray.store import RayStore
@@ -144,8 +144,8 @@ class RayBackend:
         return share(packed, value)
 
     def is_alive(self, handle: RankHandle) -> bool:
-        """Whether Ray's control store counts the actor among the living."""
-        return actor_alive(handle.native)
+        """Whether Ray knows of no death and the rank's node answers."""
+        return rank_alive(handle)
 
     def death(self, handle: RankHandle, label: str) -> WorkerError:
         """The error for a rank that is gone, with what it wrote last."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import socket
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
 
+from quadriga.backends.ray.nodes import answering
 from quadriga.single_controller.backend import RankHandle
 
-PROBE_TIMEOUT_S = 1.5
-SILENT_S = 5.0
-"""A node that has not answered for this long is taken for lost."""
+
+def rank_alive(handle: RankHandle) -> bool:
+    """Whether the rank's process exists: Ray knows of no death, and its node answers."""
+    node_id = handle.facts.node_id
+    return actor_alive(handle.native) and answering([node_id]).get(node_id, True)
 
 
 def actor_alive(actor: Any) -> bool:
@@ -29,43 +28,3 @@ def actor_record(actor: Any) -> dict[str, Any]:
     from ray._private import state
 
     return dict(state.actors(actor._actor_id.hex()) or {})
-
-
-class NodeProbe:
-    """Notices nodes that are gone, sooner than the control store's own health check."""
-
-    def __init__(self, handles: Sequence[RankHandle]) -> None:
-        self._ranks = list(handles)
-        self._silent_since: dict[str, float] = {}
-
-    def lost(self) -> list[RankHandle]:
-        """The ranks whose node is dead, or has not answered for 5 seconds."""
-        here = ray.get_runtime_context().get_node_id()
-        nodes = {node["NodeID"]: node for node in ray.nodes()}
-        wanted = {h.facts.node_id for h in self._ranks} - {here, ""}
-        if not wanted:
-            return []
-        with ThreadPoolExecutor(max_workers=min(32, len(wanted))) as pool:
-            answers = dict(
-                zip(wanted, pool.map(lambda n: _answers(nodes.get(n)), wanted), strict=True)
-            )
-        gone = {node for node, answered in answers.items() if self._is_gone(node, answered)}
-        return [h for h in self._ranks if h.facts.node_id in gone]
-
-    def _is_gone(self, node_id: str, answered: bool) -> bool:
-        if answered:
-            self._silent_since.pop(node_id, None)
-            return False
-        since = self._silent_since.setdefault(node_id, time.monotonic())
-        return time.monotonic() - since >= SILENT_S
-
-
-def _answers(node: dict[str, Any] | None) -> bool:
-    if node is None or not node["Alive"]:
-        return False
-    address = (node["NodeManagerAddress"], node["NodeManagerPort"])
-    try:
-        socket.create_connection(address, timeout=PROBE_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from quadriga.backends.ray.on_node import on_node_of
+from quadriga.backends.ray.nodes import on_node_of
 from quadriga.backends.ray.rank_process import STACK_SIGNAL
 from quadriga.single_controller.backend import RankHandle
 
@@ -61,7 +61,7 @@ def telling(text: str) -> str:
         inside = [i for i, line in enumerate(lines) if HOSTING in line]
         if inside:
             return "\n".join(lines[1 : inside[0]] or lines)
-    return text.strip()
+    return "  (no method of a worker is running)" if text.strip() else ""
 
 
 def tail(path: str | None, count: int = 20) -> str:

@@ -12,7 +12,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from quadriga.backends.ray.failures import died, order_of_failure, translate
-from quadriga.backends.ray.liveness import NodeProbe, actor_alive
+from quadriga.backends.ray.liveness import actor_alive
+from quadriga.backends.ray.nodes import NodeProbe
 from quadriga.backends.ray.stacks import in_collective, stacks_of
 from quadriga.errors import CallTimeoutError, WorkerDiedError, WorkerError
 from quadriga.single_controller.backend import RankHandle, RankSet

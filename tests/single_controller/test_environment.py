@@ -1,0 +1,96 @@
+"""Ports, environment variables, visible devices."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from quadriga.errors import PlacementError
+from quadriga.single_controller import Worker, ray_noset_visible_devices
+from quadriga.single_controller.devices import (
+    NOSET_FLAGS,
+    device_index,
+    unify_visible_devices,
+    visible_devices,
+)
+from quadriga.single_controller.environment import RankEnvironment, ReservedPort, environment
+
+
+def test_a_reserved_port_is_given_to_nobody_else_but_can_be_served():
+    reserved = [ReservedPort.choose() for _ in range(50)]
+    assert len({r.port for r in reserved}) == 50
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("", reserved[0].port))
+        server.listen()
+    for r in reserved:
+        r.release()
+
+
+def test_the_environment_is_put_back(monkeypatch):
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with environment({"RANK": "1", "WORLD_SIZE": "2"}):
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
+    assert os.environ["RANK"] == "7"
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_a_worker_is_built_from_the_environment():
+    place = RankEnvironment(3, 8, 1, 2, "10.0.0.5", "2345", "run_")
+
+    class Silent(Worker):
+        def __init__(self):  # does not call super().__init__()
+            self.value = 1
+
+    with environment(place.variables()):
+        worker, silent = Worker(), Silent()
+    for made in (worker, silent):
+        assert (made.rank, made.world_size, made.local_rank, made.local_world_size) == (3, 8, 1, 2)
+        assert made.get_master_addr_port() == ("10.0.0.5", "2345")
+        assert made.worker_group_prefix == "run_"
+
+
+def test_a_worker_in_a_process_of_its_own():
+    code = (
+        "from quadriga.single_controller import Worker; w = Worker(); print(w.rank, w.world_size)"
+    )
+    env = {**os.environ, "RANK": "2", "WORLD_SIZE": "4"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout.split() == ["2", "4"]
+
+
+def test_visible_devices_of_all_vendors():
+    assert visible_devices({}) is None
+    assert visible_devices({"HIP_VISIBLE_DEVICES": "0,1"}) == "0,1"
+    same = {"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}
+    assert visible_devices(same) == "0,1"
+    with pytest.raises(PlacementError, match=r"CUDA_VISIBLE_DEVICES=0, ROCR_VISIBLE_DEVICES=1"):
+        visible_devices({"CUDA_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "1"})
+
+
+def test_devices_are_unified_to_one_variable(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "4,5")
+    assert unify_visible_devices() == "4,5"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert "ROCR_VISIBLE_DEVICES" not in os.environ
+
+
+def test_the_eight_noset_flags():
+    assert len(NOSET_FLAGS) == 8
+    assert not ray_noset_visible_devices({})
+    assert not ray_noset_visible_devices({NOSET_FLAGS[0]: "0"})
+    assert all(ray_noset_visible_devices({flag: "1"}) for flag in NOSET_FLAGS)
+
+
+def test_the_device_of_a_rank():
+    assert device_index(local_rank=3, devices="5", noset=False) == 0
+    assert device_index(local_rank=3, devices="0,1,2,3", noset=True) == 3
+    assert device_index(local_rank=1, devices=None, noset=False) == 1

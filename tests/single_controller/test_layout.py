@@ -1,0 +1,62 @@
+"""Rank coordinates, checked against the layout written out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from quadriga.errors import MeshError
+from quadriga.single_controller import GroupLayout, RankLayout
+from quadriga.single_controller.megatron_modes import (
+    dp_collects,
+    dp_parts,
+    pp_as_dp_collects,
+    pp_as_dp_parts,
+)
+
+
+def layouts(tp=1, cp=1, dp=1, pp=1):
+    n = tp * cp * dp * pp
+    return GroupLayout.of([RankLayout.of_rank(r, tp, cp, dp, pp) for r in range(n)])
+
+
+def test_tp_is_innermost_and_pp_outermost():
+    places = [(r.tp_rank, r.dp_rank, r.pp_rank) for r in layouts(tp=2, dp=2, pp=2).ranks]
+    assert places == [
+        (0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0),
+        (0, 0, 1), (1, 0, 1), (0, 1, 1), (1, 1, 1),
+    ]  # fmt: skip
+
+
+def test_eight_ranks_with_tp_two():
+    layout = layouts(tp=2, dp=4)
+    assert dp_parts(layout) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert dp_collects(layout) == [True, False] * 4
+
+
+def test_context_parallel_ranks_share_their_part():
+    layout = layouts(tp=1, cp=2, dp=2)
+    assert dp_parts(layout) == [0, 0, 1, 1]
+    assert dp_collects(layout) == [True, False, True, False]
+
+
+def test_last_stage_is_collected():
+    layout = layouts(tp=2, dp=1, pp=2)
+    assert dp_parts(layout) == [0, 0, 0, 0]
+    assert dp_collects(layout) == [False, False, True, False]
+
+
+def test_stages_as_data_parallel_ranks():
+    layout = layouts(tp=2, dp=2, pp=2)
+    assert pp_as_dp_parts(layout) == [0, 0, 2, 2, 1, 1, 3, 3]
+    assert pp_as_dp_collects(layout) == [True, False] * 4
+
+
+def test_what_does_not_fit():
+    with pytest.raises(MeshError, match="tp=2 × cp=1 × dp=2 × pp=1 = 4 ranks"):
+        RankLayout.of_rank(4, tp=2, dp=2)
+    with pytest.raises(MeshError, match="tp_rank must lie"):
+        RankLayout(2, 0, 0, 0, tp_size=2)
+    with pytest.raises(MeshError, match="different layouts"):
+        GroupLayout.of([RankLayout.of_rank(0, tp=2), RankLayout.of_rank(1, dp=2)])
+    with pytest.raises(MeshError, match="in 1"):
+        GroupLayout.of([RankLayout.of_rank(0, tp=2)] * 2)

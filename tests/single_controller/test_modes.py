@@ -1,0 +1,251 @@
+"""Registries of modes and what `@register` records."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from quadriga.backends import get_backend
+from quadriga.errors import DispatchError, LengthError, UnknownNameError
+from quadriga.single_controller import (
+    Dispatch,
+    Execute,
+    Worker,
+    register,
+    register_dispatch_mode,
+    register_execute_mode,
+    update_dispatch_mode,
+    with_hooks,
+)
+from quadriga.single_controller.registration import registered_methods
+
+
+@pytest.fixture(autouse=True)
+def clean_registries():
+    yield
+    for registry in (Dispatch, Execute):
+        for mode in registry.added():
+            registry.remove(mode.name)
+
+
+def start(cls, ranks=4, **options):
+    backend = get_backend("local")
+    return backend.worker_group(
+        backend.resource_pool([ranks]), backend.class_with_args(cls), **options
+    )
+
+
+def test_every_mode_of_the_contract_exists():
+    named = (
+        "RANK_ZERO ONE_TO_ALL ALL_TO_ALL DP_COMPUTE DP_COMPUTE_PROTO DP_COMPUTE_PROTO_WITH_FUNC "
+        "DP_COMPUTE_METRIC DIRECT_ROLLOUT_METHOD MEGATRON_COMPUTE MEGATRON_COMPUTE_PROTO "
+        "MEGATRON_PP_AS_DP MEGATRON_PP_AS_DP_PROTO MEGATRON_PP_ONLY"
+    )
+    assert {mode.name for mode in Dispatch} == set(named.split())
+    assert {mode.name for mode in Execute} == {"ALL", "RANK_ZERO"}
+    assert pickle.loads(pickle.dumps(Dispatch.ONE_TO_ALL)) == Dispatch.ONE_TO_ALL
+
+
+def test_unknown_mode_names_the_nearest():
+    with pytest.raises(UnknownNameError, match="Did you mean ONE_TO_ALL"):
+        Dispatch.ONE_TO_AL  # noqa: B018
+    assert not hasattr(Dispatch, "NOWHERE")
+
+
+def test_records():
+    class W(Worker):
+        @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO, blocking=False)
+        async def f(self):
+            return 1
+
+        @register()
+        def g(self, x):
+            return x
+
+    class V(W):
+        def g(self, x):
+            return -x
+
+    record = registered_methods(W)["f"]
+    assert (record.dispatch_mode, record.execute_mode) == (Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
+    assert (record.blocking, record.materialize_futures, record.is_coroutine) == (False, True, True)
+    assert registered_methods(W)["g"].dispatch_mode == Dispatch.ALL_TO_ALL
+    assert start(V).g([1, 2, 3, 4]) == [-1, -2, -3, -4]
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("ONE_TO_ALL", "must be a member of Dispatch"),
+        ({"dispatch_fn": len}, "exactly the keys"),
+        ({"dispatch_fn": len, "collect_fn": 3}, "collect_fn must be a function"),
+    ],
+)
+def test_register_refuses(mode, words):
+    with pytest.raises(DispatchError, match=words):
+        register(dispatch_mode=mode)
+    with pytest.raises(DispatchError, match="member of Execute"):
+        register(execute_mode="ALL")
+
+
+def to_even_ranks(group, items):
+    """One item for each even rank, nothing for the others."""
+    even = iter(items)
+    return ([next(even) if rank % 2 == 0 else None for rank in range(group.world_size)],), {}
+
+
+def from_even_ranks(group, outputs):
+    return outputs[::2]
+
+
+def test_even_ranks_only():
+    mode = register_dispatch_mode("EVEN_RANKS", to_even_ranks, from_even_ranks)
+
+    class W(Worker):
+        @register(dispatch_mode=mode)
+        def twice(self, x):
+            return None if x is None else (self.rank, 2 * x)
+
+        @register(dispatch_mode={"dispatch_fn": to_even_ranks, "collect_fn": from_even_ranks})
+        def thrice(self, x):
+            return None if x is None else (self.rank, 3 * x)
+
+    group = start(W)
+    assert group.twice([10, 20]) == [(0, 20), (2, 40)]
+    assert group.thrice([10, 20]) == [(0, 30), (2, 60)]
+    with pytest.raises(DispatchError, match=r"Dispatch\.EVEN_RANKS exists already"):
+        register_dispatch_mode("EVEN_RANKS", to_even_ranks, from_even_ranks)
+
+
+def test_an_update_reaches_methods_registered_before():
+    mode = register_dispatch_mode("MINE", to_even_ranks, from_even_ranks)
+
+    class W(Worker):
+        @register(dispatch_mode=mode)
+        def same(self, x):
+            return x
+
+    group = start(W)
+    assert group.same([1, 2]) == [1, 2]
+    update_dispatch_mode(mode, to_even_ranks, lambda group, outputs: outputs[1::2])
+    assert group.same([1, 2]) == [None, None]
+
+
+def test_first_half_of_the_ranks():
+    half = register_execute_mode("FIRST_HALF", lambda group: range(group.world_size // 2))
+
+    class W(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=half)
+        def who(self, x):
+            return self.rank, x
+
+        @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=half)
+        def each(self, x):
+            return self.rank, x
+
+    group = start(W)
+    assert group.who("a") == [(0, "a"), (1, "a")]
+    assert group.each([5, 6, 7, 8]) == [(0, 5), (1, 6)]
+    assert group.each([5, 6]) == [(0, 5), (1, 6)]
+
+
+def test_rank_zero_in_both_ways():
+    class W(Worker):
+        @register(dispatch_mode=Dispatch.RANK_ZERO)
+        def a(self, x):
+            return self.rank, x
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+        def b(self, x):
+            return self.rank, x
+
+        @register(execute_mode=Execute.RANK_ZERO)
+        def c(self, x):
+            return self.rank, x
+
+    group = start(W)
+    assert group.a([1]) == group.b([1]) == group.c([1]) == (0, [1])
+
+
+def test_what_a_dispatch_function_may_not_return():
+    def wrong_length(group, x):
+        return ([x],), {}
+
+    def no_list(group, x):
+        return (x,), {}
+
+    def no_pair(group, x):
+        return x
+
+    def collect(group, outputs):
+        return outputs
+
+    class W(Worker):
+        @register(dispatch_mode={"dispatch_fn": wrong_length, "collect_fn": collect})
+        def a(self, x): ...
+
+        @register(dispatch_mode={"dispatch_fn": no_list, "collect_fn": collect})
+        def b(self, x): ...
+
+        @register(dispatch_mode={"dispatch_fn": no_pair, "collect_fn": collect})
+        def c(self, x): ...
+
+    group = start(W)
+    with pytest.raises(LengthError, match=r"W\.a: .* split into 1 parts for 4"):
+        group.a(1)
+    with pytest.raises(DispatchError, match=r"W\.b: .*got int"):
+        group.b(1)
+    with pytest.raises(DispatchError, match=r"W\.c: .*\(args, kwargs\)"):
+        group.c(1)
+
+
+def test_direct_rollout_methods_cannot_be_called_through_a_group():
+    class W(Worker):
+        @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+        def generate(self): ...
+
+    with pytest.raises(DispatchError, match="an engine calls it on the workers itself"):
+        start(W).generate()
+
+
+def test_a_method_name_that_the_group_has():
+    class W(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def shutdown(self): ...
+
+    with pytest.raises(DispatchError, match="a worker group has 'shutdown' itself"):
+        start(W)
+
+
+def test_hooks_before_and_after_each_call():
+    seen = []
+    factory = with_hooks(
+        before=lambda label, args, kwargs: seen.append(("before", label, args, kwargs)),
+        after=lambda label, value: seen.append(("after", label, value)),
+    )
+
+    class W(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def add(self, x, y=0):
+            return x + y
+
+    group = start(W, 2, method_factory=factory, role="adder")
+    assert group.add(1, y=2) == [3, 3]
+    assert seen == [("before", "adder.add", (1,), {"y": 2}), ("after", "adder.add", [3, 3])]
+    assert group.add.options(timeout=5)(1) == [1, 1]
+    assert len(seen) == 4
+
+
+def test_the_name_of_a_method_shows_in_tracebacks():
+    import traceback
+
+    class W(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def update_actor(self):
+            raise ValueError
+
+    with pytest.raises(Exception) as caught:
+        start(W, 1).update_actor()
+    frames = [f.name for f in traceback.extract_tb(caught.value.__traceback__)]
+    assert "update_actor" in frames[:4]

@@ -1,0 +1,62 @@
+"""Pools, and whether they fit, by hand-made nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from quadriga.errors import PlacementError
+from quadriga.single_controller import ResourcePool
+from quadriga.single_controller.placement import NodeResources, PoolNeeds, check_feasible
+
+
+def nodes(*gpus: int) -> list[NodeResources]:
+    return [NodeResources(f"10.0.0.{i}", {"CPU": 64, "GPU": n}) for i, n in enumerate(gpus)]
+
+
+def pool(name: str, *processes: int) -> PoolNeeds:
+    return PoolNeeds(name, processes, {"CPU": 1, "GPU": 1})
+
+
+def test_uneven_pool():
+    uneven = ResourcePool([2, 3])
+    assert uneven.world_size == 5
+    assert uneven.local_world_size_list() == [2, 2, 3, 3, 3]
+    assert uneven.local_rank_list() == [0, 1, 0, 1, 2]
+    uneven.add_node(1)
+    assert uneven.store == uneven() == [2, 3, 1]
+
+
+@pytest.mark.parametrize("wrong", [[0], [2, -1], [1.5]])
+def test_pool_counts_are_checked(wrong):
+    with pytest.raises(PlacementError, match="counts of 1 or more"):
+        ResourcePool(wrong)
+
+
+def test_pools_that_fit_only_in_another_order():
+    check_feasible([pool("small", 2), pool("large", 6), pool("rest", 2)], nodes(8, 2))
+    check_feasible([pool("a", 4, 4), pool("b", 8)], nodes(8, 8))
+
+
+def test_totals_that_suffice_are_not_enough():
+    with pytest.raises(PlacementError, match="'actor' wants 8 processes on one node") as caught:
+        check_feasible([pool("critic", 2), pool("actor", 8)], nodes(5, 5))
+    assert caught.value.pool == "actor"
+    assert "10.0.0.0 has 64 CPU, 5 GPU" in str(caught.value)
+
+
+def test_each_fits_alone_but_not_together():
+    with pytest.raises(PlacementError, match="do not fit on the nodes together") as caught:
+        check_feasible([pool("actor", 6), pool("critic", 6)], nodes(8, 4))
+    assert caught.value.pool in ("actor", "critic")
+
+
+def test_resources_other_than_gpus_count():
+    needs = [PoolNeeds("cpu", (2,), {"CPU": 10})]
+    with pytest.raises(PlacementError, match="that is 20 CPU; no node has that much"):
+        check_feasible(needs, [NodeResources("here", {"CPU": 16})])
+    check_feasible(needs, [NodeResources("here", {"CPU": 20})])
+
+
+def test_no_node_at_all():
+    with pytest.raises(PlacementError, match="There is no node"):
+        check_feasible([pool("actor", 1)], [])
