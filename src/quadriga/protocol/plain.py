@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 
 from quadriga.protocol.layout import Block, Rows
 from quadriga.protocol.reference import CONTROLLER, snapshot
@@ -23,7 +24,7 @@ _LONG = 64
 
 
 class Parcel:
-    """One dense or jagged tensor under way, of any number of dimensions."""
+    """A dense tensor of any number of dimensions, a jagged one or a `TensorDict`, under way."""
 
     __slots__ = ("payload", "rows", "spec")
 
@@ -31,26 +32,25 @@ class Parcel:
         self.spec, self.payload, self.rows = spec, payload, rows
 
     @staticmethod
-    def of(tensor: torch.Tensor, private: bool) -> Parcel:
+    def of(tensor: torch.Tensor | TensorDictBase, private: bool) -> Parcel:
         """`private`: take a snapshot, for a transport that does not copy."""
-        nested = tensor.is_nested
-        spec, payload, _ = freeze(tensor if nested else tensor.detach().unsqueeze(0), "argument")
-        return Parcel(
-            spec, snapshot(payload) if private else payload, row_count(tensor) if nested else 1
-        )
+        if isinstance(tensor, TensorDictBase) or tensor.is_nested:
+            rows, (spec, payload, _) = row_count(tensor), freeze(tensor, "argument")
+        else:
+            rows, (spec, payload, _) = 1, freeze(tensor.detach().unsqueeze(0), "argument")
+        return Parcel(spec, snapshot(payload) if private else payload, rows)
 
-    def open(self) -> torch.Tensor:
+    def open(self) -> Any:
         """The tensor, private to the caller."""
         rows = Rows.whole(Block(0, self.rows, CONTROLLER))
         value, _ = thaw(self.spec, rows, [self.payload][: len(rows.blocks)])
-        tensor: torch.Tensor = value if self.spec.kind == "jagged" else value.squeeze(0)
-        return tensor
+        return value.squeeze(0) if self.spec.kind == "tensor" else value
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Parcel, (self.spec, self.payload, self.rows)
 
 
-def open_parcel(parcel: Parcel) -> torch.Tensor:
+def open_parcel(parcel: Parcel) -> Any:
     """The tensor of a parcel: what a tensor inside an object is pickled as."""
     return parcel.open()
 
@@ -76,7 +76,7 @@ def walk(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
 def freeze_leaf(value: Any, private: bool = False) -> Any:
     """Tensors become parcels; with `private`, arrays become copies."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) or (isinstance(value, TensorDictBase) and value.batch_dims):
         return Parcel.of(value, private)
     if private and isinstance(value, np.ndarray):
         return snapshot(value)

@@ -87,6 +87,12 @@ def freeze(value: Any, key: str) -> tuple[FieldSpec, Payload, int]:
         return _freeze_jagged(value, key) if value.is_nested else _freeze_tensor(value, key)
     if isinstance(value, TensorDictBase):
         return _freeze_tree(value, key)
+    if not isinstance(value, np.ndarray):
+        raise FieldError(
+            f"field '{key}' is a {type(value).__name__}; tensors, arrays and TensorDicts of tensors "
+            "travel as fields",
+            field=key,
+        )
     if value.dtype == object:
         return _freeze_objects(value)
     data = np.ascontiguousarray(value).reshape(value.shape)

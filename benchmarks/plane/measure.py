@@ -1,0 +1,57 @@
+"""Wall time, controller CPU and controller memory of repeated steps."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def _status(name: str) -> int:
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith(name):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def reset_peak() -> int:
+    """Starts a new memory peak; gives the memory in use now, in bytes."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return _status("VmRSS")
+
+
+def repeat(step: Callable[[], Any], times: int, warmup: int = 1) -> dict[str, float]:
+    """Medians over `times` runs: `wall_s`, `cpu_s` (this process, all threads), and
+    `extra_bytes`, the memory peak over all runs above what was in use before them."""
+    for _ in range(warmup):
+        step()
+    before = reset_peak()
+    walls, cpus = [], []
+    for _ in range(times):
+        cpu, wall = time.process_time(), time.perf_counter()
+        step()
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+    return {
+        "wall_s": statistics.median(walls),
+        "wall_min_s": min(walls),
+        "cpu_s": statistics.median(cpus),
+        "extra_bytes": max(_status("VmHWM") - before, 0),
+        "runs": times,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were taken on."""
+    import platform
+
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "python": platform.python_version(),
+        "load_before": os.getloadavg()[0],
+    }

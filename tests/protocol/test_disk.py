@@ -1,0 +1,97 @@
+"""Batches in files: equal when read back, harmless when not ours."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from protocol_cases import shard
+from tensordict import TensorDict
+
+from quadriga.errors import DataError, FieldError
+from quadriga.protocol import DataProto, values
+
+
+def full() -> DataProto:
+    picture = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
+    return DataProto.from_dict(
+        {
+            "half": torch.randn(3, 2).bfloat16(),
+            "rag": torch.nested.nested_tensor(
+                [torch.ones(i + 1, dtype=torch.complex64) for i in range(3)], layout=torch.jagged
+            ),
+            "sub": TensorDict({"k": torch.arange(3)}, [3]),
+        },
+        {
+            "o": [{"t": torch.ones(2).bfloat16(), "s": {1, 2}}, None, datetime.date(2026, 1, 2)],
+            "mixed": [np.float32(0.5), np.arange(3), picture],
+            "n": np.arange(6).reshape(3, 2),
+        },
+        {"deep": [{"t": torch.tensor(1.5)}], "name": "run", "array": np.arange(3)},
+    )
+
+
+def test_what_was_saved_is_loaded(tmp_path, store):
+    original = full()
+    for data in (full, lambda: shard(full(), 2)):
+        path = tmp_path / "batch.bin"
+        saved = data()
+        saved.batch["half"] = original.batch["half"]
+        saved.save_to_disk(path)
+        back = DataProto.load_from_disk(str(path))
+        assert len(back) == 3 and len(back.union(original)) == 3
+        assert back.batch["half"].dtype == torch.bfloat16
+        back.batch["half"].zero_()
+        back.non_tensor_batch["n"][0] = 5
+        assert values.same(back.meta_info, original.meta_info)
+    assert sorted(os.listdir(tmp_path)) == ["batch.bin"]
+
+
+@pytest.mark.parametrize("data", [DataProto(), DataProto.from_dict(non_tensors={"s": ["a"]})])
+def test_halves_and_nothing(tmp_path, data):
+    data.save_to_disk(tmp_path / "x")
+    back = DataProto.load_from_disk(tmp_path / "x")
+    assert back.batch is None and len(back) == len(data)
+
+
+class Custom:
+    pass
+
+
+def test_types_that_a_file_does_not_carry_are_refused_at_saving(tmp_path):
+    data = DataProto.from_dict(non_tensors={"o": [1, Custom()]})
+    path = tmp_path / "x"
+    DataProto().save_to_disk(path)
+    with pytest.raises(FieldError, match=r"field 'o' holds a .*Custom"):
+        data.save_to_disk(path)
+    assert len(DataProto.load_from_disk(path)) == 0 and os.listdir(tmp_path) == ["x"]
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("evil",)
+
+
+def test_files_that_are_not_ours_run_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "x"
+    full().save_to_disk(path)
+    whole = path.read_bytes()
+    head = whole[: whole.index(b"\n") + 1]
+    cases = {
+        "posix.mkdir": head + pickle.dumps(Evil()),
+        "not a file of": pickle.dumps(Evil()),
+        "damaged or cut short": whole[: len(whole) // 2],
+    }
+    for message, content in cases.items():
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            DataProto.load_from_disk(path)
+    assert not (tmp_path / "evil").exists()
+    with pytest.raises(DataError, match="no batch file"):
+        DataProto.load_from_disk(tmp_path / "absent")
