@@ -2,11 +2,11 @@
 
     QuadrigaError
     ├── InputError              the user's input is wrong; the command line exits with code 2
-    │   ├── ConfigError             a setting: unknown, of the wrong type, or in conflict with another
+    │   ├── ConfigError             a setting: unknown, of the wrong type, or in conflict
     │   │   └── UnknownSettingError     no such key; names the nearest one
     │   ├── DataError               a data file or one row of it
-    │   ├── ModelError              a folder that is not a model, or a model that does not fit its use
-    │   ├── UnknownNameError        a registry has no such entry (estimator, loss, reward, backend …)
+    │   ├── ModelError              a folder that is not a model, or one that does not fit
+    │   ├── UnknownNameError        a registry has no such entry (estimator, loss, …)
     │   ├── PlacementError          the machines cannot hold what was asked for
     │   └── CheckpointError         a checkpoint that is missing, incomplete or of another run
     ├── ProtocolError           a batch was built or used wrongly

@@ -57,19 +57,33 @@ def run_demo(config: DemoConfig) -> None:
 
 
 def data_stage(config: DemoConfig, folder: Path) -> Stage:
-    """Problems and a fresh model."""
+    """Problems of one to three steps and a fresh model of a million parameters.
+
+    Most worked examples come from hasty teachers, who take the first step's result for the answer:
+    imitation learns to reckon from them, and nothing but the reward can teach more care.
+    """
     return Stage(
         "data make",
         (
             f"output={folder / 'data'}",
             f"model_output={folder / 'base'}",
+            "max_number=9",
+            "max_total=9",
+            "max_steps=3",
+            "sft_size=4096",
+            "sft_careful=0.3",
+            "hidden_size=192",
+            "num_layers=2",
+            "num_heads=6",
+            "num_kv_heads=3",
+            "intermediate_size=512",
             f"seed={config.seed}",
         ),
     )
 
 
 def sft_stage(config: DemoConfig, folder: Path) -> Stage:
-    """A short warm start, stopped long before the model is good."""
+    """A warm start by imitation."""
     return Stage(
         "sft",
         (
@@ -77,11 +91,12 @@ def sft_stage(config: DemoConfig, folder: Path) -> Stage:
             f"data.train_files=[{folder / 'data' / 'sft.parquet'}]",
             f"data.val_files=[{folder / 'data' / 'test.parquet'}]",
             "data.train_batch_size=64",
-            "optim.lr=2e-3",
-            "trainer.total_training_steps=200",
-            "trainer.test_freq=20",
-            "trainer.stop_at_accuracy=0.25",
-            "trainer.max_response_length=32",
+            *_optimizer("optim", "2e-3", warmup=10),
+            "optim.betas=[0.9,0.99]",
+            "trainer.total_epochs=5",
+            "trainer.total_training_steps=180",
+            "trainer.test_freq=60",
+            "trainer.max_response_length=26",
             *_shared(config, folder / "sft"),
         ),
     )
@@ -89,6 +104,7 @@ def sft_stage(config: DemoConfig, folder: Path) -> Stage:
 
 def train_stage(config: DemoConfig, folder: Path) -> Stage:
     """Group-relative policy optimisation, or PPO with a critic (`adv_estimator=gae`)."""
+    with_critic = config.adv_estimator == "gae"
     return Stage(
         "train",
         (
@@ -97,14 +113,29 @@ def train_stage(config: DemoConfig, folder: Path) -> Stage:
             f"data.train_files=[{folder / 'data' / 'train.parquet'}]",
             f"data.val_files=[{folder / 'data' / 'test.parquet'}]",
             "data.train_batch_size=32",
-            "data.max_response_length=32",
+            "data.max_response_length=26",
             "actor_rollout_ref.rollout.n=8",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=32",
-            "actor_rollout_ref.actor.optim.lr=3e-4",
-            "trainer.total_training_steps=150",
-            "trainer.test_freq=25",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+            *_optimizer("actor_rollout_ref.actor.optim", "2e-4", warmup=5),
+            "actor_rollout_ref.actor.policy_loss.clip_ratio_high=0.28",
+            *(CRITIC if with_critic else GROUPS),
+            "trainer.total_training_steps=80",
+            "trainer.test_freq=10",
             *_shared(config, folder / "train"),
         ),
+    )
+
+
+GROUPS = ("algorithm.filter_groups.enable=true",)
+CRITIC = ("critic.optim.lr=5e-4", "algorithm.lam=0.95")
+
+
+def _optimizer(prefix: str, lr: str, warmup: int) -> tuple[str, ...]:
+    return (
+        f"{prefix}.lr={lr}",
+        f"{prefix}.lr_scheduler=linear",
+        f"{prefix}.lr_warmup_steps={warmup}",
+        f"{prefix}.min_lr_ratio=0.1",
     )
 
 
