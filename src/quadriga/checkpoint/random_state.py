@@ -21,10 +21,11 @@ def random_tensors() -> dict[str, Tensor]:
 def random_scalars() -> dict[str, Any]:
     """States of Python's and numpy's global generators, as JSON values."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = np.random.get_state(legacy=False)
+    numbers = {"key": state["state"]["key"].tolist(), "pos": int(state["state"]["pos"])}
     return {
         "python": [version, list(words), gauss],
-        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
+        "numpy": {**state, "state": numbers},
     }
 
 
@@ -35,5 +36,6 @@ def restore_random(tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(tensors["random.cuda"])
     version, words, gauss = scalars["python"]
     random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = scalars["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    state = scalars["numpy"]
+    key = np.array(state["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**state, "state": {**state["state"], "key": key}})

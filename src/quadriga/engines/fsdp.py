@@ -8,9 +8,10 @@ unblocked by  all ranks having called; a rank without rows computes filler so th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from quadriga.models.loading import load_causal_lm, load_value_model
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import (
     init_distributed,
+    local_device,
     max_over_ranks,
     rank,
     sum_metrics_over_ranks,
@@ -72,14 +74,16 @@ class FSDPEngine:
     ) -> None:
         self.config = engine
         self.model_config = model
-        self.device = torch.device(device)
+        self.device = local_device(device)
         if optim is not None:
             total_steps = total_steps if optim.total_steps is None else optim.total_steps
             check_schedule(optim, total_steps)
         init_distributed(self.device.type)
         mesh = data_parallel_mesh(self.device, engine.fsdp_size)
         dtype = compute_dtype(engine.dtype, self.device)
-        self.module = _load(model, head, dtype, trained=optim is not None)
+        self.module: Any = _load(  # a PreTrainedModel, an FSDPModule too once it is sharded
+            model, head, dtype, trained=optim is not None
+        )
         self.module.to(self.device)
         self._tokens = TokenModel(self.module, head, self.device, packed=packed)
         self._tied = _tied_names(self.module)
@@ -168,7 +172,7 @@ class FSDPEngine:
     ) -> None:
         if rows is None:
             outputs = self._tokens(filler_batch(), temperature=temperature, entropy=entropy)
-            (sum(values.sum() for values in outputs.values()) * 0.0).backward()
+            (torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0).backward()
             return
         outputs = self._tokens(
             take_rows(mini_batch, rows, _CPU), temperature=temperature, entropy=entropy
@@ -304,11 +308,11 @@ class FSDPEngine:
             self.optimizer.move(device)
 
 
-def _load(model: ModelConfig, head: Head, dtype: torch.dtype, *, trained: bool) -> PreTrainedModel:
+def _load(model: ModelConfig, head: Head, dtype: torch.dtype, *, trained: bool) -> Any:
     if trained and dtype.itemsize < 4:
         dtype = torch.float32
     loader = load_causal_lm if head == "lm" else load_value_model
-    module = loader(
+    module: Any = loader(
         model.path,
         dtype=dtype,
         attn_implementation=model.attn_implementation,
@@ -329,7 +333,8 @@ def _switch_on_checkpointing(module: PreTrainedModel) -> None:
 
 def _switch_off_dropout(module: nn.Module) -> None:
     """A log-probability has to be a function of the weights: the first ratio is exactly 1."""
-    for part in module.modules():
+    parts: Iterable[Any] = module.modules()
+    for part in parts:
         if isinstance(part, nn.Dropout):
             part.p = 0.0
         elif isinstance(getattr(part, "attention_dropout", None), float):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from quadriga.errors import CollectiveError
-from quadriga.parallel.device import collective_backend
+from quadriga.parallel.device import collective_backend, torch_device
 
 
 def init_distributed(device_name: str = "cpu", *, timeout_s: float = 600.0) -> None:
@@ -38,6 +38,21 @@ def init_distributed(device_name: str = "cpu", *, timeout_s: float = 600.0) -> N
             "group get these before __init__, other launchers must set them"
         )
     dist.init_process_group(backend, timeout=timeout)
+
+
+def local_device(device: str | torch.device) -> torch.device:
+    """The device that this rank computes on, made the current one.
+
+    A kind alone ("cuda") becomes the device of LOCAL_RANK, whether the process sees one device or
+    the whole node's; a device with an index is taken as it is.
+    """
+    wanted = torch.device(device)
+    if wanted.type == "cpu":
+        return wanted
+    if wanted.index is None:
+        wanted = torch_device(wanted.type, int(os.environ.get("LOCAL_RANK", "0")))
+    getattr(torch, wanted.type).set_device(wanted)
+    return wanted
 
 
 def rank() -> int:

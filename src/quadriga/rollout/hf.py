@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from quadriga.config.schema import ModelConfig
@@ -19,12 +18,13 @@ from quadriga.errors import ModelError, ShapeError
 from quadriga.models.loading import load_causal_lm
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.digest import tensor_digest
+from quadriga.parallel.distributed import local_device
 from quadriga.parallel.packing import first_row_with_same_prompt
 from quadriga.rollout.base import FinishReason, RolloutOutput, SamplingParams
 from quadriga.rollout.kv_cache import growing_cache, select_rows
 from quadriga.rollout.sampling import draw
 
-COMPACT_BELOW = 0.85
+COMPACT_BELOW = 0.75
 """Rows leave the batch once at most this share of it is still being written."""
 
 
@@ -49,9 +49,10 @@ class HFRollout:
                 "rollout.options",
                 path=model.path,
             )
-        self.device = torch.device(device)
+        self.device = local_device(device)
         self.micro_batch_size = micro_batch_size
-        self.module: PreTrainedModel = load_causal_lm(
+        load: Any = load_causal_lm
+        self.module = load(
             model.path,
             dtype=compute_dtype(dtype, self.device),
             attn_implementation=model.attn_implementation,
