@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 
 from quadriga.errors import FieldError
 from quadriga.protocol import DataProto, Origin, values, wire
@@ -139,6 +139,17 @@ def test_arrays_arrive_equal_and_writable(crossing, kind):
     back[0] = back[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_large_tensors_arrive_equal(crossing, dtype):
+    """Above the size from which memory is asked for in huge pages."""
+    value = torch.arange(3_000_001).to(dtype)
+    whole = crossing(DataProto.from_dict({"v": value}))
+    part = whole[1:]
+    assert torch.equal(whole.batch["v"], value) and torch.equal(part.batch["v"], value[1:])
+    assert whole.batch["v"].data_ptr() % 64 == 0
+    whole.batch["v"].zero_()
+
+
 def test_gradients_stay_behind(crossing):
     weight = torch.ones(4, requires_grad=True)
     back = crossing(DataProto.from_dict({"v": weight * 2})).batch["v"]
@@ -210,9 +221,12 @@ def test_plain_tensordicts_cross(store):
     assert td["v"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_does_not_travel_is_named():
     with pytest.raises(FieldError, match=r"field 'v' is a tensor of layout torch.sparse_coo"):
         freeze(torch.eye(3).to_sparse(), "v")
+    with pytest.raises(FieldError, match="field 'v' is a NonTensorData"):
+        freeze(NonTensorData(1, batch_size=[3]), "v")
     strided = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(FieldError, match=r"field 'v'.*layout=torch.jagged"):
         freeze(strided, "v")

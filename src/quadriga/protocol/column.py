@@ -47,27 +47,31 @@ class RefColumn:
 
     def read(self, key: str) -> Any:
         """The field's value, private to this process; fetched at the first read."""
-        if not self.is_here:
+        if self._value is not _UNREAD:
+            return self._value
+        if len(self.handles) == 1 and type(self.handles[0]) is HereHandle:
+            self._open([self.handles[0].value])
+        else:
             fetch([(key, self)])
         return self._value
 
-    def keep(self, value: Any) -> None:
-        """Holds the fetched value and lets the stored ones go."""
-        mark(value, (block.origin for block in self.rows.blocks))
+    def _open(self, payloads: Sequence[Any]) -> None:
+        """Builds the value from the fetched payloads, keeps it and lets the stored ones go."""
+        value, nbytes = thaw(self.spec, self.rows, payloads)
+        traffic.fetched(nbytes)
+        mark(value, [block.origin for block in self.rows.blocks])
         self._value, self.handles = value, ()
 
     def nbytes(self) -> int:
         """Bytes of these rows: exact for dense fields, in proportion for ragged ones."""
         if self.is_here:
             return values.nbytes(self._value)
+        if len(self.handles) == 1 and len(self.rows) == self.rows.blocks[0].rows:
+            return self.handles[0].nbytes
         total = 0.0
         for block, start, stop in self.rows.segments.tolist():
             total += self.handles[block].nbytes * (stop - start) / self.rows.blocks[block].rows
         return round(total)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        column = hold("", self._value) if self.is_here else self
-        return RefColumn, (column.spec, column.rows, column.handles)
 
     def fresh(self) -> RefColumn:
         """A cell of its own over the same stored values."""
@@ -82,7 +86,7 @@ def held(fields: Fields) -> dict[str, RefColumn]:
         if not isinstance(column, RefColumn) or column.is_here:
             column = hold(key, local(column))
             column.rows = rows.setdefault(len(column.rows), column.rows)
-        elif all(isinstance(handle, HereHandle) for handle in column.handles):
+        elif is_carried(column):
             column = compact(key, column)
         result[key] = column
     return result
@@ -103,6 +107,11 @@ def is_remote(column: Any) -> bool:
     return isinstance(column, RefColumn) and not column.is_here
 
 
+def is_carried(column: RefColumn) -> bool:
+    """True when a column's stored values are all in this process."""
+    return all(isinstance(handle, HereHandle) for handle in column.handles)
+
+
 def fetch(columns: Iterable[tuple[str, RefColumn]]) -> None:
     """Reads several fields, waiting once for all of them. Each stored value is asked for once."""
     wanted = [(key, column) for key, column in columns if not column.is_here]
@@ -115,9 +124,7 @@ def fetch(columns: Iterable[tuple[str, RefColumn]]) -> None:
     except LostObjectError as error:
         raise _find_lost(wanted, error) from error
     for _, column in wanted:
-        value, nbytes = thaw(column.spec, column.rows, [found[h.key] for h in column.handles])
-        traffic.fetched(nbytes)
-        column.keep(value)
+        column._open([found[handle.key] for handle in column.handles])
 
 
 def _find_lost(columns: Sequence[tuple[str, RefColumn]], error: LostObjectError) -> LostObjectError:

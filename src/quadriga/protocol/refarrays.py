@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from quadriga.protocol.column import RefColumn, fetch, held, is_remote
+from quadriga.protocol.column import RefColumn, fetch, is_remote
 
 _ABSENT: Any = object()
 
@@ -70,7 +70,9 @@ class RefArrays(dict[str, Any]):
     __hash__ = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RefArrays, (held(self.columns),)
+        from quadriga.protocol.wire import reduce_arrays
+
+        return reduce_arrays(self)
 
     def __repr__(self) -> str:
         return repr({k: "elsewhere" if is_remote(v) else self[k] for k, v in self.columns.items()})

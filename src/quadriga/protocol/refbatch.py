@@ -11,7 +11,6 @@ from tensordict import TensorDict
 from quadriga.errors import FieldError, LengthError
 from quadriga.protocol import column as columns
 from quadriga.protocol import values
-from quadriga.protocol.thaw import device_here
 
 _ABSENT: Any = object()
 _READING = frozenset(
@@ -43,8 +42,9 @@ class RefBatch:
         self.device = device
 
     def __reduce__(self) -> tuple[Any, ...]:
-        device = None if self.device is None else self.device.type
-        return _rebuild, (columns.held(self.columns), tuple(self.batch_size), device)
+        from quadriga.protocol.wire import reduce_batch
+
+        return reduce_batch(self)
 
     @property
     def shape(self) -> torch.Size:
@@ -205,7 +205,3 @@ class RefBatch:
     def _missing(self, key: str) -> FieldError:
         there = ", ".join(self.columns) or "nothing"
         return FieldError(f"no field '{key}' in batch; it holds: {there}", field=key)
-
-
-def _rebuild(fields: dict[str, Any], batch_size: tuple[int, ...], device: str | None) -> RefBatch:
-    return RefBatch(fields, batch_size, None if device is None else device_here(device))

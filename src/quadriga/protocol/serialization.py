@@ -89,8 +89,8 @@ def freeze(value: Any, key: str) -> tuple[FieldSpec, Payload, int]:
         return _freeze_tree(value, key)
     if not isinstance(value, np.ndarray):
         raise FieldError(
-            f"field '{key}' is a {type(value).__name__}; tensors, arrays and TensorDicts of tensors "
-            "travel as fields",
+            f"field '{key}' is a {type(value).__name__}; what travels as a field is a tensor, "
+            "an array, or a TensorDict of tensors",
             field=key,
         )
     if value.dtype == object:

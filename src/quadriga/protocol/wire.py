@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 from quadriga.protocol import batches, values
 from quadriga.protocol import column as columns
 from quadriga.protocol.column import RefColumn, compact, whole_block
+from quadriga.protocol.flat import Flat, flatten, restore
 from quadriga.protocol.layout import Rows
 from quadriga.protocol.plain import freeze_leaf, thaw_leaf, walk
 from quadriga.protocol.refarrays import RefArrays
 from quadriga.protocol.refbatch import RefBatch
 from quadriga.protocol.reference import Handle, HereHandle, Origin, Store, snapshot
 from quadriga.protocol.serialization import FieldSpec, Payload, freeze
+from quadriga.protocol.thaw import device_here
 from quadriga.protocol.traffic import traffic
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 INLINE_BYTES = 64 * 1024
 """A field of a shard up to this size travels inside the message; above, it goes to the store."""
 
+Head = tuple[tuple[int, ...], str | None]
 Keep = Callable[[Payload, int, FieldSpec], Handle]
 
 
@@ -69,10 +72,9 @@ def _keep(store: Store, payload: Payload, nbytes: int, spec: FieldSpec) -> Handl
 def _pack_reference(key: str, column: RefColumn, store: Store) -> RefColumn:
     """A reference passes as it is. Bytes that it holds here go along when few, else to the store,
     once for all messages that need them."""
-    here = [handle for handle in column.handles if isinstance(handle, HereHandle)]
-    if not here or store.in_process:
+    if store.in_process or not any(isinstance(h, HereHandle) for h in column.handles):
         return column.fresh()
-    if len(here) == len(column.handles) and column.nbytes() <= INLINE_BYTES:
+    if columns.is_carried(column) and column.nbytes() <= INLINE_BYTES:
         return compact(key, column)
     handles = tuple(_move(handle, column.spec, store) for handle in column.handles)
     return RefColumn(column.spec, column.rows, handles)
@@ -106,27 +108,47 @@ def _unpack_column(key: str, column: Any) -> Any:
     if not columns.is_remote(column):
         return values.clone(columns.local(column))
     column = column.fresh()
-    if all(isinstance(handle, HereHandle) for handle in column.handles) and (
-        column.nbytes() <= INLINE_BYTES
-    ):
+    if columns.is_carried(column) and column.nbytes() <= INLINE_BYTES:
         return column.read(key)
     return column
 
 
 def reduce(data: DataProto) -> tuple[Any, ...]:
-    """How a `DataProto` is pickled: columns, whose buffers go out of band, and `meta_info`."""
+    """How a `DataProto` is pickled: flat columns, whose buffers go out of band, and `meta_info`."""
     tensors = batches.tensor_columns(data.batch)
     arrays = batches.array_columns(data.non_tensor_batch)
     live = not all(columns.is_remote(c) for half in (tensors, arrays) for c in half.values())
-    batch = None
-    if data.batch is not None:
-        batch = RefBatch(tensors, data.batch.batch_size, data.batch.device)
+    head = None if data.batch is None else _head(data.batch)
     meta = walk(data.meta_info, freeze_leaf)
-    return _rebuild, (type(data), batch, RefArrays(arrays), meta, live)
+    return _rebuild, (type(data), head, flatten(tensors), flatten(arrays), meta, live)
 
 
 def _rebuild(
-    kind: type[DataProto], batch: RefBatch | None, arrays: RefArrays, meta: Any, live: bool
+    kind: type[DataProto], head: Head | None, tensors: Flat, arrays: Flat, meta: Any, live: bool
 ) -> DataProto:
-    data = kind(batch, arrays, meta)
+    batch = None if head is None else _rebuild_batch(head, tensors)
+    data = kind(batch, _rebuild_arrays(arrays), meta)
     return unpack(data) if live else data
+
+
+def reduce_batch(batch: RefBatch) -> tuple[Any, ...]:
+    """How a `RefBatch` is pickled when it travels alone."""
+    return _rebuild_batch, (_head(batch), flatten(batch.columns))
+
+
+def reduce_arrays(arrays: RefArrays) -> tuple[Any, ...]:
+    """How a `RefArrays` is pickled when it travels alone."""
+    return _rebuild_arrays, (flatten(arrays.columns),)
+
+
+def _head(batch: Any) -> Head:
+    return tuple(batch.batch_size), None if batch.device is None else batch.device.type
+
+
+def _rebuild_batch(head: Head, tensors: Flat) -> RefBatch:
+    size, device = head
+    return RefBatch(restore(tensors), size, None if device is None else device_here(device))
+
+
+def _rebuild_arrays(arrays: Flat) -> RefArrays:
+    return RefArrays(restore(arrays))
