@@ -105,7 +105,7 @@ def gpg(scores: list[float], groups: list[str], mask: Tensor) -> list[float]:
 def whiten(rows: Rows, mask: Tensor) -> Rows:
     chosen = [row[t] for row, places in zip(rows, own(mask), strict=True) for t in places]
     if not chosen:
-        return rows
+        return [[0.0] * len(row) for row in rows]
     centre = mean(chosen)
     variance = math.fsum((x - centre) ** 2 for x in chosen) / max(len(chosen) - 1, 1)
     scale = 1 / math.sqrt(variance + 1e-8)

@@ -53,7 +53,8 @@ def ratio_metrics(log_ratio_BT: Tensor, mask_BT: Tensor) -> dict[str, Partial]:
     }
 
 
-def _require_clip(name: str, low: float, high: float) -> None:
+def require_clip(name: str, low: float, high: float) -> None:
+    """Raise `AlgorithmError` unless both clip ranges are at least 0."""
     if not (low >= 0 and high >= 0):
         raise AlgorithmError(
             f"`{name}` wants clip ranges of at least 0, but got low {low} and high {high}."
@@ -75,7 +76,7 @@ def ppo_clip(
 
     r = π/π_old;  ℓ = max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high));  where A < 0: ℓ = min(ℓ, −A·c).
     """
-    _require_clip("ppo_clip", clip_ratio_low, clip_ratio_high)
+    require_clip("ppo_clip", clip_ratio_low, clip_ratio_high)
     if clip_ratio_c <= 1.0:
         raise AlgorithmError(
             f"`clip_ratio_c` bounds ratios above 1, so it must be above 1, but is {clip_ratio_c}."
@@ -108,7 +109,7 @@ def cispo(
 
     ℓ = −sg[clip(r, 1−ε_low, 1+ε_high)]·A·log π, so that every token keeps a gradient.
     """
-    _require_clip("cispo", clip_ratio_low, clip_ratio_high)
+    require_clip("cispo", clip_ratio_low, clip_ratio_high)
     log_ratio = masked_log_ratio(log_prob_BT, old_log_prob_BT, response_mask_BT)
     ratio = bounded_ratio(log_ratio.detach())
     weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)

@@ -142,7 +142,8 @@ def mismatch_metrics(
     |Δπ|; `ppl_gap` perplexity under training minus under rollout, mean over responses;
     `ppl_ratio` exp of the mean log-perplexity difference; `effective_sample_size` of the
     untruncated token weights, as a share of the tokens; `mismatch_sequence_ess` of the
-    responses' likelihood ratios, as a share of the responses.
+    responses' likelihood ratios, as a share of the responses. Exponents are held below 20, so
+    that a broken engine shows as a large number and not as infinity.
 
     Raises:
         ShapeError, MaskError, NonFiniteError.
@@ -157,7 +158,10 @@ def mismatch_metrics(
     log_ppl_rollout = -rollout.sum(-1) / lengths.clamp(min=1)
     log_ppl_train = log_ppl_rollout - gap.sum(-1) / lengths.clamp(min=1)
     difference = (log_ppl_train - log_ppl_rollout).masked_fill(~present, 0)
-    ppl = (log_ppl_train.exp() - log_ppl_rollout.exp()).masked_fill(~present, 0)
+    ppl_train, ppl_rollout = (
+        x.clamp(max=LOG_RATIO_LIMIT).exp() for x in (log_ppl_train, log_ppl_rollout)
+    )
+    ppl = (ppl_train - ppl_rollout).masked_fill(~present, 0)
     probability = ((rollout + gap).exp() - rollout.exp()).masked_fill(~mask, 0)
     ratios = gap.sum(-1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().masked_fill(~present, 0)
     return {
@@ -167,7 +171,7 @@ def mismatch_metrics(
         "mismatch_max": float(gap.abs().max()),
         "mismatch_prob_max": float(probability.abs().max()),
         "ppl_gap": float(ppl.sum() / samples),
-        "ppl_ratio": float((difference.sum() / samples).exp()),
+        "ppl_ratio": float((difference.sum() / samples).clamp(max=LOG_RATIO_LIMIT).exp()),
         "effective_sample_size": _effective_share(bounded.exp().masked_fill(~mask, 0), mask),
         "mismatch_sequence_ess": _effective_share(ratios, present),
     }

@@ -14,6 +14,7 @@ from quadriga.algorithms.clipped_losses import (
     PolicyLoss,
     masked_log_ratio,
     ratio_metrics,
+    require_clip,
 )
 from quadriga.algorithms.partial import Partial
 
@@ -53,6 +54,7 @@ def gspo(
 
     s_i = exp((1/|y_i|) Σ_t log(π/π_old));  ℓ_it = max(−A·s_i, −A·clip(s_i, 1−ε_low, 1+ε_high)).
     """
+    require_clip("gspo", clip_ratio_low, clip_ratio_high)
     log_ratio = masked_log_ratio(log_prob_BT, old_log_prob_BT, response_mask_BT)
     mean = _mean_log_ratio_B1(log_ratio, response_mask_BT)
     ratio = mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -75,6 +77,7 @@ def gspo_token(
     The same value as `gspo`; the gradient reaches each token through its own log-probability, so
     that tokens of one response may have different advantages.
     """
+    require_clip("gspo_token", clip_ratio_low, clip_ratio_high)
     log_ratio = masked_log_ratio(log_prob_BT, old_log_prob_BT, response_mask_BT)
     mean = _mean_log_ratio_B1(log_ratio.detach(), response_mask_BT)
     sequence = mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -99,6 +102,7 @@ def geo_mean(
     ℓ_i = −A·exp(sgn A·(1/|y_i|) Σ_t d_t). The clip range is one of log-ratios: 0.4 is (e^−0.4,
     e^0.4). A is the mean advantage of the response's tokens (the paper has one a response).
     """
+    require_clip("geo_mean", clip_ratio_low, clip_ratio_high)
     log_ratio = masked_log_ratio(log_prob_BT, old_log_prob_BT, response_mask_BT)
     advantages = advantages_BT.masked_fill(~response_mask_BT, 0)
     sign = torch.sign(advantages)

@@ -1,0 +1,224 @@
+"""Wrong tensors and names: a typed error that names tensor and row, never a poisoned batch."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
+from quadriga.algorithms.checks import require_finite
+from quadriga.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss, get_policy_loss
+from quadriga.errors import (
+    AlgorithmError,
+    GroupError,
+    MaskError,
+    NonFiniteError,
+    ShapeError,
+    UnknownNameError,
+    UnknownSettingError,
+)
+
+NAN, INF = float("nan"), float("inf")
+
+
+def advantages(name: str, **changes: Any) -> tuple[Tensor, Tensor]:
+    """Four samples of three tokens, two groups; anything can be replaced."""
+    inputs: dict[str, Any] = {
+        "token_level_rewards_BT": torch.arange(12.0).view(4, 3),
+        "response_mask_BT": torch.ones(4, 3, dtype=torch.int64),
+        "group_ids": ["a", "a", "b", "b"],
+        "values_BT": torch.zeros(4, 3),
+        "reward_baselines_B": torch.zeros(4),
+        "reward_components_BK": torch.arange(8.0).view(4, 2),
+    }
+    return compute_advantages(name, **{**inputs, **changes})
+
+
+def losses(name: str, **changes: Any) -> Tensor:
+    inputs: dict[str, Any] = {
+        "log_prob_BT": torch.zeros(4, 3),
+        "old_log_prob_BT": torch.zeros(4, 3),
+        "advantages_BT": torch.ones(4, 3),
+        "response_mask_BT": torch.ones(4, 3, dtype=torch.int64),
+        "rollout_log_prob_BT": torch.zeros(4, 3),
+    }
+    return compute_policy_loss(name, **{**inputs, **changes}).loss_BT
+
+
+def spoiled(shape: tuple[int, ...], value: float, row: int = 2) -> Tensor:
+    tensor = torch.zeros(shape)
+    tensor[row, ...] = value
+    return tensor
+
+
+# Which tensors each estimator reads, beyond the mask.
+READS = {
+    "token_level_rewards": ("token_level_rewards_BT", (4, 3)),
+    "values": ("values_BT", (4, 3)),
+    "reward_baselines": ("reward_baselines_B", (4,)),
+    "reward_components": ("reward_components_BK", (4, 2)),
+}
+SPOILS = [
+    (name, tensor)
+    for name, entry in ADVANTAGES.items()
+    for tensor, (argument, _) in READS.items()
+    if argument in entry.needs
+]
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize(("name", "tensor"), SPOILS)
+def test_nan_and_infinity_are_named(name: str, tensor: str, value: float) -> None:
+    argument, shape = READS[tensor]
+    with pytest.raises(NonFiniteError, match=f"`{tensor}` is -?(nan|inf) at row 2") as caught:
+        advantages(name, **{argument: spoiled(shape, value)})
+    assert (caught.value.tensor, caught.value.row) == (tensor, 2)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        (name, argument)
+        for name, entry in POLICY_LOSSES.items()
+        for argument in entry.needs
+        if argument not in ("response_mask_BT", "selected_BT")
+    ],
+)
+def test_nan_in_a_loss_is_named(name: str, argument: str, value: float) -> None:
+    with pytest.raises(NonFiniteError, match=f"`{argument[:-3]}` is (nan|inf) at row 2, token 0"):
+        losses(name, **{argument: spoiled((4, 3), value)})
+
+
+def test_one_bad_weight_is_named() -> None:
+    with pytest.raises(NonFiniteError, match="`importance_weights` is nan at row 2"):
+        losses("ppo_clip", importance_weights_BT=spoiled((4, 3), NAN))
+
+
+@pytest.mark.parametrize("name", list(ADVANTAGES))
+def test_masked_nan_poisons_nobody(name: str) -> None:
+    """A sample that was masked out may hold anything; the others do not notice."""
+    mask = torch.ones(4, 3, dtype=torch.int64)
+    mask[2] = 0
+    rewards, values = torch.arange(12.0).view(4, 3), torch.zeros(4, 3)
+    components = torch.arange(8.0).view(4, 2)
+    clean = {"response_mask_BT": mask, "group_ids": ["a", "a", "a", "a"]}
+    first, _ = advantages(name, **clean)
+    rewards[2] = values[2] = components[2] = NAN
+    again, _ = advantages(
+        name,
+        **clean,
+        token_level_rewards_BT=rewards,
+        values_BT=values,
+        reward_components_BK=components,
+    )
+    assert torch.equal(first, again) and bool(torch.isfinite(again).all())
+
+
+@pytest.mark.parametrize("mask_value", [2, -1, 0.5, NAN])
+@pytest.mark.parametrize("call", [advantages, losses])
+def test_masks_hold_only_zero_and_one(call: Any, mask_value: float) -> None:
+    mask = torch.ones(4, 3) if mask_value in (0.5,) or mask_value != mask_value else None
+    mask = torch.ones(4, 3, dtype=torch.int64) if mask is None else mask
+    mask[3, 1] = mask_value
+    with pytest.raises(MaskError, match="`response_mask` must hold only 0 and 1, but row 3") as got:
+        call("grpo" if call is advantages else "ppo_clip", response_mask_BT=mask)
+    assert got.value.row == 3
+
+
+def test_shapes_must_agree() -> None:
+    with pytest.raises(ShapeError, match=r"`token_level_rewards` has shape \[4, 2\], but `respons"):
+        advantages("grpo", token_level_rewards_BT=torch.zeros(4, 2))
+    with pytest.raises(ShapeError, match=r"`values` has shape \[3, 3\]"):
+        advantages("gae", values_BT=torch.zeros(3, 3))
+    with pytest.raises(ShapeError, match=r"`reward_baselines` has shape \[3\]"):
+        advantages("remax", reward_baselines_B=torch.zeros(3))
+    with pytest.raises(ShapeError, match=r"`reward_components` must be \[4, K\]"):
+        advantages("gdpo", reward_components_BK=torch.zeros(3, 2))
+    with pytest.raises(ShapeError, match="`reward_weights` has 3 numbers for 2 reward components"):
+        advantages("gdpo", reward_weights=[1.0, 1.0, 1.0])
+    with pytest.raises(ShapeError, match=r"`response_mask` must be \[samples, tokens\]"):
+        advantages("grpo", response_mask_BT=torch.ones(12), token_level_rewards_BT=torch.ones(12))
+    with pytest.raises(ShapeError, match="`group_ids` names 3 samples, but the batch holds 4"):
+        advantages("grpo", group_ids=["a", "a", "b"])
+    with pytest.raises(ShapeError, match=r"`old_log_prob` has shape \[4, 2\]"):
+        losses("ppo_clip", old_log_prob_BT=torch.zeros(4, 2))
+    with pytest.raises(ShapeError, match="`importance_weights` has shape"):
+        losses("ppo_clip", importance_weights_BT=torch.ones(4))
+
+
+def test_groups_must_be_there() -> None:
+    with pytest.raises(GroupError, match="`group_ids` is None at row 1"):
+        advantages("grpo", group_ids=["a", None, "b", "b"])
+    with pytest.raises(GroupError, match="`group_ids` is nan at row 2"):
+        advantages("grpo", group_ids=["a", "a", NAN, "b"])
+    with pytest.raises(GroupError, match="the group of row 3 has 1"):
+        advantages("grpo_passk", group_ids=["a", "a", "a", "b"])
+    empty = torch.zeros(0, 3)
+    with pytest.raises(GroupError, match="The batch for `grpo` holds no samples"):
+        advantages("grpo", token_level_rewards_BT=empty, response_mask_BT=empty, group_ids=[])
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("grpo", "group_ids"),
+        ("gae", "values_BT"),
+        ("remax", "reward_baselines_B"),
+        ("gdpo", "reward_components_BK"),
+    ],
+)
+def test_missing_inputs_are_named(name: str, argument: str) -> None:
+    with pytest.raises(AlgorithmError, match=f"`{name}` needs `{argument}`"):
+        advantages(name, **{argument: None})
+
+
+def test_a_loss_names_what_it_misses() -> None:
+    with pytest.raises(AlgorithmError, match="`decoupled_ppo` needs `rollout_log_prob_BT`"):
+        losses("decoupled_ppo", rollout_log_prob_BT=None)
+
+
+def test_unknown_names_and_settings() -> None:
+    with pytest.raises(UnknownNameError, match="no advantage estimator `gpro`; did you mean `grpo"):
+        advantages("gpro")
+    with pytest.raises(UnknownNameError, match="no policy loss `gsop`; did you mean `gspo`"):
+        get_policy_loss("gsop")
+    with pytest.raises(UnknownSettingError, match="`gpg` reads no setting `f_nrom`; did you mean"):
+        advantages("gpg", f_nrom=1.0)
+    with pytest.raises(UnknownSettingError, match="`sapo` reads no setting `tau`"):
+        losses("sapo", tau=1.0)
+    advantages("rloo", gamma=0.9, lam=0.9, norm_adv_by_std=True)  # shared: passed by in silence
+    losses("sapo", clip_ratio_low=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "words"),
+    [
+        ("ppo_clip", {"clip_ratio_c": 1.0}, "`clip_ratio_c` bounds ratios above 1"),
+        ("ppo_clip", {"clip_ratio_low": -0.1}, "wants clip ranges of at least 0"),
+        ("cispo", {"clip_ratio_high": NAN}, "wants clip ranges of at least 0"),
+        ("gspo", {"clip_ratio_high": -1.0}, "wants clip ranges of at least 0"),
+        ("geo_mean", {"clip_ratio_low": -1.0}, "wants clip ranges of at least 0"),
+        ("sapo", {"tau_neg": 0.0}, "`tau_pos` and `tau_neg` must be above 0"),
+        ("kl_cov", {"kl_cov_ratio": 0.0}, "`kl_cov_ratio` is a share of the tokens"),
+        ("clip_cov", {"clip_cov_ratio": 2.0}, "`clip_cov_ratio` is a share of the tokens"),
+    ],
+)
+def test_settings_out_of_range(name: str, setting: dict[str, float], words: str) -> None:
+    with pytest.raises(AlgorithmError, match=words):
+        losses(name, **setting)
+
+
+def test_finite_tensors_whose_sum_overflows_pass() -> None:
+    require_finite(values=torch.full((4,), 3e38))
+
+
+def test_errors_cross_processes() -> None:
+    with pytest.raises(NonFiniteError) as caught:
+        advantages("grpo", token_level_rewards_BT=spoiled((4, 3), NAN))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.row) == (str(caught.value), 2)

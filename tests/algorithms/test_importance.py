@@ -1,0 +1,130 @@
+"""Correction for, and measurement of, the gap between sampling and training engine."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from algorithm_cases import NAN, Case, cases
+from hypothesis import given, settings
+
+from quadriga.algorithms.importance import (
+    LEVELS,
+    MODES,
+    importance_correction,
+    mismatch_metrics,
+)
+from quadriga.errors import AlgorithmError, NonFiniteError, UnknownNameError
+
+# w of the tokens: 2, 1/2 | 4 | no token
+OLD = torch.tensor([[math.log(0.8), math.log(0.1)], [math.log(0.4), NAN], [NAN, NAN]])
+ROLLOUT = torch.tensor([[math.log(0.4), math.log(0.2)], [math.log(0.1), NAN], [NAN, NAN]])
+MASK = torch.tensor([[1, 1], [1, 0], [0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("level", "mode", "want"),
+    [
+        ("token", "truncate", [2, 0.5, 3, 0, 0, 0]),
+        ("token", "mask", [2, 0.5, 0, 0, 0, 0]),
+        ("sequence", "truncate", [1, 1, 3, 0, 0, 0]),
+        ("sequence", "mask", [1, 1, 0, 0, 0, 0]),
+        ("geometric", "truncate", [1, 1, 3, 0, 0, 0]),
+    ],
+)
+def test_weights_by_hand(level: str, mode: str, want: list[float]) -> None:
+    got = importance_correction(OLD, ROLLOUT, MASK, level=level, mode=mode, upper=3.0)
+    assert got.weights_BT.flatten().tolist() == pytest.approx(want)
+    assert got.metrics["is_outside_fraction"] == pytest.approx(1 / 3)
+    assert got.metrics["is_sample_fraction_left_out"] == (0.5 if mode == "mask" else 0.0)
+
+
+def test_normalised_weights_have_mean_one_and_lower_bounds_hold() -> None:
+    got = importance_correction(OLD, ROLLOUT, MASK, upper=3.0, lower=1.0, normalise=True)
+    assert got.weights_BT.flatten().tolist() == pytest.approx([1, 0.5, 1.5, 0, 0, 0])
+    assert got.metrics["is_weight_mean"] == pytest.approx(1.0)
+
+
+def test_effective_sample_size_by_hand() -> None:
+    got = importance_correction(OLD, ROLLOUT, MASK, upper=100.0)
+    assert got.metrics["is_effective_sample_size"] == pytest.approx(6.5**2 / (3 * (4 + 0.25 + 16)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases)
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("level", list(LEVELS))
+def test_weights_against_loops(level: str, mode: str, case: Case) -> None:
+    got = importance_correction(
+        case.old_log_prob, case.rollout_log_prob, case.mask, level=level, mode=mode, upper=1.2
+    )
+    for i, row in enumerate(case.mask.tolist()):
+        gaps = [
+            float(case.old_log_prob[i, t] - case.rollout_log_prob[i, t])
+            for t, m in enumerate(row)
+            if m
+        ]
+        for t, m in enumerate(row):
+            weight = got.weights_BT[i, t].item()
+            if not m:
+                assert weight == 0 and not got.mask_BT[i, t]
+                continue
+            gap = float(case.old_log_prob[i, t] - case.rollout_log_prob[i, t])
+            exponent = {
+                "token": gap,
+                "sequence": math.fsum(gaps),
+                "geometric": math.fsum(gaps) / len(gaps),
+            }[level]
+            raw = math.exp(exponent)
+            if mode == "truncate":
+                assert weight == pytest.approx(min(raw, 1.2))
+            else:
+                inside = 1 / 1.2 <= raw <= 1.2
+                assert bool(got.mask_BT[i, t]) == inside
+                assert weight == pytest.approx(raw if inside else 0.0)
+
+
+def test_mismatch_by_hand() -> None:
+    got = mismatch_metrics(OLD, ROLLOUT, MASK)
+    gaps = [math.log(2), -math.log(2), math.log(4)]
+    assert got["mismatch_k1"] == pytest.approx(-sum(gaps) / 3)
+    assert got["mismatch_k3"] == pytest.approx(sum(math.exp(g) - 1 - g for g in gaps) / 3)
+    assert got["mismatch_abs"] == pytest.approx(4 * math.log(2) / 3)
+    assert got["mismatch_max"] == pytest.approx(math.log(4))
+    assert got["mismatch_prob_max"] == pytest.approx(0.4)
+    ppl_rollout = [1 / math.sqrt(0.08), 10.0]
+    ppl_train = [1 / math.sqrt(0.08), 2.5]
+    assert got["ppl_gap"] == pytest.approx((sum(ppl_train) - sum(ppl_rollout)) / 2)
+    assert got["ppl_ratio"] == pytest.approx(math.sqrt(1 / 4))
+    assert got["effective_sample_size"] == pytest.approx(6.5**2 / (3 * 20.25))
+    assert got["mismatch_sequence_ess"] == pytest.approx(5**2 / (2 * 17))
+
+
+def test_engines_that_agree_show_no_gap() -> None:
+    got = mismatch_metrics(OLD, OLD, MASK)
+    assert got == {
+        **dict.fromkeys(got, 0.0),
+        "ppl_ratio": 1.0,
+        "effective_sample_size": 1.0,
+        "mismatch_sequence_ess": 1.0,
+    }
+    assert importance_correction(OLD, OLD, MASK).weights_BT.tolist() == MASK.tolist()
+
+
+def test_a_broken_engine_gives_bounded_numbers() -> None:
+    got = mismatch_metrics(torch.zeros(1, 1), torch.full((1, 1), -1e4), torch.ones(1, 1))
+    assert all(math.isfinite(value) for value in got.values())
+    weight = importance_correction(torch.zeros(1, 1), torch.full((1, 1), -1e4), torch.ones(1, 1))
+    assert weight.weights_BT.item() == 2.0
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="no importance level `tokens`; did you mean `token"):
+        importance_correction(OLD, ROLLOUT, MASK, level="tokens")
+    with pytest.raises(UnknownNameError, match="no importance mode `clip`"):
+        importance_correction(OLD, ROLLOUT, MASK, mode="clip")
+    with pytest.raises(AlgorithmError, match="`lower` must be at least 0 and below `upper`"):
+        importance_correction(OLD, ROLLOUT, MASK, upper=1.0, lower=2.0)
+    with pytest.raises(NonFiniteError, match="`rollout_log_prob` is nan at row 2, token 0"):
+        importance_correction(torch.zeros(3, 2), ROLLOUT, torch.tensor([[1, 1], [1, 0], [1, 0]]))

@@ -1,0 +1,153 @@
+"""KL estimators, the penalty, the loss term and the controllers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from algorithm_cases import Case, cases
+from hypothesis import given, settings
+
+from quadriga.algorithms.kl import (
+    ALIASES,
+    KL_ESTIMATORS,
+    AdaptiveKLController,
+    kl_estimate,
+    kl_full,
+    kl_loss,
+    make_kl_controller,
+    penalise_rewards,
+)
+from quadriga.algorithms.partial import merge_partials
+from quadriga.errors import AlgorithmError, ShapeError, UnknownNameError
+
+# Value and slope at d = log π − log π_ref, from the definitions.
+VALUES = {
+    "k1": lambda d: d,
+    "abs": abs,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: math.exp(-d) - 1 + d,
+    "low_var_kl": lambda d: min(math.exp(-d) - 1 + d, 10.0),
+}
+SLOPES = {
+    "k1": lambda d: 1.0,
+    "abs": lambda d: math.copysign(1, d),
+    "k2": lambda d: d,
+    "k3": lambda d: 1 - math.exp(-d),
+    "low_var_kl": lambda d: 1 - math.exp(-d) if math.exp(-d) - 1 + d < 10 else 0.0,
+}
+
+
+@pytest.mark.parametrize("kind", [*KL_ESTIMATORS, *ALIASES])
+@pytest.mark.parametrize("d", [-4.0, -0.5, -1e-4, 0.3, 2.0])
+def test_values_and_slopes(kind: str, d: float) -> None:
+    log_prob = torch.tensor([d - 1.0], dtype=torch.float64, requires_grad=True)
+    got = kl_estimate(log_prob, torch.tensor([-1.0], dtype=torch.float64), kind)
+    got.sum().backward()
+    base = ALIASES.get(kind, kind)
+    name = base.removesuffix("+")
+    assert got.item() == pytest.approx(VALUES[name](d), rel=1e-9, abs=1e-15)
+    slope = SLOPES["k2" if base.endswith("+") else name](d)
+    assert log_prob.grad.item() == pytest.approx(slope, rel=1e-9, abs=1e-15)
+
+
+def test_k3_is_accurate_where_policies_nearly_agree() -> None:
+    """exp(x) − x − 1 in float32 would give 0 or noise here."""
+    got = kl_estimate(torch.tensor([-1.0 + 2.0**-11]), torch.tensor([-1.0]), "k3")
+    assert got.item() == pytest.approx(2.0**-23, rel=1e-3)
+
+
+def test_far_apart_policies_stay_finite() -> None:
+    for kind in KL_ESTIMATORS:
+        log_prob = torch.tensor([-500.0, 0.0], requires_grad=True)
+        got = kl_estimate(log_prob, torch.tensor([0.0, -500.0]), kind)
+        got.sum().backward()
+        assert bool(torch.isfinite(got).all()) and bool(torch.isfinite(log_prob.grad).all())
+
+
+def test_full_kl_by_hand_and_as_the_mean_of_the_estimators() -> None:
+    p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
+    want = 0.5 * math.log(2) + 0.25 * math.log(0.5)
+    full = kl_full(p.log()[None, None] + 3.0, q.log()[None, None] - 1.0)
+    assert full.shape == (1, 1) and full.item() == pytest.approx(want)
+    for kind in ("k1", "k3"):
+        each = kl_estimate(p.log(), q.log(), kind)
+        assert float((p * each).sum()) == pytest.approx(want, rel=1e-5)
+
+
+def test_full_kl_leaves_out_forbidden_words_and_has_the_right_gradient() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 5, dtype=torch.float64)
+    logits[..., 0] = -torch.inf
+    reference = torch.randn(2, 3, 5, dtype=torch.float64)
+    x = logits.clone().requires_grad_()
+    kl_full(x, reference).sum().backward()
+    assert bool(torch.isfinite(x.grad).all())
+    p = logits.softmax(-1)
+    gap = (p.log() - reference.log_softmax(-1)).masked_fill(p == 0, 0)
+    want = p * (gap - (p * gap).sum(-1, keepdim=True))
+    torch.testing.assert_close(x.grad, want, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases)
+@pytest.mark.parametrize("kind", ["k1", "abs", "k3"])
+def test_penalty_against_loops(kind: str, case: Case) -> None:
+    rewards, kl = penalise_rewards(
+        case.rewards, case.log_prob, case.old_log_prob, case.mask, kl_coef=0.2, kl_penalty=kind
+    )
+    means = []
+    for i, row in enumerate(case.mask.tolist()):
+        here = []
+        for t, m in enumerate(row):
+            d = float(case.log_prob[i, t] - case.old_log_prob[i, t])
+            want = float(case.rewards[i, t]) - 0.2 * VALUES[kind](d) if m else 0.0
+            assert rewards[i, t].item() == pytest.approx(want)
+            if m:
+                here.append(VALUES[kind](d))
+        if here:
+            means.append(sum(here) / len(here))
+    assert kl == pytest.approx(sum(means) / len(means) if means else 0.0)
+
+
+def test_loss_term_by_hand() -> None:
+    result = kl_loss(
+        torch.tensor([[-1.0, -2.0, 5.0]]),
+        torch.tensor([[-2.0, -2.0, 5.0]]),
+        torch.tensor([[1, 1, 0]]),
+        kl_loss_coef=0.5,
+        kl_loss_type="k2",
+    )
+    assert result.loss_BT.tolist() == [[0.25, 0.0, 0.0]]
+    assert merge_partials([result.metrics]) == {"kl_loss": 0.25}
+
+
+def test_controllers_by_hand() -> None:
+    fixed = make_kl_controller("fixed", kl_coef=0.1)
+    fixed.update(99.0, 10)
+    assert fixed.value == 0.1
+    adaptive = make_kl_controller("adaptive", kl_coef=0.1, target_kl=1.0, horizon=100.0)
+    adaptive.update(1.1, 50)
+    assert adaptive.value == pytest.approx(0.1 * 1.05)
+    adaptive.update(99.0, 50)  # held at +20 %
+    assert adaptive.value == pytest.approx(0.1 * 1.05 * 1.1)
+    adaptive.update(0.0, 50)
+    assert adaptive.value == pytest.approx(0.1 * 1.05 * 1.1 * 0.9)
+    other = make_kl_controller("adaptive", kl_coef=0.1)
+    other.load_state_dict(adaptive.state_dict())
+    assert other.value == adaptive.value
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x = torch.zeros(1, 2)
+    with pytest.raises(
+        UnknownNameError, match="no KL estimator `low_var`; did you mean `low_var_kl"
+    ):
+        kl_estimate(x, x, "low_var")
+    with pytest.raises(ShapeError, match="`ref_log_prob` has shape"):
+        kl_estimate(x, x[:, :1], "k1")
+    with pytest.raises(UnknownNameError, match="no KL controller `adaptiv`; did you mean `adaptiv"):
+        make_kl_controller("adaptiv", kl_coef=0.1)
+    with pytest.raises(AlgorithmError, match="`target_kl` and `horizon` must be above 0"):
+        AdaptiveKLController(0.1, target_kl=0.0, horizon=1.0)

@@ -1,0 +1,100 @@
+"""Masked sums, means, variances and whitening; scans; metrics in parts."""
+
+from __future__ import annotations
+
+import math
+
+import algorithm_reference as ref
+import pytest
+import torch
+from algorithm_cases import NAN, Case, cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quadriga.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
+from quadriga.algorithms.partial import Partial, merge_partials
+from quadriga.algorithms.scan import close_holes, has_holes, reopen_holes, reverse_discounted_sum
+
+VALUES = torch.tensor([[1.0, NAN, 3.0], [5.0, 7.0, NAN]])
+MASK = torch.tensor([[1, 0, 1], [1, 1, 0]])
+
+
+def test_by_hand() -> None:
+    assert masked_sum(VALUES, MASK).item() == 16.0
+    assert masked_sum(VALUES, MASK, dim=1).tolist() == [4.0, 12.0]
+    assert masked_mean(VALUES, MASK).item() == 4.0
+    assert masked_mean(VALUES, MASK, dim=1).tolist() == [2.0, 6.0]
+    assert masked_var(VALUES, MASK, unbiased=False).item() == pytest.approx(5.0)
+    assert masked_var(VALUES, MASK).item() == pytest.approx(20 / 3)
+    white = masked_whiten(VALUES, MASK)
+    step = 1 / math.sqrt(20 / 3)
+    assert white.flatten().tolist() == pytest.approx(
+        [-3 * step, 0, -step, step, 3 * step, 0], abs=1e-6
+    )
+    kept = masked_whiten(VALUES, MASK, shift_mean=False)
+    assert kept.flatten().tolist() == pytest.approx(
+        [4 - 3 * step, 0, 4 - step, 4 + step, 4 + 3 * step, 0], abs=1e-6
+    )
+
+
+def test_nothing_selected_is_nothing() -> None:
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    assert masked_mean(VALUES, nothing).item() == 0.0
+    assert masked_var(VALUES, nothing).item() == 0.0
+    assert not masked_whiten(VALUES, nothing).any()
+
+
+def test_one_value_or_equal_values_whiten_to_exactly_zero() -> None:
+    one = torch.tensor([[True, False, False], [False] * 3])
+    assert not masked_whiten(VALUES, one).any()
+    assert not masked_whiten(torch.full((50, 7), 0.1), torch.ones(50, 7)).any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
+def test_whitening_against_loops(case: Case) -> None:
+    want = torch.tensor(ref.whiten(case.values.tolist(), case.mask), dtype=torch.float64)
+    torch.testing.assert_close(masked_whiten(case.values, case.mask), want, rtol=1e-7, atol=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 200), st.sampled_from([0.0, 0.3, 0.99, 1.0, 1.01]), st.integers(0, 99))
+def test_scan_against_the_recurrence(width: int, decay: float, seed: int) -> None:
+    terms = torch.randn(3, width, dtype=torch.float64, generator=torch.manual_seed(seed))
+    got = reverse_discounted_sum(terms, decay)
+    following = torch.zeros(3, dtype=torch.float64)
+    for t in reversed(range(width)):
+        following = terms[:, t] + decay * following
+        torch.testing.assert_close(got[:, t], following, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
+def test_holes_close_and_open_again(case: Case) -> None:
+    mask = case.mask.bool()
+    runs = [
+        sum(1 for t in places if t - 1 not in places) for places in map(set, ref.own(case.mask))
+    ]
+    assert has_holes(mask) == any(count > 1 for count in runs)
+    front, packed = close_holes(mask, case.values)
+    for row, places, source in zip(packed, ref.own(case.mask), case.values, strict=True):
+        assert row[: len(places)].tolist() == [float(source[t]) for t in places]
+    back = reopen_holes(packed, front, mask)
+    assert torch.equal(back, case.values.masked_fill(~mask, 0))
+
+
+def test_partials_join_to_the_truth_not_to_a_mean_of_means() -> None:
+    x = torch.tensor([[1.0, 2.0, 3.0], [10.0, NAN, NAN]])
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+
+    def parts(rows: slice) -> dict[str, Partial]:
+        return {
+            "mean": Partial.mean(x[rows], mask[rows]),
+            "sum": Partial.sum(x[rows], mask[rows]),
+            "max": Partial.max(x[rows], mask[rows]),
+            "min": Partial.min(x[rows], mask[rows]),
+        }
+
+    merged = merge_partials([parts(slice(0, 1)), parts(slice(1, 2)), parts(slice(2, 2))])
+    assert merged == {"mean": 4.0, "sum": 16.0, "max": 10.0, "min": 1.0}
+    assert merge_partials([parts(slice(2, 2))]) == {}

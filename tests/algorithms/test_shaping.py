@@ -1,0 +1,138 @@
+"""Reward shaping, and groups without a signal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from algorithm_cases import NAN, Case, cases
+from hypothesis import given, settings
+
+from quadriga.algorithms.dynamic_sampling import dynamic_sampling
+from quadriga.algorithms.shaping import (
+    add_to_last_token,
+    dead_group_metrics,
+    drop_truncated,
+    informative_groups,
+    overlong_penalty,
+    shape_rewards,
+    whiten_rewards,
+)
+from quadriga.errors import AlgorithmError, GroupError, NonFiniteError, ShapeError, UnknownNameError
+
+
+def test_overlong_penalty_by_hand() -> None:
+    got = overlong_penalty(
+        torch.tensor([0, 80, 85, 100, 120]), max_length=100, buffer_length=20, penalty_factor=2.0
+    )
+    assert got.tolist() == [0.0, 0.0, -0.5, -2.0, -2.0]
+    assert not bool(torch.signbit(got[:1] + 0).any())
+    with pytest.raises(AlgorithmError, match="buffer must be 1 … 100 tokens"):
+        overlong_penalty(torch.tensor([1]), max_length=100, buffer_length=101)
+
+
+def test_amounts_go_to_the_last_own_token() -> None:
+    rewards = torch.ones(3, 3)
+    mask = torch.tensor([[1, 0, 1], [1, 0, 0], [0, 0, 0]])
+    got = add_to_last_token(rewards, mask, torch.tensor([-1.0, 4.0, 9.0]))
+    assert got.tolist() == [[1, 1, 0], [5, 1, 1], [1, 1, 1]]
+    assert rewards.tolist() == [[1] * 3] * 3
+
+
+def test_truncated_samples_leave_the_mask() -> None:
+    got = drop_truncated(torch.tensor([[1, 1], [1, 0]]), torch.tensor([1, 0]))
+    assert got.tolist() == [[False, False], [True, False]]
+    with pytest.raises(ShapeError, match="`truncated` has shape"):
+        drop_truncated(torch.ones(2, 2), torch.ones(3))
+
+
+def test_rewards_are_clipped_then_whitened() -> None:
+    rewards = torch.tensor([[5.0, -5.0, NAN], [0.5, 0.5, 0.5]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    clipped = shape_rewards(rewards, mask, clip=1.0)
+    assert clipped.tolist() == [[1.0, -1.0, 0.0], [0.5, 0.5, 0.5]]
+    white = shape_rewards(rewards, mask, clip=1.0, whiten=True)
+    torch.testing.assert_close(white, whiten_rewards(clipped, mask))
+    kept = white[mask == 1]
+    assert kept.mean().item() == pytest.approx(0.3) and kept.std().item() == pytest.approx(1.0)
+    assert white[0, 2] == 0
+    with pytest.raises(AlgorithmError, match="`reward_clip` must be above 0"):
+        shape_rewards(rewards, mask, clip=0.0)
+    with pytest.raises(NonFiniteError, match="`token_level_rewards` is nan at row 0, token 2"):
+        shape_rewards(rewards, torch.ones(2, 3))
+
+
+# Groups: a has a signal, b is solved, c failed, d is dead in between, e has a signal.
+SCORES = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.5, 0.5, 1.0, 0.5])
+GROUPS = ["a", "a", "b", "b", "c", "c", "d", "d", "e", "e"]
+
+
+def test_dead_groups_by_hand() -> None:
+    got = dead_group_metrics(SCORES, GROUPS)
+    assert got == pytest.approx(
+        {
+            "total": 5.0,
+            "dead": 3.0,
+            "dead_fraction": 0.6,
+            "dead_at_top": 0.2,
+            "dead_at_bottom": 0.2,
+            "std_mean": (0.5**0.5 + 0.125**0.5) / 5,
+        }
+    )
+    assert informative_groups(SCORES, GROUPS).tolist() == [True] * 2 + [False] * 6 + [True] * 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
+def test_a_group_is_informative_when_its_scores_differ(case: Case) -> None:
+    scores = case.components[:, 0]
+    by_group: dict[str, set[float]] = {}
+    for name, score in zip(case.groups, scores.tolist(), strict=True):
+        by_group.setdefault(name, set()).add(score)
+    want = [len(by_group[name]) > 1 for name in case.groups]
+    assert informative_groups(scores, case.groups).tolist() == want
+
+
+def test_mask_mode_keeps_all_rows_and_marks_the_living() -> None:
+    got = dynamic_sampling(SCORES, GROUPS, wanted_groups=5, mode="mask")
+    assert got.action == "train" and got.rows.tolist() == list(range(10))
+    assert got.alive.tolist() == [True] * 2 + [False] * 6 + [True] * 2
+    assert (got.missing_groups, got.metrics["kept"]) == (3, 2.0)
+
+
+def test_refill_asks_for_what_is_missing_and_keeps_the_living() -> None:
+    got = dynamic_sampling(SCORES, GROUPS, wanted_groups=3, mode="refill", gen_batches=2)
+    assert (got.action, got.missing_groups) == ("refill", 1)
+    assert got.rows.tolist() == [0, 1, 8, 9] and bool(got.alive.all())
+
+
+def test_refill_stops_when_full_and_keeps_no_more_than_wanted() -> None:
+    got = dynamic_sampling(SCORES, GROUPS, wanted_groups=1, mode="refill")
+    assert (got.action, got.rows.tolist(), got.missing_groups) == ("train", [0, 1], 0)
+    # Samples of a group need not be neighbours.
+    order = [8, 0, 9, 1]
+    got = dynamic_sampling(
+        SCORES[order], [GROUPS[i] for i in order], wanted_groups=1, mode="refill"
+    )
+    assert got.rows.tolist() == [0, 2]
+
+
+def test_an_under_filled_batch_is_filled_up_with_weight_zero_or_refused() -> None:
+    last = {"wanted_groups": 3, "mode": "refill", "gen_batches": 3, "max_num_gen_batches": 3}
+    got = dynamic_sampling(SCORES, GROUPS, **last)
+    assert (got.action, got.rows.tolist()) == ("train", [0, 1, 2, 3, 8, 9])
+    assert got.alive.tolist() == [True, True, False, False, True, True]
+    with pytest.raises(GroupError, match="2 of 5 groups have signal after 3 batches of rollouts"):
+        dynamic_sampling(SCORES, GROUPS, **last, under_filled="error")
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="no dynamic sampling mode `refil`; did you mean"):
+        dynamic_sampling(SCORES, GROUPS, wanted_groups=1, mode="refil")
+    with pytest.raises(UnknownNameError, match="no policy for under-filled batches `stop`"):
+        dynamic_sampling(SCORES, GROUPS, wanted_groups=1, under_filled="stop")
+    with pytest.raises(AlgorithmError, match="must be at least 1"):
+        dynamic_sampling(SCORES, GROUPS, wanted_groups=0)
+    with pytest.raises(GroupError, match="at least one, but has shape"):
+        dead_group_metrics(torch.empty(0), [])
+    with pytest.raises(NonFiniteError, match="`scores` is nan at row 1"):
+        informative_groups(torch.tensor([0.0, NAN]), ["a", "a"])

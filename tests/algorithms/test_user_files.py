@@ -1,0 +1,145 @@
+"""A user's own file adds entries, here and in a process that starts afresh."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from quadriga.algorithms import advantages, policy_losses, user_files
+from quadriga.algorithms.advantages import compute_advantages
+from quadriga.algorithms.catalog import describe_algorithms
+from quadriga.algorithms.policy_losses import compute_policy_loss
+from quadriga.algorithms.user_files import (
+    UserFile,
+    load_user_file,
+    load_user_files,
+    loaded_user_files,
+)
+from quadriga.errors import InputError
+
+GOOD = """
+import torch
+from quadriga.algorithms.advantages import register_advantage
+from quadriga.algorithms.policy_losses import register_policy_loss
+
+
+@register_advantage("signs", formula="sign of r − mean r", paper="none")
+def signs(token_level_rewards_BT, response_mask_BT, groups, *, scale=2.0):
+    scores = (token_level_rewards_BT * response_mask_BT).sum(-1)
+    result = scale * torch.sign(groups.centre_B(scores))[:, None] * response_mask_BT
+    return result, result
+
+
+@register_policy_loss("squared", formula="A (log π)²")
+def squared(log_prob_BT, advantages_BT, *, power=2.0):
+    return advantages_BT * log_prob_BT.abs() ** power
+"""
+
+
+@pytest.fixture(autouse=True)
+def untouched_tables() -> Iterator[None]:
+    saved = [
+        (table, dict(table))
+        for table in (advantages.ADVANTAGES, policy_losses.POLICY_LOSSES, user_files._LOADED)
+    ]
+    yield
+    for table, before in saved:
+        table.clear()
+        table.update(before)
+
+
+@pytest.fixture
+def good_file(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.py"
+    file.write_text(GOOD)
+    return file
+
+
+def use_additions() -> tuple[list[float], list[float]]:
+    rewards, mask = torch.tensor([[1.0, 5.0], [3.0, 5.0]]), torch.tensor([[1, 0], [1, 0]])
+    result, _ = compute_advantages(
+        "signs", token_level_rewards_BT=rewards, response_mask_BT=mask, group_ids=[7, 7], scale=3.0
+    )
+    loss = compute_policy_loss(
+        "squared",
+        log_prob_BT=torch.tensor([[-2.0, float("nan")]]),
+        old_log_prob_BT=torch.zeros(1, 2),
+        advantages_BT=torch.ones(1, 2),
+        response_mask_BT=torch.tensor([[1, 0]]),
+        power=3.0,
+    ).loss_BT
+    return result[:, 0].tolist(), loss.flatten().tolist()
+
+
+WANT = ([-3.0, 3.0], [8.0, 0.0])
+
+
+def test_additions_work_and_are_described(good_file: Path) -> None:
+    assert load_user_file(good_file) == ("signs", "squared")
+    assert use_additions() == WANT
+    rows = {row.name: row for row in describe_algorithms()}
+    assert rows["signs"].origin == str(good_file.resolve())
+    assert (rows["signs"].settings, rows["squared"].settings) == (("scale",), ("power",))
+    assert load_user_file(good_file) == ("signs", "squared")  # once more is no clash
+
+
+def in_worker(files: tuple[UserFile, ...]) -> tuple[list[float], list[float]]:
+    load_user_files(files)
+    return use_additions()
+
+
+def test_additions_work_in_a_process_that_starts_afresh(good_file: Path) -> None:
+    load_user_file(good_file)
+    files = pickle.loads(pickle.dumps(loaded_user_files()))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply_async(in_worker, (files,)).get(timeout=120) == WANT
+
+
+def test_a_changed_file_is_read_again_and_another_copy_is_noticed(good_file: Path) -> None:
+    load_user_file(good_file)
+    sent = loaded_user_files()
+    good_file.write_text(GOOD.replace("power=2.0", "power=1.0"))
+    load_user_file(good_file)
+    with pytest.raises(InputError, match="differs between the controller's node and this one"):
+        load_user_files(sent)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import nothing_of_this_name", "fails when it is imported: ModuleNotFoundError"),
+        ("1 / 0", "fails when it is imported: ZeroDivisionError"),
+        (GOOD.replace('"signs"', '"grpo"'), "The advantage estimator `grpo` exists already"),
+        (GOOD.replace('"squared"', '"vanilla"'), "The policy loss `vanilla` exists already"),
+        (GOOD.replace("scale=2.0", "scale"), "takes `scale`, which is neither an input"),
+        (GOOD.replace("*, power=2.0", "**power"), r"takes `\*\*power`; name the inputs"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, source: str, words: str) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(source)
+    with pytest.raises(InputError, match=words):
+        load_user_file(file)
+
+
+def test_paths_that_are_no_python_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nowhere.py` is not a Python file"):
+        load_user_file(tmp_path / "nowhere.py")
+    (tmp_path / "data.json").write_text("{}")
+    with pytest.raises(InputError, match=r"data.json` is not a Python file"):
+        load_user_file(tmp_path / "data.json")
+
+
+def test_every_row_says_what_it_computes() -> None:
+    rows = describe_algorithms()
+    assert len({(row.kind, row.name) for row in rows}) == len(rows)
+    assert all(row.formula for row in rows)
+    assert all(row.paper for row in rows if row.kind in ("advantage", "policy loss"))
+    assert {row.kind for row in rows} == {
+        *("advantage", "policy loss", "aggregation", "KL estimator", "importance correction")
+    }
