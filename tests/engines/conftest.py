@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import engine_cases as cases
 import pytest
 import torch
 
@@ -16,3 +17,19 @@ def model_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny") / "model"
     write_tiny_model(folder, ["one two three"], SHAPE)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def work(model_folder, tmp_path_factory):
+    """`one_rank`: a checkpoint after one step; what two ranks then made of it, beside it."""
+    folder = tmp_path_factory.mktemp("ranks")
+    engine = cases.trainable(model_folder)
+    cases.step(engine)
+    engine.save(folder / "one_rank")
+    cases.run_two_ranks(cases.rank_main, model_folder, str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def two_ranks(work):
+    return torch.load(work / "results.pt")

@@ -42,8 +42,8 @@ def make_batch() -> dict[str, torch.Tensor]:
     }
 
 
-def make_engine(folder: str, *, packed: bool = True, **settings) -> FSDPEngine:
-    engine = EngineConfig(dtype="float64", reduce_dtype="float64")
+def make_engine(folder: str, *, packed: bool = True, fsdp_size: int = -1, **settings) -> FSDPEngine:
+    engine = EngineConfig(dtype="float64", reduce_dtype="float64", fsdp_size=fsdp_size)
     return FSDPEngine(ModelConfig(path=folder), engine, OptimConfig(), packed=packed, **settings)
 
 
@@ -83,7 +83,27 @@ CASES = [
 ]
 
 
-def rank_main(rank: int, folder: str, out: str, port: int) -> None:
+OPTIM = OptimConfig(lr=0.01, lr_scheduler="linear", lr_warmup_steps=2)
+
+
+def trainable(folder: str, optim: OptimConfig | None = OPTIM, **settings) -> FSDPEngine:
+    """An engine in float32, as a run has it."""
+    engine = EngineConfig(fsdp_size=settings.pop("fsdp_size", -1))
+    return FSDPEngine(ModelConfig(path=folder), engine, optim, total_steps=8, **settings)
+
+
+def step(engine: FSDPEngine, rows=None) -> dict[str, float]:
+    rows = make_batch() if rows is None else rows
+    tokens = engine.global_count(rows["response_mask"].sum())
+
+    def loss(outputs, micro):
+        return -(outputs["log_probs"] * micro["weight"].float()).sum() / tokens, {}
+
+    return engine.train_step(rows, loss)
+
+
+def rank_main(rank: int, folder: str, work: str, port: int) -> None:
+    """Gradients of every case; then resume what one rank saved, step, and save."""
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
@@ -91,16 +111,30 @@ def rank_main(rank: int, folder: str, out: str, port: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    batch, results = make_batch(), {}
-    engines = {}
+    batch = make_batch()
+
+    def mine(cut: int):
+        return rows_of(batch, 0, cut) if rank == 0 else rows_of(batch, cut, len(LENGTHS))
+
+    gathered, engines = {}, {}
     for packed, micro, cut, unit in CASES:
         key = (packed, unit)
         if key not in engines:
             engines[key] = make_engine(folder, packed=packed, smallest_unit=unit)
-        rows = rows_of(batch, 0, cut) if rank == 0 else rows_of(batch, cut, len(LENGTHS))
-        results[packed, micro, cut, unit] = gradients(engines[key], rows, micro)
+        gathered[packed, micro, cut, unit] = gradients(engines[key], mine(cut), micro)
+    gathered["hybrid"] = gradients(make_engine(folder, fsdp_size=1), mine(4), 2)
+
+    engine = trainable(folder, smallest_unit=1)
+    engine.load(f"{work}/one_rank")
+    metrics = step(engine, mine(4))
+    engine.save(f"{work}/two_ranks")
+    engine.save_hf(f"{work}/export")
+    hybrid = trainable(folder, fsdp_size=1)
+    hybrid.load(f"{work}/one_rank")
+    step(hybrid, mine(4))
+    hybrid.save(f"{work}/hybrid")
     if rank == 0:
-        torch.save(results, out)
+        torch.save({"gradients": gathered, "metrics": metrics}, f"{work}/results.pt")
     torch.distributed.destroy_process_group()
 
 

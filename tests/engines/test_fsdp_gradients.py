@@ -72,6 +72,7 @@ def test_activation_checkpointing(model_folder, expected):
     close(cases.gradients(engine, cases.make_batch(), 3)[0], expected)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("packed", [True, False])
 def test_value_head(model_folder, packed):
     engine = cases.make_engine(model_folder, packed=packed, head="value")
@@ -80,15 +81,8 @@ def test_value_head(model_folder, packed):
     close(cases.gradients(engine, cases.make_batch(), 2)[0], naive(model_folder, "value"))
 
 
-@pytest.fixture(scope="module")
-def two_ranks(model_folder, tmp_path_factory):
-    out = tmp_path_factory.mktemp("ranks") / "gradients.pt"
-    cases.run_two_ranks(cases.rank_main, model_folder, str(out))
-    return torch.load(out)
-
-
-@pytest.mark.parametrize("case", cases.CASES, ids=str)
+@pytest.mark.parametrize("case", [*cases.CASES, "hybrid"], ids=str)
 def test_two_ranks(two_ranks, expected, case):
-    found, metrics = two_ranks[case]
+    found, metrics = two_ranks["gradients"][case]
     close(found, expected)
     assert metrics["rows"] == len(cases.LENGTHS)

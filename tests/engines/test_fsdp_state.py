@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import engine_cases as cases
@@ -15,22 +14,7 @@ from quadriga.engines import build_engine
 from quadriga.errors import CheckpointError, ConfigError, FieldError, UnknownNameError
 from quadriga.models.loading import load_causal_lm
 
-OPTIM = OptimConfig(lr=0.01, lr_scheduler="linear", lr_warmup_steps=2)
-
-
-def build(folder, optim=OPTIM, **settings):
-    model = ModelConfig(path=folder)
-    return build_engine(model, EngineConfig(), optim, total_steps=8, **settings)
-
-
-def step(engine, rows=None):
-    rows = cases.make_batch() if rows is None else rows
-    tokens = engine.global_count(rows["response_mask"].sum())
-
-    def loss(outputs, micro):
-        return -(outputs["log_probs"] * micro["weight"].float()).sum() / tokens, {}
-
-    return engine.train_step(rows, loss)
+build, step = cases.trainable, cases.step
 
 
 def total(outputs, micro):
@@ -55,39 +39,25 @@ def test_a_resumed_run_equals_an_undisturbed_one(model_folder, tmp_path):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items())
 
 
-def two_rank_main(rank: int, folder: str, old: str, new: str, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    engine = build(folder, smallest_unit=1)
-    engine.load(old)
-    batch = cases.make_batch()
-    step(engine, cases.rows_of(batch, 0, 4) if rank == 0 else cases.rows_of(batch, 4, 7))
-    engine.save(new)
-    engine.save_hf(f"{new}/hf")
-    torch.distributed.destroy_process_group()
-
-
-def test_one_rank_then_two_then_one(model_folder, tmp_path):
+@pytest.mark.parametrize("saved", ["two_ranks", "hybrid"])
+def test_one_rank_then_two_then_one(model_folder, work, two_ranks, saved):
     engine = build(model_folder)
-    step(engine)
-    old, new = str(tmp_path / "old"), str(tmp_path / "new")
-    engine.save(old)
-    cases.run_two_ranks(two_rank_main, model_folder, old, new)
-    step(engine)
+    engine.load(work / "one_rank")
+    metrics = step(engine)
+    for name in ("loss", "grad_norm", "lr"):
+        assert two_ranks["metrics"][name] == pytest.approx(metrics[name], rel=1e-4)
     again = build(model_folder)
-    again.load(new)
+    again.load(work / saved)
     expected = weights(engine)
     for name, tensor in weights(again).items():
         assert torch.allclose(tensor, expected[name], atol=1e-5), name
     assert step(again)["lr"] == step(engine)["lr"]
-    exported = AutoModelForCausalLM.from_pretrained(f"{new}/hf").state_dict()
+
+
+def test_two_ranks_export_what_they_save(model_folder, work, two_ranks):
+    exported = AutoModelForCausalLM.from_pretrained(work / "export").state_dict()
     saved = build(model_folder)
-    saved.load(new)
+    saved.load(work / "two_ranks")
     assert all(torch.equal(exported[name], t) for name, t in weights(saved).items())
 
 
