@@ -13,7 +13,8 @@ from quadriga.backends.ray.class_with_args import RayClassWithInitArgs, RayColoc
 from quadriga.backends.ray.cluster import RaySession, ensure_ray
 from quadriga.backends.ray.failures import died
 from quadriga.backends.ray.liveness import rank_alive
-from quadriga.backends.ray.pool import RayResourcePool, alive_nodes
+from quadriga.backends.ray.placing import alive_nodes
+from quadriga.backends.ray.pool import RayResourcePool
 from quadriga.backends.ray.sharing import share
 from quadriga.backends.ray.store import RayStore
 from quadriga.backends.ray.waiting import RayBatch
@@ -96,9 +97,11 @@ class RayBackend:
 
     def check_placement(self, pools: Iterable[ResourcePool]) -> None:
         """Raises PlacementError, naming a pool and what it lacks, unless all pools fit on the
-        nodes of the cluster together."""
-        needs = [pool.needs() for pool in pools if isinstance(pool, RayResourcePool)]
-        check_feasible(needs, alive_nodes())
+        nodes of the cluster together. The first of them that is used places all."""
+        ours = tuple(pool for pool in pools if isinstance(pool, RayResourcePool))
+        check_feasible([pool.needs() for pool in ours], alive_nodes())
+        for pool in ours:
+            pool.placed_together = ours
 
     def class_with_args(self, cls: type, *args: Any, **kwargs: Any) -> RayClassWithInitArgs:
         """A `RayClassWithInitArgs`."""

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Sequence
-from typing import Any
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from quadriga.backends.ray.placing import PLACE_TIMEOUT_S, alive_nodes, place
 from quadriga.errors import PlacementError
-from quadriga.single_controller.placement import NodeResources, PoolNeeds, check_feasible
+from quadriga.single_controller.placement import PoolNeeds, check_feasible
 from quadriga.single_controller.resource_pool import ResourcePool
 
-logger = logging.getLogger("quadriga.controller")
-
-PLACE_TIMEOUT_S = 120.0
-SPEAK_S = 10.0
 TRACE = 1e-4
 """How much of an accelerator type's resource a bundle asks for: enough to choose the node."""
 
@@ -45,10 +39,12 @@ class RayResourcePool(ResourcePool):
         self.detached = detached
         self.accelerator_type = accelerator_type
         self.pgs: list[PlacementGroup] | None = None
+        self.placed_together: tuple[RayResourcePool, ...] = ()
+        """Pools that must fit beside each other: the first that is placed places all."""
 
     def needs(self, device_name: str = "cuda") -> PoolNeeds:
         """What this pool asks of the nodes."""
-        return PoolNeeds(self.label, tuple(self.store), self._bundle(device_name))
+        return PoolNeeds(self.label, tuple(self.store), self.bundle(device_name))
 
     def get_placement_groups(
         self,
@@ -62,47 +58,13 @@ class RayResourcePool(ResourcePool):
         Raises PlacementError if the nodes cannot hold them, before anything is made, or if they
         are not free within `timeout` seconds.
         """
-        if self.pgs is not None:
-            return self.pgs
-        if strategy == "STRICT_PACK":
-            check_feasible([self.needs(device_name)], alive_nodes())
-        bundle = self._bundle(device_name)
-        prefix = name or f"{self.name_prefix}{uuid.uuid4().hex[:6]}:"
-        groups = [
-            placement_group(
-                bundles=[dict(bundle) for _ in range(count)],
-                strategy=strategy,
-                name=f"{prefix}{index}",
-                lifetime="detached" if self.detached else None,
-            )
-            for index, count in enumerate(self.store)
-        ]
-        self._await_places(groups, bundle, timeout)
-        self.pgs = sort_by_node_address(groups)
-        return self.pgs
-
-    def _await_places(
-        self, groups: list[PlacementGroup], bundle: dict[str, float], timeout: float
-    ) -> None:
-        ready = [group.ready() for group in groups]
-        try:
-            ray.get(ready, timeout=min(SPEAK_S, timeout))
-            return
-        except ray.exceptions.GetTimeoutError:
-            logger.warning("pool %s waits for places; free now: %s", self.label, _free_text())
-        try:
-            ray.get(ready, timeout=max(0.0, timeout - SPEAK_S))
-        except ray.exceptions.GetTimeoutError:
-            for group in groups:
-                remove_placement_group(group)
-            raise PlacementError(
-                f"{self!r}: its places were not free within {timeout:.0f} s. Each process asks "
-                f"for {bundle}; free now: {_free_text()}. Other jobs, or pools of this one, hold "
-                "the rest.",
-                pool=self.label,
-                wanted=bundle,
-                available=ray.available_resources(),
-            ) from None
+        if self.pgs is None:
+            companions = [p for p in self.placed_together if p.pgs is None]
+            pools = companions or [self]
+            if strategy == "STRICT_PACK":
+                check_feasible([pool.needs(device_name) for pool in pools], alive_nodes())
+            place(pools, strategy, name, device_name, timeout)
+        return self.pgs or []
 
     def release(self) -> None:
         """Give the places back; what still runs there is ended."""
@@ -110,7 +72,8 @@ class RayResourcePool(ResourcePool):
             remove_placement_group(group)
         self.pgs = None
 
-    def _bundle(self, device_name: str) -> dict[str, float]:
+    def bundle(self, device_name: str) -> dict[str, float]:
+        """What one process asks for."""
         bundle: dict[str, float] = {"CPU": self.max_colocate_count}
         if self.use_gpu:
             bundle["NPU" if device_name == "npu" else "GPU"] = 1
@@ -239,46 +202,6 @@ def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> MergedRay
     return MergedRayResourcePool(rp1, rp2)
 
 
-def sort_by_node_address(groups: Sequence[PlacementGroup]) -> list[PlacementGroup]:
-    """In the order of their nodes' addresses, so that a rank keeps its node over restarts."""
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-
-    def key(group: PlacementGroup) -> tuple[Any, ...]:
-        table = ray.util.placement_group_table(group)
-        nodes = table["bundles_to_node_id"]
-        return _address_key(addresses.get(nodes[0], "")), nodes[0]
-
-    # Groups of different sizes keep their places: only groups of one size change among themselves.
-    result = list(groups)
-    for size in {group.bundle_count for group in groups}:
-        slots = [i for i, group in enumerate(groups) if group.bundle_count == size]
-        ordered = sorted((groups[i] for i in slots), key=key)
-        for slot, group in zip(slots, ordered, strict=True):
-            result[slot] = group
-    return result
-
-
-def _address_key(address: str) -> tuple[Any, ...]:
-    parts = address.split(".")
-    if all(part.isdigit() for part in parts):
-        return (0, *map(int, parts))
-    return (1, address)
-
-
-def alive_nodes() -> list[NodeResources]:
-    """The nodes of the cluster with what each has in all."""
-    return [
-        NodeResources(node["NodeManagerAddress"], dict(node["Resources"]))
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-
-
 def _nodes_of(parent: RayResourcePool, start: int, count: int) -> list[int]:
     groups = [parent.bundle_of_rank(start + i)[0] for i in range(count)]
     return [groups.count(group) for group in dict.fromkeys(groups)]
-
-
-def _free_text() -> str:
-    free = ray.available_resources()
-    return ", ".join(f"{k} {v:g}" for k, v in sorted(free.items()) if ":" not in k) or "nothing"
