@@ -16,9 +16,10 @@ from quadriga.checkpoint.folders import (
     commit_checkpoint,
     prune_checkpoints,
 )
-from quadriga.config.schema import TrainConfig, TrainerConfig
+from quadriga.config.schema import TrainConfig
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.trainer.placement import ResourcePoolManager, Role
+from quadriga.trainer.resuming import ControllerState
 from quadriga.workers.runtime import RankRuntime
 
 
@@ -33,14 +34,20 @@ class PPOGroups:
     backend: Any
     groups: list[Any]
 
-    def save(self, folder: Path, step: int, trainer: TrainerConfig) -> None:
+    def save(self, folder: Path, state: ControllerState, max_to_keep: int | None) -> None:
         """One checkpoint of actor and critic: all of it, or, if the run dies meanwhile, none."""
-        partial = begin_checkpoint(folder, step)
+        partial = begin_checkpoint(folder, state.step)
         for name, view in (("actor", self.actor), ("critic", self.critic)):
             if view is not None:
                 view.save_checkpoint(str(partial / name))
-        commit_checkpoint(partial)
-        prune_checkpoints(folder, trainer.max_ckpt_to_keep)
+        commit_checkpoint(partial, state.as_info())
+        prune_checkpoints(folder, max_to_keep)
+
+    def load(self, checkpoint: Path, step: int) -> None:
+        """Take up actor and critic where `save` left them."""
+        self.actor.load_checkpoint(str(checkpoint / "actor"), step)
+        if self.critic is not None:
+            self.critic.load_checkpoint(str(checkpoint / "critic"))
 
     def close(self) -> None:
         """Stop every process of these groups, and the backend if it was started here."""

@@ -26,6 +26,7 @@ from quadriga.trainer.groups import PPOGroups, gather, start_groups
 from quadriga.trainer.ingredients import Ingredients, load_ingredients
 from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.record import RunRecord
+from quadriga.trainer.resuming import ControllerState, checkpoint_to_resume, read_state
 from quadriga.trainer.sampling import Sampler
 from quadriga.trainer.validation import Validator
 
@@ -103,7 +104,10 @@ class RayPPOTrainer:
         """The algorithm. Returns the last validation's metrics."""
         actor, rollout, ref, critic = self._roles()
         config = self.config.algorithm
-        with RunRecord.open(self.config, self.total_steps, self.ingredients.tokenizer) as record:
+        resumed = self.resume()
+        with RunRecord.open(
+            self.config, self.total_steps, self.ingredients.tokenizer, resume_after=resumed
+        ) as record:
             self.record = record
             validator = Validator(
                 self.config.trainer.seed,
@@ -112,7 +116,7 @@ class RayPPOTrainer:
                 self.reward_fn,
                 record,
             )
-            validator.run(step=0, due=self.config.trainer.val_before_train)
+            validator.run(step=0, due=self.config.trainer.val_before_train and resumed is None)
 
             sampler = Sampler(
                 self.config, rollout, self.reward_fn, self.stream, self._ranks_to_balance()
@@ -158,8 +162,8 @@ class RayPPOTrainer:
 
                 record.samples(self.step, batch)
                 validator.run(step=self.step, due=self._due(self.config.trainer.test_freq))
-                self.save(due=self._due(self.config.trainer.save_freq))
                 record.end_step(self.step)
+                self.save(due=self._due(self.config.trainer.save_freq))
             self.export()
             return validator.last
 
@@ -172,8 +176,31 @@ class RayPPOTrainer:
     def save(self, *, due: bool) -> None:
         """Write a checkpoint of every role that learns."""
         if due and self.groups is not None and self.record is not None:
+            state = ControllerState(
+                self.step,
+                self.ingredients.train_loader.state_dict(),
+                self.kl_controller.state_dict(),
+            )
             with self.record.span("save"):
-                self.groups.save(self.record.folder.checkpoints, self.step, self.config.trainer)
+                self.groups.save(
+                    self.record.folder.checkpoints, state, self.config.trainer.max_ckpt_to_keep
+                )
+
+    def resume(self) -> int | None:
+        """Take up the checkpoint that the settings mean. Returns its step, None if there is none.
+
+        Raises:
+            CheckpointError: it is not complete, or belongs to other data or another model.
+        """
+        checkpoint = checkpoint_to_resume(self.config.trainer)
+        if checkpoint is None or self.groups is None:
+            return None
+        state = read_state(checkpoint)
+        self.ingredients.train_loader.load_state_dict(state.loader)
+        self.kl_controller.load_state_dict(state.kl_controller)
+        self.groups.load(checkpoint, state.step)
+        self.step = state.step
+        return state.step
 
     def export(self) -> None:
         """Write the trained policy as a Hugging Face folder into the run folder."""

@@ -24,7 +24,12 @@ class RunRecord:
     """One run's record. `with RunRecord.open(...)`: closed, and its plot drawn, however it ends."""
 
     def __init__(
-        self, config: TrainConfig | SFTConfig, folder: RunFolder, total_steps: int, tokenizer: Any
+        self,
+        config: TrainConfig | SFTConfig,
+        folder: RunFolder,
+        total_steps: int,
+        tokenizer: Any,
+        first_step: int = 0,
     ) -> None:
         self.folder = folder
         self.total_steps = total_steps
@@ -38,20 +43,34 @@ class RunRecord:
         self._began = time.perf_counter()
         self._trackers = Trackers.open(
             config.trainer.loggers,
-            RunInfo(folder, total_steps, title=_TITLES[type(config).__name__]),
+            RunInfo(folder, total_steps, _TITLES[type(config).__name__], first_step),
         )
 
     @classmethod
-    def open(cls, config: TrainConfig | SFTConfig, total_steps: int, tokenizer: Any) -> RunRecord:
+    def open(
+        cls,
+        config: TrainConfig | SFTConfig,
+        total_steps: int,
+        tokenizer: Any,
+        *,
+        resume_after: int | None = None,
+    ) -> RunRecord:
         """Make the run folder and everything in it that is written as the run goes.
+
+        `resume_after`: go on in the folder after this step; what was written of later ones goes.
 
         Raises:
             ConfigError: the folder holds another run.
             InputError: the folder cannot be written.
         """
         trainer = config.trainer
-        folder = RunFolder.open(trainer.default_local_dir, config, overwrite=trainer.overwrite)
-        return cls(config, folder, total_steps, tokenizer)
+        resume = resume_after is not None
+        folder = RunFolder.open(
+            trainer.default_local_dir, config, resume=resume, overwrite=trainer.overwrite
+        )
+        if resume_after is not None:
+            folder.forget_after(resume_after)
+        return cls(config, folder, total_steps, tokenizer, resume_after or 0)
 
     def __enter__(self) -> RunRecord:
         return self

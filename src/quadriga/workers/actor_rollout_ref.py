@@ -182,9 +182,13 @@ class ActorRolloutRefWorker(Worker):
         self._engine("actor").save(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> None:
-        """Load what `save_checkpoint` saved, and bring the rollout up to date."""
+    def load_checkpoint(self, path: str, weight_version: int = 0) -> None:
+        """Load what `save_checkpoint` saved, and bring the rollout up to date.
+
+        `weight_version`: the version these weights had when they were saved.
+        """
         self._engine("actor").load(path)
+        self.weight_version = weight_version
         if self.uses("rollout"):
             self.sync_weights()
 

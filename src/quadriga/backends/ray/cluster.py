@@ -59,7 +59,9 @@ def ensure_ray(
     if address:
         settings["address"] = address
     else:
+        # "local" starts a cluster even where somebody else's runs on this machine.
         settings.update(
+            address="local",
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             object_store_memory=object_store_memory,
