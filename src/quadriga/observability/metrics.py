@@ -34,6 +34,10 @@ METRICS: dict[str, MetricInfo] = {
     "reward/overlong_penalty": _I("reward", "soft over-long penalty, a sequence (zero or below)"),
     "val/accuracy": _I("share", "mean score of held-out answers; a share where scores are 0 or 1"),
     "val/samples": _I("answers", "held-out answers scored", "sum"),
+    "reward/raised": _I("samples", "reward functions that raised; such a sample scores 0", "sum"),
+    "reward/timed_out": _I("samples", "reward functions past their deadline", "sum"),
+    "reward/crashed": _I("samples", "reward functions that took their process along", "sum"),
+    "reward/extra/*": _I("1", "a number that reward functions return beside the score"),
     # Lengths and sizes
     "response_length/mean": _I("tokens", "length of a response, end token included"),
     "response_length/max": _I("tokens", "longest response", "max"),
