@@ -1,6 +1,10 @@
 """The pool: deadlines a sample, crashes contained, processes reused and ended."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -73,3 +77,40 @@ def test_no_samples_start_no_process():
 def test_settings_are_checked(processes, timeout):
     with pytest.raises(ConfigError):
         RewardPool(processes, timeout)
+
+
+def test_a_batch_broken_off_leaves_nothing_for_the_next(monkeypatch):
+    pool = RewardPool(2)
+    pool.run([sample("moody")])
+    with monkeypatch.context() as patched:
+        patched.setattr(RewardPool, "_ready", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pool.run([sample("moody", "hang")] * 2)
+    assert [outcome.score for outcome in pool.run([sample("by_length")] * 2)] == [6.0, 6.0]
+    pool.close()
+
+
+ORPHAN = """
+from quadriga.rewards.pool import RewardPool
+from tests.rewards.test_pool import sample
+pool = RewardPool(1, timeout_s=600)
+print(int(pool.run([sample("process_id")])[0].score), flush=True)
+pool.run([sample("moody", "hang")])
+"""
+
+
+def test_a_hanging_function_does_not_outlive_a_killed_run():
+    root = str(Path(__file__).parents[2])
+    with subprocess.Popen(
+        [sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True, cwd=root
+    ) as parent:
+        pid = int(parent.stdout.readline())
+        os.kill(pid, 0)
+        parent.send_signal(signal.SIGKILL)
+        parent.wait(timeout=30)
+    for _ in range(300):
+        if not Path(f"/proc/{pid}").exists():
+            return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail(f"process {pid} outlived its parent by 30 s")

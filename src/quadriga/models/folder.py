@@ -68,9 +68,9 @@ def check_model_folder(
 
 
 def _check_known(folder: Path, model_type: str) -> None:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto import configuration_auto
 
-    if model_type not in CONFIG_MAPPING_NAMES:
+    if model_type not in configuration_auto.CONFIG_MAPPING_NAMES:  # type: ignore[attr-defined]
         raise ModelError(
             f"{folder / 'config.json'} names model_type {model_type!r}, which this version of "
             "transformers does not know",

@@ -126,7 +126,9 @@ def load_value_model(
 def _one_label(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     """The folder's config, asking for one number a token and no dropout before it."""
     check_model_folder(folder, tokenizer=False, trust_remote_code=trust_remote_code)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    config: PretrainedConfig = AutoConfig.from_pretrained(
+        folder, trust_remote_code=trust_remote_code
+    )
     config.num_labels = 1
     config.classifier_dropout = 0.0
     return config

@@ -35,8 +35,8 @@ class FunctionRef:
             module = _from_file(Path(self.source))
         else:
             module = importlib.import_module(self.source)
-        function = getattr(module, self.name, None)
-        if not callable(function):
+        function: RewardFunction | None = getattr(module, self.name, None)
+        if function is None or not callable(function):
             there = [n for n, v in vars(module).items() if inspect.isfunction(v)]
             near = difflib.get_close_matches(self.name, there, n=1)
             raise InputError(

@@ -103,9 +103,9 @@ class RewardManager:
                 f"'reward_model'; it has {sorted(columns)}",
                 field="reward_model",
             )
-        empty = [None] * len(data)
-        sources: Sequence[Any] = columns.get("data_source", empty)
-        infos: Sequence[Any] = columns.get("extra_info", empty)
+        empty = np.full(len(data), None)
+        sources = columns.get("data_source", empty)
+        infos = columns.get("extra_info", empty)
         texts = self._texts(data.batch["responses"], mask)
         samples = []
         for row, (text, source, info) in enumerate(zip(texts, sources, infos, strict=True)):

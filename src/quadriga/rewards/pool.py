@@ -53,13 +53,17 @@ class RewardPool:
         """
         outcomes: dict[int, Outcome] = {}
         waiting = deque(enumerate(samples))
-        while len(outcomes) < len(samples):
-            self._hand_out(waiting)
-            for process in self._ready():
-                number, outcome = process.finish(self.timeout_s, self.start_timeout_s)
-                if outcome is not None:
-                    outcomes[number] = outcome
-            self._processes = [process for process in self._processes if process.usable]
+        try:
+            while len(outcomes) < len(samples):
+                self._hand_out(waiting)
+                for process in self._ready():
+                    number, outcome = process.finish(self.timeout_s, self.start_timeout_s)
+                    if outcome is not None:
+                        outcomes[number] = outcome
+                self._processes = [process for process in self._processes if process.usable]
+        except BaseException:
+            self.close()  # what is left half done must not answer for the next batch
+            raise
         return [outcomes[number] for number in range(len(samples))]
 
     def close(self) -> None:
