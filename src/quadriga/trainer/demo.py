@@ -8,6 +8,7 @@ be run again by hand and changed.
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ class Stage:
     overrides: tuple[str, ...]
 
     def __str__(self) -> str:
-        return " ".join(["quadriga", self.command, *self.overrides])
+        return f"quadriga {self.command} {shlex.join(self.overrides)}"
 
 
 def run_demo(config: DemoConfig) -> None:
@@ -47,9 +48,9 @@ def run_demo(config: DemoConfig) -> None:
 
     _announce(console, "1/3  problems, and a model that knows nothing", data)
     run_make_data(load_config(ArithmeticDataConfig, data.overrides))
-    _announce(console, "2/3  warm start on a few worked examples", sft)
+    _announce(console, "2/3  warm start: imitating worked examples by hasty teachers", sft)
     warm = run_sft(load_config(SFTConfig, sft.overrides))
-    _announce(console, "3/3  reinforcement", train)
+    _announce(console, "3/3  reinforcement: nothing but right and wrong", train)
     run_training(load_config(TrainConfig, train.overrides))
 
     show_answers(console, folder / "train" / "samples.jsonl")
@@ -153,6 +154,7 @@ def _shared(config: DemoConfig, folder: Path) -> tuple[str, ...]:
 def show_answers(console: Any, samples: Path, count: int = 4) -> None:
     """The same held-out problems before and after, side by side."""
     from rich.table import Table
+    from rich.text import Text
 
     held_out = [s for s in read_samples(samples) if s.split == "val"]
     first = min(s.step for s in held_out)
@@ -174,8 +176,8 @@ def _marked(sample: Sample) -> str:
 
 
 def _announce(console: Any, title: str, stage: Stage) -> None:
-    console.print(f"\n[bold]{title}[/bold]")
-    console.print(f"[dim]$ {stage}[/dim]", soft_wrap=True)
+    console.print(f"\n{title}", style="bold")
+    console.print(f"$ {stage}", style="dim", markup=False, soft_wrap=True)
 
 
 def _farewell(console: Any, folder: Path, warm: SFTResult, seconds: float) -> None:
