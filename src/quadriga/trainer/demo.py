@@ -165,9 +165,9 @@ def show_answers(console: Any, samples: Path, count: int = 4) -> None:
     before = [s for s in held_out if s.step == first][:count]
     after = [s for s in held_out if s.step == last][:count]
     for old, new in zip(before, after, strict=True):
-        table.add_row(
-            old.prompt.removeprefix("user: "), _marked(old), _marked(new), str(old.ground_truth)
-        )
+        problem = old.prompt.removeprefix("user: ")
+        cells = (problem, _marked(old), _marked(new), str(old.ground_truth))
+        table.add_row(*map(Text, cells))
     console.print(table)
 
 
