@@ -18,7 +18,7 @@ FLOORS = (
     ("weight_sync",),
     ("workers",),
     ("trainer",),
-    ("compat", "cli"),
+    ("compat", "cli", "testing"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -51,7 +51,7 @@ def start(
     if execute.single:
         view.memo["single"] = True
     split = dispatch.dispatch_fn(view, *args, **kwargs)
-    parts = _parts(view, split)
+    parts = parts_of_ranks(view, split)
     targets = list(view.ranks)
     ranks = group._ranks
     calls = _calls(ranks, method.role, record.name, parts, record.materialize_futures)
@@ -95,7 +95,7 @@ def _submit(
         ) from error
 
 
-def _parts(view: CallView, split: Any) -> list[Part]:
+def parts_of_ranks(view: CallView, split: Any) -> list[Part]:
     """The arguments of each executing rank, from one list per argument."""
     try:
         args, kwargs = split

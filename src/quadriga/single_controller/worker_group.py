@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -273,18 +272,26 @@ class WorkerGroup:
 
     def _block_until_all_workers_alive(self, timeout: float = 300.0) -> None:
         """Wait until every rank is alive. Raises WorkerDiedError after `timeout` seconds."""
+        self._block_until(True, timeout)
+
+    def _block_until_no_worker_alive(self, timeout: float = 60.0) -> None:
+        """Wait until every rank is gone. Raises WorkerDiedError after `timeout` seconds."""
+        self._block_until(False, timeout)
+
+    def _block_until(self, alive: bool, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         waiting = list(self._ranks.handles)
-        while waiting:
-            waiting = [h for h in waiting if not self._ranks.backend.is_alive(h)]
-            if waiting and time.monotonic() > deadline:
+        while True:
+            waiting = [h for h in waiting if self._ranks.backend.is_alive(h) != alive]
+            if not waiting:
+                return
+            if time.monotonic() > deadline:
                 raise WorkerDiedError(
-                    f"{self}: ranks {[h.facts.rank for h in waiting]} are not alive after "
-                    f"{timeout:.0f} s.",
+                    f"{self}: rank(s) {[h.facts.rank for h in waiting]} are "
+                    f"{'not' if alive else 'still'} alive after {timeout:.0f} s.",
                     rank=waiting[0].facts.rank,
                 )
-            if waiting:
-                threading.Event().wait(0.2)
+            time.sleep(0.05)
 
     def start_worker_aliveness_check(self, every_n_seconds: float = 1.0) -> None:
         """Look every `every_n_seconds` whether all ranks live, in a thread. A death ends every

@@ -1,0 +1,96 @@
+"""The workers that the laws of backends start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import torch
+
+from quadriga.errors import ConfigError
+from quadriga.protocol import DataProto
+from quadriga.single_controller import (
+    Dispatch,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+
+
+class Probe(Worker):
+    """One role of the process. Holds a number and a mesh in which all ranks share one part."""
+
+    def __init__(self, number: int = 0) -> None:
+        super().__init__()
+        if number < 0:
+            raise ConfigError(f"number must be 0 or more, got {number}")
+        self.number = number
+        self._register_dispatch_collect_info("all", 0, self.rank == 0)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def place(self) -> tuple[int, int, int, int]:
+        """rank, world size, local rank, local world size."""
+        return self.rank, self.world_size, self.local_rank, self.local_world_size
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def variables(self) -> tuple[str, str, str, str]:
+        """What the environment says."""
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        rank, world_size, address, port = (os.environ.get(name, "") for name in names)
+        return rank, world_size, address, port
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def add(self, x: int) -> int:
+        """The number, x and the rank, added."""
+        return self.number + x + self.rank
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def each(self, x: Any) -> tuple[int, Any]:
+        """The rank and its entry."""
+        return self.rank, x
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def first(self) -> int:
+        """Rank 0."""
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def later(self) -> int:
+        """As a coroutine."""
+        await asyncio.sleep(0.001)
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def double(self, data: DataProto) -> DataProto:
+        """In place."""
+        data.batch["row"] *= 2
+        return data
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("all"))
+    def spoil(self, data: DataProto) -> DataProto:
+        """All ranks get one shared part, and every rank changes it."""
+        data.batch["row"] += 1
+        return data
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def total(self, data: DataProto) -> int:
+        """The sum of this rank's rows."""
+        return int(torch.sum(data.batch["row"]))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail(self, rank: int) -> int:
+        """Raise on one rank."""
+        if self.rank == rank:
+            raise KeyError("planted")
+        return self.rank
+
+
+class Sibling(Worker):
+    """Another role of the same process."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def ask(self, x: int) -> int:
+        """What the other role says."""
+        answer: int = self.sibling("probe").add(x)
+        return answer
