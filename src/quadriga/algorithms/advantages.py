@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quadriga.algorithms import group_advantages as by_group
@@ -175,7 +176,7 @@ def compute_advantages(
     mask_BT = to_bool_mask(response_mask_BT)
     groups: Groups | None = None
     if entry.needs_groups and group_ids is not None:
-        groups = make_groups(group_ids, mask_BT.any(-1))
+        groups = make_groups(group_ids, mask_BT.view(torch.uint8).amax(-1).bool())
     given = {
         "token_level_rewards_BT": token_level_rewards_BT,
         "response_mask_BT": mask_BT,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quadriga.algorithms.checks import as_float, require_finite, require_same_shape, to_bool_mask
 from quadriga.algorithms.groups import Groups, require_group_size
-from quadriga.algorithms.masked import whiten_selected
+from quadriga.algorithms.masked import keep, whiten_selected
 from quadriga.errors import ShapeError
 
 STD_EPSILON = 1e-6
@@ -23,8 +23,8 @@ def sequence_scores(token_level_rewards_BT: Tensor, response_mask_BT: Tensor) ->
     """Σ_t r_t over the policy's own tokens, float64 [B]."""
     mask = to_bool_mask(response_mask_BT)
     require_same_shape("response_mask", mask, token_level_rewards=token_level_rewards_BT)
-    kept = as_float(token_level_rewards_BT.detach()).masked_fill(~mask, 0)
-    scores_B = kept.sum(-1, dtype=torch.float64)
+    kept = keep(as_float(token_level_rewards_BT.detach()), mask)
+    scores_B = kept.sum(-1).double()
     if not bool(torch.isfinite(scores_B).all()):
         require_finite(token_level_rewards=kept)
     return scores_B
@@ -33,7 +33,7 @@ def sequence_scores(token_level_rewards_BT: Tensor, response_mask_BT: Tensor) ->
 def _spread(scores_B: Tensor, like_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
     """One number a sample to every own token, in the dtype of the rewards."""
     dtype = torch.float64 if like_BT.dtype == torch.float64 else torch.float32
-    advantages = to_bool_mask(mask_BT) * scores_B.to(dtype)[:, None]
+    advantages = keep(scores_B.to(dtype)[:, None], to_bool_mask(mask_BT))
     return advantages, advantages
 
 

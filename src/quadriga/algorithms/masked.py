@@ -1,7 +1,8 @@
 """Statistics over the tokens that a mask selects. Shapes: any, the mask has the values' shape.
 
 What lies outside the mask never matters, not even NaN: it is replaced, not multiplied by zero.
-Sums run in float64, so that the mean of a constant is that constant.
+Mean and variance are taken of the differences to one of the values, so that equal values have
+exactly that mean and exactly no variance, and large offsets cost no precision.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ from torch import Tensor
 from quadriga.algorithms.checks import as_float, to_bool_mask
 
 WHITEN_EPSILON = 1e-8
+
+
+def keep(values: Tensor, selected: Tensor) -> Tensor:
+    """A copy of `values` with 0 outside the bool mask, whatever stood there."""
+    return torch.where(selected, values, 0)
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -28,10 +34,8 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the selected values (0-d, float64); 0 where fewer than two are selected."""
-    selected = to_bool_mask(mask)
-    kept = as_float(values).masked_fill(~selected, 0)
-    return _centre_and_var(kept, selected, unbiased)[2]
+    """Variance of the selected values (0-d); 0 where fewer than two are selected."""
+    return _centre(as_float(values), to_bool_mask(mask), unbiased)[2]
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
@@ -40,25 +44,32 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     `shift_mean=False` puts the mean back after scaling (used for rewards). Values that are all
     equal become exactly 0 (or stay, with `shift_mean=False`).
     """
-    selected = to_bool_mask(mask)
-    return whiten_selected(as_float(values).masked_fill(~selected, 0), selected, shift_mean)
+    return whiten_selected(as_float(values), to_bool_mask(mask), shift_mean)
 
 
-def whiten_selected(kept: Tensor, selected: Tensor, shift_mean: bool = True) -> Tensor:
-    """`masked_whiten` for float values that are already 0 outside `selected` (bool)."""
-    mean, centred, var = _centre_and_var(kept, selected, unbiased=True)
+def whiten_selected(
+    values: Tensor, selected: Tensor, shift_mean: bool = True, out: Tensor | None = None
+) -> Tensor:
+    """`masked_whiten` for float values and a bool mask; into `out`, which may be `values`."""
+    mean, centred, var = _centre(values, selected, unbiased=True, out=out)
     whitened = centred.mul_(torch.rsqrt(var + WHITEN_EPSILON))
-    return whitened if shift_mean else whitened.add_(selected * mean.to(kept.dtype))
+    return whitened if shift_mean else whitened.add_(selected * mean)
 
 
-def _centre_and_var(
-    kept: Tensor, selected: Tensor, unbiased: bool
+def _centre(
+    values: Tensor, selected: Tensor, unbiased: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean (0-d float64), values − mean under the mask (0 elsewhere), variance (0-d float64)."""
-    count = selected.sum()
-    size = count.clamp(min=1).double()
-    mean = kept.sum(dtype=torch.float64) / size
-    centred = (kept - mean.to(kept.dtype)).mul_(selected)
-    squares = torch.linalg.vector_norm(centred, dtype=torch.float64).square()
-    degrees = (count - 1).clamp(min=1).double() if unbiased else size
-    return mean, centred, squares / degrees
+    """Mean (0-d), values − mean under the mask and 0 elsewhere, variance (0-d)."""
+    # Bytes and rows: sums and searches of bool tensors are many times slower.
+    flags = selected.view(torch.uint8).reshape(-1, selected.shape[-1] if selected.dim() else 1)
+    count = int(flags.sum(-1, dtype=torch.int32).sum())
+    if count == 0:
+        nothing = values.new_zeros(())
+        return nothing, torch.zeros_like(values) if out is None else out.zero_(), nothing
+    row = int(flags.amax(-1).argmax())
+    some = values.reshape(flags.shape)[row, int(flags[row].argmax())].clone()
+    offset = torch.where(selected, values, some, out=out).sub_(some)
+    gap = offset.sum() / count
+    centred = torch.where(selected, offset, gap, out=offset).sub_(gap)
+    degrees = max(count - 1, 1) if unbiased else count
+    return some + gap, centred, torch.linalg.vector_norm(centred).square() / degrees

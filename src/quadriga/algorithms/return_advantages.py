@@ -7,18 +7,25 @@ the mask never matters. Every function returns (advantages_BT, returns_BT), 0 ou
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from quadriga.algorithms.checks import as_float, require_finite, require_same_shape, to_bool_mask
-from quadriga.algorithms.masked import whiten_selected
-from quadriga.algorithms.scan import close_holes, has_holes, reopen_holes, reverse_discounted_sum
+from quadriga.algorithms.masked import keep, whiten_selected
+from quadriga.algorithms.scan import (
+    close_holes,
+    reopen_holes,
+    reverse_discounted_sum,
+    starts_at_front,
+)
 
 
 def _own_tokens(mask_BT: Tensor, name: str, tensor_BT: Tensor) -> Tensor:
-    """The tensor as float, 0 outside the mask; the shape and the values are checked."""
+    """A copy as float, 0 outside the mask; the shape and the values are checked.
+
+    Fresh memory costs more than the arithmetic here, so callers go on in this copy.
+    """
     require_same_shape("response_mask", mask_BT, **{name: tensor_BT})
-    kept = as_float(tensor_BT.detach()).masked_fill(~mask_BT, 0)
+    kept = keep(as_float(tensor_BT.detach()), mask_BT)
     require_finite(**{name: kept})
     return kept
 
@@ -42,20 +49,18 @@ def gae(
     mask = to_bool_mask(response_mask_BT)
     rewards = _own_tokens(mask, "token_level_rewards", token_level_rewards_BT)
     values = _own_tokens(mask, "values", values_BT)
-    packed = mask
-    holes = has_holes(mask)
-    if holes:
-        packed, rewards, values = close_holes(mask, rewards, values)
-    deltas = rewards - values
+    front = mask
+    if spaced := not starts_at_front(mask):
+        front, rewards, values = close_holes(mask, rewards, values)
+    deltas = rewards.sub_(values)
     deltas[:, :-1].add_(values[:, 1:], alpha=gamma)
-    deltas.mul_(packed)  # before the first own token (left padding) V_{t+1} has leaked in
-    advantages = reverse_discounted_sum(deltas, gamma * lam).mul_(packed)
-    returns = advantages + values
-    if holes:
-        advantages = reopen_holes(advantages, packed, mask)
-        returns = reopen_holes(returns, packed, mask)
+    advantages = reverse_discounted_sum(deltas, gamma * lam)
+    returns = values.add_(advantages)
+    if spaced:
+        advantages = reopen_holes(advantages, front, mask)
+        returns = reopen_holes(returns, front, mask)
     if whiten_advantages is not False:
-        advantages = whiten_selected(advantages, mask)
+        whiten_selected(advantages, mask, out=advantages)
     return advantages, returns
 
 
@@ -72,14 +77,15 @@ def reinforce_plus_plus(
     """
     mask = to_bool_mask(response_mask_BT)
     rewards = _own_tokens(mask, "token_level_rewards", token_level_rewards_BT)
-    if gamma != 1.0 and has_holes(mask):
-        packed, rewards = close_holes(mask, rewards)
-        returns = reopen_holes(reverse_discounted_sum(rewards, gamma), packed, mask)
+    if starts_at_front(mask):
+        returns = reverse_discounted_sum(rewards, gamma)
     else:
-        returns = reverse_discounted_sum(rewards, gamma).mul_(mask)
+        front, rewards = close_holes(mask, rewards)
+        returns = reopen_holes(reverse_discounted_sum(rewards, gamma), front, mask)
     if whiten_advantages is False:
         return returns.clone(), returns
-    return whiten_selected(returns, mask), returns
+    room = rewards if rewards.shape == returns.shape else None
+    return whiten_selected(returns, mask, out=room), returns
 
 
 def remax(
@@ -93,6 +99,6 @@ def remax(
     rewards = _own_tokens(mask, "token_level_rewards", token_level_rewards_BT)
     require_same_shape("samples", mask[:, 0], reward_baselines=reward_baselines_B)
     require_finite(reward_baselines=reward_baselines_B)
-    returns = reverse_discounted_sum(rewards, 1.0).mul_(mask)
+    returns = keep(reverse_discounted_sum(rewards, 1.0), mask)
     baselines = reward_baselines_B.detach().to(returns.dtype)
-    return torch.sub(returns, baselines[:, None]).mul_(mask), returns
+    return keep(returns - baselines[:, None], mask), returns

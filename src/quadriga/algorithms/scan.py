@@ -1,7 +1,8 @@
 """Discounted sums backwards in time, without a loop over tokens. Shapes: B samples, T tokens.
 
-The recurrence x_t = d_t + c·x_{t+1} is a product with a triangular matrix of powers of c. Cut in
-blocks of K tokens it is T/K matrix products, each fed the first value of the block after it.
+The recurrence x_t = d_t + c·x_{t+1} is a product with a triangular matrix of powers of c. It is
+taken block by block of K tokens, all blocks at once; the first values of the blocks then follow
+the same recurrence with c^K, and what flows into a block from the right is added.
 """
 
 from __future__ import annotations
@@ -9,26 +10,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BLOCK = 64
+_BLOCK = 32
 
 
 def reverse_discounted_sum(terms_BT: Tensor, decay: float) -> Tensor:
     """x_t = Σ_{s≥t} decay^(s−t) · terms_s for each row; same shape and dtype."""
-    width = terms_BT.shape[1]
-    result = torch.empty_like(terms_BT)
-    block = min(_BLOCK, max(width, 1))
-    powers = _powers(block, decay, terms_BT)
-    carry = torch.zeros_like(terms_BT[:, :1])
-    for end in range(width, 0, -block):
-        start = max(end - block, 0)
-        size = end - start
-        triangle = powers[:size, :size]
-        # What flows in from the right reaches position i of the block with decay^(size − i).
-        inflow = decay * powers[size - 1 : size, :size]
-        piece = torch.addmm(carry * inflow, terms_BT[:, start:end], triangle)
-        result[:, start:end] = piece
-        carry = piece[:, :1]
-    return result
+    count, width = terms_BT.shape
+    powers = _powers(_BLOCK, decay, terms_BT)
+    if width <= _BLOCK:
+        return terms_BT @ powers[:width, :width]
+    spare = -width % _BLOCK
+    padded = torch.nn.functional.pad(terms_BT, (0, spare)) if spare else terms_BT
+    blocks = (padded.reshape(-1, _BLOCK) @ powers).view(count, -1, _BLOCK)
+    first = reverse_discounted_sum(blocks[:, :, 0], decay**_BLOCK)
+    # x at the start of the block to the right reaches position i with decay^(K − i).
+    blocks[:, :-1].addcmul_(first[:, 1:, None], decay * powers[-1])
+    return blocks.view(count, -1)[:, :width]
 
 
 def _powers(size: int, decay: float, like: Tensor) -> Tensor:
@@ -39,18 +36,18 @@ def _powers(size: int, decay: float, like: Tensor) -> Tensor:
     return column[gap.clamp(min=0)].masked_fill(gap < 0, 0)
 
 
-def has_holes(mask_BT: Tensor) -> bool:
-    """True if a row's ones (bool mask) are not one contiguous run: observations between turns."""
-    if mask_BT.shape[1] < 2:
-        return False
-    rises = (mask_BT[:, 1:] & ~mask_BT[:, :-1]).sum(-1) + mask_BT[:, 0]
-    return bool((rises > 1).any())
+def starts_at_front(mask_BT: Tensor) -> bool:
+    """True if every row of the bool mask is ones, then zeros: neither left padding nor holes."""
+    if mask_BT.shape[1] < 2 or mask_BT.shape[0] == 0:
+        return True
+    rises = mask_BT[:, 1:] & ~mask_BT[:, :-1]
+    return not bool(rises.view(torch.uint8).max())
 
 
 def close_holes(mask_BT: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Move each row's masked values to its front, order kept; (new mask, moved tensors …).
 
-    After it, neighbours in memory are neighbours in time for the policy: an observation between
+    Afterwards neighbours in memory are neighbours in time for the policy: an observation between
     two turns has no value and no decision, so time does not pass in it.
     """
     lengths_B = mask_BT.sum(-1)
