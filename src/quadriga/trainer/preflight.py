@@ -19,6 +19,7 @@ from quadriga.config.schema import RewardConfig, SFTConfig, TrainConfig
 from quadriga.engines import ENGINES
 from quadriga.errors import ConfigError, DataError
 from quadriga.observability.run_folder import RunFolder
+from quadriga.observability.trackers import check_trackers
 from quadriga.rollout import ROLLOUTS
 from quadriga.trainer.resuming import checkpoint_to_resume
 
@@ -37,6 +38,7 @@ def check_train_config(config: TrainConfig) -> None:
     check_models(config)
     check_components(config)
     check_reward(config.reward)
+    check_trackers(config.trainer.loggers)
     resumed = checkpoint_to_resume(config.trainer) is not None
     folder = RunFolder(Path(config.trainer.default_local_dir))
     folder.check(resume=resumed, overwrite=config.trainer.overwrite)
@@ -55,6 +57,7 @@ def check_sft_config(config: SFTConfig) -> None:
     check_files(config.data.val_files, "data.val_files", needed=False)
     check_model_folder(config.model.path)
     check_reward(config.reward)
+    check_trackers(config.trainer.loggers)
     RunFolder(Path(config.trainer.default_local_dir)).check(overwrite=config.trainer.overwrite)
 
 

@@ -1,0 +1,102 @@
+"""A user's mistake is one line that names it, with exit code 2, before any worker starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from quadriga.cli.main import main
+
+
+@pytest.fixture
+def refused(train_overrides, capsys, monkeypatch):
+    """refused("a=b", …) -> the one line that `quadriga train` answers; no worker was built."""
+    import quadriga.single_controller.worker as worker
+
+    def no_worker(*_args, **_kwargs):
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(worker.Worker, "__init__", no_worker)
+
+    def _refused(*more: str) -> str:
+        code = main(["train", *train_overrides, *more])
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert code == 2
+        assert len(lines) == 1, lines
+        return lines[0]
+
+    return _refused
+
+
+def test_a_missing_data_file(refused, tmp_path) -> None:
+    assert str(tmp_path / "gone.parquet") in refused(f"data.train_files=[{tmp_path}/gone.parquet]")
+
+
+def test_a_row_without_prompt(refused, tmp_path) -> None:
+    file = tmp_path / "rows.jsonl"
+    good = {"prompt": "1+1?", "data_source": "x", "reward_model": {"ground_truth": "2"}}
+    file.write_text(json.dumps(good) + "\n" + json.dumps({"question": "?"}) + "\n")
+    line = refused(f"data.train_files=[{file}]", "data.train_batch_size=1",
+                   "actor_rollout_ref.actor.ppo_mini_batch_size=1")  # fmt: skip
+    assert f"{file}, row 1" in line and "'prompt'" in line
+
+
+def test_a_folder_that_is_not_a_model(refused, tmp_path) -> None:
+    line = refused(f"actor_rollout_ref.model.path={tmp_path}")
+    assert str(tmp_path) in line and "config.json" in line
+
+
+def test_a_batch_that_does_not_divide(refused) -> None:
+    line = refused(
+        "data.train_batch_size=9", "actor_rollout_ref.rollout.n=1", "trainer.n_gpus_per_node=2",
+        "trainer.backend=ray", "algorithm.adv_estimator=reinforce_plus_plus",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=9",
+    )  # fmt: skip
+    assert "9" in line and "2" in line and "data.train_batch_size" in line
+
+
+def test_a_typo_in_a_setting(refused) -> None:
+    line = refused("algorithm.adv_estimater=grpo")
+    assert "algorithm.adv_estimater" in line and "algorithm.adv_estimator" in line
+
+
+@pytest.mark.parametrize(
+    ("setting", "near"),
+    [
+        ("algorithm.adv_estimator=grpoo", "grpo"),
+        ("actor_rollout_ref.actor.policy_loss.name=ppo_clp", "ppo_clip"),
+        ("actor_rollout_ref.actor.loss_agg_mode=token-meen", "token-mean"),
+        ("actor_rollout_ref.rollout.name=hff", "hf"),
+        ("trainer.backend=rey", "ray"),
+        ("trainer.loggers=[jsonll]", "jsonl"),
+    ],
+)
+def test_a_name_that_no_table_has(refused, setting, near) -> None:
+    assert near in refused(setting)
+
+
+def test_a_missing_reward_file(refused, tmp_path) -> None:
+    assert "gone.py" in refused(f"reward.path={tmp_path}/gone.py")
+
+
+def test_more_workers_than_the_machine_can_place(train_overrides) -> None:
+    more = ["trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "quadriga.cli.main", "train", *train_overrides, *more],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    assert "4" in lines[0] and "CPU" in lines[0]
+
+
+def test_nothing_is_left_behind_by_a_refusal(refused, tmp_path) -> None:
+    refused("algorithm.adv_estimator=nothing")
+    assert not (tmp_path / "run").exists()
