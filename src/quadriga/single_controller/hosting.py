@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from types import ModuleType
 from typing import Any
 
 from quadriga.errors import (
@@ -20,6 +18,7 @@ from quadriga.errors import (
 )
 from quadriga.single_controller.call import Call, SharedArgument
 from quadriga.single_controller.class_with_args import ClassWithInitArgs
+from quadriga.single_controller.crossing import private_copy, shipping_for
 from quadriga.single_controller.environment import LOCAL_PORT, RankEnvironment
 from quadriga.single_controller.worker import Worker
 
@@ -147,11 +146,11 @@ class RankHost:
         return method
 
     def _arguments(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        shipping = loaded_shipping()
         if not (call.args or call.kwargs):
             return call.args, call.kwargs
         args = tuple(map(_opened, call.args))
         kwargs = {name: _opened(value) for name, value in call.kwargs.items()}
+        shipping = shipping_for((*args, *kwargs.values()))
         if shipping is None:
             return tuple(map(private_copy, args)), private_copy(kwargs)
         unpack = shipping.unpack_argument
@@ -167,8 +166,10 @@ class RankHost:
         )
 
     def _result(self, call: Call, value: Any) -> Any:
-        shipping = loaded_shipping()
-        if shipping is None or value is None:
+        if value is None:
+            return value
+        shipping = shipping_for((value,))
+        if shipping is None:
             return value
         origin = shipping.Origin(
             role=call.role, rank=self.place.rank, method=call.method, node=self.node
@@ -189,31 +190,6 @@ class RankHost:
 
 def _opened(value: Any) -> Any:
     return value.open() if isinstance(value, SharedArgument) else value
-
-
-def private_copy(value: Any) -> Any:
-    """Containers and arrays of plain data, copied where somebody else could see a change.
-
-    The same that `protocol.shipping` does, for processes that have not loaded torch.
-    """
-    kind = type(value)
-    if kind is dict:
-        return {key: private_copy(item) for key, item in value.items()}
-    if kind in (list, tuple, set):
-        return kind(private_copy(item) for item in value)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        return value.copy()
-    return value
-
-
-def loaded_shipping() -> ModuleType | None:
-    """`protocol.shipping`, or None while torch is not loaded: no value can hold a tensor then."""
-    if "torch" not in sys.modules:
-        return None
-    from quadriga.protocol import shipping
-
-    return shipping
 
 
 def _in_thread(run: Callable[[], Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from quadriga.errors import DispatchError, LengthError, WorkerDiedError
 from quadriga.single_controller.backend import RankSet
 from quadriga.single_controller.call import Call, CallView, Collector, Pending
-from quadriga.single_controller.hosting import loaded_shipping
+from quadriga.single_controller.crossing import shipping_for
 from quadriga.single_controller.watching import raise_if_broken
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def send_by_name(
 
 def unpack(outputs: list[Any]) -> list[Any]:
     """What the ranks sent back, as the controller uses it."""
-    shipping = loaded_shipping()
+    shipping = shipping_for(outputs)
     if shipping is None:
         return outputs
     return [value if value is None else shipping.unpack_result(value) for value in outputs]
@@ -162,14 +162,14 @@ class _Packer:
     """Packs each distinct argument object of a call once."""
 
     def __init__(self, ranks: RankSet, parts: Sequence[Part]) -> None:
-        shipping = loaded_shipping()
+        values = [value for args, kwargs in parts for value in (*args, *kwargs.values())]
+        shipping = shipping_for(values)
         self._pack = None if shipping is None else shipping.pack_argument
         self._share = ranks.backend.share
         self._packed: dict[int, Any] = {}
         self._uses: dict[int, int] = {}
-        for args, kwargs in parts:
-            for value in (*args, *kwargs.values()):
-                self._uses[id(value)] = self._uses.get(id(value), 0) + 1
+        for value in values:
+            self._uses[id(value)] = self._uses.get(id(value), 0) + 1
 
     def __call__(self, value: Any) -> Any:
         if value is None or type(value) in (bool, int, float):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -26,6 +27,9 @@ from quadriga.single_controller.placement import check_feasible
 from quadriga.single_controller.resource_pool import ResourcePool
 
 
+_ATOMS = (int, float, bool, type(None))
+
+
 class RayPending:
     """One rank's answer. Where the call was made it knows its peers, so that a failure of any
     of them ends the wait; when it travels, only the reference does."""
@@ -45,6 +49,15 @@ class RayPending:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayPending, (self.ref,)
+
+
+def _is_plain(call: Call) -> bool:
+    """Whether a call holds nothing but numbers and short strings: it is then pickled once for all
+    ranks, where Ray would do it once for each and look for references inside."""
+    return all(
+        type(value) in _ATOMS or (type(value) is str and len(value) < 1000)
+        for value in (*call.args, *call.kwargs.values())
+    )
 
 
 def _value(ref: Any) -> Any:
@@ -124,12 +137,16 @@ class RayBackend:
         label = f"{calls[0].role}.{calls[0].method}"
         handles = [ranks.handles[target] for target in targets]
         refs = []
+        packed: dict[int, Call | bytes] = {}
         for handle, call in zip(handles, calls, strict=True):
+            key = id(call)
+            if key not in packed:
+                packed[key] = pickle.dumps(call) if _is_plain(call) else call
             invoke = handle.methods.get(label)
             if invoke is None:
                 invoke = handle.native.quadriga_invoke.options(name=label)
                 handle.methods[label] = invoke
-            refs.append(invoke.remote(call))
+            refs.append(invoke.remote(packed[key]))
         batch = RayBatch(refs, handles, label, ranks)
         return [RayPending(ref, batch, index) for index, ref in enumerate(refs)]
 

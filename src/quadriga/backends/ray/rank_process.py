@@ -14,6 +14,7 @@ from __future__ import annotations
 import faulthandler
 import inspect
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -93,9 +94,9 @@ class RankProcess:
         """The roles that this process hosts, with their classes."""
         return {role: type(worker) for role, worker in self._host.workers.items()}
 
-    def quadriga_invoke(self, call: Call) -> Any:
-        """Run one call."""
-        return self._host.invoke(call)
+    def quadriga_invoke(self, call: Call | bytes) -> Any:
+        """Run one call, pickled or not."""
+        return self._host.invoke(_unpickled(call))
 
     def _use_store(self) -> None:
         from quadriga.backends.ray.store import RayStore
@@ -107,9 +108,16 @@ class RankProcess:
 class AsyncRankProcess(RankProcess):
     """For classes with coroutine methods: those interleave on the actor's event loop."""
 
-    async def quadriga_invoke(self, call: Call) -> Any:
+    async def quadriga_invoke(self, call: Call | bytes) -> Any:
         """Run one call; other calls go on while a coroutine method waits."""
-        return await self._host.invoke_async(call)
+        return await self._host.invoke_async(_unpickled(call))
+
+
+def _unpickled(call: Call | bytes) -> Call:
+    if isinstance(call, Call):
+        return call
+    loaded: Call = pickle.loads(call)
+    return loaded
 
 
 def rank_process_class(name: str, classes: Mapping[str, type]) -> type:
