@@ -1,0 +1,290 @@
+"""Values and gradients of Quadriga's maths beside verl 0.9.1's, on the same random batch.
+
+    python benchmarks/compare_algorithms.py --peer-python /path/to/verl-env/bin/python
+
+Everything runs in float64. Where the two are known to differ, the reason is in `EXPLAINED`; the
+exit code is 1 if a difference is not explained, or if an explained one is not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from algorithms import Peer  # noqa: E402
+from quadriga.algorithms.advantages import compute_advantages  # noqa: E402
+from quadriga.algorithms.aggregation import AGGREGATIONS, aggregate, count_mask  # noqa: E402
+from quadriga.algorithms.importance import importance_correction  # noqa: E402
+from quadriga.algorithms.kl import kl_estimate  # noqa: E402
+from quadriga.algorithms.policy_losses import compute_policy_loss  # noqa: E402
+from quadriga.algorithms.value_loss import value_loss  # noqa: E402
+
+TOLERANCE = 1e-6
+ONE = "A group of one: verl subtracts nothing, so the raw reward is the advantage; here it is 0."
+ROW = "A sample without tokens: verl counts it in its group's statistics; here it is no member."
+SELECTED = (
+    "verl takes mean, covariance and the largest tokens of the current log-probabilities of one "
+    "micro-batch; here of the old ones over the whole batch, so that splitting changes nothing."
+)
+EXPLAINED = {
+    "grpo, groups of one": ONE,
+    "rloo, groups of one": ONE,
+    "opo, groups of one": ONE,
+    "reinforce_plus_plus_baseline, groups of one": ONE,
+    "grpo, empty samples": ROW,
+    "gpg, zero-one rewards": "verl's α is B / (samples of non-zero reward), which a shift of all "
+    "rewards changes; here, as in the paper, it is B / (samples in groups with a signal).",
+    "k3": "verl holds k3 within 10; here that is `low_var_kl`, and `k3` is the plain estimator.",
+    "kl_cov": SELECTED,
+    "geo_mean, token-mean": "verl averages over samples whatever the aggregation; here the "
+    "aggregation is obeyed, and `seq-mean-token-mean` is the paper's.",
+    "sapo, token-mean": "verl always aggregates SAPO by `seq-mean-token-mean`; here the setting is "
+    "obeyed.",
+    "importance token mask": "verl's interval starts at the bound given; here at 1/upper unless "
+    "`lower` is given, so the case without `lower` differs.",
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One case that both sides compute; `peer` is verl's name where it differs."""
+
+    id: str
+    kind: str
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    mode: str = "token-mean"
+    peer: str = ""
+    peer_options: dict[str, Any] | None = None
+    threshold: str = ""
+    batch: str = "usual"
+
+    def request(self) -> dict[str, Any]:
+        """What the peer is told."""
+        options = self.options if self.peer_options is None else self.peer_options
+        asked = {"id": self.id, "kind": self.kind, "name": self.name, "mode": self.mode}
+        return {
+            **asked,
+            "options": options,
+            "threshold": self.threshold,
+            "peer": self.peer or self.name,
+        }
+
+
+def make_batch(variant: str) -> dict[str, Tensor | list[str]]:
+    """24 samples of up to 12 tokens in 6 groups, with holes in the mask; log-ratios up to 0.9."""
+    rng = np.random.default_rng(7)
+    count, width = 24, 12
+    mask = (np.arange(width)[None] < rng.integers(1, width + 1, count)[:, None]).astype(np.int64)
+    mask[:, 4] *= rng.integers(0, 2, count)
+    mask[:, 0] = 1
+    groups = [f"g{i % 6}" for i in range(count)]
+    if variant == "groups of one":
+        groups[0] = "alone"
+    if variant == "empty samples":
+        mask[3] = 0
+    if variant == "zero-one rewards":
+        rewards = np.zeros((count, width))
+        rewards[:, 0] = np.arange(count) % 3 == 0  # two groups all right, four all wrong
+        rewards[1, 0] = 1.0  # and one of those has a signal
+    else:
+        rewards = rng.normal(size=(count, width)) * mask
+    old = -rng.exponential(1.0, (count, width))
+    tokens = {
+        "rewards": rewards,
+        "values": rng.normal(size=(count, width)) * mask,
+        "log_prob": old + 0.3 * rng.normal(size=(count, width)),
+        "old_log_prob": old,
+        "advantages": rng.normal(size=(count, width)) * mask,
+    }
+    batch: dict[str, Any] = {key: torch.from_numpy(value) for key, value in tokens.items()}
+    batch["mask"] = torch.from_numpy(mask)
+    batch["baselines"] = torch.from_numpy(rng.normal(size=count))
+    batch["groups"] = groups
+    if variant == "far apart":
+        batch["log_prob"] = batch["log_prob"] - 4.0
+    return batch
+
+
+def comparisons() -> list[Comparison]:
+    """Everything that both have."""
+    cases = [
+        Comparison("gae", "advantage", "gae", {"gamma": 0.9, "lam": 0.7}),
+        Comparison("grpo", "advantage", "grpo"),
+        Comparison("dr_grpo", "advantage", "grpo", {"norm_adv_by_std": False}),
+        Comparison("grpo_passk", "advantage", "grpo_passk"),
+        Comparison("reinforce_plus_plus", "advantage", "reinforce_plus_plus", {"gamma": 0.9}),
+        *(
+            Comparison(name, "advantage", name)
+            for name in ("rloo", "opo", "gpg", "remax", "reinforce_plus_plus_baseline")
+        ),
+        *(
+            Comparison(f"{name}, zero-one rewards", "advantage", name, batch="zero-one rewards")
+            for name in ("grpo", "rloo", "opo", "gpg")
+        ),
+        Comparison("grpo, empty samples", "advantage", "grpo", batch="empty samples"),
+        *(
+            Comparison(f"{name}, groups of one", "advantage", name, batch="groups of one")
+            for name in ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
+        ),
+    ]
+    clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
+    paper = "seq-mean-token-mean"
+    cases += [
+        *(
+            Comparison(
+                f"ppo_clip, {mode}",
+                "loss",
+                "ppo_clip",
+                {**clip, "clip_ratio_c": 1.3},
+                mode,
+                peer="vanilla",
+            )
+            for mode in ("token-mean", "token-sum", "seq-mean-token-sum", paper)
+        ),
+        Comparison("gspo_token", "loss", "gspo_token", clip, paper, peer="gspo"),
+        Comparison("cispo", "loss", "cispo", clip),
+        Comparison("sapo", "loss", "sapo", {"tau_pos": 1.2, "tau_neg": 0.8}, paper),
+        Comparison("sapo, token-mean", "loss", "sapo", {"tau_pos": 1.2, "tau_neg": 0.8}),
+        Comparison("geo_mean", "loss", "geo_mean", clip, paper),
+        Comparison("geo_mean, token-mean", "loss", "geo_mean", clip),
+        Comparison("gpg loss", "loss", "gpg"),
+        Comparison("kl_cov", "loss", "kl_cov", {"kl_cov_ratio": 0.1, "ppo_kl_coef": 0.5}),
+        *(Comparison(f"aggregation {mode}", "aggregation", mode, {"loss_scale_length": 9})
+          for mode in AGGREGATIONS),
+        Comparison("value", "value", "value", {"cliprange_value": 0.4}),
+        *(Comparison(kind, "kl", kind) for kind in ("k1", "abs", "k2", "low_var_kl", "k1+", "k3+")),
+        Comparison("k3", "kl", "k3", batch="far apart"),
+        Comparison("low_var_kl, far apart", "kl", "low_var_kl", batch="far apart"),
+        *(
+            Comparison(
+                f"importance {level} {mode}{given}",
+                "importance",
+                level,
+                {"level": level, "mode": mode, "upper": 1.4, **bound},
+                threshold=threshold,
+            )
+            for level, mode, given, bound, threshold in (
+                ("token", "truncate", "", {}, "1.4"),
+                ("sequence", "truncate", "", {}, "1.4"),
+                ("token", "mask", " lower 0.8", {"lower": 0.8}, "0.8_1.4"),
+                ("token", "mask", "", {}, "0.8_1.4"),
+            )
+        ),
+    ]  # fmt: skip
+    return cases
+
+
+def ours(case: Comparison, t: dict[str, Any]) -> dict[str, Tensor]:
+    """Our side of a case: {"value": …} and, where there is one, {"grad": …}."""
+    mask = t["mask"]
+    if case.kind == "advantage":
+        value, returns = compute_advantages(
+            case.name,
+            token_level_rewards_BT=t["rewards"],
+            response_mask_BT=mask,
+            group_ids=t["groups"],
+            values_BT=t["values"],
+            reward_baselines_B=t["baselines"],
+            **case.options,
+        )
+        return {"value": value, "returns": returns}
+    if case.kind == "importance":
+        weights = importance_correction(t["log_prob"], t["old_log_prob"], mask, **case.options)
+        return {"value": weights.weights_BT}
+    log_prob = t["log_prob"].clone().requires_grad_()
+    if case.kind == "loss":
+        loss_BT = compute_policy_loss(
+            case.name,
+            log_prob_BT=log_prob,
+            old_log_prob_BT=t["old_log_prob"],
+            advantages_BT=t["advantages"],
+            response_mask_BT=mask,
+            **case.options,
+        ).loss_BT
+    elif case.kind == "kl":
+        loss_BT = kl_estimate(log_prob, t["old_log_prob"], case.name)
+    elif case.kind == "value":
+        loss_BT = value_loss(
+            log_prob, t["old_log_prob"], t["rewards"], mask, **case.options
+        ).loss_BT
+    else:
+        loss_BT = log_prob
+    tokens, sequences = count_mask(mask)
+    loss = aggregate(
+        loss_BT,
+        mask,
+        case.name if case.kind == "aggregation" else case.mode,
+        global_tokens=tokens,
+        global_sequences=sequences,
+        loss_scale_length=case.options.get("loss_scale_length"),
+    )
+    (grad,) = torch.autograd.grad(loss, log_prob)
+    return {"value": loss, "grad": grad}
+
+
+def theirs(peer: Peer, cases: list[Comparison], batch: dict[str, Any]) -> tuple[Any, Any]:
+    """(arrays by "case|key", failures by case) of verl."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "in.npz", Path(folder) / "out.npz"
+        arrays = {k: v.numpy() for k, v in batch.items() if isinstance(v, Tensor)}
+        np.savez(
+            source,
+            **arrays,
+            groups=np.array(batch["groups"]),
+            cases=json.dumps([case.request() for case in cases]),
+        )
+        answer = peer.ask(compare=str(source), to=str(target))
+        with np.load(target) as found:
+            return {key: found[key] for key in found.files}, answer["failed"]
+
+
+def judge(case: Comparison, mine: dict[str, Tensor], found: Any, failed: Any) -> tuple[str, str]:
+    """(verdict, detail) of one case."""
+    if case.id in failed:
+        return "PEER FAILED", failed[case.id]
+    gaps = {
+        key: float(np.abs(found[f"{case.id}|{key}"] - value.detach().numpy()).max())
+        for key, value in mine.items()
+    }
+    numbers = ", ".join(f"{key} {gap:.1e}" for key, gap in gaps.items())
+    differs, known = max(gaps.values()) > TOLERANCE, EXPLAINED.get(case.id)
+    if differs:
+        return ("differs", f"{numbers}: {known}") if known else ("UNEXPLAINED", numbers)
+    return ("EXPLAINED BUT EQUAL", numbers) if known else ("equal", numbers)
+
+
+def main() -> None:
+    """Compare everything and print a line each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--peer-python", required=True, help="a Python that has verl 0.9.1")
+    options = parser.parse_args()
+    peer = Peer(options.peer_python, threads=1)
+    wrong = 0
+    everything = comparisons()
+    for variant in dict.fromkeys(case.batch for case in everything):
+        cases = [case for case in everything if case.batch == variant]
+        batch = make_batch(variant)
+        found, failed = theirs(peer, cases, batch)
+        for case in cases:
+            verdict, detail = judge(case, ours(case, batch), found, failed)
+            wrong += verdict.isupper()
+            print(f"{verdict:<12} {case.id:<45} {detail}")
+    peer.close()
+    raise SystemExit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

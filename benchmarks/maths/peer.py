@@ -1,0 +1,187 @@
+"""verl 0.9.1's side of `algorithms.py` and `compare_algorithms.py`, run by its own Python.
+
+It answers lines of JSON on standard input, one line each: {"time": name} with seconds (and the
+spread of a partition), {"compare": input.npz, "to": output.npz} with what it could compute.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import inputs  # beside this file, which is on the path when it runs as a script
+import numpy as np
+import torch
+
+
+def advantage_call(name: str) -> Callable[[], Any]:
+    """One call of verl's estimator, on fresh copies where it writes into its inputs."""
+    from verl.trainer.config import AlgoConfig
+    from verl.trainer.ppo import core_algos
+
+    data = inputs.advantage_inputs()
+    rewards, values, mask = (torch.from_numpy(data[k]) for k in ("rewards", "values", "mask"))
+    config = AlgoConfig(gamma=inputs.GAMMA, lam=inputs.LAM)
+    estimator = core_algos.get_adv_estimator_fn(name)
+    common = {"token_level_rewards": rewards, "response_mask": mask}
+    if name == "gae":
+        return lambda: estimator(**common, values=values, gamma=inputs.GAMMA, lam=inputs.LAM)
+    if name == "reinforce_plus_plus":
+        return lambda: estimator(**common, config=config)
+    return lambda: estimator(**common, index=data["groups"], config=config)
+
+
+def balance_call(name: str) -> Callable[[], Any]:
+    """verl's Karmarkar–Karp, parts of unequal size."""
+    from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+    lengths, parts = inputs.balance_lengths(name)
+    return lambda: get_seqlen_balanced_partitions(lengths, parts, equal_size=False)
+
+
+def logits_call() -> Callable[[], Any]:
+    """verl's fused op: log-probability, entropy, and the backward pass."""
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    data = {key: torch.from_numpy(value) for key, value in inputs.logit_inputs().items()}
+    hidden, weight = (data[k].requires_grad_() for k in ("hidden", "weight"))
+    op = FusedLinearForPPO()
+
+    def run() -> None:
+        hidden.grad = weight.grad = None
+        log_prob, entropy = op(hidden[None], weight, data["labels"][None])
+        loss = -(data["advantages"] * log_prob[0]).sum() - 0.01 * entropy.sum()
+        (loss / len(hidden)).backward()
+
+    return run
+
+
+def timed(calls: dict[str, Callable[[], Any]], name: str) -> dict[str, float]:
+    """Seconds of one call; made ready and warmed the first time it is asked for."""
+    if name not in calls:
+        if name in inputs.BALANCES:
+            calls[name] = balance_call(name)
+        else:
+            calls[name] = logits_call() if name == "log_prob" else advantage_call(name)
+        calls[name]()
+    start = time.perf_counter()
+    result = calls[name]()
+    answer = {"seconds": time.perf_counter() - start}
+    if name in inputs.BALANCES:
+        lengths, _ = inputs.balance_lengths(name)
+        totals = [sum(lengths[i] for i in part) for part in result]
+        answer["spread"] = max(totals) - min(totals)
+    return answer
+
+
+def loss_config(options: dict[str, Any]) -> Any:
+    """verl's actor settings with the given numbers."""
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+
+    named = {k: v for k, v in options.items() if k.startswith(("clip_cov", "kl_cov", "ppo_kl"))}
+    rest = {k: v for k, v in options.items() if k not in named}
+    return ActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        policy_loss=PolicyLossConfig(**named),
+        **rest,
+    )
+
+
+def compare(source: str, target: str) -> dict[str, Any]:
+    """Run every case of `source`; write values and gradients to `target`."""
+    from verl.trainer.config import AlgoConfig
+    from verl.trainer.ppo import core_algos
+
+    data = np.load(source, allow_pickle=False)
+    cases = json.loads(str(data["cases"]))
+    tensors = {k: torch.from_numpy(data[k]) for k in data.files if k not in ("cases", "groups")}
+    groups = data["groups"].astype(object)
+    results: dict[str, np.ndarray] = {}
+    failed: dict[str, str] = {}
+    for case in cases:
+        try:
+            outcome = compare_one(core_algos, AlgoConfig, case, tensors, groups)
+        except Exception as error:
+            failed[case["id"]] = f"{type(error).__name__}: {error}"
+            continue
+        for key, value in outcome.items():
+            results[f"{case['id']}|{key}"] = value.detach().numpy()
+    np.savez(target, **results)
+    return {"failed": failed}
+
+
+def compare_one(
+    core: Any, algo_config: Any, case: dict[str, Any], t: dict[str, torch.Tensor], groups: Any
+) -> dict[str, torch.Tensor]:
+    """One case: {"value": …} and, where there is one, {"grad": …}."""
+    kind, name, options = case["kind"], case["name"], case["options"]
+    mask = t["mask"]
+    if kind == "advantage":
+        arguments: dict[str, Any] = {
+            "token_level_rewards": t["rewards"].clone(),
+            "response_mask": mask,
+        }
+        if name == "gae":
+            arguments |= {"values": t["values"], "gamma": options["gamma"], "lam": options["lam"]}
+        else:
+            arguments |= {"index": groups, "config": algo_config(gamma=options.get("gamma", 1.0))}
+        if name == "grpo":
+            arguments["norm_adv_by_std_in_grpo"] = options.get("norm_adv_by_std", True)
+        if name == "remax":
+            arguments["reward_baselines"] = t["baselines"]
+        value, returns = core.get_adv_estimator_fn(case.get("peer", name))(**arguments)
+        return {"value": value * mask, "returns": returns * mask}
+    log_prob = t["log_prob"].clone().requires_grad_()
+    if kind == "loss":
+        loss, _ = core.get_policy_loss_fn(case.get("peer", name))(
+            old_log_prob=t["old_log_prob"],
+            log_prob=log_prob,
+            advantages=t["advantages"],
+            response_mask=mask,
+            loss_agg_mode=case["mode"],
+            config=loss_config(options),
+        )
+    elif kind == "kl":
+        loss = core.agg_loss(core.kl_penalty(log_prob, t["old_log_prob"], name), mask, case["mode"])
+    elif kind == "value":
+        loss, _ = core.compute_value_loss(
+            log_prob, t["rewards"], t["old_log_prob"], mask, loss_agg_mode=case["mode"], **options
+        )
+    elif kind == "aggregation":
+        loss = core.agg_loss(log_prob, mask, name, loss_scale_factor=options["loss_scale_length"])
+    elif kind == "importance":
+        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+
+        weights, _ = compute_rollout_correction_weights(
+            t["log_prob"] - t["old_log_prob"],
+            mask,
+            rollout_is=options["level"],
+            rollout_is_threshold=case["threshold"],
+        )
+        return {"value": weights}
+    else:
+        raise ValueError(kind)
+    (grad,) = torch.autograd.grad(loss, log_prob)
+    return {"value": loss, "grad": grad}
+
+
+def main() -> None:
+    """Answer requests until standard input ends."""
+    calls: dict[str, Callable[[], Any]] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "time" in request:
+            answer: dict[str, Any] = timed(calls, request["time"])
+        else:
+            torch.set_default_dtype(torch.float64)
+            answer = compare(request["compare"], request["to"])
+        print("answer " + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
