@@ -5,7 +5,7 @@ Legend of shapes: B samples, T response tokens, K reward components.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,6 +186,11 @@ def compute_advantages(
         "reward_components_BK": reward_components_BK,
         "old_log_prob_BT": old_log_prob_BT,
     }
+    _require_inputs(name, entry, given)
+    return entry.fn(**{need: given[need] for need in entry.needs}, **chosen)
+
+
+def _require_inputs(name: str, entry: AdvantageEntry, given: Mapping[str, Any]) -> None:
     missing = [need for need in entry.needs if given[need] is None]
     if missing:
         wanted = ["group_ids" if need == "groups" else need for need in missing]
@@ -195,4 +200,3 @@ def compute_advantages(
             tensor=wanted[0],
             estimator=name,
         )
-    return entry.fn(**{need: given[need] for need in entry.needs}, **chosen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,26 +260,12 @@ def compute_policy_loss(
         "rollout_log_prob_BT": rollout_log_prob_BT,
         "entropy_BT": entropy_BT,
     }
-    missing = [need for need in entry.needs if need in given and given[need] is None]
-    if missing:
-        raise AlgorithmError(
-            f"The policy loss `{name}` needs {', '.join(f'`{m}`' for m in missing)}, "
-            f"which the batch does not give.",
-            tensor=missing[0],
-        )
+    _require_inputs(name, entry, given)
     inputs = {need: tensor for need in entry.needs if (tensor := given.get(need)) is not None}
     mask = _check(response_mask_BT, {**inputs, "log_prob_BT": log_prob_BT}, validate)
     inputs = {key: as_float(tensor).masked_fill(~mask, 0) for key, tensor in inputs.items()}
     if "selected_BT" in entry.needs:
-        if selected_BT is None:
-            selected_BT = select_tokens(
-                name,
-                old_log_prob_BT=old_log_prob_BT,
-                advantages_BT=advantages_BT,
-                response_mask_BT=mask,
-                **chosen,
-            )
-        inputs["selected_BT"] = to_bool_mask(torch.as_tensor(selected_BT), "selected")
+        inputs["selected_BT"] = _selected(name, selected_BT, inputs, mask, chosen)
     fn_settings = registry.split_parameters(entry.fn, INPUTS)[1]
     result = entry.fn(
         **inputs,
@@ -291,6 +277,34 @@ def compute_policy_loss(
     if importance_weights_BT is None:
         return result
     return _weighted(result, importance_weights_BT, mask, entry.one_per_sequence, validate)
+
+
+def _selected(
+    name: str,
+    selected_BT: Tensor | None,
+    inputs: Mapping[str, Tensor],
+    mask: Tensor,
+    chosen: Mapping[str, Any],
+) -> Tensor:
+    if selected_BT is None:
+        selected_BT = select_tokens(
+            name,
+            old_log_prob_BT=inputs["old_log_prob_BT"],
+            advantages_BT=inputs["advantages_BT"],
+            response_mask_BT=mask,
+            **chosen,
+        )
+    return to_bool_mask(torch.as_tensor(selected_BT), "selected")
+
+
+def _require_inputs(name: str, entry: PolicyLossEntry, given: Mapping[str, Tensor | None]) -> None:
+    missing = [need for need in entry.needs if need in given and given[need] is None]
+    if missing:
+        raise AlgorithmError(
+            f"The policy loss `{name}` needs {', '.join(f'`{m}`' for m in missing)}, "
+            f"which the batch does not give.",
+            tensor=missing[0],
+        )
 
 
 def _check(response_mask_BT: Tensor, tensors: dict[str, Tensor], validate: bool) -> Tensor:

@@ -103,7 +103,6 @@ class RayPPOTrainer:
     def fit(self) -> dict[str, float]:
         """The algorithm. Returns the last validation's metrics."""
         actor, rollout, ref, critic = self._roles()
-        config = self.config.algorithm
         resumed = self.resume()
         with RunRecord.open(
             self.config, self.total_steps, self.ingredients.tokenizer, resume_after=resumed
@@ -140,16 +139,7 @@ class RayPPOTrainer:
                             batch = batch.union(part)
 
                     with record.span("advantages"):
-                        record.add(stages.batch_metrics(batch))
-                        record.add(stages.shape_scores(batch, config))
-                        if config.use_kl_in_reward:
-                            record.add(
-                                stages.penalise_kl(batch, self.kl_controller, config.kl_penalty)
-                            )
-                        record.add(stages.drop_dead_groups(batch, config))
-                        record.add(stages.correct_mismatch(batch, config.rollout_correction))
-                        record.add(stages.estimate_advantages(batch, config))
-                        stages.select_update_tokens(batch, self.config.actor_rollout_ref.actor)
+                        self.estimate_advantages(batch)
 
                     if critic:
                         with record.span("update_critic"):
@@ -166,6 +156,19 @@ class RayPPOTrainer:
                 self.save(due=self._due(self.config.trainer.save_freq))
             self.export()
             return validator.last
+
+    def estimate_advantages(self, batch: DataProto) -> None:
+        """From scores to advantages, on the controller; fields are added to `batch`."""
+        assert self.record is not None
+        config, add = self.config.algorithm, self.record.add
+        add(stages.batch_metrics(batch))
+        add(stages.shape_scores(batch, config))
+        if config.use_kl_in_reward:
+            add(stages.penalise_kl(batch, self.kl_controller, config.kl_penalty))
+        add(stages.drop_dead_groups(batch, config))
+        add(stages.correct_mismatch(batch, config.rollout_correction))
+        add(stages.estimate_advantages(batch, config))
+        stages.select_update_tokens(batch, self.config.actor_rollout_ref.actor)
 
     def schedule(self) -> Iterator[DataProto]:
         """Batches of prompts up to the last step; counts `step`."""
