@@ -106,7 +106,7 @@ def compare(source: str, target: str) -> dict[str, Any]:
     for case in cases:
         try:
             outcome = compare_one(core_algos, AlgoConfig, case, tensors, groups)
-        except Exception as error:
+        except Exception as error:  # whatever verl raises is a result of the comparison
             failed[case["id"]] = f"{type(error).__name__}: {error}"
             continue
         for key, value in outcome.items():

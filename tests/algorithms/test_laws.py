@@ -155,6 +155,30 @@ def test_padding_and_observations_never_matter_to_a_loss(name: str, mode: str, c
         assert merge_partials([metrics]) == pytest.approx(merge_partials([outcomes[0][2]]))
 
 
+@settings(max_examples=25, deadline=None)
+@given(cases)
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+def test_a_loss_called_by_itself_guards_its_own_door(name: str, case: Case) -> None:
+    entry = POLICY_LOSSES[name]
+
+    def outcome(batch: Case) -> tuple[Tensor, Tensor]:
+        log_prob = batch.log_prob.clone().requires_grad_()
+        given = {
+            "log_prob_BT": log_prob,
+            "old_log_prob_BT": batch.old_log_prob,
+            "advantages_BT": batch.advantages,
+            "response_mask_BT": batch.mask.bool(),
+            "rollout_log_prob_BT": batch.rollout_log_prob,
+            "selected_BT": torch.zeros_like(batch.mask, dtype=torch.bool),
+        }
+        loss = entry.fn(**{need: given[need] for need in entry.needs}).loss_BT
+        loss.sum().backward()
+        return loss.detach(), log_prob.grad
+
+    for got, want in zip(outcome(case), outcome(filled(case, 0.0)), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def token_fields(case: Case) -> dict[str, Tensor]:
     return {
         name: value
