@@ -1,0 +1,83 @@
+"""Every example of the controller runs, and does what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quadriga.single_controller import Dispatch, Execute
+
+FOLDER = Path(__file__).parents[2] / "examples" / "controller"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    def load(name):
+        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    yield load
+    for registry in (Dispatch, Execute):
+        for mode in registry.added():
+            registry.remove(mode.name)
+
+
+def test_accumulator(example):
+    assert example("accumulator").main() == [1, 2, 3, 4]
+
+
+def test_data_parallel(example):
+    by_hand, as_method = example("data_parallel").main()
+    assert by_hand.shape == (4,)
+    assert by_hand.tolist() == as_method.tolist()
+
+
+def test_padding(example):
+    result = example("padding").main()
+    assert result.batch["y"].tolist() == [i * i for i in range(10)]
+    assert result.batch["rows_of_rank"].tolist() == [3] * 10
+
+
+def test_own_modes(example):
+    doubled, half, counted = example("own_modes").main()
+    assert doubled == [20, 40]
+    assert half == [0, 1]
+    assert counted.batch["tokens"].tolist() == [8, 7, 1, 2, 6, 3, 5, 4]
+    assert counted.batch["of_rank"].tolist() == [9] * 8  # 8+1, 7+2, 6+3, 5+4
+
+
+def test_kl_divergence(example):
+    kl = example("kl_divergence").main()
+    assert kl.shape == (4, 2)
+    assert kl.abs().max() < 1e-6
+
+
+def test_new_role(example):
+    assert example("new_role").main() == [-2.0, -1.0, -3.0, 0.0]
+
+
+def test_fused_roles(example):
+    seen = example("fused_roles").main()
+    assert list(seen.values()) == [[10, 20], [1, 2], [10, 20]]
+
+
+@pytest.mark.parametrize("name", ["accumulator", "new_role"])
+def test_on_ray(name):
+    """As a newcomer runs it; `new_role` brings a file that workers must receive."""
+    run = subprocess.run(
+        [sys.executable, str(FOLDER / f"{name}.py"), "ray"],
+        capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    expected = {
+        "accumulator": "[1, 2, 3, 4]",
+        "new_role": "judge says: [-2.0, -1.0, -3.0, 0.0]",
+    }
+    assert expected[name] in run.stdout
