@@ -41,7 +41,7 @@ class NoStore:
 
     in_process = False
 
-    def put(self, value: Any, nbytes: int = 0) -> Any:
+    def put_many(self, values: Any) -> Any:
         raise AssertionError("the controller stored")
 
 

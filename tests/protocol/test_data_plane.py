@@ -19,7 +19,7 @@ from quadriga.protocol.traffic import traffic
 BIG_ROW = 4 * WIDTH
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def plane_backends():
     ray = get_backend("ray")
     ray.start(num_cpus=16, object_store_memory=200 * 2**20)
@@ -27,7 +27,7 @@ def plane_backends():
     ray.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def groups(plane_backends):
     """groups(backend, ranks): one group each, shared by all tests."""
     started = {}
@@ -175,9 +175,11 @@ def read_until_lost(data: DataProto) -> None:
 
 def store_bytes() -> int:
     """Bytes in use in Ray's object store."""
+    import ray
     from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-    reply = get_memory_info_reply(get_state_from_address(None))
+    address = ray.get_runtime_context().gcs_address
+    reply = get_memory_info_reply(get_state_from_address(address))
     return int(reply.store_stats.object_store_bytes_used)
 
 

@@ -38,18 +38,26 @@ def array_columns(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 def make_batch(like: Batch, fields: Mapping[str, Any], length: int) -> Batch:
     """The tensor half for these columns, of `length` rows, else as `like`."""
-    size = (length, *like.batch_size[1:])
-    if any(columns.is_remote(column) for column in fields.values()):
-        return RefBatch(fields, size, like.device)
+    return batch_of(fields, (length, *like.batch_size[1:]), like.device)
+
+
+def batch_of(fields: Mapping[str, Any], size: Sequence[int], device: Any) -> Batch:
+    """The tensor half for these columns: a `TensorDict` when all of them are here."""
+    if _any_remote(fields):
+        return RefBatch(fields, tuple(size), device)
     local = {key: columns.local(column) for key, column in fields.items()}
-    return values.as_tensordict(local, size, like.device)
+    return values.as_tensordict(local, size, device)
 
 
 def make_arrays(fields: Mapping[str, Any]) -> Arrays:
     """The array half for these columns."""
-    if any(columns.is_remote(column) for column in fields.values()):
+    if _any_remote(fields):
         return RefArrays(fields)
     return {key: columns.local(column) for key, column in fields.items()}
+
+
+def _any_remote(fields: Mapping[str, Any]) -> bool:
+    return any(columns.is_remote(column) for column in fields.values())
 
 
 def lengths_of_arrays(arrays: Arrays) -> list[tuple[str, int]]:

@@ -78,20 +78,6 @@ class RefColumn:
         return RefColumn(self.spec, self.rows, self.handles)
 
 
-def held(fields: Fields) -> dict[str, RefColumn]:
-    """Every field as a column: local values held as they are, one layout for all of them."""
-    rows: dict[int, Rows] = {}
-    result = {}
-    for key, column in fields.items():
-        if not isinstance(column, RefColumn) or column.is_here:
-            column = hold(key, local(column))
-            column.rows = rows.setdefault(len(column.rows), column.rows)
-        elif is_carried(column):
-            column = compact(key, column)
-        result[key] = column
-    return result
-
-
 def whole_block(length: int, origin: Origin) -> Rows:
     """The layout of a shard of `length` rows that is about to be stored."""
     return Rows.whole(Block(new_uid(), length, origin))
@@ -99,12 +85,14 @@ def whole_block(length: int, origin: Origin) -> Rows:
 
 def local(column: Any) -> Any:
     """The value of a column that is here; a `RefColumn` when it is not."""
-    return column._value if isinstance(column, RefColumn) and column.is_here else column
+    if type(column) is RefColumn and column._value is not _UNREAD:
+        return column._value
+    return column
 
 
 def is_remote(column: Any) -> bool:
     """True for a field that was not read yet."""
-    return isinstance(column, RefColumn) and not column.is_here
+    return type(column) is RefColumn and column._value is _UNREAD
 
 
 def is_carried(column: RefColumn) -> bool:
@@ -173,7 +161,8 @@ def take(fields: Fields, op: RowOp, composed: Composed) -> dict[str, Any]:
         if found is None:
             found = composed[id(column.rows)] = column.rows.take(op)
         rows, kept = found
-        taken[key] = RefColumn(column.spec, rows, tuple(column.handles[b] for b in kept))
+        held = column.handles
+        taken[key] = RefColumn(column.spec, rows, tuple([held[b] for b in kept]))
     return taken
 
 
@@ -235,6 +224,8 @@ def _same_handles(columns: Sequence[RefColumn]) -> bool:
 def _common_spec(key: str, specs: Sequence[FieldSpec]) -> FieldSpec | None:
     """One spec for all parts; None when only the values themselves can be joined."""
     first = specs[0]
+    if all(spec is first or spec == first for spec in specs):
+        return first
     device = next((s.device for s in specs if s.device != "cpu"), "cpu")
     alike = [replace(s, device=device) for s in specs]
     if all(s == alike[0] for s in alike):

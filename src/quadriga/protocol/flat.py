@@ -1,86 +1,128 @@
-"""Columns as plain tuples: the form in which they are pickled.
+"""A message as plain tuples: the form in which it is pickled.
 
-A transport's pickler may call Python for every object of a class of its own kind, so a batch
-travels as tuples, strings and bytes; only handles of a store, and payloads that are large enough to
-go out of band, stay objects. Layouts are written once however many columns share them.
+A transport's pickler may call Python for every object that is not of a built-in type, so a batch
+travels as tuples, strings and bytes; only references of a store, and payloads that are large enough
+to go out of band, stay objects. Layouts are written once however many fields share them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from quadriga.protocol.column import RefColumn, held
+from quadriga.protocol.column import RefColumn
 from quadriga.protocol.layout import Block, Rows
 from quadriga.protocol.reference import HereHandle, Origin
 from quadriga.protocol.serialization import FieldSpec, Payload
+from quadriga.protocol.wire import Entries, Inline, Packed
 
-Flat = tuple[tuple[Any, ...], tuple[Any, ...]]
+Flat = tuple[Any, ...]
 _SMALL = 2048
 """Arrays up to this many bytes are written as bytes: cheaper than an out-of-band buffer."""
 
 
-def flatten(fields: Mapping[str, Any]) -> Flat:
-    """`(layouts, columns)`; local values are held as columns first."""
-    layouts: dict[int, tuple[int, Rows]] = {}
-    columns = []
-    for key, column in held(fields).items():
-        rows = column.rows
-        at, _ = layouts.setdefault(id(rows), (len(layouts), rows))
-        handles = tuple(_flat_handle(handle) for handle in column.handles)
-        columns.append((key, at, _flat_spec(column.spec), handles))
-    return tuple(_flat_rows(rows) for _, rows in layouts.values()), tuple(columns)
+def flatten(packed: Packed) -> Flat:
+    """The arguments of `restore`."""
+    layouts = _Layouts()
+    tensors = _flat_entries(packed.tensors, layouts)
+    arrays = _flat_entries(packed.arrays, layouts)
+    rows = layouts.number(packed.rows)
+    return packed.kind, packed.head, rows, tuple(layouts.flat), tensors, arrays, packed.meta
 
 
-def restore(flat: Flat) -> dict[str, RefColumn]:
-    """The columns of `flatten`."""
-    layouts = [_rows(parts) for parts in flat[0]]
-    return {
-        key: RefColumn(_spec(spec), layouts[at], tuple(_handle(handle) for handle in handles))
-        for key, at, spec, handles in flat[1]
-    }
+def restore(
+    kind: Any, head: Any, rows: int, layouts: Flat, tensors: Flat, arrays: Flat, meta: Any
+) -> Packed:
+    """The message of `flatten`."""
+    known = [_rows(*parts) for parts in layouts]
+    return Packed(kind, head, known[rows], _entries(tensors, known), _entries(arrays, known), meta)
 
 
-def _flat_spec(spec: FieldSpec) -> tuple[Any, ...]:
-    children = tuple((key, _flat_spec(child)) for key, child in spec.children)
-    return spec.kind, spec.dtype, tuple(spec.tail), spec.device, children
+class _Layouts:
+    """Numbers the layouts of one message."""
+
+    def __init__(self) -> None:
+        self.flat: list[Flat] = []
+        self._numbers: dict[int, int] = {}
+
+    def number(self, rows: Rows) -> int:
+        at = self._numbers.get(id(rows))
+        if at is None:
+            at = self._numbers[id(rows)] = len(self.flat)
+            self.flat.append(_flat_rows(rows))
+        return at
 
 
-def _spec(parts: tuple[Any, ...]) -> FieldSpec:
-    kind, dtype, tail, device, children = parts
-    return FieldSpec(kind, dtype, tail, device, tuple((k, _spec(child)) for k, child in children))
+def _flat_entries(entries: Entries, layouts: _Layouts) -> Flat:
+    flat: list[Flat] = []
+    for key, entry in entries.items():
+        spec = entry.spec.flat()
+        if isinstance(entry, Inline):
+            flat.append((key, spec, entry.nbytes, _flat_payload(entry.payload)))
+        else:
+            handles = tuple([_flat_handle(handle) for handle in entry.handles])
+            flat.append((key, spec, layouts.number(entry.rows), handles, None))
+    return tuple(flat)
 
 
-def _flat_rows(rows: Rows) -> tuple[Any, ...]:
+def _entries(flat: Flat, layouts: list[Rows]) -> Entries:
+    entries: Entries = {}
+    for key, spec, number, content, *remote in flat:
+        if remote:
+            handles = tuple([_handle(*handle) for handle in content])
+            entries[key] = RefColumn(FieldSpec.of(spec), layouts[number], handles)
+        else:
+            entries[key] = Inline(FieldSpec.of(spec), _payload(content), number)
+    return entries
+
+
+def _flat_rows(rows: Rows) -> Flat:
     origins: dict[Origin, int] = {}
-    blocks = tuple((b.uid, b.rows, origins.setdefault(b.origin, len(origins))) for b in rows.blocks)
-    names = tuple((o.role, o.rank, o.method, o.node) for o in origins)
+    blocks = tuple(
+        [(b.uid, b.rows, origins.setdefault(b.origin, len(origins))) for b in rows.blocks]
+    )
+    names = tuple([(o.role, o.rank, o.method, o.node) for o in origins])
     return blocks, names, rows.segments.tobytes()
 
 
-def _rows(parts: tuple[Any, ...]) -> Rows:
-    blocks, names, segments = parts
+def _rows(blocks: Flat, names: Flat, segments: bytes) -> Rows:
     origins = [Origin(*name) for name in names]
     return Rows(
-        tuple(Block(uid, rows, origins[origin]) for uid, rows, origin in blocks),
+        tuple([Block(uid, rows, origins[origin]) for uid, rows, origin in blocks]),
         np.frombuffer(segments, dtype=np.int64).reshape(-1, 3),
     )
 
 
-def _flat_handle(handle: Any) -> Any:
-    if type(handle) is HereHandle:
-        return _flat_payload(handle.value), handle.nbytes
-    return handle
+def _flat_handle(handle: Any) -> Flat:
+    kind = type(handle)
+    if kind is HereHandle:
+        return None, _flat_payload(handle.value), handle.nbytes
+    named: Any = kind
+    return _name(named), *handle.__reduce__()[1]
 
 
-def _handle(flat: Any) -> Any:
-    return HereHandle(_payload(flat[0]), flat[1]) if isinstance(flat, tuple) else flat
+def _handle(kind: tuple[str, str] | None, *arguments: Any) -> Any:
+    if kind is None:
+        payload, nbytes = arguments
+        return HereHandle(_payload(payload), nbytes)
+    return _handle_class(*kind)(*arguments)
+
+
+@cache
+def _name(kind: Any) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__
+
+
+@cache
+def _handle_class(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
 def _flat_payload(payload: Payload) -> Payload:
-    """Small arrays as `(dtype, shape, bytes)`, within a list that marks them."""
+    """Small arrays as a list of dtype, shape and bytes; a payload is never a list otherwise."""
     if isinstance(payload, np.ndarray):
         if payload.nbytes > _SMALL or payload.dtype == object:
             return payload

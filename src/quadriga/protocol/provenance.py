@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quadriga.protocol.reference import Origin
@@ -11,18 +11,29 @@ from quadriga.protocol.reference import Origin
 _known: dict[int, tuple[weakref.ref[Any], tuple[Origin, ...]]] = {}
 
 
-def mark(value: Any, origins: Iterable[Origin]) -> None:
+class _Reference(weakref.ref[Any]):
+    """Knows under which number its value was noted."""
+
+    __slots__ = ("at",)
+    at: int
+
+
+def _forget(reference: Any) -> None:
+    at: int = reference.at
+    entry = _known.get(at)
+    if entry is not None and entry[0] is reference:
+        del _known[at]
+
+
+def mark(value: Any, origins: Sequence[Origin]) -> None:
     """Remembers the makers of a tensor or an array for as long as it lives."""
-    found = tuple(dict.fromkeys(origins))
-    if not found:
+    if not origins:
         return
     at = id(value)
-
-    def forget(reference: weakref.ref[Any]) -> None:
-        if at in _known and _known[at][0] is reference:
-            del _known[at]
-
-    _known[at] = (weakref.ref(value, forget), found)
+    reference: Any = _Reference(value, _forget)
+    reference.at = at
+    found = (origins[0],) if len(origins) == 1 else tuple(dict.fromkeys(origins))
+    _known[at] = (reference, found)
 
 
 def origins_of(value: Any) -> tuple[Origin, ...]:
@@ -34,5 +45,5 @@ def origins_of(value: Any) -> tuple[Origin, ...]:
 def inherit(value: Any, sources: Iterable[Any]) -> Any:
     """`value`, marked with the makers of all the values it was taken from."""
     if _known:
-        mark(value, (origin for source in sources for origin in origins_of(source)))
+        mark(value, [origin for source in sources for origin in origins_of(source)])
     return value

@@ -60,6 +60,9 @@ class Handle(Protocol):
     def fetch_many(handles: Sequence[Any]) -> list[Any]:
         """The values of many handles of this class, waiting once for all of them."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """`(class, arguments)`, and nothing else: a module-level class called with arguments."""
+
 
 @runtime_checkable
 class Store(Protocol):
@@ -71,6 +74,10 @@ class Store(Protocol):
 
     def put(self, value: Any, nbytes: int = 0) -> Handle:
         """Keeps a snapshot of `value` until every handle to it is dropped."""
+
+    def put_many(self, values: Sequence[tuple[Any, int]]) -> list[Handle]:
+        """`put` of each `(value, nbytes)`. Values put together may be kept until all of their
+        handles are dropped."""
 
     def get_many(self, handles: Sequence[Handle]) -> list[Any]:
         """The values of these handles, in order."""
@@ -135,6 +142,9 @@ class InProcessStore:
 
     def put(self, value: Any, nbytes: int = 0) -> Handle:
         return HereHandle(snapshot(value), nbytes)
+
+    def put_many(self, values: Sequence[tuple[Any, int]]) -> list[Handle]:
+        return [self.put(value, nbytes) for value, nbytes in values]
 
     def get_many(self, handles: Sequence[Handle]) -> list[Any]:
         return fetch_many(handles)

@@ -50,6 +50,18 @@ class FieldSpec:
     device: str = "cpu"
     children: tuple[tuple[str, FieldSpec], ...] = ()
 
+    def flat(self) -> tuple[Any, ...]:
+        """All of it as built-in values."""
+        children = tuple([(key, child.flat()) for key, child in self.children])
+        return self.kind, self.dtype, tuple(self.tail), self.device, children
+
+    @staticmethod
+    def of(flat: tuple[Any, ...]) -> FieldSpec:
+        """The spec of `flat`."""
+        kind, dtype, tail, device, children = flat
+        nested = tuple([(key, FieldSpec.of(child)) for key, child in children])
+        return FieldSpec(kind, dtype, tail, device, nested)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return FieldSpec, (self.kind, self.dtype, self.tail, self.device, self.children)
 

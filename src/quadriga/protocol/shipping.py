@@ -33,13 +33,13 @@ __all__ = [
 class TensorDictParcel:
     """A plain `TensorDict` under way, as the batch that it is."""
 
-    __slots__ = ("data",)
+    __slots__ = ("packed",)
 
-    def __init__(self, data: DataProto) -> None:
-        self.data = data
+    def __init__(self, packed: wire.Packed) -> None:
+        self.packed = packed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TensorDictParcel, (self.data,)
+        return TensorDictParcel, (self.packed,)
 
 
 def pack_argument(value: Any) -> Any:
@@ -79,10 +79,10 @@ def _pack_leaf(value: Any, origin: Origin, store: Store) -> Any:
 
 
 def _unpack_leaf(value: Any) -> Any:
-    if isinstance(value, DataProto):
+    if isinstance(value, wire.Packed):
         return wire.unpack(value)
     if isinstance(value, TensorDictParcel):
-        return wire.unpack(value.data).to_tensordict()
+        return wire.unpack(value.packed).to_tensordict()
     if isinstance(value, DataProtoFuture):
         return value.get()
     return plain.thaw_leaf(value)

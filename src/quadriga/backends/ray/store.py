@@ -1,4 +1,11 @@
-"""The store of the Ray backend: values lie in Ray's object store, counted by Ray's references."""
+"""The store of the Ray backend: values lie in Ray's object store, counted by Ray's references.
+
+Every object costs its owner and each process that holds a reference some tenths of a millisecond
+in bookkeeping, so the fields of one shard are put together into one object. On one node that
+changes nothing for a reader: it sees shared memory, and copies only what it reads. To another node
+the object travels whole; fields of `ALONE_BYTES` or more are objects of their own, so that reading
+a small field never fetches a large one.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +17,34 @@ import ray
 from quadriga.errors import LostObjectError
 from quadriga.protocol.reference import Handle, fetch_many
 
+ALONE_BYTES = 16 * 2**20
+BUNDLE_BYTES = 64 * 2**20
+
 _LOST = (
     ray.exceptions.ObjectLostError,
     ray.exceptions.ReferenceCountingAssertionError,
     ray.exceptions.ObjectFetchTimedOutError,
 )
+_WHOLE = -1
 
 
 class RayHandle:
-    """One object in Ray's store. Pickled inside a call, a reply or another object, it passes a Ray
-    reference on; the object is released when the last process drops the last one."""
+    """A value in Ray's store: all of an object, or one of the values that were put together.
 
-    __slots__ = ("nbytes", "ref")
+    Pickled inside a call, a reply or another object, it passes a Ray reference on; the object is
+    released when the last process drops the last reference.
+    """
 
-    def __init__(self, ref: Any, nbytes: int) -> None:
+    __slots__ = ("index", "nbytes", "ref")
+
+    def __init__(self, ref: Any, nbytes: int, index: int = _WHOLE) -> None:
         self.ref = ref
         self.nbytes = nbytes
+        self.index = index
 
     @property
     def key(self) -> str:
-        return str(self.ref.hex())
+        return f"{self.ref.hex()}:{self.index}"
 
     def fetch(self) -> Any:
         return self.fetch_many([self])[0]
@@ -38,14 +53,15 @@ class RayHandle:
     def fetch_many(handles: Sequence[Any]) -> list[Any]:
         """Views of shared memory, one `ray.get` for all. Raises `LostObjectError` when one is gone:
         its owner, the process that put it, has died."""
+        refs = list({handle.ref: None for handle in handles})
         try:
-            values: list[Any] = ray.get([handle.ref for handle in handles])
+            objects = dict(zip(refs, ray.get(refs), strict=True))
         except _LOST as error:
             raise LostObjectError(f"an object in Ray's store is gone: {error}") from error
-        return values
+        return [objects[h.ref] if h.index == _WHOLE else objects[h.ref][h.index] for h in handles]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RayHandle, (self.ref, self.nbytes)
+        return RayHandle, (self.ref, self.nbytes, self.index)
 
 
 class RayStore:
@@ -56,5 +72,32 @@ class RayStore:
     def put(self, value: Any, nbytes: int = 0) -> Handle:
         return RayHandle(ray.put(value), nbytes)
 
+    def put_many(self, values: Sequence[tuple[Any, int]]) -> list[Handle]:
+        handles: list[Handle | None] = [None] * len(values)
+        for bundle in _bundles([nbytes for _, nbytes in values]):
+            if len(bundle) == 1:
+                handles[bundle[0]] = self.put(*values[bundle[0]])
+                continue
+            ref = ray.put(tuple(values[i][0] for i in bundle))
+            for index, i in enumerate(bundle):
+                handles[i] = RayHandle(ref, values[i][1], index)
+        return [handle for handle in handles if handle is not None]
+
     def get_many(self, handles: Sequence[Handle]) -> list[Any]:
         return fetch_many(handles)
+
+
+def _bundles(sizes: Sequence[int]) -> list[list[int]]:
+    """Which values become one object, by index: large ones alone, others up to `BUNDLE_BYTES`."""
+    bundles: list[list[int]] = []
+    room = 0
+    for i, size in enumerate(sizes):
+        if size >= ALONE_BYTES:
+            bundles.insert(0, [i])
+        elif bundles and size <= room:
+            bundles[-1].append(i)
+            room -= size
+        else:
+            bundles.append([i])
+            room = BUNDLE_BYTES - size
+    return bundles
