@@ -28,7 +28,11 @@ from quadriga.algorithms.advantages import compute_advantages  # noqa: E402
 from quadriga.algorithms.aggregation import AGGREGATIONS, aggregate, count_mask  # noqa: E402
 from quadriga.algorithms.importance import importance_correction  # noqa: E402
 from quadriga.algorithms.kl import kl_estimate  # noqa: E402
-from quadriga.algorithms.policy_losses import compute_policy_loss  # noqa: E402
+from quadriga.algorithms.policy_losses import (  # noqa: E402
+    compute_policy_loss,
+    get_policy_loss,
+    select_tokens,
+)
 from quadriga.algorithms.value_loss import value_loss  # noqa: E402
 
 TOLERANCE = 1e-6
@@ -118,73 +122,74 @@ def make_batch(variant: str) -> dict[str, Tensor | list[str]]:
     return batch
 
 
-def comparisons() -> list[Comparison]:
-    """Everything that both have."""
-    cases = [
-        Comparison("gae", "advantage", "gae", {"gamma": 0.9, "lam": 0.7}),
-        Comparison("grpo", "advantage", "grpo"),
+CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
+TAU = {"tau_pos": 1.2, "tau_neg": 0.8}
+DUAL = {**CLIP, "clip_ratio_c": 1.3}
+PAPER = "seq-mean-token-mean"
+
+
+def advantage_cases() -> list[Comparison]:
+    """Estimators, and where groups or samples are odd."""
+
+    def case(name: str, options: dict[str, Any] | None = None, batch: str = "usual") -> Comparison:
+        title = name if batch == "usual" else f"{name}, {batch}"
+        return Comparison(title, "advantage", name, options or {}, batch=batch)
+
+    plain = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "remax", "reinforce_plus_plus_baseline")
+    return [
+        case("gae", {"gamma": 0.9, "lam": 0.7}),
+        case("reinforce_plus_plus", {"gamma": 0.9}),
         Comparison("dr_grpo", "advantage", "grpo", {"norm_adv_by_std": False}),
-        Comparison("grpo_passk", "advantage", "grpo_passk"),
-        Comparison("reinforce_plus_plus", "advantage", "reinforce_plus_plus", {"gamma": 0.9}),
+        *map(case, plain),
+        *(case(name, batch="zero-one rewards") for name in ("grpo", "rloo", "opo", "gpg")),
         *(
-            Comparison(name, "advantage", name)
-            for name in ("rloo", "opo", "gpg", "remax", "reinforce_plus_plus_baseline")
-        ),
-        *(
-            Comparison(f"{name}, zero-one rewards", "advantage", name, batch="zero-one rewards")
-            for name in ("grpo", "rloo", "opo", "gpg")
-        ),
-        Comparison("grpo, empty samples", "advantage", "grpo", batch="empty samples"),
-        *(
-            Comparison(f"{name}, groups of one", "advantage", name, batch="groups of one")
+            case(name, batch="groups of one")
             for name in ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
         ),
+        case("grpo", batch="empty samples"),
     ]
-    clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
-    paper = "seq-mean-token-mean"
-    cases += [
+
+
+def loss_cases() -> list[Comparison]:
+    """Policy and value losses, aggregations."""
+    modes = ("token-mean", "token-sum", "seq-mean-token-sum", PAPER)
+    cov = {"kl_cov_ratio": 0.1, "ppo_kl_coef": 0.5}
+    length = {"loss_scale_length": 9}
+    return [
         *(
-            Comparison(
-                f"ppo_clip, {mode}",
-                "loss",
-                "ppo_clip",
-                {**clip, "clip_ratio_c": 1.3},
-                mode,
-                peer="vanilla",
-            )
-            for mode in ("token-mean", "token-sum", "seq-mean-token-sum", paper)
+            Comparison(f"ppo_clip, {mode}", "loss", "ppo_clip", DUAL, mode, peer="vanilla")
+            for mode in modes
         ),
-        Comparison("gspo_token", "loss", "gspo_token", clip, paper, peer="gspo"),
-        Comparison("cispo", "loss", "cispo", clip),
-        Comparison("sapo", "loss", "sapo", {"tau_pos": 1.2, "tau_neg": 0.8}, paper),
-        Comparison("sapo, token-mean", "loss", "sapo", {"tau_pos": 1.2, "tau_neg": 0.8}),
-        Comparison("geo_mean", "loss", "geo_mean", clip, paper),
-        Comparison("geo_mean, token-mean", "loss", "geo_mean", clip),
+        Comparison("gspo_token", "loss", "gspo_token", CLIP, PAPER, peer="gspo"),
+        Comparison("cispo", "loss", "cispo", CLIP),
+        Comparison("sapo", "loss", "sapo", TAU, PAPER),
+        Comparison("sapo, token-mean", "loss", "sapo", TAU),
+        Comparison("geo_mean", "loss", "geo_mean", CLIP, PAPER),
+        Comparison("geo_mean, token-mean", "loss", "geo_mean", CLIP),
         Comparison("gpg loss", "loss", "gpg"),
-        Comparison("kl_cov", "loss", "kl_cov", {"kl_cov_ratio": 0.1, "ppo_kl_coef": 0.5}),
-        *(Comparison(f"aggregation {mode}", "aggregation", mode, {"loss_scale_length": 9})
-          for mode in AGGREGATIONS),
+        Comparison("kl_cov", "loss", "kl_cov", cov),
+        *(Comparison(f"aggregation {m}", "aggregation", m, length) for m in AGGREGATIONS),
         Comparison("value", "value", "value", {"cliprange_value": 0.4}),
+    ]
+
+
+def distance_cases() -> list[Comparison]:
+    """KL estimators and importance weights."""
+
+    def weights(level: str, threshold: str, **options: Any) -> Comparison:
+        given = {"level": level, "mode": "truncate", "upper": 1.4, **options}
+        title = " ".join(["importance", level, given["mode"], *(["lower"] * ("lower" in options))])
+        return Comparison(title, "importance", level, given, threshold=threshold)
+
+    return [
         *(Comparison(kind, "kl", kind) for kind in ("k1", "abs", "k2", "low_var_kl", "k1+", "k3+")),
         Comparison("k3", "kl", "k3", batch="far apart"),
         Comparison("low_var_kl, far apart", "kl", "low_var_kl", batch="far apart"),
-        *(
-            Comparison(
-                f"importance {level} {mode}{given}",
-                "importance",
-                level,
-                {"level": level, "mode": mode, "upper": 1.4, **bound},
-                threshold=threshold,
-            )
-            for level, mode, given, bound, threshold in (
-                ("token", "truncate", "", {}, "1.4"),
-                ("sequence", "truncate", "", {}, "1.4"),
-                ("token", "mask", " lower 0.8", {"lower": 0.8}, "0.8_1.4"),
-                ("token", "mask", "", {}, "0.8_1.4"),
-            )
-        ),
-    ]  # fmt: skip
-    return cases
+        weights("token", "1.4"),
+        weights("sequence", "1.4"),
+        weights("token", "0.8_1.4", mode="mask", lower=0.8),
+        weights("token", "0.8_1.4", mode="mask"),
+    ]
 
 
 def ours(case: Comparison, t: dict[str, Any]) -> dict[str, Tensor]:
@@ -206,8 +211,17 @@ def ours(case: Comparison, t: dict[str, Any]) -> dict[str, Tensor]:
         return {"value": weights.weights_BT}
     log_prob = t["log_prob"].clone().requires_grad_()
     if case.kind == "loss":
+        selecting = get_policy_loss(case.name).select_settings
+        chosen = select_tokens(
+            case.name,
+            old_log_prob_BT=t["old_log_prob"],
+            advantages_BT=t["advantages"],
+            response_mask_BT=mask,
+            **{key: value for key, value in case.options.items() if key in selecting},
+        )
         loss_BT = compute_policy_loss(
             case.name,
+            selected_BT=chosen,
             log_prob_BT=log_prob,
             old_log_prob_BT=t["old_log_prob"],
             advantages_BT=t["advantages"],
@@ -273,7 +287,7 @@ def main() -> None:
     options = parser.parse_args()
     peer = Peer(options.peer_python, threads=1)
     wrong = 0
-    everything = comparisons()
+    everything = [*advantage_cases(), *loss_cases(), *distance_cases()]
     for variant in dict.fromkeys(case.batch for case in everything):
         cases = [case for case in everything if case.batch == variant]
         batch = make_batch(variant)

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
 from quadriga.algorithms.checks import require_finite
-from quadriga.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss, get_policy_loss
+from quadriga.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    compute_policy_loss,
+    get_policy_loss,
+    select_tokens,
+)
 from quadriga.errors import (
     AlgorithmError,
     GroupError,
@@ -45,8 +50,18 @@ def losses(name: str, **changes: Any) -> Tensor:
         "advantages_BT": torch.ones(4, 3),
         "response_mask_BT": torch.ones(4, 3, dtype=torch.int64),
         "rollout_log_prob_BT": torch.zeros(4, 3),
+        "selected_BT": torch.zeros(4, 3, dtype=torch.bool),
     }
     return compute_policy_loss(name, **{**inputs, **changes}).loss_BT
+
+
+def selecting(name: str, **changes: Any) -> Tensor | None:
+    inputs: dict[str, Any] = {
+        "old_log_prob_BT": torch.zeros(4, 3),
+        "advantages_BT": torch.ones(4, 3),
+        "response_mask_BT": torch.ones(4, 3, dtype=torch.int64),
+    }
+    return select_tokens(name, **{**inputs, **changes})
 
 
 def spoiled(shape: tuple[int, ...], value: float, row: int = 2) -> Tensor:
@@ -182,6 +197,18 @@ def test_a_loss_names_what_it_misses() -> None:
         losses("decoupled_ppo", rollout_log_prob_BT=None)
 
 
+@pytest.mark.parametrize("name", ["kl_cov", "clip_cov"])
+def test_tokens_are_never_selected_from_a_part_by_accident(name: str) -> None:
+    with pytest.raises(AlgorithmError, match=r"needs `selected_BT`.*once over the whole batch"):
+        losses(name, selected_BT=None)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_nan_in_a_selection_is_named(value: float) -> None:
+    with pytest.raises(NonFiniteError, match=r"`advantages` is (nan|inf) at row 2"):
+        selecting("kl_cov", advantages_BT=spoiled((4, 3), value))
+
+
 def test_unknown_names_and_settings() -> None:
     with pytest.raises(UnknownNameError, match="no advantage estimator `gpro`; did you mean `grpo"):
         advantages("gpro")
@@ -209,8 +236,9 @@ def test_unknown_names_and_settings() -> None:
     ],
 )
 def test_settings_out_of_range(name: str, setting: dict[str, float], words: str) -> None:
+    call = selecting if "cov" in name else losses
     with pytest.raises(AlgorithmError, match=words):
-        losses(name, **setting)
+        call(name, **setting)
 
 
 def test_finite_tensors_whose_sum_overflows_pass() -> None:

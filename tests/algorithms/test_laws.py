@@ -250,15 +250,18 @@ def test_permuting_samples_permutes_advantages(name: str, case: Case, random: An
 
 @settings(max_examples=25, deadline=None)
 @given(cases, st.randoms(use_true_random=False))
-@pytest.mark.parametrize("name", [n for n, e in POLICY_LOSSES.items() if n != "clip_cov"])
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
 def test_permuting_samples_permutes_losses(name: str, case: Case, random: Any) -> None:
     order = list(range(len(case.groups)))
     random.shuffle(order)
     rows = torch.tensor(order)
 
-    def loss_of(batch: Case) -> Tensor:
+    selected = selection(name, case)
+
+    def loss_of(batch: Case, chosen: Tensor | None) -> Tensor:
         return compute_policy_loss(
             name,
+            selected_BT=chosen,
             log_prob_BT=batch.log_prob,
             old_log_prob_BT=batch.old_log_prob,
             advantages_BT=batch.advantages,
@@ -266,7 +269,8 @@ def test_permuting_samples_permutes_losses(name: str, case: Case, random: Any) -
             rollout_log_prob_BT=batch.rollout_log_prob,
         ).loss_BT
 
-    torch.testing.assert_close(loss_of(case.rows(rows)), loss_of(case)[rows], rtol=1e-9, atol=1e-9)
+    permuted = loss_of(case.rows(rows), None if selected is None else selected[rows])
+    torch.testing.assert_close(permuted, loss_of(case, selected)[rows], rtol=1e-9, atol=1e-9)
 
 
 @settings(max_examples=25, deadline=None)
@@ -340,6 +344,7 @@ def test_the_first_ratio_is_exactly_one(name: str, case: Case) -> None:
         advantages_BT=case.advantages,
         response_mask_BT=case.mask,
         rollout_log_prob_BT=case.old_log_prob,
+        selected_BT=selection(name, case),
         **({"clip_ratio_low": 0.0, "clip_ratio_high": 0.0} if "clip" in name else {}),
     )
     metrics = merge_partials([result.metrics])
@@ -350,9 +355,7 @@ def test_the_first_ratio_is_exactly_one(name: str, case: Case) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(cases)
-@pytest.mark.parametrize(
-    "name", [n for n in POLICY_LOSSES if n not in ("clip_cov", "decoupled_ppo")]
-)
+@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name != "decoupled_ppo"])
 def test_the_first_gradient_is_the_policy_gradient(name: str, case: Case) -> None:
     """At ratio 1, aggregated as its paper does, every loss is −A·∇log π of each response.
 
@@ -368,7 +371,7 @@ def test_the_first_gradient_is_the_policy_gradient(name: str, case: Case) -> Non
             old_log_prob_BT=case.old_log_prob,
             advantages_BT=advantages,
             response_mask_BT=case.mask,
-            **({"ppo_kl_coef": 0.0} if loss_name == "kl_cov" else {}),
+            selected_BT=torch.zeros_like(case.mask),
         ).loss_BT
         aggregate(
             loss,

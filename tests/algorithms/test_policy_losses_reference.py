@@ -24,9 +24,18 @@ from quadriga.algorithms.policy_losses import (
 
 def loss_of(name: str, case: Case, log_prob: Tensor, **options: Any) -> PolicyLoss:
     """The loss on everything that a case has."""
+    entry = get_policy_loss(name)
+    selected = select_tokens(
+        name,
+        old_log_prob_BT=case.old_log_prob,
+        advantages_BT=case.advantages,
+        response_mask_BT=case.mask,
+        **{k: v for k, v in options.items() if k in entry.select_settings},
+    )
     return compute_policy_loss(
         name,
         log_prob_BT=log_prob,
+        selected_BT=selected,
         old_log_prob_BT=case.old_log_prob,
         advantages_BT=case.advantages,
         response_mask_BT=case.mask,
@@ -157,6 +166,7 @@ def one_token(name: str, *, ratio: float, advantage: float, **options: Any) -> f
     return compute_policy_loss(
         name,
         log_prob_BT=log_prob,
+        selected_BT=torch.ones(1, 1, dtype=torch.bool),
         old_log_prob_BT=old,
         advantages_BT=torch.tensor([[advantage]], dtype=torch.float64),
         response_mask_BT=torch.ones(1, 1),

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quadriga.algorithms import clipped_losses as clipped
@@ -49,7 +48,7 @@ class PolicyLossEntry:
         fn: takes the `needs` and the `settings` by keyword, gives a `PolicyLoss`.
         formula, paper: for the reader; `paper` is an arXiv id.
         needs: which of `INPUTS` it takes.
-        settings: which settings it and its `select` read.
+        settings: which settings it and its `select` read; `select_settings` those of `select`.
         origin: "built-in" or the user's file.
         aggregation: the mode its paper uses.
         one_per_sequence: True if the loss is one number a response (a weight a token would then
@@ -66,6 +65,7 @@ class PolicyLossEntry:
     aggregation: str = "token-mean"
     one_per_sequence: bool = False
     select: Callable[..., Tensor] | None = None
+    select_settings: tuple[str, ...] = ()
 
     @property
     def needs_rollout_log_probs(self) -> bool:
@@ -88,18 +88,18 @@ def _entry(
     select: Callable[..., Tensor] | None = None,
 ) -> PolicyLossEntry:
     needs, settings = registry.split_parameters(fn, INPUTS)
-    if select is not None:
-        settings += registry.split_parameters(select, INPUTS)[1]
+    selecting = () if select is None else registry.split_parameters(select, INPUTS)[1]
     return PolicyLossEntry(
         fn,
         formula,
         paper,
         needs,
-        settings,
+        settings + selecting,
         registry.origin_of(fn),
         aggregation,
         one_per_sequence,
         select,
+        selecting,
     )
 
 
@@ -156,6 +156,7 @@ POLICY_LOSSES: dict[str, PolicyLossEntry] = {
     ),
 }
 
+SELECT_FIRST = " Call `select_tokens` once over the whole batch; a part of it cannot know."
 # Names by which people who come from elsewhere know the same loss.
 ALIASES = {"vanilla": "ppo_clip", "ppo": "ppo_clip", "gmpo": "geo_mean"}
 
@@ -203,18 +204,20 @@ def select_tokens(
     """`selected_BT` for the whole batch (bool), or None if the loss does not select tokens.
 
     Call it once, before the batch is split, and pass the rows on with the batch.
+
+    Raises:
+        UnknownNameError, UnknownSettingError, ShapeError, MaskError, NonFiniteError;
+        AlgorithmError: a setting out of range.
     """
     entry = get_policy_loss(name)
     if entry.select is None:
         return None
     chosen = registry.choose_settings(settings, entry.settings, SHARED_SETTINGS, name)
-    read = registry.split_parameters(entry.select, INPUTS)[1]
-    mask = to_bool_mask(response_mask_BT)
+    tensors = {"old_log_prob_BT": old_log_prob_BT, "advantages_BT": advantages_BT}
     return entry.select(
-        old_log_prob_BT=old_log_prob_BT,
-        advantages_BT=advantages_BT,
-        response_mask_BT=mask,
-        **{key: value for key, value in chosen.items() if key in read},
+        **tensors,
+        response_mask_BT=_check(response_mask_BT, tensors, validate=True),
+        **{key: value for key, value in chosen.items() if key in entry.select_settings},
     )
 
 
@@ -238,8 +241,7 @@ def compute_policy_loss(
         log_prob_BT: log π of the response tokens now, with gradient.
         old_log_prob_BT: the same at the start of the step.
         advantages_BT, response_mask_BT: as from `compute_advantages`.
-        selected_BT: from `select_tokens`; without it the tokens are selected among these rows,
-            which is right only if these rows are the whole batch.
+        selected_BT: from `select_tokens` over the whole batch, for the losses that need it.
         importance_weights_BT: fixed weight of each token (`importance.py`).
         validate: look for NaN and infinity (one reduction a tensor).
         settings: by name; shared ones (`SHARED_SETTINGS`) may be given to any loss.
@@ -259,18 +261,23 @@ def compute_policy_loss(
         "advantages_BT": advantages_BT,
         "rollout_log_prob_BT": rollout_log_prob_BT,
         "entropy_BT": entropy_BT,
+        "selected_BT": selected_BT,
     }
     _require_inputs(name, entry, given)
-    inputs = {need: tensor for need in entry.needs if (tensor := given.get(need)) is not None}
+    inputs = {
+        need: tensor
+        for need in entry.needs
+        if need != "selected_BT" and (tensor := given.get(need)) is not None
+    }
     mask = _check(response_mask_BT, {**inputs, "log_prob_BT": log_prob_BT}, validate)
     inputs = {key: as_float(tensor).masked_fill(~mask, 0) for key, tensor in inputs.items()}
-    if "selected_BT" in entry.needs:
-        inputs["selected_BT"] = _selected(name, selected_BT, inputs, mask, chosen)
-    fn_settings = registry.split_parameters(entry.fn, INPUTS)[1]
+    if selected_BT is not None and "selected_BT" in entry.needs:
+        require_same_shape("response_mask", mask, selected=selected_BT)
+        inputs["selected_BT"] = to_bool_mask(selected_BT, "selected")
     result = entry.fn(
         **inputs,
         **({"response_mask_BT": mask} if "response_mask_BT" in entry.needs else {}),
-        **{key: value for key, value in chosen.items() if key in fn_settings},
+        **{key: value for key, value in chosen.items() if key not in entry.select_settings},
     )
     if isinstance(result, Tensor):
         result = PolicyLoss(result.masked_fill(~mask, 0))
@@ -279,30 +286,12 @@ def compute_policy_loss(
     return _weighted(result, importance_weights_BT, mask, entry.one_per_sequence, validate)
 
 
-def _selected(
-    name: str,
-    selected_BT: Tensor | None,
-    inputs: Mapping[str, Tensor],
-    mask: Tensor,
-    chosen: Mapping[str, Any],
-) -> Tensor:
-    if selected_BT is None:
-        selected_BT = select_tokens(
-            name,
-            old_log_prob_BT=inputs["old_log_prob_BT"],
-            advantages_BT=inputs["advantages_BT"],
-            response_mask_BT=mask,
-            **chosen,
-        )
-    return to_bool_mask(torch.as_tensor(selected_BT), "selected")
-
-
 def _require_inputs(name: str, entry: PolicyLossEntry, given: Mapping[str, Tensor | None]) -> None:
     missing = [need for need in entry.needs if need in given and given[need] is None]
     if missing:
         raise AlgorithmError(
             f"The policy loss `{name}` needs {', '.join(f'`{m}`' for m in missing)}, "
-            f"which the batch does not give.",
+            f"which the batch does not give." + (SELECT_FIRST if "selected_BT" in missing else ""),
             tensor=missing[0],
         )
 
