@@ -56,9 +56,12 @@ def update_policy(
         shuffle=config.shuffle,
         seed=seed,
     ):
+        counts = BatchCounts.of(mini["response_mask"], engine)
+        if counts.tokens == 0:  # on every rank alike: nothing to learn from, so no step
+            continue
         objective = PolicyObjective(
             config,
-            counts=BatchCounts.of(mini["response_mask"], engine),
+            counts=counts,
             length_scale=config.loss_scale_length or length_scale,
         )
         steps.append(
@@ -88,9 +91,12 @@ def update_values(
     steps: list[dict[str, float]] = []
     partials: list[Mapping[str, Partial]] = []
     for mini in mini_batches(rows, size=mini_batch_rows, epochs=epochs):
+        counts = BatchCounts.of(mini["response_mask"], engine)
+        if counts.tokens == 0:
+            continue
         objective = ValueObjective(
             config,
-            counts=BatchCounts.of(mini["response_mask"], engine),
+            counts=counts,
             length_scale=length_scale,
         )
         steps.append(

@@ -1,0 +1,88 @@
+"""Updates against a stand-in engine that records what it is given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quadriga.config.schema import ActorConfig
+from quadriga.protocol import DataProto
+from quadriga.workers.updates import mini_batches, update_policy
+
+
+class Recorder:
+    """A `TrainEngine` of one rank whose log-probabilities are zero."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def global_count(self, count: torch.Tensor) -> float:
+        return float(count)
+
+    def train_step(self, mini_batch, loss_fn, **_settings):
+        self.seen.append(mini_batch)
+        log_probs = torch.zeros(mini_batch["response_mask"].shape, requires_grad=True)
+        loss, _ = loss_fn({"log_probs": log_probs}, mini_batch)
+        loss.backward()
+        return {"loss": float(loss.detach()), "grad": float(log_probs.grad.sum())}
+
+
+def rows(mask: torch.Tensor) -> DataProto:
+    size, length = mask.shape
+    ids = torch.zeros(size, length + 2, dtype=torch.int64)
+    return DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": ids,
+            "responses": torch.zeros(size, length, dtype=torch.int64),
+            "response_mask": mask,
+            "old_log_probs": torch.zeros(size, length),
+            "advantages": torch.arange(1.0, size + 1)[:, None].expand(size, length).clone(),
+        }
+    )
+
+
+def update(mask: torch.Tensor, mini: int) -> tuple[Recorder, DataProto]:
+    engine = Recorder()
+    report = update_policy(
+        engine,
+        rows(mask),
+        ActorConfig(ppo_mini_batch_size=mini),
+        responses_per_prompt=1,
+        temperature=1.0,
+        length_scale=4,
+        world_size=1,
+        seed=0,
+    )
+    return engine, report
+
+
+def test_a_mini_batch_takes_the_mean_over_its_own_tokens() -> None:
+    engine, report = update(torch.tensor([[1, 1], [1, 0], [1, 1], [0, 0]]), mini=2)
+    assert [len(seen["response_mask"]) for seen in engine.seen] == [2, 2]
+    # ratio 1: the gradient of each token is -A / tokens; rows have A = 1, 2 and then 3, 4
+    wanted = (-(1 + 1 + 2) / 3 - (3 + 3) / 2) / 2
+    assert report.meta_info["metrics"]["actor/grad"] == pytest.approx(wanted)
+    assert report.meta_info["metrics"]["actor/optimizer_steps"] == 2.0
+
+
+def test_a_mini_batch_without_tokens_takes_no_step() -> None:
+    engine, report = update(torch.tensor([[0, 0], [0, 0], [1, 1], [1, 1]]), mini=2)
+    assert len(engine.seen) == 1
+    assert report.meta_info["metrics"]["actor/optimizer_steps"] == 1.0
+
+
+def test_a_batch_without_any_token_is_no_error() -> None:
+    engine, report = update(torch.zeros(4, 2, dtype=torch.int64), mini=2)
+    assert engine.seen == []
+    assert report.meta_info["metrics"] == {"actor/optimizer_steps": 0.0}
+
+
+def test_mini_batches_cover_every_row_once_an_epoch() -> None:
+    given = {"response_mask": torch.ones(5, 1), "row": torch.arange(5)}
+    parts = [m["row"].tolist() for m in mini_batches(given, size=2, epochs=2)]
+    assert parts == [[0, 1], [2, 3], [4]] * 2
+    shuffled = [m["row"].tolist() for m in mini_batches(given, size=5, epochs=2, shuffle=True)]
+    assert [sorted(part) for part in shuffled] == [[0, 1, 2, 3, 4]] * 2
+    assert shuffled[0] != shuffled[1]
