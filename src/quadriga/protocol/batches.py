@@ -93,7 +93,7 @@ def take(batch: Batch, arrays: Arrays, op: RowOp) -> tuple[Batch, Arrays]:
             values.as_tensordict(taken, (len(op), *batch.batch_size[1:]), batch.device),
             {key: columns.take_local(value, op) for key, value in arrays.items()},
         )
-    composed: columns.Composed = {}
+    composed = columns.Composed()
     tensors = columns.take(split, op, composed)
     new_arrays = make_arrays(columns.take(array_columns(arrays), op, composed))
     return None if batch is None else make_batch(batch, tensors, len(op)), new_arrays

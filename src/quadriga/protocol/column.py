@@ -8,14 +8,14 @@ with a local tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from quadriga.errors import FieldError, LostObjectError
 from quadriga.protocol import layout, values
-from quadriga.protocol.layout import Block, Rows, new_uid
+from quadriga.protocol.layout import Block, Plans, Rows, new_uid
 from quadriga.protocol.provenance import inherit, mark
 from quadriga.protocol.reference import CONTROLLER, Handle, HereHandle, Origin, fetch_many
 from quadriga.protocol.rowops import RowOp
@@ -25,7 +25,14 @@ from quadriga.protocol.traffic import traffic
 
 Fields = Mapping[str, Any]  # key to RefColumn or to a local value
 _UNREAD: Any = object()
-Composed = dict[int, tuple[Rows, tuple[int, ...]]]
+
+
+@dataclass(slots=True)
+class Composed:
+    """Work that one operation did already, for fields that share a layout or its segments."""
+
+    layouts: dict[int, tuple[Rows, tuple[int, ...]]] = field(default_factory=dict)
+    plans: Plans = field(default_factory=dict)
 
 
 class RefColumn:
@@ -157,9 +164,9 @@ def take(fields: Fields, op: RowOp, composed: Composed) -> dict[str, Any]:
         if not is_remote(column):
             taken[key] = take_local(local(column), op)
             continue
-        found = composed.get(id(column.rows))
+        found = composed.layouts.get(id(column.rows))
         if found is None:
-            found = composed[id(column.rows)] = column.rows.take(op)
+            found = composed.layouts[id(column.rows)] = column.rows.take(op, composed.plans)
         rows, kept = found
         held = column.handles
         taken[key] = RefColumn(column.spec, rows, tuple([held[b] for b in kept]))

@@ -19,6 +19,11 @@ from quadriga.protocol.reference import Origin
 from quadriga.protocol.rowops import RowOp, Span
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+Plans = dict[bytes, tuple[Ints, tuple[int, ...]]]
+
+
+_FEW = 4096
+"""Up to this many segments a Python loop is quicker than numpy on many small arrays."""
 
 
 def new_uid() -> int:
@@ -76,19 +81,31 @@ class Rows:
             np.arange(len(self), dtype=np.int64) + shift,
         )
 
-    def take(self, op: RowOp) -> tuple[Rows, tuple[int, ...]]:
-        """The rows of `op`, and the indices of the blocks that they still need, in new order."""
-        if isinstance(op, Span):
-            if op.start == 0 and op.stop == len(self):
-                return self, tuple(range(len(self.blocks)))
-            segments = self._span(op.start, op.stop)
-        else:
-            segments = self._gather(op.rows)
-        return _drop_unused(self.blocks, segments)
+    def take(self, op: RowOp, plans: Plans | None = None) -> tuple[Rows, tuple[int, ...]]:
+        """The rows of `op`, and the indices of the blocks that they still need, in new order.
 
-    def _span(self, start: int, stop: int) -> Ints:
+        `plans` remembers the work within one operation: layouts with the same segments over
+        different blocks, as results of several calls have, are composed once.
+        """
+        if isinstance(op, Span) and op.start == 0 and op.stop == len(self):
+            return self, tuple(range(len(self.blocks)))
+        key = self.segments.tobytes()
+        plan = None if plans is None else plans.get(key)
+        if plan is None:
+            segments = self._span(op) if isinstance(op, Span) else self._gather(op.rows)
+            plan = _drop_unused(segments)
+            if plans is not None:
+                plans[key] = plan
+        segments, kept = plan
+        return Rows(tuple([self.blocks[b] for b in kept]), segments), kept
+
+    def _span(self, span: Span) -> Ints:
+        start, stop = span.start, span.stop
         if start >= stop:
             return np.empty((0, 3), dtype=np.int64)
+        if len(self.segments) == 1:
+            block, first_row, _ = self.segments[0].tolist()
+            return np.array([[block, first_row + start, first_row + stop]], dtype=np.int64)
         first = int(self.offsets.searchsorted(start, side="right")) - 1
         last = int(self.offsets.searchsorted(stop, side="left"))
         segments = self.segments[first:last].copy()
@@ -115,20 +132,42 @@ def concat(parts: Sequence[Rows], share: bool = True) -> tuple[Rows, list[tuple[
     blocks: list[Block] = []
     sources: list[tuple[int, int]] = []
     known: dict[int, int] = {}
-    pieces: list[Ints] = []
+    numbers: list[list[int]] = []
     for p, rows in enumerate(parts):
-        index = np.empty(len(rows.blocks), dtype=np.int64)
+        renumbered = []
         for b, block in enumerate(rows.blocks):
             at = known.get(block.uid) if share else None
             if at is None:
                 at = known[block.uid] = len(blocks)
                 blocks.append(block)
                 sources.append((p, b))
-            index[b] = at
-        segments = rows.segments.copy()
-        segments[:, 0] = index[segments[:, 0]]
-        pieces.append(segments)
-    return Rows(tuple(blocks), _merge_runs(np.concatenate(pieces))), sources
+            renumbered.append(at)
+        numbers.append(renumbered)
+    join = _join_few if sum(len(rows.segments) for rows in parts) <= _FEW else _join_many
+    return Rows(tuple(blocks), join([rows.segments for rows in parts], numbers)), sources
+
+
+def _join_few(segments: Sequence[Ints], numbers: Sequence[list[int]]) -> Ints:
+    """Segments with their blocks renumbered, those that continue each other made one."""
+    joined: list[list[int]] = []
+    for part, renumbered in zip(segments, numbers, strict=True):
+        for block, start, stop in part.tolist():
+            at = renumbered[block]
+            if joined and joined[-1][0] == at and joined[-1][2] == start:
+                joined[-1][2] = stop
+            else:
+                joined.append([at, start, stop])
+    return np.array(joined, dtype=np.int64).reshape(-1, 3)
+
+
+def _join_many(segments: Sequence[Ints], numbers: Sequence[list[int]]) -> Ints:
+    """As `_join_few`, for permuted batches of many rows."""
+    pieces = []
+    for part, renumbered in zip(segments, numbers, strict=True):
+        piece = part.copy()
+        piece[:, 0] = np.array(renumbered, dtype=np.int64)[piece[:, 0]]
+        pieces.append(piece)
+    return _merge_runs(np.concatenate(pieces))
 
 
 def _runs(block: Ints, row: Ints) -> Ints:
@@ -151,12 +190,12 @@ def _merge_runs(segments: Ints) -> Ints:
     return np.stack((segments[starts, 0], segments[starts, 1], segments[ends, 2]), axis=1)
 
 
-def _drop_unused(blocks: tuple[Block, ...], segments: Ints) -> tuple[Rows, tuple[int, ...]]:
+def _drop_unused(segments: Ints) -> tuple[Ints, tuple[int, ...]]:
+    """Segments numbered by the blocks that they need, and which those are."""
     if len(segments) == 1:
         only = int(segments[0, 0])
         segments[0, 0] = 0
-        return Rows((blocks[only],), segments), (only,)
+        return segments, (only,)
     used, renumbered = np.unique(segments[:, 0], return_inverse=True)
-    kept = tuple(used.tolist())
     segments[:, 0] = renumbered.reshape(-1)
-    return Rows(tuple(blocks[b] for b in kept), segments), kept
+    return segments, tuple(used.tolist())
