@@ -56,16 +56,16 @@ def reply(rank: int, rows: int, width: int, fields: list[str]) -> DataProto:
 
 
 def one_call(replies: list[DataProto], earlier: DataProto) -> tuple[float, float]:
-    """Seconds of bookkeeping, and of pickling the parts."""
+    """CPU seconds of bookkeeping, and of pickling the parts."""
     ranks = len(replies)
-    start = time.perf_counter()
+    start = time.process_time()
     joined = DataProto.concat([unpack_result(part) for part in replies])
     batch = earlier.select().union(joined)
     packed = [pack_argument(part) for part in batch.chunk(ranks)]
-    middle = time.perf_counter()
+    middle = time.process_time()
     for part in packed:
         pickle.dumps(part, protocol=5)
-    return middle - start, time.perf_counter() - middle
+    return middle - start, time.process_time() - middle
 
 
 def scaling(megabytes: int, ranks: int, times: int) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def _flat_rows(rows: Rows) -> Flat:
         [(b.uid, b.rows, origins.setdefault(b.origin, len(origins))) for b in rows.blocks]
     )
     names = tuple([(o.role, o.rank, o.method, o.node) for o in origins])
-    return blocks, names, rows.segments.tobytes()
+    return blocks, names, rows.content
 
 
 def _rows(blocks: Flat, names: Flat, segments: bytes) -> Rows:

@@ -64,6 +64,11 @@ class Rows:
         np.cumsum(self.segments[:, 2] - self.segments[:, 1], out=ends[1:])
         return ends
 
+    @cached_property
+    def content(self) -> bytes:
+        """The segments as bytes: equal for layouts that differ in their blocks only."""
+        return self.segments.tobytes()
+
     def __len__(self) -> int:
         if len(self.segments) == 1:
             return int(self.segments[0, 2] - self.segments[0, 1])
@@ -89,13 +94,12 @@ class Rows:
         """
         if isinstance(op, Span) and op.start == 0 and op.stop == len(self):
             return self, tuple(range(len(self.blocks)))
-        key = self.segments.tobytes()
-        plan = None if plans is None else plans.get(key)
+        plan = None if plans is None else plans.get(self.content)
         if plan is None:
             segments = self._span(op) if isinstance(op, Span) else self._gather(op.rows)
             plan = _drop_unused(segments)
             if plans is not None:
-                plans[key] = plan
+                plans[self.content] = plan
         segments, kept = plan
         return Rows(tuple([self.blocks[b] for b in kept]), segments), kept
 
