@@ -72,7 +72,7 @@ def data_stage(config: DemoConfig, folder: Path) -> Stage:
             "max_total=9",
             "max_steps=3",
             "sft_size=4096",
-            "sft_careful=0.3",
+            "sft_careful=0.2",
             "hidden_size=192",
             "num_layers=2",
             "num_heads=6",
