@@ -85,7 +85,7 @@ def ours_calls(ranks: int, times: int) -> dict[str, float]:
 def ours_start(ranks: int, times: int) -> dict[str, float]:
     import ray
 
-    ray.init(num_cpus=ranks, **RAY)
+    ray.init("local", num_cpus=ranks, **RAY)
     began = time.perf_counter()
     ours_group(ranks).nothing()
     return {"ours": time.perf_counter() - began}
@@ -112,7 +112,7 @@ def raw_actors(ranks: int) -> list[Any]:
 def raw_start(ranks: int, times: int) -> dict[str, float]:
     import ray
 
-    ray.init(num_cpus=ranks, **RAY)
+    ray.init("local", num_cpus=ranks, **RAY)
     began = time.perf_counter()
     ray.get([actor.nothing.remote() for actor in raw_actors(ranks)])
     return {"raw": time.perf_counter() - began}
@@ -143,14 +143,14 @@ def peer_group(ranks: int) -> Any:
 def peer_calls(ranks: int, times: int) -> dict[str, float]:
     import ray
 
-    ray.init(num_cpus=ranks, **RAY)
+    ray.init("local", num_cpus=ranks, **RAY)
     return timed({"peer": peer_group(ranks).nothing}, times)
 
 
 def peer_start(ranks: int, times: int) -> dict[str, float]:
     import ray
 
-    ray.init(num_cpus=ranks, **RAY)
+    ray.init("local", num_cpus=ranks, **RAY)
     began = time.perf_counter()
     peer_group(ranks).nothing()
     return {"peer": time.perf_counter() - began}

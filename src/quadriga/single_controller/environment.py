@@ -86,5 +86,16 @@ class ReservedPort:
         sock.bind(("", 0))
         return cls(int(sock.getsockname()[1]), sock)
 
+    @classmethod
+    def try_port(cls, port: int) -> ReservedPort | None:
+        """Reserve this very port; None if it is taken."""
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock.bind(("", port))
+        except OSError:
+            sock.close()
+            return None
+        return cls(port, sock)
+
     def release(self) -> None:
         self._socket.close()

@@ -26,7 +26,6 @@ from quadriga.single_controller.class_with_args import ClassWithInitArgs
 from quadriga.single_controller.placement import check_feasible
 from quadriga.single_controller.resource_pool import ResourcePool
 
-
 _ATOMS = (int, float, bool, type(None))
 
 

@@ -10,6 +10,11 @@ from quadriga.backends.ray.nodes import answering
 from quadriga.single_controller.backend import RankHandle
 
 
+def node_address() -> str:
+    """The address by which other machines of the cluster reach this one."""
+    return str(ray.util.get_node_ip_address())
+
+
 def rank_alive(handle: RankHandle) -> bool:
     """Whether the rank's process exists: Ray knows of no death, and its node answers."""
     node_id = handle.facts.node_id

@@ -12,6 +12,7 @@ all ranks' processes start side by side. Steps, each sent without waiting for th
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import inspect
 import os
 import pickle
@@ -42,12 +43,18 @@ class RankProcess:
     _facts: RankFacts
 
     def quadriga_prepare(
-        self, variables: Mapping[str, str], search_path: Sequence[str], choose: bool
+        self,
+        variables: Mapping[str, str],
+        search_path: Sequence[str],
+        preload: Sequence[str],
+        choose: bool,
     ) -> tuple[str, str]:
         """Set the user's environment variables and make importable what the controller can
         import; rank 0 also chooses (address, port)."""
         os.environ.update(variables)
         sys.path.extend(path for path in search_path if path not in sys.path)
+        for module in preload:
+            importlib.import_module(module)
         self._stack_file = open_stack_file()
         if not choose:
             return "", ""

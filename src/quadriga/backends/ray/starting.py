@@ -20,6 +20,7 @@ from quadriga.single_controller.backend import RankFacts, RankHandle
 from quadriga.single_controller.builtin_modes import Dispatch, Execute
 from quadriga.single_controller.class_with_args import ClassWithInitArgs
 from quadriga.single_controller.environment import RankEnvironment
+from quadriga.single_controller.preload import preloaded
 from quadriga.single_controller.worker_group import roles_of
 
 
@@ -69,7 +70,9 @@ def start_ranks(
             name = {"name": plan.name} if named else {}
             actors.append(actor_class.options(**plan.options, **name).remote())
         prepared = [
-            actor.quadriga_prepare.remote(plan.variables, search_path, plan.place.rank == 0)
+            actor.quadriga_prepare.remote(
+                plan.variables, search_path, preloaded(), plan.place.rank == 0
+            )
             for actor, plan in zip(actors, plans, strict=True)
         ]
         # Taking its own rank's answer too keeps the payload, and the modules that it imports,

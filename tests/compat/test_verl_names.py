@@ -1,0 +1,359 @@
+"""Code written for verl's names runs on our classes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import quadriga.compat.verl  # noqa: F401 - puts the names in place
+from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
+from quadriga.compat.verl.names import MODULES
+from quadriga.errors import ConflictError, InputError, LengthError, UnknownNameError
+
+# The public names that verl 0.9.1 defines in these modules and that Quadriga leaves out, with the
+# reason in docs/concepts/migration.md.
+LEFT_OUT = {
+    "verl.protocol": "BatchData serialize_single_tensor serialize_tensordict "
+    "deserialize_single_tensor deserialize_tensordict",
+    "verl.utils.device": "AscendHardwareVersion get_npu_versions check_ipc_version_support",
+    "verl.utils.py_functional": "timeout_limit NestedNamespace DynamicEnumMeta DynamicEnum "
+    "convert_nested_value_to_list_recursive",
+    "verl.utils.tensordict_utils": "maybe_fix_3d_position_ids",
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_name_can_be_imported(module):
+    loaded = importlib.import_module(module)
+    for name in MODULES[module]:
+        assert getattr(loaded, name) is not None
+    with pytest.raises(AttributeError, match="in Quadriga"):
+        loaded.no_such_name  # noqa: B018
+
+
+def test_names_are_our_own_objects():
+    from verl import DataProto
+    from verl.single_controller.base.decorator import Dispatch, register
+    from verl.single_controller.ray import RayClassWithInitArgs
+
+    import quadriga.backends.ray
+    import quadriga.protocol
+    import quadriga.single_controller
+
+    assert DataProto is quadriga.protocol.DataProto
+    assert register is quadriga.single_controller.register
+    assert Dispatch is quadriga.single_controller.Dispatch
+    assert RayClassWithInitArgs is quadriga.backends.ray.RayClassWithInitArgs
+
+
+def test_left_out_names_are_not_there_by_accident():
+    for module, names in LEFT_OUT.items():
+        assert not set(names.split()) & set(MODULES[module])
+
+
+def test_importing_the_names_loads_nothing():
+    code = (
+        "import sys, quadriga.compat.verl, verl.utils.device, verl.single_controller.ray.base\n"
+        "print([m for m in ('torch', 'ray', 'tensordict') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout.strip() == "[]", run.stderr
+
+
+def test_an_imported_verl_is_left_alone(tmp_path):
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "__init__.py").write_text("MINE = 1\n")
+    code = (
+        "import verl\n"
+        "from quadriga.errors import ConfigError\n"
+        "try:\n    import quadriga.compat.verl\n"
+        "except ConfigError as error:\n    print(verl.MINE, error)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env
+    )
+    assert run.stdout.startswith("1 verl has been imported already"), run.stderr
+
+
+def test_own_modes_in_verls_words():
+    from verl.protocol import DataProto
+    from verl.single_controller.base.decorator import (
+        DISPATCH_MODE_FN_REGISTRY,
+        Dispatch,
+        Execute,
+        collect_nd_compute_dataproto,
+        dispatch_nd_compute_dataproto,
+        get_predefined_dispatch_fn,
+        get_predefined_execute_fn,
+    )
+
+    group = SimpleNamespace(world_size=4)
+    data = DataProto.from_dict(tensors={"a": torch.arange(4)})
+    (parts,), _ = dispatch_nd_compute_dataproto([0, 0, 1, 1], 2, group, data)
+    assert [p.batch["a"].tolist() for p in parts] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    joined = collect_nd_compute_dataproto([True, False, True, False], group, parts)
+    assert joined.batch["a"].tolist() == [0, 1, 2, 3]
+    functions = get_predefined_dispatch_fn(Dispatch.DP_COMPUTE_PROTO)
+    assert DISPATCH_MODE_FN_REGISTRY[Dispatch.DP_COMPUTE_PROTO] == functions
+    assert get_predefined_execute_fn(Execute.RANK_ZERO)["execute_fn_name"] == "execute_rank_zero"
+
+
+def test_functional():
+    from verl.utils.py_functional import append_to_dict, temp_env_var, union_two_dict
+    from verl.utils.ray_utils import auto_await, ray_noset_visible_devices
+
+    with temp_env_var("QUADRIGA_TEST", "1"):
+        assert os.environ["QUADRIGA_TEST"] == "1"
+    assert "QUADRIGA_TEST" not in os.environ
+    metrics: dict = {}
+    append_to_dict(metrics, {"loss": 1.0})
+    append_to_dict(metrics, {"loss": [2.0, 3.0]})
+    assert metrics == {"loss": [1.0, 2.0, 3.0]}
+    with pytest.raises(ConflictError, match="'a'"):
+        union_two_dict({"a": 1}, {"a": 2})
+    assert not ray_noset_visible_devices({})
+
+    @auto_await
+    async def answer():
+        await asyncio.sleep(0)
+        return 42
+
+    assert answer() == 42
+
+
+def test_device():
+    from verl.utils import device
+
+    name = device.get_device_name()
+    assert name in ("cpu", "cuda", "npu")
+    assert device.is_device_available() == (name != "cpu")
+    assert {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[name] == device.get_nccl_backend()
+    device.manual_seed(1)
+    device.manual_seed_all(1)
+
+
+def jagged_rows(*lengths):
+    from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
+
+    start, rows = 0, []
+    for n in lengths:
+        rows.append(torch.arange(start, start + n))
+        start += n
+    return nested_tensor_from_tensor_list(rows)
+
+
+def lengths_of(nested):
+    return nested.offsets().diff().tolist()
+
+
+def test_jagged_helpers():
+    from verl.utils import tensordict_utils as tu
+
+    td = tu.get_tensordict(
+        {"ids": jagged_rows(2, 1, 3, 2), "x": torch.arange(4), "uid": list("abcd")},
+        {"temperature": 0.5},
+    )
+    halves = tu.chunk_tensordict(td, 2)
+    assert [lengths_of(h["ids"]) for h in halves] == [[2, 1], [3, 2]]
+    assert halves[1]["x"].tolist() == [2, 3]
+    assert tu.get(halves[1], "uid") == ["c", "d"]
+    assert tu.get(halves[1], "temperature") == 0.5
+    back = tu.concat_tensordict(halves)
+    tu.assert_tensordict_eq(back, td)
+    chosen = tu.index_select_tensor_dict(td, [3, 0])
+    assert chosen["ids"].values().tolist() == [6, 7, 0, 1]
+    assert tu.get(chosen, "uid") == ["d", "a"]
+    with pytest.raises(LengthError, match="4 rows do not divide into 3"):
+        tu.chunk_tensordict(td, 3)
+    with pytest.raises(ConflictError, match="'x'"):
+        tu.assert_tensordict_eq(td, tu.get_tensordict({**dict(td.items()), "x": torch.ones(4)}))
+
+
+def test_padding_of_tensordicts():
+    from verl.utils import tensordict_utils as tu
+
+    td = tu.get_tensordict({"ids": jagged_rows(2, 1, 3), "uid": list("abc")})
+    padded, pad = tu.pad_to_divisor(td, 4)
+    assert (len(padded), pad) == (4, 1)
+    assert lengths_of(padded["ids"]) == [2, 1, 3, 2]
+    tu.assert_tensordict_eq(tu.unpad(padded, pad), td)
+    assert tu.pop(td, "uid") == ["a", "b", "c"]
+    assert tu.get(td, "uid", "none") == "none"
+
+
+def test_rows_made_of_dicts():
+    from verl.utils import tensordict_utils as tu
+
+    rows = [{"ids": torch.arange(n), "s": torch.tensor(n), "who": str(n)} for n in (2, 3)]
+    td = tu.list_of_dict_to_tensordict(rows)
+    assert lengths_of(td["ids"]) == [2, 3]
+    assert td["s"].tolist() == [2, 3]
+    assert tu.get(td, "who") == ["2", "3"]
+
+
+def test_rows_ragged_in_their_last_dimension():
+    from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
+
+    nested = nested_tensor_from_tensor_list([torch.ones(4, 2), torch.ones(4, 3)])
+    assert [tuple(row.shape) for row in nested.unbind()] == [(4, 2), (4, 3)]
+
+
+def test_balancing():
+    from verl.utils import seqlen_balancing as sb
+
+    lengths = [8, 7, 1, 2, 6, 3, 5, 4]
+    parts = sb.karmarkar_karp(lengths, 4, equal_size=True)
+    assert [sum(lengths[i] for i in part) for part in parts] == [9, 9, 9, 9]
+    assert sb.get_reverse_idx([2, 0, 1]) == [1, 2, 0]
+    assert (sb.ceildiv(7, 3), sb.roundup_divisible(7, 3)) == (3, 9)
+    balance = sb.log_seqlen_unbalance(lengths, parts, "tokens")
+    assert (balance["tokens/minmax_diff"], balance["tokens/balanced_max"]) == (12, 9)
+    grouped = sb.get_group_balanced_partitions([1, 1, 5, 5, 2, 2, 4, 4], list("aabbccdd"), 2)
+    assert sorted(map(sorted, grouped)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_dynamic_batches():
+    from verl.protocol import DataProto
+    from verl.utils import seqlen_balancing as sb
+
+    lengths = torch.tensor([4, 1, 3, 2])
+    mask = (torch.arange(4)[None] < lengths[:, None]).long()
+    data = DataProto.from_dict(tensors={"attention_mask": mask, "row": torch.arange(4)})
+    parts, rows = sb.prepare_dynamic_batch(data, max_token_len=5)
+    assert all(int(part.batch["attention_mask"].sum()) <= 5 for part in parts)
+    joined = torch.cat([part.batch["row"] for part in parts])
+    assert sb.restore_dynamic_batch(joined, rows).tolist() == [0, 1, 2, 3]
+
+
+REWARDS = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, 0.0], [0.0, 0.0, 2.0]])
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]])
+INDEX = np.array(["p", "p", "q", "q"], dtype=object)
+
+
+def test_advantages_under_their_names():
+    from verl.trainer.ppo import core_algos
+
+    adv, returns = core_algos.compute_grpo_outcome_advantage(REWARDS, MASK, INDEX)
+    half = 0.5 / (0.5**0.5 + 1e-6)
+    assert torch.allclose(adv[0], torch.tensor([half, half, 0.0]))
+    assert torch.equal(adv, returns)
+    plain, _ = core_algos.compute_rloo_outcome_advantage(REWARDS, MASK, INDEX)
+    assert plain[:, 0].tolist() == [1.0, -1.0, -1.5, 1.5]
+    gae, _ = core_algos.compute_gae_advantage_return(REWARDS, torch.zeros(4, 3), MASK, 1.0, 0.9)
+    ours, _ = compute_advantages(
+        "gae", token_level_rewards_BT=REWARDS, response_mask_BT=MASK,
+        values_BT=torch.zeros(4, 3), gamma=1.0, lam=0.9,
+    )  # fmt: skip
+    assert torch.equal(gae, ours)
+
+
+def test_every_estimator_that_we_have_has_a_name():
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator
+
+    ours = {name for name, entry in ADVANTAGES.items() if entry.origin == "built-in"}
+    assert ours - {"dr_grpo"} <= set(ADV_ESTIMATOR_REGISTRY)
+    assert {e.value for e in AdvantageEstimator} <= set(ADV_ESTIMATOR_REGISTRY)
+
+
+def test_a_users_estimator_serves_our_trainer_too():
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn, register_adv_est
+
+    @register_adv_est("mine")
+    def mine(token_level_rewards, response_mask, index, config=None, **kwargs):
+        """Reward times group number."""
+        scores = (token_level_rewards * response_mask).sum(-1) * torch.as_tensor(index)
+        advantages = scores[:, None] * response_mask
+        return advantages, advantages
+
+    try:
+        assert get_adv_estimator_fn("mine") is mine
+        adv, _ = compute_advantages(
+            "mine", token_level_rewards_BT=REWARDS, response_mask_BT=MASK, group_ids=INDEX
+        )
+        assert adv[:, 0].tolist() == [0.0, 0.0, 0.5, 2.0]
+        with pytest.raises(InputError, match="registered already"):
+            register_adv_est("mine")(lambda: None)
+    finally:
+        from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+
+        del ADVANTAGES["mine"], ADV_ESTIMATOR_REGISTRY["mine"]
+    with pytest.raises(UnknownNameError, match="No advantage estimator 'theirs'"):
+        get_adv_estimator_fn("theirs")
+
+
+def test_losses_and_kl():
+    from verl.trainer.ppo import core_algos
+
+    loss = torch.tensor([[1.0, 3.0], [5.0, 0.0]])
+    mask = torch.tensor([[1, 1], [1, 0]])
+    assert core_algos.agg_loss(loss, mask, "token-mean").item() == pytest.approx(3.0)
+    assert core_algos.agg_loss(loss, mask, "seq-mean-token-mean").item() == pytest.approx(3.5)
+    half = core_algos.agg_loss(loss, mask, "token-mean", dp_size=2, batch_num_tokens=6)
+    assert half.item() == pytest.approx(3.0)
+    kl = core_algos.kl_penalty(torch.tensor([[0.5]]), torch.tensor([[0.2]]), "kl")
+    assert kl.item() == pytest.approx(0.3)
+    control = core_algos.get_kl_controller(
+        SimpleNamespace(type="adaptive", kl_coef=0.1, target_kl=1.0, horizon=100)
+    )
+    control.update(2.0, 10)
+    assert control.value == pytest.approx(0.1 * 1.02)
+    value, clipped = core_algos.compute_value_loss(
+        torch.tensor([[2.0]]), torch.tensor([[0.0]]), torch.tensor([[0.0]]),
+        torch.tensor([[1]]), cliprange_value=0.5,
+    )  # fmt: skip
+    assert (value.item(), clipped.item()) == (2.0, 0.0)
+
+
+def test_a_worker_written_for_verl_runs_on_ray(tmp_path):
+    """The whole way, in a program of its own: its module imports verl, in the workers as well."""
+    (tmp_path / "their_worker.py").write_text(
+        "import torch\n"
+        "from verl import DataProto\n"
+        "from verl.single_controller.base import Worker\n"
+        "from verl.single_controller.base.decorator import Dispatch, Execute, register\n"
+        "class Actor(Worker):\n"
+        "    def __init__(self, scale):\n"
+        "        super().__init__()\n"
+        "        self.scale = scale\n"
+        "    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)\n"
+        "    def double(self, data):\n"
+        "        data.batch['a'] = data.batch['a'] * self.scale\n"
+        "        return data\n"
+        "    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)\n"
+        "    def who(self):\n"
+        "        return self.rank\n"
+    )
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import quadriga.compat.verl\n"
+        "import ray, torch\n"
+        "from their_worker import Actor\n"
+        "from verl import DataProto\n"
+        "from verl.single_controller.ray import (RayClassWithInitArgs, RayResourcePool,\n"
+        "    RayWorkerGroup, create_colocated_worker_cls)\n"
+        "ray.init('local', num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20,\n"
+        "         log_to_driver=False)\n"
+        "pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)\n"
+        "cls = RayClassWithInitArgs(cls=ray.remote(Actor), scale=3)\n"
+        "both = create_colocated_worker_cls({'actor': cls, 'critic': cls})\n"
+        "wg = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=both, device_name='cpu')\n"
+        "actor = wg.spawn(prefix_set={'actor', 'critic'})['actor']\n"
+        "data = DataProto.from_dict(tensors={'a': torch.arange(4)})\n"
+        "print(actor.double(data).batch['a'].tolist(), actor.who(),\n"
+        "      ray.get(actor.execute_all_async('who')))\n"
+        "ray.shutdown()\n"
+    )
+    run = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=150, cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stderr
+    assert "[0, 3, 6, 9] 0 [0, 1]" in run.stdout
