@@ -1,0 +1,276 @@
+"""Batches of local data: operations on their rows and fields."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import numpy as np
+import pytest
+import torch
+from protocol_cases import shard
+from tensordict import TensorDict
+
+from quadriga.errors import ConflictError, FieldError, LengthError
+from quadriga.protocol import (
+    DataProto,
+    collate_fn,
+    fold_batch_dim,
+    unfold_batch_dim,
+    union_numpy_dict,
+    union_tensor_dict,
+)
+from quadriga.protocol.jagged import build
+
+
+def six() -> DataProto:
+    """x = 0..5, xy = rows [i, 10 i], rag = row i of length i, s = "a".."f"."""
+    ragged = torch.cat([torch.full((i,), float(i)) for i in range(6)])
+    return DataProto.from_dict(
+        {
+            "x": torch.arange(6),
+            "xy": torch.stack([torch.arange(6.0), 10 * torch.arange(6.0)], dim=1),
+            "rag": build(ragged, torch.tensor([0, 0, 1, 3, 6, 10, 15])),
+        },
+        {"s": list("abcdef"), "half": np.arange(6) / 2},
+        {"temperature": 0.7},
+    )
+
+
+def rows(data: DataProto) -> list[int]:
+    """Which of the six rows a batch holds, checked to be the same in every field."""
+    x = data.batch["x"].tolist()
+    assert data.batch["xy"].tolist() == [[float(i), 10.0 * i] for i in x]
+    assert [r.tolist() for r in data.batch["rag"].unbind()] == [[float(i)] * i for i in x]
+    assert list(data.non_tensor_batch["s"]) == ["abcdef"[i] for i in x]
+    assert data.non_tensor_batch["half"].tolist() == [i / 2 for i in x]
+    assert len(data) == len(x)
+    return x
+
+
+def test_union_helpers():
+    a = TensorDict({"x": torch.ones(2)}, [2])
+    assert set(union_tensor_dict(a, TensorDict({"y": torch.ones(2)}, [2])).keys()) == {"x", "y"}
+    with pytest.raises(ConflictError, match="'x'"):
+        union_tensor_dict(a, TensorDict({"x": torch.zeros(2)}, [2]))
+    with pytest.raises(LengthError, match=r"\[2\] and \[3\]"):
+        union_tensor_dict(a, TensorDict({"z": torch.zeros(3)}, [3]))
+    one = np.array([1, {"k": [2, np.float64("nan")]}], dtype=object)
+    two = np.array([1, {"k": [2, np.float64("nan")]}], dtype=object)
+    assert set(union_numpy_dict({"o": one}, {"o": two, "p": two})) == {"o", "p"}
+    with pytest.raises(ConflictError, match="'o'"):
+        union_numpy_dict({"o": one}, {"o": one[::-1]})
+
+
+def test_concat_merges_meta_info():
+    def part(**meta):
+        return DataProto.from_dict({"x": torch.ones(1)}, meta_info=meta)
+
+    joined = DataProto.concat(
+        [
+            part(metrics={"loss": 1.0}, same=[1, 2]),
+            part(metrics=[{"loss": 2.0}, {"loss": 3.0, "lr": 0.1}], same=[1, 2]),
+            part(metrics=None, only=5),
+        ]
+    )
+    assert joined.meta_info == {
+        "metrics": {"loss": [1.0, 2.0, 3.0], "lr": [0.1]},
+        "same": [1, 2],
+        "only": 5,
+    }
+    with pytest.raises(ConflictError, match=r"meta_info\['same'\].*1 and 2"):
+        DataProto.concat([part(same=1), part(same=2)])
+    with pytest.raises(FieldError, match="a dict or a list of dicts; got float"):
+        DataProto.concat([part(metrics=[0.5])])
+
+
+def test_concat_refuses_parts_that_do_not_fit(form):
+    with pytest.raises(LengthError, match="empty list"):
+        DataProto.concat([])
+    with pytest.raises(FieldError, match=r"'rag' of batch is in part 0.*not in part 1"):
+        DataProto.concat([form(six()), form(six()).select(["x", "xy"])])
+    with pytest.raises(FieldError, match="part 0 of a concat has tensors and part 1 has none"):
+        DataProto.concat([form(six()), DataProto()])
+    narrow = form(six()).select(["xy"], [])
+    wide = form(DataProto.from_dict({"xy": torch.ones(2, 3)}, meta_info={"temperature": 0.7}))
+    with pytest.raises(FieldError, match="field 'xy' cannot be joined"):
+        DataProto.concat([narrow, wide])
+
+
+def test_concat_promotes_as_local_tensors_do(form):
+    ints, floats = {"x": torch.arange(4)}, {"x": torch.arange(4) / 2}
+    joined = DataProto.concat([form(DataProto.from_dict(t)) for t in (ints, floats)])
+    assert joined.batch["x"].dtype == torch.float32
+    assert joined.batch["x"].tolist() == [0, 1, 2, 3, 0, 0.5, 1, 1.5]
+
+
+def test_batches_without_tensors(form):
+    data = form(DataProto.from_dict(non_tensors={"s": ["p", "q", "r"]}))
+    assert data.batch is None and len(data) == 3
+    assert list(data[[2, 0]].non_tensor_batch["s"]) == ["r", "p"]
+    assert [len(part) for part in data.chunk(3)] == [1, 1, 1]
+    assert len(DataProto.concat(data.chunk(3))) == 3
+    assert list(data.repeat(2).non_tensor_batch["s"]) == list("ppqqrr")
+    data.padding(1, "first")
+    assert list(data.non_tensor_batch["s"]) == list("pqrp")
+    assert data[1].batch is None
+    assert len(data.to_tensordict()) == 4
+
+
+def test_empty_batches(form):
+    empty = DataProto()
+    assert len(empty) == 0 and len(empty.repeat(3)) == 0 and len(empty[[]]) == 0
+    assert [len(part) for part in empty.chunk(2)] == [0, 0]
+    assert len(DataProto.concat([empty, empty])) == 0
+    none = form(six())[:0]
+    assert rows(none) == [] and none.batch["xy"].shape == (0, 2)
+    assert rows(DataProto.concat([none, form(six())[4:], none])) == [4, 5]
+    assert rows(none.repeat(2)) == []
+    keyless = form(six()).select([], [])
+    assert len(keyless) == 6 and len(keyless[1:4]) == 3
+    assert list(none.make_iterator(2, 1)) == []
+
+
+def test_make_iterator(form):
+    data = form(six())
+    assert [rows(b) for b in data.make_iterator(2, 2)] == [[0, 1], [2, 3], [4, 5]] * 2
+    shuffled = [
+        [rows(b) for b in data.make_iterator(3, 2, seed=4, dataloader_kwargs={"shuffle": True})]
+        for _ in range(2)
+    ]
+    assert shuffled[0] == shuffled[1]
+    assert sorted(functools.reduce(operator.iadd, shuffled[0][:2], [])) == [0, 1, 2, 3, 4, 5]
+    assert shuffled[0][:2] != [[0, 1, 2], [3, 4, 5]]
+    assert next(data.make_iterator(2, 1)).meta_info == {"temperature": 0.7}
+    with pytest.raises(LengthError, match=r"6 = 4 × 1 \+ 2"):
+        data.make_iterator(4, 1)
+
+
+def test_collate(form):
+    data = form(six())
+    assert rows(collate_fn([data[3], data[1]])) == [3, 1]
+    with pytest.raises(LengthError, match="got none"):
+        collate_fn([])
+
+
+def test_fold_and_unfold(form):
+    data = form(six()).select(["x", "xy"], ["s"])
+    folded = fold_batch_dim(data, 2)
+    assert folded.batch["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert folded.batch["xy"].shape == (2, 3, 2) and len(folded) == 2
+    assert folded.non_tensor_batch["s"].tolist() == [["a", "b", "c"], ["d", "e", "f"]]
+    back = unfold_batch_dim(folded)
+    assert back.batch["x"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert list(back.non_tensor_batch["s"]) == list("abcdef")
+    with pytest.raises(LengthError, match="6 rows do not fold into 4"):
+        fold_batch_dim(data, 4)
+    with pytest.raises(FieldError, match="'rag' is jagged"):
+        fold_batch_dim(form(six()), 2)
+    with pytest.raises(FieldError, match="'x' has shape"):
+        unfold_batch_dim(data)
+
+
+def test_folded_batches_cross_too(store):
+    from quadriga.protocol import Origin
+    from quadriga.protocol.shipping import pack_result, unpack_result
+
+    folded = fold_batch_dim(six().select(["x"], ["s"]), 2)
+    back = unpack_result(pack_result(folded, Origin("a", 0, "m")))
+    assert back[1:].batch["x"].tolist() == [[3, 4, 5]]
+    assert back.non_tensor_batch["s"].tolist() == [["a", "b", "c"], ["d", "e", "f"]]
+
+
+def test_unfold_column_chunks(form):
+    data = form(six())[1:3]
+    split = data.unfold_column_chunks(2, ["xy"])
+    assert split.batch["xy"].tolist() == [[1.0], [10.0], [2.0], [20.0]]
+    assert split.batch["x"].tolist() == [1, 1, 2, 2]
+    assert list(split.non_tensor_batch["s"]) == list("bbcc")
+    assert len(data.unfold_column_chunks(3)) == 6
+    with pytest.raises(LengthError, match=r"'xy' .*divides into 3"):
+        data.unfold_column_chunks(3, ["xy"])
+    with pytest.raises(FieldError, match="no field 'nope'"):
+        data.unfold_column_chunks(2, ["nope"])
+
+
+def test_tensordict_and_back(form):
+    td = form(six()).to_tensordict()
+    assert isinstance(td, TensorDict) and td["temperature"] == 0.7
+    back = DataProto.from_tensordict(td)
+    assert rows(back[:]) == [0, 1, 2, 3, 4, 5] and back.meta_info == {"temperature": 0.7}
+    clash = six()
+    clash.meta_info["x"] = 1
+    with pytest.raises(FieldError, match="'x' names two fields"):
+        clash.to_tensordict()
+
+
+def test_to_moves_and_returns_self(form):
+    data = form(six()).select(["x", "xy"])
+    assert data.to("cpu") is data and data.batch["x"].device.type == "cpu"
+
+
+def test_construction_checks_lengths_and_types():
+    with pytest.raises(LengthError, match=r"'a' has \[2\], 'b' has \[3\]") as caught:
+        DataProto.from_dict({"a": torch.ones(2), "b": torch.ones(3)})
+    assert caught.value.field == "b"
+    with pytest.raises(LengthError, match="the batch has 2 rows, 's' has 1"):
+        DataProto.from_dict({"a": torch.ones(2)}, {"s": ["x"]})
+    with pytest.raises(FieldError, match="'a' in tensors is a list"):
+        DataProto.from_dict({"a": [1, 2]})
+    with pytest.raises(FieldError, match=r"'a' has shape \[\]"):
+        DataProto.from_dict({"a": torch.tensor(1)})
+    with pytest.raises(FieldError, match="'s' in non_tensors is a str"):
+        DataProto.from_dict(non_tensors={"s": "text"})
+    with pytest.raises(FieldError, match="it goes into tensors"):
+        DataProto.from_dict(non_tensors={"s": torch.ones(2)})
+    with pytest.raises(FieldError, match="names are strings"):
+        DataProto.from_dict({1: torch.ones(2)})
+    with pytest.raises(FieldError, match="'n' is a int"):
+        DataProto.from_single_dict({"n": 3})
+    with pytest.raises(FieldError, match="meta_info is a dict"):
+        DataProto(meta_info=[1])
+    with pytest.raises(FieldError, match="'s' of non_tensor_batch is a list"):
+        DataProto(non_tensor_batch={"s": [1]})
+    with pytest.raises(FieldError, match="at least one batch dimension"):
+        DataProto(batch={"x": torch.ones(2)})
+    broken = six()
+    broken.non_tensor_batch["s"] = np.array(["only one"], dtype=object)
+    with pytest.raises(LengthError, match="'s' has 1"):
+        broken.check_consistency()
+
+
+def test_construction_sorts_by_type_and_keeps_rows_whole():
+    data = DataProto.from_single_dict(
+        {"x": torch.ones(2), "s": np.array(["a", "b"], dtype=object), "l": [[1, 2], [3, 4]]}
+    )
+    assert list(data.batch.keys()) == ["x"]
+    assert data.non_tensor_batch["l"].shape == (2,) and data.non_tensor_batch["l"][1] == [3, 4]
+
+
+def test_two_batch_dimensions():
+    data = DataProto.from_dict({"x": torch.arange(12).view(2, 3, 2)}, num_batch_dims=2)
+    assert data.batch.batch_size == torch.Size([2, 3]) and len(data) == 2
+    assert data[1:].batch.batch_size == torch.Size([1, 3])
+    with pytest.raises(LengthError, match="non-tensors have one batch dimension"):
+        DataProto.from_dict({"x": torch.ones(2, 3)}, {"s": ["a", "b"]}, num_batch_dims=2)
+    with pytest.raises(LengthError, match="at least one batch dimension"):
+        DataProto.from_dict({"x": torch.ones(2, 3)}, num_batch_dims=0)
+
+
+def test_setting_a_field_checks_its_length(store):
+    data = shard(six(), 2)
+    data.batch["new"] = torch.arange(6)
+    assert data.chunk(2)[1].batch["new"].tolist() == [3, 4, 5]
+    with pytest.raises(LengthError, match=r"the batch has \[6\], 'new' has \[5\]"):
+        data.batch["new"] = torch.arange(5)
+    with pytest.raises(FieldError, match="is a tensor; got list"):
+        data.batch["new"] = [1] * 6
+
+
+def test_repeats_are_checked(form):
+    with pytest.raises(LengthError, match="6 rows, got 2"):
+        form(six()).sample_level_repeat([1, 2])
+    with pytest.raises(FieldError, match="whole numbers"):
+        form(six()).sample_level_repeat([0.5] * 6)
+    with pytest.raises(LengthError, match="0 or more"):
+        form(six()).sample_level_repeat([1, 1, 1, 1, 1, -1])

@@ -1,0 +1,265 @@
+"""Batches by reference: where their bytes lie, and for how long."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from protocol_cases import shard
+from tensordict import TensorDict
+
+from quadriga.errors import FieldError, LostObjectError
+from quadriga.protocol import (
+    DataProto,
+    DataProtoFuture,
+    Origin,
+    current_store,
+    parallel_put,
+    use_store,
+    values,
+)
+from quadriga.protocol.refbatch import RefBatch
+from quadriga.protocol.reference import InProcessStore
+from quadriga.protocol.shipping import (
+    pack_argument,
+    pack_result,
+    unpack_argument,
+)
+from quadriga.protocol.traffic import traffic
+
+
+def batch(n: int = 8) -> DataProto:
+    """x [n] int64 (8 bytes a row), wide [n, 4] float32 (16), s object, rag (row i: i floats)."""
+    ragged = [torch.full((i,), float(i)) for i in range(n)]
+    return DataProto.from_dict(
+        {
+            "x": torch.arange(n),
+            "wide": torch.arange(4.0 * n).view(n, 4),
+            "rag": torch.nested.nested_tensor(ragged, layout=torch.jagged),
+        },
+        {"s": [f"row {i}" for i in range(n)], "score": np.arange(n) / 2},
+    )
+
+
+def as_argument(data: DataProto, ranks: int) -> list[DataProto]:
+    """What each of `ranks` ranks sees of a split batch."""
+    return [unpack_argument(pack_argument(part)) for part in data.chunk(ranks)]
+
+
+def test_parts_here_and_elsewhere_join_by_reference(store):
+    first, second = shard(batch(4), 1), batch(4)
+    joined = DataProto.concat([first, second])
+    second.batch["x"] += 100
+    assert isinstance(joined.batch, RefBatch)
+    for part in as_argument(joined, 2):
+        assert part.batch["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_union_of_the_same_references_fetches_nothing(store):
+    data = shard(batch(), 4)
+    traffic.reset()
+    data.select().union(data.select(["x"], ["s"]))
+    data[2:4].union(data[2:4])
+    assert traffic.snapshot().fetched_fields == 0
+
+
+def test_ref_batch_reads_like_a_tensordict(store):
+    data = shard(batch(), 2)
+    b, td = data.batch, batch().batch
+    assert len(b) == 8 and b.batch_size == td.batch_size == b.shape and b.batch_dims == 1
+    assert list(b.keys()) == list(td.keys()) and "x" in b and "nope" not in b
+    assert b.get("nope", 3) == 3 and b.get("x").tolist() == td["x"].tolist()
+    assert {k: v.shape[0] for k, v in b.items()} == {"x": 8, "wide": 8, "rag": 8}
+    assert len(list(b.values())) == 3
+    assert b.select("x").to_tensordict()["x"].sum() == 28
+    assert list(b.exclude("x", "rag").keys()) == ["wide"]
+    assert b[2:4]["x"].tolist() == [2, 3]
+    assert b.select("x", "wide").split(3)[2]["x"].tolist() == [6, 7]
+    b.rename_key_("x", "y")
+    b.update({"z": torch.zeros(8)}).set("w", torch.ones(8))
+    assert b.setdefault("w", None).sum() == 8 and list(b.pop("y")) == list(range(8))
+    assert b.pop("nope", None) is None
+    del b["z"]
+    assert list(b.keys()) == ["wide", "rag", "w"]
+    assert b.device is None and not b.is_empty()
+    assert b.clone()["w"].tolist() == [1.0] * 8
+    with pytest.raises(AttributeError, match=r"fetch them all with to_tensordict"):
+        b.memmap_()
+    for call in (lambda: b["nope"], lambda: b.pop("nope"), lambda: b.select("nope")):
+        with pytest.raises(FieldError, match="no field 'nope' in batch; it holds: wide, rag, w"):
+            call()
+
+
+def test_peek_leaves_the_field_where_it_lies(store):
+    data = shard(batch(), 2)
+    look = data.batch.peek("x")
+    look += 1
+    assert store.objects_held == 2 * 5
+    assert data.batch["x"].tolist() == list(range(8))
+    assert data.batch.peek("x") is not data.batch["x"]
+
+
+def test_ref_arrays_behave_as_a_dict(store):
+    data = shard(batch(4), 2)
+    arrays = data.non_tensor_batch
+    assert isinstance(arrays, dict) and len(arrays) == 2 and "s" in arrays
+    assert dict(arrays)["s"].tolist() == [f"row {i}" for i in range(4)]
+    fresh = shard(batch(4), 2).non_tensor_batch
+    assert {**fresh}["score"].tolist() == [0, 0.5, 1, 1.5]
+    assert [k for k, v in shard(batch(4), 2).non_tensor_batch.items() if len(v) == 4] == [
+        "s",
+        "score",
+    ]
+    assert [len(v) for v in shard(batch(4), 2).non_tensor_batch.values()] == [4, 4]
+    copied = shard(batch(4), 2).non_tensor_batch.copy()
+    assert copied.get("s")[0] == "row 0" and copied.get("nope", 1) == 1
+    assert copied.pop("s")[3] == "row 3" and copied.pop("s", None) is None
+    copied.setdefault("new", np.zeros(4, dtype=object))
+    assert set(copied | {"k": np.zeros(4)}) == {"score", "new", "k"}
+    with pytest.raises(KeyError):
+        copied["nope"]
+
+
+class DeadHandle:
+    """What is left of a value whose owner died."""
+
+    nbytes, key = 8, "dead"
+
+    def fetch(self):
+        return self.fetch_many([self])
+
+    @staticmethod
+    def fetch_many(handles):
+        raise LostObjectError("gone")
+
+
+def test_a_lost_object_names_field_rank_and_method(store):
+    data = shard(batch(), 4, method="compute_values")
+    column = data.batch.columns["wide"]
+    column.handles = (*column.handles[:2], DeadHandle(), column.handles[3])
+    assert data[0:4].batch["wide"].shape == (4, 4)
+    with pytest.raises(LostObjectError, match=r"'wide'.*actor rank 2 in compute_values") as caught:
+        data.batch["wide"]
+    error = caught.value
+    assert (error.field, error.role, error.rank, error.method) == (
+        "wide", "actor", 2, "compute_values",
+    )  # fmt: skip
+    assert data.batch["x"].tolist() == list(range(8))
+
+
+class Reply:
+    """A pending result that counts how often it is waited for."""
+
+    def __init__(self, value):
+        self.value, self.waits = value, 0
+
+    def result(self):
+        self.waits += 1
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+def replies(data: DataProto, ranks: int) -> list[Reply]:
+    return [
+        Reply(pack_result(part, Origin("rollout", r, "generate")))
+        for r, part in enumerate(data.chunk(ranks))
+    ]
+
+
+def test_a_future_is_split_and_passed_without_waiting(store):
+    pending = replies(batch(), 4)
+    future = DataProtoFuture(pending)
+    parts = [pack_argument(part) for part in future.chunk(2)[1].chunk(2)]
+    assert [p.waits for p in pending] == [0, 0, 0, 0]
+    traffic.reset()
+    received = unpack_argument(parts[0])
+    assert traffic.snapshot().fetched_bytes == 0
+    assert received.batch["wide"].tolist() == batch().batch["wide"][4:6].tolist()
+    assert traffic.snapshot().fetched_bytes == 2 * 16
+    assert future.get().batch["x"].tolist() == list(range(8))
+
+
+def test_futures_join(store):
+    a, b = DataProtoFuture(replies(batch(4), 2)), DataProtoFuture(replies(batch(4), 1))
+    joined = DataProtoFuture.concat([a.chunk(2)[1], b])
+    assert joined.get().batch["x"].tolist() == [2, 3, 0, 1, 2, 3]
+    assert joined.chunk(3)[0].get().batch["x"].tolist() == [2, 3]
+    own = DataProtoFuture(
+        replies(batch(4), 2), collect_fn=lambda outs: DataProto.concat(outs[::-1])
+    )
+    assert own.get().batch["x"].tolist() == [2, 3, 0, 1]
+
+
+def test_futures_of_tensordicts_and_of_other_things(store):
+    td = TensorDict({"x": torch.arange(4)}, [4])
+    future = DataProtoFuture([Reply(pack_result(td, Origin("a", 0, "m"))), Reply(td)])
+    assert isinstance(future.get(), TensorDict)
+    assert future.chunk(4)[2].get()["x"].tolist() == [0, 1]
+    with pytest.raises(FieldError, match="got int"):
+        DataProtoFuture([Reply(3)]).get()
+
+
+def test_a_future_raises_when_it_is_read(store):
+    future = DataProtoFuture([*replies(batch(), 2), Reply(ValueError("worker"))])
+    part = future.chunk(2)[0]
+    with pytest.raises(ValueError, match="worker"):
+        part.get()
+    with pytest.raises(ValueError, match="do not divide into 3"):
+        DataProtoFuture(replies(batch(), 2)).chunk(3)[0].get()
+
+
+def test_describe(store):
+    data = shard(batch(), 4, method="generate")
+    data.union(shard(batch().select(["x"], []).rename("x", "v"), 2, method="values"))
+    data.batch["mine"] = torch.zeros(8, 2, dtype=torch.bfloat16)
+    data.batch["x"]
+    lines = {line.split()[0]: line for line in data.describe().splitlines()}
+    assert lines["wide"].split("  ")[0] == "wide" and "[8, 4]" in lines["wide"]
+    assert "128" in lines["wide"] and "actor[0-3] on 10.0.0.1" in lines["wide"]
+    assert lines["wide"].endswith("actor.generate")
+    assert "actor[0-1] on 10.0.0.1" in lines["v"] and lines["v"].endswith("actor.values")
+    assert "here" in lines["x"] and lines["x"].endswith("actor.generate")
+    assert "bfloat16" in lines["mine"] and "here" in lines["mine"]
+    assert lines["mine"].endswith("controller")
+    assert "[8, *]" in lines["rag"]
+    assert data[2:4].batch["x"] is not None
+    assert "actor.generate" in data[2:4].select(["x"], []).describe()
+    tensors = data.select(non_tensor_batch_keys=[]).describe()
+    assert tensors.startswith(
+        f"8 rows, 5 fields, {64 + 128 + 208 + 64 + 32} bytes, {128 + 208 + 64} "
+    )
+
+
+def test_sizes_are_printed(store, capsys):
+    shard(batch(), 2).select(["wide"], []).print_size("batch")
+    assert capsys.readouterr().out == "batch, tensors 0.000000 GB, non-tensors 0.000000 GB\n"
+
+
+def test_stores_nest_and_last():
+    process, outer, inner = current_store(), InProcessStore(), InProcessStore()
+    with use_store(outer):
+        with use_store(inner):
+            assert current_store() is inner
+        assert current_store() is outer
+    assert current_store() is process
+    use_store(outer)
+    assert current_store() is outer
+    use_store(process)
+
+
+def test_parallel_put_keeps_the_order(store):
+    handles = parallel_put([np.full(3, i) for i in range(20)], max_workers=4)
+    assert [h.fetch()[0] for h in handles] == list(range(20))
+    assert store.get_many(handles)[7][0] == 7
+    assert parallel_put([]) == []
+
+
+def test_values_compare_deeply():
+    loop: list = [1]
+    loop.append(loop)
+    other: list = [1]
+    other.append(other)
+    assert values.same(loop, other)
+    assert not values.same([1, {"a": 2}], [1, {"a": 3}])
+    assert not values.same(1, 1.0) and not values.same(torch.ones(2), torch.ones(2).double())
