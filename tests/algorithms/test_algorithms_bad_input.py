@@ -134,6 +134,26 @@ def test_masked_nan_poisons_nobody(name: str) -> None:
     assert torch.equal(first, again) and bool(torch.isfinite(again).all())
 
 
+@pytest.mark.parametrize("name", list(ADVANTAGES))
+def test_batches_of_no_tokens_give_no_tokens(name: str) -> None:
+    empty = torch.zeros(4, 0)
+    got = advantages(
+        name, token_level_rewards_BT=empty, response_mask_BT=empty.long(), values_BT=empty
+    )
+    assert got[0].shape == got[1].shape == (4, 0)
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 3)])
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+def test_parts_of_no_tokens_or_no_samples_give_no_loss(name: str, shape: tuple[int, int]) -> None:
+    empty = torch.zeros(shape)
+    names = [f"{n}_BT" for n in ("log_prob", "old_log_prob", "advantages", "rollout_log_prob")]
+    got = losses(
+        name, **dict.fromkeys(names, empty), response_mask_BT=empty.long(), selected_BT=empty
+    )
+    assert got.shape == shape
+
+
 @pytest.mark.parametrize("mask_value", [2, -1, 0.5, NAN])
 @pytest.mark.parametrize("call", [advantages, losses])
 def test_masks_hold_only_zero_and_one(call: Any, mask_value: float) -> None:

@@ -20,7 +20,7 @@ from quadriga.algorithms.user_files import (
     load_user_files,
     loaded_user_files,
 )
-from quadriga.errors import InputError
+from quadriga.errors import InputError, NonFiniteError, ShapeError
 
 GOOD = """
 import torch
@@ -61,7 +61,7 @@ def good_file(tmp_path: Path) -> Path:
 
 
 def use_additions() -> tuple[list[float], list[float]]:
-    rewards, mask = torch.tensor([[1.0, 5.0], [3.0, 5.0]]), torch.tensor([[1, 0], [1, 0]])
+    rewards, mask = torch.tensor([[1.0, float("nan")], [3.0, 5.0]]), torch.tensor([[1, 0], [1, 0]])
     result, _ = compute_advantages(
         "signs", token_level_rewards_BT=rewards, response_mask_BT=mask, group_ids=[7, 7], scale=3.0
     )
@@ -86,6 +86,37 @@ def test_additions_work_and_are_described(good_file: Path) -> None:
     assert rows["signs"].origin == str(good_file.resolve())
     assert (rows["signs"].settings, rows["squared"].settings) == (("scale",), ("power",))
     assert load_user_file(good_file) == ("signs", "squared")  # once more is no clash
+
+
+@pytest.mark.parametrize(
+    ("broken", "error", "words"),
+    [
+        ("result = result * float('nan')", NonFiniteError, "`advantages of signs` is nan at row 0"),
+        ("result = result[:, :1]", ShapeError, r"`advantages of signs` has shape \[2, 1\]"),
+    ],
+)
+def test_a_broken_estimator_is_named(
+    tmp_path: Path, broken: str, error: type[Exception], words: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        GOOD.replace("    return result, result", f"    {broken}\n    return result, result")
+    )
+    load_user_file(file)
+    with pytest.raises(error, match=words):
+        use_additions()
+
+
+def test_a_broken_loss_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(GOOD.replace("log_prob_BT.abs() ** power", "(log_prob_BT * 1e30).exp()"))
+    load_user_file(file)
+    assert load_user_file(file) == ("signs", "squared")
+    x = torch.ones(1, 1)
+    with pytest.raises(NonFiniteError, match="`loss of squared` is inf at row 0, token 0"):
+        compute_policy_loss(
+            "squared", log_prob_BT=x, old_log_prob_BT=x, advantages_BT=x, response_mask_BT=x
+        )
 
 
 def in_worker(files: tuple[UserFile, ...]) -> tuple[list[float], list[float]]:

@@ -9,14 +9,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quadriga.algorithms import group_advantages as by_group
 from quadriga.algorithms import registry
 from quadriga.algorithms import return_advantages as by_return
-from quadriga.algorithms.checks import require_matrix, require_same_shape, to_bool_mask
-from quadriga.algorithms.groups import GroupIds, Groups, make_groups
+from quadriga.algorithms.checks import (
+    as_float,
+    require_finite,
+    require_matrix,
+    require_same_shape,
+    to_bool_mask,
+)
+from quadriga.algorithms.groups import GroupIds, Groups, has_tokens, make_groups
+from quadriga.algorithms.masked import keep
 from quadriga.errors import AlgorithmError, GroupError
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
@@ -176,7 +182,7 @@ def compute_advantages(
     mask_BT = to_bool_mask(response_mask_BT)
     groups: Groups | None = None
     if entry.needs_groups and group_ids is not None:
-        groups = make_groups(group_ids, mask_BT.view(torch.uint8).amax(-1).bool())
+        groups = make_groups(group_ids, has_tokens(mask_BT))
     given = {
         "token_level_rewards_BT": token_level_rewards_BT,
         "response_mask_BT": mask_BT,
@@ -187,7 +193,30 @@ def compute_advantages(
         "old_log_prob_BT": old_log_prob_BT,
     }
     _require_inputs(name, entry, given)
-    return entry.fn(**{need: given[need] for need in entry.needs}, **chosen)
+    inputs = {need: given[need] for need in entry.needs}
+    if entry.origin == "built-in":
+        return entry.fn(**inputs, **chosen)
+    return _guarded(name, entry, inputs, chosen, mask_BT)
+
+
+def _guarded(
+    name: str,
+    entry: AdvantageEntry,
+    inputs: dict[str, Any],
+    settings: Mapping[str, Any],
+    mask_BT: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """A user's estimator: 0 outside the mask on its way in and out, finite and of one shape."""
+    for need, value in inputs.items():
+        if need.endswith("_BT") and need != "response_mask_BT":
+            require_same_shape("response_mask", mask_BT, **{need.removesuffix("_BT"): value})
+            inputs[need] = keep(as_float(value.detach()), mask_BT)
+            require_finite(**{need.removesuffix("_BT"): inputs[need]})
+    advantages_BT, returns_BT = entry.fn(**inputs, **settings)
+    results = {f"advantages of {name}": advantages_BT, f"returns of {name}": returns_BT}
+    require_same_shape("response_mask", mask_BT, **results)
+    require_finite(mask_BT, **results)
+    return keep(advantages_BT.detach(), mask_BT), keep(returns_BT.detach(), mask_BT)
 
 
 def _require_inputs(name: str, entry: AdvantageEntry, given: Mapping[str, Any]) -> None:

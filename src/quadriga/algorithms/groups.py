@@ -70,6 +70,13 @@ class Groups:
         return self.extreme_G(values_B, largest=True) > self.extreme_G(values_B, largest=False)
 
 
+def has_tokens(mask_BT: Tensor) -> Tensor:
+    """bool [B]: samples with at least one token (`mask.any(-1)`, several times faster)."""
+    if mask_BT.shape[1] == 0:
+        return mask_BT.any(-1)
+    return mask_BT.view(torch.uint8).amax(-1).bool()
+
+
 def make_groups(group_ids: GroupIds, member_B: Tensor) -> Groups:
     """Number the groups that `group_ids` name.
 

@@ -61,7 +61,8 @@ def _centre(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean (0-d), values − mean under the mask and 0 elsewhere, variance (0-d)."""
     # Bytes and rows: sums and searches of bool tensors are many times slower.
-    flags = selected.view(torch.uint8).reshape(-1, selected.shape[-1] if selected.dim() else 1)
+    width = max(selected.shape[-1], 1) if selected.dim() else 1
+    flags = selected.view(torch.uint8).reshape(-1, width)
     count = int(flags.sum(-1, dtype=torch.int32).sum())
     if count == 0:
         nothing = values.new_zeros(())

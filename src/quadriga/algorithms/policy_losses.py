@@ -264,11 +264,8 @@ def compute_policy_loss(
         "selected_BT": selected_BT,
     }
     _require_inputs(name, entry, given)
-    inputs = {
-        need: tensor
-        for need in entry.needs
-        if need != "selected_BT" and (tensor := given.get(need)) is not None
-    }
+    needed = {need: given.get(need) for need in entry.needs if need != "selected_BT"}
+    inputs = {need: tensor for need, tensor in needed.items() if tensor is not None}
     mask = _check(response_mask_BT, {**inputs, "log_prob_BT": log_prob_BT}, validate)
     inputs = {key: as_float(tensor).masked_fill(~mask, 0) for key, tensor in inputs.items()}
     if selected_BT is not None and "selected_BT" in entry.needs:
@@ -279,8 +276,8 @@ def compute_policy_loss(
         **({"response_mask_BT": mask} if "response_mask_BT" in entry.needs else {}),
         **{key: value for key, value in chosen.items() if key not in entry.select_settings},
     )
-    if isinstance(result, Tensor):
-        result = PolicyLoss(result.masked_fill(~mask, 0))
+    if entry.origin != "built-in":
+        result = _guarded(name, result, mask, validate)
     if importance_weights_BT is None:
         return result
     return _weighted(result, importance_weights_BT, mask, entry.one_per_sequence, validate)
@@ -304,6 +301,16 @@ def _check(response_mask_BT: Tensor, tensors: dict[str, Tensor], validate: bool)
     if validate:
         require_finite(mask, **named)
     return mask
+
+
+def _guarded(name: str, result: PolicyLoss | Tensor, mask: Tensor, validate: bool) -> PolicyLoss:
+    """A user's result: of the mask's shape, finite under it, 0 outside."""
+    loss = PolicyLoss(result) if isinstance(result, Tensor) else result
+    named = {f"loss of {name}": loss.loss_BT}
+    require_same_shape("response_mask", mask, **named)
+    if validate:
+        require_finite(mask, **named)
+    return PolicyLoss(loss.loss_BT.masked_fill(~mask, 0), loss.metrics)
 
 
 def _weighted(

@@ -97,7 +97,7 @@ def remax(
     """
     mask = to_bool_mask(response_mask_BT)
     rewards = _own_tokens(mask, "token_level_rewards", token_level_rewards_BT)
-    require_same_shape("samples", mask[:, 0], reward_baselines=reward_baselines_B)
+    require_same_shape("samples", mask.new_empty(len(mask)), reward_baselines=reward_baselines_B)
     require_finite(reward_baselines=reward_baselines_B)
     returns = keep(reverse_discounted_sum(rewards, 1.0), mask)
     baselines = reward_baselines_B.detach().to(returns.dtype)

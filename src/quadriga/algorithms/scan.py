@@ -17,6 +17,8 @@ def reverse_discounted_sum(terms_BT: Tensor, decay: float) -> Tensor:
     """x_t = Σ_{s≥t} decay^(s−t) · terms_s for each row; same shape and dtype."""
     count, width = terms_BT.shape
     powers = _powers(_BLOCK, decay, terms_BT)
+    if width == 0:
+        return terms_BT.clone()
     if width <= _BLOCK:
         return terms_BT @ powers[:width, :width]
     spare = -width % _BLOCK

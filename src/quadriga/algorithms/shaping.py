@@ -51,10 +51,14 @@ def add_to_last_token(rewards_BT: Tensor, response_mask_BT: Tensor, amounts_B: T
     """
     require_matrix("response_mask", response_mask_BT)
     require_same_shape("response_mask", response_mask_BT, rewards=rewards_BT)
-    require_same_shape("samples", response_mask_BT[:, 0], amounts=amounts_B)
+    require_same_shape(
+        "samples", response_mask_BT.new_empty(len(response_mask_BT)), amounts=amounts_B
+    )
     require_finite(amounts=amounts_B)
     mask = to_bool_mask(response_mask_BT)
     steps = torch.arange(mask.shape[1], device=mask.device)
+    if mask.shape[1] == 0:
+        return as_float(rewards_BT).clone()
     last = (steps * mask).amax(-1, keepdim=True)
     amounts = (amounts_B * mask.any(-1)).to(as_float(rewards_BT).dtype)[:, None]
     return as_float(rewards_BT).scatter_add(1, last, amounts)
@@ -70,7 +74,9 @@ def drop_truncated(response_mask_BT: Tensor, truncated_B: Tensor) -> Tensor:
         ShapeError, MaskError.
     """
     require_matrix("response_mask", response_mask_BT)
-    require_same_shape("samples", response_mask_BT[:, 0], truncated=truncated_B)
+    require_same_shape(
+        "samples", response_mask_BT.new_empty(len(response_mask_BT)), truncated=truncated_B
+    )
     return to_bool_mask(response_mask_BT) & ~to_bool_mask(truncated_B, "truncated")[:, None]
 
 

@@ -1,0 +1,53 @@
+"""The pages name everything that the tables hold, with its paper and its settings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from quadriga.algorithms.advantages import ADVANTAGES
+from quadriga.algorithms.catalog import AlgorithmEntry, describe_algorithms
+from quadriga.algorithms.importance import MODES as IMPORTANCE_MODES
+from quadriga.algorithms.kl import ALIASES as KL_ALIASES
+from quadriga.algorithms.policy_losses import ALIASES as LOSS_ALIASES
+
+CONCEPTS = Path(__file__).resolve().parents[2] / "docs" / "concepts"
+PAGES = {
+    "advantage": "advantages.md",
+    "policy loss": "policy_losses.md",
+    "aggregation": "aggregation.md",
+    "KL estimator": "kl.md",
+    "importance correction": "off_policy.md",
+}
+BUILT_IN = [row for row in describe_algorithms() if row.origin == "built-in"]
+
+
+@pytest.mark.parametrize("row", BUILT_IN, ids=lambda row: f"{row.kind} {row.name}")
+def test_every_entry_is_on_its_page(row: AlgorithmEntry) -> None:
+    page = (CONCEPTS / PAGES[row.kind]).read_text()
+    assert f"`{row.name}`" in page
+    for identifier in re.findall(r"\d{4}\.\d{5}", row.paper):
+        assert identifier in page
+    for setting in row.settings:
+        assert f"`{setting}`" in page
+
+
+def test_other_names_and_modes_are_on_their_pages() -> None:
+    for name in LOSS_ALIASES:
+        assert f"`{name}`" in (CONCEPTS / "policy_losses.md").read_text()
+    for name in ("kl", "mse"):
+        assert name in KL_ALIASES and f"`{name}`" in (CONCEPTS / "kl.md").read_text()
+    for name in IMPORTANCE_MODES:
+        assert f"`{name}`" in (CONCEPTS / "off_policy.md").read_text()
+
+
+def test_rows_of_the_estimators_say_what_they_read() -> None:
+    rows = dict(
+        re.findall(r"^\| `(\w+)` \|(.*)$", (CONCEPTS / "advantages.md").read_text(), re.MULTILINE)
+    )
+    assert set(rows) == set(ADVANTAGES)
+    for name, entry in ADVANTAGES.items():
+        read = rows[name].split("|")[2]
+        assert tuple(re.findall(r"`(\w+)`", read)) == entry.settings
