@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import ray
 import torch
 
-from plane import step
+from plane import raw, step
 from plane.measure import repeat
 from quadriga.backends import get_backend
 from quadriga.protocol import DataProto
@@ -54,8 +55,9 @@ def group(backend: Any, ranks: int) -> Any:
 
 
 def start(ranks: int, store_bytes: int) -> Any:
+    raw.start(ranks, store_bytes)  # the same cluster, whatever else runs on this machine
     backend = get_backend("ray")
-    backend.start(num_cpus=2 * ranks + 2, object_store_memory=store_bytes)
+    backend.start()
     return backend
 
 
@@ -78,13 +80,12 @@ def five_calls(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
     run(ranks * 4)
     found = repeat(run, times)
     backend.shutdown()
+    ray.shutdown()
     return {**found, "payload_bytes": rows * step.ROW_BYTES}
 
 
 def put_get(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
     """One batch through the store and back: `put`, `get`, then reading every field."""
-    import ray
-
     from quadriga.backends.ray.store import RayStore
     from quadriga.protocol import use_store
     from quadriga.protocol.shipping import pack_argument, unpack_argument
@@ -106,6 +107,7 @@ def put_get(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
                 found[name].append(b - a)
             del ref, back
     backend.shutdown()
+    ray.shutdown()
     return {name: statistics.median(spans[1:]) for name, spans in found.items()}
 
 
@@ -119,6 +121,7 @@ def fan_out(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
     received: list[list[int]] = []
     found = repeat(lambda: received.append(readers.receive(made)), times)
     backend.shutdown()
+    ray.shutdown()
     bytes_a_row = 28 * step.TOKENS
     return {
         **found,
@@ -134,6 +137,7 @@ def tiny(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
     data = DataProto.from_dict({"x": torch.arange(ranks)})
     found = repeat(lambda: roles.echo(data), times, warmup=20)
     backend.shutdown()
+    ray.shutdown()
     return found
 
 

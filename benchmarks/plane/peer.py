@@ -49,9 +49,12 @@ class Role(Worker):
 
 def start(ranks: int, store_bytes: int) -> None:
     ray.init(
-        num_cpus=2 * ranks + 2, object_store_memory=store_bytes, include_dashboard=False,
-        logging_level="error", 
-    )  # fmt: skip
+        address="local",
+        num_cpus=2 * ranks + 2,
+        object_store_memory=store_bytes,
+        include_dashboard=False,
+        logging_level="error",
+    )
 
 
 def group(ranks: int) -> Any:

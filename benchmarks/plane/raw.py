@@ -62,9 +62,12 @@ class Role:
 
 def start(ranks: int, store_bytes: int) -> None:
     ray.init(
-        num_cpus=2 * ranks + 2, object_store_memory=store_bytes, include_dashboard=False,
+        address="local",
+        num_cpus=2 * ranks + 2,
+        object_store_memory=store_bytes,
+        include_dashboard=False,
         logging_level="error",
-    )  # fmt: skip
+    )
 
 
 def group(ranks: int) -> list[Any]:
