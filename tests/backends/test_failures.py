@@ -46,13 +46,23 @@ def ray_group(ray_backend):
     pool.release()
 
 
-def test_the_first_failure_is_shown_while_peers_hang(ray_group):
+@pytest.fixture(scope="module")
+def healthy_group(ray_backend):
+    """For tests after which every rank is idle again."""
+    pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
+    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Faulty), role="critic")
+    yield group
+    group.shutdown()
+    pool.release()
+
+
+def test_the_first_failure_is_shown_while_peers_hang(healthy_group):
     began = time.monotonic()
     with pytest.raises(WorkerMethodError, match=r"Still running the same call: rank\(s\) 0") as e:
-        ray_group.raise_while_others_wait(1, 3)
+        healthy_group.raise_while_others_wait(1, 3)
     assert e.value.rank == 1
     assert time.monotonic() - began < 2.9
-    future = ray_group.raise_while_others_wait.submit(1, 3)
+    future = healthy_group.raise_while_others_wait.submit(1, 3)
     with pytest.raises(WorkerMethodError, match="reward_model"):
         future.get()
 
@@ -76,11 +86,34 @@ def test_a_deadline_shows_the_stuck_stack(ray_group):
     assert "in stuck_on" in caught.value.stacks[1]
 
 
-def test_what_cannot_be_pickled(ray_group):
+def test_a_deadline_holds_for_futures(ray_group):
+    future = ray_group.stuck_on.options(timeout=1).submit(0)
+    with pytest.raises(CallTimeoutError, match=r"stuck_on passed its deadline of 1 s"):
+        future.get()
+
+
+def test_a_long_wait_says_for_whom(ray_group, monkeypatch, caplog):
+    from quadriga.backends.ray import waiting
+
+    monkeypatch.setattr(waiting, "SPEAK_S", 1.0)
+    with pytest.raises(CallTimeoutError):
+        ray_group.stuck_on.options(timeout=2.5)(1)
+    said = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("waiting for critic.stuck_on on rank(s) 1 (") for line in said)
+
+
+def test_results_that_cannot_be_pickled(healthy_group):
+    with pytest.raises(WorkerMethodError, match=r"around critic\.unpicklable") as caught:
+        healthy_group.unpicklable()
+    assert caught.value.method == "unpicklable"
+    assert healthy_group.ping() == [0, 1]
+
+
+def test_what_cannot_be_pickled(healthy_group):
     import threading
 
     with pytest.raises(DispatchError, match=r"critic\.raise_on: an argument cannot be sent"):
-        ray_group.raise_on(threading.Lock())
+        healthy_group.raise_on(threading.Lock())
 
 
 @pytest.fixture

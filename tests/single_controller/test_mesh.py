@@ -97,8 +97,8 @@ def test_ranks_that_share_a_part_share_one_object():
     group.train(batch(8))
     sent = []
     submit = group._ranks.backend.submit
-    group._ranks.backend.submit = lambda ranks, targets, calls: (
-        sent.extend(calls) or submit(ranks, targets, calls)
+    group._ranks.backend.submit = lambda ranks, targets, calls, timeout: (
+        sent.extend(calls) or submit(ranks, targets, calls, timeout)
     )
     sending.start(group, group.train, (batch(8),), {})
     assert [sent[0] is sent[1], sent[1] is sent[2], sent[2] is sent[3]] == [True, False, True]

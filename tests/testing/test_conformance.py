@@ -139,7 +139,9 @@ def test_the_kit_finds_faulty_modes(mode, law):
 def test_the_kit_finds_a_faulty_backend():
     backend = get_backend("local")
     submit = backend.submit
-    backend.submit = lambda ranks, targets, calls: submit(ranks, targets, list(calls)[::-1])
+    backend.submit = lambda ranks, targets, calls, timeout: submit(
+        ranks, targets, list(calls)[::-1], timeout
+    )
     with pytest.raises(LawBroken, match="The backend 'local' breaks") as caught:
         check_backend(backend)
     assert "modes" in caught.value.laws

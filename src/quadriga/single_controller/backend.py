@@ -105,16 +105,20 @@ class Backend(Protocol):
         ...
 
     def submit(
-        self, ranks: RankSet, targets: Sequence[int], calls: Sequence[Call]
+        self,
+        ranks: RankSet,
+        targets: Sequence[int],
+        calls: Sequence[Call],
+        timeout: float | None,
     ) -> Sequence[Pending]:
-        """Send `calls[i]` to rank `targets[i]`; does not wait."""
+        """Send `calls[i]` to rank `targets[i]`; does not wait.
+
+        Who waits for an answer `timeout` seconds after this gets CallTimeoutError.
+        """
         ...
 
-    def gather(self, pendings: Sequence[Pending], timeout: float | None) -> list[Any]:
-        """Wait for all answers of one `submit`. The first failure is raised at once.
-
-        `timeout` seconds after the submission CallTimeoutError is raised.
-        """
+    def gather(self, pendings: Sequence[Pending]) -> list[Any]:
+        """Wait for all answers of one `submit`. The first failure is raised at once."""
         ...
 
     def share(self, packed: Any, value: Any) -> Any:

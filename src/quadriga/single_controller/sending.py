@@ -26,11 +26,10 @@ class StartedCall:
     ranks: RankSet
     pendings: Sequence[Pending]
     collector: Collector
-    timeout: float | None
 
     def wait(self) -> Any:
         """Wait for every rank and join. Raises what a worker raised."""
-        outputs = self.ranks.backend.gather(self.pendings, self.timeout)
+        outputs = self.ranks.backend.gather(self.pendings)
         return self.collector(unpack(outputs))
 
     def future(self) -> Any:
@@ -55,11 +54,9 @@ def start(
     targets = list(view.ranks)
     ranks = group._ranks
     calls = _calls(ranks, method.role, record.name, parts, record.materialize_futures)
-    pendings = _submit(ranks, method.label, targets, calls)
     timeout = method.call_options.timeout or ranks.timeout
-    return StartedCall(
-        ranks, pendings, Collector(dispatch.collect_fn, view, execute.single), timeout
-    )
+    pendings = _submit(ranks, method.label, targets, calls, timeout)
+    return StartedCall(ranks, pendings, Collector(dispatch.collect_fn, view, execute.single))
 
 
 def send_by_name(
@@ -67,7 +64,7 @@ def send_by_name(
 ) -> list[Pending]:
     """Send one call by name; `parts[i]` are the arguments of rank `targets[i]`."""
     calls = _calls(ranks, role, method, parts, True)
-    return list(_submit(ranks, f"{role}.{method}", targets, calls))
+    return list(_submit(ranks, f"{role}.{method}", targets, calls, ranks.timeout))
 
 
 def unpack(outputs: list[Any]) -> list[Any]:
@@ -79,13 +76,17 @@ def unpack(outputs: list[Any]) -> list[Any]:
 
 
 def _submit(
-    ranks: RankSet, label: str, targets: Sequence[int], calls: Sequence[Call]
+    ranks: RankSet,
+    label: str,
+    targets: Sequence[int],
+    calls: Sequence[Call],
+    timeout: float | None,
 ) -> Sequence[Pending]:
     raise_if_broken()
     if ranks.broken:
         raise WorkerDiedError(f"{label} cannot be called: {ranks.broken}", method=label)
     try:
-        return ranks.backend.submit(ranks, targets, calls)
+        return ranks.backend.submit(ranks, targets, calls, timeout)
     except (TypeError, AttributeError) as error:
         if "pickle" not in str(error) and "serialize" not in str(error):
             raise

@@ -182,7 +182,7 @@ class WorkerGroup:
         return self.execute_rank_zero_async(method_name, *args, **kwargs)
 
     def _wait(self, natives: Sequence[Any]) -> list[Any]:
-        return sending.unpack(self._ranks.backend.gather(natives, self._ranks.timeout))
+        return sending.unpack(self._ranks.backend.gather(natives))
 
     def _resolve(self, method_name: str) -> tuple[str, str]:
         """Role and method of a name that this group offers."""

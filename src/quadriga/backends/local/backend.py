@@ -84,7 +84,11 @@ class LocalBackend:
         return LocalWorkerGroup(pool, cls, backend=self, **options)
 
     def submit(
-        self, ranks: RankSet, targets: Sequence[int], calls: Sequence[Call]
+        self,
+        ranks: RankSet,
+        targets: Sequence[int],
+        calls: Sequence[Call],
+        timeout: float | None,
     ) -> Sequence[Pending]:
         """Run each call to its end, rank after rank."""
         answers = []
@@ -96,7 +100,7 @@ class LocalBackend:
                 answers.append(LocalPending(error=error))
         return answers
 
-    def gather(self, pendings: Sequence[Pending], timeout: float | None) -> list[Any]:
+    def gather(self, pendings: Sequence[Pending]) -> list[Any]:
         """The answers in order; the first rank's error is raised."""
         return [pending.result() for pending in pendings]
 

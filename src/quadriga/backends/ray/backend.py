@@ -130,7 +130,11 @@ class RayBackend:
         return RayWorkerGroup(pool, cls, backend=self, **options)
 
     def submit(
-        self, ranks: RankSet, targets: Sequence[int], calls: Sequence[Call]
+        self,
+        ranks: RankSet,
+        targets: Sequence[int],
+        calls: Sequence[Call],
+        timeout: float | None,
     ) -> Sequence[Pending]:
         """One actor task per rank, named "role.method"."""
         label = f"{calls[0].role}.{calls[0].method}"
@@ -146,13 +150,13 @@ class RayBackend:
                 invoke = handle.native.quadriga_invoke.options(name=label)
                 handle.methods[label] = invoke
             refs.append(invoke.remote(packed[key]))
-        batch = RayBatch(refs, handles, label, ranks)
+        batch = RayBatch(refs, handles, label, timeout, ranks)
         return [RayPending(ref, batch, index) for index, ref in enumerate(refs)]
 
-    def gather(self, pendings: Sequence[Pending], timeout: float | None) -> list[Any]:
+    def gather(self, pendings: Sequence[Pending]) -> list[Any]:
         """All answers of one submission; the first failure is raised as soon as it is known."""
         batches = {id(p.batch): p.batch for p in pendings if isinstance(p, RayPending)}
-        values = {key: batch.gather(timeout) for key, batch in batches.items() if batch}
+        values = {key: batch.gather() for key, batch in batches.items() if batch}
         return [
             values[id(p.batch)][p.index] if isinstance(p, RayPending) and p.batch else p.result()
             for p in pendings

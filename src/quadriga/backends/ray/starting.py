@@ -138,7 +138,7 @@ def _wait(
         RankHandle(actor, p.name, RankFacts(p.place.rank, p.place.world_size, "?", 0, "", ""))
         for actor, p in zip(actors, plans, strict=True)
     ]
-    return RayBatch(ready, unknown, f"{role}.__init__").gather(timeout)
+    return RayBatch(ready, unknown, f"{role}.__init__", timeout).gather()
 
 
 def start_single(member: ClassWithInitArgs, options: dict[str, Any], sharing_with: Any) -> Any:

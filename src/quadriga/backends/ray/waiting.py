@@ -44,31 +44,33 @@ class RayBatch:
     refs: list[Any]
     handles: Sequence[RankHandle]
     label: str
+    timeout: float | None = None
+    """Seconds from the submission to CallTimeoutError."""
     ranks: RankSet | None = None
     started: float = field(default_factory=time.monotonic)
     values: list[Any] | None = None
 
-    def gather(self, timeout: float | None = None) -> list[Any]:
+    def gather(self) -> list[Any]:
         """All values in order, waited for once.
 
         Raises WorkerMethodError (a method raised), WorkerDiedError (a process is gone) or
-        CallTimeoutError (`timeout` seconds have passed since the submission).
+        CallTimeoutError (the deadline has passed).
         """
         if self.values is None:
-            self.values = self._wait(timeout)
+            self.values = self._wait()
         return self.values
 
-    def _wait(self, timeout: float | None) -> list[Any]:
+    def _wait(self) -> list[Any]:
         spoken = probed = self.started
         probe = NodeProbe(self.handles)
         while True:
             try:
-                return list(ray.get(self.refs, timeout=self._look_for(timeout)))
+                return list(ray.get(self.refs, timeout=self._look_for()))
             except GetTimeoutError:
                 now = time.monotonic()
                 raise_if_broken()
-                if timeout is not None and now - self.started >= timeout:
-                    self._raise_timeout(timeout)
+                if self.timeout is not None and now - self.started >= self.timeout:
+                    self._raise_timeout(self.timeout)
                 if now - probed >= PROBE_S:
                     probed = now
                     self._raise_if_node_lost(probe)
@@ -78,10 +80,10 @@ class RayBatch:
             except RayError as error:
                 self._raise_first(error)
 
-    def _look_for(self, timeout: float | None) -> float:
-        if timeout is None:
+    def _look_for(self) -> float:
+        if self.timeout is None:
             return LOOK_S
-        return min(LOOK_S, max(0.0, self.started + timeout - time.monotonic()))
+        return min(LOOK_S, max(0.0, self.started + self.timeout - time.monotonic()))
 
     def _unfinished(self) -> list[RankHandle]:
         done, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=0, fetch_local=False)
