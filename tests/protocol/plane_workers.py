@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import torch
+from tensordict import TensorDictBase
 
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, values
 from quadriga.protocol.traffic import traffic
 from quadriga.single_controller import Dispatch, Worker, register
 
@@ -57,6 +59,24 @@ class Plane(Worker):
             value[:] = value[::-1].copy()
         data.meta_info["list"].append(1)
         data.meta_info["tensor"].add_(1)
+        return seen
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def overwrite(self, data):
+        """Overwrites the one field of `data` in place; gives what it held before."""
+        (half,) = [
+            h for h in (data.batch, data.non_tensor_batch) if h is not None and len(h.keys())
+        ]
+        value = half[next(iter(half.keys()))]
+        seen = values.clone(value)
+        leaves = value.values(True, True) if isinstance(value, TensorDictBase) else [value]
+        for leaf in leaves:
+            if isinstance(leaf, np.ndarray):
+                leaf[:] = leaf[::-1].copy()
+                if leaf.dtype == object and isinstance(leaf[0], dict | list):
+                    leaf[0].clear()
+            else:
+                (leaf.values() if leaf.is_nested else leaf).zero_()
         return seen
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 
 import numpy as np
 import pytest
+import ray
 import torch
 from plane_workers import WIDTH, Plane
+from protocol_cases import ARRAYS, TENSORS, same_value
 
 from quadriga.backends import get_backend
 from quadriga.errors import LostObjectError
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, wire
 from quadriga.protocol.refbatch import RefBatch
 from quadriga.protocol.traffic import traffic
 
@@ -21,10 +24,18 @@ BIG_ROW = 4 * WIDTH
 
 @pytest.fixture(scope="module")
 def plane_backends():
-    ray = get_backend("ray")
-    ray.start(num_cpus=16, object_store_memory=200 * 2**20)
-    yield {"ray": ray, "local": get_backend("local")}
-    ray.shutdown()
+    started = not ray.is_initialized()
+    if started:
+        ray.init(
+            address="local", num_cpus=16, object_store_memory=200 * 2**20, include_dashboard=False,
+            logging_level="error",
+        )  # fmt: skip
+    backend = get_backend("ray")
+    backend.start()
+    yield {"ray": backend, "local": get_backend("local")}
+    backend.shutdown()
+    if started:
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +124,21 @@ def test_writing_in_place_is_safe(groups, backend):
     assert sources["by reference"].batch["big"][:, 0].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("limit", [-1, wire.INLINE_BYTES], ids=["stored", "inline"])
+@pytest.mark.parametrize("kind", [*TENSORS, *ARRAYS])
+def test_writing_into_every_kind(groups, backend, kind, limit, monkeypatch):
+    """A worker overwrites what it received; the controller and the other ranks do not notice."""
+    monkeypatch.setattr(wire, "INLINE_BYTES", limit)
+    half = {kind: TENSORS.get(kind)} if kind in TENSORS else {}
+    data = DataProto.from_dict(half, {kind: ARRAYS[kind]} if kind in ARRAYS else {})
+    before = copy.deepcopy(data)
+    for _ in range(2):
+        for seen in groups(backend, 3).overwrite(data):
+            assert same_value(seen, before.batch[kind] if half else before.non_tensor_batch[kind])
+    now, was = (d.batch if half else d.non_tensor_batch for d in (data, before))
+    assert same_value(now[kind], was[kind])
+
+
 def test_unread_fields_pass_through_a_worker_as_references(groups):
     data = groups("ray", 4).generate(prompts(12))
     out = groups("ray", 3).passes_on(data)
@@ -150,19 +176,13 @@ def test_a_dead_owner_is_named(plane_backends, groups):
     data = group.generate(prompts(4))
     survivors = groups("ray", 4).generate(prompts(4))
     for handle in group.workers:
-        host_kill(handle)
+        ray.kill(handle)
     with pytest.raises(LostObjectError, match=r"'big'.*rank 0 in generate") as caught:
         read_until_lost(data)
     assert caught.value.method == "generate" and caught.value.rank == 0
     assert caught.value.field == "big" and caught.value.role
     assert survivors.batch["big"].shape == (4, WIDTH)
     pool.release()
-
-
-def host_kill(handle) -> None:
-    import ray
-
-    ray.kill(handle)
 
 
 def read_until_lost(data: DataProto) -> None:
@@ -175,7 +195,6 @@ def read_until_lost(data: DataProto) -> None:
 
 def store_bytes() -> int:
     """Bytes in use in Ray's object store."""
-    import ray
     from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
     address = ray.get_runtime_context().gcs_address

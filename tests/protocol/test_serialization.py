@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from protocol_cases import ARRAYS, TENSORS, Weird, ragged, same_value
 from tensordict import NonTensorData, TensorDict
 
 from quadriga.errors import FieldError
@@ -23,73 +23,6 @@ from quadriga.protocol.shipping import (
     unpack_argument,
     unpack_result,
 )
-
-JAGGED = torch.jagged
-
-
-def ragged(*rows: torch.Tensor) -> torch.Tensor:
-    return torch.nested.nested_tensor(list(rows), layout=JAGGED)
-
-
-TENSORS = {
-    "float32": torch.randn(4, 3),
-    "float64": torch.randn(4, 3, dtype=torch.float64),
-    "float16": torch.randn(4).half(),
-    "bfloat16": torch.randn(4, 2, 5).bfloat16(),
-    "float8": torch.randn(4, 3).to(torch.float8_e4m3fn),
-    "int64": torch.randint(-9, 9, (4,)),
-    "int8": torch.randint(-9, 9, (4, 2), dtype=torch.int8),
-    "uint8": torch.randint(0, 255, (4, 2), dtype=torch.uint8),
-    "bool": torch.tensor([True, False, True, False]),
-    "complex64": torch.randn(4, 2, dtype=torch.complex64),
-    "complex conjugated": torch.randn(4, 2, dtype=torch.complex128).conj(),
-    "not contiguous": torch.randn(3, 4).t(),
-    "expanded": torch.randn(4, 1).expand(4, 6),
-    "no columns": torch.empty(4, 0, 3),
-    "bfloat16 without columns": torch.empty(4, 0).bfloat16(),
-    "nan and infinity": torch.tensor([float("nan"), float("inf"), -0.0, 1.0]),
-    "jagged": ragged(torch.ones(2), torch.zeros(0), torch.arange(3.0), torch.ones(1)),
-    "jagged bfloat16 with width": ragged(*(torch.randn(i, 2).bfloat16() for i in (1, 3, 2, 1))),
-    "jagged all empty": ragged(*(torch.zeros(0) for _ in range(4))),
-    "jagged with holes": torch.nested.narrow(
-        torch.arange(20).view(4, 5), 1, torch.tensor([0, 1, 2, 0]), torch.tensor([3, 2, 1, 5]),
-        layout=JAGGED,
-    ),
-    "nested dict": TensorDict(
-        {"a": torch.ones(4, 2), "b": TensorDict({"c": torch.arange(4)}, [4])}, [4]
-    ),
-}  # fmt: skip
-
-
-class Weird:
-    def __eq__(self, other):
-        return isinstance(other, Weird)
-
-    __hash__ = None
-
-
-def picture() -> Image.Image:
-    return Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
-
-
-ARRAYS = {
-    "strings": np.array(["a", "", "ü" * 50, "d"], dtype=object),
-    "dicts": np.array([{"a": [1, {2}]}, {}, {"n": None}, {"t": (1, 2)}], dtype=object),
-    "mixed": np.array([1, None, "x", 2.5], dtype=object),
-    "arrays": values.object_array([np.arange(i) for i in range(4)]),
-    "pictures": values.object_array([picture() for _ in range(4)]),
-    "tensors": values.object_array([torch.randn(2), torch.ones(1).bfloat16(), torch.tensor(1), 0]),
-    "numbers": np.arange(8.0).reshape(4, 2),
-    "fixed strings": np.array(["ab", "c", "", "d"]),
-    "two dimensions": np.array([[{"k": i}, i] for i in range(4)], dtype=object),
-    "script classes": values.object_array([Weird() for _ in range(4)]),
-}
-
-
-def same_value(a, b) -> bool:
-    if isinstance(a, torch.Tensor) and not a.is_nested and a.dtype == torch.float8_e4m3fn:
-        return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    return values.same(a, b)
 
 
 @pytest.fixture(params=["inline", "stored"])
