@@ -17,27 +17,45 @@ def ray_backend() -> Iterator[object]:
     backend.shutdown()
 
 
-@pytest.fixture(params=["local", "ray"])
+@pytest.fixture(params=["local", "ray"], scope="module")
 def backend(request: pytest.FixtureRequest) -> object:
     if request.param == "ray":
         return request.getfixturevalue("ray_backend")
     return get_backend("local")
 
 
+class Starter:
+    """Starts groups, and ends them all."""
+
+    def __init__(self, backend):
+        self.backend = backend
+        self.started = []
+
+    def __call__(self, cls, ranks=2, *args, roles=None, **options):
+        """A group of `cls(*args)`, or of several roles in one process."""
+        pool = self.backend.resource_pool([ranks], use_gpu=False, max_colocate_count=1)
+        self.started.append(pool)
+        held = self.backend.colocate(roles) if roles else self.backend.class_with_args(cls, *args)
+        group = self.backend.worker_group(pool, held, **options)
+        self.started.append(group)
+        return group
+
+    def end(self):
+        for thing in reversed(self.started):
+            (getattr(thing, "shutdown", None) or getattr(thing, "release", lambda: None))()
+
+
 @pytest.fixture
 def start(backend):
     """start(cls, ranks, *args, **options) -> a group; ended after the test."""
-    started = []
+    starter = Starter(backend)
+    yield starter
+    starter.end()
 
-    def _start(cls, ranks=2, *args, roles=None, **options):
-        pool = backend.resource_pool([ranks], use_gpu=False, max_colocate_count=1)
-        held = backend.colocate(roles) if roles else backend.class_with_args(cls, *args)
-        group = backend.worker_group(pool, held, **options)
-        started.append((group, pool))
-        return group
 
-    yield _start
-    for group, pool in started:
-        group.shutdown()
-        if hasattr(pool, "release"):
-            pool.release()
+@pytest.fixture(scope="module")
+def start_for_module(backend):
+    """The same, ended after the module's tests on that backend."""
+    starter = Starter(backend)
+    yield starter
+    starter.end()

@@ -10,6 +10,16 @@ from quadriga.errors import LengthError, UnregisteredMethodError
 from quadriga.protocol import DataProto
 
 
+@pytest.fixture(scope="module")
+def twice(start_for_module):
+    return start_for_module(Twice, 2)
+
+
+@pytest.fixture(scope="module")
+def adder(start_for_module):
+    return start_for_module(Adder, 2, 1)
+
+
 def batch(n: int) -> DataProto:
     return DataProto.from_dict(tensors={"a": torch.arange(n)})
 
@@ -24,8 +34,8 @@ def test_calls_by_mode(start):
     assert group.add.__name__ == "add"
 
 
-def test_lists_are_split_only_where_the_mode_says_so(start):
-    group = start(Adder, 2)
+def test_lists_are_split_only_where_the_mode_says_so(adder):
+    group = adder
     with pytest.raises(TypeError):
         raise_cause(lambda: group.add([1, 2]))
     assert group.lists([[1, 2], [3]]) == [[1, 2], [3]]
@@ -40,8 +50,8 @@ def raise_cause(run):
         raise error.__cause__ from None
 
 
-def test_batches_are_split_joined_and_left_alone(start):
-    group = start(Twice, 2)
+def test_batches_are_split_joined_and_left_alone(twice):
+    group = twice
     data = batch(4)
     assert group.twice(data).batch["a"].tolist() == [0, 2, 4, 6]
     assert group.length(data) == [2, 2]
@@ -49,25 +59,22 @@ def test_batches_are_split_joined_and_left_alone(start):
         group.twice(batch(3))
 
 
-def test_padding_is_added_and_taken_off(start):
-    group = start(Twice, 3)
-    data = DataProto.from_dict(tensors={"a": torch.arange(10)}, auto_padding=True)
-    assert group.length(data) == [4, 4, 4]
-    assert group.twice(data).batch["a"].tolist() == [2 * i for i in range(10)]
-    assert len(data) == 10
+def test_padding_is_added_and_taken_off(twice):
+    data = DataProto.from_dict(tensors={"a": torch.arange(9)}, auto_padding=True)
+    assert twice.length(data) == [5, 5]
+    assert twice.twice(data).batch["a"].tolist() == [2 * i for i in range(9)]
+    assert len(data) == 9
 
 
-def test_futures(start):
-    group = start(Twice, 2)
-    future = group.twice.submit(batch(4))
-    assert group.twice(future).batch["a"].tolist() == [0, 4, 8, 12]
-    adder = start(Adder, 2)
+def test_futures(twice, adder):
+    future = twice.twice.submit(batch(4))
+    assert twice.twice(future).batch["a"].tolist() == [0, 4, 8, 12]
     assert adder.soon().get() == [0, 1]
     assert adder.later(0.01) == [0, 1]
 
 
-def test_execute_by_name(start):
-    group = start(Adder, 2, 1)
+def test_execute_by_name(adder):
+    group = adder
     assert group.execute_all_sync("add", [10, 20]) == [11, 22]
     assert group.execute_all_sync("add", 10) == [11, 12]
     assert group.execute_all_sync("unregistered") == ["here", "here"]
@@ -75,19 +82,17 @@ def test_execute_by_name(start):
     assert group.execute_func_rank_zero(lambda x, y: x + y, 1, 2) == 3
 
 
-def test_function_with_batches(start):
-    group = start(Twice, 2)
-
+def test_function_with_batches(twice):
     def negate(worker, data):
         data.batch["a"] = -data.batch["a"] - worker.rank * 100
         return data
 
-    joined = group.execute_with_func_generator(negate, batch(4))
+    joined = twice.execute_with_func_generator(negate, batch(4))
     assert joined.batch["a"].tolist() == [0, -1, -102, -103]
 
 
-def test_unregistered_method_names_the_nearest(start):
-    group = start(Adder, 1)
+def test_unregistered_method_names_the_nearest(adder):
+    group = adder
     with pytest.raises(UnregisteredMethodError, match="Did you mean first"):
         group.frist(1)
     assert not hasattr(group, "unregistered")

@@ -43,12 +43,9 @@ def test_a_subclass_calls_both_roles_in_one_method(start, backend):
 
 
 def test_shared_and_separate_groups_give_equal_results(start, backend):
-    roles = {
-        "actor": backend.class_with_args(Adder, 3),
-        "critic": backend.class_with_args(Adder, 4),
-    }
+    roles = {"a": backend.class_with_args(Adder, 3), "b": backend.class_with_args(Adder, 4)}
     shared = start(None, 2, roles=roles).spawn(roles)
-    apart = {"actor": start(Adder, 2, 3), "critic": start(Adder, 2, 4)}
+    apart = {"a": start(Adder, 2, 3), "b": start(Adder, 2, 4)}
     for role in roles:
         assert shared[role].add(10) == apart[role].add(10)
 
