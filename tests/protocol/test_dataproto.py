@@ -267,3 +267,20 @@ def test_union_with_half_a_batch(form):
     objects.batch = None
     assert rows(tensors.union(objects)) == [0, 1, 2, 3, 4, 5]
     assert rows(DataProto().union(form(six()))) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_rows_of_large_local_tensors(dtype):
+    """Above the size from which results are written into memory of huge pages."""
+    value = (torch.arange(3 * 2**21) % 5).view(3, 2**21).to(dtype)
+    data = DataProto.from_dict({"v": value})
+    assert torch.equal(data[[2, 0, 0]].batch["v"], torch.stack([value[2], value[0], value[0]]))
+    assert torch.equal(DataProto.concat([data[2:], data[:2]]).batch["v"], value[[2, 0, 1]])
+
+
+def test_gradients_flow_through_rows():
+    weight = torch.ones(2, 2**20, requires_grad=True)
+    data = DataProto.from_dict({"v": weight})
+    joined = DataProto.concat([data[[0, 0]], data[1:]])
+    joined.batch["v"].sum().backward()
+    assert weight.grad[:, 0].tolist() == [2.0, 1.0]

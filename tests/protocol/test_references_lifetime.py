@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from quadriga.errors import FieldError, LostObjectError
 from quadriga.protocol import (
     DataProto,
+    DataProtoConfig,
     DataProtoFuture,
     Origin,
     current_store,
@@ -189,6 +190,13 @@ def test_futures_join(store):
         replies(batch(4), 2), collect_fn=lambda outs: DataProto.concat(outs[::-1])
     )
     assert own.get().batch["x"].tolist() == [2, 3, 0, 1]
+
+
+def test_a_future_is_cut_unevenly_where_padding_was_enabled(store):
+    DataProtoConfig.auto_padding = True
+    parts = DataProtoFuture(replies(batch(8), 2)).chunk(3)
+    DataProtoConfig.auto_padding = False  # as in the worker that reads the part
+    assert [part.get().batch["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
 def test_futures_of_tensordicts_and_of_other_things(store):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import threading
 import warnings
@@ -179,3 +180,24 @@ def test_rows_defined_in_a_script_leave_it_to_the_transport():
 def test_a_parcel_is_small():
     parcel = Parcel.of(torch.ones(3), private=True)
     assert len(pickle.dumps(parcel)) < 400
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_tensors_arrive_on_the_current_device(crossing):
+    nested = ragged(torch.ones(2), torch.zeros(1)).to("cuda")
+    data = DataProto.from_dict({"v": torch.arange(2, device="cuda"), "rag": nested})
+    back = crossing(data.to("cuda"))
+    assert back.batch["v"].device == torch.device("cuda", torch.cuda.current_device())
+    assert back.batch["rag"].device.type == "cuda"
+    assert back.batch["v"].tolist() == [0, 1] and values.same(nested, back.batch["rag"])
+    back.batch["v"] += 1
+    assert data.batch["v"].tolist() == [0, 1]
+
+
+def test_tensors_of_a_device_that_is_not_here_arrive_on_the_cpu(store, monkeypatch):
+    """As when a worker with a GPU answers a controller without one."""
+    packed = pack_result(DataProto.from_dict({"v": torch.arange(3)}), Origin("a", 0, "m"))
+    packed.tensors["v"].spec = dataclasses.replace(packed.tensors["v"].spec, device="xpu")
+    packed.head = packed.head[0], "xpu"
+    back = unpack_result(packed)
+    assert back.batch["v"].device.type == "cpu" and back.batch["v"].tolist() == [0, 1, 2]

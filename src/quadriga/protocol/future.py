@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from tensordict import TensorDictBase
 
 from quadriga.errors import FieldError, LengthError
+from quadriga.protocol.building import chunk_bounds
+from quadriga.protocol.config import DataProtoConfig
 from quadriga.protocol.dataproto import DataProto
 
 
@@ -16,6 +19,22 @@ class PendingValue(Protocol):
     """One rank's reply. Picklable; `result()` waits for it and raises the worker's error."""
 
     def result(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Part `index` of `count` of a batch; `uneven` when the process that cut it allows padding."""
+
+    index: int
+    count: int
+    uneven: bool
+
+    def of(self, batch: Any) -> Any:
+        """This part of a batch, as what the batch is."""
+        whole = as_dataproto(batch)
+        bounds = chunk_bounds(len(whole), self.count, self.uneven or whole.is_padding_enabled())
+        part = whole.slice(bounds[self.index], bounds[self.index + 1])
+        return part if isinstance(batch, DataProto) else part.to_tensordict()
 
 
 class DataProtoFuture:
@@ -31,7 +50,7 @@ class DataProtoFuture:
         self,
         pending: Sequence[PendingValue],
         collect_fn: Callable[[list[Any]], Any] | None = None,
-        parts: tuple[tuple[int, int], ...] = (),
+        parts: tuple[Part, ...] = (),
     ) -> None:
         self.pending = list(pending)
         self.collect_fn = collect_fn
@@ -43,20 +62,20 @@ class DataProtoFuture:
 
         replies = [unpack_result(p.result()) for p in self.pending]
         joined = join(replies) if self.collect_fn is None else self.collect_fn(replies)
-        for index, count in self.parts:
-            joined = _part(joined, index, count)
+        for part in self.parts:
+            joined = part.of(joined)
         return joined
 
     result = get
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
         """`chunks` futures, one a part, without waiting. A length that does not divide raises
-        `LengthError` when a part is read."""
+        `LengthError` when a part is read, unless padding is enabled here or on the batch."""
         if chunks < 1:
             raise LengthError(f"a batch is cut into at least 1 part; got {chunks}")
+        parts = [Part(i, chunks, DataProtoConfig.auto_padding) for i in range(chunks)]
         return [
-            DataProtoFuture(self.pending, self.collect_fn, (*self.parts, (i, chunks)))
-            for i in range(chunks)
+            DataProtoFuture(self.pending, self.collect_fn, (*self.parts, part)) for part in parts
         ]
 
     @staticmethod
@@ -67,7 +86,7 @@ class DataProtoFuture:
         return DataProtoFuture(data)
 
     def __repr__(self) -> str:
-        path = "".join(f", part {i} of {n}" for i, n in self.parts)
+        path = "".join(f", part {part.index} of {part.count}" for part in self.parts)
         return f"DataProtoFuture({len(self.pending)} replies{path})"
 
 
@@ -85,8 +104,3 @@ def join(replies: list[Any]) -> Any:
 def as_dataproto(value: Any) -> DataProto:
     """A `DataProto` as it is, a `TensorDict` turned into one."""
     return value if isinstance(value, DataProto) else DataProto.from_tensordict(value)
-
-
-def _part(batch: Any, index: int, count: int) -> Any:
-    part = as_dataproto(batch).chunk(count)[index]
-    return part if isinstance(batch, DataProto) else part.to_tensordict()

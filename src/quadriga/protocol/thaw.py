@@ -7,7 +7,6 @@ write into what it received.
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,10 +17,9 @@ from tensordict import TensorDict
 
 from quadriga.protocol import jagged
 from quadriga.protocol.layout import Ints, Rows
+from quadriga.protocol.memory import empty
 from quadriga.protocol.serialization import CARRIER_OF_SIZE, NUMPY_KNOWS, FieldSpec, Payload
 
-_HUGE_BYTES = 4 * 2**20  # from here on numpy asks for huge pages
-_ALIGNMENT = 64  # as torch allocates
 _LOOP_BYTES = 4096  # runs shorter than this are gathered in one indexing call instead of a loop
 _LOOP_RUNS = 64
 
@@ -38,21 +36,13 @@ def _tensor(spec: FieldSpec, rows: Rows, payloads: Sequence[Payload]) -> tuple[A
 
 
 def _empty(dtype: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
-    """A new tensor, and the numpy array through which its bytes are written.
-
-    Large ones are allocated by numpy, which asks the kernel for huge pages: fresh memory costs a
-    fault a page, and with small pages the faults take longer than the copy.
-    """
+    """A new tensor, and the numpy array through which its bytes are written."""
     wanted: torch.dtype = getattr(torch, dtype)
-    carrier = wanted if wanted in NUMPY_KNOWS else CARRIER_OF_SIZE[wanted.itemsize]
-    nbytes = math.prod(shape) * wanted.itemsize
-    if nbytes < _HUGE_BYTES:
-        tensor = torch.empty(shape, dtype=carrier)
-    else:
-        memory = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
-        start = -memory.ctypes.data % _ALIGNMENT
-        tensor = torch.from_numpy(memory[start : start + nbytes]).view(carrier).view(shape)
-    return (tensor if carrier is wanted else tensor.view(wanted)), tensor.numpy()
+    if wanted in NUMPY_KNOWS:
+        tensor = empty(shape, wanted)
+        return tensor, tensor.numpy()
+    carrier = empty(shape, CARRIER_OF_SIZE[wanted.itemsize])
+    return carrier.view(wanted), carrier.numpy()
 
 
 def device_here(kind: str) -> torch.device:

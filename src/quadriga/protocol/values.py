@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from quadriga.errors import FieldError
-from quadriga.protocol import jagged
+from quadriga.protocol import jagged, memory
 from quadriga.protocol.rowops import RowOp, Span
 
 Value = Any  # torch.Tensor | TensorDictBase | np.ndarray
@@ -56,10 +56,30 @@ def take(value: Value, op: RowOp) -> Value:
     if isinstance(op, Span):
         return value[op.start : op.stop]
     if isinstance(value, torch.Tensor):
-        return value[torch.from_numpy(op.rows).to(value.device)]
+        return _take_rows(value, torch.from_numpy(op.rows).to(value.device))
     if isinstance(value, TensorDictBase):
         return value[torch.from_numpy(op.rows)]
     return value[op.rows]
+
+
+def _take_rows(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    shape = (len(rows), *value.shape[1:])
+    if not memory.is_plain(value) or math.prod(shape) * value.element_size() < memory.HUGE_BYTES:
+        return value[rows]
+    return torch.index_select(value, 0, rows, out=memory.empty(shape, value.dtype))
+
+
+def _concat_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = parts[0]
+    like_first = all(
+        memory.is_plain(p) and p.dtype == first.dtype and p.shape[1:] == first.shape[1:]
+        for p in parts
+    )
+    if not like_first or sum(p.numel() for p in parts) * first.element_size() < memory.HUGE_BYTES:
+        return torch.cat(list(parts), dim=0)
+    rows = sum(len(p) for p in parts)
+    out = memory.empty((rows, *first.shape[1:]), first.dtype)
+    return torch.cat(list(parts), dim=0, out=out)
 
 
 def row(value: Value, index: int) -> Any:
@@ -79,6 +99,8 @@ def concat(values: Sequence[Value], key: str) -> Value:
             return np.concatenate(values, axis=0)
         if any(jagged.is_jagged(v) for v in values):
             return jagged.concat(values)
+        if all(isinstance(v, torch.Tensor) for v in values):
+            return _concat_rows(values)
         return torch.cat(list(values), dim=0)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         shapes = ", ".join(describe(v) for v in values)

@@ -1,0 +1,36 @@
+"""Which values Ray's store puts together, by hand-computed sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quadriga.backends.ray import store as ray_store
+
+MB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bundles"),
+    [
+        ([], []),
+        ([1], [[0]]),
+        ([8 * MB, 8 * MB, 8 * MB, 4 * MB], [[0, 1, 2, 3]]),
+        ([16 * MB, 1, 40 * MB, 2], [[2], [0], [1, 3]]),
+        ([15 * MB] * 5, [[0, 1, 2, 3], [4]]),
+        ([20 * MB, 30 * MB], [[1], [0]]),
+    ],
+)
+def test_bundles(sizes, bundles):
+    assert ray_store._bundles(sizes) == bundles
+
+
+def test_handles_find_their_value_in_the_object_they_share(monkeypatch):
+    kept: list[object] = []
+    monkeypatch.setattr(ray_store.ray, "put", lambda value: kept.append(value) or len(kept) - 1)
+    monkeypatch.setattr(ray_store.ray, "get", lambda refs: [kept[ref] for ref in refs])
+    store = ray_store.RayStore()
+    handles = store.put_many([("a", 1), (np.zeros(1), 16 * MB), ("b", 2), ("c", 3)])
+    assert len(kept) == 2 and [h.nbytes for h in handles] == [1, 16 * MB, 2, 3]
+    assert store.get_many([handles[3], handles[0], handles[2]]) == ["c", "a", "b"]
+    assert handles[1].fetch() is kept[0]
