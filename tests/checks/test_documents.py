@@ -29,8 +29,9 @@ def broken_links(text: str, folder: Path) -> list[str]:
         if "://" in target or target.startswith("mailto:"):
             continue
         path = folder / target
-        page = path.read_text() if path.is_file() else text
-        if not path.exists() or (heading and heading not in headings(page)):
+        if not path.exists():
+            broken.append(match["target"])
+        elif heading and heading not in headings(path.read_text() if path.is_file() else text):
             broken.append(match["target"])
     return broken
 
