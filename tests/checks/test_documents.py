@@ -29,9 +29,8 @@ def broken_links(text: str, folder: Path) -> list[str]:
         if "://" in target or target.startswith("mailto:"):
             continue
         path = folder / target
-        if not path.exists():
-            broken.append(match["target"])
-        elif heading and heading not in headings(path.read_text() if path.is_file() else text):
+        anchors = headings(path.read_text() if path.is_file() else text) if heading else set()
+        if not path.exists() or (heading and heading not in anchors):
             broken.append(match["target"])
     return broken
 
