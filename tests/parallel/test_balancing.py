@@ -56,6 +56,44 @@ def test_every_index_lands_in_exactly_one_part(problem: tuple[list[int], int, bo
     assert parts == get_seqlen_balanced_partitions(lengths, k, equal)
 
 
+def differencing_spread(lengths: list[float], k: int, block: int) -> float:
+    """Karmarkar and Karp, written out: states of k parts, the two most uneven joined, and again."""
+    order = sorted(lengths, reverse=True)
+    states = [
+        sorted(order[i : i + block] + [0.0] * (k - block), reverse=True)
+        for i in range(0, len(order), block)
+    ]
+    while len(states) > 1:
+        states.sort(key=lambda sums: sums[-1] - sums[0])
+        first, second = states.pop(0), states.pop(0)
+        states.append(
+            sorted((a + b for a, b in zip(first, reversed(second), strict=True)), reverse=True)
+        )
+    return states[0][0] - states[0][-1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("count", "k", "equal"), [(37, 5, False), (24, 8, False), (60, 6, True)])
+def test_never_worse_than_differencing(count: int, k: int, equal: bool, seed: int) -> None:
+    lengths = np.random.default_rng(seed).lognormal(6, 1, count).tolist()
+    parts = get_seqlen_balanced_partitions(lengths, k, equal)
+    sums_of = [sum(lengths[i] for i in part) for part in parts]
+    limit = differencing_spread(lengths, k, block=k if equal else 1)
+    assert max(sums_of) - min(sums_of) <= limit + 1e-9
+
+
+def test_differencing_alone_needs_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start is as good as the method promises, before anything is levelled."""
+    monkeypatch.setattr("quadriga.parallel.balancing._MAX_ROUNDS", 0)
+    for seed in range(8):
+        lengths = np.random.default_rng(seed).lognormal(6, 1, 60).tolist()
+        for equal in (False, True):
+            parts = get_seqlen_balanced_partitions(lengths, 6, equal)
+            sums_of = [sum(lengths[i] for i in part) for part in parts]
+            limit = differencing_spread(lengths, 6, block=6 if equal else 1)
+            assert max(sums_of) - min(sums_of) <= limit + 1e-9
+
+
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_free_sizes_are_never_worse_than_longest_first(

@@ -180,16 +180,16 @@ def _fill_empty(parts: list[list[int]], lengths: NDArray[np.float64]) -> list[li
 
 
 def _longest_first(lengths: NDArray[np.float64], k: int) -> Table:
-    """Items by falling length, each to the lightest part (of equal ones, the emptiest)."""
+    """Items by falling length, the first k to a part each, the others to the lightest part."""
     order = np.argsort(-lengths, kind="stable").tolist()
     values = lengths.tolist()
     parts = [[index] for index in order[:k]]
-    heap = [(values[index], 1, part) for part, index in enumerate(order[:k])]
+    heap = [(values[index], part) for part, index in enumerate(order[:k])]
     heapq.heapify(heap)
     for index in order[k:]:
-        total, count, part = heap[0]
+        total, part = heap[0]
         parts[part].append(index)
-        heapq.heapreplace(heap, (total + values[index], count + 1, part))
+        heapq.heapreplace(heap, (total + values[index], part))
     return _as_table(parts)
 
 
