@@ -16,7 +16,7 @@ from torch import Tensor
 from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
 from quadriga.algorithms.aggregation import AGGREGATIONS, aggregate, count_mask
 from quadriga.algorithms.entropy import entropy_bonus
-from quadriga.algorithms.kl import KL_ESTIMATORS, kl_loss
+from quadriga.algorithms.kl import SAMPLED_ESTIMATORS, kl_loss
 from quadriga.algorithms.partial import merge_partials
 from quadriga.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss, select_tokens
 from quadriga.algorithms.value_loss import value_loss
@@ -386,7 +386,7 @@ def test_the_first_gradient_is_the_policy_gradient(name: str, case: Case) -> Non
 
 @settings(max_examples=20, deadline=None)
 @given(cases)
-@pytest.mark.parametrize("kind", list(KL_ESTIMATORS))
+@pytest.mark.parametrize("kind", list(SAMPLED_ESTIMATORS))
 def test_kl_of_equal_policies_is_nothing(kind: str, case: Case) -> None:
     log_prob = case.log_prob.clone().requires_grad_()
     result = kl_loss(log_prob, case.log_prob, case.mask, kl_loss_coef=1.0, kl_loss_type=kind)

@@ -28,11 +28,13 @@ KNOWN = KnownNames(
     estimators_with_groups=frozenset({"grpo"}),
     policy_losses=frozenset({"ppo_clip"}),
     aggregations=frozenset({"token-mean"}),
-    kl_estimators=frozenset({"k1", "k3"}),
-    engines=frozenset({"fsdp"}),
+    kl_estimators=frozenset({"k1", "k3", "full"}),
+    engines=frozenset({"fsdp", "megatron"}),
     rollouts=frozenset({"hf"}),
 )
 N = "actor_rollout_ref.rollout.n"
+ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref.engine.name"
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 SAMPLING = "actor_rollout_ref.rollout.sampling"
 
@@ -96,6 +98,15 @@ def test_defaults_pass():
             "critic.optim.lr_warmup_steps=6 is more than critic.optim.total_steps=5",
         ),
         (
+            ["algorithm.kl_penalty=full"],
+            "algorithm.kl_penalty=full: KL in the reward has the log-probabilities of the sampled "
+            "tokens and nothing else",
+        ),
+        (
+            [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full", f"{REF}=megatron"],
+            f"engines of one kind, but {ACTOR}.engine.name=fsdp and {REF}=megatron",
+        ),
+        (
             ["trainer.n_gpus_per_node=4", "critic.engine.fsdp_size=3"],
             "critic.engine.fsdp_size=3 must be -1 (all ranks) or divide the 4 ranks",
         ),
@@ -112,10 +123,11 @@ def test_settings_that_conflict(overrides, words):
         ("actor_rollout_ref.actor.policy_loss.name=x", "expected one of ppo_clip"),
         ("actor_rollout_ref.actor.loss_agg_mode=x", "expected one of token-mean"),
         ("critic.loss_agg_mode=x", "critic.loss_agg_mode='x'"),
-        ("actor_rollout_ref.actor.kl_loss_type=k9", "expected one of k1, k3"),
+        ("actor_rollout_ref.actor.kl_loss_type=k9", "expected one of full, k1, k3"),
         ("algorithm.kl_penalty=k9", "algorithm.kl_penalty='k9'"),
         ("actor_rollout_ref.rollout.name=vlm", "rollout.name='vlm'"),
         ("critic.engine.name=fsdp3", "did you mean fsdp?"),
+        (f"{REF}=fsdp3", "did you mean fsdp?"),
         ("actor_rollout_ref.actor.optim.lr_scheduler=cosin", "did you mean cosine?"),
         ("trainer.backend=rya", "trainer.backend='rya' is not known; expected one of local, ray"),
         ("algorithm.kl_ctrl.type=x", "expected one of adaptive, fixed"),
@@ -142,6 +154,12 @@ def test_names_that_no_table_has(override, words):
 )
 def test_values_no_run_could_use(override, words):
     assert words in refusal(check_train_settings, TrainConfig, [override], KNOWN)
+
+
+def test_kl_over_the_vocabulary_wants_one_kind_of_engine_only_where_it_is_read():
+    kinds = [f"{ACTOR}.kl_loss_type=full", f"{REF}=megatron"]
+    check_train_settings(load_config(TrainConfig, kinds), KNOWN)
+    check_train_settings(load_config(TrainConfig, [f"{ACTOR}.use_kl_loss=true", kinds[0]]), KNOWN)
 
 
 def test_critic_settings_do_not_matter_without_a_critic():

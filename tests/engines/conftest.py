@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import engine_cases as cases
 import pytest
 import torch
+from head_cases import Folders
 
 from quadriga.models.tiny import TinyModel, write_tiny_model
 
@@ -20,16 +23,24 @@ def model_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def work(model_folder, tmp_path_factory):
+def folders(model_folder, tmp_path_factory):
+    root = tmp_path_factory.mktemp("heads")
+    write_tiny_model(root / "tied", ["one two three"], replace(SHAPE, tie_word_embeddings=True))
+    write_tiny_model(root / "reference", ["one two three"], SHAPE, seed=1)
+    return Folders(model_folder, str(root / "tied"), str(root / "reference"))
+
+
+@pytest.fixture(scope="session")
+def work(model_folder, folders, tmp_path_factory):
     """`one_rank`: a checkpoint after one step; what two ranks then made of it, beside it."""
     folder = tmp_path_factory.mktemp("ranks")
     engine = cases.trainable(model_folder)
     cases.step(engine)
     engine.save(folder / "one_rank")
-    cases.run_two_ranks(cases.rank_main, model_folder, str(folder))
+    cases.run_two_ranks(cases.rank_main, folders, str(folder))
     return folder
 
 
 @pytest.fixture(scope="session")
 def two_ranks(work):
-    return torch.load(work / "results.pt")
+    return torch.load(work / "results.pt", weights_only=False)  # keys are our own records

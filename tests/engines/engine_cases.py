@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import time
+from typing import TYPE_CHECKING
 
 import torch
 import torch.multiprocessing as mp
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
+
+if TYPE_CHECKING:
+    from head_cases import Folders
 
 LENGTHS = [(3, 4), (3, 2), (5, 6), (2, 1), (5, 6), (6, 3), (4, 5)]  # (prompt, response)
 SAME_PROMPT = {1: 0, 4: 2}
@@ -102,8 +106,11 @@ def step(engine: FSDPEngine, rows=None) -> dict[str, float]:
     return engine.train_step(rows, loss)
 
 
-def rank_main(rank: int, folder: str, work: str, port: int) -> None:
+def rank_main(rank: int, folders: Folders, work: str, port: int) -> None:
     """Gradients of every case; then resume what one rank saved, step, and save."""
+    import head_cases
+
+    folder = folders.policy
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
@@ -122,6 +129,7 @@ def rank_main(rank: int, folder: str, work: str, port: int) -> None:
         if key not in engines:
             engines[key] = make_engine(folder, packed=packed, smallest_unit=unit)
         gathered[packed, micro, cut, unit] = gradients(engines[key], mine(cut), micro)
+    heads = head_cases.on_two_ranks(rank, folders)
     gathered["hybrid"] = gradients(make_engine(folder, fsdp_size=1), mine(4), 2)
 
     engine = trainable(folder, smallest_unit=1)
@@ -134,7 +142,9 @@ def rank_main(rank: int, folder: str, work: str, port: int) -> None:
     step(hybrid, mine(4))
     hybrid.save(f"{work}/hybrid")
     if rank == 0:
-        torch.save({"gradients": gathered, "metrics": metrics}, f"{work}/results.pt")
+        torch.save(
+            {"gradients": gathered, "metrics": metrics, "heads": heads}, f"{work}/results.pt"
+        )
     torch.distributed.destroy_process_group()
 
 

@@ -79,7 +79,55 @@ def test_kl_in_the_loss(step, kind) -> None:
     assert math.isfinite(metrics["actor/kl_loss"])
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_kl_over_the_vocabulary_beside_the_policy(run, tmp_path) -> None:
+    """The estimate k3 has its mean; the fused output layer changes nothing."""
+    rule, found = tmp_path / "rule.py", {}
+    rule.write_text(RULE)
+    for kind, more in {
+        "k3": [],
+        "full": [],
+        "fused": [
+            f"{ACTOR}.engine.fused_head=true",
+            "actor_rollout_ref.ref.engine.fused_head=true",
+        ],
+    }.items():
+        found[kind] = run(
+            f"{ACTOR}.use_kl_loss=true",
+            f"{ACTOR}.kl_loss_coef=0",
+            f"{ACTOR}.kl_loss_type={'full' if kind == 'fused' else kind}",
+            f"{ACTOR}.optim.lr=1e-2",
+            f"{ACTOR}.ppo_mini_batch_size=8",  # measured at the policy that sampled
+            "actor_rollout_ref.rollout.n=16",
+            f"reward.path={rule}",
+            f"trainer.default_local_dir={tmp_path / kind}",
+            *more,
+        )[-1]
+    full, fused = found["full"], found["fused"]
+    assert full["actor/kl_loss"] > 0.01
+    assert full["actor/kl_loss"] == pytest.approx(found["k3"]["actor/kl_loss"], rel=0.2)
+    for name in ("actor/kl_loss", "actor/loss", "actor/grad_norm", "reward/mean"):
+        assert fused[name] == pytest.approx(full[name], rel=1e-4, abs=1e-6), name
+
+
+def test_a_reference_on_a_pool_of_its_own_cannot_be_beside_the_policy(train_overrides) -> None:
+    from quadriga.config.loading import load_config
+    from quadriga.config.schema import TrainConfig
+    from quadriga.errors import ConfigError
+    from quadriga.trainer.placement import ResourcePoolManager, Role
+    from quadriga.trainer.ppo import RayPPOTrainer
+
+    more = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full"]
+    manager = ResourcePoolManager(
+        resource_pool_spec={"a": [1], "b": [1]},
+        mapping={Role.ActorRolloutRef: "a", Role.RefPolicy: "b"},
+    )
+    config = load_config(TrainConfig, [*train_overrides, *more])
+    trainer = RayPPOTrainer(config, resource_pool_manager=manager)
+    with pytest.raises(ConfigError, match="role ref is mapped to pool 'b' and the policy to 'a'"):
+        trainer.init_workers()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 def test_rollout_correction(step, level, mode) -> None:
     metrics = step(f"algorithm.rollout_correction.level={level}",

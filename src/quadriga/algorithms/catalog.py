@@ -59,7 +59,8 @@ def describe_algorithms() -> list[AlgorithmEntry]:
     for name, mode in AGGREGATIONS.items():
         rows.append(AlgorithmEntry(name, "aggregation", mode.formula, mode.paper, mode.settings))
     for name, estimator in KL_ESTIMATORS.items():
-        rows.append(AlgorithmEntry(name, "KL estimator", estimator.formula, _SCHULMAN))
+        needs, source = estimator.needs, "" if estimator.needs else _SCHULMAN
+        rows.append(AlgorithmEntry(name, "KL estimator", estimator.formula, source, needs=needs))
     for name, formula in LEVELS.items():
         rows.append(
             AlgorithmEntry(

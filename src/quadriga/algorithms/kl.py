@@ -5,7 +5,8 @@ With d = log π − log π_ref at the sampled token, the estimators of KL(π‖�
 J. Schulman, "Approximating KL divergence" (2020):
 k1 = d,  abs = |d|,  k2 = d²/2,  k3 = e^−d − 1 + d.
 As a loss only k2 has the gradient of KL in expectation; "k1+", "abs+", "k3+" have the value of
-theirs and the gradient of k2 (straight through).
+theirs and the gradient of k2 (straight through). "full" is no estimate: `full_kl.kl_full` sums
+over the vocabulary, which wants both models' logits side by side.
 """
 
 from __future__ import annotations
@@ -34,10 +35,14 @@ LOW_VARIANCE_LIMIT = 10.0
 
 @dataclass(frozen=True)
 class KLEntry:
-    """One estimator: `fn` maps d = log π − log π_ref to its value at each token."""
+    """One estimator: `fn` maps d = log π − log π_ref to its value at each token.
 
-    fn: Callable[[Tensor], Tensor]
+    `fn` None: it cannot be told from d; `kl_loss` is given its values.
+    """
+
+    fn: Callable[[Tensor], Tensor] | None
     formula: str
+    needs: tuple[str, ...] = ()
 
 
 def _k3(d: Tensor) -> Tensor:
@@ -75,7 +80,11 @@ KL_ESTIMATORS: dict[str, KLEntry] = {
     "abs+": KLEntry(_straight_through(torch.abs), "value of abs, gradient of k2"),
     "k3+": KLEntry(_straight_through(_k3), "value of k3, gradient of k2"),
     "low_var_kl+": KLEntry(_straight_through(_low_variance), "value of low_var_kl, gradient of k2"),
+    "full": KLEntry(None, "Σ_v π_v (log π_v − log π_ref,v), exact", ("full_kl_BT",)),
 }
+FULL = "full"
+# Those that are functions of d; the penalty in the reward has nothing else to go by.
+SAMPLED_ESTIMATORS = tuple(name for name, entry in KL_ESTIMATORS.items() if entry.fn is not None)
 ALIASES = {"kl": "k1", "mse": "k2", "k2+": "k2", "mse+": "k2", "kl+": "k1+"}
 
 
@@ -84,43 +93,51 @@ def kl_estimate(log_prob_BT: Tensor, ref_log_prob_BT: Tensor, kind: str) -> Tens
 
     Raises:
         UnknownNameError: no such estimator. ShapeError.
+        AlgorithmError: `full`, which cannot be told from the sampled tokens.
     """
     entry = look_up(KL_ESTIMATORS, ALIASES.get(kind, kind), "KL estimator")
+    if entry.fn is None:
+        raise AlgorithmError(
+            f"KL `{kind}` sums over the vocabulary and cannot be told from the sampled tokens' "
+            "log-probabilities: compute `kl_full` of both models' logits, or choose one of "
+            f"{', '.join(SAMPLED_ESTIMATORS)}.",
+            estimator=kind,
+        )
     require_same_shape("log_prob", log_prob_BT, ref_log_prob=ref_log_prob_BT)
     return entry.fn(as_float(log_prob_BT) - as_float(ref_log_prob_BT))
 
 
-def kl_full(logits_BTV: Tensor, ref_logits_BTV: Tensor) -> Tensor:
-    """KL(π‖π_ref) over the whole vocabulary, Σ_v π_v (log π_v − log π_ref,v), [B, T] in nats.
-
-    Needs both models' logits side by side; exact in value and gradient.
-    """
-    require_same_shape("logits", logits_BTV, ref_logits=ref_logits_BTV)
-    log_p = torch.log_softmax(as_float(logits_BTV), dim=-1)
-    log_q = torch.log_softmax(as_float(ref_logits_BTV), dim=-1)
-    # A word that π excludes (logit −inf) adds nothing: 0·log 0 is 0.
-    return (log_p.exp() * (log_p - log_q).masked_fill(log_p == -torch.inf, 0)).sum(-1)
-
-
 def kl_loss(
     log_prob_BT: Tensor,
-    ref_log_prob_BT: Tensor,
+    ref_log_prob_BT: Tensor | None,
     response_mask_BT: Tensor,
     *,
     kl_loss_coef: float,
     kl_loss_type: str = "k3",
+    full_kl_BT: Tensor | None = None,
     validate: bool = True,
 ) -> PolicyLoss:
     """ℓ = β·KL, a term to add to the policy's loss of each token (GRPO, arXiv 2402.03300, eq. 3).
+
+    Args:
+        ref_log_prob_BT: of the sampled tokens; what `full` does without.
+        full_kl_BT: `kl_full` of each token, with its gradient; what only `full` reads.
 
     Returns:
         Loss of each token, 0 outside the mask; metric `kl_loss` (before β).
 
     Raises:
         UnknownNameError, ShapeError, MaskError, NonFiniteError.
+        AlgorithmError: the input that this type reads is missing.
     """
-    mask, log_prob, ref = _under_mask(log_prob_BT, ref_log_prob_BT, response_mask_BT, validate)
-    kl = kl_estimate(log_prob, ref, kl_loss_type)
+    entry = look_up(KL_ESTIMATORS, ALIASES.get(kl_loss_type, kl_loss_type), "KL estimator")
+    if entry.fn is None:
+        (kl,), mask = _under_mask(response_mask_BT, validate, full_kl=full_kl_BT)
+    else:
+        (log_prob, ref), mask = _under_mask(
+            response_mask_BT, validate, log_prob=log_prob_BT, ref_log_prob=ref_log_prob_BT
+        )
+        kl = kl_estimate(log_prob, ref.detach(), kl_loss_type)
     return PolicyLoss(kl_loss_coef * kl, {"kl_loss": Partial.mean(kl, mask)})
 
 
@@ -140,13 +157,15 @@ def penalise_rewards(
         mean over samples of the mean KL a token, what the adaptive controller wants).
 
     Raises:
-        UnknownNameError, ShapeError, MaskError, NonFiniteError.
+        UnknownNameError, ShapeError, MaskError, NonFiniteError. AlgorithmError: `full`.
     """
-    mask, log_prob, ref = _under_mask(log_prob_BT, ref_log_prob_BT, response_mask_BT, True)
+    (log_prob, ref), mask = _under_mask(
+        response_mask_BT, True, log_prob=log_prob_BT.detach(), ref_log_prob=ref_log_prob_BT.detach()
+    )
     require_same_shape("response_mask", mask, token_level_scores=token_level_scores_BT)
     scores = as_float(token_level_scores_BT.detach()).masked_fill(~mask, 0)
     require_finite(token_level_scores=scores)
-    kl = kl_estimate(log_prob.detach(), ref, kl_penalty)
+    kl = kl_estimate(log_prob, ref, kl_penalty)
     lengths = mask.sum(-1)
     samples = (lengths > 0).sum().clamp(min=1)
     mean = (kl.sum(-1) / lengths.clamp(min=1)).sum() / samples
@@ -154,20 +173,21 @@ def penalise_rewards(
 
 
 def _under_mask(
-    log_prob_BT: Tensor, ref_log_prob_BT: Tensor, response_mask_BT: Tensor, validate: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(bool mask, log π, log π_ref), both 0 outside the mask, so that KL is 0 there."""
+    response_mask_BT: Tensor, validate: bool, **tensors: Tensor | None
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """(each tensor, 0 outside the mask, so that KL is 0 there; the bool mask)."""
     require_matrix("response_mask", response_mask_BT)
-    tensors = {"log_prob": log_prob_BT, "ref_log_prob": ref_log_prob_BT}
-    require_same_shape("response_mask", response_mask_BT, **tensors)
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if len(given) < len(tensors):
+        missing = next(name for name in tensors if name not in given)
+        raise AlgorithmError(
+            f"This KL term reads `{missing}`, which was not given.", tensor=missing
+        )
+    require_same_shape("response_mask", response_mask_BT, **given)
     mask = to_bool_mask(response_mask_BT)
     if validate:
-        require_finite(mask, **tensors)
-    return (
-        mask,
-        as_float(log_prob_BT).masked_fill(~mask, 0),
-        as_float(ref_log_prob_BT.detach()).masked_fill(~mask, 0),
-    )
+        require_finite(mask, **given)
+    return tuple(as_float(tensor).masked_fill(~mask, 0) for tensor in given.values()), mask
 
 
 class FixedKLController:

@@ -112,6 +112,8 @@ def _named(config: TrainConfig, known: KnownNames) -> Iterator[tuple[str, str, f
     yield "algorithm.kl_penalty", algorithm.kl_penalty, known.kl_estimators
     yield f"{ROLLOUT}.name", config.actor_rollout_ref.rollout.name, known.rollouts
     yield f"{ACTOR}.engine.name", actor.engine.name, known.engines
+    ref_engine = config.actor_rollout_ref.ref.engine.name
+    yield "actor_rollout_ref.ref.engine.name", ref_engine, known.engines
     yield "critic.engine.name", config.critic.engine.name, known.engines
 
 
@@ -205,12 +207,33 @@ def _check_algorithm(config: TrainConfig, known: KnownNames) -> None:
             f"upper={correction.upper:g}",
             key="algorithm.rollout_correction.lower",
         )
+    _check_full_kl(config)
     without_critic = known.estimators - known.estimators_with_values
     if config.critic.warmup_steps and algorithm.adv_estimator in without_critic:
         raise ConfigError(
             f"critic.warmup_steps={config.critic.warmup_steps}, but "
             f"algorithm.adv_estimator={algorithm.adv_estimator} has no critic to warm up",
             key="critic.warmup_steps",
+        )
+
+
+def _check_full_kl(config: TrainConfig) -> None:
+    """KL over the vocabulary wants both models' logits in one place."""
+    policy = config.actor_rollout_ref
+    if config.algorithm.kl_penalty == "full":
+        raise ConfigError(
+            "algorithm.kl_penalty=full: KL in the reward has the log-probabilities of the sampled "
+            "tokens and nothing else, so it cannot sum over the vocabulary; choose k1 or k3, or "
+            f"put KL into the loss ({ACTOR}.use_kl_loss=true, {ACTOR}.kl_loss_type=full)",
+            key="algorithm.kl_penalty",
+        )
+    engines = policy.actor.engine.name, policy.ref.engine.name
+    if policy.actor.reads_full_kl and engines[0] != engines[1]:
+        raise ConfigError(
+            f"{ACTOR}.kl_loss_type=full computes policy and reference side by side, which needs "
+            f"engines of one kind, but {ACTOR}.engine.name={engines[0]} and "
+            f"actor_rollout_ref.ref.engine.name={engines[1]}",
+            key="actor_rollout_ref.ref.engine.name",
         )
 
 

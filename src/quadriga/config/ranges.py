@@ -87,7 +87,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "kl_ctrl.type": ("fixed", "adaptive"),
     "filter_groups.mode": ("mask", "refill"),
     "under_filled": ("proceed", "error"),
-    "rollout_correction.level": ("none", "token", "sequence"),
+    "rollout_correction.level": ("none", "token", "sequence", "geometric"),
     "rollout_correction.mode": ("truncate", "mask"),
 }
 

@@ -73,6 +73,7 @@ class EngineConfig:
     fsdp_size: int = -1  # ranks that share one copy; -1: all
     use_dynamic_bsz: bool = True  # micro-batches by tokens instead of by count
     max_tokens_per_micro_batch: int = 16384
+    fused_head: bool | None = None  # log-probs without all logits; None: where these are many
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,12 @@ class ActorConfig:
     entropy_coeff: float = 0.0
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
-    kl_loss_type: str = "k3"
+    kl_loss_type: str = "k3"  # full: over the vocabulary, the reference in the actor's worker
+
+    @property
+    def reads_full_kl(self) -> bool:
+        """Whether the update computes the reference beside the policy."""
+        return self.use_kl_loss and self.kl_loss_type == "full"
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,7 @@ class CriticConfig:
     ppo_mini_batch_size: int | None = None  # None: the actor's
     ppo_micro_batch_size_per_gpu: int | None = None
     ppo_epochs: int | None = None  # None: the actor's
-    cliprange_value: float = 0.5
+    cliprange_value: float | None = 0.5  # None: no clip
     loss_agg_mode: str = "token-mean"
     warmup_steps: int = 0  # steps in which only the critic learns
 
@@ -196,16 +202,18 @@ class OverlongConfig:
     enable: bool = False
     buffer_length: int = 64
     penalty_factor: float = 1.0
+    drop_truncated: bool = False  # leave responses that were cut off out of update and groups
 
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
     """Importance correction between rollout and training log-probabilities."""
 
-    level: str = "none"  # none | token | sequence
+    level: str = "none"  # none | token | sequence | geometric
     mode: str = "truncate"  # truncate | mask
     upper: float = 2.0
     lower: float | None = None  # None: 1 / upper, in mask mode
+    normalise: bool = False  # divide by the batch's mean weight
 
 
 @dataclass(frozen=True)

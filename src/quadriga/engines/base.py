@@ -13,8 +13,8 @@ Batch = Mapping[str, Tensor]
 then right-padded responses) and `response_mask` [B, R]. A loss may read any other field."""
 
 Outputs = dict[str, Tensor]
-"""`log_probs` [B, R] (and `entropy` [B, R] where asked for), or `values` [B, R]; zero outside
-`response_mask`. Entry t belongs to the state in which response token t is chosen."""
+"""`log_probs` [B, R] (and `entropy`, `full_kl` [B, R] where asked for), or `values` [B, R]; zero
+outside `response_mask`. Entry t belongs to the state in which response token t is chosen."""
 
 LossFn = Callable[[Outputs, Batch], tuple[Tensor, Mapping[str, Tensor | float]]]
 """(outputs, micro-batch) -> (loss, metrics). Both are this micro-batch's *share* of the
@@ -45,10 +45,16 @@ class TrainEngine(Protocol):
         *,
         temperature: float = 1.0,
         entropy: bool = False,
+        reference: TrainEngine | None = None,
         micro_batch_size: int | None = None,
     ) -> dict[str, float]:
         """One optimizer step. Returns the loss function's metrics, and `loss`, summed over
-        micro-batches and ranks, with `grad_norm`, `lr`, `skipped_steps`, `micro_batches`."""
+        micro-batches and ranks, with `grad_norm`, `lr`, `skipped_steps`, `micro_batches`.
+
+        With a `reference`, an engine of the same kind on the same ranks that holds a model with
+        the same words, outputs have `full_kl`: KL(policy ‖ reference) of each token, over the
+        vocabulary and at `temperature`, with its gradient. Raises `ConfigError` for another kind.
+        """
         ...
 
     def global_count(self, count: float | Tensor) -> float:

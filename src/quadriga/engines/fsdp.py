@@ -8,8 +8,9 @@ unblocked by  all ranks having called; a rank without rows computes filler so th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 from quadriga.checkpoint.hf_export import export_hf
 from quadriga.checkpoint.rank_state import load_rank_state, save_rank_state
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
-from quadriga.engines.base import Batch, LossFn, Outputs
+from quadriga.engines.base import Batch, LossFn, Outputs, TrainEngine
 from quadriga.engines.micro_batches import (
     check_fields,
     filler_batch,
@@ -85,7 +86,14 @@ class FSDPEngine:
             model, head, dtype, trained=optim is not None
         )
         self.module.to(self.device)
-        self._tokens = TokenModel(self.module, head, self.device, packed=packed)
+        self._tokens = TokenModel(
+            self.module,
+            head,
+            self.device,
+            packed=packed,
+            fused=engine.fused_head,
+            tokens=engine.max_tokens_per_micro_batch,
+        )
         self._tied = _tied_names(self.module)
         self._kept_buffers = set(self.module.state_dict()) - set(_parameter_names(self.module))
         shard_model(
@@ -141,16 +149,18 @@ class FSDPEngine:
         *,
         temperature: float = 1.0,
         entropy: bool = False,
+        reference: TrainEngine | None = None,
         micro_batch_size: int | None = None,
     ) -> dict[str, float]:
         if self.optimizer is None:
             raise ConfigError("this engine has no optimizer: it was built with optim=None")
         parts = self._plan(mini_batch, micro_batch_size)
         totals: dict[str, float] = {}
-        with self._in_use(_PARAMETERS, _MOMENTS):
+        with self._in_use(_PARAMETERS, _MOMENTS), _beside(reference) as ref:
+            compute = partial(self._tokens, temperature=temperature, entropy=entropy, reference=ref)
             for index, rows in enumerate(parts):
                 self._synchronise_gradients(index == len(parts) - 1)
-                self._accumulate(mini_batch, rows, loss_fn, totals, temperature, entropy)
+                self._accumulate(mini_batch, rows, loss_fn, totals, compute)
             norm, rate = self.optimizer.step()
         metrics = sum_metrics_over_ranks(totals)
         metrics |= {
@@ -167,16 +177,13 @@ class FSDPEngine:
         rows: Tensor | None,
         loss_fn: LossFn,
         totals: dict[str, float],
-        temperature: float,
-        entropy: bool,
+        compute: Callable[[Batch], Outputs],
     ) -> None:
         if rows is None:
-            outputs = self._tokens(filler_batch(), temperature=temperature, entropy=entropy)
+            outputs = compute(filler_batch())
             (torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0).backward()
             return
-        outputs = self._tokens(
-            take_rows(mini_batch, rows, _CPU), temperature=temperature, entropy=entropy
-        )
+        outputs = compute(take_rows(mini_batch, rows, _CPU))
         loss, metrics = loss_fn(outputs, take_rows(mini_batch, rows, self.device))
         loss.backward()
         for name, value in {"loss": loss.detach(), **metrics}.items():
@@ -273,6 +280,12 @@ class FSDPEngine:
         self._bring_back(_MOMENTS)
 
     @contextmanager
+    def _scoring(self) -> Iterator[TokenModel]:
+        """The model for another engine's use, its weights on the device meanwhile."""
+        with self._in_use(_PARAMETERS):
+            yield self._tokens
+
+    @contextmanager
     def _in_use(self, *parts: str) -> Iterator[None]:
         """Bring what a method needs to the device, and afterwards leave all as it was."""
         borrowed = [part for part in parts if part in self._away]
@@ -306,6 +319,21 @@ class FSDPEngine:
             self.module.to(device)
         elif self.optimizer is not None:
             self.optimizer.move(device)
+
+
+@contextmanager
+def _beside(reference: TrainEngine | None) -> Iterator[TokenModel | None]:
+    """The reference's model while a step of the policy needs it."""
+    if reference is None:
+        yield None
+        return
+    if not isinstance(reference, FSDPEngine):
+        raise ConfigError(
+            "KL over the vocabulary needs policy and reference in engines of one kind, but the "
+            f"reference's is {type(reference).__name__}; set ref.engine.name=fsdp"
+        )
+    with reference._scoring() as tokens:
+        yield tokens
 
 
 def _load(model: ModelConfig, head: Head, dtype: torch.dtype, *, trained: bool) -> Any:

@@ -17,6 +17,7 @@ from quadriga.checkpoint.folders import (
     prune_checkpoints,
 )
 from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.resuming import ControllerState
@@ -78,6 +79,7 @@ def start_groups(
     policy = Role.ActorRolloutRef if use_reference else Role.ActorRollout
     roles = [policy, *([Role.Critic] if use_critic else [])]
     manager = resource_pool_manager or one_pool(config.trainer, roles, backend)
+    check_reference_placement(config, policy, manager)
     manager.create_resource_pool()
     classes = role_classes(config, policy, total_steps, role_worker_mapping)
 
@@ -105,6 +107,24 @@ def start_groups(
         backend=backend,
         groups=groups,
     )
+
+
+def check_reference_placement(
+    config: TrainConfig, policy: Role, manager: ResourcePoolManager
+) -> None:
+    """KL over the vocabulary needs the reference in the policy's processes.
+
+    Raises:
+        ConfigError: the reference is mapped to another pool. Nothing was started.
+    """
+    pool = manager.mapping.get(Role.RefPolicy)
+    if config.actor_rollout_ref.actor.reads_full_kl and pool not in (None, manager.mapping[policy]):
+        raise ConfigError(
+            "actor_rollout_ref.actor.kl_loss_type=full computes the reference beside the policy, "
+            f"micro-batch by micro-batch, but role {Role.RefPolicy} is mapped to pool {pool!r} and "
+            f"the policy to {manager.mapping[policy]!r}; map both to one pool, or choose k3",
+            key="actor_rollout_ref.actor.kl_loss_type",
+        )
 
 
 def open_backend(trainer: Any) -> Any:

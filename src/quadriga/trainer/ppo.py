@@ -73,10 +73,18 @@ class RayPPOTrainer:
 
     @property
     def use_reference(self) -> bool:
-        """Whether anything reads the reference's log-probabilities."""
+        """Whether the policy's workers hold the reference too."""
         return (
             self.config.algorithm.use_kl_in_reward
             or self.config.actor_rollout_ref.actor.use_kl_loss
+        )
+
+    @property
+    def reads_ref_log_prob(self) -> bool:
+        """Whether anything reads the reference's log-probabilities of the sampled tokens."""
+        actor = self.config.actor_rollout_ref.actor
+        return self.config.algorithm.use_kl_in_reward or (
+            actor.use_kl_loss and not actor.reads_full_kl
         )
 
     @property
@@ -162,10 +170,11 @@ class RayPPOTrainer:
         assert self.record is not None
         config, add = self.config.algorithm, self.record.add
         add(stages.batch_metrics(batch))
+        stages.drop_cut_off(batch, config)
+        add(stages.drop_dead_groups(batch, config))
         add(stages.shape_scores(batch, config))
         if config.use_kl_in_reward:
             add(stages.penalise_kl(batch, self.kl_controller, config.kl_penalty))
-        add(stages.drop_dead_groups(batch, config))
         add(stages.correct_mismatch(batch, config.rollout_correction))
         add(stages.estimate_advantages(batch, config))
         stages.select_update_tokens(batch, self.config.actor_rollout_ref.actor)
@@ -220,7 +229,8 @@ class RayPPOTrainer:
         if self.groups is None:
             self.init_workers()
         assert self.groups is not None
-        return self.groups.actor, self.groups.rollout, self.groups.ref, self.groups.critic
+        ref = self.groups.ref if self.reads_ref_log_prob else None
+        return self.groups.actor, self.groups.rollout, ref, self.groups.critic
 
     def _ranks_to_balance(self) -> int:
         assert self.groups is not None

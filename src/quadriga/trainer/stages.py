@@ -17,6 +17,7 @@ from quadriga.algorithms.policy_losses import get_policy_loss, select_tokens
 from quadriga.algorithms.shaping import (
     add_to_last_token,
     dead_group_metrics,
+    drop_truncated,
     informative_groups,
     overlong_penalty,
     shape_rewards,
@@ -117,22 +118,41 @@ def correct_mismatch(batch: DataProto, config: RolloutCorrectionConfig) -> dict[
             mode=config.mode,
             upper=config.upper,
             lower=config.lower,
+            normalise=config.normalise,
         )
         batch.batch["rollout_is_weights"] = correction.weights_BT
         metrics.update(correction.metrics)
     return {f"mismatch/{name.removeprefix('mismatch_')}": v for name, v in metrics.items()}
 
 
+def drop_cut_off(batch: DataProto, config: AlgorithmConfig) -> None:
+    """Take responses that ran into the length limit out of update and groups, where asked to.
+
+    Reads `finished`; changes `response_mask`.
+    """
+    if config.overlong.drop_truncated:
+        mask = batch.batch["response_mask"]
+        kept = drop_truncated(mask, batch.batch["finished"] == 0)
+        batch.batch["response_mask"] = kept.to(mask.dtype)
+
+
 def drop_dead_groups(batch: DataProto, config: AlgorithmConfig) -> dict[str, float]:
-    """Measure groups whose rewards are all equal; give them weight zero where asked to."""
-    scores_B = batch.batch["token_level_rewards"].sum(-1)
-    uid = batch.non_tensor_batch["uid"]
-    metrics = {f"group/{k}": v for k, v in dead_group_metrics(scores_B, uid).items()}
-    if config.filter_groups.enable and config.filter_groups.mode == "mask":
-        alive_B = informative_groups(scores_B, uid)
-        if alive_B.any():
-            mask = batch.batch["response_mask"]
-            batch.batch["response_mask"] = mask * alive_B.to(mask.dtype)[:, None]
+    """Measure groups whose scores are all equal; give them weight zero where asked to.
+
+    By the reward function's scores, before penalties: length and KL alone are no signal. Responses
+    without tokens are no members. Reads `token_level_scores`; changes `response_mask`.
+    """
+    mask = batch.batch["response_mask"]
+    present_B = mask.any(-1)
+    if not present_B.any():
+        return {}
+    scores = batch.batch["token_level_scores"].sum(-1)[present_B]
+    uid = batch.non_tensor_batch["uid"][present_B.numpy()]
+    metrics = {f"group/{k}": v for k, v in dead_group_metrics(scores, uid).items()}
+    if config.filter_groups.enable:
+        alive_B = present_B.clone()
+        alive_B[present_B] = informative_groups(scores, uid)
+        batch.batch["response_mask"] = mask * alive_B.to(mask.dtype)[:, None]
     return metrics
 
 

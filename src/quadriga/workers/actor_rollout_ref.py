@@ -161,7 +161,8 @@ class ActorRolloutRefWorker(Worker):
         """Epochs × mini-batches of the policy loss. Returns `meta_info["metrics"]`.
 
         Reads the log-prob fields, `old_log_probs`, `advantages`, and `ref_log_prob`,
-        `rollout_is_weights` where the settings use them.
+        `rollout_is_weights` where the settings use them. With `kl_loss_type=full` the reference
+        is computed beside the policy, so it must be loaded in this worker.
         """
         from quadriga.workers.updates import update_policy
 
@@ -174,6 +175,7 @@ class ActorRolloutRefWorker(Worker):
             length_scale=self.runtime.max_response_length,
             world_size=self.world_size,
             seed=self.runtime.seed + self.weight_version,
+            reference=self._engine("ref") if self.config.actor.reads_full_kl else None,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

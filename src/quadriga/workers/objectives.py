@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from quadriga.algorithms.aggregation import aggregate, count_mask
+from quadriga.algorithms.entropy import entropy_bonus
 from quadriga.algorithms.kl import kl_loss
 from quadriga.algorithms.partial import Partial
 from quadriga.algorithms.policy_losses import compute_policy_loss, get_policy_loss
@@ -74,15 +75,17 @@ class PolicyObjective:
         kept = mask.bool()
         partials = {**policy.metrics, "pg_loss": Partial.mean(loss_BT, kept)}
         if self.config.entropy_coeff:
-            partials["entropy"] = Partial.mean(outputs["entropy"], kept)
-            loss_BT = loss_BT - self.config.entropy_coeff * outputs["entropy"]
+            bonus = entropy_bonus(outputs["entropy"], mask, entropy_coeff=self.config.entropy_coeff)
+            partials.update(bonus.metrics)
+            loss_BT = loss_BT + bonus.loss_BT
         if self.config.use_kl_loss:
             kl = kl_loss(
                 outputs["log_probs"],
-                micro["ref_log_prob"],
+                micro.get("ref_log_prob"),
                 mask,
                 kl_loss_coef=self.config.kl_loss_coef,
                 kl_loss_type=self.config.kl_loss_type,
+                full_kl_BT=outputs.get("full_kl"),
             )
             partials.update(kl.metrics)
             loss_BT = loss_BT + kl.loss_BT

@@ -38,8 +38,11 @@ def update_policy(
     length_scale: int,
     world_size: int,
     seed: int,
+    reference: TrainEngine | None = None,
 ) -> DataProto:
     """Run the policy's optimizer steps on this rank's rows; every rank calls this together.
+
+    `reference`: the engine beside which each micro-batch is computed, for KL over the vocabulary.
 
     Returns:
         `meta_info["metrics"]`, each the mean over the optimizer steps and the same on every rank,
@@ -70,6 +73,7 @@ def update_policy(
                 objective,
                 temperature=temperature,
                 entropy=objective.reads_entropy,
+                reference=reference,
                 micro_batch_size=config.ppo_micro_batch_size_per_gpu,
             )
         )

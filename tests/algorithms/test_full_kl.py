@@ -1,0 +1,146 @@
+"""KL over the vocabulary: by hand, against loops, and as a term of the loss."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quadriga.algorithms import full_kl
+from quadriga.algorithms.full_kl import kl_full
+from quadriga.algorithms.kl import kl_estimate, kl_loss, penalise_rewards
+from quadriga.algorithms.partial import merge_partials
+from quadriga.errors import AlgorithmError, NonFiniteError, ShapeError
+
+
+def softmax(logits: list[float], temperature: float) -> list[float]:
+    largest = max(logits)
+    weights = [math.exp((z - largest) / temperature) for z in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def by_loops(logits, reference, temperature: float):
+    """Values and, for each word, the slope of its own token's KL."""
+    values, slopes = [], []
+    for z, z_ref in zip(logits, reference, strict=True):
+        p, q = softmax(z, temperature), softmax(z_ref, temperature)
+        kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+        values.append(kl)
+        slopes.append(
+            [
+                a * (math.log(a / b) - kl) / temperature if a > 0 else 0.0
+                for a, b in zip(p, q, strict=True)
+            ]
+        )
+    return values, slopes
+
+
+def test_by_hand_and_as_the_mean_of_the_estimators() -> None:
+    p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
+    want = 0.5 * math.log(2) + 0.25 * math.log(0.5)
+    full = kl_full(p.log()[None, None] + 3.0, q.log()[None, None] - 1.0)
+    assert full.shape == (1, 1) and full.item() == pytest.approx(want)
+    for kind in ("k1", "k3"):
+        each = kl_estimate(p.log(), q.log(), kind)
+        assert float((p * each).sum()) == pytest.approx(want, rel=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**16),
+    st.integers(0, 7),
+    st.integers(1, 9),
+    st.sampled_from([0.5, 1.0, 2.5]),
+    st.sampled_from([1, 8, 2**18]),
+)
+def test_against_loops(seed: int, count: int, words: int, temperature: float, block: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    logits, reference = (
+        3 * torch.randn(count, words, generator=draw, dtype=torch.float64) for _ in range(2)
+    )
+    upstream = torch.randn(count, generator=draw, dtype=torch.float64)
+    x = logits.clone().requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full_kl, "_CPU_BLOCK", block)
+        got = kl_full(x, reference, temperature)
+        got.backward(upstream)
+    values, slopes = by_loops(logits.tolist(), reference.tolist(), temperature)
+    assert got.tolist() == pytest.approx(values, rel=1e-9, abs=1e-12)
+    for row, scale, want in zip(x.grad.tolist(), upstream.tolist(), slopes, strict=True):
+        assert row == pytest.approx([scale * slope for slope in want], rel=1e-9, abs=1e-12)
+
+
+def test_forbidden_words_add_nothing_and_the_gradient_stays_finite() -> None:
+    torch.manual_seed(0)
+    logits, reference = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
+    logits[..., 0] = -torch.inf
+    both = reference.clone()
+    both[..., 0] = -torch.inf
+    for other in (reference, both):
+        x = logits.clone().requires_grad_()
+        kl_full(x, other).sum().backward()
+        assert bool(torch.isfinite(x.grad).all()) and not x.grad[..., 0].any()
+    without = kl_full(logits[..., 1:], reference[..., 1:])
+    torch.testing.assert_close(kl_full(logits, both), without)
+    assert kl_full(reference, both).isinf().all()
+
+
+def test_half_precision_logits_are_summed_in_float32() -> None:
+    logits, reference = torch.randn(2, 4, 300).bfloat16()
+    x = logits.requires_grad_()
+    kl = kl_full(x, reference)
+    assert kl.dtype == torch.float32
+    torch.testing.assert_close(kl, kl_full(logits.float(), reference.float()))
+    kl.sum().backward()
+    assert x.grad.dtype == torch.bfloat16
+
+
+def test_the_reference_gets_no_gradient() -> None:
+    reference = torch.randn(2, 5, requires_grad=True)
+    kl_full(torch.randn(2, 5, requires_grad=True), reference).sum().backward()
+    assert reference.grad is None
+
+
+def test_equal_policies_are_at_distance_zero() -> None:
+    logits = torch.randn(4, 50, requires_grad=True)
+    kl = kl_full(logits, logits.detach())
+    kl.sum().backward()
+    assert not kl.any() and not logits.grad.any()
+
+
+def test_as_a_term_of_the_loss_it_reads_nothing_outside_the_mask() -> None:
+    full = torch.tensor([[0.5, math.nan, 2.0]], requires_grad=True)
+    result = kl_loss(
+        torch.zeros(1, 3),
+        None,
+        torch.tensor([[1, 0, 1]]),
+        kl_loss_coef=0.5,
+        kl_loss_type="full",
+        full_kl_BT=full,
+    )
+    assert result.loss_BT.tolist() == [[0.25, 0.0, 1.0]]
+    assert merge_partials([result.metrics]) == {"kl_loss": 1.25}
+    result.loss_BT.sum().backward()
+    assert full.grad.tolist() == [[0.5, 0.0, 0.5]]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, mask = torch.zeros(1, 2), torch.ones(1, 2)
+    with pytest.raises(ShapeError, match=r"`ref_logits` has shape \[1, 3\]"):
+        kl_full(x, torch.zeros(1, 3))
+    with pytest.raises(AlgorithmError, match="`temperature` must be above 0, but is 0"):
+        kl_full(x, x, 0)
+    with pytest.raises(AlgorithmError, match="KL `full` sums over the vocabulary"):
+        kl_estimate(x, x, "full")
+    with pytest.raises(AlgorithmError, match="KL `full` sums over the vocabulary"):
+        penalise_rewards(x, x, x, mask, kl_coef=0.1, kl_penalty="full")
+    with pytest.raises(AlgorithmError, match="reads `full_kl`, which was not given"):
+        kl_loss(x, x, mask, kl_loss_coef=0.1, kl_loss_type="full")
+    with pytest.raises(AlgorithmError, match="reads `ref_log_prob`, which was not given"):
+        kl_loss(x, None, mask, kl_loss_coef=0.1)
+    with pytest.raises(NonFiniteError, match="`full_kl` is nan at row 0, token 1"):
+        kl_loss(x, None, mask, kl_loss_coef=0.1, kl_loss_type="full",
+                full_kl_BT=torch.tensor([[0.0, math.nan]]))  # fmt: skip

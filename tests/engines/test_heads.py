@@ -1,0 +1,153 @@
+"""The fused output layer and the reference beside the policy: the textbook's gradients, always."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import engine_cases as cases
+import head_cases
+import pytest
+import torch
+from head_cases import HeadCase
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines.fsdp import FSDPEngine
+from quadriga.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def expected(folders):
+    return {tied: head_cases.by_rows(folders, tied=tied) for tied in (True, False)}
+
+
+def check(found, wanted) -> None:
+    (gradients, metrics), (textbook, kl) = found, wanted
+    assert gradients.keys() == textbook.keys()
+    for name, gradient in textbook.items():
+        scale = gradient.abs().max().clamp(min=1e-6)
+        assert ((gradients[name] - gradient).abs().max() / scale) < 2e-6, name
+    assert metrics["kl"] == pytest.approx(kl, rel=1e-6)
+
+
+@pytest.mark.parametrize("case", head_cases.ONE_RANK, ids=str)
+def test_one_rank(folders, expected, case):
+    check(head_cases.gradients(case, folders, cases.make_batch()), expected[case.tied])
+
+
+@pytest.mark.parametrize("case", head_cases.TWO_RANKS, ids=str)
+def test_two_ranks(two_ranks, expected, case):
+    check(two_ranks["heads"][case], expected[case.tied])
+
+
+def test_with_activation_checkpointing_and_float32(folders):
+    batch = cases.make_batch()
+    found = []
+    for fused in (True, False):
+        engine = FSDPEngine(
+            ModelConfig(path=folders.policy, gradient_checkpointing=True),
+            EngineConfig(fused_head=fused),
+            OptimConfig(),
+        )
+        outputs = engine.forward(batch, temperature=0.7, entropy=True)
+        found.append((outputs, cases.gradients(engine, batch, 3)[0]))
+    (fused, fused_gradients), (plain, plain_gradients) = found
+    for name, values in plain.items():
+        torch.testing.assert_close(fused[name], values, rtol=1e-5, atol=1e-5)
+    for name, gradient in plain_gradients.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(fused_gradients[name], gradient, rtol=1e-5, atol=1e-5 * scale)
+
+
+def test_the_reference_is_left_as_it_was_and_keeps_no_gradient(folders):
+    case = HeadCase(packed=True, fused=True)
+    policy = head_cases.engine(folders.policy, case, fused=True, dtype="float32")
+    reference = head_cases.engine(folders.reference, case, fused=True, frozen=True, dtype="float32")
+    before = {name: tensor.clone() for name, tensor in reference.state_stream()}
+    policy.train_step(cases.make_batch(), head_cases.loss, entropy=True, reference=reference)
+    for name, parameter in reference.module.named_parameters():
+        assert parameter.grad is None, name
+    assert all(torch.equal(before[name], tensor) for name, tensor in reference.state_stream())
+
+
+def test_no_more_logits_than_a_tile_are_ever_made(folders, monkeypatch):
+    """With the plain head a tensor of targets × words exists; with the fused one none does."""
+    monkeypatch.setattr("quadriga.models.linear_log_prob._CPU_TILE", 64)
+    monkeypatch.setattr("quadriga.models.linear_full_kl._CPU_CHUNK", 64)
+    largest = {}
+    for fused in (True, False):
+        case = HeadCase(packed=True, fused=fused)
+        policy, reference = (
+            head_cases.engine(folder, case, fused=fused, frozen=frozen, dtype="float32")
+            for folder, frozen in ((folders.policy, False), (folders.reference, True))
+        )
+        words = policy.module.config.vocab_size
+        targets = int(cases.make_batch()["response_mask"].sum())
+        sizes: list[int] = []
+        layer = policy.module.get_output_embeddings()
+        layer.register_forward_hook(lambda m, i, out, sizes=sizes: sizes.append(out.numel()))
+        policy.train_step(cases.make_batch(), head_cases.loss, entropy=True, reference=reference)
+        largest[fused] = max(sizes)
+    assert largest == {True: 3 * targets, False: targets * words}
+
+
+@pytest.fixture
+def scaled(tmp_path, model_folder):
+    """A Granite of a few thousand parameters: it divides its logits after the output layer."""
+    config = AutoConfig.for_model(
+        "granite", vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, logits_scaling=4.0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    for file in Path(model_folder).glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    return str(tmp_path)
+
+
+def test_a_model_that_changes_its_logits_is_refused_or_left_alone(scaled, monkeypatch):
+    with pytest.raises(ConfigError, match=r"fused_head=true: Granite\w+ changes its logits after"):
+        FSDPEngine(ModelConfig(path=scaled), EngineConfig(fused_head=True), OptimConfig())
+    monkeypatch.setattr("quadriga.engines.token_model.SMALLEST_FUSED", 1)
+    engine = FSDPEngine(ModelConfig(path=scaled), EngineConfig(), OptimConfig())
+    assert not engine._tokens.fused
+    batch = cases.make_batch()
+    found = engine.forward(batch)["log_probs"][0, 0]
+    model, (prompt, response) = AutoModelForCausalLM.from_pretrained(scaled), cases.LENGTHS[0]
+    ids = batch["input_ids"][0, cases.P - prompt : cases.P + response]
+    log_p = model(ids[None]).logits[0].log_softmax(-1)
+    torch.testing.assert_close(found, log_p[prompt - 1, ids[prompt]], rtol=1e-5, atol=1e-5)
+
+
+def test_an_output_layer_with_a_bias_is_refused(model_folder, monkeypatch):
+    from quadriga.engines import fsdp
+
+    def with_bias(*args, **kwargs):
+        model = load(*args, **kwargs)
+        weight = model.lm_head.weight
+        model.lm_head = nn.Linear(weight.shape[1], weight.shape[0])
+        return model
+
+    load = fsdp.load_causal_lm
+    monkeypatch.setattr(fsdp, "load_causal_lm", with_bias)
+    with pytest.raises(ConfigError, match="the output layer of LlamaForCausalLM has a bias"):
+        FSDPEngine(ModelConfig(path=model_folder), EngineConfig(fused_head=True), OptimConfig())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fused"), [(16384, False), (2**30, True)], ids=["few logits", "many logits"]
+)
+def test_by_itself_it_is_on_where_there_are_many_logits(model_folder, tokens, fused):
+    settings = EngineConfig(max_tokens_per_micro_batch=tokens)
+    engine = FSDPEngine(ModelConfig(path=model_folder), settings, OptimConfig())
+    words = json.loads((Path(model_folder) / "config.json").read_text())["vocab_size"]
+    assert (tokens * words >= 2**26) is fused
+    assert engine._tokens.fused is fused
+
+
+def test_a_reference_of_another_kind_is_refused(model_folder):
+    engine = cases.trainable(model_folder)
+    with pytest.raises(ConfigError, match="engines of one kind, but the reference's is object"):
+        engine.train_step(cases.make_batch(), head_cases.loss, reference=object())
