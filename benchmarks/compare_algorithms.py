@@ -26,14 +26,18 @@ sys.path.insert(0, str(HERE))
 from algorithms import Peer  # noqa: E402
 from quadriga.algorithms.advantages import compute_advantages  # noqa: E402
 from quadriga.algorithms.aggregation import AGGREGATIONS, aggregate, count_mask  # noqa: E402
-from quadriga.algorithms.importance import importance_correction  # noqa: E402
-from quadriga.algorithms.kl import kl_estimate  # noqa: E402
+from quadriga.algorithms.importance import (  # noqa: E402
+    importance_correction,
+    mismatch_metrics,
+)
+from quadriga.algorithms.kl import kl_estimate, make_kl_controller  # noqa: E402
 from quadriga.algorithms.policy_losses import (  # noqa: E402
     compute_policy_loss,
     get_policy_loss,
     select_tokens,
 )
 from quadriga.algorithms.value_loss import value_loss  # noqa: E402
+from quadriga.models.log_prob import log_probs_and_entropy  # noqa: E402
 
 TOLERANCE = 1e-6
 ONE = "A group of one: verl subtracts nothing, so the raw reward is the advantage; here it is 0."
@@ -56,6 +60,10 @@ EXPLAINED = {
     "aggregation is obeyed, and `seq-mean-token-mean` is the paper's.",
     "sapo, token-mean": "verl always aggregates SAPO by `seq-mean-token-mean`; here the setting is "
     "obeyed.",
+    "gdpo, one component": "verl whitens the sum over tokens, so that long answers weigh more; "
+    "here over samples, as in the paper.",
+    "mismatch, perplexity ratio": "verl takes the mean of the responses' ratios; here their "
+    "geometric mean, in which a ratio and its inverse cancel.",
     "importance token mask": "verl's interval starts at the bound given; here at 1/upper unless "
     "`lower` is given, so the case without `lower` differs.",
 }
@@ -119,6 +127,10 @@ def make_batch(variant: str) -> dict[str, Tensor | list[str]]:
     batch["groups"] = groups
     if variant == "far apart":
         batch["log_prob"] = batch["log_prob"] - 4.0
+    if variant == "first step":
+        batch["log_prob"] = batch["old_log_prob"].clone()
+    batch["logits"] = torch.from_numpy(2 * rng.normal(size=(count, width, 7)))
+    batch["labels"] = torch.from_numpy(rng.integers(0, 7, (count, width)))
     return batch
 
 
@@ -147,6 +159,7 @@ def advantage_cases() -> list[Comparison]:
             for name in ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
         ),
         case("grpo", batch="empty samples"),
+        Comparison("gdpo, one component", "advantage", "gdpo"),
     ]
 
 
@@ -154,6 +167,7 @@ def loss_cases() -> list[Comparison]:
     """Policy and value losses, aggregations."""
     modes = ("token-mean", "token-sum", "seq-mean-token-sum", PAPER)
     cov = {"kl_cov_ratio": 0.1, "ppo_kl_coef": 0.5}
+    band = {**CLIP, "clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 1.0}
     length = {"loss_scale_length": 9}
     return [
         *(
@@ -168,6 +182,8 @@ def loss_cases() -> list[Comparison]:
         Comparison("geo_mean, token-mean", "loss", "geo_mean", CLIP),
         Comparison("gpg loss", "loss", "gpg"),
         Comparison("kl_cov", "loss", "kl_cov", cov),
+        Comparison("kl_cov, first step", "loss", "kl_cov", cov, batch="first step"),
+        Comparison("clip_cov, first step", "loss", "clip_cov", band, batch="first step"),
         *(Comparison(f"aggregation {m}", "aggregation", m, length) for m in AGGREGATIONS),
         Comparison("value", "value", "value", {"cliprange_value": 0.4}),
     ]
@@ -192,9 +208,44 @@ def distance_cases() -> list[Comparison]:
     ]
 
 
+def measure_cases() -> list[Comparison]:
+    """From logits; of the mismatch; of the adaptive KL controller."""
+    return [
+        Comparison("log-probability", "logits", "log_prob"),
+        Comparison("entropy", "logits", "entropy"),
+        Comparison("mismatch", "mismatch", "k1, k3, perplexities"),
+        Comparison("mismatch, perplexity ratio", "mismatch", "ratio"),
+        Comparison("adaptive KL", "controller", "adaptive", {"kl": [0.1, 0.02, 9.0, 0.11]}),
+    ]
+
+
+def measured(case: Comparison, t: dict[str, Any]) -> dict[str, Tensor]:
+    """Our side of a case of `measure_cases`."""
+    mask = t["mask"]
+    if case.kind == "logits":
+        logits = t["logits"].clone().requires_grad_()
+        values = dict(
+            zip(("log_prob", "entropy"), log_probs_and_entropy(logits, t["labels"]), strict=True)
+        )[case.name]
+        (grad,) = torch.autograd.grad((values * mask * t["values"]).sum(), logits)
+        return {"value": values * mask, "grad": grad}
+    if case.kind == "mismatch":
+        found = mismatch_metrics(t["log_prob"], t["old_log_prob"], mask)
+        names = ("mismatch_k1", "mismatch_k3", "ppl_gap") if "k1" in case.name else ("ppl_ratio",)
+        return {"value": torch.tensor([found[name] for name in names])}
+    controller = make_kl_controller("adaptive", kl_coef=0.1, target_kl=0.1, horizon=100.0)
+    betas = []
+    for kl in case.options["kl"]:
+        controller.update(kl, 24)
+        betas.append(controller.value)
+    return {"value": torch.tensor(betas, dtype=torch.float64)}
+
+
 def ours(case: Comparison, t: dict[str, Any]) -> dict[str, Tensor]:
     """Our side of a case: {"value": …} and, where there is one, {"grad": …}."""
     mask = t["mask"]
+    if case.kind in ("logits", "mismatch", "controller"):
+        return measured(case, t)
     if case.kind == "advantage":
         value, returns = compute_advantages(
             case.name,
@@ -203,6 +254,7 @@ def ours(case: Comparison, t: dict[str, Any]) -> dict[str, Tensor]:
             group_ids=t["groups"],
             values_BT=t["values"],
             reward_baselines_B=t["baselines"],
+            reward_components_BK=(t["rewards"] * mask).sum(-1, keepdim=True),
             **case.options,
         )
         return {"value": value, "returns": returns}
@@ -287,7 +339,7 @@ def main() -> None:
     options = parser.parse_args()
     peer = Peer(options.peer_python, threads=1)
     wrong = 0
-    everything = [*advantage_cases(), *loss_cases(), *distance_cases()]
+    everything = [*advantage_cases(), *loss_cases(), *distance_cases(), *measure_cases()]
     for variant in dict.fromkeys(case.batch for case in everything):
         cases = [case for case in everything if case.batch == variant]
         batch = make_batch(variant)

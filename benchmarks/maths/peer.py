@@ -121,21 +121,20 @@ def compare_one(
     """One case: {"value": …} and, where there is one, {"grad": …}."""
     kind, name, options = case["kind"], case["name"], case["options"]
     mask = t["mask"]
+    if kind in ("logits", "mismatch", "controller"):
+        return measured(core, case, t)
+    if kind == "importance":
+        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+
+        weights, _ = compute_rollout_correction_weights(
+            t["log_prob"] - t["old_log_prob"],
+            mask,
+            rollout_is=options["level"],
+            rollout_is_threshold=case["threshold"],
+        )
+        return {"value": weights}
     if kind == "advantage":
-        arguments: dict[str, Any] = {
-            "token_level_rewards": t["rewards"].clone(),
-            "response_mask": mask,
-        }
-        if name == "gae":
-            arguments |= {"values": t["values"], "gamma": options["gamma"], "lam": options["lam"]}
-        else:
-            arguments |= {"index": groups, "config": algo_config(gamma=options.get("gamma", 1.0))}
-        if name == "grpo":
-            arguments["norm_adv_by_std_in_grpo"] = options.get("norm_adv_by_std", True)
-        if name == "remax":
-            arguments["reward_baselines"] = t["baselines"]
-        value, returns = core.get_adv_estimator_fn(case.get("peer", name))(**arguments)
-        return {"value": value * mask, "returns": returns * mask}
+        return advantage(core, algo_config, case, t, groups)
     log_prob = t["log_prob"].clone().requires_grad_()
     if kind == "loss":
         loss, _ = core.get_policy_loss_fn(case.get("peer", name))(
@@ -154,20 +153,60 @@ def compare_one(
         )
     elif kind == "aggregation":
         loss = core.agg_loss(log_prob, mask, name, loss_scale_factor=options["loss_scale_length"])
-    elif kind == "importance":
-        from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
-
-        weights, _ = compute_rollout_correction_weights(
-            t["log_prob"] - t["old_log_prob"],
-            mask,
-            rollout_is=options["level"],
-            rollout_is_threshold=case["threshold"],
-        )
-        return {"value": weights}
     else:
         raise ValueError(kind)
     (grad,) = torch.autograd.grad(loss, log_prob)
     return {"value": loss, "grad": grad}
+
+
+def advantage(
+    core: Any, algo_config: Any, case: dict[str, Any], t: dict[str, torch.Tensor], groups: Any
+) -> dict[str, torch.Tensor]:
+    """An estimator's advantages and returns."""
+    name, options, mask = case["name"], case["options"], t["mask"]
+    arguments: dict[str, Any] = {
+        "token_level_rewards": t["rewards"].clone(),
+        "response_mask": mask,
+    }
+    if name == "gae":
+        arguments |= {"values": t["values"], "gamma": options["gamma"], "lam": options["lam"]}
+    else:
+        arguments |= {"index": groups, "config": algo_config(gamma=options.get("gamma", 1.0))}
+    if name == "grpo":
+        arguments["norm_adv_by_std_in_grpo"] = options.get("norm_adv_by_std", True)
+    if name == "remax":
+        arguments["reward_baselines"] = t["baselines"]
+    value, returns = core.get_adv_estimator_fn(case.get("peer", name))(**arguments)
+    return {"value": value * mask, "returns": returns * mask}
+
+
+def measured(core: Any, case: dict[str, Any], t: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """From logits; of the mismatch; of the adaptive KL controller."""
+    from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
+    from verl.utils import torch_functional
+
+    mask = t["mask"]
+    if case["kind"] == "logits":
+        logits = t["logits"].clone().requires_grad_()
+        if case["name"] == "entropy":
+            values = torch_functional.entropy_from_logits(logits)
+        else:
+            values = torch_functional.logprobs_from_logits_v2(logits, t["labels"])
+        (grad,) = torch.autograd.grad((values * mask * t["values"]).sum(), logits)
+        return {"value": values * mask, "grad": grad}
+    if case["kind"] == "mismatch":
+        found = compute_offpolicy_metrics(t["log_prob"], t["old_log_prob"], mask)
+        gap = found["training_ppl"] - found["rollout_ppl"]
+        wanted = (
+            [found["kl"], found["k3_kl"], gap] if "k1" in case["name"] else [found["ppl_ratio"]]
+        )
+        return {"value": torch.tensor(wanted)}
+    controller = core.AdaptiveKLController(0.1, 0.1, 100.0)
+    betas = []
+    for kl in case["options"]["kl"]:
+        controller.update(kl, 24)
+        betas.append(controller.value)
+    return {"value": torch.tensor(betas)}
 
 
 def main() -> None:
