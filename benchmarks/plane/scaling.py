@@ -16,8 +16,8 @@ from quadriga.protocol.column import RefColumn
 from quadriga.protocol.layout import Block, Rows, new_uid
 from quadriga.protocol.refarrays import RefArrays
 from quadriga.protocol.refbatch import RefBatch
-from quadriga.protocol.serialization import FieldSpec
 from quadriga.protocol.shipping import pack_argument, unpack_result
+from quadriga.protocol.spec import FieldSpec
 
 
 class FakeHandle:

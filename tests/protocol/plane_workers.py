@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
+from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,12 +13,63 @@ from tensordict import TensorDictBase
 
 from quadriga.protocol import DataProto, values
 from quadriga.protocol.traffic import traffic
-from quadriga.single_controller import Dispatch, Worker, register
+from quadriga.single_controller import (
+    Dispatch,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 
 WIDTH = 16384  # float32 columns: a row weighs 64 KiB, so that one row is above the inline limit
 
 
+class Box:
+    """An object of the user's own."""
+
+    def __init__(self) -> None:
+        self.items = [1]
+
+
+def bag() -> dict:
+    """Tensors and mutable things in containers of several kinds."""
+    return {
+        "state": OrderedDict(w=torch.ones(3), deep=[np.ones(3)]),
+        "objects": np.array([np.ones(2), {"k": [1]}, None], dtype=object),
+        "names": {"a"},
+        "box": Box(),
+    }
+
+
+def spoil(bag: dict) -> None:
+    """Changes everything in it in place."""
+    bag["state"]["w"].zero_()
+    bag["state"]["deep"][0][:] = 0
+    bag["objects"][0][:] = 0
+    bag["objects"][1]["k"].append(2)
+    bag["names"].add("b")
+    bag["box"].items.append(2)
+
+
+def is_whole(bag: dict) -> bool:
+    """Whether nobody has spoiled it."""
+    return (
+        type(bag["state"]) is OrderedDict
+        and bag["state"]["w"].tolist() == [1, 1, 1]
+        and bag["state"]["deep"][0].tolist() == [1, 1, 1]
+        and bag["objects"][0].tolist() == [1, 1]
+        and bag["objects"][1] == {"k": [1]}
+        and bag["names"] == {"a"}
+        and bag["box"].items == [1]
+    )
+
+
 class Plane(Worker):
+    def __init__(self) -> None:
+        super().__init__()
+        self._register_dispatch_collect_info("pairs", self.rank // 2, self.rank % 2 == 0)
+        self.kept = bag()
+        self.received: tuple[list[str], int] = ([], 0)
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate(self, prompts):
         """big [n, WIDTH] holds the row's number; small [n]; rag: row i has i % 3 times 4096."""
@@ -29,6 +83,47 @@ class Plane(Worker):
             },
             {"text": [f"{int(i)}" + "x" * 70_000 for i in rows]},
         )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_once_there_is(self, prompts, path):
+        """As `generate`, but not before the file is there."""
+        deadline = time.monotonic() + 30
+        while not Path(path).exists():
+            assert time.monotonic() < deadline, "nobody made the file: the controller waits"
+            time.sleep(0.02)
+        return self.generate(prompts)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("pairs"))
+    def receive_in_pairs(self, data):
+        """Ranks 2 i and 2 i + 1 get the same rows; notes which stored objects they lie in."""
+        column = data.batch.columns["big"]
+        keys = [handle.key for handle in column.handles]
+        traffic.reset()
+        data.prefetch(["big"])
+        self.received = keys, traffic.reset().fetched_bytes
+        return data.select(["big"])
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def what_was_received(self):
+        return self.received
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def spoil(self, bag):
+        seen = is_whole(bag)
+        spoil(bag)
+        return seen
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def spoil_meta(self, data):
+        return self.spoil(data.meta_info)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def show_kept(self):
+        return self.kept
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def fetch_handles(self, handles):
+        return [handle.fetch().tolist() for handle in handles]
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def values(self, data):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,17 @@ def shard(data: DataProto, ranks: int, method: str = "make") -> DataProto:
         for r, (a, b) in enumerate(itertools.pairwise(cuts))
     ]
     return DataProto.concat(replies)
+
+
+def rows_of(data: DataProto) -> list[dict[str, Any]]:
+    """The batch as plain rows: key to number, list or object."""
+    columns: dict[str, list[Any]] = {}
+    for key in [] if data.batch is None else data.batch.keys():
+        value = data.batch[key]
+        columns[key] = [r.tolist() for r in value.unbind()] if value.is_nested else value.tolist()
+    for key, value in data.non_tensor_batch.items():
+        columns[key] = list(value)
+    return [{k: columns[k][i] for k in columns} for i in range(len(data))]
 
 
 JAGGED = torch.jagged
@@ -68,8 +81,14 @@ class Weird:
     __hash__ = None
 
 
-def picture() -> Image.Image:
-    return Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
+def picture(mode: str = "RGB") -> Image.Image:
+    return Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)).convert(mode)
+
+
+def picture_from_a_file() -> Image.Image:
+    file = io.BytesIO()
+    picture().save(file, "png")
+    return Image.open(io.BytesIO(file.getvalue()))
 
 
 ARRAYS = {
@@ -77,7 +96,7 @@ ARRAYS = {
     "dicts": np.array([{"a": [1, {2}]}, {}, {"n": None}, {"t": (1, 2)}], dtype=object),
     "mixed": np.array([1, None, "x", 2.5], dtype=object),
     "arrays": values.object_array([np.arange(i) for i in range(4)]),
-    "pictures": values.object_array([picture() for _ in range(4)]),
+    "pictures": values.object_array([picture(), picture("P"), picture("L"), picture_from_a_file()]),
     "tensors": values.object_array([torch.randn(2), torch.ones(1).bfloat16(), torch.tensor(1), 0]),
     "numbers": np.arange(8.0).reshape(4, 2),
     "fixed strings": np.array(["ab", "c", "", "d"]),

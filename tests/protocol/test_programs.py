@@ -6,16 +6,24 @@ The list of rows is the independent reference: it knows nothing of tensors, layo
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from protocol_cases import shard
+from protocol_cases import rows_of, shard
 
 from quadriga.backends.local.store import LocalStore
-from quadriga.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto, use_store, wire
+from quadriga.protocol import (
+    DataProto,
+    DataProtoFuture,
+    pad_dataproto_to_divisor,
+    unpad_dataproto,
+    use_store,
+    wire,
+)
 
 Row = dict[str, Any]
 DTYPES = {
@@ -56,16 +64,6 @@ def batch_of(rows: list[Row]) -> DataProto:
     tensors["rag"] = torch.nested.nested_tensor_from_jagged(values, offsets.long())
     arrays = {"s": [r["s"] for r in rows], "a": np.array([r["a"] for r in rows], dtype=np.float64)}
     return DataProto.from_dict(tensors, arrays)
-
-
-def rows_of(data: DataProto) -> list[Row]:
-    columns: dict[str, list[Any]] = {}
-    for key in [] if data.batch is None else data.batch.keys():
-        value = data.batch[key]
-        columns[key] = [r.tolist() for r in value.unbind()] if value.is_nested else value.tolist()
-    for key, value in data.non_tensor_batch.items():
-        columns[key] = list(value)
-    return [{k: columns[k][i] for k in columns} for i in range(len(data))]
 
 
 def op_slice(draw, rows, *batches):
@@ -189,6 +187,58 @@ def op_read(draw, rows, *batches):
         for data in batches:
             data.prefetch(list(keys))
     return rows, *batches
+
+
+def op_unfold_columns(draw, rows, *batches):
+    """`f` is cut in two where it still has two columns; everything else is repeated."""
+    if not rows or len(rows[0].get("f", [])) != 2 or len(rows) > 30:
+        return rows, *batches
+    cut = [{**r, "f": [half]} for r in rows for half in r["f"]]
+    return cut, *(d.unfold_column_chunks(2, ["f"]) for d in batches)
+
+
+def op_mini_batches(draw, rows, *batches):
+    sizes = [n for n in range(1, len(rows) + 1) if len(rows) % n == 0]
+    if not sizes:
+        return rows, *batches
+    size, epochs = draw(st.sampled_from(sizes)), draw(st.integers(1, 2))
+    if len(rows) * epochs > 60:
+        epochs = 1
+    return rows * epochs, *(DataProto.concat(list(d.make_iterator(size, epochs))) for d in batches)
+
+
+def op_pickle(draw, rows, *batches):
+    return rows, *(pickle.loads(pickle.dumps(d)) for d in batches)
+
+
+def op_deepcopy(draw, rows, *batches):
+    """A copy is written into; the original must not notice."""
+    for data in batches:
+        copied = copy.deepcopy(data)
+        if rows and "i" in rows[0]:
+            copied.batch["i"] += 1
+        del copied
+    return rows, *(copy.deepcopy(d) for d in batches)
+
+
+def op_future(draw, rows, *batches):
+    """The batch is a future's; its parts are read in any order and joined."""
+    parts = draw(st.sampled_from([n for n in (1, 2, 3) if len(rows) % n == 0]))
+    order = draw(st.permutations(range(parts)))
+    size = len(rows) // parts
+    result = []
+    for data in batches:
+        pieces = DataProtoFuture([_Done(data)]).chunk(parts)
+        result.append(DataProtoFuture.concat([pieces[p] for p in order]).get())
+    return [r for p in order for r in rows[p * size : (p + 1) * size]], *result
+
+
+class _Done:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def result(self) -> Any:
+        return self.value
 
 
 def op_write(draw, rows, *batches):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -92,6 +95,24 @@ def test_prefetch_waits_once(store, monkeypatch):
     assert waits == [4 * 5]
     with pytest.raises(FieldError, match="no field 'nope'"):
         data.prefetch(["nope"])
+
+
+def test_threads_that_read_at_once_see_one_value(store, monkeypatch):
+    """All fetch before the first has opened the field; a part taken meanwhile is whole."""
+    fetch_many, threads = reference.fetch_many, 4
+    together = threading.Barrier(threads, timeout=20)
+
+    def slow(handles):
+        together.wait()
+        return fetch_many(handles)
+
+    data = shard(batch(), 4)
+    monkeypatch.setattr("quadriga.protocol.column.fetch_many", slow)
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(lambda _: data.batch["wide"], range(threads)))
+    assert all(value is found[0] for value in found)
+    found[0][0] = -1
+    assert data[:1].batch["wide"].tolist() == [[-1, -1, -1, -1]]
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 5])

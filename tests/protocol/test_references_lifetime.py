@@ -225,9 +225,9 @@ def test_describe(store):
     lines = {line.split()[0]: line for line in data.describe().splitlines()}
     assert lines["wide"].split("  ")[0] == "wide" and "[8, 4]" in lines["wide"]
     assert "128" in lines["wide"] and "actor[0-3] on 10.0.0.1" in lines["wide"]
-    assert lines["wide"].endswith("actor.generate")
-    assert "actor[0-1] on 10.0.0.1" in lines["v"] and lines["v"].endswith("actor.values")
-    assert "here" in lines["x"] and lines["x"].endswith("actor.generate")
+    assert lines["wide"].endswith("actor.generate[0-3]")
+    assert "actor[0-1] on 10.0.0.1" in lines["v"] and lines["v"].endswith("actor.values[0-1]")
+    assert "here" in lines["x"] and lines["x"].endswith("actor.generate[0-3]")
     assert "bfloat16" in lines["mine"] and "here" in lines["mine"]
     assert lines["mine"].endswith("controller")
     assert "[8, *]" in lines["rag"]

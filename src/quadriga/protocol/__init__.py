@@ -9,13 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quadriga.protocol.collating import collate_fn as collate_fn
     from quadriga.protocol.config import DataProtoConfig as DataProtoConfig
     from quadriga.protocol.dataproto import DataProto as DataProto
     from quadriga.protocol.folding import fold_batch_dim as fold_batch_dim
     from quadriga.protocol.folding import unfold_batch_dim as unfold_batch_dim
     from quadriga.protocol.future import DataProtoFuture as DataProtoFuture
     from quadriga.protocol.item import DataProtoItem as DataProtoItem
-    from quadriga.protocol.iterating import collate_fn as collate_fn
     from quadriga.protocol.joining import union_numpy_dict as union_numpy_dict
     from quadriga.protocol.joining import union_tensor_dict as union_tensor_dict
     from quadriga.protocol.padding import pad_dataproto_to_divisor as pad_dataproto_to_divisor
@@ -31,7 +31,7 @@ _HOME = {
     "DataProtoFuture": "future",
     "DataProtoItem": "item",
     "Origin": "reference",
-    "collate_fn": "iterating",
+    "collate_fn": "collating",
     "current_store": "reference",
     "fold_batch_dim": "folding",
     "pad_dataproto_to_divisor": "padding",

@@ -8,7 +8,7 @@ a real `TensorDict` and a plain dict unless some field lies elsewhere.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tensordict import TensorDict
@@ -22,6 +22,23 @@ from quadriga.protocol.rowops import RowOp, Span
 
 Batch = Any  # TensorDict | RefBatch | None
 Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+class Contents(NamedTuple):
+    """What a batch holds: its tensor half, its array half and its settings."""
+
+    batch: Batch
+    arrays: Arrays
+    meta: dict[str, Any]
+
+    @property
+    def rows(self) -> int:
+        """Length of dimension 0; 0 when there is no field at all."""
+        if self.batch is not None:
+            return int(self.batch.batch_size[0])
+        for _, length in lengths_of_arrays(self.arrays):
+            return length
+        return 0
 
 
 def tensor_columns(batch: Batch) -> dict[str, Any]:
@@ -75,13 +92,6 @@ def lengths_of_arrays(arrays: Arrays) -> list[tuple[str, int]]:
                 field=key,
             )
     return lengths
-
-
-def arrays_len(arrays: Arrays) -> int:
-    """Rows of a batch that has no tensors."""
-    for _, length in lengths_of_arrays(arrays):
-        return length
-    return 0
 
 
 def take(batch: Batch, arrays: Arrays, op: RowOp) -> tuple[Batch, Arrays]:
@@ -180,11 +190,9 @@ def prefetch(batch: Batch, arrays: Arrays, keys: Sequence[str] | None) -> None:
 
 def deepcopy(batch: Batch, arrays: Arrays) -> tuple[Batch, Arrays]:
     """Private copies of everything that is local; references are immutable and are shared."""
-
-    def private(column: Any) -> Any:
-        return column.fresh() if columns.is_remote(column) else values.clone(columns.local(column))
-
     if batch is not None:
-        fields = {key: private(column) for key, column in tensor_columns(batch).items()}
+        fields = {key: columns.private(column) for key, column in tensor_columns(batch).items()}
         batch = make_batch(batch, fields, int(batch.batch_size[0]))
-    return batch, make_arrays({k: private(column) for k, column in array_columns(arrays).items()})
+    return batch, make_arrays(
+        {k: columns.private(column) for k, column in array_columns(arrays).items()}
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,12 +11,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from quadriga.errors import FieldError, LengthError
 from quadriga.protocol import batches, values
-from quadriga.protocol.rowops import Take
-
-if TYPE_CHECKING:
-    from quadriga.protocol.dataproto import DataProto
-
-Arrays = dict[str, np.ndarray[Any, Any]]
+from quadriga.protocol.batches import Arrays, Contents
 
 
 def check_dicts(
@@ -111,11 +106,11 @@ def sort_by_type(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 def split_tensordict(
     tensor_dict: TensorDictBase | None, meta_info: dict[str, Any] | None, num_batch_dims: int
-) -> tuple[TensorDict | None, Arrays, dict[str, Any]]:
-    """`(batch, non_tensor_batch, meta_info)` of a `TensorDict` that may hold non-tensors."""
+) -> Contents:
+    """What a `TensorDict` that may hold non-tensors is as a batch."""
     meta = dict(meta_info or {})
     if tensor_dict is None:
-        return None, {}, meta
+        return Contents(None, {}, meta)
     tensors: dict[str, Any] = {}
     arrays: Arrays = {}
     for key, value in tensor_dict.items(is_leaf=lambda _: True):
@@ -128,21 +123,21 @@ def split_tensordict(
     batch, _ = check_dicts(tensors, {}, num_batch_dims)
     if batch is None and not arrays and tensor_dict.batch_size:
         batch = TensorDict({}, batch_size=tensor_dict.batch_size[:num_batch_dims])
-    return batch, arrays, meta
+    return Contents(batch, arrays, meta)
 
 
-def join_tensordict(data: DataProto) -> TensorDict:
+def join_tensordict(contents: Contents) -> TensorDict:
     """One `TensorDict` with tensors, object arrays as `NonTensorStack`, settings as
     `NonTensorData`. Raises `FieldError` when two of them share a name."""
-    batch: dict[str, Any] = {} if data.batch is None else dict(data.batch.items())
-    size = [len(data)] if data.batch is None else list(data.batch.batch_size)
-    for key, array in data.non_tensor_batch.items():
-        _check_free(key, batch)
-        batch[key] = NonTensorStack(*[NonTensorData(item) for item in array])
-    for key, value in data.meta_info.items():
-        _check_free(key, batch)
-        batch[key] = NonTensorData(value, batch_size=size)
-    return TensorDict(batch, batch_size=size)
+    fields: dict[str, Any] = {} if contents.batch is None else dict(contents.batch.items())
+    size = [contents.rows] if contents.batch is None else list(contents.batch.batch_size)
+    for key, array in contents.arrays.items():
+        _check_free(key, fields)
+        fields[key] = NonTensorStack(*[NonTensorData(item) for item in array])
+    for key, value in contents.meta.items():
+        _check_free(key, fields)
+        fields[key] = NonTensorData(value, batch_size=size)
+    return TensorDict(fields, batch_size=size)
 
 
 def _check_free(key: str, taken: Mapping[str, Any]) -> None:
@@ -153,70 +148,29 @@ def _check_free(key: str, taken: Mapping[str, Any]) -> None:
         )
 
 
-def check(data: DataProto) -> None:
+def check(contents: Contents) -> None:
     """Every field has the length of the batch and a type that a field may have."""
-    if data.batch is not None and len(getattr(data.batch, "batch_size", ())) < 1:
+    batch, arrays, meta = contents
+    if batch is not None and len(getattr(batch, "batch_size", ())) < 1:
+        raise FieldError(f"batch is a TensorDict with at least one batch dimension; got {batch!r}")
+    if not isinstance(arrays, dict):
         raise FieldError(
-            f"batch is a TensorDict with at least one batch dimension; got {data.batch!r}"
+            f"non_tensor_batch is a dict; got {type(arrays).__name__}", field="non_tensor_batch"
         )
-    if not isinstance(data.non_tensor_batch, dict):
-        raise FieldError(
-            f"non_tensor_batch is a dict; got {type(data.non_tensor_batch).__name__}",
-            field="non_tensor_batch",
-        )
-    if not isinstance(data.meta_info, dict):
-        raise FieldError(
-            f"meta_info is a dict; got {type(data.meta_info).__name__}", field="meta_info"
-        )
-    if data.non_tensor_batch:
-        _check_arrays(data)
+    if not isinstance(meta, dict):
+        raise FieldError(f"meta_info is a dict; got {type(meta).__name__}", field="meta_info")
+    if arrays:
+        _check_arrays(contents)
 
 
-def _check_arrays(data: DataProto) -> None:
-    reference = "the batch" if data.batch is not None else f"'{next(iter(data.non_tensor_batch))}'"
-    length = len(data)
-    for key, count in batches.lengths_of_arrays(data.non_tensor_batch):
-        if count != length:
+def _check_arrays(contents: Contents) -> None:
+    lengths = batches.lengths_of_arrays(contents.arrays)
+    reference = "the batch" if contents.batch is not None else f"'{lengths[0][0]}'"
+    expected = contents.rows
+    for key, count in lengths:
+        if count != expected:
             raise LengthError(
-                f"all fields of a batch have the same length: {reference} has {length} rows, "
+                f"all fields of a batch have the same length: {reference} has {expected} rows, "
                 f"'{key}' has {count}",
                 field=key,
             )
-
-
-def chunk_bounds(length: int, chunks: int, uneven: bool) -> list[int]:
-    """`chunks + 1` row numbers at which a batch is cut. Raises `LengthError` when it must divide
-    and does not."""
-    if chunks < 1:
-        raise LengthError(f"a batch is cut into at least 1 part; got {chunks}")
-    size, rest = divmod(length, chunks)
-    if rest and not uneven:
-        raise LengthError(
-            f"{length} rows do not divide into {chunks} equal parts: "
-            f"{length} = {chunks} × {size} + {rest}. Drop {rest} or add {chunks - rest} rows, or "
-            "allow padding with DataProto.from_dict(..., auto_padding=True) or "
-            "DataProtoConfig.auto_padding = True"
-        )
-    return [i * size + min(i, rest) for i in range(chunks + 1)]
-
-
-def repeats(repeat_times: Any, length: int) -> Take:
-    """Row `i` `repeat_times[i]` times, as a `RowOp`."""
-    if isinstance(repeat_times, torch.Tensor):
-        repeat_times = repeat_times.detach().cpu().numpy()
-    counts = np.asarray(
-        repeat_times if not isinstance(repeat_times, Sequence) else list(repeat_times)
-    )
-    if counts.size == 0:
-        counts = counts.astype(np.int64)
-    if counts.ndim != 1 or counts.dtype.kind not in "iu":
-        raise FieldError(
-            f"repeat_times is a list of whole numbers, one a row; got {repeat_times!r}"
-        )
-    if len(counts) != length:
-        raise LengthError(
-            f"repeat_times has one number a row: the batch has {length} rows, got {len(counts)}"
-        )
-    if counts.size and int(counts.min()) < 0:
-        raise LengthError(f"a row is repeated 0 or more times; got {int(counts.min())}")
-    return Take(np.repeat(np.arange(length, dtype=np.int64), counts))

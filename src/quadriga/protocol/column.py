@@ -7,6 +7,7 @@ with a local tensor.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,12 +20,14 @@ from quadriga.protocol.layout import Block, Plans, Rows, new_uid
 from quadriga.protocol.provenance import inherit, mark
 from quadriga.protocol.reference import CONTROLLER, Handle, HereHandle, Origin, fetch_many
 from quadriga.protocol.rowops import RowOp
-from quadriga.protocol.serialization import FieldSpec, freeze
+from quadriga.protocol.serialization import freeze
+from quadriga.protocol.spec import FieldSpec
 from quadriga.protocol.thaw import thaw
 from quadriga.protocol.traffic import traffic
 
 Fields = Mapping[str, Any]  # key to RefColumn or to a local value
 _UNREAD: Any = object()
+_opening = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -63,11 +66,18 @@ class RefColumn:
         return self._value
 
     def _open(self, payloads: Sequence[Any]) -> None:
-        """Builds the value from the fetched payloads, keeps it and lets the stored ones go."""
+        """Builds the value from the fetched payloads, keeps it and lets the stored ones go.
+        Of several threads that read at once, all see what the first has built."""
+        if self.is_here:
+            return
         value, nbytes = thaw(self.spec, self.rows, payloads)
-        traffic.fetched(nbytes)
-        mark(value, [block.origin for block in self.rows.blocks])
-        self._value, self.handles = value, ()
+        with _opening:
+            if self.is_here:
+                return
+            traffic.fetched(nbytes)
+            mark(value, [block.origin for block in self.rows.blocks])
+            self._value = value
+            self.handles = ()
 
     def nbytes(self) -> int:
         """Bytes of these rows: exact for dense fields, in proportion for ragged ones."""
@@ -83,6 +93,10 @@ class RefColumn:
     def fresh(self) -> RefColumn:
         """A cell of its own over the same stored values."""
         return RefColumn(self.spec, self.rows, self.handles)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        held = hold("", self._value) if self.is_here else self
+        return RefColumn, (held.spec, held.rows, held.handles)
 
 
 def whole_block(length: int, origin: Origin) -> Rows:
@@ -109,23 +123,27 @@ def is_carried(column: RefColumn) -> bool:
 
 def fetch(columns: Iterable[tuple[str, RefColumn]]) -> None:
     """Reads several fields, waiting once for all of them. Each stored value is asked for once."""
-    wanted = [(key, column) for key, column in columns if not column.is_here]
+    # The handles are taken first: another thread that reads the column lets them go.
+    wanted = [(key, column, column.handles) for key, column in columns]
+    wanted = [entry for entry in wanted if not entry[1].is_here]
     unique: dict[str, Handle] = {}
-    for _, column in wanted:
-        for handle in column.handles:
+    for _, _, handles in wanted:
+        for handle in handles:
             unique.setdefault(handle.key, handle)
     try:
         found = dict(zip(unique, fetch_many(list(unique.values())), strict=True))
     except LostObjectError as error:
         raise _find_lost(wanted, error) from error
-    for _, column in wanted:
-        column._open([found[handle.key] for handle in column.handles])
+    for _, column, handles in wanted:
+        column._open([found[handle.key] for handle in handles])
 
 
-def _find_lost(columns: Sequence[tuple[str, RefColumn]], error: LostObjectError) -> LostObjectError:
+def _find_lost(
+    columns: Sequence[tuple[str, RefColumn, tuple[Handle, ...]]], error: LostObjectError
+) -> LostObjectError:
     """The error that names field, role, rank and method of the first value that is gone."""
-    for key, column in columns:
-        for block, handle in zip(column.rows.blocks, column.handles, strict=True):
+    for key, column, handles in columns:
+        for block, handle in zip(column.rows.blocks, handles, strict=True):
             try:
                 handle.fetch()
             except LostObjectError:
@@ -161,6 +179,7 @@ def take(fields: Fields, op: RowOp, composed: Composed) -> dict[str, Any]:
     `composed` while one operation lasts."""
     taken: dict[str, Any] = {}
     for key, column in fields.items():
+        held = column.handles if type(column) is RefColumn else ()
         if not is_remote(column):
             taken[key] = take_local(local(column), op)
             continue
@@ -168,7 +187,6 @@ def take(fields: Fields, op: RowOp, composed: Composed) -> dict[str, Any]:
         if found is None:
             found = composed.layouts[id(column.rows)] = column.rows.take(op, composed.plans)
         rows, kept = found
-        held = column.handles
         taken[key] = RefColumn(column.spec, rows, tuple([held[b] for b in kept]))
     return taken
 
@@ -261,6 +279,18 @@ def compact(key: str, column: RefColumn) -> RefColumn:
         return column.fresh()
     origin = column.rows.blocks[0].origin if column.rows.blocks else CONTROLLER
     return lift(key, column.fresh().read(key), origin)
+
+
+def alone(key: str, column: Any) -> RefColumn:
+    """A column as it is pickled outside a message: what is here goes along."""
+    if not is_remote(column):
+        return hold(key, local(column))
+    return compact(key, column) if is_carried(column) else column
+
+
+def private(column: Any) -> Any:
+    """A copy of what is here; references are immutable and are shared."""
+    return column.fresh() if is_remote(column) else values.clone(local(column))
 
 
 def lift(key: str, value: Any, origin: Origin = CONTROLLER) -> RefColumn:

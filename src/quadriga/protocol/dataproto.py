@@ -3,6 +3,8 @@
 Row operations are two steps: the index becomes a `RowOp` (rowops.py), and the operation is applied
 to each column. Columns that lie in another process only compose references (refbatch.py), so the
 same code serves local data and data that never came here.
+
+The files below this one work on a batch's `Contents`, and know no `DataProto`.
 """
 
 from __future__ import annotations
@@ -18,9 +20,21 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from quadriga.errors import LengthError
-from quadriga.protocol import batches, building, joining, rowops
+from quadriga.protocol import (
+    batches,
+    building,
+    cutting,
+    describe,
+    disk,
+    iterating,
+    joining,
+    rowops,
+    wire,
+)  # fmt: skip
 from quadriga.protocol.config import DataProtoConfig
 from quadriga.protocol.item import DataProtoItem
+from quadriga.protocol.message import Message
+from quadriga.protocol.reference import Origin, Store
 
 
 class DataProto:
@@ -88,16 +102,19 @@ class DataProto:
 
     def to_tensordict(self) -> TensorDict:
         """The inverse of `from_tensordict`. Fetches every field."""
-        return building.join_tensordict(self)
+        return building.join_tensordict(self.contents)
 
     def check_consistency(self) -> None:
         """Raises `LengthError` or `FieldError` unless all fields have the same length and kind."""
-        building.check(self)
+        building.check(self.contents)
+
+    @property
+    def contents(self) -> batches.Contents:
+        """The three parts, without the class around them."""
+        return batches.Contents(self.batch, self.non_tensor_batch, self.meta_info)
 
     def __len__(self) -> int:
-        if self.batch is not None:
-            return int(self.batch.batch_size[0])
-        return batches.arrays_len(self.non_tensor_batch)
+        return self.contents.rows
 
     def __repr__(self) -> str:
         tensors = [] if self.batch is None else list(self.batch.keys())
@@ -148,7 +165,7 @@ class DataProto:
 
     def sample_level_repeat(self, repeat_times: Any) -> Self:
         """Row `i` `repeat_times[i]` times. Raises `LengthError` unless every row has a number."""
-        return self.take_rows(building.repeats(repeat_times, len(self)))
+        return self.take_rows(rowops.repeats(repeat_times, len(self)))
 
     def chunk(self, chunks: int) -> list[Self]:
         """`chunks` parts in order, of equal length.
@@ -156,7 +173,7 @@ class DataProto:
         With padding enabled lengths may differ by one, longer parts first. Otherwise a length
         that does not divide raises `LengthError`.
         """
-        bounds = building.chunk_bounds(len(self), chunks, self.is_padding_enabled())
+        bounds = rowops.chunk_bounds(len(self), chunks, self.is_padding_enabled())
         return [self.take_rows(rowops.Span(a, b)) for a, b in itertools.pairwise(bounds)]
 
     def split(self, split_size: int) -> list[Self]:
@@ -168,7 +185,9 @@ class DataProto:
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
         """Rows of all parts in order. `meta_info` is merged: see `joining.merge_meta`."""
-        return joining.concat(data)
+        parts = list(data)
+        joined = joining.concat([part.contents for part in parts])
+        return type(parts[0])(*joined)
 
     def union(self, other: DataProto) -> Self:
         """Adds the fields of `other` in place and returns self.
@@ -176,7 +195,8 @@ class DataProto:
         A key that both have must hold equal values, else `ConflictError` names it and nothing
         has changed. Lengths must agree, else `LengthError`.
         """
-        joining.union(self, other)
+        joined = joining.union(self.contents, other.contents)
+        self.batch, self.non_tensor_batch, self.meta_info = joined
         return self
 
     def select(
@@ -222,10 +242,10 @@ class DataProto:
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
         """Each row becomes `n_split` rows: keys in `split_keys` are cut along dimension 1
-        ([N, M, ...] to [N * n_split, M / n_split, ...]), all others are repeated."""
-        from quadriga.protocol.folding import unfold_column_chunks
-
-        return unfold_column_chunks(self, n_split, split_keys or [])
+        ([N, M, ...] to [N * n_split, M / n_split, ...]; of a jagged one, each row by itself), all
+        others are repeated. Raises `FieldError` and `LengthError` naming the key."""
+        cut = cutting.unfold_column_chunks(self.contents, n_split, split_keys or [])
+        return type(self)(*cut)
 
     def make_iterator(
         self,
@@ -237,9 +257,10 @@ class DataProto:
         """Mini-batches of `mini_batch_size` rows, `epochs` times over. `dataloader_kwargs` go to
         `torch.utils.data.DataLoader`; `seed` makes `shuffle=True` repeatable.
         Raises `LengthError` unless the length divides."""
-        from quadriga.protocol.iterating import mini_batches
-
-        return mini_batches(self, mini_batch_size, epochs, seed, dataloader_kwargs or {})
+        chosen = iterating.mini_batch_rows(
+            len(self), mini_batch_size, epochs, seed, dataloader_kwargs or {}
+        )
+        return (self.select_idxs(rows) for rows in chosen)
 
     def is_padding_enabled(self) -> bool:
         """True when this batch, or the process, allows calls to pad it."""
@@ -247,10 +268,10 @@ class DataProto:
         return own or DataProtoConfig.auto_padding
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
-        """Appends `padding_size` copies of the "first" or "last" row, in place."""
-        from quadriga.protocol.padding import pad_in_place
-
-        pad_in_place(self, padding_size, padding_candidate)
+        """Appends `padding_size` copies of the "first" or "last" row, in place. Raises
+        `LengthError` for an empty batch, which has no row to copy."""
+        op = rowops.padding(len(self), padding_size, padding_candidate)
+        self.batch, self.non_tensor_batch = batches.take(self.batch, self.non_tensor_batch, op)
 
     def to(self, device: torch.device | str) -> Self:
         """Moves all tensors (fetching those that lie elsewhere) and returns self."""
@@ -265,43 +286,54 @@ class DataProto:
 
     def save_to_disk(self, filepath: str | Path) -> None:
         """Writes the batch to one file (see disk.py for the format)."""
-        from quadriga.protocol.disk import save
-
-        save(self, filepath)
+        disk.save(self.contents, filepath)
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> DataProto:
         """Reads what `save_to_disk` wrote; runs no code from the file."""
-        from quadriga.protocol.disk import load
-
-        return load(filepath)
+        return DataProto(*disk.load(filepath))
 
     def describe(self) -> str:
         """A table of fields: shape, dtype, bytes, where they lie, who wrote them."""
-        from quadriga.protocol.describe import table
-
-        return table(self)
+        return describe.table(self.contents)
 
     def get_data_info(self) -> str:
         """One line a field with shape and dtype, and the types inside `meta_info`."""
-        from quadriga.protocol.describe import data_info
-
-        return data_info(self)
+        return describe.data_info(self.contents)
 
     def print_size(self, prefix: str = "") -> None:
         """Prints the size of tensors and of arrays in GB (2**30 bytes)."""
-        from quadriga.protocol.describe import size_line
-
-        print(size_line(self, prefix))
+        print(describe.size_line(self.contents, prefix))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         batch, arrays = batches.deepcopy(self.batch, self.non_tensor_batch)
         return type(self)(batch, arrays, copy.deepcopy(self.meta_info, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        from quadriga.protocol.wire import reduce
-
-        return reduce(self)
+        return from_message, (wire.carry(self.contents, _kind(self)),)
 
     def __copy__(self) -> Self:
         return self.select()
+
+
+def to_message(data: DataProto, origin: Origin, store: Store) -> Message:
+    """The batch as it crosses a process border, written by `origin`; large fields in `store`."""
+    return wire.pack(data.contents, _kind(data), origin, store)
+
+
+def tensordict_message(tensors: TensorDictBase, origin: Origin, store: Store) -> Message:
+    """A plain `TensorDict` as it crosses: the message of the batch that it is."""
+    contents = DataProto.from_tensordict(tensors).contents
+    return wire.pack(contents, TensorDict, origin, store)
+
+
+def from_message(message: Message) -> Any:
+    """What a message was made of: a `DataProto`, its fields fetched when they are read, or a plain
+    `TensorDict` with all of its fields here."""
+    if message.kind is TensorDict:
+        return DataProto(*wire.unpack(message)).to_tensordict()
+    return (message.kind or DataProto)(*wire.unpack(message))
+
+
+def _kind(data: DataProto) -> type[DataProto] | None:
+    return None if type(data) is DataProto else type(data)

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from quadriga.protocol import batches, values
+from quadriga.protocol.batches import Contents
 from quadriga.protocol.column import is_remote, local
 from quadriga.protocol.jagged import is_jagged
 from quadriga.protocol.provenance import origins_of
 from quadriga.protocol.reference import HereHandle, Origin
 
-if TYPE_CHECKING:
-    from quadriga.protocol.dataproto import DataProto
-
 _GB = 2**30
 _HEAD = ("field", "shape", "dtype", "bytes", "lies", "written by")
 
 
-def table(data: DataProto) -> str:
+def table(contents: Contents) -> str:
     """One line a field: name, shape, dtype, bytes, where it lies, who wrote it.
 
     Bytes of object arrays that are here count the references only.
     """
-    fields = _columns(data)
+    fields = _columns(contents)
     lines = [_HEAD, *(_line(key, column) for key, column in fields)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
     text = [
@@ -33,14 +31,16 @@ def table(data: DataProto) -> str:
     ]
     total = sum(_nbytes(column) for _, column in fields)
     away = sum(_nbytes(column) for _, column in fields if _lies(column) != "here")
-    head = f"{len(data)} rows, {len(fields)} fields, {total:,} bytes, {away:,} of them elsewhere"
-    meta = f"meta_info: {', '.join(map(str, data.meta_info)) or 'nothing'}"
+    head = (
+        f"{contents.rows} rows, {len(fields)} fields, {total:,} bytes, {away:,} of them elsewhere"
+    )
+    meta = f"meta_info: {', '.join(map(str, contents.meta)) or 'nothing'}"
     return "\n".join([head, *(line.rstrip() for line in text), meta])
 
 
-def _columns(data: DataProto) -> list[tuple[str, Any]]:
-    tensors = batches.tensor_columns(data.batch)
-    return [*tensors.items(), *batches.array_columns(data.non_tensor_batch).items()]
+def _columns(contents: Contents) -> list[tuple[str, Any]]:
+    tensors = batches.tensor_columns(contents.batch)
+    return [*tensors.items(), *batches.array_columns(contents.arrays).items()]
 
 
 def _line(key: str, column: Any) -> tuple[str, ...]:
@@ -76,10 +76,15 @@ def _lies(column: Any) -> str:
 
 def ranks(origins: Iterable[Origin]) -> str:
     """`actor[0-3,6], critic[0]`."""
-    by_role: dict[str, set[int]] = {}
-    for origin in origins:
-        by_role.setdefault(origin.role, set()).add(origin.rank)
-    return ", ".join(f"{role}[{_spans(sorted(found))}]" for role, found in by_role.items())
+    return ", ".join(_by_name((origin.role, origin.rank) for origin in origins))
+
+
+def _by_name(pairs: Iterable[tuple[str, int]]) -> list[str]:
+    """`name[ranks]` of each name."""
+    found: dict[str, set[int]] = {}
+    for name, rank in pairs:
+        found.setdefault(name, set()).add(rank)
+    return [f"{name}[{_spans(sorted(numbers))}]" for name, numbers in found.items()]
 
 
 def _spans(numbers: list[int]) -> str:
@@ -93,17 +98,19 @@ def _spans(numbers: list[int]) -> str:
 
 
 def writers(origins: Iterable[Origin]) -> str:
-    """`actor.compute_log_prob`, or "controller" for values that were made here."""
-    names = dict.fromkeys(f"{o.role}.{o.method}" if o.method else o.role for o in origins)
-    return ", ".join(names) or "controller"
+    """`actor.compute_log_prob[0-3]`, or "controller" for values that were made here."""
+    makers = list(origins)
+    methods = _by_name((f"{o.role}.{o.method}", o.rank) for o in makers if o.method)
+    here = dict.fromkeys(origin.role for origin in makers if not origin.method)
+    return ", ".join([*methods, *here]) or "controller"
 
 
-def data_info(data: DataProto) -> str:
+def data_info(contents: Contents) -> str:
     """Fields with shape and dtype, half by half, and the types inside `meta_info`."""
     lines = ["batch"]
     halves = (
-        batches.tensor_columns(data.batch),
-        batches.array_columns(data.non_tensor_batch),
+        batches.tensor_columns(contents.batch),
+        batches.array_columns(contents.arrays),
     )
     for column_of, head in zip(halves, (None, "non_tensor_batch"), strict=True):
         if head:
@@ -112,7 +119,7 @@ def data_info(data: DataProto) -> str:
             _, shape, dtype, _, lies, _ = _line(key, column)
             lines.append(f"  {key}: {shape} ({dtype}) {lies}")
     lines.append("meta_info")
-    lines += [f"  {key}: {_type_of(value)}" for key, value in data.meta_info.items()]
+    lines += [f"  {key}: {_type_of(value)}" for key, value in contents.meta.items()]
     return "\n".join(lines)
 
 
@@ -130,10 +137,10 @@ def _type_of(value: Any) -> str:
     return type(value).__name__
 
 
-def size_line(data: DataProto, prefix: str) -> str:
+def size_line(contents: Contents, prefix: str) -> str:
     """Sizes of both halves in GB (2**30 bytes)."""
     sizes = []
-    for half in (batches.tensor_columns(data.batch), batches.array_columns(data.non_tensor_batch)):
+    for half in (batches.tensor_columns(contents.batch), batches.array_columns(contents.arrays)):
         sizes.append(sum(_nbytes(column) for column in half.values()) / _GB)
     text = f"tensors {sizes[0]:.6f} GB, non-tensors {sizes[1]:.6f} GB"
     return f"{prefix}, {text}" if prefix else text

@@ -10,18 +10,16 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from quadriga.errors import DataError, FieldError
 from quadriga.protocol import batches, column
+from quadriga.protocol.batches import Contents
 from quadriga.protocol.plain import Parcel, freeze_leaf, open_parcel, thaw_leaf, walk
 from quadriga.protocol.values import as_tensordict
-
-if TYPE_CHECKING:
-    from quadriga.protocol.dataproto import DataProto
 
 _MAGIC = b"quadriga batch 1\n"
 _ALLOWED = {
@@ -34,7 +32,7 @@ _ALLOWED = {
     "numpy": {"ndarray", "dtype"},
     "numpy._core.multiarray": {"_reconstruct", "scalar"},
     "numpy._core.numeric": {"_frombuffer"},
-    "quadriga.protocol.serialization": {"FieldSpec"},
+    "quadriga.protocol.spec": {"FieldSpec"},
     "quadriga.protocol.plain": {"Parcel", "open_parcel"},
 }
 
@@ -85,13 +83,14 @@ def _allowed(module: str, name: str) -> bool:
     return name in _ALLOWED.get(module, ())
 
 
-def save(data: DataProto, filepath: str | Path) -> None:
+def save(contents: Contents, filepath: str | Path) -> None:
     """Writes all fields (fetching those that lie elsewhere) and `meta_info`; the file appears
     whole or not at all. Raises `FieldError` naming a type that a file does not carry."""
-    data.prefetch()
-    size = None if data.batch is None else tuple(data.batch.batch_size)
-    tensors = {k: column.local(v) for k, v in batches.tensor_columns(data.batch).items()}
-    arrays = {k: column.local(v) for k, v in batches.array_columns(data.non_tensor_batch).items()}
+    batch, arrays_half, meta = contents
+    batches.prefetch(batch, arrays_half, None)
+    size = None if batch is None else tuple(batch.batch_size)
+    tensors = {k: column.local(v) for k, v in batches.tensor_columns(batch).items()}
+    arrays = {k: column.local(v) for k, v in batches.array_columns(arrays_half).items()}
     path = Path(filepath)
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -100,7 +99,7 @@ def save(data: DataProto, filepath: str | Path) -> None:
             writer = _Writer(file, protocol=5)
             entries = [("batch_size", size), *tensors.items(), *arrays.items()]
             writer.dump((list(tensors), list(arrays)))
-            for key, value in [*entries, ("meta_info", data.meta_info)]:
+            for key, value in [*entries, ("meta_info", meta)]:
                 writer.field = f"field '{key}'"
                 writer.clear_memo()
                 writer.dump(walk(value, freeze_leaf))
@@ -109,11 +108,9 @@ def save(data: DataProto, filepath: str | Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def load(filepath: str | Path) -> DataProto:
+def load(filepath: str | Path) -> Contents:
     """Reads what `save` wrote; tensors come back on the kind of device they had, where there is
     one. Raises `DataError` for a file that is none of ours, or is cut short."""
-    from quadriga.protocol.dataproto import DataProto
-
     path = Path(filepath)
     if not path.is_file():
         raise DataError(f"no batch file {path}", path=str(path))
@@ -133,4 +130,4 @@ def load(filepath: str | Path) -> DataProto:
         except (EOFError, pickle.UnpicklingError) as error:
             raise DataError(f"{path} is damaged or cut short: {error}", path=str(path)) from error
     batch = None if size is None else as_tensordict(tensors, size, None)
-    return DataProto(batch, arrays, meta)
+    return Contents(batch, arrays, meta)

@@ -9,9 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 from tensordict import TensorDictBase
 
 from quadriga.errors import FieldError, LengthError
-from quadriga.protocol.building import chunk_bounds
 from quadriga.protocol.config import DataProtoConfig
-from quadriga.protocol.dataproto import DataProto
+from quadriga.protocol.dataproto import DataProto, from_message
+from quadriga.protocol.message import Message
+from quadriga.protocol.plain import thaw_leaf, walk
+from quadriga.protocol.rowops import chunk_bounds
 
 
 @runtime_checkable
@@ -58,9 +60,7 @@ class DataProtoFuture:
 
     def get(self) -> Any:
         """Waits for every reply, joins them and takes this part. Raises the first error."""
-        from quadriga.protocol.shipping import unpack_result
-
-        replies = [unpack_result(p.result()) for p in self.pending]
+        replies = [unpacked(pending.result()) for pending in self.pending]
         joined = join(replies) if self.collect_fn is None else self.collect_fn(replies)
         for part in self.parts:
             joined = part.of(joined)
@@ -85,6 +85,9 @@ class DataProtoFuture:
             raise LengthError("concat needs at least one future; got an empty list")
         return DataProtoFuture(data)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataProtoFuture:
+        return self  # a name of a result; a copy of it names the same
+
     def __repr__(self) -> str:
         path = "".join(f", part {part.index} of {part.count}" for part in self.parts)
         return f"DataProtoFuture({len(self.pending)} replies{path})"
@@ -104,3 +107,16 @@ def join(replies: list[Any]) -> Any:
 def as_dataproto(value: Any) -> DataProto:
     """A `DataProto` as it is, a `TensorDict` turned into one."""
     return value if isinstance(value, DataProto) else DataProto.from_tensordict(value)
+
+
+def unpacked(value: Any) -> Any:
+    """What crossed a process border, as its receiver uses it; waits for futures inside."""
+    return walk(value, _unpack_leaf)
+
+
+def _unpack_leaf(value: Any) -> Any:
+    if isinstance(value, Message):
+        return from_message(value)
+    if isinstance(value, DataProtoFuture):
+        return value.get()
+    return thaw_leaf(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tensordict import TensorDict
@@ -11,29 +11,24 @@ from tensordict import TensorDict
 from quadriga.errors import ConflictError, FieldError, LengthError
 from quadriga.protocol import batches, values
 from quadriga.protocol import column as columns
-
-if TYPE_CHECKING:
-    from quadriga.protocol.dataproto import DataProto
+from quadriga.protocol.batches import Contents
 
 METRICS = "metrics"
 
 
-def concat(parts: Sequence[DataProto]) -> DataProto:
+def concat(parts: Sequence[Contents]) -> Contents:
     """Rows of all parts in order. Raises `FieldError` when a field is missing in one of them."""
-    parts = list(parts)
     if not parts:
         raise LengthError("concat needs at least one batch; got an empty list")
-    _check_same_keys([p.batch.keys() if p.batch is not None else None for p in parts], "batch")
-    _check_same_keys([p.non_tensor_batch.keys() for p in parts], "non_tensor_batch")
-    first = parts[0]
-    batch = first.batch
+    halves = [part.batch for part in parts]
+    _check_same_keys([None if half is None else half.keys() for half in halves], "batch")
+    _check_same_keys([part.arrays.keys() for part in parts], "non_tensor_batch")
+    batch = halves[0]
     if batch is not None:
-        fields = columns.concat([batches.tensor_columns(p.batch) for p in parts])
-        batch = batches.make_batch(batch, fields, sum(len(p) for p in parts))
-    arrays = batches.make_arrays(
-        columns.concat([batches.array_columns(p.non_tensor_batch) for p in parts])
-    )
-    return type(first)(batch, arrays, merge_meta([p.meta_info for p in parts]))
+        fields = columns.concat([batches.tensor_columns(half) for half in halves])
+        batch = batches.make_batch(batch, fields, sum(part.rows for part in parts))
+    arrays = columns.concat([batches.array_columns(part.arrays) for part in parts])
+    return Contents(batch, batches.make_arrays(arrays), merge_meta([part.meta for part in parts]))
 
 
 def _check_same_keys(keys: Sequence[Any], kind: str) -> None:
@@ -95,26 +90,22 @@ def _dict_of_lists(dicts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return joined
 
 
-def union(target: DataProto, other: DataProto) -> None:
-    """Adds the fields of `other` to `target`, after every conflict has been looked for."""
-    if _has_fields(target) and _has_fields(other) and len(target) != len(other):
+def union(mine: Contents, theirs: Contents) -> Contents:
+    """The fields of both, after every conflict has been looked for."""
+    if _has_fields(mine) and _has_fields(theirs) and mine.rows != theirs.rows:
         raise LengthError(
-            f"union joins batches of the same length; this one has {len(target)} rows, "
-            f"the other has {len(other)}"
+            f"union joins batches of the same length; this one has {mine.rows} rows, "
+            f"the other has {theirs.rows}"
         )
-    batch = _union_batches(target.batch, other.batch)
-    arrays = batches.make_arrays(
-        _union_columns(
-            batches.array_columns(target.non_tensor_batch),
-            batches.array_columns(other.non_tensor_batch),
-        )
+    batch = _union_batches(mine.batch, theirs.batch)
+    arrays = _union_columns(
+        batches.array_columns(mine.arrays), batches.array_columns(theirs.arrays)
     )
-    meta = union_meta(target.meta_info, other.meta_info)
-    target.batch, target.non_tensor_batch, target.meta_info = batch, arrays, meta
+    return Contents(batch, batches.make_arrays(arrays), union_meta(mine.meta, theirs.meta))
 
 
-def _has_fields(data: DataProto) -> bool:
-    return data.batch is not None or bool(data.non_tensor_batch)
+def _has_fields(contents: Contents) -> bool:
+    return contents.batch is not None or bool(contents.arrays)
 
 
 def _union_batches(a: Any, b: Any) -> Any:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from quadriga.errors import LengthError
+from quadriga.protocol.dataproto import DataProto
 from quadriga.protocol.rowops import Span, Take
-
-if TYPE_CHECKING:
-    from quadriga.protocol.dataproto import DataProto
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
@@ -33,16 +29,3 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     if not 0 <= pad_size <= len(data):
         raise LengthError(f"cannot take {pad_size} padding rows from a batch of {len(data)} rows")
     return data.take_rows(Span(0, len(data) - pad_size)) if pad_size else data
-
-
-def pad_in_place(data: DataProto, padding_size: int, candidate: str) -> None:
-    """Appends `padding_size` copies of the first or last row (anything but "first" means last)."""
-    if padding_size < 0:
-        raise LengthError(f"padding adds 0 or more rows; got {padding_size}")
-    if padding_size == 0:
-        return
-    length = len(data)
-    if length == 0:
-        raise LengthError(f"an empty batch has no row to repeat {padding_size} times")
-    row = 0 if candidate == "first" else length - 1
-    data.reorder(np.append(np.arange(length), np.full(padding_size, row)))

@@ -6,6 +6,7 @@ a private copy, because what a transport hands over may be read-only memory.
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,12 @@ from tensordict import TensorDictBase
 
 from quadriga.protocol.layout import Block, Rows
 from quadriga.protocol.reference import CONTROLLER, snapshot
-from quadriga.protocol.serialization import FieldSpec, Payload, freeze
+from quadriga.protocol.spec import FieldSpec, Payload
+from quadriga.protocol.tensors import freeze_tensors
 from quadriga.protocol.thaw import thaw
 from quadriga.protocol.values import row_count
 
+_SEQUENCES = (list, tuple, set, frozenset)
 _ATOMS = (str, bytes, int, float, bool, complex, type(None))
 _LONG = 64
 
@@ -35,9 +38,9 @@ class Parcel:
     def of(tensor: torch.Tensor | TensorDictBase, private: bool) -> Parcel:
         """`private`: take a snapshot, for a transport that does not copy."""
         if isinstance(tensor, TensorDictBase) or tensor.is_nested:
-            rows, (spec, payload, _) = row_count(tensor), freeze(tensor, "argument")
+            rows, (spec, payload, _) = row_count(tensor), freeze_tensors(tensor, "argument")
         else:
-            rows, (spec, payload, _) = 1, freeze(tensor.detach().unsqueeze(0), "argument")
+            rows, (spec, payload, _) = 1, freeze_tensors(tensor.detach().unsqueeze(0), "argument")
         return Parcel(spec, snapshot(payload) if private else payload, rows)
 
     def open(self) -> Any:
@@ -50,43 +53,65 @@ class Parcel:
         return Parcel, (self.spec, self.payload, self.rows)
 
 
+class Copied:
+    """A copy of an object on its way inside one process; each receiver gets one of its own."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        """Immutable objects, and those that refuse to be copied, as they are."""
+        try:
+            copied = snapshot(value)
+        except Exception:  # a lock, an open file: it stays one object
+            return value
+        return value if copied is value else Copied(copied)
+
+    def open(self) -> Any:
+        """A copy for one receiver."""
+        return snapshot(self.value)
+
+
 def open_parcel(parcel: Parcel) -> Any:
     """The tensor of a parcel: what a tensor inside an object is pickled as."""
     return parcel.open()
 
 
 def walk(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """`value` with `leaf` applied to everything inside lists, tuples and dicts, which are rebuilt.
+    """`value` with `leaf` applied to everything inside lists, tuples, dicts and sets, which are
+    rebuilt.
 
     Long sequences that begin with a string or a number are taken to hold nothing else.
     """
     kind = type(value)
     if kind in _ATOMS:
         return value
-    if kind is dict:
-        return {k: walk(v, leaf) for k, v in value.items()}
-    if kind is list or kind is tuple:
-        if len(value) > _LONG and isinstance(value[0], _ATOMS):
+    if kind is dict or kind is OrderedDict:
+        return kind((k, walk(v, leaf)) for k, v in value.items())
+    if kind in _SEQUENCES:
+        if len(value) > _LONG and isinstance(next(iter(value)), _ATOMS):
             return kind(value)
         return kind(walk(v, leaf) for v in value)
+    if kind is defaultdict:
+        return kind(value.default_factory, {k: walk(v, leaf) for k, v in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return kind(*(walk(v, leaf) for v in value))
     return leaf(value)
 
 
 def freeze_leaf(value: Any, private: bool = False) -> Any:
-    """Tensors become parcels; with `private`, arrays become copies."""
+    """Tensors become parcels; with `private`, for a transport that does not copy, any other object
+    that can be copied becomes a `Copied`."""
     if isinstance(value, torch.Tensor) or (isinstance(value, TensorDictBase) and value.batch_dims):
         return Parcel.of(value, private)
-    if private and isinstance(value, np.ndarray):
-        return snapshot(value)
-    return value
+    return Copied.of(value) if private else value
 
 
 def thaw_leaf(value: Any) -> Any:
-    """Parcels become tensors and arrays private, writable copies."""
-    if isinstance(value, Parcel):
+    """Parcels become tensors, arrays private, writable copies."""
+    if isinstance(value, Parcel | Copied):
         return value.open()
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return value.copy()
-    return value
+    return snapshot(value) if isinstance(value, np.ndarray) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from quadriga.protocol.column import RefColumn, fetch, is_remote
+from quadriga.protocol.column import RefColumn, alone, fetch, is_remote, private
 
 _ABSENT: Any = object()
 
@@ -69,10 +69,14 @@ class RefArrays(dict[str, Any]):
 
     __hash__ = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        from quadriga.protocol.wire import reduce_arrays
+    def __copy__(self) -> RefArrays:
+        return self.copy()
 
-        return reduce_arrays(self)
+    def __deepcopy__(self, memo: dict[int, Any]) -> RefArrays:
+        return RefArrays({key: private(column) for key, column in self.columns.items()})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RefArrays, ({key: alone(key, column) for key, column in self.columns.items()},)
 
     def __repr__(self) -> str:
         return repr({k: "elsewhere" if is_remote(v) else self[k] for k, v in self.columns.items()})

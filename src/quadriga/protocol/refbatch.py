@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from quadriga.errors import FieldError, LengthError
 from quadriga.protocol import column as columns
 from quadriga.protocol import values
+from quadriga.protocol.thaw import device_here
 
 _ABSENT: Any = object()
 _READING = frozenset(
@@ -41,10 +42,16 @@ class RefBatch:
         self.batch_size = torch.Size(batch_size)
         self.device = device
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        from quadriga.protocol.wire import reduce_batch
+    def __copy__(self) -> RefBatch:
+        return RefBatch(self.columns, self.batch_size, self.device)
 
-        return reduce_batch(self)
+    def __deepcopy__(self, memo: dict[int, Any]) -> RefBatch:
+        copied = {key: columns.private(column) for key, column in self.columns.items()}
+        return RefBatch(copied, self.batch_size, self.device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        held = {key: columns.alone(key, column) for key, column in self.columns.items()}
+        return _restore, (held, tuple(self.batch_size), self.device and self.device.type)
 
     @property
     def shape(self) -> torch.Size:
@@ -205,3 +212,7 @@ class RefBatch:
     def _missing(self, key: str) -> FieldError:
         there = ", ".join(self.columns) or "nothing"
         return FieldError(f"no field '{key}' in batch; it holds: {there}", field=key)
+
+
+def _restore(fields: dict[str, Any], batch_size: tuple[int, ...], device: str | None) -> RefBatch:
+    return RefBatch(fields, batch_size, None if device is None else device_here(device))

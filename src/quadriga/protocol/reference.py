@@ -105,6 +105,9 @@ class HereHandle:
     def fetch_many(handles: Sequence[Any]) -> list[Any]:
         return [handle.value for handle in handles]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
         return HereHandle, (self.value, self.nbytes, self.key)
 

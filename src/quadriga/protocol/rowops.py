@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quadriga.errors import ProtocolError
+from quadriga.errors import FieldError, LengthError, ProtocolError
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,54 @@ def from_index(index: Any, length: int) -> RowOp:
         _check_range(rows, length)
         rows[rows < 0] += length
     return Take(rows)
+
+
+def repeats(repeat_times: Any, length: int) -> Take:
+    """Row `i` `repeat_times[i]` times, as a `RowOp`."""
+    if isinstance(repeat_times, torch.Tensor):
+        repeat_times = repeat_times.detach().cpu().numpy()
+    counts = np.asarray(
+        repeat_times if not isinstance(repeat_times, Sequence) else list(repeat_times)
+    )
+    if counts.size == 0:
+        counts = counts.astype(np.int64)
+    if counts.ndim != 1 or counts.dtype.kind not in "iu":
+        raise FieldError(
+            f"repeat_times is a list of whole numbers, one a row; got {repeat_times!r}"
+        )
+    if len(counts) != length:
+        raise LengthError(
+            f"repeat_times has one number a row: the batch has {length} rows, got {len(counts)}"
+        )
+    if counts.size and int(counts.min()) < 0:
+        raise LengthError(f"a row is repeated 0 or more times; got {int(counts.min())}")
+    return Take(np.repeat(np.arange(length, dtype=np.int64), counts))
+
+
+def padding(length: int, size: int, candidate: str) -> Take:
+    """All rows, then `size` times the first or the last (anything but "first" means last)."""
+    if size < 0:
+        raise LengthError(f"padding adds 0 or more rows; got {size}")
+    if size and length == 0:
+        raise LengthError(f"an empty batch has no row to repeat {size} times")
+    row = 0 if candidate == "first" else length - 1
+    return Take(np.append(np.arange(length, dtype=np.int64), np.full(size, row, dtype=np.int64)))
+
+
+def chunk_bounds(length: int, chunks: int, uneven: bool) -> list[int]:
+    """`chunks + 1` row numbers at which a batch is cut. Raises `LengthError` when it must divide
+    and does not."""
+    if chunks < 1:
+        raise LengthError(f"a batch is cut into at least 1 part; got {chunks}")
+    size, rest = divmod(length, chunks)
+    if rest and not uneven:
+        raise LengthError(
+            f"{length} rows do not divide into {chunks} equal parts: "
+            f"{length} = {chunks} × {size} + {rest}. Drop {rest} or add {chunks - rest} rows, or "
+            "allow padding with DataProto.from_dict(..., auto_padding=True) or "
+            "DataProtoConfig.auto_padding = True"
+        )
+    return [i * size + min(i, rest) for i in range(chunks + 1)]
 
 
 def row_number(index: Any, length: int) -> int:

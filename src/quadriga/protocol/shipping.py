@@ -14,12 +14,13 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from quadriga.protocol import plain, wire
-from quadriga.protocol.dataproto import DataProto
-from quadriga.protocol.future import DataProtoFuture
+from quadriga.protocol import plain
+from quadriga.protocol.dataproto import DataProto, tensordict_message, to_message
+from quadriga.protocol.future import DataProtoFuture, unpacked
 from quadriga.protocol.reference import CONTROLLER, Origin, Store, current_store, use_store
 
 __all__ = [
+    "DataProtoFuture",
     "Origin",
     "current_store",
     "pack_argument",
@@ -28,18 +29,6 @@ __all__ = [
     "unpack_result",
     "use_store",
 ]
-
-
-class TensorDictParcel:
-    """A plain `TensorDict` under way, as the batch that it is."""
-
-    __slots__ = ("packed",)
-
-    def __init__(self, packed: wire.Packed) -> None:
-        self.packed = packed
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TensorDictParcel, (self.packed,)
 
 
 def pack_argument(value: Any) -> Any:
@@ -57,13 +46,13 @@ def pack_result(value: Any, origin: Origin) -> Any:
 def unpack_argument(value: Any) -> Any:
     """In the worker, before the method: what the method sees. Waits for futures; fetches no field
     of a `DataProto`, all fields of a plain `TensorDict`."""
-    return plain.walk(value, _unpack_leaf)
+    return unpacked(value)
 
 
 def unpack_result(value: Any) -> Any:
     """On the controller: what the caller sees. Fetches nothing, except that a plain `TensorDict`
     or a bare tensor is here when it is handed over."""
-    return plain.walk(value, _unpack_leaf)
+    return unpacked(value)
 
 
 def _pack(value: Any, origin: Origin) -> Any:
@@ -72,17 +61,7 @@ def _pack(value: Any, origin: Origin) -> Any:
 
 def _pack_leaf(value: Any, origin: Origin, store: Store) -> Any:
     if isinstance(value, DataProto):
-        return wire.pack(value, origin, store)
+        return to_message(value, origin, store)
     if isinstance(value, TensorDictBase) and value.batch_dims:
-        return TensorDictParcel(wire.pack(DataProto.from_tensordict(value), origin, store))
+        return tensordict_message(value, origin, store)
     return plain.freeze_leaf(value, private=store.in_process)
-
-
-def _unpack_leaf(value: Any) -> Any:
-    if isinstance(value, wire.Packed):
-        return wire.unpack(value)
-    if isinstance(value, TensorDictParcel):
-        return wire.unpack(value.packed).to_tensordict()
-    if isinstance(value, DataProtoFuture):
-        return value.get()
-    return plain.thaw_leaf(value)

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from quadriga.protocol import jagged
 from quadriga.protocol.layout import Ints, Rows
 from quadriga.protocol.memory import empty
-from quadriga.protocol.serialization import CARRIER_OF_SIZE, NUMPY_KNOWS, FieldSpec, Payload
+from quadriga.protocol.spec import CARRIER_OF_SIZE, NUMPY_KNOWS, FieldSpec, Payload
 
 _LOOP_BYTES = 4096  # runs shorter than this are gathered in one indexing call instead of a loop
 _LOOP_RUNS = 64

@@ -1,91 +1,55 @@
 """A batch under way: small fields with their bytes, the others as references.
 
-`pack` makes the message, `unpack` makes a batch of its own from it, and the `reduce` functions are
-how batches are pickled when they travel on their own. Fields above `INLINE_BYTES` go to the store,
-so a message stays small whatever the batch weighs.
+`pack` makes the message and `unpack` gives what it holds, every part of it private to the receiver;
+`carry` makes the message of a batch that is pickled on its own. Fields above `INLINE_BYTES` go to
+the store, so a message stays small whatever the batch weighs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quadriga.protocol import batches
 from quadriga.protocol import column as columns
+from quadriga.protocol.batches import Contents
 from quadriga.protocol.column import RefColumn, is_carried, is_remote, whole_block
 from quadriga.protocol.layout import Rows
+from quadriga.protocol.message import Entries, Inline, Message
 from quadriga.protocol.plain import freeze_leaf, thaw_leaf, walk
 from quadriga.protocol.provenance import mark
-from quadriga.protocol.refarrays import RefArrays
-from quadriga.protocol.refbatch import RefBatch
 from quadriga.protocol.reference import CONTROLLER, Handle, HereHandle, Origin, Store, snapshot
-from quadriga.protocol.serialization import FieldSpec, Payload, freeze
+from quadriga.protocol.serialization import freeze
+from quadriga.protocol.spec import FieldSpec, Payload
 from quadriga.protocol.thaw import device_here, thaw
 from quadriga.protocol.traffic import traffic
-
-if TYPE_CHECKING:
-    from quadriga.protocol.dataproto import DataProto
 
 INLINE_BYTES = 64 * 1024
 """A field of a shard up to this size travels inside the message; above, it goes to the store."""
 
 
-@dataclass(slots=True)
-class Inline:
-    """A field of all rows of the message whose bytes come along."""
-
-    spec: FieldSpec
-    payload: Payload
-    nbytes: int
-
-
-Entries = dict[str, Inline | RefColumn]
-
-
-@dataclass(slots=True)
-class Packed:
-    """One batch as it crosses. `kind`: its class, None for `DataProto`; `head`: batch size and
-    kind of device of its tensor half, None when it has none; `rows`: the layout of fields that this
-    message brings."""
-
-    kind: type[DataProto] | None
-    head: tuple[tuple[int, ...], str | None] | None
-    rows: Rows
-    tensors: Entries
-    arrays: Entries
-    meta: Any
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        from quadriga.protocol.flat import flatten, restore
-
-        return restore, flatten(self)
-
-
-def pack(data: DataProto, origin: Origin, store: Store) -> Packed:
+def pack(contents: Contents, kind: type[Any] | None, origin: Origin, store: Store) -> Message:
     """The batch as it crosses: no live tensor in it, large fields in `store`."""
-    packer = _Packer(whole_block(len(data), origin), store)
-    packed = _message(data, packer.rows, packer.entry, store.in_process)
+    packer = _Packer(whole_block(contents.rows, origin), store)
+    message = _message(contents, kind, packer.rows, packer.entry, store.in_process)
     packer.store_waiting()
-    return packed
+    return message
 
 
-def _message(data: DataProto, rows: Rows, entry: Any, private: bool) -> Packed:
-    from quadriga.protocol.dataproto import DataProto
-
-    batch = data.batch
+def _message(
+    contents: Contents, kind: type[Any] | None, rows: Rows, entry: Any, private: bool
+) -> Message:
+    batch, arrays, meta = contents
     head = None
     if batch is not None:
         head = tuple(batch.batch_size), None if batch.device is None else batch.device.type
-    arrays = batches.array_columns(data.non_tensor_batch)
-    return Packed(
-        None if type(data) is DataProto else type(data),
+    return Message(
+        kind,
         head,
         rows,
         {key: entry(key, column) for key, column in batches.tensor_columns(batch).items()},
-        {key: entry(key, column) for key, column in arrays.items()},
-        walk(data.meta_info, partial(freeze_leaf, private=private)) if data.meta_info else {},
+        {key: entry(key, column) for key, column in batches.array_columns(arrays).items()},
+        walk(meta, partial(freeze_leaf, private=private)) if meta else {},
     )
 
 
@@ -138,19 +102,16 @@ def _move(handle: Handle, spec: FieldSpec, store: Store) -> Handle:
     return handle.stored
 
 
-def unpack(packed: Packed) -> DataProto:
-    """A batch of its own: small fields that came along become local values, all others are fetched
-    when they are read."""
-    from quadriga.protocol.dataproto import DataProto
-
+def unpack(message: Message) -> Contents:
+    """What a message holds: small fields that came along become local values, all others are
+    fetched when they are read."""
     batch = None
-    if packed.head is not None:
-        size, device = packed.head
-        tensors = _columns(packed.tensors, packed.rows)
+    if message.head is not None:
+        size, device = message.head
+        tensors = _columns(message.tensors, message.rows)
         batch = batches.batch_of(tensors, size, None if device is None else device_here(device))
-    arrays = batches.make_arrays(_columns(packed.arrays, packed.rows)) if packed.arrays else {}
-    meta = walk(packed.meta, thaw_leaf) if packed.meta else {}
-    return (packed.kind or DataProto)(batch, arrays, meta)
+    arrays = batches.make_arrays(_columns(message.arrays, message.rows)) if message.arrays else {}
+    return Contents(batch, arrays, walk(message.meta, thaw_leaf) if message.meta else {})
 
 
 def _columns(entries: Entries, rows: Rows) -> dict[str, Any]:
@@ -170,34 +131,13 @@ def _open(key: str, entry: Inline | RefColumn, rows: Rows) -> Any:
     return value
 
 
-def reduce(data: DataProto) -> tuple[Any, ...]:
-    """How a `DataProto` is pickled: what is here goes along, its buffers out of band."""
-    return unpack, (_message(data, whole_block(len(data), CONTROLLER), _hold, False),)
+def carry(contents: Contents, kind: type[Any] | None) -> Message:
+    """The message of a batch that is pickled on its own: what is here goes along, its buffers out
+    of band."""
+    return _message(contents, kind, whole_block(contents.rows, CONTROLLER), _hold, False)
 
 
 def _hold(key: str, column: Any) -> Inline | RefColumn:
     if is_remote(column):
         return columns.compact(key, column) if is_carried(column) else column
     return Inline(*freeze(columns.local(column), key))
-
-
-def reduce_batch(batch: RefBatch) -> tuple[Any, ...]:
-    """How a `RefBatch` is pickled when it travels alone."""
-    from quadriga.protocol.dataproto import DataProto
-
-    return _batch_alone, reduce(DataProto(batch))[1]
-
-
-def reduce_arrays(arrays: RefArrays) -> tuple[Any, ...]:
-    """How a `RefArrays` is pickled when it travels alone."""
-    from quadriga.protocol.dataproto import DataProto
-
-    return _arrays_alone, reduce(DataProto(None, arrays))[1]
-
-
-def _batch_alone(packed: Packed) -> Any:
-    return unpack(packed).batch
-
-
-def _arrays_alone(packed: Packed) -> Mapping[str, Any]:
-    return unpack(packed).non_tensor_batch

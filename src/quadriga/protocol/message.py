@@ -1,4 +1,4 @@
-"""A message as plain tuples: the form in which it is pickled.
+"""A message: one batch as it crosses, and the plain tuples in which it is pickled.
 
 A transport's pickler may call Python for every object that is not of a built-in type, so a batch
 travels as tuples, strings and bytes; only references of a store, and payloads that are large enough
@@ -8,6 +8,7 @@ to go out of band, stay objects. Layouts are written once however many fields sh
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,29 +17,57 @@ import numpy as np
 from quadriga.protocol.column import RefColumn
 from quadriga.protocol.layout import Block, Rows
 from quadriga.protocol.reference import HereHandle, Origin
-from quadriga.protocol.serialization import FieldSpec, Payload
-from quadriga.protocol.wire import Entries, Inline, Packed
+from quadriga.protocol.spec import FieldSpec, Payload
 
 Flat = tuple[Any, ...]
 _SMALL = 2048
 """Arrays up to this many bytes are written as bytes: cheaper than an out-of-band buffer."""
 
 
-def flatten(packed: Packed) -> Flat:
+@dataclass(slots=True)
+class Inline:
+    """A field of all rows of the message whose bytes come along."""
+
+    spec: FieldSpec
+    payload: Payload
+    nbytes: int
+
+
+Entries = dict[str, Inline | RefColumn]
+
+
+@dataclass(slots=True)
+class Message:
+    """One batch as it crosses. `kind`: its class, None for `DataProto` itself; `head`: batch size
+    and kind of device of its tensor half, None when it has none; `rows`: the layout of fields that
+    this message brings."""
+
+    kind: type[Any] | None
+    head: tuple[tuple[int, ...], str | None] | None
+    rows: Rows
+    tensors: Entries
+    arrays: Entries
+    meta: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return restore, flatten(self)
+
+
+def flatten(message: Message) -> Flat:
     """The arguments of `restore`."""
     layouts = _Layouts()
-    tensors = _flat_entries(packed.tensors, layouts)
-    arrays = _flat_entries(packed.arrays, layouts)
-    rows = layouts.number(packed.rows)
-    return packed.kind, packed.head, rows, tuple(layouts.flat), tensors, arrays, packed.meta
+    tensors = _flat_entries(message.tensors, layouts)
+    arrays = _flat_entries(message.arrays, layouts)
+    rows = layouts.number(message.rows)
+    return message.kind, message.head, rows, tuple(layouts.flat), tensors, arrays, message.meta
 
 
 def restore(
     kind: Any, head: Any, rows: int, layouts: Flat, tensors: Flat, arrays: Flat, meta: Any
-) -> Packed:
+) -> Message:
     """The message of `flatten`."""
     known = [_rows(*parts) for parts in layouts]
-    return Packed(kind, head, known[rows], _entries(tensors, known), _entries(arrays, known), meta)
+    return Message(kind, head, known[rows], _entries(tensors, known), _entries(arrays, known), meta)
 
 
 class _Layouts:
