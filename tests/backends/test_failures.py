@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import time
+import traceback
 
 import pytest
-from worker_cases import Collective, Faulty
+import torch
+from worker_cases import Collective, Faulty, Slow, Unreadable
 
 from quadriga.errors import (
     CallTimeoutError,
     DispatchError,
+    QuadrigaError,
     WorkerDiedError,
     WorkerInitError,
     WorkerMethodError,
 )
+from quadriga.protocol import DataProto
 
 
 def test_a_method_that_raises(start):
@@ -86,6 +92,18 @@ def test_a_deadline_shows_the_stuck_stack(ray_group):
     assert "in stuck_on" in caught.value.stacks[1]
 
 
+def test_a_deadline_shows_where_a_coroutine_waits(ray_backend):
+    pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
+    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Slow), timeout=1)
+    with pytest.raises(CallTimeoutError, match=r"await_forever passed its deadline of 1 s") as e:
+        group.await_forever(0)
+    frames = [line.split(" in ")[-1] for line in e.value.stacks[0].splitlines()]
+    assert frames == ["sleep", "_wait_for_weights", "await_forever"]
+    assert group.sleep(1, 0) == [0, 1]  # the loop is free
+    group.shutdown()
+    pool.release()
+
+
 def test_a_deadline_holds_for_futures(ray_group):
     future = ray_group.stuck_on.options(timeout=1).submit(0)
     with pytest.raises(CallTimeoutError, match=r"stuck_on passed its deadline of 1 s"):
@@ -142,16 +160,83 @@ def test_a_death_comes_before_the_collective_errors_it_causes(collective_group):
     assert caught.value.rank == 1
 
 
-def test_a_watched_group_ends_waits_on_other_groups(ray_backend, ray_group):
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_watched_group_ends_waits_on_other_groups(ray_backend, ray_group, idle):
+    """Within 10 seconds, and the error names the call that the dead rank was running, if any."""
     pool = ray_backend.resource_pool([1], use_gpu=False, max_colocate_count=1)
     other = ray_backend.worker_group(pool, ray_backend.class_with_args(Faulty), role="other")
     ray_group.start_worker_aliveness_check(0.2)
-    doomed = ray_group.die_on.submit(1)
+    doomed = None
+    if idle:
+        assert ray_group.say("loading weights") == [0, 1]
+        os.kill(ray_group._ranks.handles[1].facts.pid, signal.SIGKILL)
+    else:
+        doomed = ray_group.die_on.submit(1)
+    began = time.monotonic()
     with pytest.raises(WorkerDiedError) as caught:
         other.stuck_on.options(timeout=30)(0)
-    assert (caught.value.role, caught.value.rank) == ("critic", 1)
+    assert time.monotonic() - began < 10
+    error = caught.value
+    assert (error.role, error.rank, error.method) == ("critic", 1, "" if idle else "die_on")
+    assert ("loading weights" if idle else "out of luck") in str(error)
+    assert error.node
     ray_group.stop_worker_aliveness_check()
-    with pytest.raises(WorkerDiedError):
-        doomed.get()
+    if doomed is not None:
+        with pytest.raises(WorkerDiedError):
+            doomed.get()
     other.shutdown()
     pool.release()
+
+
+def test_a_result_of_a_dead_rank_as_an_argument(ray_backend, ray_group, healthy_group):
+    """The rank that is to read it says whose result it was."""
+    doomed = ray_group.die_on.submit(0)
+    with pytest.raises(WorkerMethodError, match=r"to come from critic\.die_on, rank 0 on ") as e:
+        healthy_group.take.options(timeout=30)(doomed)
+    assert isinstance(e.value.__cause__, WorkerDiedError)
+
+
+SCREEN = 40
+"""Lines of a terminal."""
+
+
+def bad_calls(group, backend):
+    """What a user may do wrong, by what the first line of the answer must say."""
+    import threading
+
+    pool = backend.resource_pool([1], use_gpu=False, max_colocate_count=1)
+    batch = DataProto.from_dict(tensors={"a": torch.arange(3)})
+    return {
+        "no registered method 'rais_on'. Did you mean raise_on?": lambda: group.rais_on(1),
+        "has 3 entries for 2 ranks": lambda: group.each([1, 2, 3]),
+        "has 3 rows, which do not divide into 2": lambda: group.rows(batch),
+        "has not registered the mesh 'nowhere'": lambda: group.lost(batch),
+        "that is 500 CPU; no node has that much": lambda: backend.worker_group(
+            backend.resource_pool([500], use_gpu=False), backend.class_with_args(Faulty)
+        ),
+        "ValueError in Faulty.__init__, rank 0 of 1": lambda: backend.worker_group(
+            pool, backend.class_with_args(Faulty, 0)
+        ),
+        "An actor named 'taken_Faulty_0:0' exists already": lambda: [
+            backend.worker_group(pool, backend.class_with_args(Faulty), name_prefix="taken_")
+            for _ in range(2)
+        ],
+        "an argument cannot be sent": lambda: group.raise_on(threading.Lock()),
+        "around critic.unpicklable, rank 0": lambda: group.unpicklable(),
+        "A result of critic.unreadable from rank 0": lambda: group.unreadable(),
+        "An argument of critic.take could not be read by rank 0": lambda: group.take(Unreadable()),
+        "KeyError in critic.raise_on, rank 1 of 2": lambda: group.raise_on(1),
+    }
+
+
+def test_bad_input_is_a_typed_error_on_one_screen_with_the_cause_first(healthy_group, ray_backend):
+    shown = {}
+    for cause, call in bad_calls(healthy_group, ray_backend).items():
+        try:
+            call()
+        except QuadrigaError as error:
+            first = str(error).splitlines()[0]
+            whole = traceback.format_exception_only(error)
+            shown[cause] = cause in first and len("".join(whole).splitlines()) <= SCREEN
+            assert shown[cause], f"{type(error).__name__}: {error}"
+    assert list(shown) == list(bad_calls(healthy_group, ray_backend))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from worker_cases import Adder, Neighbour, Twice
+from worker_cases import Adder, Neighbour, Twice, TwiceLater
 
 from quadriga.errors import LengthError, UnregisteredMethodError
 from quadriga.protocol import DataProto
@@ -48,6 +48,16 @@ def raise_cause(run):
         run()
     except Exception as error:
         raise error.__cause__ from None
+
+
+def test_results_of_a_group_with_coroutines_feed_the_same_group(start):
+    """A rank must be able to wait for a result of its own while its loop still has to send it."""
+    group = start(TwiceLater, 2)
+    for _ in range(10):
+        once = group.twice.submit(batch(4))
+        twice = group.twice_later.submit(once)
+        thrice = group.twice.options(timeout=30).submit(twice)
+        assert thrice.get().batch["a"].tolist() == [0, 8, 16, 24]
 
 
 def test_batches_are_split_joined_and_left_alone(twice):

@@ -7,10 +7,19 @@ import sys
 import threading
 
 import pytest
-from worker_cases import Adder, Collective
+from worker_cases import Adder, Collective, Slow
 
 from quadriga.backends import get_backend, register_backend
-from quadriga.errors import CollectiveError, PlacementError, UnknownNameError
+from quadriga.errors import (
+    CallTimeoutError,
+    CollectiveError,
+    ConfigError,
+    DispatchError,
+    PlacementError,
+    UnknownNameError,
+    WorkerDiedError,
+    WorkerMethodError,
+)
 
 
 def start(cls, ranks, *args, **options):
@@ -69,6 +78,69 @@ def test_a_group_that_was_shut_down():
     assert [group._is_worker_alive(w) for w in group.workers] == [True, True]
     group.shutdown()
     assert not group._is_worker_alive(group.workers[0])
+
+
+def test_a_call_of_a_group_that_was_shut_down():
+    group = start(Adder, 2)
+    group.shutdown()
+    with pytest.raises(WorkerDiedError, match="Adder rank 0 was ended"):
+        group.add(1)
+
+
+def test_a_deadline_cuts_nothing_short_but_is_an_error_with_the_stack(caplog):
+    group = start(Slow, 2)
+    assert group.sleep.options(timeout=20)(0, 0.01) == [0, 1]
+    with pytest.raises(CallTimeoutError, match=r"^Slow\.sleep passed its deadline of 0\.1 s") as e:
+        group.sleep.options(timeout=0.1)(1, 0.4)
+    error = e.value
+    assert (error.role, error.rank, error.method) == ("Slow", 1, "sleep")
+    assert error.stacks[1].splitlines()[0].endswith("in sleep")
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "Slow.sleep on rank 1 is past its deadline of 0.1 s" in said[0]
+
+
+def test_a_deadline_of_the_group_holds_for_futures_and_the_methods_own_error_comes_first():
+    group = start(Slow, 1, timeout=0.1)
+    with pytest.raises(CallTimeoutError):
+        group.sleep.submit(0, 0.2).get()
+    with pytest.raises(WorkerMethodError, match="KeyError"):
+        group.sleep_and_fail(0.2)
+    assert group.sleep.options(timeout=30)(0, 0.2) == [0]
+
+
+def test_a_long_call_says_for_whom_it_is_waited(monkeypatch, caplog):
+    from quadriga.backends.local import deadlines
+
+    monkeypatch.setattr(deadlines, "SPEAK_S", 0.1)
+    start(Slow, 1).sleep(0, 0.4)
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0].startswith("waiting for Slow.sleep on rank(s) 0 for")
+    assert len(said) <= 4
+
+
+def test_a_call_that_stands_in_a_debugger_is_not_late(caplog):
+    group = start(Slow, 1)
+    code = compile("def prompt(seconds):\n    import time; time.sleep(seconds)\n", "bdb.py", "exec")
+    names: dict = {}
+    exec(code, names)
+    assert group.run.options(timeout=0.1)(names["prompt"], 0.4) == [None]
+    assert not caplog.records
+
+
+def test_beside_another_group():
+    first = start(Adder, 3, 1)
+    backend = get_backend("local")
+    beside = backend.worker_group(None, backend.class_with_args(Adder, 5), sharing_with=first)
+    assert beside.add(0) == [5, 6, 7]
+    with pytest.raises(DispatchError, match="needs a resource_pool, or a group to share with"):
+        backend.worker_group(None, backend.class_with_args(Adder))
+
+
+def test_options_of_machines_pass_and_unknown_ones_do_not():
+    assert start(Adder, 1, bin_pack=False, device_name="cpu").add(0) == [0]
+    with pytest.raises(ConfigError, match="no option 'tiemout'"):
+        start(Adder, 1, tiemout=5)
 
 
 def test_detached_needs_ray():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import ray
-from worker_cases import Adder, Arrays, Overlap
+from worker_cases import Adder, Arrays, Overlap, Slow, Turns, Unreadable
 
+from quadriga.backends import get_backend
 from quadriga.backends.ray import (
     RayClassWithInitArgs,
     RayResourcePool,
@@ -17,7 +21,14 @@ from quadriga.backends.ray import (
     merge_resource_pool,
     split_resource_pool,
 )
-from quadriga.errors import ConfigError, DispatchError, PlacementError, WorkerDiedError
+from quadriga.errors import (
+    ConfigError,
+    DispatchError,
+    PlacementError,
+    WorkerDiedError,
+    WorkerMethodError,
+)
+from quadriga.single_controller import Dispatch, Execute, ResourcePool
 
 HERE = Path(__file__).parent
 
@@ -42,8 +53,10 @@ def test_split_twice_and_merge(pool):
     ]  # fmt: skip
     joined = merge_resource_pool(third, right)
     assert joined.store == [1, 1]
-    groups = [group_on(left, Adder, 10), group_on(right, Adder, 20)]
-    assert [group.add(0) for group in groups] == [[10, 11, 12], [20]]
+    groups = [group_on(part, Adder, 10 * i) for i, part in enumerate([first, second, joined])]
+    assert [group.add(0) for group in groups] == [[0], [10], [20, 21]]
+    places = [where["LOCAL_RANK"] + where["LOCAL_WORLD_SIZE"] for where in groups[2].environment()]
+    assert places == ["02", "12"]  # two places of one node, also in a merged pool
     with pytest.raises(PlacementError, match="do not divide into parts of 3"):
         split_resource_pool(pool, 3)
     with pytest.raises(PlacementError, match=r"the parts \[2, 1\] have 3"):
@@ -99,7 +112,8 @@ def test_names_and_a_name_taken(pool):
 
 
 def test_groups_started_at_once_have_ports_of_their_own(pool):
-    groups = [group_on(part) for part in split_resource_pool(pool, 1)]
+    with ThreadPoolExecutor(4) as threads:
+        groups = list(threads.map(group_on, split_resource_pool(pool, 1), timeout=60))
     assert len({group.master_port for group in groups}) == 4
     for group in groups:
         group.shutdown()
@@ -118,11 +132,61 @@ def test_beside_another_group_and_by_handle(pool):
     ray.kill(single)
 
 
+def test_a_port_of_a_range():
+    plan = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
+    group = group_on(plan, master_port_range=(40_000, 50_000))
+    assert 40_000 <= int(group.master_port) < 50_000
+    group.shutdown()
+    plan.release()
+
+
+def test_existing_workers_by_their_handles(pool):
+    first = group_on(pool, Adder, 1)
+    taken = RayWorkerGroup.from_detached(
+        worker_handles=first.workers[::-1], ray_cls_with_init=RayClassWithInitArgs(Adder)
+    )
+    assert taken.add(0) == [1, 2, 3, 4]  # in the order of the ranks, whatever that of the handles
+    assert taken.worker_names == first.worker_names
+    assert taken.master_port == first.master_port
+    first.shutdown()
+    with pytest.raises(WorkerDiedError, match="is gone"):
+        RayWorkerGroup.from_detached(
+            worker_handles=first.workers, ray_cls_with_init=RayClassWithInitArgs(Adder)
+        )
+
+
+def test_options_of_a_class_reach_its_actors(ray_backend):
+    cls = RayClassWithInitArgs(Adder)
+    cls.update_options({"num_cpus": 0.5, "runtime_env": {"env_vars": {"MINE": "from options"}}})
+    cls.set_additional_resource({"disk": 1})
+    assert cls.actor_options(use_gpu=False)["resources"] == {"disk": 1}
+    cls.set_additional_resource({})
+    actor = cls()
+    assert ray.get(actor.environment.remote(), timeout=60)["MINE"] == "from options"
+    ray.kill(actor)
+
+
+def test_roles_on_different_pools_run_at_the_same_time(pool, tmp_path):
+    """One waits for what the other does; roles of one process take turns instead."""
+    waiting, doing = (group_on(part, Turns) for part in split_resource_pool(pool, 2))
+    sign = tmp_path / "sign"
+    future = waiting.wait_for.submit(str(sign), 20)
+    doing.make(str(sign))
+    assert future.get() == [True, True]
+    first = waiting.wait_for.submit(str(tmp_path / "never"), 0.3)
+    waiting.make(str(tmp_path / "never"))  # its turn comes when the first has given up
+    assert first.get() == [False, False]
+    for group in (waiting, doing):
+        group.shutdown()
+
+
 def test_without_a_pool_or_a_class():
     with pytest.raises(DispatchError, match="needs a resource_pool"):
         RayWorkerGroup(None, RayClassWithInitArgs(Adder))
     with pytest.raises(DispatchError, match="needs ray_cls_with_init"):
         RayWorkerGroup(None, None)
+    with pytest.raises(PlacementError, match=r"needs a pool on Ray .* got ResourcePool\(\[2\]\)"):
+        get_backend("ray").worker_group(ResourcePool([2]), RayClassWithInitArgs(Adder))
 
 
 def test_another_driver_takes_a_detached_group_over(ray_backend):
@@ -152,6 +216,17 @@ def test_coroutine_calls_interleave(pool):
     group.shutdown()
 
 
+def test_an_argument_that_cannot_be_read_takes_its_turn(ray_backend):
+    """In a group whose calls start in the order of their tickets."""
+    pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
+    group = group_on(pool, Slow, timeout=30)
+    with pytest.raises(WorkerMethodError, match=r"argument of .*: OSError: no such weights"):
+        group.run(Unreadable())
+    assert group.sleep(0, 0) == [0, 1]
+    group.shutdown()
+    pool.release()
+
+
 def test_a_worker_process_loads_only_what_it_uses(pool):
     group = group_on(pool, Arrays)
     assert (
@@ -161,32 +236,92 @@ def test_a_worker_process_loads_only_what_it_uses(pool):
     group.shutdown()
 
 
-def test_a_class_from_a_file_that_cannot_be_imported(pool, tmp_path):
-    """A user's own file, loaded by its path, adds a dispatch mode and a worker that uses it."""
-    import importlib.util
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """load("name", source) -> a module of a user's file, loaded by its path."""
 
-    from quadriga.single_controller import Dispatch
-
-    path = tmp_path / "my_roles.py"
-    path.write_text(
-        "from quadriga.single_controller import Dispatch, Worker, register\n"
-        "from quadriga.single_controller import register_dispatch_mode\n"
-        "def spread(group, n):\n"
-        "    return ([n * r for r in range(group.world_size)],), {}\n"
-        "MODE = register_dispatch_mode('SPREAD', spread, lambda group, out: sum(out))\n"
-        "class Judge(Worker):\n"
-        "    @register(dispatch_mode=Dispatch.SPREAD)\n"
-        "    def judge(self, n):\n"
-        "        return n + len([m for m in Dispatch if m.name == 'SPREAD'])\n"
-    )
-    spec = importlib.util.spec_from_file_location("my_roles", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["my_roles"] = module
-    try:
+    def _load(name, source):
+        path = tmp_path / f"{name}.py"
+        path.write_text(textwrap.dedent(source))
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
         spec.loader.exec_module(module)
-        group = group_on(pool, module.Judge)
-        assert group.judge(10) == 0 + 10 + 20 + 30 + 4
+        return module
+
+    yield _load
+    for registry in (Dispatch, Execute):
+        for mode in registry.added():
+            registry.remove(mode.name)
+
+
+def test_a_users_files_that_cannot_be_imported(pool, load):
+    """One file adds a dispatch and an execute mode, another a worker that uses them; both were
+    loaded by their paths. The worker finds the modes in its registries, and so it does functions
+    and objects of such files among its arguments and results."""
+    load(
+        "my_modes",
+        """
+        from dataclasses import dataclass
+        from quadriga.single_controller import register_dispatch_mode, register_execute_mode
+        @dataclass
+        class Verdict:
+            points: int
+        def spread(group, n):
+            return ([n * r for r in group.ranks],), {}
+        def total(group, outputs):
+            return sum(outputs)
+        def odd(group):
+            return range(1, group.world_size, 2)
+        def double(n):
+            return 2 * n
+        SPREAD = register_dispatch_mode("SPREAD", spread, total)
+        ODD = register_execute_mode("ODD", odd)
+        """,
+    )
+    modes = sys.modules["my_modes"]
+    roles = load(
+        "my_roles",
+        """
+        from quadriga.single_controller import Dispatch, Execute, Worker, register
+        class Judge(Worker):
+            @register(dispatch_mode=Dispatch.SPREAD, execute_mode=Execute.ODD)
+            def judge(self, n):
+                return n + 100 * (Dispatch.SPREAD in Dispatch) + 1000 * (Execute.ODD in Execute)
+            @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+            def apply(self, function, verdict):
+                verdict.points = function(verdict.points)
+                return verdict
+        """,
+    )
+    group = group_on(pool, roles.Judge)
+    assert group.judge(10) == (10 + 1100) + (30 + 1100)
+    verdicts = group.apply(modes.double, modes.Verdict(4))
+    assert verdicts == [modes.Verdict(8)] * 4
+    group.shutdown()
+
+
+def test_a_file_that_adds_a_mode_may_be_imported_by_the_workers_too(pool, tmp_path, monkeypatch):
+    """The mode comes with the group; then the worker's module adds it again on import."""
+    (tmp_path / "mode_functions.py").write_text(
+        "def spread(group, n): return ([n * r for r in range(group.world_size)],), {}\n"
+        "def total(group, outputs): return sum(outputs)\n"
+    )
+    (tmp_path / "role_with_mode.py").write_text(
+        "import mode_functions as f\n"
+        "from quadriga.single_controller import Worker, register, register_dispatch_mode\n"
+        "MODE = register_dispatch_mode('TWICE_ADDED', f.spread, f.total)\n"
+        "class Judge(Worker):\n"
+        "    @register(dispatch_mode=MODE)\n"
+        "    def judge(self, n):\n"
+        "        return n\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        import role_with_mode
+
+        group = group_on(pool, role_with_mode.Judge)
+        assert group.judge(10) == 0 + 10 + 20 + 30
         group.shutdown()
     finally:
-        del sys.modules["my_roles"]
-        Dispatch.remove("SPREAD")
+        Dispatch.remove("TWICE_ADDED")

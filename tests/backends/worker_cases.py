@@ -7,7 +7,12 @@ import os
 import sys
 import time
 
-from quadriga.single_controller import Dispatch, Worker, register
+from quadriga.single_controller import (
+    Dispatch,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 
 
 class Adder(Worker):
@@ -68,6 +73,13 @@ class Neighbour(Worker):
         return self.actor.add(x), self.sibling("actor_rollout").rank, sorted(self.fused_worker_dict)
 
 
+class Unreadable:
+    """Travels, and cannot be read where it arrives."""
+
+    def __reduce__(self):
+        return exec, ("raise OSError('no such weights')",)
+
+
 class Faulty(Worker):
     def __init__(self, fail_on: int = -1) -> None:
         super().__init__()
@@ -103,8 +115,61 @@ class Faulty(Worker):
         return (x for x in ())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def unreadable(self):
+        return Unreadable()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def ping(self):
         return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def say(self, text):
+        print(text, file=sys.stderr, flush=True)
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take(self, value):
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def each(self, value):
+        return value
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def rows(self, data):
+        return data
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("nowhere"))
+    def lost(self, data):
+        return data
+
+
+class Slow(Worker):
+    """Takes its time."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep(self, rank, seconds):
+        if self.rank == rank:
+            time.sleep(seconds)
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep_and_fail(self, seconds):
+        time.sleep(seconds)
+        raise KeyError("nothing")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def run(self, function, *args):
+        return function(*args)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def await_forever(self, rank):
+        if self.rank == rank:
+            await self._wait_for_weights()
+        return self.rank
+
+    async def _wait_for_weights(self):
+        await asyncio.sleep(60)
 
 
 class Collective(Worker):
@@ -133,6 +198,15 @@ class Collective(Worker):
         value = torch.ones(1)
         torch.distributed.all_reduce(value)
         return value.item()
+
+
+class TwiceLater(Twice):
+    """The same on an event loop, and as a coroutine."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    async def twice_later(self, data):
+        await asyncio.sleep(0.001)
+        return self.twice(data)
 
 
 class Mirror(Worker):
@@ -171,6 +245,23 @@ class Overlap(Worker):
             self.all_here.set()
         await asyncio.wait_for(self.all_here.wait(), timeout=20)
         return self.arrived
+
+
+class Turns(Worker):
+    """Signs by files, one a rank."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wait_for(self, path, seconds):
+        deadline = time.monotonic() + seconds
+        while not os.path.exists(f"{path}{self.rank}"):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def make(self, path):
+        open(f"{path}{self.rank}", "w").close()
 
 
 class Arrays(Worker):

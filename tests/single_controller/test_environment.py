@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from quadriga.errors import PlacementError
+from quadriga.errors import ConfigError, PlacementError
 from quadriga.single_controller import Worker, ray_noset_visible_devices
 from quadriga.single_controller.devices import (
     NOSET_FLAGS,
@@ -64,6 +64,28 @@ def test_a_worker_in_a_process_of_its_own():
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
     )
     assert run.stdout.split() == ["2", "4"]
+
+
+def test_a_variable_that_is_no_number():
+    with pytest.raises(ConfigError, match="variable LOCAL_RANK must be a whole number, got 'two'"):
+        RankEnvironment.read({"RANK": "2", "LOCAL_RANK": "two"})
+    assert RankEnvironment.read({"RANK": ""}) == RankEnvironment()
+
+
+def test_a_port_within_a_range_is_kept_and_can_be_served():
+    first = ReservedPort.choose()
+    span = (first.port, first.port + 20)
+    second = ReservedPort.choose(span)  # the first of the range is taken
+    third = ReservedPort.choose(span)
+    assert first.port < second.port < third.port < span[1]
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("", second.port))
+        server.listen()
+    with pytest.raises(PlacementError, match="is free on this machine"):
+        ReservedPort.choose((first.port, first.port + 1))
+    for reserved in (first, second, third):
+        reserved.release()
 
 
 def test_visible_devices_of_all_vendors():

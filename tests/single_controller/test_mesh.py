@@ -72,6 +72,53 @@ def test_two_meshes_in_one_worker():
     assert group.count() == [2] * 8  # once per mesh
 
 
+class Uneven(Worker):
+    """Six ranks: dp=3 tp=2 for training, dp=2 tp=3 for generation, dp=6 for scoring."""
+
+    def __init__(self):
+        super().__init__()
+        self._register_dispatch_collect_info("train", self.rank // 2, self.rank % 2 == 1)
+        self._register_dispatch_collect_info("infer", self.rank // 3, self.rank % 3 == 0)
+        self._register_dispatch_collect_info("score", 5 - self.rank, True)
+
+    def _mark(self, data, name):
+        data.batch[name] = torch.full((len(data),), self.rank)
+        return data
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))
+    def train(self, data):
+        return self._mark(data, "train")
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("infer"))
+    def infer(self, data):
+        return self._mark(data, "infer")
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("score"))
+    def score(self, data):
+        return self._mark(data, "score")
+
+
+@pytest.mark.parametrize("by_future", [False, True])
+def test_data_parallel_sizes_that_do_not_divide_each_other(by_future):
+    """A result made in two parts is an argument in three, then in six."""
+    group = start(Uneven, 6)
+    inferred = (group.infer.submit if by_future else group.infer)(batch(6))
+    trained = (group.train.submit if by_future else group.train)(inferred)
+    scored = group.score(trained)
+    assert scored.batch["a"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert scored.batch["infer"].tolist() == [0, 0, 0, 3, 3, 3]
+    assert scored.batch["train"].tolist() == [1, 1, 3, 3, 5, 5]
+    assert scored.batch["score"].tolist() == [5, 4, 3, 2, 1, 0]  # in data-parallel order
+
+
+def test_each_mesh_pads_for_its_own_size():
+    group = start(Uneven, 6)
+    padded = group.infer(batch(5, auto_padding=True))
+    assert padded.batch["infer"].tolist() == [0, 0, 0, 3, 3]
+    assert group.train(padded).batch["train"].tolist() == [1, 1, 3, 3, 5]
+    assert group.score(padded).batch["a"].tolist() == [0, 1, 2, 3, 4]
+
+
 def test_mesh_padding():
     group = start(Meshed, 8)
     result = group.train(batch(6, auto_padding=True))
@@ -148,6 +195,8 @@ def test_dicts_of_meshes():
         "dispatch_dp_rank": {"train": 1, "infer": 0},
         "collect_dp_rank": {"train": False, "infer": True},
     }
+    assert group._query_dispatch_info("infer") == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert group._query_collect_info("infer") == [False, False, False, True] * 2
     group.set_dispatch_collect("copy", {"copy": 0}, {"copy": True})
     assert group.get_dispatch_collect()[3]["dispatch_dp_rank"]["copy"] == 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+import torch
 
 from quadriga.backends import get_backend
 from quadriga.errors import DispatchError, LengthError, UnknownNameError
@@ -235,6 +236,84 @@ def test_hooks_before_and_after_each_call():
     assert seen == [("before", "adder.add", (1,), {"y": 2}), ("after", "adder.add", [3, 3])]
     assert group.add.options(timeout=5)(1) == [1, 1]
     assert len(seen) == 4
+
+
+def test_hooks_of_calls_that_are_not_waited_for():
+    seen = []
+    factory = with_hooks(
+        before=lambda label, args, kwargs: seen.append("before"),
+        after=lambda label, value: seen.append(value),
+    )
+
+    class W(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def add(self, x):
+            return x + self.rank
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+        def soon(self, x):
+            return -x
+
+    group = start(W, 2, method_factory=factory)
+    future = group.add.submit(5)
+    assert seen == ["before"]
+    assert future.get() == future.get() == [5, 6]
+    assert seen == ["before", [5, 6]]  # once, although read twice
+    assert pickle.loads(pickle.dumps(group.soon(3))).get() == [-3, -3]
+    assert seen == ["before", [5, 6], "before"]  # a future that travelled leaves the hook behind
+
+
+def test_a_mode_taken_over_from_the_controller_may_be_added_again_by_its_file():
+    """What a worker process does: the modes come first, then the file that adds them is imported,
+    because a class of that file is needed."""
+    mode = register_dispatch_mode("MINE", to_even_ranks, from_even_ranks)
+    Dispatch.remove("MINE")
+    Dispatch.adopt([mode])
+    assert register_dispatch_mode("MINE", to_even_ranks, from_even_ranks) == mode
+    with pytest.raises(DispatchError, match="exists already"):
+        register_dispatch_mode("MINE", to_even_ranks, from_even_ranks)
+
+
+def test_futures_among_the_arguments_as_they_are_or_resolved():
+    from quadriga.protocol import DataProto, DataProtoFuture
+
+    class W(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def make(self):
+            return DataProto.from_dict(tensors={"a": torch.arange(2)})
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, materialize_futures=False)
+        def raw(self, data):
+            return type(data).__name__
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def resolved(self, data):
+            return type(data).__name__
+
+    group = start(W, 1)
+    future = DataProtoFuture(group.make.submit().pending)
+    assert (group.raw(future), group.resolved(future)) == (["DataProtoFuture"], ["DataProto"])
+
+
+def test_a_plain_tensordict_is_a_batch():
+    from tensordict import TensorDict
+
+    class W(Worker):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def twice(self, data):
+            data["a"] = data["a"] * 2
+            return data
+
+    group = start(W, 2)
+    ragged = torch.nested.nested_tensor(
+        [torch.arange(n) for n in (2, 1, 3, 2)], layout=torch.jagged
+    )
+    doubled = group.twice(TensorDict({"a": torch.arange(4), "ids": ragged}, [4]))
+    assert isinstance(doubled, TensorDict)
+    assert doubled["a"].tolist() == [0, 2, 4, 6]
+    assert [row.tolist() for row in doubled["ids"].unbind()] == [[0, 1], [0], [0, 1, 2], [0, 1]]
+    with pytest.raises(LengthError, match="has 3 rows"):
+        group.twice(TensorDict({"a": torch.arange(3)}, [3]))
 
 
 def test_the_name_of_a_method_shows_in_tracebacks():

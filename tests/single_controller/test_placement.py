@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quadriga.errors import PlacementError
-from quadriga.single_controller import ResourcePool
+from quadriga.single_controller import ResourcePool, merge_resource_pool, split_resource_pool
 from quadriga.single_controller.placement import NodeResources, PoolNeeds, check_feasible
 
 
@@ -24,6 +24,21 @@ def test_uneven_pool():
     assert uneven.local_rank_list() == [0, 1, 0, 1, 2]
     uneven.add_node(1)
     assert uneven.store == uneven() == [2, 3, 1]
+
+
+def test_pools_are_split_twice_and_merged_by_arithmetic():
+    first, second = split_resource_pool(ResourcePool([2, 3]), [1, 4])
+    assert (first.store, second.store) == ([1], [1, 3])
+    halves = split_resource_pool(second, 2)
+    assert [half.store for half in halves] == [[1, 1], [2]]
+    merged = merge_resource_pool(first, halves[1])
+    assert (merged.store, merged.local_rank_list()) == ([1, 2], [0, 0, 1])
+    with pytest.raises(PlacementError, match="do not divide into parts of 2"):
+        split_resource_pool(ResourcePool([2, 3]), 2)
+    with pytest.raises(PlacementError, match=r"the parts \[2, 2\] have 4"):
+        split_resource_pool(ResourcePool([2, 3]), [2, 2])
+    with pytest.raises(PlacementError, match="must agree in max_colocate_count: 10 and 3"):
+        merge_resource_pool(ResourcePool([1]), ResourcePool([1], max_colocate_count=3))
 
 
 @pytest.mark.parametrize("wrong", [[0], [2, -1], [1.5]])

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from quadriga.single_controller.registration import MethodRecord as MethodRecord
     from quadriga.single_controller.registration import register as register
     from quadriga.single_controller.resource_pool import ResourcePool as ResourcePool
+    from quadriga.single_controller.resource_pool import merge_resource_pool as merge_resource_pool
+    from quadriga.single_controller.resource_pool import split_resource_pool as split_resource_pool
     from quadriga.single_controller.worker import Worker as Worker
     from quadriga.single_controller.worker_group import WorkerGroup as WorkerGroup
 
@@ -66,10 +68,12 @@ _HOME = {
     "create_colocated_worker_raw_cls": "fused",
     "get_predefined_dispatch_fn": "modes",
     "make_nd_compute_dataproto_dispatch_fn": "mesh",
+    "merge_resource_pool": "resource_pool",
     "ray_noset_visible_devices": "devices",
     "register": "registration",
     "register_dispatch_mode": "modes",
     "register_execute_mode": "modes",
+    "split_resource_pool": "resource_pool",
     "update_dispatch_mode": "modes",
     "update_execute_mode": "modes",
     "with_hooks": "bound_method",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakSet
 
 from quadriga.errors import WorkerError
 from quadriga.single_controller.call import Call, Pending
@@ -35,6 +37,8 @@ class RankFacts:
     """The accelerators it may see, as the vendor's variable lists them."""
     stack_path: str = ""
     """The file on its node that it writes its stacks to when asked by a signal."""
+    interleaves: bool = False
+    """Whether it has coroutine methods: calls then tell their order (`turns`)."""
 
 
 @dataclass
@@ -46,13 +50,16 @@ class RankHandle:
     facts: RankFacts
     methods: dict[str, Any] = field(default_factory=dict)
     """The engine's per-method call objects, kept because making one costs time."""
+    sender: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    sent: int = 0
+    """How many calls with tickets were sent from here."""
 
 
 @dataclass(eq=False)
 class RankSet:
     """The processes of a group and what is known of them; shared by all views on the group."""
 
-    backend: Backend
+    backend: Carrier
     handles: list[RankHandle]
     roles: dict[str, type]
     """Every role that a process of this group hosts, with its class."""
@@ -64,13 +71,60 @@ class RankSet:
     watch: Watch[RankSet] | None = None
     broken: str | None = None
     """Why no call can succeed any more."""
+    in_flight: WeakSet[Any] = field(default_factory=WeakSet)
+    """The submissions that somebody may still wait for, in the engine's own form."""
 
     def __len__(self) -> int:
         return len(self.handles)
 
 
 @runtime_checkable
-class Backend(Protocol):
+class Carrier(Protocol):
+    """What a group that exists needs of its engine: calls carried to ranks, and answers back."""
+
+    @property
+    def store(self) -> Any:
+        """Where batches by reference lie: a `protocol.reference.Store`."""
+        ...
+
+    def submit(
+        self,
+        ranks: RankSet,
+        targets: Sequence[int],
+        calls: Sequence[Call],
+        timeout: float | None,
+    ) -> Sequence[Pending]:
+        """Send `calls[i]` to rank `targets[i]`; does not wait.
+
+        Who waits for an answer `timeout` seconds after this gets CallTimeoutError.
+        """
+        ...
+
+    def gather(self, pendings: Sequence[Pending]) -> list[Any]:
+        """Wait for all answers of one `submit`. The first failure is raised at once."""
+        ...
+
+    def share(self, packed: Any, value: Any) -> Any:
+        """Prepare what several ranks will receive, so that it is sent once. `packed` is what
+        would travel, `value` what it was before."""
+        ...
+
+    def is_alive(self, handle: RankHandle) -> bool:
+        """Whether the rank's process exists; answers within seconds."""
+        ...
+
+    def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError:
+        """The error for a rank that is gone; its `method` is the call that was in flight there,
+        "" if none was."""
+        ...
+
+    def kill(self, handle: RankHandle) -> None:
+        """End the rank's process."""
+        ...
+
+
+@runtime_checkable
+class Backend(Carrier, Protocol):
     """An engine that places ranks and carries calls to them."""
 
     name: str
@@ -100,42 +154,13 @@ class Backend(Protocol):
         """Several roles in one process."""
         ...
 
-    def worker_group(self, pool: ResourcePool, cls: ClassWithInitArgs, **options: Any) -> Any:
-        """Start a group: a `WorkerGroup`, complete when this returns."""
-        ...
+    def worker_group(
+        self, pool: ResourcePool | None, cls: ClassWithInitArgs, **options: Any
+    ) -> Any:
+        """Start a group: a `WorkerGroup`, complete when this returns.
 
-    def submit(
-        self,
-        ranks: RankSet,
-        targets: Sequence[int],
-        calls: Sequence[Call],
-        timeout: float | None,
-    ) -> Sequence[Pending]:
-        """Send `calls[i]` to rank `targets[i]`; does not wait.
-
-        Who waits for an answer `timeout` seconds after this gets CallTimeoutError.
+        Without a pool the option `sharing_with` names a group whose places are used.
         """
-        ...
-
-    def gather(self, pendings: Sequence[Pending]) -> list[Any]:
-        """Wait for all answers of one `submit`. The first failure is raised at once."""
-        ...
-
-    def share(self, packed: Any, value: Any) -> Any:
-        """Prepare what several ranks will receive, so that it is sent once. `packed` is what
-        would travel, `value` what it was before."""
-        ...
-
-    def is_alive(self, handle: RankHandle) -> bool:
-        """Whether the rank's process exists; answers within seconds."""
-        ...
-
-    def death(self, handle: RankHandle, label: str) -> WorkerError:
-        """The error for a rank that is gone while `label` ("role.method") was in flight."""
-        ...
-
-    def kill(self, handle: RankHandle) -> None:
-        """End the rank's process."""
         ...
 
     def shutdown(self) -> None:

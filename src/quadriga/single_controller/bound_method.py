@@ -61,18 +61,52 @@ class BoundMethod:
 
 
 class HookedMethod(BoundMethod):
-    """A bound method with a function before and one after each blocking call."""
+    """A bound method with a function before and one after each call.
+
+    For a call that is not waited for, `after` runs when its result is first read in this process.
+    """
 
     before: BeforeCall | None = None
     after: AfterCall | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.record.blocking:
+            return self.submit(*args, **kwargs)
         if self.before is not None:
             self.before(self.label, args, kwargs)
         value = super().__call__(*args, **kwargs)
         if self.after is not None:
             self.after(self.label, value)
         return value
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        """Start the call and return a `DataProtoFuture` at once."""
+        if self.before is not None:
+            self.before(self.label, args, kwargs)
+        started = self.group.start_call(self, args, kwargs)
+        observed = _ObservedJoin(started.collector, self.label, self.after)
+        return replace(started, collector=observed).future()
+
+
+class _ObservedJoin:
+    """Joins as `inner` does and tells the hook, once. A future that travels leaves it behind."""
+
+    def __init__(self, inner: Any, label: str, after: AfterCall | None) -> None:
+        self.inner, self.label, self.after = inner, label, after
+
+    def __call__(self, outputs: list[Any]) -> Any:
+        value = self.inner(outputs)
+        after, self.after = self.after, None
+        if after is not None:
+            after(self.label, value)
+        return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.inner,)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def with_hooks(

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from quadriga.errors import ConfigError, PlacementError
 
 LOCAL_PORT = "none: several local ranks share one process"
 """MASTER_PORT of a local group of several ranks, which cannot hold collectives."""
@@ -41,16 +43,29 @@ class RankEnvironment:
 
     @classmethod
     def read(cls, env: Mapping[str, str] = os.environ) -> RankEnvironment:
-        """From environment variables; what is not set is that of a group of one."""
+        """From environment variables; what is not set is that of a group of one.
+
+        Raises ConfigError naming a variable that is no number.
+        """
         return cls(
-            rank=int(env.get("RANK", "0")),
-            world_size=int(env.get("WORLD_SIZE", "1")),
-            local_rank=int(env.get("LOCAL_RANK", "0")),
-            local_world_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
+            rank=_number(env, "RANK", 0),
+            world_size=_number(env, "WORLD_SIZE", 1),
+            local_rank=_number(env, "LOCAL_RANK", 0),
+            local_world_size=_number(env, "LOCAL_WORLD_SIZE", 1),
             master_address=env.get("MASTER_ADDR", ""),
             master_port=env.get("MASTER_PORT", ""),
             group_prefix=env.get("WG_PREFIX", ""),
         )
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    given = env.get(name, "")
+    try:
+        return int(given) if given else default
+    except ValueError:
+        raise ConfigError(
+            f"The environment variable {name} must be a whole number, got {given!r}.", key=name
+        ) from None
 
 
 @contextlib.contextmanager
@@ -80,11 +95,21 @@ class ReservedPort:
     _socket: socket.socket
 
     @classmethod
-    def choose(cls) -> ReservedPort:
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("", 0))
-        return cls(int(sock.getsockname()[1]), sock)
+    def choose(cls, within: Sequence[int] | None = None) -> ReservedPort:
+        """Reserve a free port; `within`: (first, last + 1), the ports that may be used.
+
+        Raises PlacementError if none of them is free.
+        """
+        if within is None:
+            sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("", 0))
+            return cls(int(sock.getsockname()[1]), sock)
+        for port in range(*within):
+            reserved = cls.try_port(port)
+            if reserved is not None:
+                return reserved
+        raise PlacementError(f"No port in {list(within)} is free on this machine.", wanted=within)
 
     @classmethod
     def try_port(cls, port: int) -> ReservedPort | None:
@@ -95,6 +120,8 @@ class ReservedPort:
         except OSError:
             sock.close()
             return None
+        # Only now: bound without it, the socket has found every other that holds the port.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return cls(port, sock)
 
     def release(self) -> None:

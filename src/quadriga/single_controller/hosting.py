@@ -20,6 +20,7 @@ from quadriga.single_controller.call import Call, SharedArgument
 from quadriga.single_controller.class_with_args import ClassWithInitArgs
 from quadriga.single_controller.crossing import private_copy, shipping_for
 from quadriga.single_controller.environment import LOCAL_PORT, RankEnvironment
+from quadriga.single_controller.turns import Ticket, Turns
 from quadriga.single_controller.worker import Worker
 
 
@@ -39,6 +40,9 @@ class RankHost:
         self.workers: dict[str, Any] = {}
         self.in_flight: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._turns = Turns()
+        self.awaited: set[Awaitable[Any]] = set()
+        """What coroutine methods have begun and not ended."""
 
     def build(self, classes: Mapping[str, ClassWithInitArgs]) -> None:
         """Build the worker of each role. Raises WorkerInitError carrying the traceback."""
@@ -70,20 +74,42 @@ class RankHost:
         finally:
             self.in_flight = None
 
-    async def invoke_async(self, call: Call) -> Any:
-        """As `invoke`, inside a running event loop; coroutine methods interleave."""
-        self.in_flight = f"{call.role}.{call.method}"
+    async def invoke_async(self, opened: Callable[[], Call], ticket: Ticket | None = None) -> Any:
+        """As `invoke`, inside a running event loop; coroutine methods interleave.
+
+        `opened()` gives the call; it may have to wait. Methods start in the order of their
+        tickets, which need not be that of arrival. Arguments are waited for outside the loop: they
+        may be results of this very process, whose reply the loop has yet to send.
+        """
+        async with self._turns.turn(ticket):
+            call, args, kwargs = await asyncio.to_thread(self._prepare, opened)
+            self.in_flight = f"{call.role}.{call.method}"
+            try:
+                value = self._method(call)(*args, **kwargs)
+            except Exception as error:
+                raise self.failure(call, error) from error
         try:
-            method = self._method(call)
-            args, kwargs = self._arguments(call)
-            value = method(*args, **kwargs)
             if inspect.isawaitable(value):
-                value = await value
+                value = await self._await(value)
             return self._result(call, value)
         except Exception as error:
             raise self.failure(call, error) from error
         finally:
             self.in_flight = None
+
+    def _prepare(self, opened: Callable[[], Call]) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
+        call = opened()
+        try:
+            return call, *self._arguments(call)
+        except Exception as error:
+            raise self.failure(call, error) from error
+
+    async def _await(self, awaitable: Awaitable[Any]) -> Any:
+        self.awaited.add(awaitable)
+        try:
+            return await awaitable
+        finally:
+            self.awaited.discard(awaitable)
 
     def failure(self, call: Call, error: Exception) -> WorkerMethodError | CollectiveError:
         """The error the controller sees for `error`, raised by a method."""

@@ -73,6 +73,7 @@ class ModeRegistry(Generic[ModeT]):
         self._title = title
         self._members: dict[str, ModeT] = {}
         self._builtin: frozenset[str] = frozenset()
+        self._adopted: set[str] = set()
 
     def __getattr__(self, name: str) -> ModeT:
         if name.startswith("_"):
@@ -114,14 +115,19 @@ class ModeRegistry(Generic[ModeT]):
         return f"<{self._title}: {', '.join(self._members)}>"
 
     def add(self, mode: ModeT) -> ModeT:
-        """Add `mode`; raises DispatchError if the name is taken."""
+        """Add `mode`; raises DispatchError if the name is taken.
+
+        A name that was taken over from another process may be added once: the file that added it
+        there is being imported here.
+        """
         if not mode.name.isidentifier():
             raise DispatchError(f"{self._title} mode names are identifiers, got {mode.name!r}.")
-        if mode.name in self._members:
+        if mode.name in self._members and mode.name not in self._adopted:
             raise DispatchError(
                 f"{self._title}.{mode.name} exists already. Choose another name, or replace it "
                 f"with update_{self._title.lower()}_mode."
             )
+        self._adopted.discard(mode.name)
         self._members[mode.name] = mode
         return mode
 
@@ -150,6 +156,8 @@ class ModeRegistry(Generic[ModeT]):
     def adopt(self, modes: Sequence[ModeT]) -> None:
         """Take over modes that another process has added."""
         for mode in modes:
+            if mode.name not in self._members:
+                self._adopted.add(mode.name)
             self._members[mode.name] = mode
             self._builtin -= {mode.name}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar, cast
 
 from quadriga.errors import PlacementError
 
@@ -58,5 +59,78 @@ class ResourcePool:
         """For each rank, its number on its node: [2, 3] -> [0, 1, 0, 1, 2]."""
         return [local for count in self._store for local in range(count)]
 
+    def bundle_of_rank(self, rank: int) -> tuple[int, int]:
+        """(number of the node, number of the place on it) of a rank."""
+        for index, count in enumerate(self.store):
+            if rank < count:
+                return index, rank
+            rank -= count
+        raise PlacementError(f"{self!r} has no rank {rank}.")
+
+    def counts_of(self, ranks: Iterable[int]) -> list[int]:
+        """How many of these ranks lie on each node that has any."""
+        nodes = [self.bundle_of_rank(rank)[0] for rank in ranks]
+        return [nodes.count(node) for node in dict.fromkeys(nodes)]
+
+    def part(self, start: int, count: int) -> ResourcePool:
+        """`count` places from place `start` on."""
+        counts = self.counts_of(range(start, start + count))
+        return ResourcePool(counts, self.max_colocate_count, self.n_gpus_per_node)
+
+    def merged_with(self, other: ResourcePool) -> ResourcePool:
+        """The places of both, these before the other's. Raises PlacementError if their settings
+        differ."""
+        check_mergeable(self, other, ("max_colocate_count", "n_gpus_per_node"))
+        return ResourcePool(
+            [*self.store, *other.store], self.max_colocate_count, self.n_gpus_per_node
+        )
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._store})"
+
+
+PoolT = TypeVar("PoolT", bound=ResourcePool)
+
+
+def split_resource_pool(resource_pool: PoolT, split_size: int | Sequence[int]) -> list[PoolT]:
+    """Cut a pool into parts of `split_size` places each, or of the sizes listed. A part may be cut
+    again.
+
+    Raises PlacementError if the parts do not add up to the pool.
+    """
+    total = resource_pool.world_size
+    if isinstance(split_size, int):
+        if split_size < 1 or total % split_size:
+            raise PlacementError(
+                f"{resource_pool!r} has {total} places, which do not divide into parts of "
+                f"{split_size}.",
+                wanted=split_size,
+                available=total,
+            )
+        sizes = [split_size] * (total // split_size)
+    else:
+        sizes = list(split_size)
+        if sum(sizes) != total or any(size < 1 for size in sizes):
+            raise PlacementError(
+                f"{resource_pool!r} has {total} places, the parts {sizes} have {sum(sizes)}.",
+                wanted=sizes,
+                available=total,
+            )
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    parts = [resource_pool.part(start, size) for start, size in zip(starts, sizes, strict=True)]
+    return cast(list[PoolT], parts)
+
+
+def merge_resource_pool(rp1: PoolT, rp2: PoolT) -> PoolT:
+    """One pool over the places of two. Raises PlacementError if their settings differ."""
+    return cast(PoolT, rp1.merged_with(rp2))
+
+
+def check_mergeable(first: ResourcePool, second: ResourcePool, settings: Sequence[str]) -> None:
+    """Raises PlacementError naming the first of `settings` in which two pools differ."""
+    for what in settings:
+        if getattr(first, what) != getattr(second, what):
+            raise PlacementError(
+                f"Pools that are merged must agree in {what}: {getattr(first, what)} and "
+                f"{getattr(second, what)}."
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quadriga.single_controller.worker_group import WorkerGroup
 
 Part = tuple[tuple[Any, ...], dict[str, Any]]
+Collect = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class StartedCall:
 
     ranks: RankSet
     pendings: Sequence[Pending]
-    collector: Collector
+    collector: Collect
 
     def wait(self) -> Any:
         """Wait for every rank and join. Raises what a worker raised."""

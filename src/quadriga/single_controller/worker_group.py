@@ -326,7 +326,7 @@ def find_death(ranks: RankSet) -> WorkerError | None:
     """The error for the first rank that is gone, None if all live."""
     for handle in ranks.handles:
         if not ranks.backend.is_alive(handle):
-            return ranks.backend.death(handle, f"{'+'.join(ranks.roles)}.(any method)")
+            return ranks.backend.death(ranks, handle)
     return None
 
 

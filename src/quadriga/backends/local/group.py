@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quadriga.backends.local.backend import LocalBackend, LocalRank
-from quadriga.errors import PlacementError
+from quadriga.backends.local.carrier import LocalCarrier, LocalRank
+from quadriga.errors import ConfigError, DispatchError, PlacementError
 from quadriga.protocol.reference import use_store
 from quadriga.single_controller.backend import RankFacts, RankHandle, RankSet
 from quadriga.single_controller.bound_method import BoundMethod
@@ -23,40 +23,45 @@ from quadriga.single_controller.hosting import RankHost
 from quadriga.single_controller.resource_pool import ResourcePool
 from quadriga.single_controller.worker_group import MethodFactory, WorkerGroup, roles_of
 
+MACHINE_OPTIONS = (
+    "bin_pack", "device_name", "master_port_range", "namespace", "register_center", "start_timeout",
+)  # fmt: skip
+"""Options of other engines that have no meaning, and no effect, in one process."""
+
 
 class LocalWorkerGroup(WorkerGroup):
     """Builds one worker per rank of the pool, here.
 
-    Options that concern machines (`bin_pack`, `device_name`) are accepted and have no effect, so
-    that a program may run on either backend; `detached=True` raises PlacementError.
+    `sharing_with`: another group, whose places are used instead of a pool's. Options that concern
+    machines (`MACHINE_OPTIONS`) are accepted, so that a program may run on either backend;
+    `detached=True` raises PlacementError, an option that no backend knows ConfigError.
     """
 
     def __init__(
         self,
-        resource_pool: ResourcePool,
+        resource_pool: ResourcePool | None,
         cls_with_init: ClassWithInitArgs,
         *,
-        backend: LocalBackend | None = None,
+        backend: LocalCarrier | None = None,
         name_prefix: str | None = None,
         role: str | None = None,
         worker_env: Mapping[str, str] | None = None,
         timeout: float | None = None,
         detached: bool = False,
+        sharing_with: WorkerGroup | None = None,
         method_factory: MethodFactory = BoundMethod,
-        **_machine_options: Any,
+        **machine_options: Any,
     ) -> None:
-        if detached:
-            raise PlacementError(
-                "A local group lives and dies with its controller; detached=True needs backend=ray."
-            )
-        backend = backend or LocalBackend()
+        _check_options(machine_options, detached)
+        local = _local_places(resource_pool, sharing_with)
+        backend = backend or LocalCarrier()
         use_store(backend.store)
         prefix = name_prefix or "local"
         classes = cls_with_init.roles
         if role is not None and not cls_with_init.shares_process:
             classes = {role: cls_with_init}
         self._ports: list[ReservedPort] = []
-        places = self._places(resource_pool, prefix)
+        places = self._places(local, prefix)
         handles = [_build(place, classes, dict(worker_env or {}), prefix) for place in places]
         ranks = RankSet(
             backend,
@@ -68,18 +73,42 @@ class LocalWorkerGroup(WorkerGroup):
         single = None if cls_with_init.shares_process else next(iter(classes))
         super().__init__(ranks, single, method_factory)
 
-    def _places(self, pool: ResourcePool, prefix: str) -> list[RankEnvironment]:
-        world_size = pool.world_size
+    def _places(self, local: Sequence[tuple[int, int]], prefix: str) -> list[RankEnvironment]:
         port = LOCAL_PORT
-        if world_size == 1:
+        if len(local) == 1:
             self._ports.append(ReservedPort.choose())
             port = str(self._ports[0].port)
         return [
-            RankEnvironment(rank, world_size, local_rank, local_size, "127.0.0.1", port, prefix)
-            for rank, (local_rank, local_size) in enumerate(
-                zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)
-            )
+            RankEnvironment(rank, len(local), local_rank, local_size, "127.0.0.1", port, prefix)
+            for rank, (local_rank, local_size) in enumerate(local)
         ]
+
+
+def _local_places(
+    pool: ResourcePool | None, sharing_with: WorkerGroup | None
+) -> list[tuple[int, int]]:
+    """For each rank its number on its node, and how many ranks that node has."""
+    if sharing_with is not None:
+        places = [handle.native.host.place for handle in sharing_with._ranks.handles]
+        return [(place.local_rank, place.local_world_size) for place in places]
+    if pool is None:
+        raise DispatchError("A local group needs a resource_pool, or a group to share with.")
+    return list(zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True))
+
+
+def _check_options(given: Mapping[str, Any], detached: bool) -> None:
+    if detached:
+        raise PlacementError(
+            "A local group lives and dies with its controller; detached=True needs backend=ray."
+        )
+    for name in given:
+        if name not in MACHINE_OPTIONS:
+            raise ConfigError(
+                f"A local group has no option {name!r}. It takes name_prefix, role, worker_env, "
+                f"timeout, sharing_with, method_factory, and without effect "
+                f"{', '.join(MACHINE_OPTIONS)}.",
+                key=name,
+            )
 
 
 def _build(

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from quadriga.backends.ray.group import RayWorkerGroup as RayWorkerGroup
     from quadriga.backends.ray.pool import RayResourcePool as RayResourcePool
     from quadriga.backends.ray.pool import SubRayResourcePool as SubRayResourcePool
-    from quadriga.backends.ray.pool import merge_resource_pool as merge_resource_pool
-    from quadriga.backends.ray.pool import split_resource_pool as split_resource_pool
     from quadriga.single_controller.fused import (
         create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
     )
+    from quadriga.single_controller.resource_pool import merge_resource_pool as merge_resource_pool
+    from quadriga.single_controller.resource_pool import split_resource_pool as split_resource_pool
 
 _HERE = "quadriga.backends.ray."
 
@@ -36,8 +36,8 @@ _HOME = {
     "create_colocated_worker_cls_fused": _HERE + "class_with_args",
     "create_colocated_worker_raw_cls": "quadriga.single_controller.fused",
     "ensure_ray": _HERE + "cluster",
-    "merge_resource_pool": _HERE + "pool",
-    "split_resource_pool": _HERE + "pool",
+    "merge_resource_pool": "quadriga.single_controller.resource_pool",
+    "split_resource_pool": "quadriga.single_controller.resource_pool",
 }
 
 __all__ = list(_HOME)

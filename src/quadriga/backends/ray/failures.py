@@ -8,6 +8,7 @@ from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
     RayError,
+    RaySystemError,
     RayTaskError,
     WorkerCrashedError,
 )
@@ -16,7 +17,7 @@ from quadriga.backends.ray.stacks import last_lines
 from quadriga.errors import QuadrigaError, WorkerDiedError, WorkerError, WorkerMethodError
 from quadriga.single_controller.backend import RankHandle
 
-_DEAD = (ActorDiedError, ActorUnavailableError, WorkerCrashedError)
+DEAD = (ActorDiedError, ActorUnavailableError, WorkerCrashedError)
 
 
 def order_of_failure(error: WorkerError) -> tuple[int, float]:
@@ -25,8 +26,8 @@ def order_of_failure(error: WorkerError) -> tuple[int, float]:
     return (0 if isinstance(error, WorkerDiedError) else 1, getattr(error, "raised_at", 0.0))
 
 
-def translate(error: RayError, handle: RankHandle, label: str) -> Any:
-    """Our error for one of Ray's; `label` is "role.method"."""
+def translate(error: RayError, handle: RankHandle, label: str, there: bool = False) -> Any:
+    """Our error for one of Ray's; `label` is "role.method". `there`: it was raised by the rank."""
     role, _, method = label.rpartition(".")
     facts = handle.facts
     details = {"role": role, "rank": facts.rank, "node": facts.node, "method": method}
@@ -35,7 +36,7 @@ def translate(error: RayError, handle: RankHandle, label: str) -> Any:
         if isinstance(cause, QuadrigaError):
             return cause
         if isinstance(cause, RayError):
-            return translate(cause, handle, label)
+            return translate(cause, handle, label, there=True)
         return WorkerMethodError(
             f"{type(cause).__name__} around {label}, rank {facts.rank} on {facts.node}: "
             f"{_first_line(cause)}. The arguments could not be read there, or the result could "
@@ -43,7 +44,17 @@ def translate(error: RayError, handle: RankHandle, label: str) -> Any:
             remote_traceback=str(error),
             **details,
         )
-    if isinstance(error, _DEAD):
+    if isinstance(error, RaySystemError):
+        place = f"rank {facts.rank} on {facts.node}"
+        what = (
+            f"An argument of {label} could not be read by {place}"
+            if there
+            else f"A result of {label} from {place} could not be read here"
+        )
+        return WorkerMethodError(
+            f"{what}: {_last_line(error)}", remote_traceback=str(error), **details
+        )
+    if isinstance(error, DEAD):
         return died(handle, label, _reason(error))
     return WorkerMethodError(
         f"{type(error).__name__} around {label}, rank {facts.rank} on {facts.node}: {error}",
@@ -53,12 +64,14 @@ def translate(error: RayError, handle: RankHandle, label: str) -> Any:
 
 
 def died(handle: RankHandle, label: str, reason: str) -> WorkerDiedError:
-    """The error for a process that is gone, with the last lines it wrote."""
+    """The error for a process that is gone, with the last lines it wrote. `label`: "role.method",
+    the method left empty if the rank was idle."""
     role, _, method = label.rpartition(".")
     facts = handle.facts
+    call = f"{method} was in flight" if method else "no call was in flight"
     return WorkerDiedError(
         f"The process of {role} rank {facts.rank} on {facts.node} (pid {facts.pid}) died while "
-        f"{method} was in flight: {reason}\n\nIts last lines:\n{last_lines(handle)}",
+        f"{call}: {reason}\n\nIts last lines:\n{last_lines(handle)}",
         role=role,
         rank=facts.rank,
         node=facts.node,
@@ -72,6 +85,11 @@ def _reason(error: RayError) -> str:
     text = " ".join(telling[:2]) if telling else (lines[0] if lines else type(error).__name__)
     # Ray appends a list of everything that can end a process; the log lines below say more.
     return text.partition(" Some common causes include")[0]
+
+
+def _last_line(error: RayError) -> str:
+    """Of a traceback in text the error itself."""
+    return str(error).strip().splitlines()[-1].strip()
 
 
 def _first_line(error: BaseException | None) -> str:

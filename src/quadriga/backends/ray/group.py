@@ -8,8 +8,9 @@ from typing import Any
 
 import ray
 
-from quadriga.backends.ray.backend import RayBackend
+from quadriga.backends.ray.carrier import RayCarrier
 from quadriga.backends.ray.class_with_args import RayClassWithInitArgs
+from quadriga.backends.ray.placing import local_places
 from quadriga.backends.ray.pool import RayResourcePool
 from quadriga.backends.ray.register_center import start_register_center
 from quadriga.backends.ray.starting import RankPlan, class_roles, devices_of, start_ranks
@@ -34,6 +35,7 @@ class RayWorkerGroup(WorkerGroup):
     else PACK. `sharing_with`: another group of the same size; rank i runs on the node and the
     devices of its rank i, and no pool is needed. `register_center`: also start an actor named
     `{prefix}_register_center` that tells rank 0's address to whoever asks (see that module).
+    `master_port_range`: (first, last + 1), where rank 0 may choose its port, for firewalls.
     """
 
     def __init__(
@@ -54,10 +56,11 @@ class RayWorkerGroup(WorkerGroup):
         sharing_with: WorkerGroup | None = None,
         namespace: str | None = None,
         register_center: bool = False,
-        backend: RayBackend | None = None,
+        master_port_range: Sequence[int] | None = None,
+        backend: RayCarrier | None = None,
         method_factory: MethodFactory = BoundMethod,
     ) -> None:
-        backend = backend or RayBackend()
+        backend = backend or RayCarrier()
         use_store(backend.store)
         if ray_cls_with_init is None:
             raise DispatchError("RayWorkerGroup needs ray_cls_with_init, to know the methods.")
@@ -81,7 +84,9 @@ class RayWorkerGroup(WorkerGroup):
                     "RayWorkerGroup needs a resource_pool, a group to share with (sharing_with), "
                     "or existing workers (worker_names or worker_handles)."
                 )
-            handles = start_ranks(plans, roles, cls.cls.__name__, start_timeout)
+            handles = start_ranks(
+                plans, roles, cls.cls.__name__, start_timeout, port_range=master_port_range
+            )
             if register_center:
                 facts = [handle.facts for handle in handles]
                 self.register_center = start_register_center(prefix, facts, detached, namespace)
@@ -135,10 +140,10 @@ class _Planner:
     def in_pool(self, pool: RayResourcePool, strategy: str) -> list[RankPlan]:
         """One plan per place of the pool."""
         groups = pool.get_placement_groups(strategy, device_name=self.device_name)
-        local_ranks, local_sizes = pool.local_rank_list(), pool.local_world_size_list()
+        bundles = [pool.bundle_of_rank(rank) for rank in range(pool.world_size)]
+        local = local_places([(groups[group], bundle) for group, bundle in bundles])
         plans = []
-        for rank in range(pool.world_size):
-            group, bundle = pool.bundle_of_rank(rank)
+        for rank, (group, bundle) in enumerate(bundles):
             options = self.cls.actor_options(
                 groups[group],
                 bundle,
@@ -146,7 +151,7 @@ class _Planner:
                 num_gpus=1 / pool.max_colocate_count,
                 device_name=self.device_name,
             )
-            place = self._place(rank, pool.world_size, local_ranks[rank], local_sizes[rank])
+            place = self._place(rank, pool.world_size, *local[rank])
             plans.append(self._plan(place, f"{group}:{bundle}", options, {}))
         return plans
 

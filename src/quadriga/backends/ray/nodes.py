@@ -91,14 +91,15 @@ def on_node_of(
     if there:
         refs = list(there.values())
         done = set(ray.wait(refs, num_returns=len(refs), timeout=NODE_WAIT_S)[0])
-        answers.update({rank: _answer(ref) for rank, ref in there.items() if ref in done})
+        answers.update({rank: answer_of(ref) for rank, ref in there.items() if ref in done})
     return answers
 
 
 SILENT = "  (its node does not answer)"
 
 
-def _answer(ref: Any) -> str:
+def answer_of(ref: Any) -> str:
+    """The text that was asked of a node or a rank; it says so if none came."""
     try:
         return str(ray.get(ref))
     except RayError:

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
@@ -17,47 +17,54 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from quadriga.errors import PlacementError
 from quadriga.single_controller.placement import NodeResources
 
-if TYPE_CHECKING:
-    from quadriga.backends.ray.pool import RayResourcePool
-
 logger = logging.getLogger("quadriga.controller")
 
 PLACE_TIMEOUT_S = 120.0
 SPEAK_S = 10.0
 
 
-@dataclass
-class _Part:
-    """What one pool wants on one node."""
+@dataclass(frozen=True)
+class PoolWants:
+    """What one pool asks for."""
 
-    pool: RayResourcePool
-    index: int
+    label: str
+    """What messages call it."""
+    name_prefix: str
+    store: tuple[int, ...]
+    """Processes on each node."""
     bundle: dict[str, float]
+    """What one process asks for."""
+    detached: bool
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one pool wants on one node; `place` is (pool, node) by number."""
+
+    pool: PoolWants
+    place: tuple[int, int]
     count: int
 
     @property
     def size(self) -> tuple[float, ...]:
-        scarce = self.bundle.get("GPU", 0) + self.bundle.get("NPU", 0)
-        return scarce * self.count, self.bundle["CPU"] * self.count
+        bundle = self.pool.bundle
+        scarce = bundle.get("GPU", 0) + bundle.get("NPU", 0)
+        return scarce * self.count, bundle["CPU"] * self.count
 
 
 def place(
-    pools: Sequence[RayResourcePool],
-    strategy: str,
-    name: str | None,
-    device_name: str,
-    timeout: float,
-) -> None:
-    """Make the placement groups of all pools and set `pool.pgs`.
+    pools: Sequence[PoolWants], strategy: str, name: str | None, timeout: float
+) -> list[list[PlacementGroup]]:
+    """Make the placement groups of all pools: for each pool one group a node.
 
     Ray gives each group the node that suits it best at that moment. Larger groups are therefore
     placed before smaller ones are asked for: else a small one may take the room that only the
     large one needed. Raises PlacementError after `timeout` seconds; nothing is kept then.
     """
     parts = [
-        _Part(pool, index, pool.bundle(device_name), count)
-        for pool in pools
-        for index, count in enumerate(pool.store)
+        _Part(pool, (number, node), count)
+        for number, pool in enumerate(pools)
+        for node, count in enumerate(pool.store)
     ]
     parts.sort(key=lambda part: part.size, reverse=True)
     made: dict[tuple[int, int], PlacementGroup] = {}
@@ -65,28 +72,28 @@ def place(
     for _, same_size in itertools.groupby(parts, key=lambda part: part.size):
         batch = list(same_size)
         for part in batch:
-            made[id(part.pool), part.index] = _make(part, strategy, name)
-        groups = [made[id(part.pool), part.index] for part in batch]
-        if not _await(groups, batch[0].pool, deadline):
+            made[part.place] = _make(part, strategy, name)
+        if not _await([made[part.place] for part in batch], batch[0].pool, deadline):
             for group in made.values():
                 remove_placement_group(group)
-            raise _no_room(batch[0], timeout)
-    for pool in pools:
-        groups = [made[id(pool), index] for index in range(len(pool.store))]
-        pool.pgs = sort_by_node_address(groups)
+            raise _no_room(batch[0].pool, timeout)
+    return [
+        sort_by_node_address([made[number, node] for node in range(len(pool.store))])
+        for number, pool in enumerate(pools)
+    ]
 
 
 def _make(part: _Part, strategy: str, name: str | None) -> PlacementGroup:
     prefix = name or f"{part.pool.name_prefix}{uuid.uuid4().hex[:6]}:"
     return placement_group(
-        bundles=[dict(part.bundle) for _ in range(part.count)],
+        bundles=[dict(part.pool.bundle) for _ in range(part.count)],
         strategy=strategy,
-        name=f"{prefix}{part.index}",
+        name=f"{prefix}{part.place[1]}",
         lifetime="detached" if part.pool.detached else None,
     )
 
 
-def _await(groups: list[PlacementGroup], pool: RayResourcePool, deadline: float) -> bool:
+def _await(groups: list[PlacementGroup], pool: PoolWants, deadline: float) -> bool:
     ready = [group.ready() for group in groups]
     spoken = False
     while (left := deadline - time.monotonic()) > 0:
@@ -100,13 +107,13 @@ def _await(groups: list[PlacementGroup], pool: RayResourcePool, deadline: float)
     return False
 
 
-def _no_room(part: _Part, timeout: float) -> PlacementError:
+def _no_room(pool: PoolWants, timeout: float) -> PlacementError:
     return PlacementError(
-        f"Pool {part.pool.label!r} {part.pool.store}: its places were not free within "
-        f"{timeout:.0f} s. Each process asks for {part.bundle}; free now: {_free_text()}. Other "
+        f"Pool {pool.label!r} {list(pool.store)}: its places were not free within "
+        f"{timeout:.0f} s. Each process asks for {pool.bundle}; free now: {_free_text()}. Other "
         "jobs, or other pools of this one, hold the rest.",
-        pool=part.pool.label,
-        wanted=part.bundle,
+        pool=pool.label,
+        wanted=pool.bundle,
         available=ray.available_resources(),
     )
 
@@ -128,6 +135,16 @@ def sort_by_node_address(groups: Sequence[PlacementGroup]) -> list[PlacementGrou
         for slot, group in zip(slots, ordered, strict=True):
             result[slot] = group
     return result
+
+
+def local_places(places: Sequence[tuple[PlacementGroup, int]]) -> list[tuple[int, int]]:
+    """For each rank's (placement group, bundle): its number among the ranks of that group on its
+    node, and how many those are. A PACK group may lie on several nodes."""
+    nodes = {
+        group.id: ray.util.placement_group_table(group)["bundles_to_node_id"] for group, _ in places
+    }
+    keys = [(group.id, nodes[group.id].get(bundle)) for group, bundle in places]
+    return [(keys[:rank].count(key), keys.count(key)) for rank, key in enumerate(keys)]
 
 
 def _address_key(address: str) -> tuple[Any, ...]:

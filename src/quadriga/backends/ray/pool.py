@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Sequence
 
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from quadriga.backends.ray.placing import PLACE_TIMEOUT_S, alive_nodes, place
+from quadriga.backends.ray.placing import PLACE_TIMEOUT_S, PoolWants, alive_nodes, place
 from quadriga.errors import PlacementError
 from quadriga.single_controller.placement import PoolNeeds, check_feasible
-from quadriga.single_controller.resource_pool import ResourcePool
+from quadriga.single_controller.resource_pool import ResourcePool, check_mergeable
 
+_ALIKE = ("use_gpu", "accelerator_type", "max_colocate_count", "n_gpus_per_node", "detached")
 TRACE = 1e-4
 """How much of an accelerator type's resource a bundle asks for: enough to choose the node."""
+_placing = threading.Lock()
+"""Groups may be started from several threads; a pool is placed once."""
 
 
 class RayResourcePool(ResourcePool):
@@ -42,9 +46,10 @@ class RayResourcePool(ResourcePool):
         self.placed_together: tuple[RayResourcePool, ...] = ()
         """Pools that must fit beside each other: the first that is placed places all."""
 
-    def needs(self, device_name: str = "cuda") -> PoolNeeds:
-        """What this pool asks of the nodes."""
-        return PoolNeeds(self.label, tuple(self.store), self.bundle(device_name))
+    def needs(self, device_name: str = "cuda", torn: bool = False) -> PoolNeeds:
+        """What this pool asks of the nodes. `torn`: its places may lie on any of them (PACK)."""
+        store = [1] * self.world_size if torn else self.store
+        return PoolNeeds(self.label, tuple(store), self.bundle(device_name))
 
     def get_placement_groups(
         self,
@@ -58,13 +63,25 @@ class RayResourcePool(ResourcePool):
         Raises PlacementError if the nodes cannot hold them, before anything is made, or if they
         are not free within `timeout` seconds.
         """
-        if self.pgs is None:
-            companions = [p for p in self.placed_together if p.pgs is None]
-            pools = companions or [self]
-            if strategy == "STRICT_PACK":
-                check_feasible([pool.needs(device_name) for pool in pools], alive_nodes())
-            place(pools, strategy, name, device_name, timeout)
-        return self.pgs or []
+        with _placing:
+            if self.pgs is None:
+                companions = [p for p in self.placed_together if p.pgs is None]
+                pools = companions or [self]
+                torn = strategy != "STRICT_PACK"
+                check_feasible([pool.needs(device_name, torn) for pool in pools], alive_nodes())
+                wants = [pool.wants(device_name) for pool in pools]
+                for pool, groups in zip(pools, place(wants, strategy, name, timeout), strict=True):
+                    pool.pgs = groups
+            return self.pgs or []
+
+    def wants(self, device_name: str) -> PoolWants:
+        """What is asked of Ray for this pool."""
+        store, bundle = tuple(self.store), self.bundle(device_name)
+        return PoolWants(self.label, self.name_prefix, store, bundle, self.detached)
+
+    def roots(self) -> tuple[RayResourcePool, ...]:
+        """The pools whose places this one uses: itself, or those that it is a part of."""
+        return (self,)
 
     def release(self) -> None:
         """Give the places back; what still runs there is ended."""
@@ -81,13 +98,13 @@ class RayResourcePool(ResourcePool):
                 bundle[self.accelerator_type] = TRACE
         return bundle
 
-    def bundle_of_rank(self, rank: int) -> tuple[int, int]:
-        """(index of the placement group, index of the bundle in it) of a rank."""
-        for index, count in enumerate(self.store):
-            if rank < count:
-                return index, rank
-            rank -= count
-        raise PlacementError(f"{self!r} has no rank {rank}.", pool=self.label)
+    def part(self, start: int, count: int) -> SubRayResourcePool:
+        """`count` places from place `start` on."""
+        return SubRayResourcePool(self, start, count)
+
+    def merged_with(self, other: ResourcePool) -> MergedRayResourcePool:
+        """The places of both. Raises PlacementError if their settings differ."""
+        return MergedRayResourcePool(self, other)
 
 
 class SubRayResourcePool(RayResourcePool):
@@ -97,7 +114,7 @@ class SubRayResourcePool(RayResourcePool):
         self.parent = parent
         self.start_bundle_index = start
         super().__init__(
-            _nodes_of(parent, start, count),
+            parent.counts_of(range(start, start + count)),
             parent.use_gpu,
             parent.name_prefix,
             parent.max_colocate_count,
@@ -105,10 +122,10 @@ class SubRayResourcePool(RayResourcePool):
             parent.accelerator_type,
             parent.n_gpus_per_node,
         )
+        self.label = parent.label
 
-    def needs(self, device_name: str = "cuda") -> PoolNeeds:
-        """Nothing: the parent's places are used."""
-        return PoolNeeds(self.name_prefix, (), {})
+    def roots(self) -> tuple[RayResourcePool, ...]:
+        return self.parent.roots()
 
     def get_placement_groups(
         self,
@@ -127,13 +144,10 @@ class SubRayResourcePool(RayResourcePool):
 class MergedRayResourcePool(RayResourcePool):
     """The places of two pools, the first pool's before the second's."""
 
-    def __init__(self, first: RayResourcePool, second: RayResourcePool) -> None:
-        for what in ("use_gpu", "max_colocate_count", "n_gpus_per_node", "detached"):
-            if getattr(first, what) != getattr(second, what):
-                raise PlacementError(
-                    f"Pools that are merged must agree in {what}: {getattr(first, what)} and "
-                    f"{getattr(second, what)}."
-                )
+    def __init__(self, first: RayResourcePool, second: ResourcePool) -> None:
+        if not isinstance(second, RayResourcePool):
+            raise PlacementError(f"{first!r} is a pool on Ray, {second!r} is not.")
+        check_mergeable(first, second, _ALIKE)
         self.first, self.second = first, second
         super().__init__(
             [*first.store, *second.store],
@@ -144,6 +158,10 @@ class MergedRayResourcePool(RayResourcePool):
             first.accelerator_type,
             first.n_gpus_per_node,
         )
+        self.label = f"{first.label}+{second.label}"
+
+    def roots(self) -> tuple[RayResourcePool, ...]:
+        return (*self.first.roots(), *self.second.roots())
 
     def get_placement_groups(
         self,
@@ -163,45 +181,3 @@ class MergedRayResourcePool(RayResourcePool):
             return self.first.bundle_of_rank(rank)
         group, bundle = self.second.bundle_of_rank(rank - self.first.world_size)
         return group + len(self.first.get_placement_groups()), bundle
-
-
-def split_resource_pool(
-    resource_pool: RayResourcePool, split_size: int | Sequence[int]
-) -> list[SubRayResourcePool]:
-    """Cut a pool into parts of `split_size` places each, or of the sizes listed.
-
-    Raises PlacementError if the parts do not add up to the pool.
-    """
-    total = resource_pool.world_size
-    if isinstance(split_size, int):
-        if split_size < 1 or total % split_size:
-            raise PlacementError(
-                f"{resource_pool!r} has {total} places, which do not divide into parts of "
-                f"{split_size}.",
-                wanted=split_size,
-                available=total,
-            )
-        sizes = [split_size] * (total // split_size)
-    else:
-        sizes = list(split_size)
-        if sum(sizes) != total or any(size < 1 for size in sizes):
-            raise PlacementError(
-                f"{resource_pool!r} has {total} places, the parts {sizes} have {sum(sizes)}.",
-                wanted=sizes,
-                available=total,
-            )
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [
-        SubRayResourcePool(resource_pool, start, size)
-        for start, size in zip(starts, sizes, strict=True)
-    ]
-
-
-def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> MergedRayResourcePool:
-    """One pool over the places of two. Raises PlacementError if their settings differ."""
-    return MergedRayResourcePool(rp1, rp2)
-
-
-def _nodes_of(parent: RayResourcePool, start: int, count: int) -> list[int]:
-    groups = [parent.bundle_of_rank(start + i)[0] for i in range(count)]
-    return [groups.count(group) for group in dict.fromkeys(groups)]

@@ -11,6 +11,7 @@ all ranks' processes start side by side. Steps, each sent without waiting for th
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import importlib
 import inspect
@@ -27,11 +28,13 @@ import ray
 from ray import cloudpickle
 
 from quadriga.single_controller.backend import RankFacts
-from quadriga.single_controller.call import Call
+from quadriga.single_controller.call import Call, SharedArgument
 from quadriga.single_controller.class_with_args import ClassWithInitArgs
 from quadriga.single_controller.devices import visible_devices
 from quadriga.single_controller.environment import RankEnvironment, ReservedPort
 from quadriga.single_controller.hosting import RankHost
+from quadriga.single_controller.turns import Ticket
+from quadriga.single_controller.worker_group import roles_of
 
 STACK_SIGNAL = signal.SIGUSR2
 
@@ -48,9 +51,10 @@ class RankProcess:
         search_path: Sequence[str],
         preload: Sequence[str],
         choose: bool,
+        port_range: Sequence[int] | None = None,
     ) -> tuple[str, str]:
         """Set the user's environment variables and make importable what the controller can
-        import; rank 0 also chooses (address, port)."""
+        import; rank 0 also chooses (address, port), within `port_range` (first, last + 1)."""
         os.environ.update(variables)
         sys.path.extend(path for path in search_path if path not in sys.path)
         for module in preload:
@@ -58,7 +62,7 @@ class RankProcess:
         self._stack_file = open_stack_file()
         if not choose:
             return "", ""
-        self._port = ReservedPort.choose()
+        self._port = ReservedPort.choose(port_range)
         return ray.util.get_node_ip_address(), str(self._port.port)
 
     def quadriga_setup(
@@ -87,6 +91,7 @@ class RankProcess:
             stack_path=self._stack_file.name,
             name=context.get_actor_name() or "",
             devices=visible_devices(),
+            interleaves=isinstance(self, AsyncRankProcess),
         )
         self._use_store()
         self._host = RankHost(place, self._facts.node, _survives_pickling)
@@ -115,9 +120,24 @@ class RankProcess:
 class AsyncRankProcess(RankProcess):
     """For classes with coroutine methods: those interleave on the actor's event loop."""
 
-    async def quadriga_invoke(self, call: Call | bytes) -> Any:
+    def __init__(self) -> None:
+        # Arguments are waited for in a thread, which Ray takes for a wait inside the loop.
+        os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
+
+    async def quadriga_invoke(
+        self, call: Call | bytes | SharedArgument, ticket: Ticket | None = None
+    ) -> Any:
         """Run one call; other calls go on while a coroutine method waits."""
-        return await self._host.invoke_async(_unpickled(call))
+
+        def opened() -> Call:
+            held = call.open() if isinstance(call, SharedArgument) else call
+            return _unpickled(held)
+
+        return await self._host.invoke_async(opened, ticket)
+
+    async def quadriga_coroutines(self) -> str:
+        """Where the coroutine methods of this rank wait, innermost frame first."""
+        return "\n\n".join(filter(None, map(_waiting_at, self._host.awaited)))
 
 
 def _unpickled(call: Call | bytes) -> Call:
@@ -125,6 +145,17 @@ def _unpickled(call: Call | bytes) -> Call:
         return call
     loaded: Call = pickle.loads(call)
     return loaded
+
+
+def _waiting_at(awaitable: Any) -> str:
+    """The frames of a coroutine from where it waits out to the worker's method."""
+    frames = []
+    waiter: Any = awaitable.get_coro() if isinstance(awaitable, asyncio.Task) else awaitable
+    while (frame := getattr(waiter, "cr_frame", None)) is not None:
+        code = frame.f_code
+        frames.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+        waiter = waiter.cr_await
+    return "\n".join(reversed(frames))
 
 
 def rank_process_class(name: str, classes: Mapping[str, type]) -> type:
@@ -140,12 +171,16 @@ def rank_process_class(name: str, classes: Mapping[str, type]) -> type:
         for method, function in inspect.getmembers(cls, inspect.isfunction)
         if not method.startswith("__")
     ]
-    is_async = any(inspect.iscoroutinefunction(function) for _, _, function in methods)
+    is_async = any(map(_has_coroutines, roles_of(dict(classes)).values()))
     forwarder = _async_forwarder if is_async else _forwarder
     for role, method, _ in methods:
         prefix = f"{role}_" if len(classes) > 1 else ""
         members.setdefault(prefix + method, forwarder(role, method))
     return type(name, (AsyncRankProcess if is_async else RankProcess,), members)
+
+
+def _has_coroutines(cls: type) -> bool:
+    return bool(inspect.getmembers(cls, inspect.iscoroutinefunction))
 
 
 def _forwarder(role: str, method: str) -> Any:

@@ -6,21 +6,35 @@ import os
 import time
 from collections.abc import Sequence
 
-from quadriga.backends.ray.nodes import on_node_of
+import ray
+
+from quadriga.backends.ray.nodes import answer_of, on_node_of
 from quadriga.backends.ray.rank_process import STACK_SIGNAL
 from quadriga.single_controller.backend import RankHandle
 
 HOSTING = os.path.join("single_controller", "hosting.py")
 COLLECTIVES = (os.path.join("torch", "distributed"), os.path.join("ray", "util", "collective"))
 WAIT_S = 2.0
+NOTHING_RUNS = "  (no method of a worker is running)"
 
 
 def stacks_of(handles: Sequence[RankHandle]) -> dict[int, str]:
     """For each rank the stack of the thread that runs a call, innermost frame first.
 
-    Asked for by a signal, so that a rank answers whatever it is doing.
+    Asked for by a signal, so that a rank answers whatever it is doing. A coroutine that waits is
+    on no thread's stack: its rank's event loop is free and says where it waits.
     """
-    return on_node_of(handles, dump, lambda h: (h.facts.pid, h.facts.stack_path))
+    stacks = on_node_of(handles, dump, lambda h: (h.facts.pid, h.facts.stack_path))
+    idle = [h for h in handles if stacks[h.facts.rank] == NOTHING_RUNS]
+    asked = {
+        h.native.quadriga_coroutines.remote(): h.facts.rank
+        for h in idle
+        if hasattr(h.native, "quadriga_coroutines")
+    }
+    if asked:
+        for ref in ray.wait(list(asked), num_returns=len(asked), timeout=WAIT_S)[0]:
+            stacks[asked[ref]] = answer_of(ref) or NOTHING_RUNS
+    return stacks
 
 
 def in_collective(stack: str) -> bool:
@@ -61,7 +75,7 @@ def telling(text: str) -> str:
         inside = [i for i, line in enumerate(lines) if HOSTING in line]
         if inside:
             return "\n".join(lines[1 : inside[0]] or lines)
-    return "  (no method of a worker is running)" if text.strip() else ""
+    return NOTHING_RUNS if text.strip() else ""
 
 
 def tail(path: str | None, count: int = 20) -> str:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.machinery
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray import cloudpickle
 
 from quadriga.backends.ray.rank_process import rank_process_class
+from quadriga.backends.ray.user_code import send_code_of_loaded_files
 from quadriga.backends.ray.waiting import RayBatch
 from quadriga.errors import ConfigError
 from quadriga.single_controller.backend import RankFacts, RankHandle
@@ -53,16 +51,18 @@ def start_ranks(
     class_name: str,
     timeout: float,
     named: bool = True,
+    port_range: Sequence[int] | None = None,
 ) -> list[RankHandle]:
-    """Start one process per plan and build its workers.
+    """Start one process per plan and build its workers. `port_range`: where rank 0 may choose its
+    port, (first, last + 1).
 
     Raises WorkerInitError for the first `__init__` that raised, ConfigError for a name that is
     taken, CallTimeoutError after `timeout` seconds. Nothing is left running after a failure.
     """
     classes = {role: member.cls for role, member in roles.items()}
     actor_class = ray.remote(rank_process_class(class_name, classes))
-    with pickled_by_value(classes.values()):
-        payload = ray.put((UserModes(Dispatch.added(), Execute.added()), dict(roles)))
+    send_code_of_loaded_files()
+    payload = ray.put((UserModes(Dispatch.added(), Execute.added()), dict(roles)))
     search_path = [path for path in sys.path if os.path.isdir(path)]
     actors: list[Any] = []
     try:
@@ -71,7 +71,7 @@ def start_ranks(
             actors.append(actor_class.options(**plan.options, **name).remote())
         prepared = [
             actor.quadriga_prepare.remote(
-                plan.variables, search_path, preloaded(), plan.place.rank == 0
+                plan.variables, search_path, preloaded(), plan.place.rank == 0, port_range
             )
             for actor, plan in zip(actors, plans, strict=True)
         ]
@@ -95,40 +95,6 @@ def start_ranks(
         RankHandle(actor, plan.name, fact)
         for actor, plan, fact in zip(actors, plans, facts, strict=True)
     ]
-
-
-@contextlib.contextmanager
-def pickled_by_value(classes: Iterable[type]) -> Iterator[None]:
-    """Within the block, classes whose module cannot be imported by its name (a user's file that
-    was loaded by path) are pickled with their code."""
-    loaded_by_path = []
-    for name in {base.__module__ for cls in classes for base in cls.__mro__}:
-        module = sys.modules.get(name)
-        if module is None or name == "__main__" or _importable(name):
-            continue
-        cloudpickle.register_pickle_by_value(module)
-        loaded_by_path.append(module)
-    try:
-        yield
-    finally:
-        for module in loaded_by_path:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
-def _importable(name: str) -> bool:
-    if name in sys.builtin_module_names or name.partition(".")[0] in ("quadriga", "torch"):
-        return True
-    loaded = sys.modules[name]
-    try:
-        spec = importlib.machinery.PathFinder.find_spec(name, _search_path(name))
-    except (ImportError, AttributeError, ValueError):
-        return False
-    return spec is not None and spec.origin == getattr(loaded, "__file__", spec.origin)
-
-
-def _search_path(name: str) -> Any:
-    parent = name.rpartition(".")[0]
-    return sys.modules[parent].__path__ if parent else None
 
 
 def _wait(

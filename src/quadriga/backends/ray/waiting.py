@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from quadriga.backends.ray.failures import died, order_of_failure, translate
+from quadriga.backends.ray.failures import DEAD, died, order_of_failure, translate
 from quadriga.backends.ray.liveness import actor_alive
 from quadriga.backends.ray.nodes import NodeProbe
 from quadriga.backends.ray.stacks import in_collective, stacks_of
@@ -36,7 +36,7 @@ STUCK_S = 2.0
 """A peer that stands at one place of a collective for this long is stuck there."""
 
 
-@dataclass
+@dataclass(eq=False)
 class RayBatch:
     """The answers of one submission. Consumes: the refs. Waits for: every rank, the first
     failure, the deadline, or a watched group that breaks. Unblocked by: any of these."""
@@ -60,6 +60,23 @@ class RayBatch:
             self.values = self._wait()
         return self.values
 
+    def waits_for(self, handle: RankHandle) -> bool:
+        """Whether the answer of that rank is still to come, or died with it."""
+        for ref, mine in zip(self.refs, self.handles, strict=True):
+            if mine is handle and self.values is None:
+                return not self._answered(ref)
+        return False
+
+    @staticmethod
+    def _answered(ref: Any) -> bool:
+        try:
+            ray.get(ref, timeout=0)
+        except (GetTimeoutError, *DEAD):
+            return False
+        except RayError:
+            return True
+        return True
+
     def _wait(self) -> list[Any]:
         spoken = probed = self.started
         probe = NodeProbe(self.handles)
@@ -70,7 +87,7 @@ class RayBatch:
                 now = time.monotonic()
                 raise_if_broken()
                 if self.timeout is not None and now - self.started >= self.timeout:
-                    self._raise_timeout(self.timeout)
+                    self._raise_if_late(self.timeout)
                 if now - probed >= PROBE_S:
                     probed = now
                     self._raise_if_node_lost(probe)
@@ -96,12 +113,14 @@ class RayBatch:
 
     # The ways a wait ends badly
 
-    def _raise_timeout(self, timeout: float) -> NoReturn:
+    def _raise_if_late(self, timeout: float) -> None:
         stuck = self._unfinished()
+        if not stuck:
+            return  # the last answer arrived at this moment
         stacks = stacks_of(stuck)
         shown = "\n\n".join(f"Stack of rank {rank}:\n{stack}" for rank, stack in stacks.items())
         role, _, method = self.label.rpartition(".")
-        first = (stuck or self.handles)[0]
+        first = stuck[0]
         places = ", ".join(f"{h.facts.rank} ({h.facts.node}, pid {h.facts.pid})" for h in stuck)
         raise CallTimeoutError(
             f"{self.label} passed its deadline of {timeout:g} s; still running on rank(s) "
