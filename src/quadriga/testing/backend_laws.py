@@ -7,7 +7,9 @@ from types import TracebackType
 from typing import Any
 
 from quadriga.errors import (
+    CallTimeoutError,
     UnregisteredMethodError,
+    WorkerDiedError,
     WorkerInitError,
     WorkerMethodError,
 )
@@ -128,6 +130,18 @@ def errors(subject: BackendUnderTest) -> None:
     expect(subject.probe.first(), 0, "the next call")
 
 
+@law("deadlines", "a call past its deadline is a typed error with the stack of the late rank")
+def deadlines(subject: BackendUnderTest) -> None:
+    expect(subject.probe.wait.options(timeout=30)(1, 0), [0, 1], "a call in time")
+    late = subject.probe.wait.options(timeout=0.2)
+    for how, call in (("a call", late), ("a future", lambda *a: late.submit(*a).get())):
+        error = expect_raises(lambda call=call: call(1, 0.5), CallTimeoutError, how)  # type: ignore[misc]
+        expect((error.role, error.rank, error.method), ("probe", 1, "wait"), "attributes")
+        expect(list(error.stacks), [1], "ranks with a stack")
+        expect("in wait" in error.stacks[1], True, "the method is in the stack")
+    expect(subject.probe.first(), 0, "the next call")
+
+
 @law("failed start", "an `__init__` that raises is a typed error")
 def failed_start(subject: BackendUnderTest) -> None:
     cls = subject.backend.class_with_args(Probe, -1)
@@ -141,7 +155,7 @@ def names(subject: BackendUnderTest) -> None:
     expect("first" in str(error), True, "the nearest name is in the message")
 
 
-@law("end", "a group that was shut down is no longer alive")
+@law("end", "a group that was shut down is no longer alive, and says so")
 def end(subject: BackendUnderTest) -> None:
     group = subject.start(subject.backend.class_with_args(Probe, 0))
     alive = [group._is_worker_alive(worker) for worker in group.workers]
@@ -150,6 +164,7 @@ def end(subject: BackendUnderTest) -> None:
     group._block_until_no_worker_alive()
     alive = [group._is_worker_alive(worker) for worker in group.workers]
     expect(alive, [False] * RANKS, "alive after")
+    expect_raises(lambda: group.add(0), WorkerDiedError, "a call afterwards")
 
 
 BACKEND_LAWS: tuple[Law[BackendUnderTest], ...] = (
@@ -162,6 +177,7 @@ BACKEND_LAWS: tuple[Law[BackendUnderTest], ...] = (
     coroutines,
     roles,
     errors,
+    deadlines,
     failed_start,
     names,
     end,

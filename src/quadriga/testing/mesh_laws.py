@@ -17,10 +17,11 @@ MESH = "mesh"
 
 @dataclass(frozen=True)
 class MeshUnderTest:
-    """A mesh as its workers register it: one entry per rank."""
+    """A mesh as its workers register it, one entry per rank, and the mode that goes by it."""
 
     dp_ranks: tuple[int, ...]
     collects: tuple[bool, ...]
+    mode: DispatchMode
 
     @property
     def parts(self) -> int:
@@ -29,10 +30,6 @@ class MeshUnderTest:
     @property
     def group(self) -> SimulatedGroup:
         return SimulatedGroup(len(self.dp_ranks), {MESH: (self.dp_ranks, self.collects)})
-
-    @property
-    def mode(self) -> DispatchMode:
-        return inline_dispatch_mode(make_nd_compute_dataproto_dispatch_fn(MESH))
 
     @property
     def is_whole(self) -> bool:
@@ -81,7 +78,11 @@ def as_a_mode(subject: MeshUnderTest) -> None:
 MESH_LAWS: tuple[Law[MeshUnderTest], ...] = (registration, one_object_per_part, order, as_a_mode)
 
 
-def check_mesh(dp_ranks: Sequence[int], collects: Sequence[bool]) -> None:
-    """Check every law of meshes on one registration per rank. Raises LawBroken."""
-    subject = MeshUnderTest(tuple(dp_ranks), tuple(collects))
+def check_mesh(
+    dp_ranks: Sequence[int], collects: Sequence[bool], mode: DispatchMode | None = None
+) -> None:
+    """Check every law of meshes on one registration per rank. `mode`: a mode of your own that
+    asks for `group.dispatch_info("mesh")` and `group.collect_info("mesh")`. Raises LawBroken."""
+    mode = mode or inline_dispatch_mode(make_nd_compute_dataproto_dispatch_fn(MESH))
+    subject = MeshUnderTest(tuple(dp_ranks), tuple(collects), mode)
     check_all(MESH_LAWS, subject, f"The mesh {list(dp_ranks)}")

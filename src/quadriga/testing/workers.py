@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from typing import Any
 
 import torch
@@ -83,6 +84,13 @@ class Probe(Worker):
         """Raise on one rank."""
         if self.rank == rank:
             raise KeyError("planted")
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wait(self, rank: int, seconds: float) -> int:
+        """Take that long on one rank."""
+        if self.rank == rank:
+            time.sleep(seconds)
         return self.rank
 
 
