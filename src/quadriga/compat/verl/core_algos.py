@@ -163,7 +163,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
         "reinforce_plus_plus",
         token_level_rewards_BT=token_level_rewards,
         response_mask_BT=response_mask,
-        gamma=float(_setting(config, "gamma", 1.0)),
+        gamma=float(setting(config, "gamma", 1.0)),
     )
 
 
@@ -195,7 +195,7 @@ def compute_gdpo_outcome_advantage(
 ) -> Advantages:
     """GDPO; the components are the columns of `non_tensor_batch` that `config.gdpo_reward_keys`
     names. Raises InputError without them."""
-    keys = _setting(config, "gdpo_reward_keys", None)
+    keys = setting(config, "gdpo_reward_keys", None)
     if not keys or non_tensor_batch is None:
         raise InputError("GDPO needs config.gdpo_reward_keys and the batch's columns of that name.")
     columns = [np.asarray(non_tensor_batch[key], dtype=np.float64) for key in keys]
@@ -206,7 +206,7 @@ def compute_gdpo_outcome_advantage(
         group_ids=np.asarray(index),
         reward_components_BK=torch.from_numpy(np.stack(columns, axis=1)),
         norm_adv_by_std=norm_adv_by_std_in_grpo,
-        reward_weights=_setting(config, "gdpo_reward_weights", None),
+        reward_weights=setting(config, "gdpo_reward_weights", None),
     )
 
 
@@ -288,12 +288,12 @@ FixedKLController = kl_room.FixedKLController
 def get_kl_controller(kl_ctrl: Any) -> kl_room.KLController:
     """The controller that a config with `type`, `kl_coef`, `target_kl`, `horizon` asks for."""
     settings = {
-        key: float(_setting(kl_ctrl, key, None))
+        key: float(setting(kl_ctrl, key, None))
         for key in ("target_kl", "horizon")
-        if _setting(kl_ctrl, key, None) is not None
+        if setting(kl_ctrl, key, None) is not None
     }
     return kl_room.make_kl_controller(
-        _setting(kl_ctrl, "type", "fixed"), kl_coef=_setting(kl_ctrl, "kl_coef", 0.0), **settings
+        setting(kl_ctrl, "type", "fixed"), kl_coef=setting(kl_ctrl, "kl_coef", 0.0), **settings
     )
 
 
@@ -354,7 +354,8 @@ def _name(name_or_enum: str | Enum) -> str:
     return str(name_or_enum.value if isinstance(name_or_enum, Enum) else name_or_enum)
 
 
-def _setting(config: Any, key: str, default: Any) -> Any:
+def setting(config: Any, key: str, default: Any) -> Any:
+    """A setting of a mapping or an object; `default` where it is missing or None."""
     if config is None:
         return default
     found = config.get(key, default) if hasattr(config, "get") else getattr(config, key, default)

@@ -69,20 +69,19 @@ def get_random_string(length: int) -> str:
 
 def get_master_addr_port(master_port_range: Sequence[int] | None = None) -> tuple[str, str]:
     """(address, free port) of this machine; `master_port_range`: (first, last + 1)."""
-    if master_port_range is None:
-        return WorkerHelper().get_available_master_addr_port()
-    for port in range(*master_port_range):
-        reserved = ReservedPort.try_port(port)
-        if reserved is not None:
-            reserved.release()
-            return node_address(), str(port)
-    raise PlacementError(f"No port in {list(master_port_range)} is free on this machine.")
+    reserved = ReservedPort.choose(master_port_range)
+    reserved.release()
+    return node_address(), str(reserved.port)
+
+
+WITHOUT_EFFECT = ("profile_steps", "worker_nsight_options", "use_gpu", "master_addr")
 
 
 class RayWorkerGroup(OurRayWorkerGroup):
     """Takes verl's keywords, and hands out Ray's own references where verl does.
 
-    `profile_steps`, `worker_nsight_options` and the register center's time-out have no effect.
+    `master_port` asks for that one port. `profile_steps`, `worker_nsight_options`, `master_addr`
+    and the register center's time-out have no effect.
     """
 
     def __init__(
@@ -97,8 +96,11 @@ class RayWorkerGroup(OurRayWorkerGroup):
         ray_wait_register_center_timeout: int = 300,
         **kwargs: Any,
     ) -> None:
-        for without_effect in ("profile_steps", "worker_nsight_options", "use_gpu"):
+        for without_effect in WITHOUT_EFFECT:
             kwargs.pop(without_effect, None)
+        port = kwargs.pop("master_port", None)
+        if port is not None:
+            kwargs["master_port_range"] = (int(port), int(port) + 1)
         super().__init__(
             resource_pool,
             ray_cls_with_init,

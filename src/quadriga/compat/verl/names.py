@@ -162,6 +162,22 @@ _CORE = (
     "kl_penalty_forward",
     "register_adv_est",
 )
+_LOSSES = (
+    "POLICY_LOSS_REGISTRY",
+    "PolicyLossFn",
+    "compute_entropy_loss",
+    "compute_policy_loss",
+    "compute_policy_loss_cispo",
+    "compute_policy_loss_clip_cov",
+    "compute_policy_loss_geo_mean",
+    "compute_policy_loss_gpg",
+    "compute_policy_loss_gspo",
+    "compute_policy_loss_kl_cov",
+    "compute_policy_loss_sapo",
+    "compute_policy_loss_vanilla",
+    "get_policy_loss_fn",
+    "register_policy_loss",
+)
 
 
 def _all_in(module: str, *names: str) -> dict[str, str]:
@@ -172,23 +188,42 @@ _BASE = {
     **_all_in(CONTROLLER, "ClassWithInitArgs", "ResourcePool", "Worker", "WorkerGroup"),
 }
 
+# What those modules import for themselves, and others then import from there.
+_DEVICE_AGAIN = ("get_resource_name", "get_torch_device", "get_visible_devices_keyword")
+_DECORATOR_AGAIN = {
+    **_all_in(CONTROLLER, "Dispatch", "get_predefined_dispatch_fn"),
+    **_all_in(f"{HERE}.decorator", "MAGIC_ATTR", "get_predefined_execute_fn"),
+}
+
 MODULES: dict[str, dict[str, str]] = {
-    "verl": _all_in(PROTOCOL, "DataProto"),
+    "verl": {
+        **_all_in(PROTOCOL, "DataProto"),
+        **_all_in(f"{HERE}.device", "is_npu_available"),
+    },
     "verl.protocol": {
         **_all_in(PROTOCOL, *_PROTOCOL_NAMES),
-        **_all_in(f"{HERE}.functional", "all_gather_data_proto"),
+        **_all_in(
+            f"{HERE}.functional",
+            "all_gather_data_proto",
+            "list_of_dict_to_dict_of_list",
+            "union_two_dict",
+        ),
+        **_all_in(f"{HERE}.device", "get_device_id", "get_torch_device"),
     },
     "verl.single_controller": _BASE,
     "verl.single_controller.base": _BASE,
     "verl.single_controller.base.decorator": {
+        **_all_in(PROTOCOL, "DataProtoFuture"),
         **_all_in(CONTROLLER, *_DECORATOR_OWN),
         **_all_in(f"{HERE}.decorator", *_DECORATOR_SHIMS),
     },
     "verl.single_controller.base.worker": {
-        **_all_in(CONTROLLER, "Worker"),
+        **_all_in(CONTROLLER, "Dispatch", "Execute", "Worker", "register"),
+        **_all_in(f"{HERE}.device", *_DEVICE_AGAIN),
         **_all_in(f"{HERE}.groups", "DistGlobalInfo", "DistRankInfo", "WorkerHelper"),
     },
     "verl.single_controller.base.worker_group": {
+        **_DECORATOR_AGAIN,
         **_all_in(CONTROLLER, "ClassWithInitArgs", "ResourcePool", "WorkerGroup"),
         **_all_in(f"{HERE}.groups", "check_workers_alive"),
     },
@@ -197,7 +232,11 @@ MODULES: dict[str, dict[str, str]] = {
         **_all_in(f"{HERE}.groups", "RayWorkerGroup", "ResourcePoolManager"),
     },
     "verl.single_controller.ray.base": {
-        **_all_in(CONTROLLER, "Worker"),
+        **_DECORATOR_AGAIN,
+        **_all_in(PROTOCOL, "DataProto"),
+        **_all_in(CONTROLLER, "ClassWithInitArgs", "ResourcePool", "Worker", "WorkerGroup"),
+        **_all_in(f"{HERE}.device", "get_device_name"),
+        **_all_in(f"{HERE}.functional", "temp_env_var"),
         **_all_in(RAY, *_RAY_OWN),
         **_all_in(f"{HERE}.groups", *_RAY_SHIMS),
     },
@@ -208,9 +247,16 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "verl.utils.device": _all_in(f"{HERE}.device", *_DEVICE),
     "verl.utils.py_functional": _all_in(f"{HERE}.functional", *_FUNCTIONAL),
-    "verl.utils.seqlen_balancing": _all_in(f"{HERE}.balancing", *_BALANCING),
+    "verl.utils.seqlen_balancing": {
+        **_all_in(PROTOCOL, "DataProto"),
+        **_all_in(f"{HERE}.device", "get_device_name"),
+        **_all_in(f"{HERE}.balancing", *_BALANCING),
+    },
     "verl.utils.tensordict_utils": _all_in(f"{HERE}.tensordicts", *_TENSORDICT),
     "verl.trainer": {},
     "verl.trainer.ppo": {},
-    "verl.trainer.ppo.core_algos": _all_in(f"{HERE}.core_algos", *_CORE),
+    "verl.trainer.ppo.core_algos": {
+        **_all_in(f"{HERE}.core_algos", *_CORE),
+        **_all_in(f"{HERE}.policy_losses", *_LOSSES),
+    },
 }

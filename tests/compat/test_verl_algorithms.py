@@ -1,0 +1,186 @@
+"""verl's algorithm functions under their own names give our numbers."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import quadriga.compat.verl  # noqa: F401 - puts the names in place
+from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
+from quadriga.errors import InputError, UnknownNameError
+
+REWARDS = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, 0.0], [0.0, 0.0, 2.0]])
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]])
+INDEX = np.array(["p", "p", "q", "q"], dtype=object)
+
+
+def test_advantages_under_their_names():
+    from verl.trainer.ppo import core_algos
+
+    adv, returns = core_algos.compute_grpo_outcome_advantage(REWARDS, MASK, INDEX)
+    half = 0.5 / (0.5**0.5 + 1e-6)
+    assert torch.allclose(adv[0], torch.tensor([half, half, 0.0]))
+    assert torch.equal(adv, returns)
+    plain, _ = core_algos.compute_rloo_outcome_advantage(REWARDS, MASK, INDEX)
+    assert plain[:, 0].tolist() == [1.0, -1.0, -1.5, 1.5]
+    gae, _ = core_algos.compute_gae_advantage_return(REWARDS, torch.zeros(4, 3), MASK, 1.0, 0.9)
+    ours, _ = compute_advantages(
+        "gae", token_level_rewards_BT=REWARDS, response_mask_BT=MASK,
+        values_BT=torch.zeros(4, 3), gamma=1.0, lam=0.9,
+    )  # fmt: skip
+    assert torch.equal(gae, ours)
+
+
+def test_every_estimator_that_we_have_has_a_name():
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator
+
+    ours = {name for name, entry in ADVANTAGES.items() if entry.origin == "built-in"}
+    assert ours - {"dr_grpo"} <= set(ADV_ESTIMATOR_REGISTRY)
+    assert {e.value for e in AdvantageEstimator} <= set(ADV_ESTIMATOR_REGISTRY)
+
+
+def test_a_users_estimator_serves_our_trainer_too():
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn, register_adv_est
+
+    @register_adv_est("mine")
+    def mine(token_level_rewards, response_mask, index, config=None, **kwargs):
+        """Reward times group number."""
+        scores = (token_level_rewards * response_mask).sum(-1) * torch.as_tensor(index)
+        advantages = scores[:, None] * response_mask
+        return advantages, advantages
+
+    try:
+        assert get_adv_estimator_fn("mine") is mine
+        adv, _ = compute_advantages(
+            "mine", token_level_rewards_BT=REWARDS, response_mask_BT=MASK, group_ids=INDEX
+        )
+        assert adv[:, 0].tolist() == [0.0, 0.0, 0.5, 2.0]
+        with pytest.raises(InputError, match="registered already"):
+            register_adv_est("mine")(lambda: None)
+    finally:
+        from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+
+        del ADVANTAGES["mine"], ADV_ESTIMATOR_REGISTRY["mine"]
+    with pytest.raises(UnknownNameError, match="No advantage estimator 'theirs'"):
+        get_adv_estimator_fn("theirs")
+
+
+def test_losses_and_kl():
+    from verl.trainer.ppo import core_algos
+
+    loss = torch.tensor([[1.0, 3.0], [5.0, 0.0]])
+    mask = torch.tensor([[1, 1], [1, 0]])
+    assert core_algos.agg_loss(loss, mask, "token-mean").item() == pytest.approx(3.0)
+    assert core_algos.agg_loss(loss, mask, "seq-mean-token-mean").item() == pytest.approx(3.5)
+    half = core_algos.agg_loss(loss, mask, "token-mean", dp_size=2, batch_num_tokens=6)
+    assert half.item() == pytest.approx(3.0)
+    kl = core_algos.kl_penalty(torch.tensor([[0.5]]), torch.tensor([[0.2]]), "kl")
+    assert kl.item() == pytest.approx(0.3)
+    control = core_algos.get_kl_controller(
+        SimpleNamespace(type="adaptive", kl_coef=0.1, target_kl=1.0, horizon=100)
+    )
+    control.update(2.0, 10)
+    assert control.value == pytest.approx(0.1 * 1.02)
+    value, clipped = core_algos.compute_value_loss(
+        torch.tensor([[2.0]]), torch.tensor([[0.0]]), torch.tensor([[0.0]]),
+        torch.tensor([[1]]), cliprange_value=0.5,
+    )  # fmt: skip
+    assert (value.item(), clipped.item()) == (2.0, 0.0)
+
+
+OLD = torch.tensor([[-1.0, -2.0, -0.5], [-0.7, -1.2, -3.0]])
+NEW = torch.tensor([[-0.8, -2.5, -0.5], [-0.9, -0.6, -9.0]])
+ADV = torch.tensor([[1.0, 1.0, 1.0], [-2.0, -2.0, 0.0]])
+SEEN = torch.tensor([[1, 1, 1], [1, 1, 0]])
+
+
+def actor_config(**more):
+    """As verl's actor settings, with what a test changes."""
+    given = {
+        "clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0,
+        "tau_pos": 1.0, "tau_neg": 1.05, "global_batch_info": {},
+        "policy_loss": SimpleNamespace(
+            clip_cov_ratio=0.2, clip_cov_lb=1.0, clip_cov_ub=5.0, kl_cov_ratio=0.3, ppo_kl_coef=1.0
+        ),
+    }  # fmt: skip
+    return SimpleNamespace(**{**given, **more})
+
+
+def test_the_clipped_policy_loss_by_hand():
+    """Ratios e^0.2, e^-0.5, 1 and e^-0.2, e^0.6; clipped to [0.8, 1.2]."""
+    from verl.trainer.ppo import core_algos
+
+    loss, metrics = core_algos.get_policy_loss_fn("vanilla")(
+        OLD, NEW, ADV, SEEN, "token-mean", actor_config()
+    )
+    terms = [-1.2, -math.exp(-0.5), -1.0, 2 * math.exp(-0.2), 2 * math.exp(0.6)]
+    assert loss.item() == pytest.approx(sum(terms) / 5)
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(1 / 5)
+    assert metrics["actor/ppo_kl"] == pytest.approx(-(0.2 - 0.5 + 0.0 - 0.2 + 0.6) / 5)
+    older = core_algos.compute_policy_loss(OLD, NEW, ADV, SEEN, cliprange=0.2)
+    assert [round(value.item(), 6) for value in older] == [
+        round(loss.item(), 6), *(round(metrics[f"actor/{m}"], 6) for m in
+                                 ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")),
+    ]  # fmt: skip
+
+
+def test_a_policy_loss_is_a_part_of_the_whole_batchs_times_the_ranks():
+    from verl.trainer.ppo import core_algos
+
+    whole = actor_config(global_batch_info={"dp_size": 2, "batch_num_tokens": 10})
+    gpg = core_algos.compute_policy_loss_gpg
+    assert gpg(OLD, NEW, ADV, SEEN, "token-mean", whole)[0].item() == pytest.approx(
+        2 * (0.8 + 2.5 + 0.5 - 2 * 0.9 - 2 * 0.6) / 10
+    )
+    weights = torch.full_like(NEW, 0.5)
+    halved = gpg(OLD, NEW, ADV, SEEN, "token-mean", whole, weights)[0]
+    assert halved.item() == pytest.approx((0.8 + 2.5 + 0.5 - 2 * 0.9 - 2 * 0.6) / 10)
+
+
+def test_every_policy_loss_that_we_have_has_a_name():
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
+
+    from quadriga.algorithms.policy_losses import ALIASES, POLICY_LOSSES
+
+    ours = {name for name, entry in POLICY_LOSSES.items() if entry.origin == "built-in"}
+    named = {ALIASES.get(name, name) for name in POLICY_LOSS_REGISTRY}
+    # gspo_token is what verl calls gspo; the other two have no function there.
+    assert ours - named == {"gspo_token", "policy_gradient", "decoupled_ppo"}
+    for name, function in POLICY_LOSS_REGISTRY.items():
+        log_prob = NEW.clone().requires_grad_()
+        loss, metrics = function(OLD, log_prob, ADV, SEEN, "token-mean", actor_config())
+        loss.backward()
+        assert torch.isfinite(log_prob.grad).all() and log_prob.grad[1, 2] == 0, name
+        assert all(key.startswith("actor/") for key in metrics)
+    with pytest.raises(UnknownNameError, match=r"No policy loss 'theirs'\. Known: vanilla"):
+        get_policy_loss_fn("theirs")
+
+
+def test_a_users_policy_loss_in_verls_form():
+    from verl.trainer.ppo.core_algos import (
+        POLICY_LOSS_REGISTRY,
+        get_policy_loss_fn,
+        register_policy_loss,
+    )
+
+    @register_policy_loss("mine")
+    def mine(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, weights):
+        return log_prob.sum(), {}
+
+    try:
+        assert get_policy_loss_fn("mine") is mine
+    finally:
+        del POLICY_LOSS_REGISTRY["mine"]
+
+
+def test_entropy_of_logits():
+    from verl.trainer.ppo.core_algos import compute_entropy_loss
+
+    logits = torch.tensor([[[0.0, 0.0], [0.0, math.log(3.0)], [5.0, 0.0]]])
+    quarter = 0.25 * math.log(4) + 0.75 * math.log(4 / 3)
+    seen = compute_entropy_loss(logits, torch.tensor([[1, 1, 0]]))
+    assert seen.item() == pytest.approx((math.log(2) + quarter) / 2)

@@ -1,0 +1,87 @@
+"""The public names that verl 0.9.1 defines at the top level of the modules that we stand in for.
+
+Read from its source once; constants of its own (loggers, folders) are not among them.
+"""
+
+from __future__ import annotations
+
+PUBLIC = {
+    "verl": ("DataProto"),
+    "verl.protocol": (
+        "BatchData DataProto DataProtoConfig DataProtoFuture DataProtoItem "
+        "all_gather_data_proto collate_fn deserialize_single_tensor deserialize_tensordict "
+        "fold_batch_dim pad_dataproto_to_divisor serialize_single_tensor serialize_tensordict "
+        "unfold_batch_dim union_numpy_dict union_tensor_dict unpad_dataproto"
+    ),
+    "verl.single_controller.base.decorator": (
+        "DISPATCH_MODE_FN_REGISTRY Dispatch Execute MAGIC_ATTR collect_all_to_all "
+        "collect_dp_compute collect_dp_compute_data_proto collect_lazy_compute_data_proto "
+        "collect_nd_compute collect_nd_compute_dataproto dispatch_all_to_all "
+        "dispatch_dp_compute dispatch_dp_compute_data_proto "
+        "dispatch_dp_compute_data_proto_with_func dispatch_lazy_compute_data_proto "
+        "dispatch_nd_compute dispatch_nd_compute_dataproto dispatch_one_to_all "
+        "dummy_direct_rollout_call get_predefined_dispatch_fn get_predefined_execute_fn "
+        "init_predefined_dispatch_mode init_predefined_execute_mode "
+        "make_nd_compute_dataproto_dispatch_fn register register_dispatch_mode "
+        "update_dispatch_mode"
+    ),
+    "verl.single_controller.base.worker": ("DistGlobalInfo DistRankInfo Worker WorkerHelper"),
+    "verl.single_controller.base.worker_group": (
+        "ClassWithInitArgs ResourcePool WorkerGroup check_workers_alive"
+    ),
+    "verl.single_controller.ray.base": (
+        "FusedWorkerCLSName RayClassWithInitArgs RayResourcePool RayWorkerGroup "
+        "ResourcePoolManager SubRayResourcePool create_colocated_worker_cls "
+        "create_colocated_worker_cls_fused create_colocated_worker_raw_cls "
+        "extract_pg_from_exist func_generator get_master_addr_port get_random_string "
+        "merge_resource_pool sort_placement_group_by_node_ip split_resource_pool"
+    ),
+    "verl.utils.ray_utils": ("auto_await get_event_loop parallel_put ray_noset_visible_devices"),
+    "verl.utils.device": (
+        "AscendHardwareVersion auto_set_device check_ipc_version_support "
+        "get_device_capability get_device_id get_device_name get_nccl_backend "
+        "get_npu_versions get_resource_name get_torch_device get_vendor "
+        "get_visible_devices_keyword is_cuda_available is_device_available is_npu_available "
+        "is_support_ipc is_torch_npu_available manual_seed manual_seed_all "
+        "set_expandable_segments"
+    ),
+    "verl.utils.py_functional": (
+        "DynamicEnum DynamicEnumMeta NestedNamespace append_to_dict "
+        "convert_nested_value_to_list_recursive convert_to_regular_types "
+        "list_of_dict_to_dict_of_list rename_dict temp_env_var timeout_limit union_two_dict"
+    ),
+    "verl.utils.seqlen_balancing": (
+        "calculate_workload ceildiv get_group_balanced_partitions get_reverse_idx "
+        "get_seqlen_balanced_partitions greedy_partition karmarkar_karp log_seqlen_unbalance "
+        "prepare_dynamic_batch rearrange_micro_batches restore_dynamic_batch "
+        "roundup_divisible"
+    ),
+    "verl.utils.tensordict_utils": (
+        "assert_tensordict_eq assign_non_tensor assign_non_tensor_data "
+        "assign_non_tensor_stack chunk_tensordict concat_nested_tensors concat_tensordict "
+        "concat_tensordict_with_none_bsz contiguous get get_keys get_non_tensor_data "
+        "get_tensordict index_select_tensor_dict list_of_dict_to_tensordict make_iterator "
+        "maybe_fix_3d_position_ids nested_tensor_from_tensor_list pad_to_divisor pop pop_keys "
+        "union_tensor_dict unpad unwrap_non_tensor_data"
+    ),
+    "verl.trainer.ppo.core_algos": (
+        "ADV_ESTIMATOR_REGISTRY AdaptiveKLController AdvantageEstimator FixedKLController "
+        "POLICY_LOSS_REGISTRY PolicyLossFn agg_loss compute_entropy_loss "
+        "compute_gae_advantage_return compute_gdpo_outcome_advantage "
+        "compute_gpg_outcome_advantage compute_grpo_outcome_advantage "
+        "compute_grpo_passk_outcome_advantage compute_grpo_vectorized_outcome_advantage "
+        "compute_multi_turn_optimal_token_baseline_advantage compute_opo_outcome_advantage "
+        "compute_optimal_token_baseline_advantage compute_pf_ppo_reweight_data "
+        "compute_policy_loss compute_policy_loss_bypass_mode compute_policy_loss_cispo "
+        "compute_policy_loss_clip_cov compute_policy_loss_dppo_kl compute_policy_loss_dppo_tv "
+        "compute_policy_loss_dro compute_policy_loss_geo_mean compute_policy_loss_gpg "
+        "compute_policy_loss_gspo compute_policy_loss_kl_cov compute_policy_loss_reinforce "
+        "compute_policy_loss_sapo compute_policy_loss_vanilla "
+        "compute_reinforce_plus_plus_baseline_outcome_advantage "
+        "compute_reinforce_plus_plus_outcome_advantage compute_remax_outcome_advantage "
+        "compute_rewards compute_rloo_outcome_advantage "
+        "compute_rloo_vectorized_outcome_advantage compute_value_loss get_adv_estimator_fn "
+        "get_kl_controller get_policy_loss_fn kl_penalty kl_penalty_forward register_adv_est "
+        "register_policy_loss"
+    ),
+}
