@@ -135,7 +135,7 @@ def deadlines(subject: BackendUnderTest) -> None:
     expect(subject.probe.wait.options(timeout=30)(1, 0), [0, 1], "a call in time")
     late = subject.probe.wait.options(timeout=0.2)
     for how, call in (("a call", late), ("a future", lambda *a: late.submit(*a).get())):
-        error = expect_raises(lambda call=call: call(1, 0.5), CallTimeoutError, how)  # type: ignore[misc]
+        error = expect_raises(lambda call=call: call(1, 3), CallTimeoutError, how)  # type: ignore[misc]
         expect((error.role, error.rank, error.method), ("probe", 1, "wait"), "attributes")
         expect(list(error.stacks), [1], "ranks with a stack")
         expect("in wait" in error.stacks[1], True, "the method is in the stack")
