@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -51,3 +52,17 @@ def test_rows_of_the_estimators_say_what_they_read() -> None:
     for name, entry in ADVANTAGES.items():
         read = rows[name].split("|")[2]
         assert tuple(re.findall(r"`(\w+)`", read)) == entry.settings
+
+
+def test_every_known_difference_to_the_peer_is_on_its_page() -> None:
+    """The comparison's `EXPLAINED` and the page's table hold the same cases."""
+    tree = ast.parse((CONCEPTS.parents[1] / "benchmarks" / "compare_algorithms.py").read_text())
+    explained = next(
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "EXPLAINED"
+    )
+    cases = {key.value for key in explained.keys}
+    page = (CONCEPTS / "differences.md").read_text()
+    rows = re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)
+    assert cases == {name for row in rows for name in re.findall(r"`([^`]*)`", row)}

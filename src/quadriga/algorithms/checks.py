@@ -42,7 +42,7 @@ def to_bool_mask(mask: Tensor, name: str = "response_mask") -> Tensor:
     """
     if mask.dtype == torch.bool:
         return mask
-    result = mask != 0
+    result = mask.to(torch.bool)
     if mask.numel() == 0:
         return result
     if mask.is_floating_point():

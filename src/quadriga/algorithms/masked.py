@@ -7,17 +7,32 @@ exactly that mean and exactly no variance, and large offsets cost no precision.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quadriga.algorithms.checks import as_float, to_bool_mask
 
 WHITEN_EPSILON = 1e-8
+# From here on numpy asks the kernel for huge pages: faults of small ones, one for every 4 kB of
+# fresh memory, take longer than the arithmetic.
+_HUGE_BYTES = 4 * 2**20
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+def room(shape: torch.Size, like: Tensor) -> Tensor:
+    """An uninitialised tensor of that shape, of the dtype and on the device of `like`."""
+    on_cpu = like.device.type == "cpu" and like.dtype in _NUMPY
+    if not on_cpu or shape.numel() * like.element_size() < _HUGE_BYTES:
+        return like.new_empty(shape)
+    return torch.from_numpy(np.empty(shape, dtype=_NUMPY[like.dtype]))
 
 
 def keep(values: Tensor, selected: Tensor) -> Tensor:
-    """A copy of `values` with 0 outside the bool mask, whatever stood there."""
-    return torch.where(selected, values, 0)
+    """A copy of `values` with 0 outside the bool mask, whatever stood there; no gradient."""
+    shape = torch.broadcast_shapes(values.shape, selected.shape)
+    data = values.detach()
+    return torch.where(selected, data, data.new_zeros(()), out=room(shape, data))
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -60,15 +75,17 @@ def _centre(
     values: Tensor, selected: Tensor, unbiased: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean (0-d), values − mean under the mask and 0 elsewhere, variance (0-d)."""
-    # Bytes and rows: sums and searches of bool tensors are many times slower.
-    width = max(selected.shape[-1], 1) if selected.dim() else 1
-    flags = selected.view(torch.uint8).reshape(-1, width)
-    count = int(flags.sum(-1, dtype=torch.int32).sum())
+    count = int(torch.count_nonzero(selected))
     if count == 0:
         nothing = values.new_zeros(())
         return nothing, torch.zeros_like(values) if out is None else out.zero_(), nothing
+    # Bytes and rows: searches of bool tensors are many times slower.
+    width = max(selected.shape[-1], 1) if selected.dim() else 1
+    flags = selected.view(torch.uint8).reshape(-1, width)
     row = int(flags.amax(-1).argmax())
     some = values.reshape(flags.shape)[row, int(flags[row].argmax())].clone()
+    if out is None and not values.requires_grad:
+        out = room(values.shape, values)
     offset = torch.where(selected, values, some, out=out).sub_(some)
     gap = offset.sum() / count
     centred = torch.where(selected, offset, gap, out=offset).sub_(gap)

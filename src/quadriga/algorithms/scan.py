@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quadriga.algorithms.masked import room
+
 _BLOCK = 32
 
 
@@ -23,7 +25,8 @@ def reverse_discounted_sum(terms_BT: Tensor, decay: float) -> Tensor:
         return terms_BT @ powers[:width, :width]
     spare = -width % _BLOCK
     padded = torch.nn.functional.pad(terms_BT, (0, spare)) if spare else terms_BT
-    blocks = (padded.reshape(-1, _BLOCK) @ powers).view(count, -1, _BLOCK)
+    tiles = padded.reshape(-1, _BLOCK)
+    blocks = torch.mm(tiles, powers, out=room(tiles.shape, tiles)).view(count, -1, _BLOCK)
     first = reverse_discounted_sum(blocks[:, :, 0], decay**_BLOCK)
     # x at the start of the block to the right reaches position i with decay^(K − i).
     blocks[:, :-1].addcmul_(first[:, 1:, None], decay * powers[-1])
@@ -42,7 +45,7 @@ def starts_at_front(mask_BT: Tensor) -> bool:
     """True if every row of the bool mask is ones, then zeros: neither left padding nor holes."""
     if mask_BT.shape[1] < 2 or mask_BT.shape[0] == 0:
         return True
-    rises = mask_BT[:, 1:] & ~mask_BT[:, :-1]
+    rises = mask_BT[:, 1:] > mask_BT[:, :-1]
     return not bool(rises.view(torch.uint8).max())
 
 
