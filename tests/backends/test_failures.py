@@ -9,6 +9,7 @@ import time
 import traceback
 
 import pytest
+import ray
 import torch
 from worker_cases import Collective, Faulty, Slow, Unreadable
 
@@ -186,6 +187,15 @@ def test_a_watched_group_ends_waits_on_other_groups(ray_backend, ray_group, idle
             doomed.get()
     other.shutdown()
     pool.release()
+
+
+def test_who_has_left_ray_takes_nobody_for_dead(healthy_group, monkeypatch):
+    from quadriga.single_controller.worker_group import find_death
+
+    assert find_death(healthy_group._ranks) is None
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    assert not healthy_group._is_worker_alive(healthy_group.workers[0])
+    assert find_death(healthy_group._ranks) is None
 
 
 def test_a_result_of_a_dead_rank_as_an_argument(ray_backend, ray_group, healthy_group):

@@ -113,9 +113,9 @@ class Carrier(Protocol):
         """Whether the rank's process exists; answers within seconds."""
         ...
 
-    def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError:
+    def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError | None:
         """The error for a rank that is gone; its `method` is the call that was in flight there,
-        "" if none was."""
+        "" if none was. None: this process has left the engine and knows nothing of its ranks."""
         ...
 
     def kill(self, handle: RankHandle) -> None:

@@ -65,6 +65,10 @@ def gather(pending: Iterable[Any]) -> list[DataProto]:
     return [item.get() if isinstance(item, DataProtoFuture) else item for item in pending]
 
 
+WATCH_S = 3.0
+"""How often it is looked whether every process lives, also of roles that no call waits for."""
+
+
 def start_groups(
     config: TrainConfig,
     *,
@@ -94,6 +98,7 @@ def start_groups(
             colocated,
             timeout=config.trainer.call_timeout_s,
         )
+        group.start_worker_aliveness_check(WATCH_S)
         groups.append(group)
         views.update(group.spawn({role.key for role in members}))
     for role in roles:

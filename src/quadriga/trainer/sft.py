@@ -19,7 +19,7 @@ from quadriga.config.schema import (
     SFTConfig,
 )
 from quadriga.protocol import DataProto
-from quadriga.trainer.groups import one_pool, open_backend, threads_per_rank
+from quadriga.trainer.groups import WATCH_S, one_pool, open_backend, threads_per_rank
 from quadriga.trainer.ingredients import make_reward, prompt_dataset
 from quadriga.trainer.placement import Role
 from quadriga.trainer.preflight import check_sft_config
@@ -113,6 +113,7 @@ class SFTTrainer:
             ),
             timeout=trainer.call_timeout_s,
         )
+        self.group.start_worker_aliveness_check(WATCH_S)
         self.worker = self.group
         self.worker.init_model()
 

@@ -141,8 +141,10 @@ class RayCarrier:
         """Whether Ray knows of no death and the rank's node answers."""
         return rank_alive(handle)
 
-    def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError:
+    def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError | None:
         """The error for a rank that is gone, with what it wrote last."""
+        if not ray.is_initialized():
+            return None
         labels = [batch.label for batch in list(ranks.in_flight) if batch.waits_for(handle)]
         idle = f"{'+'.join(ranks.roles)}."
         reason = ranks.broken or "its process is gone"
