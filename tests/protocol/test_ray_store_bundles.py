@@ -1,10 +1,11 @@
-"""Which values Ray's store puts together, by hand-computed sizes."""
+"""Which values Ray's store puts together, by hand-computed sizes, and when it frees them."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from quadriga.backends.ray import cluster
 from quadriga.backends.ray import store as ray_store
 
 MB = 2**20
@@ -23,6 +24,17 @@ MB = 2**20
 )
 def test_bundles(sizes, bundles):
     assert ray_store._bundles(sizes) == bundles
+
+
+@pytest.mark.parametrize(("mine", "found"), [(None, "10"), ("500", "500")])
+def test_a_cluster_started_here_frees_objects_soon(monkeypatch, mine, found):
+    """Unless the user has said when."""
+    name, seen = "RAY_free_objects_period_milliseconds", []
+    monkeypatch.setattr(cluster.os, "environ", {} if mine is None else {name: mine})
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: seen.append(cluster.os.environ[name]))
+    cluster.ensure_ray()
+    assert seen == [found]
 
 
 def test_handles_find_their_value_in_the_object_they_share(monkeypatch):
