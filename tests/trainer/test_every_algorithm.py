@@ -63,6 +63,35 @@ def test_advantage(step, name) -> None:
                       "algorithm.reward_components=[form,length]"))  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.adv_estimator=dr_grpo", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+         f"{ACTOR}.loss_scale_length=20"],
+        ["algorithm.adv_estimator=gdpo", "algorithm.reward_components=[form,length]",
+         "+algorithm.options.reward_weights=[1.0,0.5]", "algorithm.whiten_advantages=false"],
+        ["algorithm.adv_estimator=gpg", "+algorithm.options.f_norm=2.0",
+         f"{ACTOR}.policy_loss.name=gpg"],
+        ["algorithm.adv_estimator=gae", "critic.cliprange_value=null", "algorithm.lam=0.9",
+         "algorithm.reward_clip=0.5", "algorithm.whiten_rewards=true"],
+        [f"{ACTOR}.policy_loss.name=kl_cov", f"+{ACTOR}.policy_loss.options.kl_cov_ratio=0.1",
+         f"{ACTOR}.entropy_coeff=0.01"],
+        [f"{ACTOR}.policy_loss.name=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+         f"{ACTOR}.policy_loss.clip_ratio_low=3e-4", f"{ACTOR}.ppo_epochs=2"],
+    ],
+    ids=["dr_grpo", "gdpo", "gpg", "gae", "kl_cov", "gspo"],
+)  # fmt: skip
+def test_algorithms_with_their_own_numbers(step, overrides) -> None:
+    assert moved(step(*overrides))
+
+
+def test_over_long_filter_and_penalty(step) -> None:
+    metrics = step("algorithm.overlong.enable=true", "algorithm.overlong.buffer_length=4",
+                   "algorithm.overlong.drop_truncated=true")  # fmt: skip
+    assert metrics["response_length/clip_ratio"] > 0
+    assert math.isfinite(metrics.get("actor/grad_norm", 0.0))
+
+
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_policy_loss(step, name) -> None:
     assert moved(step(f"{ACTOR}.policy_loss.name={name}"))

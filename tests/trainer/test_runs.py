@@ -95,11 +95,44 @@ def test_ray_with_one_rank_gives_the_numbers_of_local(run, tmp_path, estimator) 
         assert ours == pytest.approx(theirs, abs=1e-6)
 
 
-def test_two_ranks_take_the_steps_of_one(run, tmp_path) -> None:
-    one = timeless(run())
+OWN_FILE = """
+from quadriga.algorithms.advantages import register_advantage
+from quadriga.algorithms.policy_losses import register_policy_loss
+
+@register_advantage("by_length", formula="l_i − mean l")
+def by_length(response_mask_BT, groups):
+    centred_B = groups.centre_B(response_mask_BT.sum(-1)).float()
+    return centred_B[:, None] * response_mask_BT, response_mask_BT.float()
+
+@register_policy_loss("halved", formula="−A log π / 2")
+def halved(log_prob_BT, advantages_BT, *, scale=1.0):
+    return -scale * advantages_BT * log_prob_BT
+"""
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["plain", "own file, KL over the vocabulary"])
+def test_two_ranks_take_the_steps_of_one(run, tmp_path, own) -> None:
+    """With one mini-batch a step: of several, each rank gives its share of rows to each."""
+    names = ["reward/mean", "actor/loss", "actor/grad_norm", "critic/advantages/max_abs"]
+    rule, more = tmp_path / "rule.py", []
+    rule.write_text(USER_REWARD)
+    if own:
+        actor, file = "actor_rollout_ref.actor", tmp_path / "own.py"
+        file.write_text(OWN_FILE)
+        names.append("actor/kl_loss")
+        more = [f"algorithm.user_files=[{file}]", "algorithm.adv_estimator=by_length",
+                f"{actor}.policy_loss.name=halved", f"+{actor}.policy_loss.options.scale=0.5",
+                f"{actor}.use_kl_loss=true", f"{actor}.kl_loss_type=full",
+                f"{actor}.kl_loss_coef=0.1", f"{actor}.engine.fused_head=true"]  # fmt: skip
+    more += [f"reward.path={rule}", "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+             "actor_rollout_ref.rollout.n=4"]  # fmt: skip
+    one = timeless(run(*more))
     two = timeless(run("trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=2",
-                       f"trainer.default_local_dir={tmp_path / 'two'}"))  # fmt: skip
-    for name in ("reward/mean", "actor/loss", "actor/grad_norm", "critic/advantages/max_abs"):
+                       f"trainer.default_local_dir={tmp_path / 'two'}", *more))  # fmt: skip
+    assert all(row["actor/grad_norm"] > 1e-3 for row in one[1:])
+    if own:
+        assert one[-1]["actor/kl_loss"] > 1e-4
+    for name in names:
         assert [row.get(name) for row in two[1:]] == pytest.approx(
             [row.get(name) for row in one[1:]], abs=2e-4
         ), name
