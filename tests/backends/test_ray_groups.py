@@ -255,6 +255,21 @@ def load(tmp_path, monkeypatch):
             registry.remove(mode.name)
 
 
+def test_code_travels_of_files_loaded_by_path_and_of_no_others(load, monkeypatch):
+    from ray import cloudpickle
+
+    from quadriga.backends.ray.user_code import send_code_of_loaded_files
+
+    load("my_first", "def f(): ...")
+    send_code_of_loaded_files()
+    monkeypatch.delitem(sys.modules, "my_first")
+    load("my_second", "def f(): ...")  # as many modules as before
+    send_code_of_loaded_files()
+    sent = cloudpickle.list_registry_pickle_by_value()
+    assert {"my_first", "my_second"} <= sent
+    assert not {"worker_cases", "torch", "pytest", "quadriga", "numpy"} & sent
+
+
 def test_a_users_files_that_cannot_be_imported(pool, load):
     """One file adds a dispatch and an execute mode, another a worker that uses them; both were
     loaded by their paths. The worker finds the modes in its registries, and so it does functions

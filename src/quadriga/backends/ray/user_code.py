@@ -6,6 +6,8 @@ import importlib.machinery
 import os
 import sys
 import sysconfig
+import weakref
+from types import ModuleType
 from typing import Any
 
 from ray import cloudpickle
@@ -14,8 +16,9 @@ _INSTALLED = tuple(
     os.path.join(sysconfig.get_path(kind), "")
     for kind in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-_seen: dict[str, int] = {}
-_count = 0
+_seen: weakref.WeakSet[ModuleType] = weakref.WeakSet()
+_latest: tuple[int, Any] = (0, None)
+"""How many modules there were at the last look, and which had been loaded last."""
 
 
 def send_code_of_loaded_files() -> None:
@@ -25,18 +28,19 @@ def send_code_of_loaded_files() -> None:
     a function or class of it would be looked up in vain by a worker. Looks again whenever modules
     have been loaded since, and at no module twice.
     """
-    global _count
-    if len(sys.modules) == _count:
+    global _latest
+    modules = sys.modules
+    if _latest == (len(modules), modules[next(reversed(modules))]):
         return
+    _latest = (len(modules), modules[next(reversed(modules))])
     roots = {os.path.abspath(path) for path in sys.path}
-    for name, module in list(sys.modules.items()):
-        if _seen.get(name) == id(module):
+    for name, module in list(modules.items()):
+        if not isinstance(module, ModuleType) or module in _seen:
             continue
-        _seen[name] = id(module)
-        file = getattr(module, "__dict__", {}).get("__file__")
+        _seen.add(module)
+        file = module.__dict__.get("__file__")
         if file and _is_users(name, file) and not _found_by_name(name, file, roots):
             cloudpickle.register_pickle_by_value(module)
-    _count = len(sys.modules)
 
 
 def _is_users(name: str, file: str) -> bool:
