@@ -127,3 +127,35 @@ def test_gdpo_normalises_each_component_by_itself():
         whiten_advantages=False,
     )
     assert advantages[:, 0].tolist() == pytest.approx([-(2**0.5), 2**0.5, 0.0, 0.0], abs=2e-6)
+
+
+def test_reinforce_plus_plus_baseline_whitens_what_group_means_leave():
+    # Groups (0, 2) and (1, 1): −1, 1, 0, 0, each at two tokens. Variance 4 / 7 of eight tokens.
+    got = per_sample("reinforce_plus_plus_baseline", [0.0, 2.0, 1.0, 1.0], ["a", "a", "b", "b"])
+    step = (7 / 4) ** 0.5
+    assert got == pytest.approx([-step, step, 0.0, 0.0], abs=1e-6)
+
+
+def test_returns_are_whitened_over_the_batch():
+    # Returns 3, 2 and 1 at one token each: mean 2, standard deviation 1.
+    rewards = torch.tensor([[1.0, 2.0], [1.0, 9.0]])
+    advantages, returns = compute_advantages(
+        "reinforce_plus_plus",
+        token_level_rewards_BT=rewards,
+        response_mask_BT=torch.tensor([[1, 1], [1, 0]]),
+    )
+    assert returns.tolist() == [[3.0, 2.0], [1.0, 0.0]]
+    assert advantages.flatten().tolist() == pytest.approx([1.0, 0.0, -1.0, 0.0], abs=1e-6)
+
+
+def test_gdpo_whitens_over_samples_so_that_length_does_not_weigh():
+    # Two samples of three tokens and of one: whitened over samples they lie at ∓1/√2 all the same.
+    advantages, _ = compute_advantages(
+        "gdpo",
+        token_level_rewards_BT=torch.zeros(2, 3),
+        response_mask_BT=torch.tensor([[1, 1, 1], [1, 0, 0]]),
+        group_ids=[0, 0],
+        reward_components_BK=torch.tensor([[0.0], [4.0]]),
+    )
+    half = 0.5**0.5
+    assert advantages[:, 0].tolist() == pytest.approx([-half, half], abs=1e-5)

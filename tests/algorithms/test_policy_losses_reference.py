@@ -199,9 +199,49 @@ def test_other_losses_by_hand() -> None:
     assert one_token("gspo", ratio=1.5, advantage=2.0, clip_ratio_high=0.1) == pytest.approx(-2.2)
     assert one_token("geo_mean", ratio=3.0, advantage=1.0) == pytest.approx(-1.4918246976)
     assert one_token("gpg", ratio=1.0, advantage=3.0) == pytest.approx(3.0)
+    assert one_token("policy_gradient", ratio=1.0, advantage=-3.0) == pytest.approx(-3.0)
     assert one_token("decoupled_ppo", ratio=1.0, advantage=3.0) == pytest.approx(-6.0)
     assert one_token("decoupled_ppo", ratio=1.0, advantage=3.0, behaviour_weight_cap=1.5) == 0.0
     assert one_token("kl_cov", ratio=2.0, advantage=1.0) == pytest.approx(-2.0 + 0.6931471806)
+
+
+def test_a_sequences_ratio_is_its_tokens_geometric_mean() -> None:
+    """Ratios 4 and 1: s = 2. By token the value is the same, each token pulls by itself."""
+    old = torch.full((1, 2), -2.0, dtype=torch.float64)
+    advantages = torch.tensor([[1.0, 3.0]], dtype=torch.float64)
+    grads = {}
+    for name in ("gspo", "gspo_token"):
+        log_prob = (old + torch.tensor([[4.0, 1.0]]).log()).requires_grad_()
+        loss = compute_policy_loss(
+            name,
+            log_prob_BT=log_prob,
+            old_log_prob_BT=old,
+            advantages_BT=advantages,
+            response_mask_BT=torch.ones(1, 2),
+            clip_ratio_low=9.0,
+            clip_ratio_high=9.0,
+        ).loss_BT
+        assert loss.flatten().tolist() == pytest.approx([-2.0, -6.0])
+        loss.sum().backward()
+        grads[name] = log_prob.grad.flatten().tolist()
+    assert grads["gspo"] == pytest.approx([-4.0, -4.0])
+    assert grads["gspo_token"] == pytest.approx([-2.0, -6.0])
+
+
+def test_clip_cov_by_hand() -> None:
+    """Covariances (log π − mean)(A − mean) are 2, 0, 2: both ends lie in the band."""
+    old = torch.tensor([[-1.0, -2.0, -3.0]])
+    advantages = torch.tensor([[3.0, 1.0, -1.0]])
+    band = {"clip_cov_ratio": 1.0, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0}
+    mask = torch.ones(1, 3)
+    chosen = select_tokens("clip_cov", old_log_prob_BT=old, advantages_BT=advantages,
+                           response_mask_BT=mask, **band)  # fmt: skip
+    assert chosen.tolist() == [[True, False, True]]
+    loss = compute_policy_loss(
+        "clip_cov", log_prob_BT=old, old_log_prob_BT=old, advantages_BT=advantages,
+        response_mask_BT=mask, selected_BT=chosen,
+    ).loss_BT  # fmt: skip
+    assert loss.tolist() == [[0.0, -1.0, 0.0]]
 
 
 @settings(max_examples=30, deadline=None)

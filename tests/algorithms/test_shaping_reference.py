@@ -1,0 +1,152 @@
+"""Rewards, weights and the mismatch against loops in float64, over random masks and lengths."""
+
+from __future__ import annotations
+
+import math
+
+import algorithm_reference as ref
+import pytest
+import torch
+from algorithm_cases import Case, cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quadriga.algorithms.importance import importance_correction, mismatch_metrics
+from quadriga.algorithms.shaping import (
+    add_to_last_token,
+    dead_group_metrics,
+    drop_truncated,
+    overlong_penalty,
+    shape_rewards,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.integers(1, 30), st.integers(1, 30))
+def test_overlong_penalty(lengths: list[int], longest: int, buffer: int) -> None:
+    buffer = min(buffer, longest)
+    got = overlong_penalty(
+        torch.tensor(lengths), max_length=longest, buffer_length=buffer, penalty_factor=1.5
+    )
+    for length, penalty in zip(lengths, got.tolist(), strict=True):
+        over = max(0, length - (longest - buffer))
+        assert penalty == pytest.approx(-1.5 * min(1.0, over / buffer))
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases)
+def test_amounts_at_the_last_own_token(case: Case) -> None:
+    rewards = case.rewards.nan_to_num()
+    got = add_to_last_token(rewards, case.mask, case.baselines)
+    for i, places in enumerate(ref.own(case.mask)):
+        for t in range(case.mask.shape[1]):
+            more = float(case.baselines[i]) if places and t == places[-1] else 0.0
+            assert got[i, t].item() == pytest.approx(float(rewards[i, t]) + more)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases)
+@pytest.mark.parametrize("limit", [None, 0.7])
+@pytest.mark.parametrize("whiten", [False, True])
+def test_clipping_and_whitening(limit: float | None, whiten: bool, case: Case) -> None:
+    rows = [
+        [min(max(x, -limit), limit) if limit else x for x in row] for row in case.rewards.tolist()
+    ]
+    if whiten:
+        chosen = [rows[i][t] for i, places in enumerate(ref.own(case.mask)) for t in places]
+        centre = ref.mean(chosen) if chosen else 0.0
+        rows = [[x + centre for x in row] for row in ref.whiten(rows, case.mask)]
+    got = shape_rewards(case.rewards, case.mask, clip=limit, whiten=whiten)
+    for i, ms in enumerate(case.mask.tolist()):
+        for t, m in enumerate(ms):
+            assert got[i, t].item() == pytest.approx(rows[i][t] if m else 0.0, rel=1e-6, abs=1e-7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases, st.randoms(use_true_random=False))
+def test_truncated_samples(case: Case, random) -> None:
+    truncated = [random.random() < 0.4 for _ in case.groups]
+    got = drop_truncated(case.mask, torch.tensor(truncated))
+    want = [
+        [bool(m) and not cut for m in row]
+        for row, cut in zip(case.mask.tolist(), truncated, strict=True)
+    ]
+    assert got.tolist() == want
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases)
+def test_dead_groups(case: Case) -> None:
+    scores = case.components[:, 0].tolist()
+    members: dict[str, list[float]] = {}
+    for name, score in zip(case.groups, scores, strict=True):
+        members.setdefault(name, []).append(score)
+    dead = [mine[0] for mine in members.values() if len(set(mine)) == 1]
+    got = dead_group_metrics(case.components[:, 0], case.groups)
+    count = len(members)
+    assert (got["total"], got["dead"]) == (count, len(dead))
+    assert got["dead_fraction"] == pytest.approx(len(dead) / count)
+    assert got["dead_at_top"] == pytest.approx(dead.count(max(scores)) / count)
+    assert got["dead_at_bottom"] == pytest.approx(dead.count(min(scores)) / count)
+    spreads = [ref.std(mine) if len(mine) > 1 else 0.0 for mine in members.values()]
+    assert got["std_mean"] == pytest.approx(ref.mean(spreads))
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases)
+@pytest.mark.parametrize(("lower", "normalise"), [(0.9, False), (None, True), (0.9, True)])
+def test_lower_bounds_and_normalised_weights(
+    lower: float | None, normalise: bool, case: Case
+) -> None:
+    got = importance_correction(
+        case.old_log_prob,
+        case.rollout_log_prob,
+        case.mask,
+        upper=1.1,
+        lower=lower,
+        normalise=normalise,
+    ).weights_BT
+    want = {
+        (i, t): min(
+            max(math.exp(float(case.old_log_prob[i, t] - case.rollout_log_prob[i, t])), lower or 0),
+            1.1,
+        )
+        for i, places in enumerate(ref.own(case.mask))
+        for t in places
+    }
+    scale = ref.mean(list(want.values())) if normalise and want else 1.0
+    for i, t in ((i, t) for i in range(got.shape[0]) for t in range(got.shape[1])):
+        assert got[i, t].item() == pytest.approx(want.get((i, t), 0.0) / scale)
+
+
+def effective_share(weights: list[float]) -> float:
+    return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
+def test_mismatch(case: Case) -> None:
+    rows = [
+        [(float(case.old_log_prob[i, t]), float(case.rollout_log_prob[i, t])) for t in places]
+        for i, places in enumerate(ref.own(case.mask))
+        if places
+    ]
+    got = mismatch_metrics(case.old_log_prob, case.rollout_log_prob, case.mask)
+    if not rows:
+        assert all(math.isfinite(value) for value in got.values())
+        return
+    gaps = [[old - rollout for old, rollout in row] for row in rows]
+    flat = [gap for row in gaps for gap in row]
+    ppl = [tuple(math.exp(-ref.mean([pair[k] for pair in row])) for k in (0, 1)) for row in rows]
+    want = {
+        "mismatch_k1": -ref.mean(flat),
+        "mismatch_k3": ref.mean([math.exp(gap) - 1 - gap for gap in flat]),
+        "mismatch_abs": ref.mean([abs(gap) for gap in flat]),
+        "mismatch_max": max(abs(gap) for gap in flat),
+        "mismatch_prob_max": max(abs(math.exp(a) - math.exp(b)) for row in rows for a, b in row),
+        "ppl_gap": ref.mean([train - rollout for train, rollout in ppl]),
+        "ppl_ratio": math.exp(ref.mean([math.log(train / rollout) for train, rollout in ppl])),
+        "effective_sample_size": effective_share([math.exp(gap) for gap in flat]),
+        "mismatch_sequence_ess": effective_share([math.exp(sum(row)) for row in gaps]),
+    }
+    assert got == pytest.approx(want, rel=1e-6, abs=1e-9)
