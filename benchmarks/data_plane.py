@@ -71,6 +71,7 @@ def run_case(case: Case, system: str, peer_python: str | None) -> Result:
     python = sys.executable
     environment = {
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_free_objects_period_milliseconds": "10",  # as Quadriga's clusters: for all systems
         "PYTHONPATH": str(HERE),
         "OMP_NUM_THREADS": "1",
     }
