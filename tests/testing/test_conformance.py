@@ -19,6 +19,7 @@ from quadriga.testing import (
     LawBroken,
     ModeUnderTest,
     SimulatedGroup,
+    backend_laws,
     check_backend,
     check_mesh,
     check_mode,
@@ -93,8 +94,16 @@ def subject(request):
     backend.shutdown()
 
 
+@pytest.fixture
+def hurry(monkeypatch):
+    """The local backend sees at once that a call is late."""
+    monkeypatch.setattr(backend_laws, "LATE_S", 0.4)
+
+
 @pytest.mark.parametrize("law", BACKEND_LAWS, ids=str)
-def test_backends(subject, law):
+def test_backends(subject, law, request):
+    if subject.backend.name == "local":
+        request.getfixturevalue("hurry")
     law.check(subject)
 
 
@@ -323,7 +332,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("law", BACKEND_LAWS, ids=str)
-def test_the_kit_finds_faulty_backends(law, monkeypatch):
+def test_the_kit_finds_faulty_backends(law, monkeypatch, hurry):
     from quadriga.single_controller import WorkerGroup
 
     # The law of the end waits for an end that does not come.
@@ -336,7 +345,7 @@ def test_the_kit_finds_faulty_backends(law, monkeypatch):
         laws["names" if law.name in ("coroutines", "mutation") else "coroutines"].check(subject)
 
 
-def test_the_report_names_every_broken_law():
+def test_the_report_names_every_broken_law(hurry):
     with pytest.raises(LawBroken, match="The backend 'local' breaks") as caught:
         check_backend(Mixed())
     assert "modes" in caught.value.laws

@@ -19,6 +19,8 @@ from quadriga.testing.mode_laws import rows
 from quadriga.testing.workers import Probe, Sibling
 
 RANKS = 2
+LATE_S = 3.0
+"""How long a late call takes: an engine on a busy machine must find it still running."""
 POOL = {"use_gpu": False, "max_colocate_count": 1}
 
 
@@ -135,7 +137,7 @@ def deadlines(subject: BackendUnderTest) -> None:
     expect(subject.probe.wait.options(timeout=30)(1, 0), [0, 1], "a call in time")
     late = subject.probe.wait.options(timeout=0.2)
     for how, call in (("a call", late), ("a future", lambda *a: late.submit(*a).get())):
-        error = expect_raises(lambda call=call: call(1, 3), CallTimeoutError, how)  # type: ignore[misc]
+        error = expect_raises(lambda call=call: call(1, LATE_S), CallTimeoutError, how)  # type: ignore[misc]
         expect((error.role, error.rank, error.method), ("probe", 1, "wait"), "attributes")
         expect(list(error.stacks), [1], "ranks with a stack")
         expect("in wait" in error.stacks[1], True, "the method is in the stack")

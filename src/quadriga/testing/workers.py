@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from quadriga.errors import ConfigError
-from quadriga.protocol import DataProto
 from quadriga.single_controller import (
     Dispatch,
     Worker,
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+
+if TYPE_CHECKING:
+    from quadriga.protocol import DataProto
 
 
 class Probe(Worker):
@@ -77,7 +77,7 @@ class Probe(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def total(self, data: DataProto) -> int:
         """The sum of this rank's rows."""
-        return int(torch.sum(data.batch["row"]))
+        return int(data.batch["row"].sum())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fail(self, rank: int) -> int:
