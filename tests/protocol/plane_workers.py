@@ -20,7 +20,7 @@ from quadriga.single_controller import (
     register,
 )
 
-WIDTH = 16384  # float32 columns: a row weighs 64 KiB, so that one row is above the inline limit
+WIDTH = 16384  # float32 columns: a row weighs 64 KiB, so that two rows are above the inline limit
 
 
 class Box:

@@ -242,6 +242,17 @@ def test_containers_and_objects_are_private_on_both_sides(groups, backend):
     assert all(is_whole(kept) for kept in group.show_kept())
 
 
+def test_fields_lie_in_the_store_of_the_backend_that_carries_them(groups, plane_backends, backend):
+    """Whatever store is the current one of the controller's process."""
+    other = {"ray": "local", "local": "ray"}[backend]
+    with use_store(plane_backends[other].store):
+        made = groups(backend, 4).generate(prompts(8))
+        groups(backend, 4).receive_in_pairs(prompts_of_pairs())
+    received = [key for keys, _ in groups(backend, 4).what_was_received() for key in keys]
+    for key in [handle.key for handle in made.batch.columns["big"].handles] + received:
+        assert key.startswith("here-") == (backend == "local")
+
+
 def test_handles_put_here_are_read_there(groups, plane_backends, backend):
     with use_store(plane_backends[backend].store):
         handles = parallel_put([np.full(2, i) for i in range(5)], max_workers=2)
@@ -311,6 +322,14 @@ def steady(measure) -> int:
     return used
 
 
+def wait_for_more(measure, baseline: int) -> int:
+    """The measured bytes once they are more; what was put takes a moment to be counted."""
+    deadline = time.monotonic() + 20
+    while (used := measure()) <= baseline and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return used
+
+
 def wait_until_down_to(measure, goal: int) -> int:
     """The measured bytes once they are down to the goal. Owners release an object some time after
     its last reference is gone, and on a busy machine that is not soon."""
@@ -335,6 +354,9 @@ def test_500_steps_leave_the_store_as_it_was(groups, plane_backends, backend):
 
     step()
     baseline, remembered = steady(measure), len(provenance._known)
+    kept = group.generate(prompts(3))
+    assert wait_for_more(measure, baseline) > baseline
+    del kept
     for _ in range(500):
         step()
     assert wait_until_down_to(measure, baseline) <= baseline

@@ -31,16 +31,17 @@ __all__ = [
 ]
 
 
-def pack_argument(value: Any) -> Any:
-    """On the controller: what a call carries. Local fields above the inline limit are put into the
-    store, once a call of this function: pack a part that several ranks share once."""
-    return _pack(value, CONTROLLER)
+def pack_argument(value: Any, store: Store | None = None) -> Any:
+    """On the controller: what a call carries. Local fields above the inline limit are put into
+    `store` (that of the ranks' backend; the current one when None), once a call of this function:
+    pack a part that several ranks share once."""
+    return _pack(value, CONTROLLER, store or current_store())
 
 
 def pack_result(value: Any, origin: Origin) -> Any:
     """In the worker, after the method: what the reply carries. Fields above the inline limit stay
     here, in the store; fields that were not read pass on as the references that they were."""
-    return _pack(value, origin)
+    return _pack(value, origin, current_store())
 
 
 def unpack_argument(value: Any) -> Any:
@@ -55,8 +56,8 @@ def unpack_result(value: Any) -> Any:
     return unpacked(value)
 
 
-def _pack(value: Any, origin: Origin) -> Any:
-    return plain.walk(value, partial(_pack_leaf, origin=origin, store=current_store()))
+def _pack(value: Any, origin: Origin, store: Store) -> Any:
+    return plain.walk(value, partial(_pack_leaf, origin=origin, store=store))
 
 
 def _pack_leaf(value: Any, origin: Origin, store: Store) -> Any:

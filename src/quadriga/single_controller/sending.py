@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quadriga.errors import DispatchError, LengthError, WorkerDiedError
@@ -166,7 +167,9 @@ class _Packer:
     def __init__(self, ranks: RankSet, parts: Sequence[Part]) -> None:
         values = [value for args, kwargs in parts for value in (*args, *kwargs.values())]
         shipping = shipping_for(values)
-        self._pack = None if shipping is None else shipping.pack_argument
+        self._pack = None
+        if shipping is not None:
+            self._pack = partial(shipping.pack_argument, store=ranks.backend.store)
         self._share = ranks.backend.share
         self._packed: dict[int, Any] = {}
         self._uses: dict[int, int] = {}

@@ -10,6 +10,7 @@ from typing import Any
 from quadriga.backends.local.deadlines import RunningCall
 from quadriga.backends.local.store import LocalStore
 from quadriga.errors import WorkerDiedError, WorkerError
+from quadriga.protocol.reference import use_store
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.call import Call, Pending
 from quadriga.single_controller.environment import environment
@@ -65,7 +66,8 @@ class LocalCarrier:
             try:
                 if not self.is_alive(handle):
                     raise self.death(ranks, handle)
-                answers.append(LocalPending(rank.invoke(call, timeout)))
+                with use_store(self.store):
+                    answers.append(LocalPending(rank.invoke(call, timeout)))
             except Exception as error:  # raised where the caller waits, as with other engines
                 answers.append(LocalPending(error=error))
         return answers
