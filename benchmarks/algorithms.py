@@ -40,11 +40,11 @@ SPEED_GOALS = {
 
 
 class Peer:
-    """verl in its own Python, asked over pipes."""
+    """A peer in its own Python, asked over pipes; `script` lies in `maths/`."""
 
-    def __init__(self, python: str, threads: int) -> None:
+    def __init__(self, python: str, threads: int, script: str = "peer.py") -> None:
         self._process = subprocess.Popen(
-            [python, str(HERE / "maths" / "peer.py")],
+            [python, str(HERE / "maths" / script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

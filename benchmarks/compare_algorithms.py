@@ -1,6 +1,7 @@
-"""Values and gradients of Quadriga's maths beside verl 0.9.1's, on the same random batch.
+"""Values and gradients of Quadriga's maths beside verl 0.9.1's and TRL's, on the same random batch.
 
     python benchmarks/compare_algorithms.py --peer-python /path/to/verl-env/bin/python
+    python benchmarks/compare_algorithms.py --trl-python /path/to/trl-env/bin/python
 
 Everything runs in float64. Where the two are known to differ, the reason is in `EXPLAINED`; the
 exit code is 1 if a difference is not explained, or if an explained one is not there.
@@ -12,7 +13,6 @@ import argparse
 import json
 import sys
 import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from algorithms import Peer  # noqa: E402
+from maths.comparison import Comparison  # noqa: E402
+from maths.trl_cases import our_trl_side, trl_cases  # noqa: E402
 from quadriga.algorithms.advantages import compute_advantages  # noqa: E402
 from quadriga.algorithms.aggregation import AGGREGATIONS, aggregate, count_mask  # noqa: E402
 from quadriga.algorithms.importance import (  # noqa: E402
@@ -67,32 +69,6 @@ EXPLAINED = {
     "importance token mask": "verl's interval starts at the bound given; here at 1/upper unless "
     "`lower` is given, so the case without `lower` differs.",
 }
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One case that both sides compute; `peer` is verl's name where it differs."""
-
-    id: str
-    kind: str
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-    mode: str = "token-mean"
-    peer: str = ""
-    peer_options: dict[str, Any] | None = None
-    threshold: str = ""
-    batch: str = "usual"
-
-    def request(self) -> dict[str, Any]:
-        """What the peer is told."""
-        options = self.options if self.peer_options is None else self.peer_options
-        asked = {"id": self.id, "kind": self.kind, "name": self.name, "mode": self.mode}
-        return {
-            **asked,
-            "options": options,
-            "threshold": self.threshold,
-            "peer": self.peer or self.name,
-        }
 
 
 def make_batch(variant: str) -> dict[str, Tensor | list[str]]:
@@ -222,7 +198,7 @@ def measure_cases() -> list[Comparison]:
 def measured(case: Comparison, t: dict[str, Any]) -> dict[str, Tensor]:
     """Our side of a case of `measure_cases`."""
     mask = t["mask"]
-    if case.kind == "logits":
+    if case.kind.endswith("logits"):
         logits = t["logits"].clone().requires_grad_()
         values = dict(
             zip(("log_prob", "entropy"), log_probs_and_entropy(logits, t["labels"]), strict=True)
@@ -244,7 +220,9 @@ def measured(case: Comparison, t: dict[str, Any]) -> dict[str, Tensor]:
 def ours(case: Comparison, t: dict[str, Any]) -> dict[str, Tensor]:
     """Our side of a case: {"value": …} and, where there is one, {"grad": …}."""
     mask = t["mask"]
-    if case.kind in ("logits", "mismatch", "controller"):
+    if case.kind == "trl":
+        return our_trl_side(case, t)
+    if case.kind in ("logits", "trl logits", "mismatch", "controller"):
         return measured(case, t)
     if case.kind == "advantage":
         value, returns = compute_advantages(
@@ -332,14 +310,9 @@ def judge(case: Comparison, mine: dict[str, Tensor], found: Any, failed: Any) ->
     return ("EXPLAINED BUT EQUAL", numbers) if known else ("equal", numbers)
 
 
-def main() -> None:
-    """Compare everything and print a line each."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--peer-python", required=True, help="a Python that has verl 0.9.1")
-    options = parser.parse_args()
-    peer = Peer(options.peer_python, threads=1)
+def compare_all(peer: Peer, everything: list[Comparison]) -> int:
+    """A line for each case; returns how many went wrong."""
     wrong = 0
-    everything = [*advantage_cases(), *loss_cases(), *distance_cases(), *measure_cases()]
     for variant in dict.fromkeys(case.batch for case in everything):
         cases = [case for case in everything if case.batch == variant]
         batch = make_batch(variant)
@@ -349,6 +322,24 @@ def main() -> None:
             wrong += verdict.isupper()
             print(f"{verdict:<12} {case.id:<45} {detail}")
     peer.close()
+    return wrong
+
+
+def main() -> None:
+    """Compare everything that the given peers have."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--peer-python", help="a Python that has verl 0.9.1")
+    parser.add_argument("--trl-python", help="a Python that has trl 1.16")
+    options = parser.parse_args()
+    if not (options.peer_python or options.trl_python):
+        parser.error("give --peer-python, --trl-python, or both")
+    wrong = 0
+    if options.peer_python:
+        cases = [*advantage_cases(), *loss_cases(), *distance_cases(), *measure_cases()]
+        wrong += compare_all(Peer(options.peer_python, threads=1), cases)
+    if options.trl_python:
+        peer = Peer(options.trl_python, threads=1, script="trl_peer.py")
+        wrong += compare_all(peer, trl_cases())
     raise SystemExit(1 if wrong else 0)
 
 
