@@ -26,6 +26,7 @@ from quadriga.protocol.shipping import (
     unpack_argument,
     unpack_result,
 )
+from quadriga.protocol.thaw import thaw
 from quadriga.protocol.traffic import traffic
 
 
@@ -98,19 +99,23 @@ def test_prefetch_waits_once(store, monkeypatch):
 
 
 def test_threads_that_read_at_once_see_one_value(store, monkeypatch):
-    """All fetch before the first has opened the field; a part taken meanwhile is whole."""
-    fetch_many, threads = reference.fetch_many, 4
+    """All build the value before the first has kept it; the first is everybody's, counted once."""
+    threads = 4
     together = threading.Barrier(threads, timeout=20)
 
-    def slow(handles):
+    def slow(*args):
+        built = thaw(*args)
         together.wait()
-        return fetch_many(handles)
+        return built
 
     data = shard(batch(), 4)
-    monkeypatch.setattr("quadriga.protocol.column.fetch_many", slow)
+    traffic.reset()
+    monkeypatch.setattr("quadriga.protocol.column.thaw", slow)
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(lambda _: data.batch["wide"], range(threads)))
+    monkeypatch.undo()
     assert all(value is found[0] for value in found)
+    assert traffic.snapshot().fetched_bytes == 8 * 16
     found[0][0] = -1
     assert data[:1].batch["wide"].tolist() == [[-1, -1, -1, -1]]
 
