@@ -18,6 +18,7 @@ from quadriga.backends.ray import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    create_colocated_worker_cls_fused,
     merge_resource_pool,
     split_resource_pool,
 )
@@ -115,6 +116,12 @@ def test_groups_started_at_once_have_ports_of_their_own(pool):
     with ThreadPoolExecutor(4) as threads:
         groups = list(threads.map(group_on, split_resource_pool(pool, 1), timeout=60))
     assert len({group.master_port for group in groups}) == 4
+    placed = [
+        table["name"]
+        for table in ray.util.placement_group_table().values()
+        if table["state"] == "CREATED" and table["name"].startswith(pool.name_prefix)
+    ]
+    assert len(placed) == 1  # once, although four threads asked for it
     for group in groups:
         group.shutdown()
 
@@ -209,9 +216,18 @@ def test_a_detached_worker_that_does_not_exist(ray_backend):
         )
 
 
-def test_coroutine_calls_interleave(pool):
-    group = group_on(pool, Overlap)
-    futures = [group.meet(3) for _ in range(3)]
+@pytest.mark.parametrize("fused", [False, True])
+def test_coroutine_calls_interleave(pool, fused):
+    """Also where only a role inside a fused class has coroutines."""
+    roles = {"meeting": RayClassWithInitArgs(Overlap), "other": RayClassWithInitArgs(Adder)}
+    if fused:
+        group = RayWorkerGroup(pool, create_colocated_worker_cls_fused(roles))
+        group.fuse(roles)
+        meet = group.meeting.meet
+    else:
+        group = group_on(pool, Overlap)
+        meet = group.meet
+    futures = [meet(3) for _ in range(3)]
     assert [future.get() for future in futures] == [[3] * 4] * 3
     group.shutdown()
 

@@ -160,6 +160,13 @@ def test_every_policy_loss_that_we_have_has_a_name():
         get_policy_loss_fn("theirs")
 
 
+def test_what_kl_cov_reports_is_a_distance():
+    from verl.trainer.ppo.core_algos import compute_policy_loss_kl_cov
+
+    _, metrics = compute_policy_loss_kl_cov(OLD, NEW, ADV, SEEN, "token-mean", actor_config())
+    assert metrics == {"actor/ppo_kl": pytest.approx((0.2 + 0.5 + 0.0 + 0.2 + 0.6) / 5)}
+
+
 def test_a_users_policy_loss_in_verls_form():
     from verl.trainer.ppo.core_algos import (
         POLICY_LOSS_REGISTRY,

@@ -158,12 +158,15 @@ def compute_policy_loss_kl_cov(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """KL-Cov; tokens are selected among the rows given, as there."""
+    """KL-Cov; tokens are selected among the rows given, and `ppo_kl` is the mean of |log ratio|,
+    as there."""
     coefficient = {"ppo_kl_coef": _policy_setting(config, "ppo_kl_coef")}
-    return _with_selection(
+    loss, _ = _with_selection(
         "kl_cov", ("kl_cov_ratio",), coefficient, old_log_prob, log_prob, advantages,
         response_mask, loss_agg_mode, config, rollout_is_weights,
     )  # fmt: skip
+    distance = (log_prob - old_log_prob).detach().abs()[response_mask.bool()]
+    return loss, {"actor/ppo_kl": float(distance.mean()) if distance.numel() else 0.0}
 
 
 def _with_selection(
