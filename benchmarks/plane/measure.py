@@ -24,7 +24,12 @@ def reset_peak() -> int:
     return _status("VmRSS")
 
 
-def repeat(step: Callable[[], Any], times: int, warmup: int = 1) -> dict[str, float]:
+WARM = 12
+"""Steps before the measured ones. Ray's store grows into memory that was never touched, at several
+times the cost, until it has come round; all systems are measured after that."""
+
+
+def repeat(step: Callable[[], Any], times: int, warmup: int = WARM) -> dict[str, float]:
     """Medians over `times` runs: `wall_s`, `cpu_s` (this process, all threads), and
     `extra_bytes`, the memory peak over all runs above what was in use before them."""
     for _ in range(warmup):

@@ -11,7 +11,7 @@ import ray
 import torch
 
 from plane import raw, step
-from plane.measure import repeat
+from plane.measure import WARM, repeat
 from quadriga.backends import get_backend
 from quadriga.protocol import DataProto
 from quadriga.protocol.traffic import traffic
@@ -95,7 +95,7 @@ def put_get(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
     data = DataProto.from_dict(tensors)
     found: dict[str, list[float]] = {"put_s": [], "get_s": [], "read_s": []}
     with use_store(RayStore()):
-        for _ in range(times + 1):
+        for _ in range(WARM + times):
             moments = [time.perf_counter()]
             ref = ray.put(pack_argument(data))
             moments.append(time.perf_counter())
@@ -108,7 +108,7 @@ def put_get(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
             del ref, back
     backend.shutdown()
     ray.shutdown()
-    return {name: statistics.median(spans[1:]) for name, spans in found.items()}
+    return {name: statistics.median(spans[WARM:]) for name, spans in found.items()}
 
 
 def fan_out(megabytes: int, ranks: int, times: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 from plane import step
-from plane.measure import repeat
+from plane.measure import WARM, repeat
 
 
 class Role(Worker):
@@ -88,7 +88,7 @@ def put_get(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
     rows = megabytes * 2**20 // 12 // 1024
     data = DataProto.from_dict({f"f{i}": torch.randn(rows, 1024) for i in range(3)})
     puts, gets = [], []
-    for _ in range(times + 1):
+    for _ in range(WARM + times):
         a = time.perf_counter()
         ref = ray.put(data)
         b = time.perf_counter()
@@ -97,7 +97,7 @@ def put_get(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
         gets.append(time.perf_counter() - b)
         del ref, back
     ray.shutdown()
-    return {"put_s": statistics.median(puts[1:]), "get_s": statistics.median(gets[1:])}
+    return {"put_s": statistics.median(puts[WARM:]), "get_s": statistics.median(gets[WARM:])}
 
 
 def fan_out(megabytes: int, ranks: int, times: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import ray
 import torch
 
 from plane import step
-from plane.measure import repeat
+from plane.measure import WARM, repeat
 
 Arrays = dict[str, np.ndarray]
 
@@ -112,7 +112,7 @@ def put_get(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
     rows = megabytes * 2**20 // 12 // 1024
     batch = {f"f{i}": torch.randn(rows, 1024).numpy() for i in range(3)}
     puts, gets = [], []
-    for _ in range(times + 1):
+    for _ in range(WARM + times):
         a = time.perf_counter()
         ref = ray.put(batch)
         b = time.perf_counter()
@@ -121,7 +121,7 @@ def put_get(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
         gets.append(time.perf_counter() - b)
         del ref, back
     ray.shutdown()
-    return {"put_s": statistics.median(puts[1:]), "get_s": statistics.median(gets[1:])}
+    return {"put_s": statistics.median(puts[WARM:]), "get_s": statistics.median(gets[WARM:])}
 
 
 def fan_out(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
