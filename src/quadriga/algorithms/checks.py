@@ -11,6 +11,9 @@ from torch import Tensor
 
 from quadriga.errors import MaskError, NonFiniteError, ShapeError
 
+# Numbers worked on at once where several passes follow each other.
+_CACHED = 2**17
+
 
 def require_same_shape(name: str, like: Tensor, **tensors: Tensor) -> None:
     """Raise `ShapeError` unless every one of `tensors` has the shape of `like`, called `name`."""
@@ -42,14 +45,13 @@ def to_bool_mask(mask: Tensor, name: str = "response_mask") -> Tensor:
     """
     if mask.dtype == torch.bool:
         return mask
-    result = mask.to(torch.bool)
     if mask.numel() == 0:
-        return result
+        return mask.to(torch.bool)
     if mask.is_floating_point():
+        result = mask != 0
         fine = bool((mask == result).all())
     else:
-        low, high = torch.aminmax(mask)
-        fine = int(low) >= 0 and int(high) <= 1
+        result, fine = _flags_of_integers(mask)
     if not fine:
         wrong = (mask != result.to(mask.dtype)).reshape(mask.shape[0], -1)
         row = int(wrong.any(-1).nonzero()[0])
@@ -61,6 +63,24 @@ def to_bool_mask(mask: Tensor, name: str = "response_mask") -> Tensor:
             value=value,
         )
     return result
+
+
+def _flags_of_integers(mask: Tensor) -> tuple[Tensor, bool]:
+    """(mask ≠ 0, whether every number is 0 or 1), each number read from memory once."""
+    flags = torch.empty(mask.shape, dtype=torch.bool, device=mask.device)
+    fine = True
+    for part, flags_of_part in zip(row_blocks(mask), row_blocks(flags), strict=True):
+        low, high = torch.aminmax(part)
+        fine = fine and int(low) >= 0 and int(high) <= 1
+        flags_of_part.copy_(part)
+    return flags, fine
+
+
+def row_blocks(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Views of a few rows each, small enough for a CPU's cache; elsewhere one view of all."""
+    if tensor.device.type != "cpu" or tensor.numel() <= _CACHED:
+        return (tensor,)
+    return tensor.split(max(1, _CACHED * len(tensor) // tensor.numel()))
 
 
 def require_finite(mask: Tensor | None = None, **tensors: Tensor) -> None:

@@ -11,7 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.checks import as_float, require_finite, require_same_shape, to_bool_mask
+from quadriga.algorithms.checks import (
+    as_float,
+    require_finite,
+    require_same_shape,
+    row_blocks,
+    to_bool_mask,
+)
 from quadriga.algorithms.groups import Groups, require_group_size
 from quadriga.algorithms.masked import keep, whiten_selected
 from quadriga.errors import ShapeError
@@ -23,10 +29,12 @@ def sequence_scores(token_level_rewards_BT: Tensor, response_mask_BT: Tensor) ->
     """Σ_t r_t over the policy's own tokens, float64 [B]."""
     mask = to_bool_mask(response_mask_BT)
     require_same_shape("response_mask", mask, token_level_rewards=token_level_rewards_BT)
-    kept = keep(as_float(token_level_rewards_BT.detach()), mask)
-    scores_B = kept.sum(-1).double()
+    rewards = as_float(token_level_rewards_BT.detach())
+    pairs = zip(row_blocks(rewards), row_blocks(mask), strict=True)
+    sums = [torch.where(kept, values, 0).sum(-1) for values, kept in pairs]
+    scores_B = torch.cat(sums).double()
     if not bool(torch.isfinite(scores_B).all()):
-        require_finite(token_level_rewards=kept)
+        require_finite(token_level_rewards=keep(rewards, mask))
     return scores_B
 
 
