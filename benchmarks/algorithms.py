@@ -3,8 +3,8 @@
     python benchmarks/algorithms.py --peer-python /path/to/verl-env/bin/python --out result.json
     python benchmarks/algorithms.py --quick          # smoke test, seconds, no figures
 
-Both sides make the same inputs from one seed, are warmed, and take turns call by call, so that a
-slow minute of the machine hits both. Every number is a median. Compare ratios of one run.
+Both sides make the same inputs from one seed, are warmed, and take turns, so that a slow minute of
+the machine hits both. Every number is a median. Compare ratios of one run.
 Memory is the peak above what was in use before, of one call in a process of its own.
 """
 
@@ -28,6 +28,7 @@ from maths import inputs  # noqa: E402
 from plane.measure import machine, reset_peak  # noqa: E402
 
 Result = dict[str, Any]
+SETTLING_S = 0.05
 # Ours must be so many times faster than verl.
 SPEED_GOALS = {
     "gae": 10.0,
@@ -77,6 +78,14 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def settled(measure: Callable[[], float]) -> float:
+    """The measurement that follows `SETTLING_S` of others."""
+    end = time.perf_counter() + SETTLING_S
+    while time.perf_counter() < end:
+        measure()
+    return measure()
+
+
 def take_turns(calls: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
     """Median of each over `repeats` rounds in which everyone has a turn, after one to warm up."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
@@ -89,10 +98,22 @@ def take_turns(calls: dict[str, Callable[[], float]], repeats: int) -> dict[str,
 
 
 def compare_speed(name: str, ours: Callable[[], Any], peer: Peer | None, repeats: int) -> Result:
-    """Milliseconds of both, and how many times faster ours is."""
-    calls: dict[str, Callable[[], float]] = {"ours": lambda: seconds(ours)}
+    """Milliseconds of both, and how many times faster ours is.
+
+    A turn begins with calls that do not count, for `SETTLING_S`: they wake the side's threads, fill
+    the caches, and wait out the other side's threads, which spin for a while after their work.
+    """
+
+    def our_turn() -> float:
+        return settled(lambda: seconds(ours))
+
+    def peer_turn() -> float:
+        assert peer is not None
+        return settled(lambda: float(peer.ask(time=name)["seconds"]))
+
+    calls: dict[str, Callable[[], float]] = {"ours": our_turn}
     if peer is not None:
-        calls["peer"] = lambda: float(peer.ask(time=name)["seconds"])
+        calls["peer"] = peer_turn
     medians = take_turns(calls, repeats)
     result = {f"{side}_ms": round(1e3 * value, 3) for side, value in medians.items()}
     if peer is not None:
