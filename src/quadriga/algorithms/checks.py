@@ -80,7 +80,7 @@ def row_blocks(tensor: Tensor) -> tuple[Tensor, ...]:
     """Views of a few rows each, small enough for a CPU's cache; elsewhere one view of all."""
     if tensor.device.type != "cpu" or tensor.numel() <= _CACHED:
         return (tensor,)
-    return tensor.split(max(1, _CACHED * len(tensor) // tensor.numel()))
+    return torch.split(tensor, max(1, _CACHED * len(tensor) // tensor.numel()))
 
 
 def require_finite(mask: Tensor | None = None, **tensors: Tensor) -> None:

@@ -29,9 +29,12 @@ def room(shape: torch.Size, like: Tensor) -> Tensor:
 
 
 def keep(values: Tensor, selected: Tensor) -> Tensor:
-    """A copy of `values` with 0 outside the bool mask, whatever stood there; no gradient."""
-    shape = torch.broadcast_shapes(values.shape, selected.shape)
+    """A copy of `values` with 0 outside the bool mask, whatever stood there; no gradient.
+
+    `values` may have one column for all of the mask's.
+    """
     data = values.detach()
+    shape = data.expand(selected.shape).shape
     return torch.where(selected, data, data.new_zeros(()), out=room(shape, data))
 
 
