@@ -64,7 +64,7 @@ def take(value: Value, op: RowOp) -> Value:
 
 def _take_rows(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     shape = (len(rows), *value.shape[1:])
-    if not memory.is_plain(value) or math.prod(shape) * value.element_size() < memory.HUGE_BYTES:
+    if not memory.is_plain(value) or math.prod(shape) * value.element_size() < memory.LENT_BYTES:
         return value[rows]
     return torch.index_select(value, 0, rows, out=memory.empty(shape, value.dtype))
 
@@ -75,7 +75,7 @@ def _concat_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         memory.is_plain(p) and p.dtype == first.dtype and p.shape[1:] == first.shape[1:]
         for p in parts
     )
-    if not like_first or sum(p.numel() for p in parts) * first.element_size() < memory.HUGE_BYTES:
+    if not like_first or sum(p.numel() for p in parts) * first.element_size() < memory.LENT_BYTES:
         return torch.cat(list(parts), dim=0)
     rows = sum(len(p) for p in parts)
     out = memory.empty((rows, *first.shape[1:]), first.dtype)

@@ -1,0 +1,105 @@
+"""Memory of large tensors returns when the last view of it is gone, and never before."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import threading
+
+import pytest
+import torch
+
+from quadriga.protocol import memory
+from quadriga.protocol.memory import LENT_BYTES, Pool, empty
+
+MIB = 2**20
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    fresh = Pool(kept_bytes=8 * MIB)
+    monkeypatch.setattr(memory, "_pool", fresh)
+    return fresh
+
+
+def test_memory_is_used_again_once_its_tensor_is_gone(pool):
+    first = empty((MIB,), torch.int32)
+    address = first.data_ptr()
+    assert address % 64 == 0
+    del first
+    assert pool.kept_bytes == 4 * MIB
+    again = empty((MIB // 2,), torch.int64)
+    assert again.data_ptr() == address and pool.kept_bytes == 0
+
+
+def test_what_is_larger_than_all_that_may_be_kept_is_not_kept(pool):
+    large = empty((8 * MIB + 1,), torch.uint8)
+    del large
+    assert pool.kept_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("view_of", "numbers"),
+    [
+        (lambda tensor: tensor[5:7], lambda view: view.tolist()),
+        (lambda tensor: tensor.view(torch.int16)[-4::2], lambda view: view.tolist()),
+        (lambda tensor: tensor.numpy()[3:5], lambda view: view.tolist()),
+        (lambda tensor: tensor.untyped_storage(), lambda view: [view[0], view[4]]),
+        (
+            lambda tensor: torch.nested.nested_tensor_from_jagged(
+                tensor, torch.tensor([0, 2, len(tensor)])
+            ),
+            lambda view: view.values()[:2].tolist(),
+        ),
+    ],
+    ids=["slice", "dtype", "numpy", "storage", "jagged"],
+)
+def test_a_view_keeps_it(pool, view_of, numbers):
+    tensor = empty((MIB,), torch.int32).fill_(7)
+    view = view_of(tensor)
+    del tensor
+    gc.collect()
+    assert pool.kept_bytes == 0
+    empty((MIB,), torch.int32).fill_(0)  # must lie elsewhere
+    assert numbers(view) == [7, 7]
+    before = pool.kept_bytes
+    del view
+    gc.collect()
+    assert (before, pool.kept_bytes) == (4 * MIB, 8 * MIB)
+
+
+def test_small_tensors_are_torchs_own(pool):
+    del_me = empty((LENT_BYTES // 4 - 1,), torch.float32)
+    del del_me
+    assert pool.kept_bytes == 0
+
+
+def test_no_more_is_kept_than_allowed_and_the_oldest_size_goes_first(pool):
+    three, four = empty((2 * MIB + 1,), torch.uint8), empty((3 * MIB + 1,), torch.uint8)
+    del three, four
+    assert pool.kept_bytes == 7 * MIB
+    two = empty((MIB + 1,), torch.uint8)
+    del two
+    assert pool.kept_bytes == 6 * MIB  # 3 MiB went, 4 and 2 stayed
+
+
+def test_threads_never_share_memory(pool):
+    wrong = []
+
+    def work(number):
+        for _ in range(200):
+            mine = empty((LENT_BYTES,), torch.uint8).fill_(number)
+            if int(mine.min()) != number or int(mine.max()) != number:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert wrong == []
+
+
+def test_pickles_hold_the_numbers_only(pool):
+    tensor = empty((LENT_BYTES // 8,), torch.int64).fill_(3)
+    assert torch.equal(pickle.loads(pickle.dumps(tensor)), tensor)
