@@ -323,12 +323,18 @@ def test_a_users_files_that_cannot_be_imported(pool, load):
             def apply(self, function, verdict):
                 verdict.points = function(verdict.points)
                 return verdict
+            @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+            def apply_own(self, function):
+                return function and function(2)
         """,
     )
     group = group_on(pool, roles.Judge)
     assert group.judge(10) == (10 + 1100) + (30 + 1100)
     verdicts = group.apply(modes.double, modes.Verdict(4))
     assert verdicts == [modes.Verdict(8)] * 4
+    # A file that came later, and that only the last rank's part of a call needs.
+    late = load("my_late_file", "def triple(n): return 3 * n")
+    assert group.apply_own([None, None, None, late.triple]) == [None, None, None, 6]
     group.shutdown()
 
 

@@ -61,6 +61,7 @@ def _packed(call: Call, with_ticket: bool) -> Any:
     """
     if _is_plain(call):
         return pickle.dumps(call)
+    send_code_of_loaded_files()
     return RayShared(ray.put(call)) if with_ticket else call
 
 
@@ -103,8 +104,6 @@ class RayCarrier:
         """One actor task per rank, named "role.method"."""
         label = f"{calls[0].role}.{calls[0].method}"
         handles = [ranks.handles[target] for target in targets]
-        if not _is_plain(calls[0]):
-            send_code_of_loaded_files()
         refs = []
         packed: dict[int, Any] = {}
         for handle, call in zip(handles, calls, strict=True):
