@@ -196,11 +196,9 @@ class Wanted:
         self, logits_KV: Tensor, labels_K: Tensor, ref_logits_KV: Tensor | None
     ) -> Tensor:
         """[K, number of names], at least float32."""
-        columns = [
-            *log_probs_and_entropy(logits_KV, labels_K, self.temperature, entropy=self.entropy)
-        ]
-        if not self.entropy:
-            columns.pop()
+        columns = self._asked_for(
+            log_probs_and_entropy(logits_KV, labels_K, self.temperature, entropy=self.entropy)
+        )
         if ref_logits_KV is not None:
             columns.append(kl_full(logits_KV, ref_logits_KV, self.temperature))
         return torch.stack(columns, -1)
@@ -213,13 +211,12 @@ class Wanted:
         reference: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         """The same from hidden states and the output layer's weight, no [K, V] tensor made."""
-        columns = [
-            *linear_log_probs(
-                hidden_KD, weight_VD, labels_K, self.temperature, entropy=self.entropy
-            )
-        ]
-        if not self.entropy:
-            columns.pop()
+        columns = self._asked_for(
+            linear_log_probs(hidden_KD, weight_VD, labels_K, self.temperature, entropy=self.entropy)
+        )
         if reference is not None:
             columns.append(linear_full_kl(hidden_KD, weight_VD, *reference, self.temperature))
         return torch.stack(columns, -1)
+
+    def _asked_for(self, log_probs_and_entropy: tuple[Tensor, Tensor]) -> list[Tensor]:
+        return list(log_probs_and_entropy) if self.entropy else [log_probs_and_entropy[0]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import Enum, StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from quadriga.algorithms.groups import Groups
 from quadriga.algorithms.value_loss import value_loss
 from quadriga.errors import InputError, UnknownNameError
 
+Registered = TypeVar("Registered")
 Advantages = tuple[Tensor, Tensor]
 EstimatorFn = Callable[..., Advantages]
 
@@ -261,15 +262,19 @@ def register_adv_est(
 
 def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> EstimatorFn:
     """The estimator of that name. Raises UnknownNameError."""
-    name = _name(name_or_enum)
-    if name not in ADV_ESTIMATOR_REGISTRY:
+    return registered(ADV_ESTIMATOR_REGISTRY, _name(name_or_enum), "advantage estimator")
+
+
+def registered(registry: dict[str, Registered], name: str, kind: str) -> Registered:
+    """`registry[name]`. Raises UnknownNameError that names what is known."""
+    if name not in registry:
         raise UnknownNameError(
-            f"No advantage estimator {name!r}. Known: {', '.join(ADV_ESTIMATOR_REGISTRY)}.",
+            f"No {kind} {name!r}. Known: {', '.join(registry)}.",
             name=name,
-            known=list(ADV_ESTIMATOR_REGISTRY),
+            known=list(registry),
             nearest=None,
         )
-    return ADV_ESTIMATOR_REGISTRY[name]
+    return registry[name]
 
 
 # KL and losses
