@@ -5,12 +5,14 @@
 #   PIP_ARGS="…"               anything for pip, an index of one's own for instance
 #   DEMO_ARGS="seed=1 …"       settings of `quadriga demo`
 #   TEST_ARGS="-k name -x"     anything for pytest
+#   BENCH_ARGS="--quick"       anything for the benchmarks: --peer-python of verl's environment
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
@@ -38,7 +40,8 @@ types: $(INSTALLED_DEV)
 	@$(BIN)/mypy --strict --no-error-summary $(PUBLIC)
 
 bench: $(INSTALLED_DEV)
-	@for script in benchmarks/bench_*.py; do echo "$$script"; $(BIN)/python $$script || exit 1; done
+	@for script in algorithms controller data_plane; do \
+	  echo "benchmarks/$$script.py"; $(BIN)/python benchmarks/$$script.py $(BENCH_ARGS) || exit 1; done
 
 nightly: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest -m nightly --timeout 3600 $(TEST_ARGS)

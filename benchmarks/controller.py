@@ -83,17 +83,8 @@ def ours_group(ranks: int, with_torch: bool = True) -> Callable[[], Any]:
 
 
 def ours_calls(ranks: int, times: int) -> dict[str, float]:
-    import ray
-
     group = ours_group(ranks)()
-    actors = raw_actors(ranks)
-    return timed(
-        {
-            "ours": group.nothing,
-            "raw": lambda: ray.get([actor.nothing.remote() for actor in actors]),
-        },
-        times,
-    )
+    return timed({"ours": group.nothing, "raw": raw_call(ranks)}, times)
 
 
 def ours_start(ranks: int, times: int) -> dict[str, float]:
@@ -149,12 +140,20 @@ def raw_actors(ranks: int) -> list[Any]:
     return [Trivial.remote() for _ in range(ranks)]
 
 
+def raw_call(ranks: int) -> Callable[[], Any]:
+    """A call of all ranks of a group, written by hand; starts the group."""
+    import ray
+
+    actors = raw_actors(ranks)
+    return lambda: ray.get([actor.nothing.remote() for actor in actors])
+
+
 def raw_start(ranks: int, times: int) -> dict[str, float]:
     import ray
 
     ray.init("local", num_cpus=ranks, **RAY)
     began = time.perf_counter()
-    ray.get([actor.nothing.remote() for actor in raw_actors(ranks)])
+    raw_call(ranks)()
     return {"raw": time.perf_counter() - began}
 
 
@@ -186,14 +185,7 @@ def peer_calls(ranks: int, times: int) -> dict[str, float]:
 
     ray.init("local", num_cpus=ranks * 2, **RAY)
     group = peer_group(ranks)()
-    actors = raw_actors(ranks)
-    return timed(
-        {
-            "peer": group.nothing,
-            "peer_raw": lambda: ray.get([actor.nothing.remote() for actor in actors]),
-        },
-        times,
-    )
+    return timed({"peer": group.nothing, "peer_raw": raw_call(ranks)}, times)
 
 
 def peer_start(ranks: int, times: int) -> dict[str, float]:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import inputs  # beside this file, which is on the path when it runs as a script
-import numpy as np
 import torch
+from computing import Tensors, compute_cases
 
 
 def advantage_call(name: str) -> Callable[[], Any]:
@@ -93,26 +93,14 @@ def loss_config(options: dict[str, Any]) -> Any:
 
 
 def compare(source: str, target: str) -> dict[str, Any]:
-    """Run every case of `source`; write values and gradients to `target`."""
+    """Every case of `source` by verl, written to `target`."""
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo import core_algos
 
-    data = np.load(source, allow_pickle=False)
-    cases = json.loads(str(data["cases"]))
-    tensors = {k: torch.from_numpy(data[k]) for k in data.files if k not in ("cases", "groups")}
-    groups = data["groups"].astype(object)
-    results: dict[str, np.ndarray] = {}
-    failed: dict[str, str] = {}
-    for case in cases:
-        try:
-            outcome = compare_one(core_algos, AlgoConfig, case, tensors, groups)
-        except Exception as error:  # whatever verl raises is a result of the comparison
-            failed[case["id"]] = f"{type(error).__name__}: {error}"
-            continue
-        for key, value in outcome.items():
-            results[f"{case['id']}|{key}"] = value.detach().numpy()
-    np.savez(target, **results)
-    return {"failed": failed}
+    def compute(case: dict[str, Any], tensors: Tensors, groups: Any) -> Tensors:
+        return compare_one(core_algos, AlgoConfig, case, tensors, groups)
+
+    return compute_cases(source, target, compute)
 
 
 def compare_one(

@@ -12,8 +12,8 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
+from computing import Tensors, compute_cases  # beside this file, which runs as a script
 
 
 def stand_in(case: dict[str, Any], log_prob: torch.Tensor) -> SimpleNamespace:
@@ -48,7 +48,7 @@ def stand_in(case: dict[str, Any], log_prob: torch.Tensor) -> SimpleNamespace:
     )
 
 
-def compare_one(case: dict[str, Any], t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def compare_one(case: dict[str, Any], t: Tensors, groups: Any) -> Tensors:
     """One case: value and gradient."""
     from trl.trainer.grpo_trainer import GRPOTrainer
     from trl.trainer.utils import entropy_from_logits, selective_log_softmax
@@ -79,30 +79,12 @@ def compare_one(case: dict[str, Any], t: dict[str, torch.Tensor]) -> dict[str, t
     return {"value": loss, "grad": grad}
 
 
-def compare(source: str, target: str) -> dict[str, Any]:
-    """Run every case of `source`; write values and gradients to `target`."""
-    data = np.load(source, allow_pickle=False)
-    tensors = {k: torch.from_numpy(data[k]) for k in data.files if k not in ("cases", "groups")}
-    results: dict[str, np.ndarray] = {}
-    failed: dict[str, str] = {}
-    for case in json.loads(str(data["cases"])):
-        try:
-            outcome = compare_one(case, tensors)
-        except Exception as error:  # whatever TRL raises is a result of the comparison
-            failed[case["id"]] = f"{type(error).__name__}: {error}"
-            continue
-        for key, value in outcome.items():
-            results[f"{case['id']}|{key}"] = value.detach().numpy()
-    np.savez(target, **results)
-    return {"failed": failed}
-
-
 def main() -> None:
     """Answer requests until standard input ends."""
     torch.set_default_dtype(torch.float64)
     for line in sys.stdin:
         request = json.loads(line)
-        answer = compare(request["compare"], request["to"])
+        answer = compute_cases(request["compare"], request["to"], compare_one)
         print("answer " + json.dumps(answer), flush=True)
 
 
