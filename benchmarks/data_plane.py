@@ -49,7 +49,7 @@ FULL = (
     Case("five_calls_256MB_4", "five_calls", ALL, 256, 4, 9),
     Case("five_calls_256MB_4", "five_calls_pipelined", ("raw",), 256, 4, 9),
     Case("five_calls_4MB_2", "five_calls", ("ours", "raw"), 4, 2, 9),
-    Case("five_calls_16MB_4", "five_calls", ("ours",), 16, 4, 5),
+    Case("five_calls_16MB_4", "five_calls", ("ours", "raw"), 16, 4, 9),
     Case("put_get_117MB", "put_get", ALL, 117, 1, 15),
     Case("put_get_117MB", "put_get", ("peer_numpy",), 117, 1, 15),
     Case("fan_out_4_4", "fan_out", ALL, 96, 4, 15),
