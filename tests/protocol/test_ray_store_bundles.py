@@ -12,18 +12,21 @@ MB = 2**20
 
 
 @pytest.mark.parametrize(
-    ("sizes", "bundles"),
+    ("sizes", "alone", "bundles"),
     [
-        ([], []),
-        ([1], [[0]]),
-        ([8 * MB, 8 * MB, 8 * MB, 4 * MB], [[0, 1, 2, 3]]),
-        ([16 * MB, 1, 40 * MB, 2], [[2], [0], [1, 3]]),
-        ([15 * MB] * 5, [[0, 1, 2, 3], [4]]),
-        ([20 * MB, 30 * MB], [[1], [0]]),
+        ([], 16, []),
+        ([1], 16, [[0]]),
+        ([8, 8, 8, 4], 16, [[0, 1, 2, 3]]),
+        ([16, 1, 40, 2], 16, [[2], [0], [1, 3]]),
+        ([16, 1, 40, 2], 64, [[0, 1, 2, 3]]),
+        ([15] * 5, 16, [[0, 1, 2, 3], [4]]),
+        ([20, 30], 16, [[1], [0]]),
+        ([20, 30, 20], 64, [[0, 1], [2]]),
+        ([64, 1], 64, [[0], [1]]),
     ],
 )
-def test_bundles(sizes, bundles):
-    assert ray_store._bundles(sizes) == bundles
+def test_bundles(sizes, alone, bundles):
+    assert ray_store._bundles([size * MB for size in sizes], alone * MB) == bundles
 
 
 @pytest.mark.parametrize(("mine", "found"), [(None, "10"), ("500", "500")])
@@ -40,6 +43,7 @@ def test_a_cluster_started_here_frees_objects_soon(monkeypatch, mine, found):
 def test_handles_find_their_value_in_the_object_they_share(monkeypatch):
     kept: list[object] = []
     monkeypatch.setattr(ray_store.ray, "put", lambda value: kept.append(value) or len(kept) - 1)
+    monkeypatch.setattr(ray_store, "alone_bytes", lambda: 16 * MB)
     monkeypatch.setattr(ray_store.ray, "get", lambda refs: [kept[ref] for ref in refs])
     store = ray_store.RayStore()
     handles = store.put_many([("a", 1), (np.zeros(1), 16 * MB), ("b", 2), ("c", 3)])

@@ -38,10 +38,11 @@ def pack_argument(value: Any, store: Store | None = None) -> Any:
     return _pack(value, CONTROLLER, store or current_store())
 
 
-def pack_result(value: Any, origin: Origin) -> Any:
+def pack_result(value: Any, origin: Origin, store: Store | None = None) -> Any:
     """In the worker, after the method: what the reply carries. Fields above the inline limit stay
-    here, in the store; fields that were not read pass on as the references that they were."""
-    return _pack(value, origin, current_store())
+    here, in `store` (the current one when None); fields that were not read pass on as the
+    references that they were."""
+    return _pack(value, origin, store or current_store())
 
 
 def unpack_argument(value: Any) -> Any:

@@ -59,8 +59,9 @@ class RankHost:
             if isinstance(worker, Worker):
                 worker._siblings = self.workers
 
-    def invoke(self, call: Call) -> Any:
-        """Run one call to its end. Raises WorkerMethodError if the method raised."""
+    def invoke(self, call: Call, store: Any = None) -> Any:
+        """Run one call to its end. `store`: where large fields of the result go; this process's
+        when None. Raises WorkerMethodError if the method raised."""
         self.in_flight = f"{call.role}.{call.method}"
         try:
             method = self._method(call)
@@ -68,13 +69,15 @@ class RankHost:
             value = method(*args, **kwargs)
             if inspect.isawaitable(value):
                 value = self._run(value)
-            return self._result(call, value)
+            return self._result(call, value, store)
         except Exception as error:
             raise self.failure(call, error) from error
         finally:
             self.in_flight = None
 
-    async def invoke_async(self, opened: Callable[[], Call], ticket: Ticket | None = None) -> Any:
+    async def invoke_async(
+        self, opened: Callable[[], Call], ticket: Ticket | None = None, store: Any = None
+    ) -> Any:
         """As `invoke`, inside a running event loop; coroutine methods interleave.
 
         `opened()` gives the call; it may have to wait. Methods start in the order of their
@@ -91,7 +94,7 @@ class RankHost:
         try:
             if inspect.isawaitable(value):
                 value = await self._await(value)
-            return self._result(call, value)
+            return self._result(call, value, store)
         except Exception as error:
             raise self.failure(call, error) from error
         finally:
@@ -191,7 +194,7 @@ class RankHost:
             {name: unpack(value) for name, value in kwargs.items()},
         )
 
-    def _result(self, call: Call, value: Any) -> Any:
+    def _result(self, call: Call, value: Any, store: Any) -> Any:
         if value is None:
             return value
         shipping = shipping_for((value,))
@@ -200,7 +203,7 @@ class RankHost:
         origin = shipping.Origin(
             role=call.role, rank=self.place.rank, method=call.method, node=self.node
         )
-        return shipping.pack_result(value, origin)
+        return shipping.pack_result(value, origin, store)
 
     def _run(self, awaitable: Awaitable[Any]) -> Any:
         """Drive a coroutine of a worker from a thread that may itself be inside a loop."""

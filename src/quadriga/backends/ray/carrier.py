@@ -12,6 +12,7 @@ from ray.exceptions import RayTaskError
 
 from quadriga.backends.ray.failures import DEAD, died
 from quadriga.backends.ray.liveness import rank_alive
+from quadriga.backends.ray.replies import RayMethod, opened
 from quadriga.backends.ray.sharing import RayShared, share
 from quadriga.backends.ray.store import RayStore
 from quadriga.backends.ray.user_code import send_code_of_loaded_files
@@ -27,12 +28,19 @@ class RayPending:
     """One rank's answer. Where the call was made it knows its peers, so that a failure of any
     of them ends the wait; when it travels, only the reference does."""
 
-    __slots__ = ("batch", "index", "ref", "source")
+    __slots__ = ("batch", "fields", "index", "ref", "source")
 
     def __init__(
-        self, ref: Any, batch: RayBatch | None = None, index: int = 0, source: str = ""
+        self,
+        ref: Any,
+        fields: Any = None,
+        batch: RayBatch | None = None,
+        index: int = 0,
+        source: str = "",
     ) -> None:
         self.ref = ref
+        self.fields = fields
+        """The second return of the task, where it has one."""
         self.batch = batch
         self.index = index
         self.source = source
@@ -42,14 +50,14 @@ class RayPending:
         """Wait for the value; raises what the worker raised."""
         if self.batch is not None:
             return self.batch.gather()[self.index]
-        return _value(self.ref, self.source)
+        return opened(_value(self.ref, self.source), self.fields)
 
     def __reduce__(self) -> tuple[Any, ...]:
         source = self.source
         if self.batch is not None:
             facts = self.batch.handles[self.index].facts
             source = f"{self.batch.label}, rank {facts.rank} on {facts.node}"
-        return RayPending, (self.ref, None, 0, source)
+        return RayPending, (self.ref, self.fields, None, 0, source)
 
 
 def _packed(call: Call, with_ticket: bool) -> Any:
@@ -104,24 +112,28 @@ class RayCarrier:
         """One actor task per rank, named "role.method"."""
         label = f"{calls[0].role}.{calls[0].method}"
         handles = [ranks.handles[target] for target in targets]
-        refs = []
+        refs, fields = [], []
         packed: dict[int, Any] = {}
         for handle, call in zip(handles, calls, strict=True):
             key = id(call)
             if key not in packed:
                 packed[key] = _packed(call, handle.facts.interleaves)
-            invoke = handle.methods.get(label)
-            if invoke is None:
-                invoke = handle.native.quadriga_invoke.options(name=label)
-                handle.methods[label] = invoke
+            method = handle.methods.get(label)
+            if method is None:
+                method = handle.methods[label] = RayMethod(handle.native, label)
+            arguments = [packed[key]]
             if handle.facts.interleaves:
-                refs.append(invoke.remote(packed[key], (handle.sender, handle.sent)))
+                arguments.append((handle.sender, handle.sent))
                 handle.sent += 1
-            else:
-                refs.append(invoke.remote(packed[key]))
-        batch = RayBatch(refs, handles, label, timeout, ranks)
+            ref, apart = method.send(*arguments)
+            refs.append(ref)
+            fields.append(apart)
+        batch = RayBatch(refs, handles, label, timeout, ranks, fields)
         ranks.in_flight.add(batch)
-        return [RayPending(ref, batch, index) for index, ref in enumerate(refs)]
+        return [
+            RayPending(ref, apart, batch, index)
+            for index, (ref, apart) in enumerate(zip(refs, fields, strict=True))
+        ]
 
     def gather(self, pendings: Sequence[Pending]) -> list[Any]:
         """All answers of one submission; the first failure is raised as soon as it is known."""

@@ -7,6 +7,7 @@ all ranks' processes start side by side. Steps, each sent without waiting for th
     quadriga_prepare   environment variables of the user; rank 0 chooses address and port
     quadriga_setup     waits for rank 0's choice; builds the workers
     quadriga_invoke    one call, under the Ray task name "role.method"
+    quadriga_invoke_apart   the same with two returns (see `replies.py`)
 """
 
 from __future__ import annotations
@@ -108,13 +109,23 @@ class RankProcess:
 
     def quadriga_invoke(self, call: Call | bytes) -> Any:
         """Run one call, pickled or not."""
-        return self._host.invoke(_unpickled(call))
+        return self._invoke(_unpickled(call), apart=False)[0]
+
+    def quadriga_invoke_apart(self, call: Call | bytes) -> tuple[Any, Any]:
+        """The same; large fields of the reply are a return of their own."""
+        return self._invoke(_unpickled(call), apart=True)
+
+    def _invoke(self, call: Call, apart: bool) -> tuple[Any, Any]:
+        store = self._reply_store()
+        return store.reply(self._host.invoke(call, store), apart)
 
     def _use_store(self) -> None:
+        from quadriga.backends.ray.replies import ReplyStore
         from quadriga.backends.ray.store import RayStore
         from quadriga.protocol.reference import use_store
 
         use_store(RayStore())
+        self._reply_store = ReplyStore
 
 
 class AsyncRankProcess(RankProcess):
@@ -128,12 +139,22 @@ class AsyncRankProcess(RankProcess):
         self, call: Call | bytes | SharedArgument, ticket: Ticket | None = None
     ) -> Any:
         """Run one call; other calls go on while a coroutine method waits."""
+        return (await self._invoke_async(call, ticket, apart=False))[0]
 
+    async def quadriga_invoke_apart(
+        self, call: Call | bytes | SharedArgument, ticket: Ticket | None = None
+    ) -> tuple[Any, Any]:
+        """The same; large fields of the reply are a return of their own."""
+        return await self._invoke_async(call, ticket, apart=True)
+
+    async def _invoke_async(
+        self, call: Call | bytes | SharedArgument, ticket: Ticket | None, apart: bool
+    ) -> tuple[Any, Any]:
         def opened() -> Call:
-            held = call.open() if isinstance(call, SharedArgument) else call
-            return _unpickled(held)
+            return _unpickled(call.open() if isinstance(call, SharedArgument) else call)
 
-        return await self._host.invoke_async(opened, ticket)
+        store = self._reply_store()
+        return store.reply(await self._host.invoke_async(opened, ticket, store), apart)
 
     async def quadriga_coroutines(self) -> str:
         """Where the coroutine methods of this rank wait, innermost frame first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -14,6 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from quadriga.backends.ray.failures import DEAD, died, order_of_failure, translate
 from quadriga.backends.ray.liveness import actor_alive
 from quadriga.backends.ray.nodes import NodeProbe
+from quadriga.backends.ray.replies import Reply
 from quadriga.backends.ray.stacks import in_collective, stacks_of
 from quadriga.errors import CallTimeoutError, WorkerDiedError, WorkerError
 from quadriga.single_controller.backend import RankHandle, RankSet
@@ -47,6 +49,8 @@ class RayBatch:
     timeout: float | None = None
     """Seconds from the submission to CallTimeoutError."""
     ranks: RankSet | None = None
+    fields: Sequence[Any] = ()
+    """The second return of each task, None for those without."""
     started: float = field(default_factory=time.monotonic)
     values: list[Any] | None = None
 
@@ -82,7 +86,7 @@ class RayBatch:
         probe = NodeProbe(self.handles)
         while True:
             try:
-                return list(ray.get(self.refs, timeout=self._look_for()))
+                return self._opened(ray.get(self.refs, timeout=self._look_for()))
             except GetTimeoutError:
                 now = time.monotonic()
                 raise_if_broken()
@@ -96,6 +100,13 @@ class RayBatch:
                     self._say_whom(now - self.started)
             except RayError as error:
                 self._raise_first(error)
+
+    def _opened(self, replies: list[Any]) -> list[Any]:
+        for i, reply in enumerate(replies):
+            if isinstance(reply, Reply):
+                self.handles[i].methods[self.label].has_large_fields = True
+                replies[i] = reply.open(self.fields[i])
+        return replies
 
     def _look_for(self) -> float:
         if self.timeout is None:
@@ -163,14 +174,21 @@ class RayBatch:
         ray.wait(self.refs, num_returns=len(self.refs), timeout=grace, fetch_local=False)
         failures: list[WorkerError] = []
         running: list[RankHandle] = []
-        for ref, handle in zip(self.refs, self.handles, strict=True):
+        for i, (ref, handle) in enumerate(zip(self.refs, self.handles, strict=True)):
             try:
                 ray.get(ref, timeout=0)
             except GetTimeoutError:
                 running.append(handle)
             except RayError as found:
                 failures.append(translate(found, handle, self.label))
+                self._read_failure_of_fields(i)
         return failures, running
+
+    def _read_failure_of_fields(self, index: int) -> None:
+        """A task fails in all of its returns, and Ray logs those that nobody has read."""
+        with suppress(RayError):
+            if self.fields and self.fields[index] is not None:
+                ray.get(self.fields[index], timeout=0)
 
     def _await_death(self) -> tuple[list[WorkerError], list[RankHandle]]:
         """A collective failed: give a dead peer time to be known as dead."""

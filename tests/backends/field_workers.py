@@ -1,0 +1,49 @@
+"""Workers whose replies have large fields, for `test_replies.py`."""
+
+from __future__ import annotations
+
+import torch
+
+from quadriga.protocol import DataProto
+from quadriga.single_controller import Dispatch, Worker, register
+
+WIDTH = 16384  # float32 columns: a row weighs 64 KiB
+
+
+def fields(rows: torch.Tensor) -> DataProto:
+    """one [n, WIDTH] holds the row's number, two its double, small [n] its tenfold."""
+    one = rows[:, None].float().repeat(1, WIDTH)
+    return DataProto.from_dict({"one": one, "two": 2 * one, "small": 10 * rows})
+
+
+class Fields(Worker):
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def make(self, prompts):
+        return fields(prompts.batch["row"])
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def add(self, data):
+        """What came, unread, with a field more."""
+        data.batch["three"] = data.batch["one"] * 3
+        return data
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def several(self, count):
+        """Batches of `count`, of one and of no rows."""
+        return [fields(torch.arange(n)) for n in (count, 1, 0)]
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def total(self, data):
+        return {key: float(data.batch[key].sum()) for key in data.batch.keys()}  # noqa: SIM118
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail_or_make(self, fail):
+        if fail:
+            raise ValueError("asked to fail")
+        return fields(torch.arange(4))
+
+
+class Interleaving(Worker):
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    async def make(self, prompts):
+        return fields(prompts.batch["row"])

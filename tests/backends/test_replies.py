@@ -1,0 +1,162 @@
+"""Replies with large fields: whose they are, and that every form of them arrives whole."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import ray
+import torch
+from field_workers import WIDTH, Fields, Interleaving, fields
+
+from quadriga.backends.ray import replies, store
+from quadriga.backends.ray.replies import Reply, ReplyStore, opened
+from quadriga.errors import LostObjectError, WorkerMethodError
+from quadriga.protocol import DataProto
+
+KB, MB = 2**10, 2**20
+
+
+def prompts(rows: int) -> DataProto:
+    return DataProto.from_dict({"row": torch.arange(rows)})
+
+
+def check(data: DataProto, rows: int) -> None:
+    expected = fields(torch.arange(rows))
+    for key in ("one", "two", "small"):
+        assert torch.equal(data.batch[key], expected.batch[key])
+
+
+def owners(data: DataProto) -> set[str]:
+    """The processes that own the stored fields of a batch."""
+    stored = [data.batch.columns[key] for key in ("one", "two")]
+    return {h.place.ref.owner_address() for column in stored for h in column.handles}
+
+
+@pytest.mark.parametrize("worker", [Fields, Interleaving])
+def test_every_call_of_a_method_gives_the_same(start, worker):
+    group = start(worker, 2)
+    for _ in range(3):
+        check(group.make(prompts(6)), 6)
+        check(group.make(prompts(2)), 2)
+
+
+def test_fields_pass_on_from_call_to_call_and_through_futures(start):
+    makers, readers = start(Fields, 2), start(Fields, 3)
+    for _ in range(3):
+        data = makers.add(makers.make(prompts(6)))
+        check(data, 6)
+        assert torch.equal(data.batch["three"], 3 * data.batch["one"])
+        one = 15.0 * WIDTH
+        later = makers.add.submit(makers.make.submit(prompts(6)))
+        for given in (later, data):
+            found = readers.total(given)
+            sums = {key: sum(part[key] for part in found) for key in found[0]}
+            assert sums == {"one": one, "two": 2 * one, "small": 150.0, "three": 3 * one}
+
+
+def test_several_batches_in_one_reply(start):
+    group = start(Fields, 2)
+    for count in (4, 2, 5):
+        for answers in group.several(count):
+            for data, rows in zip(answers, (count, 1, 0), strict=True):
+                check(data, rows)
+
+
+def test_a_method_that_fails_after_it_has_made_fields(start, monkeypatch):
+    """The error is told once: Ray would log what it finds in a return that nobody reads."""
+    logged = []
+    monkeypatch.setattr(ray._private.worker.logger, "error", lambda *told: logged.append(told))
+    group = start(Fields, 2)
+    for _ in range(2):
+        check(group.fail_or_make(False)[1], 4)
+    with pytest.raises(WorkerMethodError, match=r"fail_or_make.*asked to fail"):
+        group.fail_or_make(True)
+    gc.collect()
+    for _ in range(3):  # Ray looks after a moment
+        check(group.fail_or_make(False)[0], 4)
+        time.sleep(0.1)
+    assert not logged
+
+
+def test_fields_belong_to_the_worker_at_first_and_then_to_the_controller(ray_backend):
+    """Until the first reply nobody knows that a method has large fields."""
+    pool = ray_backend.resource_pool([2], use_gpu=False)
+    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Fields))
+    workers, mine = group.make(prompts(4)), group.make(prompts(4))
+    assert len(owners(workers)) == 2 and len(owners(mine)) == 1
+    assert owners(mine) == {ray.put(0).owner_address()} and not owners(mine) & owners(workers)
+    for handle in group.workers:
+        ray.kill(handle)
+    deadline = time.monotonic() + 20
+    with pytest.raises(LostObjectError, match=r"'one'.*rank 0 in make"):
+        while time.monotonic() < deadline:
+            workers[:2].batch["one"]
+            time.sleep(0.1)
+    check(mine, 4)
+    pool.release()
+
+
+# The store of one reply, without Ray
+
+
+@pytest.fixture
+def put(monkeypatch):
+    """What was put, in order; a reference is its number."""
+    kept: list[object] = []
+    monkeypatch.setattr(store.ray, "put", lambda value: kept.append(value) or len(kept) - 1)
+    monkeypatch.setattr(replies, "alone_bytes", lambda: 16 * MB)
+    return kept
+
+
+def test_fields_that_are_put_together_are_one_return(put):
+    kept = ReplyStore()
+    handles = kept.put_many([("a", 60 * KB), ("b", 20 * MB), ("c", 15 * MB)])
+    handles += kept.put_many([("d", 50 * MB), ("e", 15 * MB)])
+    first, second = kept.reply("value", apart=True)
+    assert second == ("a", "c", "e") and put == ["b", "d"]
+    assert opened(first, "second return") == "value"
+    assert [handle.place.ref for handle in handles] == ["second return", 0, "second return", 1,
+                                                        "second return"]  # fmt: skip
+    assert [handle.index for handle in handles] == [0, -1, 1, -1, 2]
+
+
+def test_what_fills_the_bundle_goes_alone(put):
+    kept = ReplyStore()
+    kept.put_many([(i, 15 * MB) for i in range(6)])
+    assert kept.reply(None, apart=True)[1] == (0, 1, 2, 3) and put == [4, 5]
+
+
+@pytest.mark.parametrize(("apart", "nbytes"), [(False, MB), (True, 99 * KB)])
+def test_without_a_second_return_or_when_small_fields_are_put(put, apart, nbytes):
+    kept = ReplyStore()
+    (handle,) = kept.put_many([("a", nbytes)])
+    first, second = kept.reply("value", apart)
+    assert second is None and put == [("a",)] and handle.place.ref == 0
+    assert opened(first, "unused") == "value" and handle.place.ref == 0
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_reply_without_fields_is_its_value(put, apart):
+    assert ReplyStore().reply("value", apart) == ("value", None)
+    assert opened("value", None) == "value" and not put
+
+
+def test_a_single_put_outlives_the_reply(put):
+    kept = ReplyStore()
+    handle = kept.put("a", MB)
+    assert handle.place.ref == 0 and kept.reply("value", True) == ("value", None)
+
+
+def test_a_reply_is_pickled_with_one_place(put):
+    import pickle
+
+    kept = ReplyStore()
+    handles = kept.put_many([("a", MB), ("b", MB)])
+    first, _ = kept.reply(handles, apart=True)
+    back = pickle.loads(pickle.dumps(first))
+    assert isinstance(back, Reply) and back.place.ref is None
+    a, b = opened(back, "there")
+    assert (a.place.ref, a.index, b.place.ref, b.index) == ("there", 0, "there", 1)
+    assert handles[0].place.ref is None
