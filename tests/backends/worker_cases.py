@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import resource
 import sys
 import time
 
@@ -277,6 +279,16 @@ class Arrays(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def length(self, value):
         return len(value)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def faults_of_steps(self, blocks):
+        """Page faults of three steps, each of which fills and frees so many blocks of 16 MiB."""
+        faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
+        for _ in range(3):
+            held = [bytearray(b"x") * (16 * 2**20) for _ in range(blocks)]
+            del held
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        return [after - before for before, after in itertools.pairwise(faults)]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def loaded(self, names):

@@ -28,6 +28,7 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
+from quadriga.backends.ray.allocator import keep_freed_memory
 from quadriga.single_controller.backend import RankFacts
 from quadriga.single_controller.call import Call, SharedArgument
 from quadriga.single_controller.class_with_args import ClassWithInitArgs
@@ -57,6 +58,7 @@ class RankProcess:
         """Set the user's environment variables and make importable what the controller can
         import; rank 0 also chooses (address, port), within `port_range` (first, last + 1)."""
         os.environ.update(variables)
+        keep_freed_memory()
         sys.path.extend(path for path in search_path if path not in sys.path)
         for module in preload:
             importlib.import_module(module)
