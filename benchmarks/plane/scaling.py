@@ -1,7 +1,8 @@
 """The controller's own time per call as ranks grow, with simulated replies: no process, no bytes.
 
 One call is: unpack and join the replies of N ranks, union with an earlier result, split for N
-ranks, pack every part, pickle every part as Ray would.
+ranks, pack every part, pickle every part as Ray would. Means over many calls, in which Python's
+collector of garbage has its share; the heap is frozen first, as the start of a group on Ray does.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import statistics
 import time
 from typing import Any
 
+from quadriga.backends.ray.heap import freeze_heap
 from quadriga.protocol import DataProto, Origin, use_store
 from quadriga.protocol.column import RefColumn
 from quadriga.protocol.layout import Block, Rows, new_uid
@@ -68,9 +70,14 @@ def one_call(replies: list[DataProto], earlier: DataProto) -> tuple[float, float
     return middle - start, time.process_time() - middle
 
 
+CALLS_TIMES_RANKS = 8192
+"""Few ranks are called more often, so that each mean holds as much work."""
+
+
 def scaling(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
     """Microseconds per rank at 8 … `ranks` ranks, for one size and for one 16 times as large."""
     found = {}
+    freeze_heap()
     with use_store(NoStore()):  # type: ignore[arg-type]
         for rows in (64, 1024):
             n = 8
@@ -79,12 +86,12 @@ def scaling(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
                 earlier = DataProto.concat([reply(r, rows, 2048, names) for r in range(n)])
                 runs = [
                     one_call([reply(r, rows, 2048, ["values"]) for r in range(n)], earlier)
-                    for _ in range(times)
+                    for _ in range(max(times, CALLS_TIMES_RANKS // n))
                 ]
                 key = f"{n} ranks, {rows} rows a rank"
                 found[key] = {
-                    "bookkeeping_us_per_rank": statistics.median(a for a, _ in runs) / n * 1e6,
-                    "pickling_us_per_rank": statistics.median(b for _, b in runs) / n * 1e6,
+                    "bookkeeping_us_per_rank": statistics.mean(a for a, _ in runs) / n * 1e6,
+                    "pickling_us_per_rank": statistics.mean(b for _, b in runs) / n * 1e6,
                 }
                 n *= 2
     return found

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 import resource
 import sys
 import time
+import weakref
 
 from quadriga.single_controller import (
     Dispatch,
@@ -293,3 +295,26 @@ class Arrays(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def loaded(self, names):
         return [name for name in names if name in sys.modules]
+
+
+class Cycle:
+    """Only the collector of garbage can end it."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+class Cyclic(Worker):
+    """Leaves garbage when it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gc.disable()  # until `look`
+        self.lost = weakref.ref(Cycle())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def look(self):
+        """Whether the modules are frozen, and whether that garbage can be collected."""
+        gc.enable()
+        gc.collect()
+        return gc.get_freeze_count() > 10_000, self.lost() is None

@@ -28,7 +28,7 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
-from quadriga.backends.ray.allocator import keep_freed_memory
+from quadriga.backends.ray.heap import freeze_heap, keep_freed_memory
 from quadriga.single_controller.backend import RankFacts
 from quadriga.single_controller.call import Call, SharedArgument
 from quadriga.single_controller.class_with_args import ClassWithInitArgs
@@ -97,6 +97,7 @@ class RankProcess:
             interleaves=isinstance(self, AsyncRankProcess),
         )
         self._use_store()
+        freeze_heap(collect=False)  # modules only: no worker has been built
         self._host = RankHost(place, self._facts.node, _survives_pickling)
         self._host.build(payload[1])
         return self._facts

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from quadriga.backends.ray.heap import freeze_heap
 from quadriga.backends.ray.rank_process import rank_process_class
 from quadriga.backends.ray.user_code import send_code_of_loaded_files
 from quadriga.backends.ray.waiting import RayBatch
@@ -81,6 +82,7 @@ def start_ranks(
             actor.quadriga_setup.remote(plan.place, prepared[0], mine, payload)
             for actor, plan, mine in zip(actors, plans, prepared, strict=True)
         ]
+        freeze_heap()  # while the ranks start
         facts: list[RankFacts] = _wait(ready, plans, actors, next(iter(roles)), timeout)
     except BaseException as error:
         for actor in actors:

@@ -1,12 +1,17 @@
-"""Memory that a rank's process frees stays with it, up to a limit.
+"""The heap of a process: memory that is freed stays, and what stays is not searched for garbage.
 
 glibc hands large blocks back to the system as soon as they are free, and every page of the next
 ones costs a fault. A training step frees and takes the same sizes again and again.
+
+Python's collector now and then looks through all objects there are. Half a million of them belong
+to torch, Ray and other libraries, which takes it a sixth of a second; the controller of a thousand
+ranks makes enough small objects for that to happen at every second call.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 
 KEPT_BYTES = 256 * 2**20
@@ -27,3 +32,11 @@ def keep_freed_memory() -> bool:
         return False
     kept = mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
     return bool(kept and mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK))
+
+
+def freeze_heap(collect: bool = True) -> None:
+    """Take what lives now out of the collector's sight, for good. `collect`: look for garbage
+    first; it would be kept for good too."""
+    if collect:
+        gc.collect()
+    gc.freeze()
