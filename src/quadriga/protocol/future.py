@@ -18,7 +18,10 @@ from quadriga.protocol.rowops import chunk_bounds
 
 @runtime_checkable
 class PendingValue(Protocol):
-    """One rank's reply. Picklable; `result()` waits for it and raises the worker's error."""
+    """One rank's reply. Picklable; `result()` waits for it and raises the worker's error.
+
+    A class that can wait for many at once also has a static method `results(pending)`.
+    """
 
     def result(self) -> Any: ...
 
@@ -60,7 +63,7 @@ class DataProtoFuture:
 
     def get(self) -> Any:
         """Waits for every reply, joins them and takes this part. Raises the first error."""
-        replies = [unpacked(pending.result()) for pending in self.pending]
+        replies = [unpacked(value) for value in _results(self.pending)]
         joined = join(replies) if self.collect_fn is None else self.collect_fn(replies)
         for part in self.parts:
             joined = part.of(joined)
@@ -91,6 +94,13 @@ class DataProtoFuture:
     def __repr__(self) -> str:
         path = "".join(f", part {part.index} of {part.count}" for part in self.parts)
         return f"DataProtoFuture({len(self.pending)} replies{path})"
+
+
+def _results(pending: Sequence[PendingValue]) -> list[Any]:
+    """All replies in order; waits once where their class knows how."""
+    kinds = {type(one) for one in pending}
+    together = getattr(kinds.pop(), "results", None) if len(kinds) == 1 else None
+    return together(pending) if together else [one.result() for one in pending]
 
 
 def join(replies: list[Any]) -> Any:
