@@ -43,6 +43,26 @@ class Fields(Worker):
         return fields(torch.arange(4))
 
 
+class Echo(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def echo(self, value):
+        return value
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def echo_batch(self, data):
+        return data
+
+
+class AsyncEcho(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def echo(self, value):
+        return value
+
+
+class Mine(DataProto):
+    """A batch of the user's own class."""
+
+
 class Interleaving(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     async def make(self, prompts):

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import time
 
 import pytest
 import ray
 import torch
-from field_workers import WIDTH, Fields, Interleaving, fields
+from field_workers import WIDTH, AsyncEcho, Echo, Fields, Interleaving, Mine, fields
 
 from quadriga.backends.ray import replies, store
+from quadriga.backends.ray.plain import is_plain, is_plain_batch
 from quadriga.backends.ray.replies import Reply, ReplyStore, opened
 from quadriga.errors import LostObjectError, WorkerMethodError
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, values
+from quadriga.protocol.shipping import pack_argument
 
 KB, MB = 2**10, 2**20
+
+
+@pytest.fixture(scope="module")
+def echo(start_for_module):
+    return start_for_module(Echo, 2)
 
 
 def prompts(rows: int) -> DataProto:
@@ -98,6 +106,74 @@ def test_fields_belong_to_the_worker_at_first_and_then_to_the_controller(ray_bac
     pool.release()
 
 
+BATCHES = {
+    "small": lambda: DataProto.from_dict({"x": torch.arange(4)}, {"s": ["a", "b", "c", "d"]}),
+    "no tensors": lambda: DataProto.from_dict({}, {"s": ["a", "b"]}, {"step": 3, "name": "n"}),
+    "empty": lambda: DataProto.from_dict({"x": torch.zeros(0, 3)}),
+    "meta of tensors": lambda: DataProto.from_dict(
+        {"x": torch.arange(2)}, meta_info={"t": torch.ones(2), "deep": [{"k": (1, 2)}]}
+    ),
+    "own class": lambda: Mine.from_dict({"x": torch.arange(2)}),
+    "own objects": lambda: DataProto.from_dict(
+        {"x": torch.arange(2)}, {"o": [Here(1), Here(2)]}, {"f": Here}
+    ),
+    "large": lambda: fields(torch.arange(4)),
+}
+
+
+PLAIN = ("small", "no tensors", "empty")
+
+
+class Here:
+    """A class of the user's own."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Here) and self.number == other.number
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_of_every_kind_come_back(echo, name):
+    made = BATCHES[name]()
+    for _ in range(2):
+        back = echo.echo_batch(made)
+        assert type(back) is type(made) and same(back, made)
+        for one in echo.echo([made, {"k": made}]):
+            assert same(one[0], made) and same(one[1]["k"], made)
+
+
+def same(a: DataProto, b: DataProto) -> bool:
+    return values.same(parts(a), parts(b))
+
+
+def parts(data: DataProto) -> tuple[object, ...]:
+    tensors = None if data.batch is None else dict(data.batch.items())
+    return tensors, dict(data.non_tensor_batch.items()), data.meta_info
+
+
+@pytest.mark.parametrize("value", [b"", b"bytes", pickle.dumps(1), b"x" * 200_000, "s", 1, None])
+def test_bytes_are_what_they_were(echo, value):
+    assert echo.echo(value) == [value] * 2
+
+
+@pytest.mark.parametrize("worker", [Echo, AsyncEcho])
+def test_a_rank_that_is_called_directly_gives_values(ray_backend, worker):
+    pool = ray_backend.resource_pool([1], use_gpu=False)
+    group = ray_backend.worker_group(pool, ray_backend.class_with_args(worker))
+    (rank,) = group.workers
+    for value in (b"bytes", 3, "s"):
+        assert ray.get(rank.echo.remote(value)) == value
+    for name in ("small", "large"):
+        made = BATCHES[name]()
+        assert same(ray.get(rank.echo.remote(made)), made)
+    group.shutdown()
+    pool.release()
+
+
 # The store of one reply, without Ray
 
 
@@ -143,6 +219,14 @@ def test_a_reply_without_fields_is_its_value(put, apart):
     assert opened("value", None) == "value" and not put
 
 
+@pytest.mark.parametrize(("name", "plain"), [(name, name in PLAIN) for name in BATCHES])
+def test_what_python_alone_pickles(put, name, plain):
+    """Anything else may hold references, or code that has to be sent along."""
+    packed = pack_argument(BATCHES[name](), ReplyStore())
+    assert is_plain_batch(packed) == is_plain(packed) == plain
+    assert not is_plain_batch([packed]) and not is_plain(b"bytes") and not is_plain("s" * 1000)
+
+
 def test_a_single_put_outlives_the_reply(put):
     kept = ReplyStore()
     handle = kept.put("a", MB)
@@ -150,8 +234,6 @@ def test_a_single_put_outlives_the_reply(put):
 
 
 def test_a_reply_is_pickled_with_one_place(put):
-    import pickle
-
     kept = ReplyStore()
     handles = kept.put_many([("a", MB), ("b", MB)])
     first, _ = kept.reply(handles, apart=True)

@@ -20,6 +20,7 @@ from quadriga.protocol.reference import HereHandle, Origin
 from quadriga.protocol.spec import FieldSpec, Payload
 
 Flat = tuple[Any, ...]
+_ATOMS = (str, bytes, int, float, bool, type(None))
 _SMALL = 2048
 """Arrays up to this many bytes are written as bytes: cheaper than an out-of-band buffer."""
 
@@ -48,6 +49,17 @@ class Message:
     tensors: Entries
     arrays: Entries
     meta: Any
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds nothing but small fields and atoms: no reference, no object or class of
+        the user's."""
+        entries = (*self.tensors.values(), *self.arrays.values())
+        return (
+            self.kind is None
+            and all(isinstance(e, Inline) and e.spec.kind != "raw" for e in entries)
+            and all(type(value) in _ATOMS for value in self.meta.values())
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return restore, flatten(self)

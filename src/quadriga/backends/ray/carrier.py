@@ -12,6 +12,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from quadriga.backends.ray.failures import DEAD, died
 from quadriga.backends.ray.liveness import rank_alive
+from quadriga.backends.ray.plain import is_plain
 from quadriga.backends.ray.replies import RayMethod, opened
 from quadriga.backends.ray.sharing import RayShared, share
 from quadriga.backends.ray.store import RayStore
@@ -20,8 +21,6 @@ from quadriga.backends.ray.waiting import RayBatch
 from quadriga.errors import QuadrigaError, WorkerDiedError, WorkerError
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.call import Call, Pending
-
-_ATOMS = (int, float, bool, type(None))
 
 
 class RayPending:
@@ -74,21 +73,14 @@ class RayPending:
 def _packed(call: Call, with_ticket: bool) -> Any:
     """What is sent for a call.
 
-    One that holds nothing but numbers and short strings is pickled once for all ranks, where Ray
-    would do it once for each and look for references inside. One that has a ticket is read by the
-    rank itself: if it cannot be, the ranks' calls after it have their turn all the same.
+    One of plain data is pickled here, once for all ranks that receive the same. One that has a
+    ticket is read by the rank itself: if it cannot be, the ranks' calls after it have their turn
+    all the same.
     """
-    if _is_plain(call):
+    if all(map(is_plain, (*call.args, *call.kwargs.values()))):
         return pickle.dumps(call)
     send_code_of_loaded_files()
     return RayShared(ray.put(call)) if with_ticket else call
-
-
-def _is_plain(call: Call) -> bool:
-    return all(
-        type(value) in _ATOMS or (type(value) is str and len(value) < 1000)
-        for value in (*call.args, *call.kwargs.values())
-    )
 
 
 def _value(ref: Any, source: str) -> Any:

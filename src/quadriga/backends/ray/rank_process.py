@@ -35,6 +35,7 @@ from quadriga.single_controller.class_with_args import ClassWithInitArgs
 from quadriga.single_controller.devices import visible_devices
 from quadriga.single_controller.environment import RankEnvironment, ReservedPort
 from quadriga.single_controller.hosting import RankHost
+from quadriga.single_controller.sending import unpack
 from quadriga.single_controller.turns import Ticket
 from quadriga.single_controller.worker_group import roles_of
 
@@ -114,7 +115,7 @@ class RankProcess:
         """Run one call, pickled or not."""
         return self._invoke(_unpickled(call), apart=False)[0]
 
-    def quadriga_invoke_apart(self, call: Call | bytes) -> tuple[Any, Any]:
+    def quadriga_invoke_apart(self, call: Call | bytes) -> Any:
         """The same; large fields of the reply are a return of their own."""
         return self._invoke(_unpickled(call), apart=True)
 
@@ -146,7 +147,7 @@ class AsyncRankProcess(RankProcess):
 
     async def quadriga_invoke_apart(
         self, call: Call | bytes | SharedArgument, ticket: Ticket | None = None
-    ) -> tuple[Any, Any]:
+    ) -> Any:
         """The same; large fields of the reply are a return of their own."""
         return await self._invoke_async(call, ticket, apart=True)
 
@@ -209,7 +210,7 @@ def _has_coroutines(cls: type) -> bool:
 
 def _forwarder(role: str, method: str) -> Any:
     def forward(self: RankProcess, *args: Any, **kwargs: Any) -> Any:
-        return self.quadriga_invoke(Call(role, method, args, kwargs))
+        return unpack([self._host.invoke(Call(role, method, args, kwargs))])[0]
 
     forward.__name__ = forward.__qualname__ = method
     return forward
@@ -217,7 +218,8 @@ def _forwarder(role: str, method: str) -> Any:
 
 def _async_forwarder(role: str, method: str) -> Any:
     async def forward(self: AsyncRankProcess, *args: Any, **kwargs: Any) -> Any:
-        return await self.quadriga_invoke(Call(role, method, args, kwargs))
+        call = Call(role, method, args, kwargs)
+        return unpack([await self._host.invoke_async(lambda: call)])[0]
 
     forward.__name__ = forward.__qualname__ = method
     return forward

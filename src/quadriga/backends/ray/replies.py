@@ -9,11 +9,13 @@ empty call: whether a method needs one is seen at its first reply, whose fields 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 
+from quadriga.backends.ray.plain import is_plain_batch
 from quadriga.backends.ray.store import BUNDLE_BYTES, Place, RayHandle, RayStore, alone_bytes
 from quadriga.protocol.reference import Handle
 
@@ -43,7 +45,14 @@ class Reply:
 def opened(reply: Any, fields: Any) -> Any:
     """The value that a task has returned. `fields`: the reference to its second return, if it was
     asked for one."""
+    if type(reply) is bytes:
+        return pickle.loads(reply)
     return reply.open(fields) if isinstance(reply, Reply) else reply
+
+
+def _sent(value: Any) -> Any:
+    """What is sent for a value without large fields; bytes are a pickle, whatever they hold."""
+    return pickle.dumps(value) if type(value) is bytes or is_plain_batch(value) else value
 
 
 class RayMethod:
@@ -90,7 +99,7 @@ class ReplyStore(RayStore):
     def reply(self, value: Any, apart: bool) -> tuple[Any, Any]:
         """The first and, with `apart`, the second return of the task."""
         if not self._fields:
-            return value, None
+            return _sent(value), None
         fields, reply = tuple(self._fields), Reply(value, self._place)
         if apart and self._nbytes >= RETURNED_BYTES:
             return reply, fields

@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from quadriga.backends.ray.failures import DEAD, died, order_of_failure, translate
 from quadriga.backends.ray.liveness import actor_alive
 from quadriga.backends.ray.nodes import NodeProbe
-from quadriga.backends.ray.replies import Reply
+from quadriga.backends.ray.replies import Reply, opened
 from quadriga.backends.ray.stacks import in_collective, stacks_of
 from quadriga.errors import CallTimeoutError, WorkerDiedError, WorkerError
 from quadriga.single_controller.backend import RankHandle, RankSet
@@ -105,7 +105,7 @@ class RayBatch:
         for i, reply in enumerate(replies):
             if isinstance(reply, Reply):
                 self.handles[i].methods[self.label].has_large_fields = True
-                replies[i] = reply.open(self.fields[i])
+            replies[i] = opened(reply, self.fields[i] if self.fields else None)
         return replies
 
     def _look_for(self) -> float:
