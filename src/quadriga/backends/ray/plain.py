@@ -1,4 +1,4 @@
-"""Plain data is pickled by Python alone, in a fifth of the time: Ray looks at every object for
+"""Plain data is pickled by Python alone, in less than half the time: Ray looks at every object for
 references, and for code that has to be sent along."""
 
 from __future__ import annotations

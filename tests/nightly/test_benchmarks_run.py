@@ -1,0 +1,25 @@
+"""Every benchmark still runs, at small sizes and without peers; what they print is JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", ["algorithms", "controller", "data_plane"])
+def test_a_quick_benchmark(name):
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{name}.py", "--quick"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    figures = json.loads(done.stdout)["goals"]
+    assert figures and all({"value", "met"} <= figure.keys() for figure in figures.values())

@@ -1,0 +1,26 @@
+"""The demo, whole, as a newcomer runs it: reinforcement teaches what imitation did not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
+
+
+@pytest.mark.parametrize("setting", ["seed=0", "seed=1", "seed=2", "adv_estimator=gae"])
+def test_the_demo_learns(tmp_path, setting):
+    """Accuracy on held-out problems, greedy."""
+    done = subprocess.run(
+        [sys.executable, "-m", "quadriga.cli.main", "demo", setting],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    with open(tmp_path / "runs/demo/train/metrics.jsonl") as file:
+        steps = [json.loads(line) for line in file]
+    accuracy = [step["val/accuracy"] for step in steps if "val/accuracy" in step]
+    assert accuracy[0] < 0.6
+    assert accuracy[-1] > 0.9
