@@ -15,8 +15,9 @@ from quadriga.backends.ray import replies, store
 from quadriga.backends.ray.plain import is_plain, is_plain_batch
 from quadriga.backends.ray.replies import Reply, ReplyStore, opened
 from quadriga.errors import LostObjectError, WorkerMethodError
-from quadriga.protocol import DataProto, values
+from quadriga.protocol import DataProto, DataProtoFuture, values
 from quadriga.protocol.shipping import pack_argument
+from quadriga.protocol.traffic import traffic
 
 KB, MB = 2**10, 2**20
 
@@ -62,6 +63,27 @@ def test_fields_pass_on_from_call_to_call_and_through_futures(start):
             found = readers.total(given)
             sums = {key: sum(part[key] for part in found) for key in found[0]}
             assert sums == {"one": one, "two": 2 * one, "small": 150.0, "three": 3 * one}
+
+
+def test_a_future_that_has_arrived_is_split_as_its_batch(start, monkeypatch):
+    """A reader is then told of its own blocks, not of all replies."""
+    makers, readers = start(Fields, 2), start(Fields, 3)
+    later = makers.make.submit(prompts(6))
+    later.get()
+    traffic.reset()
+    assert len(later.arrived()) == 6
+    assert traffic.reset().fetched_bytes == 6 * 8  # `small`, which came with the replies
+    with monkeypatch.context() as patched:
+        patched.setattr(DataProtoFuture, "chunk", None)
+        found = readers.total(later)
+    assert sum(part["one"] for part in found) == 15.0 * WIDTH
+    lists = makers.several.submit(3)
+    lists.get()
+    assert lists.arrived() is None
+    uneven = makers.make.submit(prompts(4))
+    uneven.get()
+    with pytest.raises(WorkerMethodError, match=r"4 rows|length 4|into 3"):
+        readers.total(uneven)
 
 
 def test_several_batches_in_one_reply(start):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from quadriga.errors import FieldError, LengthError
 from quadriga.protocol.config import DataProtoConfig
@@ -20,7 +20,8 @@ from quadriga.protocol.rowops import chunk_bounds
 class PendingValue(Protocol):
     """One rank's reply. Picklable; `result()` waits for it and raises the worker's error.
 
-    A class that can wait for many at once also has a static method `results(pending)`.
+    A class that can wait for many at once also has a static method `results(pending)`; one that
+    knows of its reply without waiting an attribute `arrived`, None until then.
     """
 
     def result(self) -> Any: ...
@@ -63,13 +64,24 @@ class DataProtoFuture:
 
     def get(self) -> Any:
         """Waits for every reply, joins them and takes this part. Raises the first error."""
-        replies = [unpacked(value) for value in _results(self.pending)]
+        return self._joined(_results(self.pending))
+
+    result = get
+
+    def arrived(self) -> DataProto | None:
+        """The batch, if all of it was made and is known here; None otherwise. Fetches nothing."""
+        replies = [getattr(pending, "arrived", None) for pending in self.pending]
+        if not all(isinstance(r, Message) and r.kind is not TensorDict for r in replies):
+            return None
+        joined = self._joined(replies)
+        return joined if isinstance(joined, DataProto) else None
+
+    def _joined(self, values: Sequence[Any]) -> Any:
+        replies = [unpacked(value) for value in values]
         joined = join(replies) if self.collect_fn is None else self.collect_fn(replies)
         for part in self.parts:
             joined = part.of(joined)
         return joined
-
-    result = get
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
         """`chunks` futures, one a part, without waiting. A length that does not divide raises

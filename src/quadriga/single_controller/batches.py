@@ -72,7 +72,10 @@ def _split(padding: _Padding, where: str, value: Any) -> list[Any]:
         return [value] * parts
     data_proto, future, _ = _types()
     if isinstance(value, future):
-        return _checked_chunk(padding, where, value.chunk)
+        arrived = value.arrived()
+        if arrived is None or len(arrived) % parts:
+            return _checked_chunk(padding, where, value.chunk)
+        value = arrived  # each rank then gets its own blocks, and not the whole future
     rows = len(value)
     pad = -rows % parts
     if pad and isinstance(value, data_proto) and value.is_padding_enabled():

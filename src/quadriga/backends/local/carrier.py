@@ -37,6 +37,11 @@ class LocalPending:
     value: Any = None
     error: Exception | None = None
 
+    @property
+    def arrived(self) -> Any:
+        """The value; None if there is an error instead."""
+        return self.value
+
     def result(self) -> Any:
         if self.error is not None:
             raise self.error

@@ -45,6 +45,12 @@ class RayPending:
         self.source = source
         """Whose answer it is, where the batch is not known."""
 
+    @property
+    def arrived(self) -> Any:
+        """The value if it was waited for already, else None."""
+        known = self.batch is not None and self.batch.values is not None
+        return self.batch.values[self.index] if known else None
+
     def result(self) -> Any:
         """Wait for the value; raises what the worker raised."""
         if self.batch is not None:
