@@ -14,7 +14,9 @@ from worker_cases import Arrays, Cycle, Cyclic
 
 from quadriga.backends.ray.heap import freeze_heap
 
-glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's setting")
+glibc = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="no other C library has this setting"
+)
 
 PROGRAM = """
 import resource, sys

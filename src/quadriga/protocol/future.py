@@ -20,8 +20,7 @@ from quadriga.protocol.rowops import chunk_bounds
 class PendingValue(Protocol):
     """One rank's reply. Picklable; `result()` waits for it and raises the worker's error.
 
-    A class that can wait for many at once also has a static method `results(pending)`; one that
-    knows of its reply without waiting an attribute `arrived`, None until then.
+    A class that may know its reply without waiting has an attribute `arrived`, None until then.
     """
 
     def result(self) -> Any: ...
@@ -64,7 +63,7 @@ class DataProtoFuture:
 
     def get(self) -> Any:
         """Waits for every reply, joins them and takes this part. Raises the first error."""
-        return self._joined(_results(self.pending))
+        return self._joined([pending.result() for pending in self.pending])
 
     result = get
 
@@ -106,13 +105,6 @@ class DataProtoFuture:
     def __repr__(self) -> str:
         path = "".join(f", part {part.index} of {part.count}" for part in self.parts)
         return f"DataProtoFuture({len(self.pending)} replies{path})"
-
-
-def _results(pending: Sequence[PendingValue]) -> list[Any]:
-    """All replies in order; waits once where their class knows how."""
-    kinds = {type(one) for one in pending}
-    together = getattr(kinds.pop(), "results", None) if len(kinds) == 1 else None
-    return together(pending) if together else [one.result() for one in pending]
 
 
 def join(replies: list[Any]) -> Any:

@@ -16,11 +16,11 @@ import numpy as np
 
 from quadriga.protocol.column import RefColumn
 from quadriga.protocol.layout import Block, Rows
+from quadriga.protocol.plain import ATOMS
 from quadriga.protocol.reference import HereHandle, Origin
 from quadriga.protocol.spec import FieldSpec, Payload
 
 Flat = tuple[Any, ...]
-_ATOMS = (str, bytes, int, float, bool, type(None))
 _SMALL = 2048
 """Arrays up to this many bytes are written as bytes: cheaper than an out-of-band buffer."""
 
@@ -58,7 +58,7 @@ class Message:
         return (
             self.kind is None
             and all(isinstance(e, Inline) and e.spec.kind != "raw" for e in entries)
-            and all(type(value) in _ATOMS for value in self.meta.values())
+            and all(type(value) in ATOMS for value in self.meta.values())
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -22,7 +22,8 @@ from quadriga.protocol.thaw import thaw
 from quadriga.protocol.values import row_count
 
 _SEQUENCES = (list, tuple, set, frozenset)
-_ATOMS = (str, bytes, int, float, bool, complex, type(None))
+ATOMS = (str, bytes, int, float, bool, complex, type(None))
+"""Types whose values hold nothing else and cannot change."""
 _LONG = 64
 
 
@@ -87,12 +88,12 @@ def walk(value: Any, leaf: Callable[[Any], Any]) -> Any:
     Long sequences that begin with a string or a number are taken to hold nothing else.
     """
     kind = type(value)
-    if kind in _ATOMS:
+    if kind in ATOMS:
         return value
     if kind is dict or kind is OrderedDict:
         return kind((k, walk(v, leaf)) for k, v in value.items())
     if kind in _SEQUENCES:
-        if len(value) > _LONG and isinstance(next(iter(value)), _ATOMS):
+        if len(value) > _LONG and isinstance(next(iter(value)), ATOMS):
             return kind(value)
         return kind(walk(v, leaf) for v in value)
     if kind is defaultdict:

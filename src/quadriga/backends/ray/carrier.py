@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from quadriga.backends.ray.failures import DEAD, died
 from quadriga.backends.ray.liveness import rank_alive
@@ -56,17 +56,6 @@ class RayPending:
         if self.batch is not None:
             return self.batch.gather()[self.index]
         return opened(_value(self.ref, self.source), self.fields)
-
-    @staticmethod
-    def results(pendings: Sequence[RayPending]) -> list[Any]:
-        """The values of all, waited for once. Raises as `result`."""
-        if any(pending.batch is not None for pending in pendings):
-            return [pending.result() for pending in pendings]
-        try:
-            replies = ray.get([pending.ref for pending in pendings])
-        except RayError:  # whose it was is found by asking one by one
-            return [pending.result() for pending in pendings]
-        return [opened(r, p.fields) for r, p in zip(replies, pendings, strict=True)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         source = self.source

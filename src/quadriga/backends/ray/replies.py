@@ -36,19 +36,17 @@ class Reply:
     def __reduce__(self) -> tuple[Any, ...]:
         return Reply, (self.value, self.place)
 
-    def open(self, fields: Any) -> Any:
-        """The value, its handles complete."""
-        if self.place.ref is None:
-            self.place.ref = fields
-        return self.value
-
 
 def opened(reply: Any, fields: Any) -> Any:
     """The value that a task has returned. `fields`: the reference to its second return, if it was
     asked for one."""
     if type(reply) is bytes:
         return pickle.loads(reply)
-    return reply.open(fields) if isinstance(reply, Reply) else reply
+    if not isinstance(reply, Reply):
+        return reply
+    if reply.place.ref is None:
+        reply.place.ref = fields
+    return reply.value
 
 
 def _sent(value: Any) -> Any:

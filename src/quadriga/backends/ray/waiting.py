@@ -105,8 +105,11 @@ class RayBatch:
         for i, reply in enumerate(replies):
             if isinstance(reply, Reply):
                 self.handles[i].methods[self.label].has_large_fields = True
-            replies[i] = opened(reply, self.fields[i] if self.fields else None)
+            replies[i] = opened(reply, self._fields_of(i))
         return replies
+
+    def _fields_of(self, index: int) -> Any:
+        return self.fields[index] if self.fields else None
 
     def _look_for(self) -> float:
         if self.timeout is None:
@@ -186,9 +189,10 @@ class RayBatch:
 
     def _read_failure_of_fields(self, index: int) -> None:
         """A task fails in all of its returns, and Ray logs those that nobody has read."""
-        with suppress(RayError):
-            if self.fields and self.fields[index] is not None:
-                ray.get(self.fields[index], timeout=0)
+        fields = self._fields_of(index)
+        if fields is not None:
+            with suppress(RayError):
+                ray.get(fields, timeout=0)
 
     def _await_death(self) -> tuple[list[WorkerError], list[RankHandle]]:
         """A collective failed: give a dead peer time to be known as dead."""

@@ -105,10 +105,9 @@ class Given:
 
 
 def _verls(
-    name: str, loss_agg_mode: str = "token-mean"
+    name: str, default_mode: str = "token-mean"
 ) -> Callable[[Callable[[Given], Result]], VerlPolicyLoss]:
     """Gives a function of `Given` verl's form and adds it under verl's name for it."""
-    default = loss_agg_mode
 
     def of(function: Callable[[Given], Result]) -> VerlPolicyLoss:
         @wraps(function, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
@@ -117,7 +116,7 @@ def _verls(
             log_prob: Tensor,
             advantages: Tensor,
             response_mask: Tensor,
-            loss_agg_mode: str = default,
+            loss_agg_mode: str = default_mode,
             config: Any = None,
             rollout_is_weights: Tensor | None = None,
         ) -> Result:
