@@ -14,7 +14,7 @@ from plane import raw, step
 from plane.measure import WARM, repeat
 from quadriga.backends import get_backend
 from quadriga.protocol import DataProto
-from quadriga.protocol.traffic import traffic
+from quadriga.protocol.values.traffic import traffic
 from quadriga.single_controller import Dispatch, Worker, register
 
 
@@ -86,9 +86,9 @@ def five_calls(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
 
 def put_get(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
     """One batch through the store and back: `put`, `get`, then reading every field."""
-    from quadriga.backends.ray.store import RayStore
+    from quadriga.backends.ray.calls.store import RayStore
     from quadriga.protocol import use_store
-    from quadriga.protocol.shipping import pack_argument, unpack_argument
+    from quadriga.protocol.boundary import pack_argument, unpack_argument
 
     backend = start(1, 8 * megabytes * 2**20)
     tensors = {f"f{i}": torch.randn(megabytes * 2**20 // 12 // 1024, 1024) for i in range(3)}

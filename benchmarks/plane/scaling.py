@@ -12,14 +12,14 @@ import statistics
 import time
 from typing import Any
 
-from quadriga.backends.ray.heap import freeze_heap
+from quadriga.backends.ray.process.heap import freeze_heap
 from quadriga.protocol import DataProto, Origin, use_store
-from quadriga.protocol.column import RefColumn
-from quadriga.protocol.layout import Block, Rows, new_uid
-from quadriga.protocol.refarrays import RefArrays
-from quadriga.protocol.refbatch import RefBatch
-from quadriga.protocol.shipping import pack_argument, unpack_result
-from quadriga.protocol.spec import FieldSpec
+from quadriga.protocol.boundary import pack_argument, unpack_result
+from quadriga.protocol.columns.column import RemoteColumn
+from quadriga.protocol.columns.remote_arrays import RemoteArrays
+from quadriga.protocol.columns.remote_batch import RemoteBatch
+from quadriga.protocol.values.field_spec import FieldSpec
+from quadriga.protocol.values.row_map import Block, Rows, new_uid
 
 
 class FakeHandle:
@@ -51,10 +51,12 @@ def reply(rank: int, rows: int, width: int, fields: list[str]) -> DataProto:
     layout = Rows.whole(Block(new_uid(), rows, Origin("actor", rank, "rollout", "node")))
     spec = FieldSpec("tensor", "float32", (width,))
     columns = {
-        key: RefColumn(spec, layout, (FakeHandle(f"{rank}-{key}-{new_uid():x}", rows * width * 4),))
+        key: RemoteColumn(
+            spec, layout, (FakeHandle(f"{rank}-{key}-{new_uid():x}", rows * width * 4),)
+        )
         for key in fields
     }
-    return DataProto(RefBatch(columns, [rows]), RefArrays(), {})
+    return DataProto(RemoteBatch(columns, [rows]), RemoteArrays(), {})
 
 
 def one_call(replies: list[DataProto], earlier: DataProto) -> tuple[float, float]:

@@ -112,7 +112,7 @@ def test_a_deadline_holds_for_futures(ray_group):
 
 
 def test_a_long_wait_says_for_whom(ray_group, monkeypatch, caplog):
-    from quadriga.backends.ray import waiting
+    from quadriga.backends.ray.calls import waiting
 
     monkeypatch.setattr(waiting, "SPEAK_S", 1.0)
     with pytest.raises(CallTimeoutError):

@@ -12,7 +12,7 @@ import weakref
 import pytest
 from worker_cases import Arrays, Cycle, Cyclic
 
-from quadriga.backends.ray.heap import freeze_heap
+from quadriga.backends.ray.process.heap import freeze_heap
 
 glibc = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="no other C library has this setting"
@@ -20,7 +20,7 @@ glibc = pytest.mark.skipif(
 
 PROGRAM = """
 import resource, sys
-from quadriga.backends.ray.heap import keep_freed_memory
+from quadriga.backends.ray.process.heap import keep_freed_memory
 print(keep_freed_memory() if sys.argv[1] == "keep" else None)
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for step in range(6):

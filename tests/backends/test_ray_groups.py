@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from worker_cases import Adder, Arrays, Overlap, Slow, Turns, Unreadable
+from worker_cases import Adder, Arrays, CallOrder, Overlap, Slow, Unreadable
 
 from quadriga.backends import get_backend
 from quadriga.backends.ray import (
@@ -175,7 +175,7 @@ def test_options_of_a_class_reach_its_actors(ray_backend):
 
 def test_roles_on_different_pools_run_at_the_same_time(pool, tmp_path):
     """One waits for what the other does; roles of one process take turns instead."""
-    waiting, doing = (group_on(part, Turns) for part in split_resource_pool(pool, 2))
+    waiting, doing = (group_on(part, CallOrder) for part in split_resource_pool(pool, 2))
     sign = tmp_path / "sign"
     future = waiting.wait_for.submit(str(sign), 20)
     doing.make(str(sign))
@@ -274,7 +274,7 @@ def load(tmp_path, monkeypatch):
 def test_code_travels_of_files_loaded_by_path_and_of_no_others(load, monkeypatch):
     from ray import cloudpickle
 
-    from quadriga.backends.ray.user_code import send_code_of_loaded_files
+    from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
 
     load("my_first", "def f(): ...")
     send_code_of_loaded_files()

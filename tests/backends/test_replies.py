@@ -11,13 +11,15 @@ import ray
 import torch
 from field_workers import WIDTH, AsyncEcho, Echo, Fields, Interleaving, Mine, fields
 
-from quadriga.backends.ray import replies, store
-from quadriga.backends.ray.plain import is_plain, is_plain_batch
-from quadriga.backends.ray.replies import Reply, ReplyStore, opened
+from quadriga.backends.ray.calls import results as replies
+from quadriga.backends.ray.calls import store
+from quadriga.backends.ray.calls.plain import is_plain, is_plain_batch
+from quadriga.backends.ray.calls.results import Reply, ReplyStore, opened
 from quadriga.errors import LostObjectError, WorkerMethodError
-from quadriga.protocol import DataProto, DataProtoFuture, values
-from quadriga.protocol.shipping import pack_argument
-from quadriga.protocol.traffic import traffic
+from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.protocol.boundary import pack_argument
+from quadriga.protocol.values import operations as values
+from quadriga.protocol.values.traffic import traffic
 
 KB, MB = 2**10, 2**20
 

@@ -251,7 +251,7 @@ class Overlap(Worker):
         return self.arrived
 
 
-class Turns(Worker):
+class CallOrder(Worker):
     """Signs by files, one a rank."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -9,7 +9,8 @@ import torch
 from protocol_cases import shard
 
 from quadriga.backends.local.store import LocalStore
-from quadriga.protocol import DataProto, DataProtoConfig, use_store, wire
+from quadriga.protocol import DataProto, DataProtoConfig, use_store
+from quadriga.protocol import message_content as wire
 
 torch.set_num_threads(1)
 
@@ -31,7 +32,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
 
 @pytest.fixture(params=["here", "elsewhere"])
 def form(request: pytest.FixtureRequest, store: LocalStore) -> Callable[[DataProto], DataProto]:
-    """Turns a local batch into the form under test."""
+    """CallOrder a local batch into the form under test."""
     if request.param == "here":
         return lambda data: data
     return lambda data: shard(data, 3)

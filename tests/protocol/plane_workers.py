@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from quadriga.protocol import DataProto, values
-from quadriga.protocol.traffic import traffic
+from quadriga.protocol import DataProto
+from quadriga.protocol.values import operations as values
+from quadriga.protocol.values.traffic import traffic
 from quadriga.single_controller import (
     Dispatch,
     Worker,

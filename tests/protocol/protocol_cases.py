@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 from tensordict import TensorDict
 
-from quadriga.protocol import DataProto, Origin, values
-from quadriga.protocol.shipping import pack_result, unpack_result
+from quadriga.protocol import DataProto, Origin
+from quadriga.protocol.boundary import pack_result, unpack_result
+from quadriga.protocol.values import operations as values
 
 
 def shard(data: DataProto, ranks: int, method: str = "make") -> DataProto:

@@ -15,9 +15,11 @@ from protocol_cases import ARRAYS, TENSORS, same_value
 
 from quadriga.backends import get_backend
 from quadriga.errors import LostObjectError, WorkerMethodError
-from quadriga.protocol import DataProto, parallel_put, provenance, use_store, wire
-from quadriga.protocol.refbatch import RefBatch
-from quadriga.protocol.traffic import traffic
+from quadriga.protocol import DataProto, parallel_put, use_store
+from quadriga.protocol import message_content as wire
+from quadriga.protocol.columns.remote_batch import RemoteBatch
+from quadriga.protocol.values import provenance
+from quadriga.protocol.values.traffic import traffic
 
 BIG_ROW = 4 * WIDTH
 
@@ -68,7 +70,7 @@ def test_results_stay_where_they_were_made(groups, backend):
     group = groups(backend, 4)
     traffic.reset()
     data = group.generate(prompts(12))
-    assert isinstance(data.batch, RefBatch) and traffic.snapshot().fetched_bytes < 4096
+    assert isinstance(data.batch, RemoteBatch) and traffic.snapshot().fetched_bytes < 4096
     if backend == "ray":
         assert sum(group.stored()) >= 12 * BIG_ROW
     data.union(group.values(data))

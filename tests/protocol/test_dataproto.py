@@ -15,8 +15,8 @@ from quadriga.protocol import (
     pad_dataproto_to_divisor,
     unpad_dataproto,
 )
-from quadriga.protocol.jagged import build
-from quadriga.protocol.refbatch import RefBatch
+from quadriga.protocol.columns.remote_batch import RemoteBatch
+from quadriga.protocol.values.jagged import build
 
 
 def six() -> DataProto:
@@ -46,7 +46,7 @@ def rows(data: DataProto) -> list[int]:
 
 def test_the_forms_differ(form):
     data = form(six())
-    assert isinstance(data.batch, TensorDict | RefBatch)
+    assert isinstance(data.batch, TensorDict | RemoteBatch)
     assert rows(data) == [0, 1, 2, 3, 4, 5]
 
 

@@ -20,7 +20,7 @@ from quadriga.protocol import (
     union_numpy_dict,
     union_tensor_dict,
 )
-from quadriga.protocol.jagged import build
+from quadriga.protocol.values.jagged import build
 
 
 def six() -> DataProto:
@@ -172,7 +172,7 @@ def test_fold_and_unfold(form):
 
 def test_folded_batches_cross_too(store):
     from quadriga.protocol import Origin
-    from quadriga.protocol.shipping import pack_result, unpack_result
+    from quadriga.protocol.boundary import pack_result, unpack_result
 
     folded = fold_batch_dim(six().select(["x"], ["s"]), 2)
     back = unpack_result(pack_result(folded, Origin("a", 0, "m")))

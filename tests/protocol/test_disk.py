@@ -14,7 +14,8 @@ from protocol_cases import shard
 from tensordict import TensorDict
 
 from quadriga.errors import DataError, FieldError
-from quadriga.protocol import DataProto, values
+from quadriga.protocol import DataProto
+from quadriga.protocol.values import operations as values
 
 
 def full() -> DataProto:

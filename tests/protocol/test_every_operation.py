@@ -25,7 +25,7 @@ from quadriga.protocol import (
     union_tensor_dict,
     unpad_dataproto,
 )
-from quadriga.protocol.shipping import pack_argument, unpack_argument
+from quadriga.protocol.boundary import pack_argument, unpack_argument
 
 ROWS = [{"x": i, "rag": [float(i)] * (2 * i), "s": "abcd"[i]} for i in range(4)]
 KINDS = {

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quadriga.protocol import Origin
-from quadriga.protocol.layout import Block, Rows, concat
-from quadriga.protocol.rowops import Span, Take
+from quadriga.protocol.values.row_map import Block, Rows, concat
+from quadriga.protocol.values.row_selection import Span, Take
 
 SOMEONE = Origin("actor", 0, "make")
 

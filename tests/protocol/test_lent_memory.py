@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
-from quadriga.protocol import memory
-from quadriga.protocol.memory import LENT_BYTES, Pool, empty
+from quadriga.protocol.values import buffer_pool as memory
+from quadriga.protocol.values.buffer_pool import LENT_BYTES, Pool, empty
 
 MIB = 2**20
 

@@ -22,8 +22,8 @@ from quadriga.protocol import (
     pad_dataproto_to_divisor,
     unpad_dataproto,
     use_store,
-    wire,
 )
+from quadriga.protocol import message_content as wire
 
 Row = dict[str, Any]
 DTYPES = {

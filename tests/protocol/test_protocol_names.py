@@ -31,7 +31,7 @@ def test_unknown_names_are_attribute_errors():
 def test_importing_the_package_loads_nothing_heavy_and_using_it_no_ray():
     script = (
         "import sys, quadriga.protocol as p; assert 'torch' not in sys.modules; "
-        "p.DataProto; import quadriga.protocol.shipping; assert 'ray' not in sys.modules"
+        "p.DataProto; import quadriga.protocol.boundary; assert 'ray' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quadriga.backends.ray import cluster
-from quadriga.backends.ray import store as ray_store
+from quadriga.backends.ray.calls import store as ray_store
 
 MB = 2**20
 

@@ -12,22 +12,13 @@ from protocol_cases import shard
 from tensordict import TensorDict
 
 from quadriga.errors import FieldError, LostObjectError
-from quadriga.protocol import (
-    DataProto,
-    Origin,
-    pad_dataproto_to_divisor,
-    reference,
-    wire,
-)
-from quadriga.protocol.refbatch import RefBatch
-from quadriga.protocol.shipping import (
-    pack_argument,
-    pack_result,
-    unpack_argument,
-    unpack_result,
-)
-from quadriga.protocol.thaw import thaw
-from quadriga.protocol.traffic import traffic
+from quadriga.protocol import DataProto, Origin, pad_dataproto_to_divisor
+from quadriga.protocol import message_content as wire
+from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
+from quadriga.protocol.columns.remote_batch import RemoteBatch
+from quadriga.protocol.values import storage as reference
+from quadriga.protocol.values.decode import decode
+from quadriga.protocol.values.traffic import traffic
 
 
 def batch(n: int = 8) -> DataProto:
@@ -62,7 +53,7 @@ def test_bookkeeping_fetches_nothing(store):
     other.check_consistency()
     pack_argument(other.split(1))
     assert traffic.snapshot().fetched_fields == 0
-    assert isinstance(other.batch, RefBatch)
+    assert isinstance(other.batch, RemoteBatch)
     assert other.batch["y"].tolist() == [3, 2]
 
 
@@ -89,7 +80,7 @@ def test_prefetch_waits_once(store, monkeypatch):
     waits = []
     fetch_many = reference.fetch_many
     monkeypatch.setattr(
-        "quadriga.protocol.column.fetch_many", lambda hs: waits.append(len(hs)) or fetch_many(hs)
+        "quadriga.protocol.columns.column.fetch_many", lambda hs: waits.append(len(hs)) or fetch_many(hs)
     )
     data = shard(batch(), 4)
     data.prefetch()
@@ -104,13 +95,13 @@ def test_threads_that_read_at_once_see_one_value(store, monkeypatch):
     together = threading.Barrier(threads, timeout=20)
 
     def slow(*args):
-        built = thaw(*args)
+        built = decode(*args)
         together.wait()
         return built
 
     data = shard(batch(), 4)
     traffic.reset()
-    monkeypatch.setattr("quadriga.protocol.column.thaw", slow)
+    monkeypatch.setattr("quadriga.protocol.columns.column.decode", slow)
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(lambda _: data.batch["wide"], range(threads)))
     monkeypatch.undo()
@@ -243,7 +234,7 @@ def test_500_steps_leave_the_store_as_it_was(store):
 def test_small_fields_travel_inside_and_are_local_at_once(store, monkeypatch):
     monkeypatch.setattr(wire, "INLINE_BYTES", 64)
     data = shard(batch(16), 2)
-    assert isinstance(data.batch, RefBatch) and store.objects_held == 2 * 3  # wide, rag, s
+    assert isinstance(data.batch, RemoteBatch) and store.objects_held == 2 * 3  # wide, rag, s
     small = data.select(["x"], ["score"])
     assert isinstance(small.batch, TensorDict) and type(small.non_tensor_batch) is dict
     assert isinstance(shard(batch(2), 2).batch, TensorDict)

@@ -17,16 +17,12 @@ from quadriga.protocol import (
     current_store,
     parallel_put,
     use_store,
-    values,
 )
-from quadriga.protocol.refbatch import RefBatch
-from quadriga.protocol.reference import InProcessStore
-from quadriga.protocol.shipping import (
-    pack_argument,
-    pack_result,
-    unpack_argument,
-)
-from quadriga.protocol.traffic import traffic
+from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument
+from quadriga.protocol.columns.remote_batch import RemoteBatch
+from quadriga.protocol.values import operations as values
+from quadriga.protocol.values.storage import InProcessStore
+from quadriga.protocol.values.traffic import traffic
 
 
 def batch(n: int = 8) -> DataProto:
@@ -51,7 +47,7 @@ def test_parts_here_and_elsewhere_join_by_reference(store):
     first, second = shard(batch(4), 1), batch(4)
     joined = DataProto.concat([first, second])
     second.batch["x"] += 100
-    assert isinstance(joined.batch, RefBatch)
+    assert isinstance(joined.batch, RemoteBatch)
     for part in as_argument(joined, 2):
         assert part.batch["x"].tolist() == [0, 1, 2, 3]
 

@@ -14,16 +14,13 @@ from protocol_cases import ARRAYS, TENSORS, Weird, ragged, same_value
 from tensordict import NonTensorData, TensorDict
 
 from quadriga.errors import FieldError
-from quadriga.protocol import DataProto, Origin, values, wire
-from quadriga.protocol.plain import Parcel
-from quadriga.protocol.rowops import Take
-from quadriga.protocol.serialization import freeze
-from quadriga.protocol.shipping import (
-    pack_argument,
-    pack_result,
-    unpack_argument,
-    unpack_result,
-)
+from quadriga.protocol import DataProto, Origin
+from quadriga.protocol import message_content as wire
+from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
+from quadriga.protocol.values import operations as values
+from quadriga.protocol.values.encode import encode
+from quadriga.protocol.values.nested import EncodedTensor
+from quadriga.protocol.values.row_selection import Take
 
 
 @pytest.fixture(params=["inline", "stored"])
@@ -158,27 +155,27 @@ def test_plain_tensordicts_cross(store):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_does_not_travel_is_named():
     with pytest.raises(FieldError, match=r"field 'v' is a tensor of layout torch.sparse_coo"):
-        freeze(torch.eye(3).to_sparse(), "v")
+        encode(torch.eye(3).to_sparse(), "v")
     with pytest.raises(FieldError, match="field 'v' is a NonTensorData"):
-        freeze(NonTensorData(1, batch_size=[3]), "v")
+        encode(NonTensorData(1, batch_size=[3]), "v")
     strided = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(FieldError, match=r"field 'v'.*layout=torch.jagged"):
-        freeze(strided, "v")
+        encode(strided, "v")
 
 
 def test_rows_defined_in_a_script_leave_it_to_the_transport():
     Weird.__module__, before = "__main__", Weird.__module__
     try:
-        spec, payload, _ = freeze(ARRAYS["script classes"], "v")
+        spec, payload, _ = encode(ARRAYS["script classes"], "v")
     finally:
         Weird.__module__ = before
     assert spec.kind == "raw" and payload is ARRAYS["script classes"]
     lock = values.object_array([threading.Lock()])
-    assert freeze(lock, "v")[0].kind == "raw"
+    assert encode(lock, "v")[0].kind == "raw"
 
 
 def test_a_parcel_is_small():
-    parcel = Parcel.of(torch.ones(3), private=True)
+    parcel = EncodedTensor.of(torch.ones(3), private=True)
     assert len(pickle.dumps(parcel)) < 400
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from quadriga.errors import ConfigError, PlacementError
 from quadriga.single_controller import Worker, ray_noset_visible_devices
-from quadriga.single_controller.devices import (
+from quadriga.single_controller.placement.devices import (
     NOSET_FLAGS,
     device_index,
     unify_visible_devices,
     visible_devices,
 )
-from quadriga.single_controller.environment import RankEnvironment, ReservedPort, environment
+from quadriga.single_controller.ranks.environment import RankEnvironment, ReservedPort, environment
 
 
 def test_a_reserved_port_is_given_to_nobody_else_but_can_be_served():

@@ -138,7 +138,7 @@ def test_futures_of_mesh_calls_go_on_without_the_group():
 
 def test_ranks_that_share_a_part_share_one_object():
     """The parts handed to the backend: one object per data-parallel rank."""
-    from quadriga.single_controller import sending
+    from quadriga.single_controller import submit as sending
 
     group = start(Meshed, 8)
     group.train(batch(8))

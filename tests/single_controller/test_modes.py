@@ -19,7 +19,7 @@ from quadriga.single_controller import (
     update_dispatch_mode,
     with_hooks,
 )
-from quadriga.single_controller.registration import registered_methods
+from quadriga.single_controller.dispatch.register import registered_methods
 
 
 @pytest.fixture(autouse=True)

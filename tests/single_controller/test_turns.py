@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from quadriga.single_controller.turns import Turns
+from quadriga.single_controller.ranks.call_order import CallOrder
 
 
 def run(arrivals, fails=()):
@@ -19,7 +19,7 @@ def run(arrivals, fails=()):
                 raise ValueError
 
     async def all_of_them():
-        turns = Turns()
+        turns = CallOrder()
         calls = [call(turns, ticket) for ticket in arrivals]
         await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=5)
 

@@ -8,10 +8,10 @@ import pytest
 
 from quadriga.backends import get_backend
 from quadriga.backends.local import LocalBackend, LocalWorkerGroup
-from quadriga.backends.local.carrier import LocalPending
+from quadriga.backends.local.calls import LocalPending
 from quadriga.errors import WorkerInitError
 from quadriga.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn
-from quadriga.single_controller.modes import DispatchMode
+from quadriga.single_controller.dispatch.modes import DispatchMode
 from quadriga.testing import (
     BACKEND_LAWS,
     MODE_LAWS,

@@ -14,7 +14,7 @@ from quadriga.cli.main import main
 @pytest.fixture
 def refused(train_overrides, capsys, monkeypatch):
     """refused("a=b", …) -> the one line that `quadriga train` answers; no worker was built."""
-    import quadriga.single_controller.worker as worker
+    import quadriga.single_controller.ranks.worker as worker
 
     def no_worker(*_args, **_kwargs):
         raise AssertionError("a worker was started")

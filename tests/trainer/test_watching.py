@@ -8,7 +8,7 @@ import pytest
 
 from quadriga.errors import WorkerDiedError
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, Worker, register
-from quadriga.single_controller.watching import raise_if_broken
+from quadriga.single_controller.watch import raise_if_broken
 from quadriga.trainer import groups
 from quadriga.trainer.placement import ResourcePoolManager, Role
 

@@ -16,31 +16,31 @@ if TYPE_CHECKING:
     from quadriga.protocol.folding import unfold_batch_dim as unfold_batch_dim
     from quadriga.protocol.future import DataProtoFuture as DataProtoFuture
     from quadriga.protocol.item import DataProtoItem as DataProtoItem
-    from quadriga.protocol.joining import union_numpy_dict as union_numpy_dict
-    from quadriga.protocol.joining import union_tensor_dict as union_tensor_dict
+    from quadriga.protocol.ops.join import union_numpy_dict as union_numpy_dict
+    from quadriga.protocol.ops.join import union_tensor_dict as union_tensor_dict
     from quadriga.protocol.padding import pad_dataproto_to_divisor as pad_dataproto_to_divisor
     from quadriga.protocol.padding import unpad_dataproto as unpad_dataproto
-    from quadriga.protocol.reference import Origin as Origin
-    from quadriga.protocol.reference import current_store as current_store
-    from quadriga.protocol.reference import parallel_put as parallel_put
-    from quadriga.protocol.reference import use_store as use_store
+    from quadriga.protocol.values.storage import Origin as Origin
+    from quadriga.protocol.values.storage import current_store as current_store
+    from quadriga.protocol.values.storage import parallel_put as parallel_put
+    from quadriga.protocol.values.storage import use_store as use_store
 
 _HOME = {
     "DataProto": "dataproto",
     "DataProtoConfig": "config",
     "DataProtoFuture": "future",
     "DataProtoItem": "item",
-    "Origin": "reference",
+    "Origin": "values.storage",
     "collate_fn": "collating",
-    "current_store": "reference",
+    "current_store": "values.storage",
     "fold_batch_dim": "folding",
     "pad_dataproto_to_divisor": "padding",
-    "parallel_put": "reference",
+    "parallel_put": "values.storage",
     "unfold_batch_dim": "folding",
-    "union_numpy_dict": "joining",
-    "union_tensor_dict": "joining",
+    "union_numpy_dict": "ops.join",
+    "union_tensor_dict": "ops.join",
     "unpad_dataproto": "padding",
-    "use_store": "reference",
+    "use_store": "values.storage",
 }
 
 __all__ = list(_HOME)

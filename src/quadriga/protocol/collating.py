@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from quadriga.errors import LengthError
-from quadriga.protocol import values
 from quadriga.protocol.dataproto import DataProto
 from quadriga.protocol.item import DataProtoItem
+from quadriga.protocol.values import operations as values
 
 
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:

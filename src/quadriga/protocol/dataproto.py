@@ -20,28 +20,25 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from quadriga.errors import LengthError
-from quadriga.protocol import (
-    batches,
-    building,
-    cutting,
-    describe,
-    disk,
-    iterating,
-    joining,
-    rowops,
-    wire,
-)  # fmt: skip
+from quadriga.protocol import message_content as wire
+from quadriga.protocol.columns import contents as batches
 from quadriga.protocol.config import DataProtoConfig
 from quadriga.protocol.item import DataProtoItem
 from quadriga.protocol.message import Message
-from quadriga.protocol.reference import Origin, Store
+from quadriga.protocol.ops import construct as building
+from quadriga.protocol.ops import describe, disk
+from quadriga.protocol.ops import join as joining
+from quadriga.protocol.ops import mini_batches as iterating
+from quadriga.protocol.ops import split_columns as cutting
+from quadriga.protocol.values import row_selection as rowops
+from quadriga.protocol.values.storage import Origin, Store
 
 
 class DataProto:
     """A batch: tensors, object arrays of the same length, and settings that travel along.
 
     - `batch`: a `TensorDict` whose tensors share dimension 0 ([N, ...]), None when there are no
-      tensors, or a `RefBatch` (same reading interface) while some tensors lie elsewhere.
+      tensors, or a `RemoteBatch` (same reading interface) while some tensors lie elsewhere.
     - `non_tensor_batch`: dict of numpy arrays [N, ...], object dtype unless given otherwise.
     - `meta_info`: a plain dict; not split, merged by `concat`.
 

@@ -12,8 +12,8 @@ from quadriga.errors import FieldError, LengthError
 from quadriga.protocol.config import DataProtoConfig
 from quadriga.protocol.dataproto import DataProto, from_message
 from quadriga.protocol.message import Message
-from quadriga.protocol.plain import thaw_leaf, walk
-from quadriga.protocol.rowops import chunk_bounds
+from quadriga.protocol.values.nested import decode_leaf, walk
+from quadriga.protocol.values.row_selection import chunk_bounds
 
 
 @runtime_checkable
@@ -133,4 +133,4 @@ def _unpack_leaf(value: Any) -> Any:
         return from_message(value)
     if isinstance(value, DataProtoFuture):
         return value.get()
-    return thaw_leaf(value)
+    return decode_leaf(value)

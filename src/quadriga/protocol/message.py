@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from quadriga.protocol.column import RefColumn
-from quadriga.protocol.layout import Block, Rows
-from quadriga.protocol.plain import ATOMS
-from quadriga.protocol.reference import HereHandle, Origin
-from quadriga.protocol.spec import FieldSpec, Payload
+from quadriga.protocol.columns.column import RemoteColumn
+from quadriga.protocol.values.field_spec import FieldSpec, Payload
+from quadriga.protocol.values.nested import ATOMS
+from quadriga.protocol.values.row_map import Block, Rows
+from quadriga.protocol.values.storage import LocalHandle, Origin
 
 Flat = tuple[Any, ...]
 _SMALL = 2048
@@ -34,7 +34,7 @@ class Inline:
     nbytes: int
 
 
-Entries = dict[str, Inline | RefColumn]
+Entries = dict[str, Inline | RemoteColumn]
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ def _entries(flat: Flat, layouts: list[Rows]) -> Entries:
     for key, spec, number, content, *remote in flat:
         if remote:
             handles = tuple([_handle(*handle) for handle in content])
-            entries[key] = RefColumn(FieldSpec.of(spec), layouts[number], handles)
+            entries[key] = RemoteColumn(FieldSpec.of(spec), layouts[number], handles)
         else:
             entries[key] = Inline(FieldSpec.of(spec), _payload(content), number)
     return entries
@@ -139,7 +139,7 @@ def _rows(blocks: Flat, names: Flat, segments: bytes) -> Rows:
 
 def _flat_handle(handle: Any) -> Flat:
     kind = type(handle)
-    if kind is HereHandle:
+    if kind is LocalHandle:
         return None, _flat_payload(handle.value), handle.nbytes
     named: Any = kind
     return _name(named), *handle.__reduce__()[1]
@@ -148,7 +148,7 @@ def _flat_handle(handle: Any) -> Flat:
 def _handle(kind: tuple[str, str] | None, *arguments: Any) -> Any:
     if kind is None:
         payload, nbytes = arguments
-        return HereHandle(_payload(payload), nbytes)
+        return LocalHandle(_payload(payload), nbytes)
     return _handle_class(*kind)(*arguments)
 
 

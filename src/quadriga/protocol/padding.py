@@ -6,7 +6,7 @@ import numpy as np
 
 from quadriga.errors import LengthError
 from quadriga.protocol.dataproto import DataProto
-from quadriga.protocol.rowops import Span, Take
+from quadriga.protocol.values.row_selection import Span, Take
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:

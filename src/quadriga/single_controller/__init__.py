@@ -12,70 +12,84 @@ if TYPE_CHECKING:
     from quadriga.single_controller.backend import Backend as Backend
     from quadriga.single_controller.bound_method import BoundMethod as BoundMethod
     from quadriga.single_controller.bound_method import with_hooks as with_hooks
-    from quadriga.single_controller.builtin_modes import Dispatch as Dispatch
-    from quadriga.single_controller.builtin_modes import Execute as Execute
     from quadriga.single_controller.call import Call as Call
     from quadriga.single_controller.call import GroupView as GroupView
-    from quadriga.single_controller.class_with_args import ClassWithInitArgs as ClassWithInitArgs
-    from quadriga.single_controller.class_with_args import ColocatedClass as ColocatedClass
-    from quadriga.single_controller.devices import (
-        ray_noset_visible_devices as ray_noset_visible_devices,
-    )
-    from quadriga.single_controller.fused import FusedWorker as FusedWorker
-    from quadriga.single_controller.fused import (
-        create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
-    )
-    from quadriga.single_controller.layout import GroupLayout as GroupLayout
-    from quadriga.single_controller.layout import RankLayout as RankLayout
-    from quadriga.single_controller.mesh import (
+    from quadriga.single_controller.dispatch.builtin_modes import Dispatch as Dispatch
+    from quadriga.single_controller.dispatch.builtin_modes import Execute as Execute
+    from quadriga.single_controller.dispatch.mesh_modes import (
         make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
     )
-    from quadriga.single_controller.modes import DispatchMode as DispatchMode
-    from quadriga.single_controller.modes import ExecuteMode as ExecuteMode
-    from quadriga.single_controller.modes import (
+    from quadriga.single_controller.dispatch.modes import DispatchMode as DispatchMode
+    from quadriga.single_controller.dispatch.modes import ExecuteMode as ExecuteMode
+    from quadriga.single_controller.dispatch.modes import (
         get_predefined_dispatch_fn as get_predefined_dispatch_fn,
     )
-    from quadriga.single_controller.modes import register_dispatch_mode as register_dispatch_mode
-    from quadriga.single_controller.modes import register_execute_mode as register_execute_mode
-    from quadriga.single_controller.modes import update_dispatch_mode as update_dispatch_mode
-    from quadriga.single_controller.modes import update_execute_mode as update_execute_mode
-    from quadriga.single_controller.registration import MethodRecord as MethodRecord
-    from quadriga.single_controller.registration import register as register
-    from quadriga.single_controller.resource_pool import ResourcePool as ResourcePool
-    from quadriga.single_controller.resource_pool import merge_resource_pool as merge_resource_pool
-    from quadriga.single_controller.resource_pool import split_resource_pool as split_resource_pool
-    from quadriga.single_controller.worker import Worker as Worker
+    from quadriga.single_controller.dispatch.modes import (
+        register_dispatch_mode as register_dispatch_mode,
+    )
+    from quadriga.single_controller.dispatch.modes import (
+        register_execute_mode as register_execute_mode,
+    )
+    from quadriga.single_controller.dispatch.modes import (
+        update_dispatch_mode as update_dispatch_mode,
+    )
+    from quadriga.single_controller.dispatch.modes import (
+        update_execute_mode as update_execute_mode,
+    )
+    from quadriga.single_controller.dispatch.register import MethodRecord as MethodRecord
+    from quadriga.single_controller.dispatch.register import register as register
+    from quadriga.single_controller.placement.devices import (
+        ray_noset_visible_devices as ray_noset_visible_devices,
+    )
+    from quadriga.single_controller.placement.rank_layout import GroupLayout as GroupLayout
+    from quadriga.single_controller.placement.rank_layout import RankLayout as RankLayout
+    from quadriga.single_controller.placement.resource_pool import ResourcePool as ResourcePool
+    from quadriga.single_controller.placement.resource_pool import (
+        merge_resource_pool as merge_resource_pool,
+    )
+    from quadriga.single_controller.placement.resource_pool import (
+        split_resource_pool as split_resource_pool,
+    )
+    from quadriga.single_controller.ranks.class_with_args import (
+        ClassWithInitArgs as ClassWithInitArgs,
+    )
+    from quadriga.single_controller.ranks.class_with_args import ColocatedClass as ColocatedClass
+    from quadriga.single_controller.ranks.fused import FusedWorker as FusedWorker
+    from quadriga.single_controller.ranks.fused import (
+        create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
+    )
+    from quadriga.single_controller.ranks.worker import Worker as Worker
     from quadriga.single_controller.worker_group import WorkerGroup as WorkerGroup
 
 _HOME = {
     "Backend": "backend",
     "BoundMethod": "bound_method",
     "Call": "call",
-    "ClassWithInitArgs": "class_with_args",
-    "ColocatedClass": "class_with_args",
-    "Dispatch": "builtin_modes",
-    "DispatchMode": "modes",
-    "Execute": "builtin_modes",
-    "ExecuteMode": "modes",
-    "FusedWorker": "fused",
-    "GroupLayout": "layout",
+    "ClassWithInitArgs": "ranks.class_with_args",
+    "ColocatedClass": "ranks.class_with_args",
+    "Dispatch": "dispatch.builtin_modes",
+    "DispatchMode": "dispatch.modes",
+    "Execute": "dispatch.builtin_modes",
+    "ExecuteMode": "dispatch.modes",
+    "FusedWorker": "ranks.fused",
+    "GroupLayout": "placement.rank_layout",
     "GroupView": "call",
-    "MethodRecord": "registration",
-    "RankLayout": "layout",
-    "ResourcePool": "resource_pool",
-    "Worker": "worker",
+    "MethodRecord": "dispatch.register",
+    "RankLayout": "placement.rank_layout",
+    "ResourcePool": "placement.resource_pool",
+    "Worker": "ranks.worker",
     "WorkerGroup": "worker_group",
-    "create_colocated_worker_raw_cls": "fused",
-    "get_predefined_dispatch_fn": "modes",
-    "make_nd_compute_dataproto_dispatch_fn": "mesh",
-    "merge_resource_pool": "resource_pool",
-    "ray_noset_visible_devices": "devices",
-    "register": "registration",
-    "register_dispatch_mode": "modes",
-    "register_execute_mode": "modes",
-    "split_resource_pool": "resource_pool",
-    "update_dispatch_mode": "modes",
-    "update_execute_mode": "modes",
+    "create_colocated_worker_raw_cls": "ranks.fused",
+    "get_predefined_dispatch_fn": "dispatch.modes",
+    "make_nd_compute_dataproto_dispatch_fn": "dispatch.mesh_modes",
+    "merge_resource_pool": "placement.resource_pool",
+    "ray_noset_visible_devices": "placement.devices",
+    "register": "dispatch.register",
+    "register_dispatch_mode": "dispatch.modes",
+    "register_execute_mode": "dispatch.modes",
+    "split_resource_pool": "placement.resource_pool",
+    "update_dispatch_mode": "dispatch.modes",
+    "update_execute_mode": "dispatch.modes",
     "with_hooks": "bound_method",
 }
 

@@ -10,10 +10,10 @@ from weakref import WeakSet
 
 from quadriga.errors import WorkerError
 from quadriga.single_controller.call import Call, Pending
-from quadriga.single_controller.class_with_args import ClassWithInitArgs
-from quadriga.single_controller.layout import GroupLayout
-from quadriga.single_controller.resource_pool import ResourcePool
-from quadriga.single_controller.watching import Watch
+from quadriga.single_controller.placement.rank_layout import GroupLayout
+from quadriga.single_controller.placement.resource_pool import ResourcePool
+from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
+from quadriga.single_controller.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RankHandle:
 class RankSet:
     """The processes of a group and what is known of them; shared by all views on the group."""
 
-    backend: Carrier
+    backend: CallBackend
     handles: list[RankHandle]
     roles: dict[str, type]
     """Every role that a process of this group hosts, with its class."""
@@ -79,7 +79,7 @@ class RankSet:
 
 
 @runtime_checkable
-class Carrier(Protocol):
+class CallBackend(Protocol):
     """What a group that exists needs of its engine: calls carried to ranks, and answers back."""
 
     @property
@@ -124,7 +124,7 @@ class Carrier(Protocol):
 
 
 @runtime_checkable
-class Backend(Carrier, Protocol):
+class Backend(CallBackend, Protocol):
     """An engine that places ranks and carries calls to them."""
 
     name: str

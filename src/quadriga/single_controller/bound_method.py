@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quadriga.single_controller.call import CallOptions
-from quadriga.single_controller.registration import MethodRecord
+from quadriga.single_controller.dispatch.register import MethodRecord
 
 if TYPE_CHECKING:
     from quadriga.single_controller.worker_group import WorkerGroup

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from quadriga.single_controller.layout import GroupLayout
+from quadriga.single_controller.placement.rank_layout import GroupLayout
 
 
 @dataclass(frozen=True, slots=True)

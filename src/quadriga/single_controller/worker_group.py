@@ -15,15 +15,15 @@ from quadriga.errors import (
     WorkerError,
     WorkerMethodError,
 )
-from quadriga.single_controller import sending
+from quadriga.single_controller import submit as sending
 from quadriga.single_controller.backend import RankSet
 from quadriga.single_controller.bound_method import BoundMethod
 from quadriga.single_controller.call import CallView
-from quadriga.single_controller.fused import roles_within
-from quadriga.single_controller.layout import GroupLayout
-from quadriga.single_controller.mesh import check_mesh
-from quadriga.single_controller.registration import MethodRecord, registered_methods
-from quadriga.single_controller.watching import Watch, forget
+from quadriga.single_controller.dispatch.mesh_modes import check_mesh
+from quadriga.single_controller.dispatch.register import MethodRecord, registered_methods
+from quadriga.single_controller.placement.rank_layout import GroupLayout
+from quadriga.single_controller.ranks.fused import roles_within
+from quadriga.single_controller.watch import Watch, forget
 
 MethodFactory = Callable[["WorkerGroup", str, MethodRecord], Callable[..., Any]]
 

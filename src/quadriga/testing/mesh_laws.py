@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quadriga.single_controller import DispatchMode, make_nd_compute_dataproto_dispatch_fn
-from quadriga.single_controller.mesh import check_mesh as check_registration
-from quadriga.single_controller.modes import inline_dispatch_mode
+from quadriga.single_controller.dispatch.mesh_modes import check_mesh as check_registration
+from quadriga.single_controller.dispatch.modes import inline_dispatch_mode
 from quadriga.testing.laws import Law, LawBroken, check_all, expect, law
 from quadriga.testing.mode_laws import MODE_LAWS, ModeUnderTest, content, rows
 from quadriga.testing.simulated import SimulatedGroup

@@ -9,7 +9,7 @@ from typing import Any
 from quadriga.errors import MeshError
 from quadriga.single_controller import DispatchMode, GroupLayout, RankLayout
 from quadriga.single_controller.call import CallView
-from quadriga.single_controller.sending import parts_of_ranks
+from quadriga.single_controller.submit import parts_of_ranks
 
 Mesh = tuple[Sequence[int], Sequence[bool]]
 

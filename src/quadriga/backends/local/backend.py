@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from quadriga.backends.local.carrier import LocalCarrier
+from quadriga.backends.local.calls import LocalCallBackend
 from quadriga.backends.local.group import LocalWorkerGroup
-from quadriga.single_controller.class_with_args import ClassWithInitArgs, ColocatedClass
-from quadriga.single_controller.resource_pool import ResourcePool
+from quadriga.single_controller.placement.resource_pool import ResourcePool
+from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs, ColocatedClass
 
 
-class LocalBackend(LocalCarrier):
+class LocalBackend(LocalCallBackend):
     """See the module's docstring."""
 
     name = "local"

@@ -16,9 +16,9 @@ import time
 from types import FrameType, TracebackType
 
 from quadriga.errors import CallTimeoutError
-from quadriga.single_controller import hosting
 from quadriga.single_controller.call import Call
-from quadriga.single_controller.hosting import RankHost
+from quadriga.single_controller.ranks import rank_host
+from quadriga.single_controller.ranks.rank_host import RankHost
 
 logger = logging.getLogger("quadriga.controller")
 
@@ -162,7 +162,7 @@ def _in_debugger(frame: FrameType | None) -> bool:
 def _stack(frame: FrameType | None) -> str:
     """From the innermost frame down to the worker's method."""
     lines = []
-    while frame is not None and frame.f_code.co_filename != hosting.__file__:
+    while frame is not None and frame.f_code.co_filename != rank_host.__file__:
         code = frame.f_code
         lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
         frame = frame.f_back

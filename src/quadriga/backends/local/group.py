@@ -7,20 +7,20 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quadriga.backends.local.carrier import LocalCarrier, LocalRank
+from quadriga.backends.local.calls import LocalCallBackend, LocalRank
 from quadriga.errors import ConfigError, DispatchError, PlacementError
-from quadriga.protocol.reference import use_store
+from quadriga.protocol.values.storage import use_store
 from quadriga.single_controller.backend import RankFacts, RankHandle, RankSet
 from quadriga.single_controller.bound_method import BoundMethod
-from quadriga.single_controller.class_with_args import ClassWithInitArgs
-from quadriga.single_controller.environment import (
+from quadriga.single_controller.placement.resource_pool import ResourcePool
+from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
+from quadriga.single_controller.ranks.environment import (
     LOCAL_PORT,
     RankEnvironment,
     ReservedPort,
     environment,
 )
-from quadriga.single_controller.hosting import RankHost
-from quadriga.single_controller.resource_pool import ResourcePool
+from quadriga.single_controller.ranks.rank_host import RankHost
 from quadriga.single_controller.worker_group import MethodFactory, WorkerGroup, roles_of
 
 MACHINE_OPTIONS = (
@@ -42,7 +42,7 @@ class LocalWorkerGroup(WorkerGroup):
         resource_pool: ResourcePool | None,
         cls_with_init: ClassWithInitArgs,
         *,
-        backend: LocalCarrier | None = None,
+        backend: LocalCallBackend | None = None,
         name_prefix: str | None = None,
         role: str | None = None,
         worker_env: Mapping[str, str] | None = None,
@@ -54,7 +54,7 @@ class LocalWorkerGroup(WorkerGroup):
     ) -> None:
         _check_options(machine_options, detached)
         local = _local_places(resource_pool, sharing_with)
-        backend = backend or LocalCarrier()
+        backend = backend or LocalCallBackend()
         use_store(backend.store)
         prefix = name_prefix or "local"
         classes = cls_with_init.roles

@@ -5,10 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from quadriga.protocol.reference import Handle, HereHandle, InProcessStore, snapshot
+from quadriga.protocol.values.storage import Handle, InProcessStore, LocalHandle, snapshot
 
 
-class LocalHandle(HereHandle):
+class CountedHandle(LocalHandle):
     """A stored value. Pickled, it carries the value along."""
 
     __slots__ = ()
@@ -25,7 +25,7 @@ class LocalStore(InProcessStore):
         self.objects_held = 0
 
     def put(self, value: Any, nbytes: int = 0) -> Handle:
-        handle = LocalHandle(snapshot(value), nbytes)
+        handle = CountedHandle(snapshot(value), nbytes)
         self.bytes_held += nbytes
         self.objects_held += 1
         weakref.finalize(handle, self._released, nbytes).atexit = False

@@ -7,19 +7,19 @@ from typing import Any
 
 import ray
 
-from quadriga.backends.ray.carrier import RayCarrier
-from quadriga.backends.ray.class_with_args import RayClassWithInitArgs, RayColocatedClass
+from quadriga.backends.ray.calls.submission import RayCallBackend
 from quadriga.backends.ray.cluster import RaySession, ensure_ray
 from quadriga.backends.ray.group import RayWorkerGroup
-from quadriga.backends.ray.placing import alive_nodes
-from quadriga.backends.ray.pool import RayResourcePool
+from quadriga.backends.ray.placement.class_with_args import RayClassWithInitArgs, RayColocatedClass
+from quadriga.backends.ray.placement.placement_groups import alive_nodes
+from quadriga.backends.ray.placement.pool import RayResourcePool
 from quadriga.errors import PlacementError
-from quadriga.single_controller.class_with_args import ClassWithInitArgs
-from quadriga.single_controller.placement import check_feasible
-from quadriga.single_controller.resource_pool import ResourcePool
+from quadriga.single_controller.placement.feasibility import check_feasible
+from quadriga.single_controller.placement.resource_pool import ResourcePool
+from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
 
 
-class RayBackend(RayCarrier):
+class RayBackend(RayCallBackend):
     """See `quadriga.single_controller.backend.Backend`."""
 
     name = "ray"

@@ -8,18 +8,18 @@ from typing import Any
 
 import ray
 
-from quadriga.backends.ray.carrier import RayCarrier
-from quadriga.backends.ray.class_with_args import RayClassWithInitArgs
-from quadriga.backends.ray.placing import local_places
-from quadriga.backends.ray.pool import RayResourcePool
-from quadriga.backends.ray.register_center import start_register_center
-from quadriga.backends.ray.starting import RankPlan, class_roles, devices_of, start_ranks
+from quadriga.backends.ray.calls.submission import RayCallBackend
+from quadriga.backends.ray.placement.class_with_args import RayClassWithInitArgs
+from quadriga.backends.ray.placement.placement_groups import local_places
+from quadriga.backends.ray.placement.pool import RayResourcePool
+from quadriga.backends.ray.process.register_center import start_register_center
+from quadriga.backends.ray.process.start import RankPlan, class_roles, devices_of, start_ranks
 from quadriga.errors import DispatchError, WorkerDiedError
-from quadriga.protocol.reference import use_store
+from quadriga.protocol.values.storage import use_store
 from quadriga.single_controller.backend import RankFacts, RankHandle, RankSet
 from quadriga.single_controller.bound_method import BoundMethod
-from quadriga.single_controller.class_with_args import ClassWithInitArgs
-from quadriga.single_controller.environment import RankEnvironment
+from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
+from quadriga.single_controller.ranks.environment import RankEnvironment
 from quadriga.single_controller.worker_group import MethodFactory, WorkerGroup
 
 START_TIMEOUT_S = 1800.0
@@ -57,10 +57,10 @@ class RayWorkerGroup(WorkerGroup):
         namespace: str | None = None,
         register_center: bool = False,
         master_port_range: Sequence[int] | None = None,
-        backend: RayCarrier | None = None,
+        backend: RayCallBackend | None = None,
         method_factory: MethodFactory = BoundMethod,
     ) -> None:
-        backend = backend or RayCarrier()
+        backend = backend or RayCallBackend()
         use_store(backend.store)
         if ray_cls_with_init is None:
             raise DispatchError("RayWorkerGroup needs ray_cls_with_init, to know the methods.")

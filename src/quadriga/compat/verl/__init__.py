@@ -18,7 +18,7 @@ from typing import Any
 
 from quadriga.compat.verl.names import MODULES
 from quadriga.errors import ConfigError
-from quadriga.single_controller.preload import preload_in_workers
+from quadriga.single_controller.ranks.preload import preload_in_workers
 
 VERSION = "0.9.1+quadriga"
 

@@ -154,8 +154,8 @@ def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: list[list[int]]) -
     if len(indices) != len(data):
         raise LengthError(f"The micro-batches name {len(indices)} rows, the data has {len(data)}.")
     if data.is_nested:
-        from quadriga.protocol import jagged
-        from quadriga.protocol.rowops import from_index
+        from quadriga.protocol.values import jagged
+        from quadriga.protocol.values.row_selection import from_index
 
         return jagged.take(data, from_index(get_reverse_idx(indices), len(data)))
     return data[torch.tensor(get_reverse_idx(indices))]

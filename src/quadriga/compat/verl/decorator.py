@@ -9,12 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from quadriga.single_controller import Dispatch, Execute
-from quadriga.single_controller import builtin_modes as builtin
-from quadriga.single_controller.batches import join
 from quadriga.single_controller.call import CallView, GroupView
-from quadriga.single_controller.mesh import by_part, collect_by_mesh, dispatch_by_mesh
-from quadriga.single_controller.modes import ExecuteMode, get_predefined_dispatch_fn
-from quadriga.single_controller.registration import RECORD_ATTRIBUTE
+from quadriga.single_controller.dispatch import builtin_modes as builtin
+from quadriga.single_controller.dispatch.batch_parts import join
+from quadriga.single_controller.dispatch.mesh_modes import (
+    by_part,
+    collect_by_mesh,
+    dispatch_by_mesh,
+)
+from quadriga.single_controller.dispatch.modes import ExecuteMode, get_predefined_dispatch_fn
+from quadriga.single_controller.dispatch.register import RECORD_ATTRIBUTE
 
 MAGIC_ATTR = RECORD_ATTRIBUTE
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from quadriga import protocol
 from quadriga.errors import ConflictError
-from quadriga.single_controller.environment import environment
+from quadriga.single_controller.ranks.environment import environment
 
 
 def temp_env_var(key: str, value: str) -> AbstractContextManager[None]:
@@ -64,7 +64,7 @@ def convert_to_regular_types(obj: Any) -> Any:
 
 def parallel_put(data_list: Sequence[Any], max_workers: int | None = None) -> list[Any]:
     """Put objects into the store from threads; gives Ray references where Ray keeps them."""
-    from quadriga.backends.ray.store import RayStore
+    from quadriga.backends.ray.calls.store import RayStore
 
     with protocol.use_store(RayStore()):
         handles = protocol.parallel_put(data_list, max_workers)

@@ -12,12 +12,12 @@ from typing import Any
 
 from quadriga.backends.ray import RayResourcePool
 from quadriga.backends.ray import RayWorkerGroup as OurRayWorkerGroup
-from quadriga.backends.ray.liveness import node_address
-from quadriga.backends.ray.placing import alive_nodes, sort_by_node_address
+from quadriga.backends.ray.health.liveness import node_address
+from quadriga.backends.ray.placement.placement_groups import alive_nodes, sort_by_node_address
 from quadriga.errors import PlacementError, UnknownNameError
 from quadriga.single_controller.bound_method import BoundMethod
-from quadriga.single_controller.environment import ReservedPort
-from quadriga.single_controller.placement import check_feasible
+from quadriga.single_controller.placement.feasibility import check_feasible
+from quadriga.single_controller.ranks.environment import ReservedPort
 
 sort_placement_group_by_node_ip = sort_by_node_address
 

@@ -12,8 +12,9 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from quadriga.errors import ConflictError, FieldError, LengthError
-from quadriga.protocol import DataProto, jagged, union_tensor_dict
-from quadriga.protocol.rowops import RowOp, from_index, from_slice
+from quadriga.protocol import DataProto, union_tensor_dict
+from quadriga.protocol.values import jagged
+from quadriga.protocol.values.row_selection import RowOp, from_index, from_slice
 
 _NON_TENSOR = (NonTensorData, NonTensorStack)
 
