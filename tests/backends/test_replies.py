@@ -19,7 +19,7 @@ from quadriga.errors import LostObjectError, WorkerMethodError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.protocol.boundary import pack_argument
 from quadriga.protocol.values import operations as values
-from quadriga.protocol.values.traffic import traffic
+from quadriga.protocol.values.storage import traffic
 
 KB, MB = 2**10, 2**20
 

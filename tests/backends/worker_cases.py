@@ -74,7 +74,7 @@ class Twice(Worker):
 class Neighbour(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def ask(self, x):
-        return self.actor.add(x), self.sibling("actor_rollout").rank, sorted(self.fused_worker_dict)
+        return self.actor.add(x), self.sibling("actor_rollout").rank, sorted(self._siblings)
 
 
 class Unreadable:

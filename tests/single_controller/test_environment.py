@@ -20,7 +20,7 @@ from quadriga.single_controller.placement.devices import (
 from quadriga.single_controller.ranks.environment import RankEnvironment, ReservedPort, environment
 
 
-def test_a_reserved_port_is_given_to_nobody_else_but_can_be_served():
+def test_a_reserved_port_is_not_chosen_again_and_a_server_can_bind_it():
     reserved = [ReservedPort.choose() for _ in range(50)]
     assert len({r.port for r in reserved}) == 50
     with socket.socket() as server:
@@ -31,7 +31,7 @@ def test_a_reserved_port_is_given_to_nobody_else_but_can_be_served():
         r.release()
 
 
-def test_the_environment_is_put_back(monkeypatch):
+def test_environment_variables_are_restored(monkeypatch):
     monkeypatch.setenv("RANK", "7")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with environment({"RANK": "1", "WORLD_SIZE": "2"}):
@@ -40,7 +40,7 @@ def test_the_environment_is_put_back(monkeypatch):
     assert "WORLD_SIZE" not in os.environ
 
 
-def test_a_worker_is_built_from_the_environment():
+def test_a_worker_reads_its_place_from_environment_variables():
     place = RankEnvironment(3, 8, 1, 2, "10.0.0.5", "2345", "run_")
 
     class Silent(Worker):
@@ -51,11 +51,11 @@ def test_a_worker_is_built_from_the_environment():
         worker, silent = Worker(), Silent()
     for made in (worker, silent):
         assert (made.rank, made.world_size, made.local_rank, made.local_world_size) == (3, 8, 1, 2)
-        assert made.get_master_addr_port() == ("10.0.0.5", "2345")
+        assert (made.master_address, made.master_port) == ("10.0.0.5", "2345")
         assert made.worker_group_prefix == "run_"
 
 
-def test_a_worker_in_a_process_of_its_own():
+def test_a_worker_without_a_group():
     code = (
         "from quadriga.single_controller import Worker; w = Worker(); print(w.rank, w.world_size)"
     )
@@ -66,13 +66,13 @@ def test_a_worker_in_a_process_of_its_own():
     assert run.stdout.split() == ["2", "4"]
 
 
-def test_a_variable_that_is_no_number():
+def test_a_variable_that_is_not_a_number_is_refused():
     with pytest.raises(ConfigError, match="variable LOCAL_RANK must be a whole number, got 'two'"):
         RankEnvironment.read({"RANK": "2", "LOCAL_RANK": "two"})
     assert RankEnvironment.read({"RANK": ""}) == RankEnvironment()
 
 
-def test_a_port_within_a_range_is_kept_and_can_be_served():
+def test_a_port_within_a_range_is_reserved_and_a_server_can_bind_it():
     first = ReservedPort.choose()
     span = (first.port, first.port + 20)
     second = ReservedPort.choose(span)  # the first of the range is taken
@@ -97,7 +97,7 @@ def test_visible_devices_of_all_vendors():
         visible_devices({"CUDA_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "1"})
 
 
-def test_devices_are_unified_to_one_variable(monkeypatch):
+def test_visible_devices_are_moved_to_one_variable(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "4,5")
     assert unify_visible_devices() == "4,5"

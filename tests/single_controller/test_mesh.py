@@ -99,7 +99,7 @@ class Uneven(Worker):
 
 
 @pytest.mark.parametrize("by_future", [False, True])
-def test_data_parallel_sizes_that_do_not_divide_each_other(by_future):
+def test_results_of_one_mesh_are_arguments_of_another(by_future):
     """A result made in two parts is an argument in three, then in six."""
     group = start(Uneven, 6)
     inferred = (group.infer.submit if by_future else group.infer)(batch(6))
@@ -111,7 +111,7 @@ def test_data_parallel_sizes_that_do_not_divide_each_other(by_future):
     assert scored.batch["score"].tolist() == [5, 4, 3, 2, 1, 0]  # in data-parallel order
 
 
-def test_each_mesh_pads_for_its_own_size():
+def test_each_mesh_pads_to_its_own_size():
     group = start(Uneven, 6)
     padded = group.infer(batch(5, auto_padding=True))
     assert padded.batch["infer"].tolist() == [0, 0, 0, 3, 3]
@@ -127,19 +127,17 @@ def test_mesh_padding():
         group.train(batch(6))
 
 
-def test_futures_of_mesh_calls_go_on_without_the_group():
+def test_a_pickled_future_of_a_mesh_call_is_joined_without_the_group():
     import pickle
 
     group = start(Meshed, 8)
     future = group.train.submit(batch(8))
-    travelled = pickle.loads(pickle.dumps(future))
-    assert travelled.get().batch["rank"].tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
+    restored = pickle.loads(pickle.dumps(future))
+    assert restored.get().batch["rank"].tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
 
 
-def test_ranks_that_share_a_part_share_one_object():
+def test_ranks_with_the_same_part_receive_the_same_object():
     """The parts handed to the backend: one object per data-parallel rank."""
-    from quadriga.single_controller import submit as sending
-
     group = start(Meshed, 8)
     group.train(batch(8))
     sent = []
@@ -147,12 +145,12 @@ def test_ranks_that_share_a_part_share_one_object():
     group._ranks.backend.submit = lambda ranks, targets, calls, timeout: (
         sent.extend(calls) or submit(ranks, targets, calls, timeout)
     )
-    sending.start(group, group.train, (batch(8),), {})
+    group.train(batch(8))
     assert [sent[0] is sent[1], sent[1] is sent[2], sent[2] is sent[3]] == [True, False, True]
     assert len({id(call) for call in sent}) == 4
 
 
-def test_mesh_mistakes():
+def test_unknown_and_repeated_meshes_are_refused():
     group = start(Meshed, 8)
     with pytest.raises(MeshError, match=r"has not registered the mesh 'nowhere'.*infer.*train"):
         group.lost(batch(8))
@@ -179,17 +177,17 @@ class Odd(Worker):
         ([0, 1], [False, False], "at least one must be"),
     ],
 )
-def test_meshes_that_make_no_sense(dp_ranks, collects, words):
+def test_inconsistent_meshes_are_refused(dp_ranks, collects, words):
     with pytest.raises(MeshError, match=words):
         start(Odd, 2, dp_ranks, collects).same(batch(2))
 
 
-def test_collection_is_in_data_parallel_order():
+def test_results_are_joined_in_data_parallel_order():
     group = start(Odd, 2, [1, 0], [True, True])
     assert group.same(batch(4)).batch["a"].tolist() == [0, 1, 2, 3]
 
 
-def test_dicts_of_meshes():
+def test_registered_meshes_as_dicts():
     group = start(Meshed, 8)
     assert group.get_dispatch_collect()[3] == {
         "dispatch_dp_rank": {"train": 1, "infer": 0},
@@ -250,7 +248,7 @@ def test_megatron_modes_with_context_parallelism():
         group.lists([1, 2, 3, 4])
 
 
-def test_a_layout_is_asked_for_before_use():
+def test_a_megatron_mode_without_a_rank_layout_is_refused():
     class Plain(Worker):
         @register(dispatch_mode=Dispatch.MEGATRON_PP_ONLY)
         def stages(self):

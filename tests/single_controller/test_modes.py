@@ -37,7 +37,7 @@ def start(cls, ranks=4, **options):
     )
 
 
-def test_every_mode_of_the_contract_exists():
+def test_the_builtin_modes():
     named = (
         "RANK_ZERO ONE_TO_ALL ALL_TO_ALL DP_COMPUTE DP_COMPUTE_PROTO DP_COMPUTE_PROTO_WITH_FUNC "
         "DP_COMPUTE_METRIC DIRECT_ROLLOUT_METHOD MEGATRON_COMPUTE MEGATRON_COMPUTE_PROTO "
@@ -119,7 +119,7 @@ def test_even_ranks_only():
         register_dispatch_mode("EVEN_RANKS", to_even_ranks, from_even_ranks)
 
 
-def test_an_update_reaches_methods_registered_before():
+def test_an_updated_mode_affects_methods_that_are_registered_already():
     mode = register_dispatch_mode("MINE", to_even_ranks, from_even_ranks)
 
     class W(Worker):
@@ -151,7 +151,7 @@ def test_first_half_of_the_ranks():
     assert group.each([5, 6]) == [(0, 5), (1, 6)]
 
 
-def test_rank_zero_in_both_ways():
+def test_rank_zero_by_dispatch_mode_and_by_execute_mode():
     class W(Worker):
         @register(dispatch_mode=Dispatch.RANK_ZERO)
         def a(self, x):
@@ -169,7 +169,7 @@ def test_rank_zero_in_both_ways():
     assert group.a([1]) == group.b([1]) == group.c([1]) == (0, [1])
 
 
-def test_what_a_dispatch_function_may_not_return():
+def test_wrong_results_of_a_dispatch_function_are_refused():
     def wrong_length(group, x):
         return ([x],), {}
 
@@ -210,7 +210,7 @@ def test_direct_rollout_methods_cannot_be_called_through_a_group():
         start(W).generate()
 
 
-def test_a_method_name_that_the_group_has():
+def test_a_method_with_the_name_of_a_group_method_is_refused():
     class W(Worker):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def shutdown(self): ...
@@ -238,7 +238,7 @@ def test_hooks_before_and_after_each_call():
     assert len(seen) == 4
 
 
-def test_hooks_of_calls_that_are_not_waited_for():
+def test_hooks_of_futures():
     seen = []
     factory = with_hooks(
         before=lambda label, args, kwargs: seen.append("before"),
@@ -260,12 +260,12 @@ def test_hooks_of_calls_that_are_not_waited_for():
     assert future.get() == future.get() == [5, 6]
     assert seen == ["before", [5, 6]]  # once, although read twice
     assert pickle.loads(pickle.dumps(group.soon(3))).get() == [-3, -3]
-    assert seen == ["before", [5, 6], "before"]  # a future that travelled leaves the hook behind
+    assert seen == ["before", [5, 6], "before"]  # a pickled future has no hook
 
 
-def test_a_mode_taken_over_from_the_controller_may_be_added_again_by_its_file():
-    """What a worker process does: the modes come first, then the file that adds them is imported,
-    because a class of that file is needed."""
+def test_an_adopted_mode_may_be_added_once_more_by_its_file():
+    """A worker process adopts the modes of the controller first. It then imports the file that adds
+    them, because it needs a class of that file."""
     mode = register_dispatch_mode("MINE", to_even_ranks, from_even_ranks)
     Dispatch.remove("MINE")
     Dispatch.adopt([mode])
@@ -274,7 +274,7 @@ def test_a_mode_taken_over_from_the_controller_may_be_added_again_by_its_file():
         register_dispatch_mode("MINE", to_even_ranks, from_even_ranks)
 
 
-def test_futures_among_the_arguments_as_they_are_or_resolved():
+def test_futures_among_the_arguments_are_resolved_or_passed_on():
     from quadriga.protocol import DataProto, DataProtoFuture
 
     class W(Worker):
@@ -295,7 +295,7 @@ def test_futures_among_the_arguments_as_they_are_or_resolved():
     assert (group.raw(future), group.resolved(future)) == (["DataProtoFuture"], ["DataProto"])
 
 
-def test_a_plain_tensordict_is_a_batch():
+def test_a_tensordict_is_a_batch():
     from tensordict import TensorDict
 
     class W(Worker):
@@ -316,7 +316,7 @@ def test_a_plain_tensordict_is_a_batch():
         group.twice(TensorDict({"a": torch.arange(3)}, [3]))
 
 
-def test_the_name_of_a_method_shows_in_tracebacks():
+def test_tracebacks_show_the_name_of_the_method():
     import traceback
 
     class W(Worker):

@@ -1,4 +1,4 @@
-"""Pools, and whether they fit, by hand-made nodes."""
+"""Pools, and whether they fit on given nodes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_uneven_pool():
     assert uneven.store == uneven() == [2, 3, 1]
 
 
-def test_pools_are_split_twice_and_merged_by_arithmetic():
+def test_pools_are_split_twice_and_merged():
     first, second = split_resource_pool(ResourcePool([2, 3]), [1, 4])
     assert (first.store, second.store) == ([1], [1, 3])
     halves = split_resource_pool(second, 2)
@@ -41,7 +41,7 @@ def test_pools_are_split_twice_and_merged_by_arithmetic():
         split_resource_pool(ResourcePool([2, 3]), 2)
     with pytest.raises(PlacementError, match=r"the parts \[2, 2\] have 4"):
         split_resource_pool(ResourcePool([2, 3]), [2, 2])
-    with pytest.raises(PlacementError, match="must agree in max_colocate_count: 10 and 3"):
+    with pytest.raises(PlacementError, match="agree in max_colocate_count, got 10 and 3"):
         merge_resource_pool(ResourcePool([1]), ResourcePool([1], max_colocate_count=3))
 
 
@@ -56,14 +56,14 @@ def test_pools_that_fit_only_in_another_order():
     check_feasible([pool("a", 4, 4), pool("b", 8)], nodes(8, 8))
 
 
-def test_totals_that_suffice_are_not_enough():
+def test_sufficient_totals_are_not_enough():
     with pytest.raises(PlacementError, match="'actor' wants 8 processes on one node") as caught:
         check_feasible([pool("critic", 2), pool("actor", 8)], nodes(5, 5))
     assert caught.value.pool == "actor"
     assert "10.0.0.0 has 64 CPU, 5 GPU" in str(caught.value)
 
 
-def test_each_fits_alone_but_not_together():
+def test_pools_that_fit_alone_but_not_together():
     with pytest.raises(PlacementError, match="do not fit on the nodes together") as caught:
         check_feasible([pool("actor", 6), pool("critic", 6)], nodes(8, 4))
     assert caught.value.pool in ("actor", "critic")
@@ -76,6 +76,13 @@ def test_resources_other_than_gpus_count():
     check_feasible(needs, [NodeResources("here", {"CPU": 20})])
 
 
-def test_no_node_at_all():
+def test_a_cluster_without_nodes():
     with pytest.raises(PlacementError, match="There is no node"):
         check_feasible([pool("actor", 1)], [])
+
+
+def test_thousands_of_parts_on_thousands_of_nodes():
+    check_feasible([PoolNeeds("one each", (1,) * 3000, {"CPU": 64})], nodes(*[0] * 3000))
+    with pytest.raises(PlacementError, match="do not fit on the nodes together"):
+        check_feasible([PoolNeeds("one each", (1,) * 3001, {"CPU": 64})], nodes(*[0] * 3000))
+    check_feasible([PoolNeeds("one bundle each", (1,) * 4000, {"CPU": 1})], nodes(0, *[0] * 62))

@@ -1,4 +1,4 @@
-"""Rank coordinates, checked against the layout written out by hand."""
+"""Rank coordinates, compared with layouts written out by hand."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ def test_eight_ranks_with_tp_two():
     assert dp_collects(layout) == [True, False] * 4
 
 
-def test_context_parallel_ranks_share_their_part():
+def test_context_parallel_ranks_receive_the_same_part():
     layout = layouts(tp=1, cp=2, dp=2)
     assert dp_parts(layout) == [0, 0, 1, 1]
     assert dp_collects(layout) == [True, False, True, False]
 
 
-def test_last_stage_is_collected():
+def test_results_come_from_the_last_pipeline_stage():
     layout = layouts(tp=2, dp=1, pp=2)
     assert dp_parts(layout) == [0, 0, 0, 0]
     assert dp_collects(layout) == [False, False, True, False]
 
 
-def test_stages_as_data_parallel_ranks():
+def test_pipeline_stages_as_data_parallel_ranks():
     layout = layouts(tp=2, dp=2, pp=2)
     assert pp_as_dp_parts(layout) == [0, 0, 2, 2, 1, 1, 3, 3]
     assert pp_as_dp_collects(layout) == [True, False] * 4
 
 
-def test_what_does_not_fit():
+def test_inconsistent_layouts_are_refused():
     with pytest.raises(MeshError, match="tp=2 × cp=1 × dp=2 × pp=1 = 4 ranks"):
         RankLayout.of_rank(4, tp=2, dp=2)
     with pytest.raises(MeshError, match="tp_rank must lie"):
         RankLayout(2, 0, 0, 0, tp_size=2)
     with pytest.raises(MeshError, match="different layouts"):
         GroupLayout.of([RankLayout.of_rank(0, tp=2), RankLayout.of_rank(1, dp=2)])
-    with pytest.raises(MeshError, match="in 1"):
+    with pytest.raises(MeshError, match="with 1 different"):
         GroupLayout.of([RankLayout.of_rank(0, tp=2)] * 2)

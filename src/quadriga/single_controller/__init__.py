@@ -1,26 +1,68 @@
-"""HOW CALLS MOVE, whatever engine carries them.
+"""How calls reach ranks, for every backend.
 
-Names load when they are first used; none of them imports torch or ray.
+- `worker_group`: `WorkerGroup`, many ranks called as one object; `named_calls`: calls by name.
+- `bound_method`: a method of a group and one call of it; `hooks`: code before and after calls.
+- `call`: what is sent for a call. `backend`: what a backend provides. `watch`: broken groups.
+- `dispatch/`: split arguments and join results. `ranks/`: what runs in the process of a rank.
+  `placement/`: where ranks run.
+
+May import `quadriga.errors` and `quadriga.protocol`. The public names load on first use. None of
+them imports torch or ray.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from quadriga.lazy import lazy_names
+
+_HOME = {
+    "Backend": "backend",
+    "BoundMethod": "bound_method",
+    "Call": "call",
+    "ClassWithInitArgs": "ranks.class_with_args",
+    "ColocatedClass": "ranks.class_with_args",
+    "Dispatch": "dispatch.builtin_modes",
+    "DispatchMode": "dispatch.modes",
+    "Execute": "dispatch.builtin_modes",
+    "ExecuteMode": "dispatch.modes",
+    "FusedWorker": "ranks.class_with_args",
+    "GroupLayout": "placement.rank_layout",
+    "GroupView": "call",
+    "MethodRecord": "dispatch.modes",
+    "RankLayout": "placement.rank_layout",
+    "ResourcePool": "placement.resource_pool",
+    "Worker": "ranks.worker",
+    "WorkerGroup": "worker_group",
+    "create_colocated_worker_raw_cls": "ranks.class_with_args",
+    "get_predefined_dispatch_fn": "dispatch.modes",
+    "make_nd_compute_dataproto_dispatch_fn": "dispatch.batch_modes",
+    "merge_resource_pool": "placement.resource_pool",
+    "ray_noset_visible_devices": "placement.devices",
+    "register": "dispatch.register",
+    "register_dispatch_mode": "dispatch.modes",
+    "register_execute_mode": "dispatch.modes",
+    "split_resource_pool": "placement.resource_pool",
+    "update_dispatch_mode": "dispatch.modes",
+    "update_execute_mode": "dispatch.modes",
+    "with_hooks": "hooks",
+}
+
+__all__ = list(_HOME)
 
 if TYPE_CHECKING:
     from quadriga.single_controller.backend import Backend as Backend
     from quadriga.single_controller.bound_method import BoundMethod as BoundMethod
-    from quadriga.single_controller.bound_method import with_hooks as with_hooks
     from quadriga.single_controller.call import Call as Call
     from quadriga.single_controller.call import GroupView as GroupView
-    from quadriga.single_controller.dispatch.builtin_modes import Dispatch as Dispatch
-    from quadriga.single_controller.dispatch.builtin_modes import Execute as Execute
-    from quadriga.single_controller.dispatch.mesh_modes import (
+    from quadriga.single_controller.dispatch.batch_modes import (
         make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
     )
+    from quadriga.single_controller.dispatch.builtin_modes import Dispatch as Dispatch
+    from quadriga.single_controller.dispatch.builtin_modes import Execute as Execute
     from quadriga.single_controller.dispatch.modes import DispatchMode as DispatchMode
     from quadriga.single_controller.dispatch.modes import ExecuteMode as ExecuteMode
+    from quadriga.single_controller.dispatch.modes import MethodRecord as MethodRecord
     from quadriga.single_controller.dispatch.modes import (
         get_predefined_dispatch_fn as get_predefined_dispatch_fn,
     )
@@ -33,11 +75,9 @@ if TYPE_CHECKING:
     from quadriga.single_controller.dispatch.modes import (
         update_dispatch_mode as update_dispatch_mode,
     )
-    from quadriga.single_controller.dispatch.modes import (
-        update_execute_mode as update_execute_mode,
-    )
-    from quadriga.single_controller.dispatch.register import MethodRecord as MethodRecord
+    from quadriga.single_controller.dispatch.modes import update_execute_mode as update_execute_mode
     from quadriga.single_controller.dispatch.register import register as register
+    from quadriga.single_controller.hooks import with_hooks as with_hooks
     from quadriga.single_controller.placement.devices import (
         ray_noset_visible_devices as ray_noset_visible_devices,
     )
@@ -54,53 +94,11 @@ if TYPE_CHECKING:
         ClassWithInitArgs as ClassWithInitArgs,
     )
     from quadriga.single_controller.ranks.class_with_args import ColocatedClass as ColocatedClass
-    from quadriga.single_controller.ranks.fused import FusedWorker as FusedWorker
-    from quadriga.single_controller.ranks.fused import (
+    from quadriga.single_controller.ranks.class_with_args import FusedWorker as FusedWorker
+    from quadriga.single_controller.ranks.class_with_args import (
         create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
     )
     from quadriga.single_controller.ranks.worker import Worker as Worker
     from quadriga.single_controller.worker_group import WorkerGroup as WorkerGroup
-
-_HOME = {
-    "Backend": "backend",
-    "BoundMethod": "bound_method",
-    "Call": "call",
-    "ClassWithInitArgs": "ranks.class_with_args",
-    "ColocatedClass": "ranks.class_with_args",
-    "Dispatch": "dispatch.builtin_modes",
-    "DispatchMode": "dispatch.modes",
-    "Execute": "dispatch.builtin_modes",
-    "ExecuteMode": "dispatch.modes",
-    "FusedWorker": "ranks.fused",
-    "GroupLayout": "placement.rank_layout",
-    "GroupView": "call",
-    "MethodRecord": "dispatch.register",
-    "RankLayout": "placement.rank_layout",
-    "ResourcePool": "placement.resource_pool",
-    "Worker": "ranks.worker",
-    "WorkerGroup": "worker_group",
-    "create_colocated_worker_raw_cls": "ranks.fused",
-    "get_predefined_dispatch_fn": "dispatch.modes",
-    "make_nd_compute_dataproto_dispatch_fn": "dispatch.mesh_modes",
-    "merge_resource_pool": "placement.resource_pool",
-    "ray_noset_visible_devices": "placement.devices",
-    "register": "dispatch.register",
-    "register_dispatch_mode": "dispatch.modes",
-    "register_execute_mode": "dispatch.modes",
-    "split_resource_pool": "placement.resource_pool",
-    "update_dispatch_mode": "dispatch.modes",
-    "update_execute_mode": "dispatch.modes",
-    "with_hooks": "bound_method",
-}
-
-__all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+else:
+    __getattr__, __dir__ = lazy_names(__name__, _HOME)

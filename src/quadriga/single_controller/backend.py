@@ -1,4 +1,4 @@
-"""What an engine must offer to run worker groups. Ray and local are the two that exist."""
+"""What a backend provides to start worker groups and to run calls. Ray and local implement it."""
 
 from __future__ import annotations
 
@@ -15,64 +15,72 @@ from quadriga.single_controller.placement.resource_pool import ResourcePool
 from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
 from quadriga.single_controller.watch import Watch
 
+Mesh = tuple[list[int], list[bool]]
+"""For each rank its data-parallel rank, and whether its result is collected."""
+
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Where a rank lives, as it says itself."""
+    """The process of a rank, as the rank itself reports it."""
 
     rank: int
     world_size: int
     node: str
+    """Address of its node."""
     pid: int
     master_address: str
     master_port: str
     group_prefix: str = ""
     log_path: str | None = None
-    """The file on its node that its stderr goes to."""
+    """File on its node that receives its stderr."""
     node_id: str = ""
-    """The engine's own name of that node."""
+    """The backend's identifier of its node."""
     name: str = ""
-    """What the engine calls it, "" for one without a name."""
+    """The backend's name of the rank, "" if it has none."""
     devices: str | None = None
-    """The accelerators it may see, as the vendor's variable lists them."""
+    """Accelerators that it may use, in the format of the vendor's variable ("0,1")."""
     stack_path: str = ""
-    """The file on its node that it writes its stacks to when asked by a signal."""
+    """File on its node to which it writes its stacks on a signal."""
     interleaves: bool = False
-    """Whether it has coroutine methods: calls then tell their order (`turns`)."""
+    """Whether it has coroutine methods. Calls to it then carry tickets (`ranks/call_order.py`)."""
 
 
 @dataclass
 class RankHandle:
-    """One rank, as its group holds it. `native` is the engine's own handle."""
+    """One rank, as the controller refers to it."""
 
-    native: Any
+    native: Any  # an actor handle of Ray, or an object of the local backend
+    """The backend's own handle."""
     name: str
     facts: RankFacts
-    methods: dict[str, Any] = field(default_factory=dict)
-    """The engine's per-method call objects, kept because making one costs time."""
+    methods: dict[str, Any] = field(default_factory=dict)  # each backend stores its own type
+    """The backend's per-method call objects, by "role.method". Creating one is slow."""
     sender: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    """Identifies this handle among all handles of the rank, in the tickets of its calls."""
     sent: int = 0
-    """How many calls with tickets were sent from here."""
+    """The number of calls with tickets that were sent through this handle."""
 
 
 @dataclass(eq=False)
 class RankSet:
-    """The processes of a group and what is known of them; shared by all views on the group."""
+    """The processes of a group. All views of the group share it."""
 
     backend: CallBackend
     handles: list[RankHandle]
     roles: dict[str, type]
-    """Every role that a process of this group hosts, with its class."""
+    """Every role in a process of this group, with its worker class."""
     name_prefix: str = ""
     timeout: float | None = None
-    """Default deadline of a call, in seconds; None: no deadline."""
-    meshes: dict[tuple[str, str], tuple[list[int], list[bool]]] = field(default_factory=dict)
-    layouts: dict[str, GroupLayout] = field(default_factory=dict)
+    """Default deadline of a call in seconds. None: no deadline."""
+    meshes: dict[tuple[str, str], Mesh] = field(default_factory=dict)
+    """(role, mesh name) → mesh, for meshes that were queried."""
+    rank_layouts: dict[str, GroupLayout] = field(default_factory=dict)
+    """role → layout, for layouts that were queried."""
     watch: Watch[RankSet] | None = None
     broken: str | None = None
-    """Why no call can succeed any more."""
-    in_flight: WeakSet[Any] = field(default_factory=WeakSet)
-    """The submissions that somebody may still wait for, in the engine's own form."""
+    """The reason why every further call fails, None if calls can succeed."""
+    in_flight: WeakSet[Any] = field(default_factory=WeakSet)  # each backend stores its own type
+    """The submissions whose results may still be waited for."""
 
     def __len__(self) -> int:
         return len(self.handles)
@@ -80,11 +88,11 @@ class RankSet:
 
 @runtime_checkable
 class CallBackend(Protocol):
-    """What a group that exists needs of its engine: calls carried to ranks, and answers back."""
+    """What an existing group needs of its backend: send calls, receive results."""
 
     @property
-    def store(self) -> Any:
-        """Where batches by reference lie: a `protocol.reference.Store`."""
+    def store(self) -> object:
+        """The `protocol.Store` of remote fields."""
         ...
 
     def submit(
@@ -94,75 +102,83 @@ class CallBackend(Protocol):
         calls: Sequence[Call],
         timeout: float | None,
     ) -> Sequence[Pending]:
-        """Send `calls[i]` to rank `targets[i]`; does not wait.
+        """Send `calls[i]` to rank `targets[i]`. Do not wait for the results.
 
-        Who waits for an answer `timeout` seconds after this gets CallTimeoutError.
+        A wait that is not over `timeout` seconds after the submission raises CallTimeoutError.
         """
         ...
 
-    def gather(self, pendings: Sequence[Pending]) -> list[Any]:
-        """Wait for all answers of one `submit`. The first failure is raised at once."""
+    def gather(self, pendings: Sequence[Pending]) -> list[object]:
+        """Wait for all results of one `submit`. Raise the first failure as soon as it is known."""
         ...
 
-    def share(self, packed: Any, value: Any) -> Any:
-        """Prepare what several ranks will receive, so that it is sent once. `packed` is what
-        would travel, `value` what it was before."""
+    def share(self, packed: object, value: object) -> object:
+        """Prepare an argument that several ranks receive, so that it is stored only once.
+
+        `value` is the argument, `packed` what is sent for it.
+        """
         ...
 
     def is_alive(self, handle: RankHandle) -> bool:
-        """Whether the rank's process exists; answers within seconds."""
+        """Return whether the process of a rank exists. Takes seconds at most."""
         ...
 
     def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError | None:
-        """The error for a rank that is gone; its `method` is the call that was in flight there,
-        "" if none was. None: this process has left the engine and knows nothing of its ranks."""
+        """Return the error for a rank whose process has ended.
+
+        Its `method` is the call that was in flight on the rank, "" if there was none. None: this
+        process is disconnected from the backend and knows nothing about its ranks.
+        """
         ...
 
     def kill(self, handle: RankHandle) -> None:
-        """End the rank's process."""
+        """End the process of a rank."""
         ...
 
 
 @runtime_checkable
 class Backend(CallBackend, Protocol):
-    """An engine that places ranks and carries calls to them."""
+    """A `CallBackend` that also places and starts ranks."""
 
     name: str
 
-    def start(self, **options: Any) -> None:
-        """Connect to the engine, starting it if none runs. `num_cpus`: of a started one."""
+    def start(self, **options: object) -> None:
+        """Connect to the backend and start it if it is not running.
+
+        `num_cpus`: the number of CPUs of a backend that is started here.
+        """
         ...
 
     def resource_pool(
-        self, process_on_nodes: Sequence[int], name: str | None = None, **options: Any
+        self, process_on_nodes: Sequence[int], name: str | None = None, **options: object
     ) -> ResourcePool:
-        """A pool in the engine's own type; `name` is what messages call it.
+        """Create a pool of the backend's type. Messages call it `name`.
 
-        Unlike the pool classes themselves, `max_colocate_count` is 1 if not given.
+        `max_colocate_count` is 1 by default, unlike in the pool classes themselves.
         """
         ...
 
     def check_placement(self, pools: Iterable[ResourcePool]) -> None:
-        """Raises PlacementError unless all pools fit on the machines together."""
+        """Raise PlacementError unless all pools fit on the nodes at the same time."""
         ...
 
-    def class_with_args(self, cls: type, *args: Any, **kwargs: Any) -> ClassWithInitArgs:
-        """A worker class with its arguments, in the engine's own type."""
+    def class_with_args(self, cls: type, *args: object, **kwargs: object) -> ClassWithInitArgs:
+        """Combine a worker class with its arguments, in the backend's type."""
         ...
 
     def colocate(self, classes: Mapping[str, ClassWithInitArgs]) -> ClassWithInitArgs:
-        """Several roles in one process."""
+        """Combine several roles that share one process per rank."""
         ...
 
     def worker_group(
-        self, pool: ResourcePool | None, cls: ClassWithInitArgs, **options: Any
-    ) -> Any:
-        """Start a group: a `WorkerGroup`, complete when this returns.
+        self, pool: ResourcePool | None, cls: ClassWithInitArgs, **options: object
+    ) -> Any:  # has the methods that the worker class registered, which no type can name here
+        """Start a `WorkerGroup`. Its workers are built when this returns.
 
-        Without a pool the option `sharing_with` names a group whose places are used.
+        Without a pool, the option `sharing_with` names a group on whose places it runs.
         """
         ...
 
     def shutdown(self) -> None:
-        """End what this backend itself has started."""
+        """End what this backend started."""
         ...

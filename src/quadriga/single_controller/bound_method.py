@@ -1,133 +1,264 @@
-"""A worker's method as its group offers it: `group.update_actor(batch)`."""
+"""A worker's method on its group, `group.update_actor(batch)`, and one call of it.
+
+BoundMethod.__call__          test for broken groups
+  start_call                  split the arguments by the dispatch mode
+    build_calls               pack each distinct argument once, one Call per part
+    RankSet.backend.submit    send
+  StartedCall.wait            gather, unpack and join the results
+"""
 
 from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Generic, ParamSpec, Protocol, Self, TypeVar
 
-from quadriga.single_controller.call import CallOptions
-from quadriga.single_controller.dispatch.register import MethodRecord
+from quadriga.errors import DispatchError, LengthError, WorkerDiedError
+from quadriga.single_controller.backend import RankSet
+from quadriga.single_controller.call import (
+    Arguments,
+    Call,
+    CallOptions,
+    CallView,
+    Collect,
+    Collector,
+    GroupInfo,
+    KeywordArguments,
+    Pending,
+    Split,
+    boundary_for,
+    unpack_results,
+)
+from quadriga.single_controller.dispatch.modes import MethodRecord
+from quadriga.single_controller.watch import broken_groups, raise_if_broken
 
 if TYPE_CHECKING:
-    from quadriga.single_controller.worker_group import WorkerGroup
+    from quadriga.protocol import DataProtoFuture
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Part = tuple[Arguments, KeywordArguments]
+"""The arguments of one rank."""
 
 
-BeforeCall = Callable[[str, tuple[Any, ...], dict[str, Any]], object]
-AfterCall = Callable[[str, Any], object]
+class BoundGroup(Protocol):
+    """What a bound method needs of its group."""
+
+    @property
+    def _ranks(self) -> RankSet: ...
+    def class_of(self, role: str) -> type: ...
+    def role_view(self, role: str) -> GroupInfo: ...
 
 
-class BoundMethod:
-    """Call it: split, send, run, gather, join. `.submit(...)` does not wait and gives a future.
+class BoundMethod(Generic[P, R]):
+    """A method of a role, called on all ranks: split, send, run, gather, join.
 
-    `.options(timeout=60)` gives the same method with a deadline of 60 seconds per call.
+    `method(batch)` waits for the result unless it is registered with `blocking=False`.
+    `method.submit(batch)` returns a future. `method.options(timeout=60)(batch)` has a deadline.
+
+    Args:
+        group: The group that has the role, possibly together with other roles.
+        role: The role that runs the method.
+        record: What `@register` recorded.
     """
 
-    def __init__(
-        self,
-        group: WorkerGroup,
-        role: str,
-        record: MethodRecord,
-        call_options: CallOptions | None = None,
-    ) -> None:
+    def __init__(self, group: BoundGroup, role: str, record: MethodRecord) -> None:
         self.group = group
         self.role = role
         self.record = record
-        self.call_options = call_options or CallOptions()
+        self.call_options = CallOptions()
         self.label = f"{role}.{record.name}"
         self.__name__ = record.name
         self.__qualname__ = self.label
         self.__doc__ = getattr(group.class_of(role), record.name).__doc__
-        # A frame of its own with the method's name, so that profiles show it.
+        # A function whose code has the method's name: profiles then show a frame of that name.
         self._run = _named(_call, record.name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self, args, kwargs)
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = self._run(self, args, kwargs)
+        return result
 
-    def submit(self, *args: Any, **kwargs: Any) -> Any:
-        """Start the call and return a `DataProtoFuture` at once."""
-        return self.group.start_call(self, args, kwargs).future()
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> DataProtoFuture:
+        """Start the call and return a future of the joined result."""
+        return start_call(self, args, kwargs).future()
 
-    def options(self, timeout: float | None = None) -> BoundMethod:
-        """The same method with other call options. `timeout`: seconds, None: the group's."""
+    def options(self, timeout: float | None = None) -> Self:
+        """Return this method with a deadline of `timeout` seconds. None: that of the group."""
         twin = copy.copy(self)
         twin.call_options = replace(self.call_options, timeout=timeout)
         return twin
 
     def __repr__(self) -> str:
-        return f"<{self.label} on {self.group.world_size} ranks>"
+        return f"<{self.label} on {len(self.group._ranks)} ranks>"
 
 
-class HookedMethod(BoundMethod):
-    """A bound method with a function before and one after each call.
-
-    For a call that is not waited for, `after` runs when its result is first read in this process.
-    """
-
-    before: BeforeCall | None = None
-    after: AfterCall | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.record.blocking:
-            return self.submit(*args, **kwargs)
-        if self.before is not None:
-            self.before(self.label, args, kwargs)
-        value = super().__call__(*args, **kwargs)
-        if self.after is not None:
-            self.after(self.label, value)
-        return value
-
-    def submit(self, *args: Any, **kwargs: Any) -> Any:
-        """Start the call and return a `DataProtoFuture` at once."""
-        if self.before is not None:
-            self.before(self.label, args, kwargs)
-        started = self.group.start_call(self, args, kwargs)
-        observed = _ObservedJoin(started.collector, self.label, self.after)
-        return replace(started, collector=observed).future()
-
-
-class _ObservedJoin:
-    """Joins as `inner` does and tells the hook, once. A future that travels leaves it behind."""
-
-    def __init__(self, inner: Any, label: str, after: AfterCall | None) -> None:
-        self.inner, self.label, self.after = inner, label, after
-
-    def __call__(self, outputs: list[Any]) -> Any:
-        value = self.inner(outputs)
-        after, self.after = self.after, None
-        if after is not None:
-            after(self.label, value)
-        return value
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.inner,)
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def with_hooks(
-    before: BeforeCall | None = None, after: AfterCall | None = None
-) -> Callable[[WorkerGroup, str, MethodRecord], HookedMethod]:
-    """A `method_factory` for groups: `before(label, args, kwargs)` runs before each call and
-    `after(label, value)` after it; `label` is "role.method". What they raise, the caller sees."""
-
-    def make(group: WorkerGroup, role: str, record: MethodRecord) -> HookedMethod:
-        method = HookedMethod(group, role, record)
-        method.before, method.after = before, after
-        return method
-
-    return make
-
-
-def _call(method: BoundMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    started = method.group.start_call(method, args, kwargs)
+def _call(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments) -> object:
+    started = start_call(method, args, kwargs)
     return started.wait() if method.record.blocking else started.future()
 
 
-def _named(function: types.FunctionType | Any, name: str) -> Any:
+def _named(function: types.FunctionType | Callable[..., object], name: str) -> types.FunctionType:
     code = function.__code__.replace(co_name=name, co_qualname=name)
     return types.FunctionType(code, function.__globals__, name)
+
+
+@dataclass(frozen=True)
+class StartedCall:
+    """A call that was sent to its ranks."""
+
+    ranks: RankSet
+    pendings: Sequence[Pending]
+    collect: Collect
+
+    def wait(self) -> object:
+        """Wait for every rank and join the results. Raise what a worker raised."""
+        return self.collect(unpack_results(self.ranks.backend.gather(self.pendings)))
+
+    def future(self) -> DataProtoFuture:
+        """Return a `DataProtoFuture` of the joined result."""
+        from quadriga.protocol import DataProtoFuture
+
+        return DataProtoFuture(list(self.pendings), self.collect)
+
+
+def start_call(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments) -> StartedCall:
+    """Split the arguments as the method's dispatch mode says and send them to the ranks."""
+    record, ranks = method.record, method.group._ranks
+    dispatch, execute = record.current_dispatch, record.current_execute
+    # Each role of a shared process has its own meshes and rank layout, hence the view of one role.
+    view = CallView(method.group.role_view(method.role), (), method.label, execute.single)
+    # Modes are functions of the view, so the view exists before it knows the executing ranks.
+    view.ranks = (dispatch.ranks or execute.ranks)(view)
+    parts = parts_of_ranks(view, dispatch.dispatch_fn(view, *args, **kwargs))
+    calls = build_calls(ranks, method.role, record.name, parts, record.materialize_futures)
+    pendings = send_calls(ranks, list(view.ranks), calls, method.call_options.timeout)
+    return StartedCall(ranks, pendings, Collector(dispatch.collect_fn, view))
+
+
+def parts_of_ranks(view: CallView, split: Split) -> list[Part]:
+    """Turn one sequence per argument into the arguments of each executing rank.
+
+    Example: `(([a0, a1],), {"k": [k0, k1]})` for two ranks gives `[((a0,), {"k": k0}),
+    ((a1,), {"k": k1})]`. Raise DispatchError or LengthError if the dispatch function returned
+    something else.
+    """
+    try:
+        args, kwargs = split
+        columns = [*args, *kwargs.values()]
+    except (TypeError, ValueError, AttributeError):
+        raise DispatchError(
+            f"{view.method}: a dispatch function returns (args, kwargs), got {split!r}."
+        ) from None
+    n = len(view.ranks)
+    # A call without arguments has no column from which the number of ranks could be read.
+    if not columns:
+        return [((), {})] * n
+    rows = [_entries(view, column) for column in columns]
+    cut = len(args)
+    names = list(kwargs)
+    return [
+        (tuple(r[i] for r in rows[:cut]), {k: r[i] for k, r in zip(names, rows[cut:], strict=True)})
+        for i in range(n)
+    ]
+
+
+def _entries(view: CallView, column: object) -> Sequence[object]:
+    """Return one entry per executing rank, from one entry per executing rank or per rank."""
+    if not isinstance(column, list | tuple):
+        raise DispatchError(
+            f"{view.method}: a dispatch function returns each argument as a list with one entry "
+            f"per rank, got {type(column).__name__}."
+        )
+    if len(column) == len(view.ranks):
+        return column
+    if len(column) == view.world_size:
+        return [column[rank] for rank in view.ranks]
+    raise LengthError(
+        f"{view.method}: an argument was split into {len(column)} parts for {len(view.ranks)} "
+        f"executing ranks of {view.world_size}."
+    )
+
+
+def build_calls(
+    ranks: RankSet, role: str, method: str, parts: Sequence[Part], materialize: bool = True
+) -> list[Call]:
+    """Return one call per part. Parts of the same objects become one `Call` object.
+
+    Example: the parts `(p0,), (p0,), (p1,), (p1,)` of 4 ranks with tp=2 give the calls c0, c0, c1,
+    c1. `p0` and `p1` are packed once each, and the backend encodes c0 and c1 once each.
+    """
+    first_args, first_kwargs = parts[0]
+    if not first_args and not first_kwargs:
+        return [Call(role, method)] * len(parts)
+    packer = _Packer(ranks, parts)
+    # Identity instead of equality: comparing batches would fetch them. The parts keep every object
+    # alive until this function returns, so no id is used twice.
+    calls: dict[tuple[int, ...], Call] = {}
+    result = []
+    for args, kwargs in parts:
+        key = (*map(id, args), *map(id, kwargs.values()))
+        call = calls.get(key)
+        if call is None:
+            call = calls[key] = Call(
+                role,
+                method,
+                tuple(map(packer, args)),
+                {name: packer(value) for name, value in kwargs.items()},
+                materialize,
+            )
+        result.append(call)
+    return result
+
+
+class _Packer:
+    """Packs each distinct argument object of a call once."""
+
+    def __init__(self, ranks: RankSet, parts: Sequence[Part]) -> None:
+        values = [value for args, kwargs in parts for value in (*args, *kwargs.values())]
+        boundary = boundary_for(values)
+        self._pack: Callable[[object], object] | None = None
+        if boundary is not None:
+            self._pack = partial(boundary.pack_argument, store=ranks.backend.store)
+        self._share = ranks.backend.share
+        self._packed: dict[int, object] = {}
+        self._uses: dict[int, int] = {}
+        for value in values:
+            self._uses[id(value)] = self._uses.get(id(value), 0) + 1
+
+    def __call__(self, value: object) -> object:
+        if value is None or type(value) in (bool, int, float):
+            return value  # small integers are one object in Python; sharing them gains nothing
+        key = id(value)
+        if key not in self._packed:
+            packed = value if self._pack is None else self._pack(value)
+            self._packed[key] = self._share(packed, value) if self._uses[key] > 1 else packed
+        return self._packed[key]
+
+
+def send_calls(
+    ranks: RankSet, targets: Sequence[int], calls: Sequence[Call], timeout: float | None = None
+) -> Sequence[Pending]:
+    """Send `calls[i]` to rank `targets[i]`. `timeout`: seconds; None: the default of the group.
+
+    Raise WorkerDiedError if the group or a watched group is broken, DispatchError if an argument
+    cannot be pickled.
+    """
+    if broken_groups:
+        raise_if_broken()
+    label = calls[0].label
+    if ranks.broken:
+        raise WorkerDiedError(f"{label} cannot be called: {ranks.broken}", method=label)
+    try:
+        return ranks.backend.submit(ranks, targets, calls, timeout or ranks.timeout)
+    except (TypeError, AttributeError) as error:
+        # cloudpickle raises these two types for an object that it cannot pickle.
+        if "pickle" not in str(error) and "serialize" not in str(error):
+            raise
+        raise DispatchError(
+            f"{label}: an argument cannot be sent to the workers: {str(error).splitlines()[0]}. "
+            "Pass data that can be pickled, or let the worker build the object itself."
+        ) from error

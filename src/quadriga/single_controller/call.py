@@ -1,13 +1,27 @@
-"""What a call carries, on the way out and on the way back."""
+"""One method call: what is sent to a rank, and what its result is joined with.
+
+The last section decides whether a process needs the modules of tensors for a value that is sent.
+"""
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from types import ModuleType
+from typing import Protocol, runtime_checkable
 
 from quadriga.single_controller.placement.rank_layout import GroupLayout
+
+Arguments = tuple[object, ...]
+"""Positional arguments of a method."""
+KeywordArguments = dict[str, object]
+"""Keyword arguments of a method."""
+Split = tuple[tuple[Sequence[object], ...], dict[str, Sequence[object]]]
+"""The result of a dispatch function: each argument as a sequence with one entry per rank."""
+Collect = Callable[[list[object]], object]
+"""Joins the results of the ranks of one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,124 +30,206 @@ class Call:
 
     role: str
     method: str
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    args: Arguments = ()
+    kwargs: KeywordArguments = field(default_factory=dict)
     materialize: bool = True
-    """Futures among the arguments are resolved before the method sees them."""
+    """Whether the method receives the values of futures among its arguments, or the futures."""
+
+    @property
+    def label(self) -> str:
+        """`"role.method"`, as error messages name the call."""
+        return f"{self.role}.{self.method}"
 
 
 class SharedArgument(ABC):
-    """Stands in a call for a value that several ranks receive and that was sent once."""
+    """Stands in a call for a value that several ranks receive and that is stored only once."""
 
     @abstractmethod
-    def open(self) -> Any:
-        """The value."""
+    def open(self) -> object:
+        """Return the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What a caller may say about one call."""
+    """The options of one call."""
 
     timeout: float | None = None
-    """Seconds until CallTimeoutError; None: the group's default."""
+    """Seconds until CallTimeoutError. None: the default of the group."""
 
 
-class GroupView(Protocol):
-    """What dispatch and collect functions may know of a group."""
+class GroupInfo(Protocol):
+    """What a dispatch mode asks a group: its size, its meshes and its rank layout."""
 
-    @property
-    def method(self) -> str: ...
     @property
     def world_size(self) -> int: ...
-    @property
-    def ranks(self) -> Sequence[int]: ...
-    @property
-    def memo(self) -> dict[str, Any]: ...
     @property
     def rank_layout(self) -> GroupLayout: ...
     def dispatch_info(self, mesh_name: str) -> list[int]: ...
     def collect_info(self, mesh_name: str) -> list[bool]: ...
 
 
-class CallView:
-    """One call's view of its group: a `GroupView`.
+class GroupView(GroupInfo, Protocol):
+    """What dispatch and collect functions know of a group during one call."""
 
-    `method` names the call ("actor.update_actor") for messages. `ranks` are those that execute
-    it, in the order of results. `memo` belongs to the call: what the dispatch function leaves
-    there, the collect function finds (padding, an order to restore). Other attributes are the
-    group's, while the group is here; a view that travelled inside a future has kept its memo and
-    its ranks only.
+    @property
+    def method(self) -> str: ...
+    @property
+    def ranks(self) -> Sequence[int]: ...
+    @property
+    def single(self) -> bool: ...
+    @property
+    def memo(self) -> dict[str, object]: ...
+
+
+class CallView:
+    """The view that one call has of its group. Implements `GroupView`.
+
+    Attributes:
+        method: "role.method" of the call, for error messages.
+        ranks: The ranks that execute the call, in the order of their results.
+        single: Whether the execute mode runs the call on one rank and returns its bare result.
+        memo: A dict that belongs to the call. The dispatch function stores in it what the collect
+            function needs, such as the number of padding rows or an order to restore.
+
+    Other attributes are read from the group. A view that was pickled with a future has no group;
+    it keeps its memo, its ranks, and the meshes and the rank layout that were read before.
     """
 
-    __slots__ = ("group", "memo", "method", "ranks", "world_size")
+    __slots__ = (
+        "_collect_info", "_dispatch_info", "_layout", "group", "memo", "method", "ranks",
+        "single", "world_size",
+    )  # fmt: skip
 
-    def __init__(self, group: Any, ranks: Sequence[int], method: str) -> None:
+    def __init__(
+        self, group: GroupInfo, ranks: Sequence[int], method: str, single: bool = False
+    ) -> None:
         self.group = group
         self.method = method
         self.ranks = ranks
-        self.world_size: int = group.world_size
-        self.memo: dict[str, Any] = {}
+        self.single = single
+        self.world_size = group.world_size
+        self.memo: dict[str, object] = {}
+        self._dispatch_info: dict[str, list[int]] = {}
+        self._collect_info: dict[str, list[bool]] = {}
+        self._layout: GroupLayout | None = None
 
     @property
     def rank_layout(self) -> GroupLayout:
         """The tp × cp × dp × pp layout that the workers registered."""
-        layout: GroupLayout = self._remembered("layout", lambda: self.group.rank_layout)
-        return layout
+        if self._layout is None:
+            self._layout = self.group.rank_layout
+        return self._layout
 
     def dispatch_info(self, mesh_name: str) -> list[int]:
-        """For each rank of the group, its data-parallel rank in that mesh."""
-        info: list[int] = self._remembered(
-            f"dispatch:{mesh_name}", lambda: self.group.dispatch_info(mesh_name)
-        )
-        return info
+        """Return the data-parallel rank of each rank of the group in a mesh."""
+        if mesh_name not in self._dispatch_info:
+            self._dispatch_info[mesh_name] = self.group.dispatch_info(mesh_name)
+        return self._dispatch_info[mesh_name]
 
     def collect_info(self, mesh_name: str) -> list[bool]:
-        """For each rank of the group, whether its result is collected."""
-        info: list[bool] = self._remembered(
-            f"collect:{mesh_name}", lambda: self.group.collect_info(mesh_name)
-        )
-        return info
+        """Return for each rank of the group whether its result is collected in a mesh."""
+        if mesh_name not in self._collect_info:
+            self._collect_info[mesh_name] = self.group.collect_info(mesh_name)
+        return self._collect_info[mesh_name]
 
-    def _remembered(self, key: str, ask: Callable[[], Any]) -> Any:
-        """Kept in the memo, so that a future that travels can still be joined."""
-        if key not in self.memo:
-            self.memo[key] = ask()
-        return self.memo[key]
-
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
+        # While a view is unpickled its slots are empty, and reading `self.group` would come back
+        # here without end.
         if name.startswith("__") or name in CallView.__slots__:
             raise AttributeError(name)
         return getattr(self.group, name)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restore_view, (self.method, self.world_size, tuple(self.ranks), self.memo)
+    def __getstate__(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.__slots__ if name != "group"}
 
-
-def _restore_view(
-    method: str, world_size: int, ranks: tuple[int, ...], memo: dict[str, Any]
-) -> CallView:
-    view = CallView.__new__(CallView)
-    view.group, view.method = None, method
-    view.world_size, view.ranks, view.memo = world_size, ranks, memo
-    return view
+    def __setstate__(self, state: dict[str, object]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 @dataclass(frozen=True)
 class Collector:
-    """Joins the outputs of one call; picklable, so that a future can travel."""
+    """Joins the results of one call. Picklable, so that a future can be sent to a worker."""
 
-    collect_fn: Any
+    collect_fn: Callable[..., object]
     view: CallView
-    single: bool = False
 
-    def __call__(self, outputs: list[Any]) -> Any:
-        return self.collect_fn(self.view, outputs[0] if self.single else outputs)
+    def __call__(self, outputs: list[object]) -> object:
+        return self.collect_fn(self.view, outputs[0] if self.view.single else outputs)
 
 
 @runtime_checkable
 class Pending(Protocol):
-    """One rank's answer that may still be on its way; picklable."""
+    """The result of one rank, received or not. Picklable."""
 
-    def result(self) -> Any:
-        """Wait for the value; raises what the worker raised."""
+    def result(self) -> object:
+        """Wait for the value and return it. Raise what the worker raised."""
         ...
+
+
+# Loading `quadriga.protocol.boundary` loads tensordict, which takes as long as loading torch. A
+# process that sends and receives no tensors never loads either of them.
+
+BOUNDARY = "quadriga.protocol.boundary"
+_ATOMS = (str, bytes, int, float, bool, complex, type(None))
+_DATA_MODULES = ("torch.", "tensordict.", "numpy.", "quadriga.protocol.")
+_LONG = 64
+
+
+def boundary_for(values: Iterable[object]) -> ModuleType | None:
+    """Return `quadriga.protocol.boundary` if it is loaded or one of `values` needs it, else None.
+
+    The module converts the values of a call between the form in which a program uses them and the
+    form in which they are sent.
+    """
+    loaded = sys.modules.get(BOUNDARY)
+    if loaded is not None:
+        return loaded
+    # Without torch in this process no value can hold a tensor.
+    if "torch" not in sys.modules or not any(map(_holds_data, values)):
+        return None
+    from quadriga.protocol import boundary
+
+    return boundary
+
+
+def unpack_results(outputs: list[object]) -> list[object]:
+    """Convert what the ranks sent into the values that the controller's program receives."""
+    boundary = boundary_for(outputs)
+    if boundary is None:
+        return outputs
+    return [value if value is None else boundary.unpack_result(value) for value in outputs]
+
+
+def private_copy(value: object) -> object:
+    """Copy containers and arrays, so that a worker may change them in place.
+
+    Does what `boundary.unpack_argument` does, in a process that has not loaded that module.
+    """
+    kind = type(value)
+    # Exact types only: a subclass (a namedtuple, a defaultdict) may have another constructor.
+    if isinstance(value, dict) and kind is dict:
+        return {key: private_copy(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set) and kind in (list, tuple, set):
+        return kind(private_copy(item) for item in value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return value.copy()
+    return value
+
+
+def _holds_data(value: object) -> bool:
+    """Whether a value is or contains a tensor, an array, a batch or a future."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return False
+    if isinstance(value, dict) and kind is dict:
+        return any(map(_holds_data, value.values()))
+    if isinstance(value, list | tuple | set) and kind in (list, tuple, set):
+        # A list of a million token ids is not walked: a long sequence whose first item is an atom
+        # is assumed to hold atoms only.
+        if len(value) > _LONG and type(next(iter(value))) in _ATOMS:
+            return False
+        return any(map(_holds_data, value))
+    # Of a class of the user's, only what it inherits is known here: a subclass of Tensor is data.
+    return any(f"{base.__module__}.".startswith(_DATA_MODULES) for base in kind.__mro__)

@@ -1,4 +1,4 @@
-"""Knowing early that a group is broken: every wait and every new call looks here."""
+"""Early detection of broken groups. Every call and every wait tests `broken_groups`."""
 
 from __future__ import annotations
 
@@ -11,52 +11,61 @@ from quadriga.errors import WorkerError
 
 OwnerT = TypeVar("OwnerT")
 
-_broken: dict[int, WorkerError] = {}
+broken_groups: dict[int, WorkerError] = {}
+"""id of a watched rank set → the error that was found. Empty while every watched group works."""
 _lock = threading.Lock()
 
 
 def report(owner: object, error: WorkerError) -> None:
-    """Say that a watched group is broken. Waits on any group of this controller end with it,
-    for as long as `owner` lives."""
+    """Record that a watched group is broken.
+
+    Waits on any group of this controller end with `error`, for as long as `owner` exists.
+    """
     with _lock:
-        if id(owner) not in _broken:
-            _broken[id(owner)] = error
-            weakref.finalize(owner, _broken.pop, id(owner), None)
+        # The first error is the cause; later ones are mostly its consequences.
+        if id(owner) not in broken_groups:
+            broken_groups[id(owner)] = error
+            weakref.finalize(owner, broken_groups.pop, id(owner), None)
 
 
 def forget(owner: object) -> None:
-    """The group is ended on purpose, or its failure has been dealt with."""
+    """Remove the error of a group that was shut down or whose failure was handled."""
     with _lock:
-        _broken.pop(id(owner), None)
+        broken_groups.pop(id(owner), None)
 
 
 def raise_if_broken() -> None:
-    """Raises the error of a watched group that was found broken, if there is one."""
-    if _broken:
+    """Raise the error of a watched group that was found broken, if there is one.
+
+    Test `if broken_groups:` first where each microsecond counts.
+    """
+    if broken_groups:
         with _lock:
-            error = next(iter(_broken.values()), None)
+            error = next(iter(broken_groups.values()), None)
         if error is not None:
             raise error
 
 
 class Watch(Generic[OwnerT]):
-    """A thread that looks every `interval` seconds and reports what it finds, once.
+    """A thread that calls `find_failure(owner)` every `interval` seconds.
 
-    It ends when its owner is gone: `look` gets the owner and must not hold it.
+    Consumes: nothing. Produces: one `report`, after which the thread ends. Waits for: the interval.
+    Unblocked by: `stop`. The thread also ends when `owner` is deleted; `find_failure` receives
+    the owner as its argument and must not hold a reference to it.
     """
 
     def __init__(
-        self, owner: OwnerT, look: Callable[[OwnerT], WorkerError | None], interval: float
+        self, owner: OwnerT, find_failure: Callable[[OwnerT], WorkerError | None], interval: float
     ) -> None:
         self._owner = weakref.ref(owner)
-        self._look = look
+        self._find_failure = find_failure
         self._interval = interval
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="quadriga-watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop looking."""
+        """End the thread."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -64,8 +73,9 @@ class Watch(Generic[OwnerT]):
             owner = self._owner()
             if owner is None:
                 return
-            error = self._look(owner)
+            error = self._find_failure(owner)
+            # `stop` may have been called while the ranks were checked.
             if error is not None and not self._stopped.is_set():
                 report(owner, error)
                 return
-            del owner
+            del owner  # a reference held while waiting would keep the group alive

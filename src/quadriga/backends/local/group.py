@@ -13,7 +13,7 @@ from quadriga.protocol.values.storage import use_store
 from quadriga.single_controller.backend import RankFacts, RankHandle, RankSet
 from quadriga.single_controller.bound_method import BoundMethod
 from quadriga.single_controller.placement.resource_pool import ResourcePool
-from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
+from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs, roles_of
 from quadriga.single_controller.ranks.environment import (
     LOCAL_PORT,
     RankEnvironment,
@@ -21,7 +21,7 @@ from quadriga.single_controller.ranks.environment import (
     environment,
 )
 from quadriga.single_controller.ranks.rank_host import RankHost
-from quadriga.single_controller.worker_group import MethodFactory, WorkerGroup, roles_of
+from quadriga.single_controller.worker_group import MethodFactory, WorkerGroup
 
 MACHINE_OPTIONS = (
     "bin_pack", "device_name", "master_port_range", "namespace", "register_center", "start_timeout",

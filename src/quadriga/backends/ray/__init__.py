@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from quadriga.single_controller.placement.resource_pool import (
         split_resource_pool as split_resource_pool,
     )
-    from quadriga.single_controller.ranks.fused import (
+    from quadriga.single_controller.ranks.class_with_args import (
         create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
     )
 
@@ -40,7 +40,7 @@ _HOME = {
     "SubRayResourcePool": _HERE + "placement.pool",
     "create_colocated_worker_cls": _HERE + "placement.class_with_args",
     "create_colocated_worker_cls_fused": _HERE + "placement.class_with_args",
-    "create_colocated_worker_raw_cls": "quadriga.single_controller.ranks.fused",
+    "create_colocated_worker_raw_cls": "quadriga.single_controller.ranks.class_with_args",
     "ensure_ray": _HERE + "cluster",
     "merge_resource_pool": "quadriga.single_controller.placement.resource_pool",
     "split_resource_pool": "quadriga.single_controller.placement.resource_pool",

@@ -1,108 +1,112 @@
-"""The MEGATRON family of dispatch modes, driven by a registered `RankLayout`.
+"""The MEGATRON dispatch modes, which split by the `RankLayout` that the workers registered.
 
-| mode | part of a rank | collected from |
+| mode | part of a rank | results from |
 |---|---|---|
-| MEGATRON_COMPUTE(_PROTO) | dp rank | tp 0, last pp, cp 0 of each dp rank |
-| MEGATRON_PP_AS_DP(_PROTO) | dp rank, pp rank counted as more dp ranks | tp 0, cp 0 |
-| MEGATRON_PP_ONLY | everything to all | one per pp stage: tp 0, dp 0, cp 0 |
+| MEGATRON_COMPUTE(_PROTO) | dp rank | tp 0, cp 0, last pp of each dp rank |
+| MEGATRON_PP_AS_DP(_PROTO) | dp rank · pp size + pp rank | tp 0, cp 0 |
+| MEGATRON_PP_ONLY | all ranks receive the same | one per pp stage: tp 0, cp 0, dp 0 |
+
+Example: 8 ranks with tp=2, dp=2, pp=2. tp is innermost and pp outermost, and * marks the ranks
+whose results are collected:
+
+                     MEGATRON_COMPUTE        MEGATRON_PP_AS_DP
+                     dp 0       dp 1         dp 0       dp 1
+    stage 0  ranks   0  1       2  3         0* 1       2* 3
+             part    0  0       1  1         0  0       2  2
+    stage 1  ranks   4* 5       6* 7         4* 5       6* 7
+             part    0  0       1  1         1  1       3  3
+
+MEGATRON_PP_AS_DP joins parts 0, 1, 2, 3, which come from ranks 0, 4, 2, 6: the stages of one model
+replica hold adjacent parts.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from quadriga.errors import DispatchError, LengthError
-from quadriga.single_controller.call import GroupView
-from quadriga.single_controller.dispatch.batch_parts import join
-from quadriga.single_controller.dispatch.mesh_modes import by_part, pick
-from quadriga.single_controller.dispatch.modes import DispatchMode
+from quadriga.single_controller.call import Arguments, GroupView, KeywordArguments, Split
+from quadriga.single_controller.dispatch.batch_modes import join, select_parts, split_by_part
+from quadriga.single_controller.dispatch.modes import DispatchMode, dispatch_one_to_all
 from quadriga.single_controller.placement.rank_layout import GroupLayout
-
-Split = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def dp_parts(layout: GroupLayout) -> list[int]:
-    """For each rank its data-parallel rank."""
+    """Return the data-parallel rank of each rank."""
     return [rank.dp_rank for rank in layout.ranks]
 
 
 def dp_collects(layout: GroupLayout) -> list[bool]:
-    """tp 0, cp 0, last pipeline stage."""
+    """Return for each rank whether it is tp 0, cp 0 of the last pipeline stage."""
     last = layout.pp_size - 1
     return [r.tp_rank == 0 and r.cp_rank == 0 and r.pp_rank == last for r in layout.ranks]
 
 
 def pp_as_dp_parts(layout: GroupLayout) -> list[int]:
-    """For each rank `dp · PP + pp`: the stages of one replica hold neighbouring parts."""
+    """Return `dp rank · pp size + pp rank` of each rank."""
     return [rank.dp_rank * layout.pp_size + rank.pp_rank for rank in layout.ranks]
 
 
 def pp_as_dp_collects(layout: GroupLayout) -> list[bool]:
-    """tp 0, cp 0."""
+    """Return for each rank whether it is tp 0, cp 0."""
     return [rank.tp_rank == 0 and rank.cp_rank == 0 for rank in layout.ranks]
 
 
-def dispatch_dp_batches(view: GroupView, *args: Any, **kwargs: Any) -> Split:
-    """Batches split by data-parallel rank."""
-    return by_part(view, dp_parts(view.rank_layout), args, kwargs)
+def dispatch_dp_batches(view: GroupView, *args: object, **kwargs: object) -> Split:
+    """Split batches by data-parallel rank."""
+    return split_by_part(view, dp_parts(view.rank_layout), args, kwargs)
 
 
-def collect_dp_batches(view: GroupView, outputs: Any) -> Any:
-    """Joined in data-parallel order."""
+def collect_dp_batches(view: GroupView, outputs: Sequence[object]) -> object:
+    """Join one batch per data-parallel rank in order."""
     return join(view, collect_dp_list(view, outputs))
 
 
-def dispatch_dp_lists(view: GroupView, *args: Any, **kwargs: Any) -> Split:
-    """Lists with one entry per data-parallel rank."""
+def dispatch_dp_lists(view: GroupView, *args: object, **kwargs: object) -> Split:
+    """Take lists with one entry per data-parallel rank."""
     return _lists(view, dp_parts(view.rank_layout), args, kwargs)
 
 
-def collect_dp_list(view: GroupView, outputs: Any) -> list[Any]:
-    """One result per data-parallel rank."""
-    return pick(view, dp_parts(view.rank_layout), dp_collects(view.rank_layout), outputs)
+def collect_dp_list(view: GroupView, outputs: Sequence[object]) -> list[object]:
+    """Return one result per data-parallel rank."""
+    return select_parts(view, dp_parts(view.rank_layout), dp_collects(view.rank_layout), outputs)
 
 
-def dispatch_pp_as_dp_batches(view: GroupView, *args: Any, **kwargs: Any) -> Split:
-    """Batches split over data-parallel ranks times pipeline stages."""
-    return by_part(view, pp_as_dp_parts(view.rank_layout), args, kwargs)
+def dispatch_pp_as_dp_batches(view: GroupView, *args: object, **kwargs: object) -> Split:
+    """Split batches by data-parallel rank and pipeline stage."""
+    return split_by_part(view, pp_as_dp_parts(view.rank_layout), args, kwargs)
 
 
-def collect_pp_as_dp_batches(view: GroupView, outputs: Any) -> Any:
-    """Joined in the order of dispatch."""
+def collect_pp_as_dp_batches(view: GroupView, outputs: Sequence[object]) -> object:
+    """Join one batch per data-parallel rank and pipeline stage, in the order of dispatch."""
     return join(view, collect_pp_as_dp_list(view, outputs))
 
 
-def dispatch_pp_as_dp_lists(view: GroupView, *args: Any, **kwargs: Any) -> Split:
-    """Lists with one entry per data-parallel rank and stage."""
+def dispatch_pp_as_dp_lists(view: GroupView, *args: object, **kwargs: object) -> Split:
+    """Take lists with one entry per data-parallel rank and pipeline stage."""
     return _lists(view, pp_as_dp_parts(view.rank_layout), args, kwargs)
 
 
-def collect_pp_as_dp_list(view: GroupView, outputs: Any) -> list[Any]:
-    """One result per data-parallel rank and stage."""
+def collect_pp_as_dp_list(view: GroupView, outputs: Sequence[object]) -> list[object]:
+    """Return one result per data-parallel rank and pipeline stage."""
     layout = view.rank_layout
-    return pick(view, pp_as_dp_parts(layout), pp_as_dp_collects(layout), outputs)
+    return select_parts(view, pp_as_dp_parts(layout), pp_as_dp_collects(layout), outputs)
 
 
-def dispatch_all(view: GroupView, *args: Any, **kwargs: Any) -> Split:
-    """The same argument for every rank."""
-    n = len(view.ranks)
-    return tuple([a] * n for a in args), {name: [a] * n for name, a in kwargs.items()}
-
-
-def collect_pp_stages(view: GroupView, outputs: Any) -> list[Any]:
-    """One result per pipeline stage, first stage first."""
+def collect_pp_stages(view: GroupView, outputs: Sequence[object]) -> list[object]:
+    """Return one result per pipeline stage, first stage first."""
     layout = view.rank_layout
     stages = [rank.pp_rank for rank in layout.ranks]
     first = [r.tp_rank == 0 and r.dp_rank == 0 and r.cp_rank == 0 for r in layout.ranks]
-    return pick(view, stages, first, outputs)
+    return select_parts(view, stages, first, outputs)
 
 
 def _lists(
-    view: GroupView, part_of_rank: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+    view: GroupView, part_of_rank: list[int], args: Arguments, kwargs: KeywordArguments
 ) -> Split:
     parts = max(part_of_rank) + 1
 
-    def spread(where: str, value: Any) -> list[Any]:
+    def entries(where: str, value: object) -> list[object]:
         if not isinstance(value, list | tuple):
             raise DispatchError(
                 f"{view.method}: {where} must be a list with one entry per part ({parts}), got "
@@ -113,8 +117,8 @@ def _lists(
         return [value[part_of_rank[rank]] for rank in view.ranks]
 
     return (
-        tuple(spread(f"argument {i}", a) for i, a in enumerate(args)),
-        {name: spread(f"argument {name!r}", a) for name, a in kwargs.items()},
+        tuple(entries(f"argument {i}", a) for i, a in enumerate(args)),
+        {name: entries(f"argument {name!r}", a) for name, a in kwargs.items()},
     )
 
 
@@ -123,5 +127,5 @@ MODES = (
     DispatchMode("MEGATRON_COMPUTE_PROTO", dispatch_dp_batches, collect_dp_batches),
     DispatchMode("MEGATRON_PP_AS_DP", dispatch_pp_as_dp_lists, collect_pp_as_dp_list),
     DispatchMode("MEGATRON_PP_AS_DP_PROTO", dispatch_pp_as_dp_batches, collect_pp_as_dp_batches),
-    DispatchMode("MEGATRON_PP_ONLY", dispatch_all, collect_pp_stages),
+    DispatchMode("MEGATRON_PP_ONLY", dispatch_one_to_all, collect_pp_stages),
 )

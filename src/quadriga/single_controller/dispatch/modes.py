@@ -1,38 +1,62 @@
-"""Dispatch and execute modes: two open registries.
+"""Dispatch modes, execute modes, and the record of a registered method.
 
-A dispatch mode is a pair of functions over a group view (see `call.GroupView`):
+A dispatch mode is a pair of functions that receive a group view (`call.GroupView`):
 
-- `dispatch_fn(group, *args, **kwargs) -> (args, kwargs)`, where each returned argument is a list
-  with one entry per rank of the group (or one per executing rank);
-- `collect_fn(group, outputs) -> value`, where `outputs` has one entry per executing rank.
+- `dispatch_fn(group, *args, **kwargs) -> (args, kwargs)`. Each returned argument is a list with one
+  entry per rank of the group, or with one entry per rank that executes the call.
+- `collect_fn(group, outputs) -> value`. `outputs` has one entry per rank that executed the call.
 
-An execute mode says which ranks run. A user's file adds modes with `register_dispatch_mode` and
-`register_execute_mode`; what was added travels to the workers before their classes do.
+An execute mode selects the ranks that execute a call. `register_dispatch_mode` and
+`register_execute_mode` add modes. Added modes are sent to the workers before the worker classes.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypedDict, TypeVar
 
 from quadriga.errors import DispatchError, UnknownNameError
+from quadriga.single_controller.call import GroupView, Split
 
-DispatchFn = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
-CollectFn = Callable[..., Any]
-RanksFn = Callable[[Any], Sequence[int]]
+DispatchFn = Callable[..., Split]
+CollectFn = Callable[..., object]
+RanksFn = Callable[[GroupView], Sequence[int]]
+
+
+class ModeFunctions(TypedDict):
+    """The two functions of a dispatch mode, as `@register(dispatch_mode=...)` accepts them."""
+
+    dispatch_fn: DispatchFn
+    collect_fn: CollectFn
+
+
+def dispatch_one_to_all(view: GroupView, *args: object, **kwargs: object) -> Split:
+    """Send the same arguments to every rank."""
+    n = len(view.ranks)
+    return tuple([a] * n for a in args), {name: [a] * n for name, a in kwargs.items()}
+
+
+def all_ranks(view: GroupView) -> range:
+    """Return every rank of the group."""
+    return range(view.world_size)
+
+
+def rank_zero(view: GroupView) -> tuple[int]:
+    """Return rank 0."""
+    return (0,)
 
 
 @dataclass(frozen=True, eq=False)
 class DispatchMode:
-    """How arguments are split and results joined. Two modes of one name are equal."""
+    """How arguments are split and results are joined. Modes of the same name are equal."""
 
     name: str
     dispatch_fn: DispatchFn
     collect_fn: CollectFn
     ranks: RanksFn | None = None
-    """Ranks this mode is for, where the mode itself says so (`RANK_ZERO`); None: all."""
+    """The ranks that execute the call, if the dispatch mode determines them (`RANK_ZERO`)."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DispatchMode) and other.name == self.name
@@ -46,12 +70,12 @@ class DispatchMode:
 
 @dataclass(frozen=True, eq=False)
 class ExecuteMode:
-    """Which ranks run a call. Two modes of one name are equal."""
+    """Which ranks execute a call. Modes of the same name are equal."""
 
     name: str
     ranks: RanksFn
     single: bool = False
-    """True: exactly one rank runs, and its result stands alone instead of in a list."""
+    """Whether exactly one rank executes, whose result is returned without a list around it."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ExecuteMode) and other.name == self.name
@@ -67,7 +91,7 @@ ModeT = TypeVar("ModeT", DispatchMode, ExecuteMode)
 
 
 class ModeRegistry(Generic[ModeT]):
-    """An enumeration that can grow: `Dispatch.NAME`, `Dispatch["NAME"]`, iteration, `in`."""
+    """An enumeration that can be extended: `Dispatch.NAME`, `Dispatch["NAME"]`, iteration, `in`."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -76,6 +100,7 @@ class ModeRegistry(Generic[ModeT]):
         self._adopted: set[str] = set()
 
     def __getattr__(self, name: str) -> ModeT:
+        # pickle and copy look for private names before `_members` exists.
         if name.startswith("_"):
             raise AttributeError(name)
         return self[name]
@@ -95,7 +120,7 @@ class ModeRegistry(Generic[ModeT]):
             ) from None
 
     def get(self, name: str, default: ModeT) -> ModeT:
-        """The mode of that name, or `default`."""
+        """Return the mode of that name, or `default`."""
         return self._members.get(name, default)
 
     def __iter__(self) -> Iterator[ModeT]:
@@ -115,10 +140,10 @@ class ModeRegistry(Generic[ModeT]):
         return f"<{self._title}: {', '.join(self._members)}>"
 
     def add(self, mode: ModeT) -> ModeT:
-        """Add `mode`; raises DispatchError if the name is taken.
+        """Add a mode. Raise DispatchError if its name is taken.
 
-        A name that was taken over from another process may be added once: the file that added it
-        there is being imported here.
+        A mode that was adopted from another process may be added once more, because the file that
+        added it there is imported here too.
         """
         if not mode.name.isidentifier():
             raise DispatchError(f"{self._title} mode names are identifiers, got {mode.name!r}.")
@@ -132,8 +157,8 @@ class ModeRegistry(Generic[ModeT]):
         return mode
 
     def replace(self, mode: ModeT) -> ModeT:
-        """Replace the mode of that name; raises UnknownNameError if there is none."""
-        self[mode.name]
+        """Replace the mode of the same name. Raise UnknownNameError if there is none."""
+        self[mode.name]  # raises for an unknown name
         self._members[mode.name] = mode
         self._builtin -= {mode.name}
         return mode
@@ -142,20 +167,21 @@ class ModeRegistry(Generic[ModeT]):
         """Remove a mode that was added at run time."""
         if name in self._builtin:
             raise DispatchError(f"{self._title}.{name} is built in and cannot be removed.")
-        self[name]
+        self[name]  # raises for an unknown name
         del self._members[name]
 
     def seal(self) -> None:
-        """Mark everything added so far as built in."""
+        """Mark every mode that was added before this call as built in."""
         self._builtin = frozenset(self._members)
 
     def added(self) -> list[ModeT]:
-        """The modes that were added or replaced at run time."""
+        """Return the modes that were added or replaced at run time."""
         return [mode for name, mode in self._members.items() if name not in self._builtin]
 
     def adopt(self, modes: Sequence[ModeT]) -> None:
-        """Take over modes that another process has added."""
+        """Add modes that another process has registered."""
         for mode in modes:
+            # A name that this process added itself is not marked: adding it twice is an error.
             if mode.name not in self._members:
                 self._adopted.add(mode.name)
             self._members[mode.name] = mode
@@ -163,17 +189,39 @@ class ModeRegistry(Generic[ModeT]):
 
 
 class _UnknownModeError(UnknownNameError, AttributeError):
-    """Lets `hasattr(Dispatch, name)` work."""
+    """Is an AttributeError too, so that `hasattr(Dispatch, name)` works."""
 
 
 Dispatch: ModeRegistry[DispatchMode] = ModeRegistry("Dispatch")
 Execute: ModeRegistry[ExecuteMode] = ModeRegistry("Execute")
 
 
+@dataclass(frozen=True)
+class MethodRecord:
+    """What `@register` records about a method."""
+
+    name: str
+    dispatch_mode: DispatchMode
+    execute_mode: ExecuteMode
+    blocking: bool
+    materialize_futures: bool
+    is_coroutine: bool
+
+    @property
+    def current_dispatch(self) -> DispatchMode:
+        """The dispatch mode after `update_dispatch_mode`, which affects registered methods too."""
+        return Dispatch.get(self.dispatch_mode.name, self.dispatch_mode)
+
+    @property
+    def current_execute(self) -> ExecuteMode:
+        """The execute mode after `update_execute_mode`."""
+        return Execute.get(self.execute_mode.name, self.execute_mode)
+
+
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn
 ) -> DispatchMode:
-    """Add `Dispatch.<name>`. Raises DispatchError if the name is taken."""
+    """Add `Dispatch.<name>`. Raise DispatchError if the name is taken."""
     _check_callable(dispatch_fn=dispatch_fn, collect_fn=collect_fn)
     return Dispatch.add(DispatchMode(dispatch_mode_name, dispatch_fn, collect_fn))
 
@@ -181,25 +229,25 @@ def register_dispatch_mode(
 def update_dispatch_mode(
     dispatch_mode: DispatchMode, dispatch_fn: DispatchFn, collect_fn: CollectFn
 ) -> DispatchMode:
-    """Replace the functions of a mode, for methods registered before and after."""
+    """Replace the functions of a mode, also for methods that are registered already."""
     _check_callable(dispatch_fn=dispatch_fn, collect_fn=collect_fn)
     return Dispatch.replace(DispatchMode(dispatch_mode.name, dispatch_fn, collect_fn))
 
 
 def register_execute_mode(name: str, ranks: RanksFn, single: bool = False) -> ExecuteMode:
-    """Add `Execute.<name>`. `ranks(group)` gives the ranks that run, in the order of results."""
+    """Add `Execute.<name>`. `ranks(group)` returns the executing ranks in the order of results."""
     _check_callable(ranks=ranks)
     return Execute.add(ExecuteMode(name, ranks, single))
 
 
 def update_execute_mode(mode: ExecuteMode, ranks: RanksFn, single: bool = False) -> ExecuteMode:
-    """Replace what an execute mode does."""
+    """Replace the ranks of an execute mode, also for methods that are registered already."""
     _check_callable(ranks=ranks)
     return Execute.replace(ExecuteMode(mode.name, ranks, single))
 
 
-def inline_dispatch_mode(functions: Mapping[str, Any]) -> DispatchMode:
-    """A mode from `{"dispatch_fn": f, "collect_fn": g}`, given to `@register` directly."""
+def inline_dispatch_mode(functions: ModeFunctions) -> DispatchMode:
+    """Build the mode of a dict `{"dispatch_fn": f, "collect_fn": g}` passed to `@register`."""
     if set(functions) != {"dispatch_fn", "collect_fn"}:
         raise DispatchError(
             "An inline dispatch mode is a dict with exactly the keys 'dispatch_fn' and "
@@ -209,13 +257,13 @@ def inline_dispatch_mode(functions: Mapping[str, Any]) -> DispatchMode:
     return DispatchMode("<inline>", functions["dispatch_fn"], functions["collect_fn"])
 
 
-def get_predefined_dispatch_fn(dispatch_mode: DispatchMode) -> dict[str, Callable[..., Any]]:
-    """The two functions of a mode, as `{"dispatch_fn", "collect_fn"}`."""
+def get_predefined_dispatch_fn(dispatch_mode: DispatchMode) -> ModeFunctions:
+    """Return the two functions of a mode as `{"dispatch_fn": f, "collect_fn": g}`."""
     mode = Dispatch[dispatch_mode.name]
     return {"dispatch_fn": mode.dispatch_fn, "collect_fn": mode.collect_fn}
 
 
-def _check_callable(**functions: Any) -> None:
+def _check_callable(**functions: object) -> None:
     for name, function in functions.items():
         if not callable(function):
             raise DispatchError(f"{name} must be a function, got {type(function).__name__}.")

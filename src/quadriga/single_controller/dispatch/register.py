@@ -1,64 +1,42 @@
-"""`@register`: marks a worker method as callable through a group."""
+"""`@register` marks a worker method that a worker group can call."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from quadriga.errors import DispatchError
 from quadriga.single_controller.dispatch import builtin_modes
 from quadriga.single_controller.dispatch.modes import (
-    Dispatch,
     DispatchMode,
-    Execute,
     ExecuteMode,
+    MethodRecord,
+    ModeFunctions,
     inline_dispatch_mode,
 )
 
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 RECORD_ATTRIBUTE = "__quadriga_method__"
 
 
-@dataclass(frozen=True)
-class MethodRecord:
-    """What `@register` says about a method."""
-
-    name: str
-    dispatch_mode: DispatchMode
-    execute_mode: ExecuteMode
-    blocking: bool
-    materialize_futures: bool
-    is_coroutine: bool
-
-    @property
-    def current_dispatch(self) -> DispatchMode:
-        """The mode as it is now: `update_dispatch_mode` reaches methods registered before."""
-        mode = self.dispatch_mode
-        return Dispatch.get(mode.name, mode)
-
-    @property
-    def current_execute(self) -> ExecuteMode:
-        """The execute mode as it is now."""
-        mode = self.execute_mode
-        return Execute.get(mode.name, mode)
-
-
 def register(
-    dispatch_mode: DispatchMode | Mapping[str, Any] = builtin_modes.ALL_TO_ALL,
+    dispatch_mode: DispatchMode | ModeFunctions = builtin_modes.ALL_TO_ALL,
     execute_mode: ExecuteMode = builtin_modes.EXECUTE_ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
 ) -> Callable[[FunctionT], FunctionT]:
-    """Mark a worker method, plain or `async def`, as callable through a worker group.
+    """Mark a worker method, plain or `async def`, so that a worker group can call it.
 
-    `dispatch_mode`: a member of `Dispatch`, or a dict `{"dispatch_fn", "collect_fn"}`.
-    `execute_mode`: a member of `Execute`. `blocking=False`: calls return a future.
-    `materialize_futures=False`: the method sees futures among its arguments as futures.
+    Args:
+        dispatch_mode: A member of `Dispatch`, or a dict `{"dispatch_fn": f, "collect_fn": g}`.
+        execute_mode: A member of `Execute`.
+        blocking: Whether a call waits for its results. If False, a call returns a future.
+        materialize_futures: Whether the method receives the values of futures among its
+            arguments. If False, it receives the futures.
 
-    Raises DispatchError for anything else. The function itself is returned unchanged.
+    The function is returned unchanged. Raise DispatchError for modes of another type.
     """
     dispatch = _dispatch_mode(dispatch_mode)
     if not isinstance(execute_mode, ExecuteMode):
@@ -80,11 +58,13 @@ def register(
 
 
 def registered_methods(cls: type) -> dict[str, MethodRecord]:
-    """The registered methods of a class, inherited ones included, by name.
+    """Return the registered methods of a class by name, inherited ones included.
 
-    A method that is overridden without `@register` keeps the record of the one it overrides.
+    A method that is overridden without `@register` keeps the record of the overridden one.
     """
     records: dict[str, MethodRecord] = {}
+    # From the base classes to `cls`, so that the record of an overriding method replaces that of
+    # the overridden one.
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():
             record = getattr(member, RECORD_ATTRIBUTE, None)
@@ -93,12 +73,12 @@ def registered_methods(cls: type) -> dict[str, MethodRecord]:
     return records
 
 
-def _dispatch_mode(mode: object) -> DispatchMode:
+def _dispatch_mode(mode: DispatchMode | ModeFunctions) -> DispatchMode:
     if isinstance(mode, DispatchMode):
         return mode
-    if isinstance(mode, Mapping):
-        return inline_dispatch_mode(mode)
-    raise DispatchError(
-        "dispatch_mode must be a member of Dispatch or a dict with 'dispatch_fn' and "
-        f"'collect_fn', got {mode!r}."
-    )
+    if not isinstance(mode, Mapping):
+        raise DispatchError(
+            "dispatch_mode must be a member of Dispatch or a dict with 'dispatch_fn' and "
+            f"'collect_fn', got {mode!r}."
+        )
+    return inline_dispatch_mode(mode)

@@ -1,4 +1,4 @@
-"""The accelerators a rank may see, whichever vendor's variable says so."""
+"""Which accelerators a process may use, from the environment variables of all vendors."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ NOSET_FLAGS = (
 
 
 def ray_noset_visible_devices(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether the user told Ray, for any vendor, not to set the visible devices."""
+    """Return whether the user told Ray, for any vendor, not to set the visible devices."""
     return any(env.get(flag, "0").lower() in ("1", "true") for flag in NOSET_FLAGS)
 
 
 def visible_devices(env: Mapping[str, str] = os.environ) -> str | None:
-    """The one list of devices that the vendors' variables agree on; None if none is set.
+    """Return the visible devices ("0,1") that the vendors' variables give, None if none is set.
 
-    Raises PlacementError naming the variables when two of them differ.
+    Raise PlacementError naming the variables if two of them differ.
     """
     given = {name: env[name] for name in VISIBLE if env.get(name)}
     if len(set(given.values())) > 1:
         listed = ", ".join(f"{name}={value}" for name, value in given.items())
         raise PlacementError(
-            f"The visible devices are set twice and differ: {listed}. Set one of them, or all to "
-            "the same list.",
+            f"Two variables give different visible devices: {listed}. Set one of them, or set all "
+            "to the same list.",
             wanted=given,
         )
     return next(iter(given.values()), None)
 
 
 def unify_visible_devices() -> str | None:
-    """Make CUDA_VISIBLE_DEVICES the one variable; returns its value.
+    """Set CUDA_VISIBLE_DEVICES, unset the variables of other vendors, and return the value.
 
-    HIP and ROCR variables are moved to CUDA's name, which PyTorch's ROCm build reads as well, so
-    that libraries that look at different variables see the same devices.
+    PyTorch for ROCm reads CUDA_VISIBLE_DEVICES too. With one variable, libraries that read
+    different variables use the same devices.
     """
     devices = visible_devices()
     if devices is None:
@@ -58,10 +58,10 @@ def unify_visible_devices() -> str | None:
 
 
 def device_index(local_rank: int, devices: str | None, noset: bool) -> int:
-    """Which of the visible devices is this rank's own.
+    """Return the index, among the visible devices, of the device that a rank uses.
 
-    Ray shows each process its own device alone, as number 0. Under a `NOSET` flag, or outside
-    Ray, a process sees all of them and takes the one of its local rank.
+    Ray makes only its own device visible to a process, as number 0. With a `NOSET` flag, or
+    outside Ray, a process sees all devices of the node and uses the one of its local rank.
     """
     if devices is None:
         return local_rank

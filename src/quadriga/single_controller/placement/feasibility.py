@@ -1,4 +1,4 @@
-"""Whether pools fit on nodes: arithmetic, before anything starts."""
+"""Check by arithmetic whether pools fit on nodes, before any process starts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from quadriga.errors import PlacementError
 
 STEPS = 20_000
-"""Placements tried before the search gives up and lets the engine decide."""
+"""Placements that are tried before the search ends and leaves the decision to the backend."""
 
 
 @dataclass(frozen=True)
 class NodeResources:
-    """One machine and what it has."""
+    """One node and its resources ("CPU", "GPU", …)."""
 
     name: str
     resources: Mapping[str, float]
@@ -21,7 +21,7 @@ class NodeResources:
 
 @dataclass(frozen=True)
 class PoolNeeds:
-    """A pool: how many processes on each of its nodes, and what one process asks for."""
+    """One pool: the number of processes on each of its nodes, and the needs of one process."""
 
     name: str
     process_on_nodes: tuple[int, ...]
@@ -30,16 +30,19 @@ class PoolNeeds:
 
 @dataclass(frozen=True)
 class _Part:
+    """The processes of a pool that must run on one node."""
+
     pool: str
     processes: int
     wanted: dict[str, float]
 
 
 def check_feasible(pools: Sequence[PoolNeeds], nodes: Sequence[NodeResources]) -> None:
-    """Raises PlacementError unless all parts of all pools fit on the nodes at once.
+    """Raise PlacementError unless all parts of all pools fit on the nodes at the same time.
 
-    A part is what a pool wants on one of its nodes: it cannot be torn apart, so that totals that
-    suffice may still not be placeable. The message names the pool and does the arithmetic.
+    A part is the set of processes of a pool that must run on one node, so sufficient totals are
+    not enough. Example: 8 GPUs on one node do not fit on two nodes with 5 free GPUs each. The
+    error names the pool and shows the arithmetic.
     """
     parts = [
         _Part(pool.name, count, {k: v * count for k, v in pool.per_process.items() if v})
@@ -55,11 +58,11 @@ def check_feasible(pools: Sequence[PoolNeeds], nodes: Sequence[NodeResources]) -
                 wanted=part.wanted,
                 available={node.name: dict(node.resources) for node in nodes},
             )
+    # Large parts first: a small part has more nodes to choose from.
     ordered = sorted(parts, key=lambda part: sorted(part.wanted.values()), reverse=True)
     free = [dict(node.resources) for node in nodes]
-    budget = [STEPS]
-    if not _place(ordered, 0, free, budget):
-        last = ordered[_furthest(ordered, nodes)]
+    if not _search(ordered, free):
+        last = ordered[_first_without_node(ordered, nodes)]
         raise PlacementError(
             "The pools do not fit on the nodes together: "
             + "; ".join(f"{p.name!r} {list(p.process_on_nodes)}" for p in pools)
@@ -71,42 +74,83 @@ def check_feasible(pools: Sequence[PoolNeeds], nodes: Sequence[NodeResources]) -
         )
 
 
-def _place(
-    parts: Sequence[_Part], index: int, free: list[dict[str, float]], budget: list[int]
-) -> bool:
-    if index == len(parts) or budget[0] <= 0:
-        return True
-    tried: list[dict[str, float]] = []
-    for node in free:
-        if node in tried or not _fits(parts[index].wanted, node):
-            continue
-        tried.append(dict(node))
-        budget[0] -= 1
-        _take(node, parts[index].wanted, -1)
-        if _place(parts, index + 1, free, budget):
-            return True
-        _take(node, parts[index].wanted, 1)
-    return False
+def _search(parts: Sequence[_Part], free: list[dict[str, float]]) -> bool:
+    """Search an assignment of parts to nodes, depth first. True as well after STEPS attempts.
+
+    Example: parts of 6, 5, 3, 2 GPUs on two nodes with 8 free GPUs each.
+
+        part 6 → node 0    free 2 8
+        part 5 → node 1    free 2 3     node 0 has only 2
+        part 3 → node 1    free 2 0
+        part 2 → node 0    free 0 0     every part has a node
+
+    If a part fits on no node, the part before it moves to its next node. Two rules skip equivalent
+    assignments: a part that equals the one before it takes the same node or a later one, and a node
+    with the same free resources as a node that failed for this part is not tried.
+    """
+    # choice[i] is the node of part i. A list instead of a recursion: a cluster has 1000s of parts.
+    choice: list[int] = []
+    first = [0] * len(parts)  # the first node that part i may take
+    candidate, steps = _next_node(free, parts, first, 0, -1), 0
+    while len(choice) < len(parts):
+        depth = len(choice)
+        if candidate >= 0:
+            steps += 1
+            if steps > STEPS:
+                return True
+            _take(free[candidate], parts[depth].wanted, 1)
+            choice.append(candidate)
+            depth += 1
+            if depth < len(parts):
+                equal = parts[depth].wanted == parts[depth - 1].wanted
+                first[depth] = candidate if equal else 0
+                candidate = _next_node(free, parts, first, depth, first[depth] - 1)
+        elif choice:
+            failed = choice.pop()
+            _take(free[failed], parts[depth - 1].wanted, -1)
+            candidate = _next_node(free, parts, first, depth - 1, failed)
+        else:
+            return False
+    return True
 
 
-def _furthest(parts: Sequence[_Part], nodes: Sequence[NodeResources]) -> int:
-    """The first part that finds no room when each takes the first node that has it."""
+def _next_node(
+    free: Sequence[Mapping[str, float]],
+    parts: Sequence[_Part],
+    first: Sequence[int],
+    depth: int,
+    after: int,
+) -> int:
+    """Return the next node after `after` on which part `depth` fits, -1 if there is none."""
+    if depth == len(parts):
+        return -1
+    tried = free[first[depth] : after + 1]
+    for index in range(after + 1, len(free)):
+        if _fits(parts[depth].wanted, free[index]) and free[index] not in tried:
+            return index
+    return -1
+
+
+def _first_without_node(parts: Sequence[_Part], nodes: Sequence[NodeResources]) -> int:
+    """Return the first part that fits nowhere when each part takes the first node that it fits."""
     free = [dict(node.resources) for node in nodes]
     for index, part in enumerate(parts):
-        home = next((node for node in free if _fits(part.wanted, node)), None)
-        if home is None:
+        node = next((node for node in free if _fits(part.wanted, node)), None)
+        if node is None:
             return index
-        _take(home, part.wanted, -1)
+        _take(node, part.wanted, 1)
     return len(parts) - 1
 
 
 def _fits(wanted: Mapping[str, float], free: Mapping[str, float]) -> bool:
+    # 1e-9: sums of fractions such as 1/3 GPU are not exact.
     return all(free.get(kind, 0.0) + 1e-9 >= amount for kind, amount in wanted.items())
 
 
 def _take(node: dict[str, float], wanted: Mapping[str, float], sign: int) -> None:
+    """Subtract `wanted` from the free resources of a node; `sign=-1` gives it back."""
     for kind, amount in wanted.items():
-        node[kind] = node.get(kind, 0.0) + sign * amount
+        node[kind] = node.get(kind, 0.0) - sign * amount
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

@@ -1,7 +1,11 @@
-"""Where a rank stands in a tp × cp × dp × pp layout, without any parallel library.
+"""The coordinates of a rank in a tp × cp × dp × pp layout, without any parallel library.
 
-Ranks are numbered with tensor parallelism innermost, then context, data, and pipeline outermost:
-`rank = tp + TP · (cp + CP · (dp + DP · pp))` (the order of Megatron-core, arXiv 2104.04473).
+Tensor parallelism is innermost, then context and data parallelism; pipeline parallelism is
+outermost (the order of Megatron-core, arXiv 2104.04473):
+
+    rank = tp + TP · (cp + CP · (dp + DP · pp))
+
+Example: rank 6 of TP=2, CP=1, DP=2, PP=2. 6 = 0 + 2 · (0 + 1 · (1 + 2 · 1)), so tp=0, dp=1, pp=1.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from quadriga.errors import MeshError
 
 @dataclass(frozen=True)
 class RankLayout:
-    """One rank's coordinates and the sizes of the four dimensions."""
+    """The coordinates of one rank and the sizes of the four dimensions."""
 
     tp_rank: int
     cp_rank: int
@@ -37,9 +41,9 @@ class RankLayout:
 
     @classmethod
     def of_rank(cls, rank: int, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1) -> RankLayout:
-        """The coordinates of `rank` when tp is innermost and pp outermost.
+        """Return the coordinates of `rank` with tp innermost and pp outermost.
 
-        Raises MeshError if `rank` is not below tp · cp · dp · pp.
+        Raise MeshError unless 0 ≤ `rank` < tp · cp · dp · pp.
         """
         if not 0 <= rank < tp * cp * dp * pp:
             raise MeshError(
@@ -60,13 +64,13 @@ class RankLayout:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """The layouts of all ranks of a group, checked against each other."""
+    """The layouts of all ranks of a group, in the order of the ranks."""
 
     ranks: tuple[RankLayout, ...]
 
     @classmethod
     def of(cls, layouts: Sequence[RankLayout]) -> GroupLayout:
-        """Raises MeshError if the ranks disagree or two of them claim one place."""
+        """Raise MeshError if sizes differ or if two ranks have the same coordinates."""
         sizes = {layout.sizes for layout in layouts}
         if len(sizes) != 1:
             raise MeshError(
@@ -77,15 +81,18 @@ class GroupLayout:
         if tp * cp * dp * pp != len(layouts) or len(set(layouts)) != len(layouts):
             raise MeshError(
                 f"A layout of tp={tp} × cp={cp} × dp={dp} × pp={pp} needs {tp * cp * dp * pp} "
-                f"ranks in different places, got {len(layouts)} ranks in {len(set(layouts))}.",
+                f"ranks with different coordinates, got {len(layouts)} ranks with "
+                f"{len(set(layouts))} different coordinates.",
                 mesh_name="layout",
             )
         return cls(tuple(layouts))
 
     @property
     def dp_size(self) -> int:
+        """The data-parallel size."""
         return self.ranks[0].dp_size
 
     @property
     def pp_size(self) -> int:
+        """The number of pipeline stages."""
         return self.ranks[0].pp_size

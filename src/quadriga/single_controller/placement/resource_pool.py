@@ -1,7 +1,8 @@
-"""`ResourcePool`: how many processes go on which node."""
+"""`ResourcePool`: how many processes run on each node."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypeVar, cast
 
@@ -9,9 +10,10 @@ from quadriga.errors import PlacementError
 
 
 class ResourcePool:
-    """`process_on_nodes=[8, 8]`: two nodes with eight processes each.
+    """Places for processes on nodes: `process_on_nodes=[8, 8]` is two nodes with eight each.
 
-    `max_colocate_count`: how many worker groups may share one place (a GPU, or a CPU bundle).
+    A place is what one process of a worker group uses: a GPU, or a bundle of CPUs. At most
+    `max_colocate_count` worker groups share a place. Ranks are numbered node by node.
     """
 
     def __init__(
@@ -35,32 +37,32 @@ class ResourcePool:
         self.n_gpus_per_node = n_gpus_per_node
 
     def add_node(self, process_count: int) -> None:
-        """Add a node with that many processes."""
+        """Add a node with `process_count` places."""
         self._store.append(process_count)
 
     @property
     def world_size(self) -> int:
-        """Processes over all nodes."""
+        """The number of places on all nodes."""
         return sum(self._store)
 
     @property
     def store(self) -> list[int]:
-        """Processes on each node."""
+        """The number of places on each node."""
         return self._store
 
     def __call__(self) -> list[int]:
         return self._store
 
     def local_world_size_list(self) -> list[int]:
-        """For each rank, how many ranks its node has: [2, 3] -> [2, 2, 3, 3, 3]."""
+        """Return for each rank the number of ranks on its node: [2, 3] -> [2, 2, 3, 3, 3]."""
         return [count for count in self._store for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
-        """For each rank, its number on its node: [2, 3] -> [0, 1, 0, 1, 2]."""
+        """Return for each rank its number on its node: [2, 3] -> [0, 1, 0, 1, 2]."""
         return [local for count in self._store for local in range(count)]
 
     def bundle_of_rank(self, rank: int) -> tuple[int, int]:
-        """(number of the node, number of the place on it) of a rank."""
+        """Return (index of the node, index of the place on the node) of a rank."""
         for index, count in enumerate(self.store):
             if rank < count:
                 return index, rank
@@ -68,18 +70,20 @@ class ResourcePool:
         raise PlacementError(f"{self!r} has no rank {rank}.")
 
     def counts_of(self, ranks: Iterable[int]) -> list[int]:
-        """How many of these ranks lie on each node that has any."""
-        nodes = [self.bundle_of_rank(rank)[0] for rank in ranks]
-        return [nodes.count(node) for node in dict.fromkeys(nodes)]
+        """Return how many of these ranks each node has, without nodes that have none."""
+        node_of_rank = [node for node, count in enumerate(self.store) for _ in range(count)]
+        return list(Counter(node_of_rank[rank] for rank in ranks).values())
 
     def part(self, start: int, count: int) -> ResourcePool:
-        """`count` places from place `start` on."""
+        """Return a pool of the places `start` to `start + count - 1`."""
         counts = self.counts_of(range(start, start + count))
         return ResourcePool(counts, self.max_colocate_count, self.n_gpus_per_node)
 
     def merged_with(self, other: ResourcePool) -> ResourcePool:
-        """The places of both, these before the other's. Raises PlacementError if their settings
-        differ."""
+        """Return a pool of the places of both, this pool's first.
+
+        Raise PlacementError if their settings differ.
+        """
         check_mergeable(self, other, ("max_colocate_count", "n_gpus_per_node"))
         return ResourcePool(
             [*self.store, *other.store], self.max_colocate_count, self.n_gpus_per_node
@@ -93,10 +97,10 @@ PoolT = TypeVar("PoolT", bound=ResourcePool)
 
 
 def split_resource_pool(resource_pool: PoolT, split_size: int | Sequence[int]) -> list[PoolT]:
-    """Cut a pool into parts of `split_size` places each, or of the sizes listed. A part may be cut
-    again.
+    """Split a pool into pools of `split_size` places each, or of the sizes in a list.
 
-    Raises PlacementError if the parts do not add up to the pool.
+    The resulting pools may be split again. Raise PlacementError if the sizes do not sum to the size
+    of the pool.
     """
     total = resource_pool.world_size
     if isinstance(split_size, int):
@@ -116,21 +120,22 @@ def split_resource_pool(resource_pool: PoolT, split_size: int | Sequence[int]) -
                 wanted=sizes,
                 available=total,
             )
+    # sizes [1, 4] start at places 0 and 1
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     parts = [resource_pool.part(start, size) for start, size in zip(starts, sizes, strict=True)]
     return cast(list[PoolT], parts)
 
 
 def merge_resource_pool(rp1: PoolT, rp2: PoolT) -> PoolT:
-    """One pool over the places of two. Raises PlacementError if their settings differ."""
+    """Merge two pools into one. Raise PlacementError if their settings differ."""
     return cast(PoolT, rp1.merged_with(rp2))
 
 
 def check_mergeable(first: ResourcePool, second: ResourcePool, settings: Sequence[str]) -> None:
-    """Raises PlacementError naming the first of `settings` in which two pools differ."""
+    """Raise PlacementError naming the first of `settings` in which two pools differ."""
     for what in settings:
         if getattr(first, what) != getattr(second, what):
             raise PlacementError(
-                f"Pools that are merged must agree in {what}: {getattr(first, what)} and "
+                f"Pools can only be merged if they agree in {what}, got {getattr(first, what)} and "
                 f"{getattr(second, what)}."
             )

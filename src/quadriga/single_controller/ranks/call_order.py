@@ -1,4 +1,4 @@
-"""Starting calls in the order in which they were sent, where they may arrive in another."""
+"""Start calls in the order in which they were sent, although they may arrive in another order."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import contextlib
 from collections.abc import AsyncIterator
 
 Ticket = tuple[str, int]
-"""Who sent a call, and its number among that sender's calls to this rank, from 0."""
+"""The sender of a call, and the number of the call among those of the sender to this rank."""
 
 
 class CallOrder:
-    """Consumes: calls with tickets. Waits for: the ticket before, of the same sender, to have had
-    its turn. Unblocked by: its end, whatever became of that call.
+    """Gives each call its turn to start. Numbers start at 0 for each sender.
+
+    Consumes: calls with tickets. Waits for: the turn of the previous ticket of the same sender to
+    end. Unblocked by: the end of that turn, whether its call succeeded or failed.
+
+    Example: a large call 0 and small calls 1 and 2 of sender "a" arrive as 1, 2, 0.
+
+        arrives ("a", 1)    waits, because the next number of "a" is 0
+        arrives ("a", 2)    waits
+        arrives ("a", 0)    starts; then 1 starts; then 2 starts
 
     A call without a ticket never waits.
     """
@@ -23,7 +31,7 @@ class CallOrder:
 
     @contextlib.asynccontextmanager
     async def turn(self, ticket: Ticket | None) -> AsyncIterator[None]:
-        """Hold the turn of `ticket` for the length of the block."""
+        """Wait for the turn of `ticket`, and hold it inside the `async with` block."""
         if ticket is None:
             yield
             return
@@ -35,6 +43,7 @@ class CallOrder:
             yield
         finally:
             self._next[sender] = number + 1
+            # The next call may not have arrived yet; it then finds its number in `_next`.
             following = self._waiting.pop((sender, number + 1), None)
             if following is not None and not following.done():
                 following.set_result(None)

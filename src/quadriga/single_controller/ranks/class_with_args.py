@@ -1,28 +1,29 @@
-"""A worker class together with the arguments it will be built with."""
+"""A worker class with its constructor arguments, and several such classes in one process."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from quadriga.errors import DispatchError
+from quadriga.single_controller.ranks.worker import Worker
 
 
 class ClassWithInitArgs:
-    """`cls(*args, **kwargs)`, to be built later and elsewhere: calling the object builds it.
+    """`cls(*args, **kwargs)` to be built later, in another process. Call the object to build it.
 
-    `cls` may be a plain class or one that went through `ray.remote`.
+    `cls` is a class, or the result of `ray.remote(cls)`.
     """
 
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cls: object, *args: object, **kwargs: object) -> None:
         self.cls = plain_class(cls)
         self.args = args
         self.kwargs = kwargs
 
     @property
     def roles(self) -> dict[str, ClassWithInitArgs]:
-        """The roles that one process of this class hosts, in the order they are built.
+        """The roles of one process, in the order in which they are built.
 
-        A class by itself is one role under its own name.
+        A single class is one role, named like the class.
         """
         return {self.cls.__name__: self}
 
@@ -31,8 +32,8 @@ class ClassWithInitArgs:
         """Whether this stands for several roles in one process."""
         return False
 
-    def build(self) -> Any:
-        """Build the worker here, in this process."""
+    def build(self) -> Any:  # an instance of the user's class, which need not be a `Worker`
+        """Build the worker in this process."""
         return self.cls(*self.args, **self.kwargs)
 
     def __call__(self) -> Any:
@@ -42,10 +43,10 @@ class ClassWithInitArgs:
         return f"{type(self).__name__}({self.cls.__name__})"
 
 
-def plain_class(cls: Any) -> type:
-    """The class itself, also when `ray.remote` was put around it.
+def plain_class(cls: object) -> type:
+    """Return a class as it is, and the user's class for the result of `ray.remote`.
 
-    Raises DispatchError if `cls` is not a class.
+    Raise DispatchError if `cls` is neither.
     """
     metadata = getattr(cls, "__ray_metadata__", None)
     inner = getattr(metadata, "modified_class", cls)
@@ -58,7 +59,7 @@ def plain_class(cls: Any) -> type:
 
 
 class ColocatedClass(ClassWithInitArgs):
-    """Several roles in one process, each a class with its arguments."""
+    """Several roles in one process, each with its class and arguments."""
 
     def __init__(self, class_dict: dict[str, ClassWithInitArgs]) -> None:
         if not class_dict:
@@ -83,5 +84,41 @@ class ColocatedClass(ClassWithInitArgs):
         return True
 
     def build(self) -> dict[str, Any]:
-        """Build the worker of each role here."""
+        """Build the worker of each role in this process."""
         return {role: member.build() for role, member in self.class_dict.items()}
+
+
+class FusedWorker(Worker):
+    """A worker that builds one worker per role and has it as an attribute named like the role.
+
+    The role table of its process contains these roles too.
+    """
+
+    role_classes: ClassVar[dict[str, ClassWithInitArgs]] = {}
+
+    fused_roles: dict[str, Worker]
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
+        self.fused_roles = ColocatedClass(self.role_classes).build()
+        for role, worker in self.fused_roles.items():
+            setattr(self, role, worker)
+            if isinstance(worker, Worker):
+                worker._siblings = self.fused_roles
+
+
+def create_colocated_worker_raw_cls(class_dict: dict[str, ClassWithInitArgs]) -> type[FusedWorker]:
+    """Return a class with one attribute per role, for subclasses that use several roles."""
+    checked = ColocatedClass(class_dict)
+    name = "Fused_" + "_".join(checked.class_dict)
+    return type(name, (FusedWorker,), {"role_classes": checked.class_dict, "__module__": __name__})
+
+
+def roles_of(classes: dict[str, type]) -> dict[str, type]:
+    """Return every role of a process with its class: the given ones and those of fused classes."""
+    roles: dict[str, type] = {}
+    for role, cls in classes.items():
+        roles[role] = cls
+        members: dict[str, ClassWithInitArgs] = getattr(cls, "role_classes", {})
+        roles.update({inner: member.cls for inner, member in members.items()})
+    return roles

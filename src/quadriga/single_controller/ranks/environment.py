@@ -1,6 +1,7 @@
-"""Who a rank is: the environment variables every rank process has, and how they are chosen.
+"""The environment of a rank's process: variables, the port of rank 0, modules to import first.
 
-The names are torchrun's, so `torch.distributed.init_process_group` works without arguments.
+The variables have the names of torchrun, so `torch.distributed.init_process_group` works without
+arguments.
 """
 
 from __future__ import annotations
@@ -8,18 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from quadriga.errors import ConfigError, PlacementError
 
 LOCAL_PORT = "none: several local ranks share one process"
-"""MASTER_PORT of a local group of several ranks, which cannot hold collectives."""
+"""MASTER_PORT of a local group with several ranks, which does not support collectives."""
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """One rank's place in its group."""
+    """The place of one rank in its group."""
 
     rank: int = 0
     world_size: int = 1
@@ -30,7 +32,7 @@ class RankEnvironment:
     group_prefix: str = ""
 
     def variables(self) -> dict[str, str]:
-        """As environment variables."""
+        """Return the place as environment variables."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -43,9 +45,9 @@ class RankEnvironment:
 
     @classmethod
     def read(cls, env: Mapping[str, str] = os.environ) -> RankEnvironment:
-        """From environment variables; what is not set is that of a group of one.
+        """Read the place from environment variables. Without any: rank 0 of a group of one.
 
-        Raises ConfigError naming a variable that is no number.
+        Raise ConfigError naming a variable that is not a whole number.
         """
         return cls(
             rank=_number(env, "RANK", 0),
@@ -70,7 +72,7 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the length of a `with` block."""
+    """Set environment variables inside a `with` block and restore them afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -85,10 +87,16 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @dataclass
 class ReservedPort:
-    """A free TCP port of this machine, kept from others until `release` or the process ends.
+    """A TCP port of this machine that is reserved until `release` or the end of the process.
 
-    The socket is bound but never listens, with SO_REUSEADDR: the system gives the port to nobody
-    who asks for any free one, while a server that names it (torch's TCPStore) can bind it.
+    Rank 0 chooses the port long before `init_process_group` starts a server on it. A socket is
+    bound to the port in between, without listening:
+
+        group A  bind 40001, SO_REUSEADDR ──── reserved ────┬── TCPStore binds 40001: succeeds
+        group B  bind 0 ("any free port")  gets 40002       │   (SO_REUSEADDR, no listener yet)
+
+    The system never gives a bound port to a process that asks for any free port. SO_REUSEADDR on
+    both sockets lets a server bind the port by its number, because the first one does not listen.
     """
 
     port: int
@@ -96,9 +104,9 @@ class ReservedPort:
 
     @classmethod
     def choose(cls, within: Sequence[int] | None = None) -> ReservedPort:
-        """Reserve a free port; `within`: (first, last + 1), the ports that may be used.
+        """Reserve a free port. `within`: the permitted ports as (first, last + 1).
 
-        Raises PlacementError if none of them is free.
+        Raise PlacementError if none of them is free.
         """
         if within is None:
             sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -113,16 +121,35 @@ class ReservedPort:
 
     @classmethod
     def try_port(cls, port: int) -> ReservedPort | None:
-        """Reserve this very port; None if it is taken."""
+        """Reserve one port. Return None if another socket has it."""
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             sock.bind(("", port))
         except OSError:
             sock.close()
             return None
-        # Only now: bound without it, the socket has found every other that holds the port.
+        # After bind: with SO_REUSEADDR, bind would also succeed on a port that another group has
+        # reserved.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return cls(port, sock)
 
     def release(self) -> None:
+        """Close the socket."""
         self._socket.close()
+
+
+_preload: list[str] = []
+
+
+def preload_in_workers(module_name: str) -> None:
+    """Import `module_name` in rank processes that start from now on, before their worker classes.
+
+    For modules that change what other imports find, such as import aliases and plug-ins.
+    """
+    if module_name not in _preload:
+        _preload.append(module_name)
+
+
+def preloaded() -> tuple[str, ...]:
+    """Return the modules that worker processes import first, if they are loaded here."""
+    return tuple(name for name in _preload if name in sys.modules)

@@ -1,4 +1,4 @@
-"""What a rank's process does, whatever engine started it: hold workers by role and run calls."""
+"""`RankHost`: holds the workers of one rank by role and runs calls on them, for every backend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 from quadriga.errors import (
     CollectiveError,
@@ -16,16 +16,43 @@ from quadriga.errors import (
     WorkerInitError,
     WorkerMethodError,
 )
-from quadriga.single_controller.call import Call, SharedArgument
+from quadriga.single_controller.call import (
+    Arguments,
+    Call,
+    KeywordArguments,
+    SharedArgument,
+    boundary_for,
+    private_copy,
+)
 from quadriga.single_controller.ranks.call_order import CallOrder, Ticket
 from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
 from quadriga.single_controller.ranks.environment import LOCAL_PORT, RankEnvironment
 from quadriga.single_controller.ranks.worker import Worker
-from quadriga.single_controller.tensor_modules import private_copy, shipping_for
+
+T = TypeVar("T")
+
+
+class _FailureDetails(TypedDict):
+    """The attributes of an error that a method or an `__init__` of a worker causes."""
+
+    role: str
+    rank: int
+    node: str
+    method: str
+    remote_traceback: str
+    cause: Exception | None
+    raised_at: float
 
 
 class RankHost:
-    """The workers of one rank, by role, and the way calls reach them."""
+    """The workers of one rank, by role.
+
+    Args:
+        place: The place of the rank in its group.
+        node: The address of its node, for error messages.
+        survives: `survives(error)` returns whether an exception of the user can be pickled, sent to
+            the controller and unpickled there.
+    """
 
     def __init__(
         self,
@@ -33,41 +60,43 @@ class RankHost:
         node: str,
         survives: Callable[[Exception], bool] = lambda error: True,
     ) -> None:
-        """`survives(error)`: whether a user's exception can travel to the controller."""
         self.place = place
         self.node = node
         self._survives = survives
-        self.workers: dict[str, Any] = {}
+        self.workers: dict[str, Any] = {}  # a class of the user's need not be a `Worker`
         self.in_flight: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._turns = CallOrder()
-        self.awaited: set[Awaitable[Any]] = set()
-        """What coroutine methods have begun and not ended."""
+        self._order = CallOrder()
+        self.awaited: set[Awaitable[object]] = set()
+        """The coroutine methods that have started and not ended."""
 
     def build(self, classes: Mapping[str, ClassWithInitArgs]) -> None:
-        """Build the worker of each role. Raises WorkerInitError carrying the traceback."""
+        """Build the worker of each role. Raise WorkerInitError with the traceback."""
         for role, class_with_args in classes.items():
             try:
                 worker = class_with_args.build()
             except Exception as error:
                 raise self._init_failure(role, error) from error
             self.workers[role] = worker
-            # A fused worker has built roles of its own; they are roles of this process too.
+            # A fused worker has built workers of its own, which are roles of this process too.
             for inner, sub_worker in getattr(worker, "fused_roles", {}).items():
                 self.workers[inner] = sub_worker
         for worker in self.workers.values():
             if isinstance(worker, Worker):
                 worker._siblings = self.workers
 
-    def invoke(self, call: Call, store: Any = None) -> Any:
-        """Run one call to its end. `store`: where large fields of the result go; this process's
-        when None. Raises WorkerMethodError if the method raised."""
-        self.in_flight = f"{call.role}.{call.method}"
+    def invoke(self, call: Call, store: object = None) -> object:
+        """Run one call and return its packed result.
+
+        `store`: the `protocol.Store` for large fields of the result; None: that of this process.
+        Raise WorkerMethodError if the method raised.
+        """
+        self.in_flight = call.label
         try:
             method = self._method(call)
             args, kwargs = self._arguments(call)
             value = method(*args, **kwargs)
-            if inspect.isawaitable(value):
+            if inspect.isawaitable(value):  # also a plain method that returns a coroutine
                 value = self._run(value)
             return self._result(call, value, store)
         except Exception as error:
@@ -76,17 +105,18 @@ class RankHost:
             self.in_flight = None
 
     async def invoke_async(
-        self, opened: Callable[[], Call], ticket: Ticket | None = None, store: Any = None
-    ) -> Any:
-        """As `invoke`, inside a running event loop; coroutine methods interleave.
+        self, opened: Callable[[], Call], ticket: Ticket | None = None, store: object = None
+    ) -> object:
+        """Run one call inside a running event loop, in which coroutine methods interleave.
 
-        `opened()` gives the call; it may have to wait. Methods start in the order of their
-        tickets, which need not be that of arrival. Arguments are waited for outside the loop: they
-        may be results of this very process, whose reply the loop has yet to send.
+        `opened()` returns the call and may block. Methods start in the order of their tickets,
+        which may differ from the order of arrival. Arguments are unpacked in a thread: an argument
+        may be a result of this process that the loop has not sent yet.
         """
-        async with self._turns.turn(ticket):
+        # The turn ends when the method has started, so that coroutine methods can interleave.
+        async with self._order.turn(ticket):
             call, args, kwargs = await asyncio.to_thread(self._prepare, opened)
-            self.in_flight = f"{call.role}.{call.method}"
+            self.in_flight = call.label
             try:
                 value = self._method(call)(*args, **kwargs)
             except Exception as error:
@@ -100,35 +130,107 @@ class RankHost:
         finally:
             self.in_flight = None
 
-    def _prepare(self, opened: Callable[[], Call]) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
+    def _prepare(self, opened: Callable[[], Call]) -> tuple[Call, Arguments, KeywordArguments]:
         call = opened()
         try:
             return call, *self._arguments(call)
         except Exception as error:
             raise self.failure(call, error) from error
 
-    async def _await(self, awaitable: Awaitable[Any]) -> Any:
+    async def _await(self, awaitable: Awaitable[T]) -> T:
         self.awaited.add(awaitable)
         try:
             return await awaitable
         finally:
             self.awaited.discard(awaitable)
 
+    def _method(self, call: Call) -> Callable[..., object]:
+        try:
+            worker = self.workers[call.role]
+        except KeyError:
+            raise UnregisteredMethodError(
+                f"This process has the roles {sorted(self.workers)}, not {call.role!r}.",
+                method=call.method,
+                known=sorted(self.workers),
+            ) from None
+        try:
+            method: Callable[..., object] = getattr(worker, call.method)
+        except AttributeError:
+            known = sorted(name for name in dir(type(worker)) if not name.startswith("_"))
+            raise UnregisteredMethodError(
+                f"{type(worker).__name__} has no method {call.method!r}. It has {known}.",
+                method=call.method,
+                known=known,
+            ) from None
+        return method
+
+    def _arguments(self, call: Call) -> tuple[Arguments, KeywordArguments]:
+        """Return the arguments as the method receives them, in memory of this rank only."""
+        if not (call.args or call.kwargs):
+            return call.args, call.kwargs
+        args = tuple(map(_opened, call.args))
+        kwargs = {name: _opened(value) for name, value in call.kwargs.items()}
+        boundary = boundary_for((*args, *kwargs.values()))
+        if boundary is None:
+            return tuple(map(private_copy, args)), {k: private_copy(v) for k, v in kwargs.items()}
+        unpack = boundary.unpack_argument
+        if not call.materialize:
+            deferred = boundary.Deferred
+
+            def unpack(value: object) -> object:
+                return value if isinstance(value, deferred) else boundary.unpack_argument(value)
+
+        return (
+            tuple(unpack(value) for value in args),
+            {name: unpack(value) for name, value in kwargs.items()},
+        )
+
+    def _result(self, call: Call, value: object, store: object) -> object:
+        """Return what is sent to the controller for the value that a method returned."""
+        if value is None:
+            return value
+        boundary = boundary_for((value,))
+        if boundary is None:
+            return value
+        origin = boundary.Origin(
+            role=call.role, rank=self.place.rank, method=call.method, node=self.node
+        )
+        packed: object = boundary.pack_result(value, origin, store)
+        return packed
+
+    def _run(self, awaitable: Awaitable[T]) -> T:
+        """Run a coroutine method to its end on the event loop of this rank."""
+        # One loop for all calls: an asyncio.Event or a client session belongs to a loop.
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        loop = self._loop
+
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return loop.run_until_complete(awaitable)
+        # The calling thread runs a loop already (a notebook), and a thread runs only one.
+        return _in_thread(lambda: loop.run_until_complete(awaitable))
+
+    # Failures
+
     def failure(self, call: Call, error: Exception) -> WorkerMethodError | CollectiveError:
-        """The error the controller sees for `error`, raised by a method."""
+        """Return the error that the controller raises for `error`, which a method raised."""
         kind: type[WorkerMethodError | CollectiveError] = WorkerMethodError
-        title = f"{type(error).__name__} in {call.role}.{call.method}"
+        title = f"{type(error).__name__} in {call.label}"
         text = str(error)
+        # A local group of several ranks sets this text as MASTER_PORT. torch's error quotes it.
         if LOCAL_PORT in text:
             kind = CollectiveError
-            title = f"torch.distributed was asked for in {call.role}.{call.method}"
+            title = f"{call.label} initializes torch.distributed"
             text = (
-                f"a local group of {self.place.world_size} ranks lives in one process and holds no "
-                "collectives. Use one local rank, or backend=ray."
+                f"the {self.place.world_size} ranks of a local group share one process, which does "
+                "not support collectives. Use one local rank, or backend=ray."
             )
         remote = _traceback_text(error)
+        place = f"rank {self.place.rank} of {self.place.world_size} on {self.node}"
         return kind(
-            f"{title}, {self._where()}: {text}\n\nTraceback of the worker:\n{remote}",
+            f"{title}, {place}: {text}\n\nTraceback of the worker:\n{remote}",
             **self._details(call.role, call.method, error, remote),
         )
 
@@ -140,10 +242,7 @@ class RankHost:
             str(failed), **self._details(role, "__init__", error, _traceback_text(error))
         )
 
-    def _where(self) -> str:
-        return f"rank {self.place.rank} of {self.place.world_size} on {self.node}"
-
-    def _details(self, role: str, method: str, error: Exception, remote: str) -> dict[str, Any]:
+    def _details(self, role: str, method: str, error: Exception, remote: str) -> _FailureDetails:
         return {
             "role": role,
             "rank": self.place.rank,
@@ -154,81 +253,20 @@ class RankHost:
             "raised_at": time.time(),
         }
 
-    def _method(self, call: Call) -> Callable[..., Any]:
-        try:
-            worker = self.workers[call.role]
-        except KeyError:
-            raise UnregisteredMethodError(
-                f"This process holds {sorted(self.workers)}, no role {call.role!r}.",
-                method=call.method,
-                known=sorted(self.workers),
-            ) from None
-        try:
-            method: Callable[..., Any] = getattr(worker, call.method)
-        except AttributeError:
-            known = sorted(name for name in dir(type(worker)) if not name.startswith("_"))
-            raise UnregisteredMethodError(
-                f"{type(worker).__name__} has no method {call.method!r}. It has {known}.",
-                method=call.method,
-                known=known,
-            ) from None
-        return method
 
-    def _arguments(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not (call.args or call.kwargs):
-            return call.args, call.kwargs
-        args = tuple(map(_opened, call.args))
-        kwargs = {name: _opened(value) for name, value in call.kwargs.items()}
-        shipping = shipping_for((*args, *kwargs.values()))
-        if shipping is None:
-            return tuple(map(private_copy, args)), private_copy(kwargs)
-        unpack = shipping.unpack_argument
-        if not call.materialize:
-            future = shipping.DataProtoFuture
-
-            def unpack(value: Any, _open: Any = shipping.unpack_argument) -> Any:
-                return value if isinstance(value, future) else _open(value)
-
-        return (
-            tuple(unpack(value) for value in args),
-            {name: unpack(value) for name, value in kwargs.items()},
-        )
-
-    def _result(self, call: Call, value: Any, store: Any) -> Any:
-        if value is None:
-            return value
-        shipping = shipping_for((value,))
-        if shipping is None:
-            return value
-        origin = shipping.Origin(
-            role=call.role, rank=self.place.rank, method=call.method, node=self.node
-        )
-        return shipping.pack_result(value, origin, store)
-
-    def _run(self, awaitable: Awaitable[Any]) -> Any:
-        """Drive a coroutine of a worker from a thread that may itself be inside a loop."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-        loop = self._loop
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return loop.run_until_complete(awaitable)
-        return _in_thread(lambda: loop.run_until_complete(awaitable))
-
-
-def _opened(value: Any) -> Any:
+def _opened(value: object) -> object:
     return value.open() if isinstance(value, SharedArgument) else value
 
 
-def _in_thread(run: Callable[[], Any]) -> Any:
-    outcome: list[Any] = []
+def _in_thread(run: Callable[[], T]) -> T:
+    """Return `run()`, called in a new thread. Raise what it raised."""
+    outcome: list[T] = []
     failed: list[BaseException] = []
 
     def target() -> None:
         try:
             outcome.append(run())
-        except BaseException as error:  # handed to the caller's thread below
+        except BaseException as error:  # raised in the caller's thread below
             failed.append(error)
 
     thread = threading.Thread(target=target, daemon=True)
@@ -240,7 +278,7 @@ def _in_thread(run: Callable[[], Any]) -> Any:
 
 
 def _traceback_text(error: BaseException) -> str:
-    """The worker's traceback without the frames that led from the controller to the method."""
+    """Return the worker's traceback without the frames of this module that lead to the method."""
     summary = traceback.TracebackException.from_exception(error)
     while len(summary.stack) > 1 and summary.stack[0].filename == __file__:
         del summary.stack[0]

@@ -12,8 +12,11 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs, ColocatedClass
-from quadriga.single_controller.ranks.fused import create_colocated_worker_raw_cls
+from quadriga.single_controller.ranks.class_with_args import (
+    ClassWithInitArgs,
+    ColocatedClass,
+    create_colocated_worker_raw_cls,
+)
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):

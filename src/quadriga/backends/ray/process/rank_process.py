@@ -30,14 +30,12 @@ from ray import cloudpickle
 
 from quadriga.backends.ray.process.heap import freeze_heap, keep_freed_memory
 from quadriga.single_controller.backend import RankFacts
-from quadriga.single_controller.call import Call, SharedArgument
+from quadriga.single_controller.call import Call, SharedArgument, unpack_results
 from quadriga.single_controller.placement.devices import visible_devices
 from quadriga.single_controller.ranks.call_order import Ticket
-from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
+from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs, roles_of
 from quadriga.single_controller.ranks.environment import RankEnvironment, ReservedPort
 from quadriga.single_controller.ranks.rank_host import RankHost
-from quadriga.single_controller.submit import unpack
-from quadriga.single_controller.worker_group import roles_of
 
 STACK_SIGNAL = signal.SIGUSR2
 
@@ -210,7 +208,7 @@ def _has_coroutines(cls: type) -> bool:
 
 def _forwarder(role: str, method: str) -> Any:
     def forward(self: RankProcess, *args: Any, **kwargs: Any) -> Any:
-        return unpack([self._host.invoke(Call(role, method, args, kwargs))])[0]
+        return unpack_results([self._host.invoke(Call(role, method, args, kwargs))])[0]
 
     forward.__name__ = forward.__qualname__ = method
     return forward
@@ -219,7 +217,7 @@ def _forwarder(role: str, method: str) -> Any:
 def _async_forwarder(role: str, method: str) -> Any:
     async def forward(self: AsyncRankProcess, *args: Any, **kwargs: Any) -> Any:
         call = Call(role, method, args, kwargs)
-        return unpack([await self._host.invoke_async(lambda: call)])[0]
+        return unpack_results([await self._host.invoke_async(lambda: call)])[0]
 
     forward.__name__ = forward.__qualname__ = method
     return forward

@@ -17,10 +17,8 @@ from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
 from quadriga.errors import ConfigError
 from quadriga.single_controller.backend import RankFacts, RankHandle
 from quadriga.single_controller.dispatch.builtin_modes import Dispatch, Execute
-from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
-from quadriga.single_controller.ranks.environment import RankEnvironment
-from quadriga.single_controller.ranks.preload import preloaded
-from quadriga.single_controller.worker_group import roles_of
+from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs, roles_of
+from quadriga.single_controller.ranks.environment import RankEnvironment, preloaded
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Calls that arrive in another order than they were sent start in the order of their tickets."""
+"""Calls start in the order of their tickets, whatever the order in which they arrive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quadriga.single_controller.ranks.call_order import CallOrder
 
 
 def run(arrivals, fails=()):
-    """In which order calls start that arrive in the given one; some raise in their turn."""
+    """Return the order in which calls start that arrive in the given order. Some of them raise."""
     started = []
 
     async def call(turns, ticket):
@@ -27,15 +27,15 @@ def run(arrivals, fails=()):
     return started
 
 
-def test_the_order_of_tickets():
+def test_calls_start_in_the_order_of_their_tickets():
     assert run([("a", 2), ("a", 0), ("a", 1)]) == [("a", 0), ("a", 1), ("a", 2)]
 
 
-def test_senders_do_not_wait_for_each_other_and_a_call_without_a_ticket_for_nobody():
+def test_senders_do_not_wait_for_each_other_and_a_call_without_a_ticket_never_waits():
     started = run([("a", 1), None, ("b", 0), ("a", 0)])
     assert started.index(("a", 0)) < started.index(("a", 1))
     assert started[0] is None and started[1] == ("b", 0)
 
 
-def test_a_call_that_fails_hands_its_turn_on():
+def test_the_turn_of_a_call_that_fails_ends():
     assert run([("a", 1), ("a", 0)], fails=[("a", 0)]) == [("a", 0), ("a", 1)]
