@@ -1,4 +1,4 @@
-"""Random batches for the maths: shapes, masks with holes and left padding, groups of 1 to 9."""
+"""Random batches for the algorithm tests: masks with gaps and left padding, groups of 1 to 9."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Case:
-    """A batch in float64. What lies outside the mask is NaN: nobody may look at it."""
+    """A batch in float64. Values outside the mask are NaN, because no function may read them."""
 
     rewards: Tensor
     mask: Tensor
@@ -29,7 +29,7 @@ class Case:
     entropy: Tensor
 
     def rows(self, index: Tensor) -> Case:
-        """The same batch with its samples picked or permuted."""
+        """Return the batch with the samples that `index` selects, in that order."""
         picked = {
             name: [value[int(i)] for i in index] if isinstance(value, list) else value[index]
             for name, value in vars(self).items()
@@ -38,7 +38,7 @@ class Case:
 
 
 def random_mask(rng: np.random.Generator, count: int, width: int) -> np.ndarray:
-    """Per row: left padding, a run of own tokens with holes (observations), right padding."""
+    """Return a mask; a row has left padding, generated tokens with gaps, and right padding."""
     mask = np.zeros((count, width), dtype=np.int64)
     for row in mask:
         start = rng.integers(0, width) if rng.random() < 0.2 else 0
@@ -50,7 +50,7 @@ def random_mask(rng: np.random.Generator, count: int, width: int) -> np.ndarray:
 
 
 def make_case(seed: int, *, max_groups: int = 4, max_width: int = 9) -> Case:
-    """Groups of 1 to 9 samples in random order; rewards often tie."""
+    """Create a batch of groups of 1 to 9 samples in random order, with many equal rewards."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 10, rng.integers(1, max_groups + 1))
     groups = [f"prompt-{g}" for g, size in enumerate(sizes) for _ in range(size)]

@@ -1,7 +1,7 @@
-"""Every algorithm again, by loops over samples and tokens, in float64 and as the papers write it.
+"""Reference implementations: loops over samples and tokens in float64, written as in the papers.
 
-Nothing here uses the package. Token losses are built from 0-d tensors, so that autograd gives
-their gradient.
+This file does not import the package. Token losses are computed from 0-d tensors, so that autograd
+provides their gradients.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from torch import Tensor
 Rows = list[list[float]]
 
 
-def own(mask: Tensor) -> list[list[int]]:
-    """For each sample the positions of its own tokens."""
+def token_positions(mask: Tensor) -> list[list[int]]:
+    """Return the positions of each sample's generated tokens."""
     return [[t for t, m in enumerate(row) if m == 1] for row in mask.tolist()]
 
 
-def spread(scalars: list[float], mask: Tensor) -> Rows:
-    """One number a sample at each of its own tokens."""
+def to_tokens(scalars: list[float], mask: Tensor) -> Rows:
+    """Copy each sample's number to its generated tokens."""
     return [[a if m else 0.0 for m in row] for a, row in zip(scalars, mask.tolist(), strict=True)]
 
 
 def scores_of(rewards: Tensor, mask: Tensor) -> list[float]:
     return [
-        sum(row[t] for t in places) for row, places in zip(rewards.tolist(), own(mask), strict=True)
+        sum(row[t] for t in positions)
+        for row, positions in zip(rewards.tolist(), token_positions(mask), strict=True)
     ]
 
 
 def members_of(groups: list[str], mask: Tensor) -> dict[str, list[int]]:
-    """Samples with at least one token, by group."""
+    """Return the samples with at least one generated token, by group."""
     found = defaultdict(list)
-    for i, (name, places) in enumerate(zip(groups, own(mask), strict=True)):
-        if places:
+    for i, (name, positions) in enumerate(zip(groups, token_positions(mask), strict=True)):
+        if positions:
             found[name].append(i)
     return found
 
@@ -56,54 +57,58 @@ def per_group(
     mask: Tensor,
     rule: Callable[[list[float], list[int]], list[float]],
 ) -> list[float]:
-    """Apply `rule` to each group's scores; groups of equal scores, or of one, get 0."""
+    """Apply `rule` to the scores of each group; groups without signal get 0."""
     result = [0.0] * len(scores)
     for members in members_of(groups, mask).values():
-        mine = [scores[i] for i in members]
-        if len(set(mine)) > 1:
-            for i, value in zip(members, rule(mine, members), strict=True):
+        rewards = [scores[i] for i in members]
+        if len(set(rewards)) > 1:
+            for i, value in zip(members, rule(rewards, members), strict=True):
                 result[i] = value
     return result
 
 
-def grpo_rule(mine: list[float], members: list[int]) -> list[float]:
-    return [(r - mean(mine)) / (std(mine) + 1e-6) for r in mine]
+def grpo_rule(rewards: list[float], members: list[int]) -> list[float]:
+    return [(r - mean(rewards)) / (std(rewards) + 1e-6) for r in rewards]
 
 
-def dr_grpo_rule(mine: list[float], members: list[int]) -> list[float]:
-    return [r - mean(mine) for r in mine]
+def dr_grpo_rule(rewards: list[float], members: list[int]) -> list[float]:
+    return [r - mean(rewards) for r in rewards]
 
 
-def rloo_rule(mine: list[float], members: list[int]) -> list[float]:
-    return [r - mean(mine[:i] + mine[i + 1 :]) for i, r in enumerate(mine)]
+def rloo_rule(rewards: list[float], members: list[int]) -> list[float]:
+    return [r - mean(rewards[:i] + rewards[i + 1 :]) for i, r in enumerate(rewards)]
 
 
-def passk_rule(mine: list[float], members: list[int]) -> list[float]:
-    first, second = sorted(mine, reverse=True)[:2]
-    return [(first - second) / (std(mine) + 1e-6) if r == first else 0.0 for r in mine]
+def passk_rule(rewards: list[float], members: list[int]) -> list[float]:
+    first, second = sorted(rewards, reverse=True)[:2]
+    return [(first - second) / (std(rewards) + 1e-6) if r == first else 0.0 for r in rewards]
 
 
 def opo_rule(lengths: list[int]) -> Callable[[list[float], list[int]], list[float]]:
-    def rule(mine: list[float], members: list[int]) -> list[float]:
+    def rule(rewards: list[float], members: list[int]) -> list[float]:
         total = sum(lengths[i] for i in members)
-        base = sum(lengths[i] * r for i, r in zip(members, mine, strict=True)) / total
-        return [r - base for r in mine]
+        base = sum(lengths[i] * r for i, r in zip(members, rewards, strict=True)) / total
+        return [r - base for r in rewards]
 
     return rule
 
 
 def gpg(scores: list[float], groups: list[str], mask: Tensor) -> list[float]:
     centred = per_group(scores, groups, mask, dr_grpo_rule)
-    everyone = useful = 0
+    members_in_all = with_signal = 0
     for members in members_of(groups, mask).values():
-        everyone += len(members)
+        members_in_all += len(members)
         if len({scores[i] for i in members}) > 1:
-            useful += len(members)
-    return [everyone / max(useful, 1) * x for x in centred]
+            with_signal += len(members)
+    return [members_in_all / max(with_signal, 1) * x for x in centred]
 
 
 def whiten(rows: Rows, mask: Tensor) -> Rows:
-    chosen = [row[t] for row, places in zip(rows, own(mask), strict=True) for t in places]
+    chosen = [
+        row[t]
+        for row, positions in zip(rows, token_positions(mask), strict=True)
+        for t in positions
+    ]
     if not chosen:
         return [[0.0] * len(row) for row in rows]
     centre = mean(chosen)
@@ -120,9 +125,9 @@ def gdpo(components: Tensor, groups: list[str], mask: Tensor, weights: list[floa
     for k, weight in enumerate(weights):
         column = per_group(components[:, k].tolist(), groups, mask, grpo_rule)
         total = [a + weight * b for a, b in zip(total, column, strict=True)]
-    alive = torch.tensor([[1 if places else 0] for places in own(mask)])
-    whitened = whiten([[a] for a in total], alive)
-    return spread([row[0] for row in whitened], mask)
+    has_tokens = torch.tensor([[1 if positions else 0] for positions in token_positions(mask)])
+    whitened = whiten([[a] for a in total], has_tokens)
+    return to_tokens([row[0] for row in whitened], mask)
 
 
 def gae(
@@ -130,9 +135,9 @@ def gae(
 ) -> tuple[Rows, Rows]:
     advantages = [[0.0] * mask.shape[1] for _ in mask]
     returns = [[0.0] * mask.shape[1] for _ in mask]
-    for i, places in enumerate(own(mask)):
+    for i, positions in enumerate(token_positions(mask)):
         next_value = next_advantage = 0.0
-        for t in reversed(places):
+        for t in reversed(positions):
             value = float(values[i, t])
             delta = float(rewards[i, t]) + gamma * next_value - value
             next_advantage = delta + gamma * lam * next_advantage
@@ -144,15 +149,15 @@ def gae(
 
 def discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Rows:
     returns = [[0.0] * mask.shape[1] for _ in mask]
-    for i, places in enumerate(own(mask)):
+    for i, positions in enumerate(token_positions(mask)):
         following = 0.0
-        for t in reversed(places):
+        for t in reversed(positions):
             following = float(rewards[i, t]) + gamma * following
             returns[i][t] = following
     return returns
 
 
-# Policy losses: rule(sample's log-ratios, log-probs, advantages, …) → loss of each own token.
+# Policy losses. `*_token` computes the loss of one token, `*_sequence` the losses of one response.
 
 
 def clip(x: Tensor, low: float, high: float) -> Tensor:
@@ -201,16 +206,16 @@ def geo_mean_sequence(lps: list[Tensor], olds: list[Tensor], advs: list[Tensor],
 
 
 def covariances(lp: Tensor, advantages: Tensor, mask: Tensor) -> dict[tuple[int, int], float]:
-    where = [(i, t) for i, places in enumerate(own(mask)) for t in places]
+    where = [(i, t) for i, positions in enumerate(token_positions(mask)) for t in positions]
     lps, advs = ([float(x[i, t]) for i, t in where] for x in (lp, advantages))
     return {
-        spot: (p - mean(lps)) * (a - mean(advs))
-        for spot, p, a in zip(where, lps, advs, strict=True)
+        position: (p - mean(lps)) * (a - mean(advs))
+        for position, p, a in zip(where, lps, advs, strict=True)
     }
 
 
 def aggregate(losses: list[list[Tensor]], mode: str, constant: float) -> Tensor:
-    """`losses`: for each sample the losses of its own tokens, of the whole batch."""
+    """Aggregate `losses`, the losses of each sample's generated tokens, over the whole batch."""
     rows = [row for row in losses if row]
     if not rows:
         return torch.zeros((), dtype=torch.float64)

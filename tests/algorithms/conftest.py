@@ -1,4 +1,4 @@
-"""Two cores are shared by many tests: one thread is enough for small tensors."""
+"""Run every test of this folder with one torch thread, which suffices for small tensors."""
 
 from __future__ import annotations
 

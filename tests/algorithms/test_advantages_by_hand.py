@@ -1,4 +1,4 @@
-"""Advantages against numbers worked out by hand."""
+"""Advantages against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def test_grpo_divides_by_the_sample_standard_deviation():
 def test_dr_grpo_and_rloo_by_hand():
     scores, groups = [0.0, 3.0, 6.0, 5.0], ["a", "a", "a", "b"]
     assert per_sample("dr_grpo", scores, groups) == [-3.0, 0.0, 3.0, 0.0]
-    # Others' means: 4.5, 3, 1.5.
+    # Means of the other two: 4.5, 3, 1.5.
     assert per_sample("rloo", scores, groups) == [-4.5, 0.0, 4.5, 0.0]
 
 
-def test_passk_rewards_only_the_best_by_its_lead():
+def test_passk_gives_the_best_sample_its_lead_over_the_second():
     got = per_sample("grpo_passk", [1.0, 4.0, 2.0], ["a"] * 3, norm_adv_by_std=False)
     assert got == [0.0, 2.0, 0.0]
     assert per_sample("grpo_passk", [4.0, 4.0], ["a"] * 2) == [0.0, 0.0]
 
 
-def test_opo_weighs_the_baseline_by_length():
+def test_opo_weights_the_baseline_by_length():
     rewards = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 4.0]])
     mask = torch.tensor([[1, 0, 0], [1, 1, 1]])
     advantages, _ = compute_advantages(
@@ -59,7 +59,7 @@ def test_opo_weighs_the_baseline_by_length():
     assert advantages.tolist() == [[-2.25, 0.0, 0.0], [0.75, 0.75, 0.75]]
 
 
-def test_gpg_makes_up_for_groups_without_signal():
+def test_gpg_corrects_for_groups_without_signal():
     got = per_sample("gpg", [0.0, 2.0, 1.0, 1.0], ["a", "a", "b", "b"])
     assert got == [-2.0, 2.0, 0.0, 0.0]  # α = 4 / 2
 
@@ -79,8 +79,8 @@ def test_gae_by_hand():
     assert returns.tolist() == [[1.5, 4.0, 0.0]]
 
 
-def test_gae_steps_over_observations():
-    """The tool's answer between two turns takes no time and has no value."""
+def test_gae_skips_observations():
+    """Tool output between two turns is not a time step and has no value."""
     advantages, returns = compute_advantages(
         "gae",
         token_level_rewards_BT=torch.tensor([[0.0, 8.0, 8.0, 4.0]]),
@@ -104,7 +104,7 @@ def test_reinforce_plus_plus_by_hand():
     assert returns.tolist() == [[3.0, 0.0, 4.0]]
 
 
-def test_remax_takes_off_the_greedy_reward():
+def test_remax_subtracts_the_reward_of_the_greedy_response():
     advantages, returns = compute_advantages(
         "remax",
         token_level_rewards_BT=torch.tensor([[1.0, 2.0, 0.0]]),
@@ -115,8 +115,8 @@ def test_remax_takes_off_the_greedy_reward():
     assert returns.tolist() == [[3.0, 2.0, 0.0]]
 
 
-def test_gdpo_normalises_each_component_by_itself():
-    # Two groups; component 0 is 100 × component 1, yet both weigh the same.
+def test_gdpo_normalises_each_component_separately():
+    # Two groups. Component 0 is 100 times as large as component 1, but has the same weight.
     components = torch.tensor([[0.0, 0.0], [200.0, 2.0], [0.0, 2.0], [200.0, 0.0]])
     advantages, _ = compute_advantages(
         "gdpo",
@@ -129,15 +129,16 @@ def test_gdpo_normalises_each_component_by_itself():
     assert advantages[:, 0].tolist() == pytest.approx([-(2**0.5), 2**0.5, 0.0, 0.0], abs=2e-6)
 
 
-def test_reinforce_plus_plus_baseline_whitens_what_group_means_leave():
-    # Groups (0, 2) and (1, 1): −1, 1, 0, 0, each at two tokens. Variance 4 / 7 of eight tokens.
+def test_reinforce_plus_plus_baseline_whitens_centred_rewards():
+    # Groups (0, 2) and (1, 1): −1, 1, 0, 0, each at two tokens. The variance of these eight
+    # numbers is 4 / 7.
     got = per_sample("reinforce_plus_plus_baseline", [0.0, 2.0, 1.0, 1.0], ["a", "a", "b", "b"])
     step = (7 / 4) ** 0.5
     assert got == pytest.approx([-step, step, 0.0, 0.0], abs=1e-6)
 
 
-def test_returns_are_whitened_over_the_batch():
-    # Returns 3, 2 and 1 at one token each: mean 2, standard deviation 1.
+def test_reinforce_plus_plus_whitens_returns_over_the_batch():
+    # Returns 3, 2 and 1, each at one token: mean 2, standard deviation 1.
     rewards = torch.tensor([[1.0, 2.0], [1.0, 9.0]])
     advantages, returns = compute_advantages(
         "reinforce_plus_plus",
@@ -148,8 +149,9 @@ def test_returns_are_whitened_over_the_batch():
     assert advantages.flatten().tolist() == pytest.approx([1.0, 0.0, -1.0, 0.0], abs=1e-6)
 
 
-def test_gdpo_whitens_over_samples_so_that_length_does_not_weigh():
-    # Two samples of three tokens and of one: whitened over samples they lie at ∓1/√2 all the same.
+def test_gdpo_whitens_over_samples_not_tokens():
+    # Samples of three tokens and of one token. Whitened over samples, they get ∓1/√2; whitened
+    # over tokens, the longer one would get a smaller number.
     advantages, _ = compute_advantages(
         "gdpo",
         token_level_rewards_BT=torch.zeros(2, 3),

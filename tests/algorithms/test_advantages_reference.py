@@ -1,4 +1,4 @@
-"""Every estimator against loops in float64, over random masks, group sizes and lengths."""
+"""Every estimator against the reference implementation, over random masks, groups and lengths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quadriga.errors import GroupError
 
 
 def advantages_of(name: str, case: Case, **options: Any) -> tuple[Tensor, Tensor]:
-    """The estimator on everything that a case has."""
+    """Call the estimator with all inputs of the case."""
     return compute_advantages(
         name,
         token_level_rewards_BT=case.rewards,
@@ -29,7 +29,7 @@ def advantages_of(name: str, case: Case, **options: Any) -> tuple[Tensor, Tensor
     )
 
 
-def same(got: Tensor, want: ref.Rows) -> None:
+def assert_same(got: Tensor, want: ref.Rows) -> None:
     assert not got.requires_grad
     torch.testing.assert_close(
         got, torch.tensor(want, dtype=torch.float64).view(got.shape), rtol=1e-6, atol=1e-7
@@ -42,9 +42,9 @@ def same(got: Tensor, want: ref.Rows) -> None:
 def test_gae(gamma: float, lam: float, case: Case) -> None:
     want, returns = ref.gae(case.rewards, case.values, case.mask, gamma, lam)
     got = advantages_of("gae", case, gamma=gamma, lam=lam, whiten_advantages=False)
-    same(got[0], want)
-    same(got[1], returns)
-    same(advantages_of("gae", case, gamma=gamma, lam=lam)[0], ref.whiten(want, case.mask))
+    assert_same(got[0], want)
+    assert_same(got[1], returns)
+    assert_same(advantages_of("gae", case, gamma=gamma, lam=lam)[0], ref.whiten(want, case.mask))
 
 
 @settings(max_examples=60, deadline=None)
@@ -53,10 +53,10 @@ def test_gae(gamma: float, lam: float, case: Case) -> None:
 def test_reinforce_plus_plus(gamma: float, case: Case) -> None:
     want = ref.discounted(case.rewards, case.mask, gamma)
     advantages, returns = advantages_of("reinforce_plus_plus", case, gamma=gamma)
-    same(returns, want)
-    same(advantages, ref.whiten(want, case.mask))
-    plain, _ = advantages_of("reinforce_plus_plus", case, gamma=gamma, whiten_advantages=False)
-    same(plain, want)
+    assert_same(returns, want)
+    assert_same(advantages, ref.whiten(want, case.mask))
+    unwhitened, _ = advantages_of("reinforce_plus_plus", case, gamma=gamma, whiten_advantages=False)
+    assert_same(unwhitened, want)
 
 
 @settings(max_examples=60, deadline=None)
@@ -64,12 +64,12 @@ def test_reinforce_plus_plus(gamma: float, case: Case) -> None:
 def test_remax(case: Case) -> None:
     returns = ref.discounted(case.rewards, case.mask, 1.0)
     got = advantages_of("remax", case)
-    same(got[1], returns)
+    assert_same(got[1], returns)
     want = [
         [x - base if m else 0.0 for x, m in zip(row, ms, strict=True)]
         for row, base, ms in zip(returns, case.baselines.tolist(), case.mask.tolist(), strict=True)
     ]
-    same(got[0], want)
+    assert_same(got[0], want)
 
 
 @settings(max_examples=60, deadline=None)
@@ -77,7 +77,7 @@ def test_remax(case: Case) -> None:
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "gpg"])
 def test_group_estimators(name: str, case: Case) -> None:
     scores = ref.scores_of(case.rewards, case.mask)
-    lengths = [len(places) for places in ref.own(case.mask)]
+    lengths = [len(positions) for positions in ref.token_positions(case.mask)]
     rules = {
         "grpo": ref.grpo_rule,
         "dr_grpo": ref.dr_grpo_rule,
@@ -89,21 +89,23 @@ def test_group_estimators(name: str, case: Case) -> None:
     else:
         scalars = ref.per_group(scores, case.groups, case.mask, rules[name])
     got = advantages_of(name, case)
-    same(got[0], ref.spread(scalars, case.mask))
-    same(got[1], ref.spread(scalars, case.mask))
+    assert_same(got[0], ref.to_tokens(scalars, case.mask))
+    assert_same(got[1], ref.to_tokens(scalars, case.mask))
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases)
-def test_options_of_group_estimators(case: Case) -> None:
+def test_settings_of_group_estimators(case: Case) -> None:
     scores = ref.scores_of(case.rewards, case.mask)
-    centred = ref.spread(ref.per_group(scores, case.groups, case.mask, ref.dr_grpo_rule), case.mask)
-    same(advantages_of("grpo", case, norm_adv_by_std=False)[0], centred)
+    centred = ref.to_tokens(
+        ref.per_group(scores, case.groups, case.mask, ref.dr_grpo_rule), case.mask
+    )
+    assert_same(advantages_of("grpo", case, norm_adv_by_std=False)[0], centred)
     name = "reinforce_plus_plus_baseline"
-    same(advantages_of(name, case)[0], ref.whiten(centred, case.mask))
-    same(advantages_of(name, case, whiten_advantages=False)[0], centred)
-    halved = ref.spread([x / 2 for x in ref.gpg(scores, case.groups, case.mask)], case.mask)
-    same(advantages_of("gpg", case, f_norm=2.0)[0], halved)
+    assert_same(advantages_of(name, case)[0], ref.whiten(centred, case.mask))
+    assert_same(advantages_of(name, case, whiten_advantages=False)[0], centred)
+    halved = ref.to_tokens([x / 2 for x in ref.gpg(scores, case.groups, case.mask)], case.mask)
+    assert_same(advantages_of("gpg", case, f_norm=2.0)[0], halved)
 
 
 @settings(max_examples=60, deadline=None)
@@ -111,12 +113,12 @@ def test_options_of_group_estimators(case: Case) -> None:
 def test_passk(case: Case) -> None:
     sizes = {len(m) for m in ref.members_of(case.groups, case.mask).values()}
     if 1 in sizes:
-        with pytest.raises(GroupError, match="compares at least 2 samples of one prompt"):
+        with pytest.raises(GroupError, match="needs at least 2 samples per prompt"):
             advantages_of("grpo_passk", case)
         return
     scores = ref.scores_of(case.rewards, case.mask)
     want = ref.per_group(scores, case.groups, case.mask, ref.passk_rule)
-    same(advantages_of("grpo_passk", case)[0], ref.spread(want, case.mask))
+    assert_same(advantages_of("grpo_passk", case)[0], ref.to_tokens(want, case.mask))
 
 
 @settings(max_examples=60, deadline=None)
@@ -124,11 +126,11 @@ def test_passk(case: Case) -> None:
 def test_gdpo(case: Case) -> None:
     weights = [1.0, 0.5, 2.0]
     want = ref.gdpo(case.components, case.groups, case.mask, weights)
-    same(advantages_of("gdpo", case, reward_weights=weights)[0], want)
+    assert_same(advantages_of("gdpo", case, reward_weights=weights)[0], want)
 
 
 def test_every_entry_has_a_reference() -> None:
-    """A new estimator must join these tests."""
+    """A new estimator must be added to these tests."""
     assert set(ADVANTAGES) == {
         *("gae", "reinforce_plus_plus", "remax", "grpo", "dr_grpo", "rloo", "opo", "gpg"),
         *("reinforce_plus_plus_baseline", "grpo_passk", "gdpo"),
@@ -136,7 +138,7 @@ def test_every_entry_has_a_reference() -> None:
 
 
 @pytest.mark.parametrize("width", [63, 64, 65, 129, 300])
-def test_long_rows_cross_the_blocks_of_the_scan(width: int) -> None:
+def test_gae_of_rows_longer_than_one_block_of_the_scan(width: int) -> None:
     torch.manual_seed(width)
     rewards, values = torch.randn(2, 3, width, dtype=torch.float64)
     mask = (torch.rand(3, width) < 0.9).long()
@@ -151,13 +153,13 @@ def test_long_rows_cross_the_blocks_of_the_scan(width: int) -> None:
         lam=0.95,
         whiten_advantages=False,
     )
-    same(got[0], want)
-    same(got[1], returns)
+    assert_same(got[0], want)
+    assert_same(got[1], returns)
 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES))
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int32, torch.float32])
-def test_float32_rewards_and_any_mask_type(name: str, mask_dtype: torch.dtype) -> None:
+def test_float32_rewards_and_every_mask_dtype(name: str, mask_dtype: torch.dtype) -> None:
     case = make_case(5)
     if name == "grpo_passk":
         case = case.rows(torch.tensor([i for i, g in enumerate(case.groups) if g == "prompt-0"]))

@@ -1,4 +1,4 @@
-"""Aggregation modes against loops and by hand."""
+"""Aggregation modes against the reference implementation and numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
         ("seq-mean-token-sum-norm", (6 + 4) / 2 / 5),
     ],
 )
-def test_by_hand(mode: str, want: float) -> None:
+def test_modes_by_hand(mode: str, want: float) -> None:
     got = aggregate(LOSS, MASK, mode, global_tokens=4, global_sequences=2, loss_scale_length=5)
     assert got.item() == pytest.approx(want)
 
@@ -33,7 +33,7 @@ def test_by_hand(mode: str, want: float) -> None:
 @settings(max_examples=40, deadline=None)
 @given(cases)
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))
-def test_against_loops(mode: str, case: Case) -> None:
+def test_modes_against_the_reference(mode: str, case: Case) -> None:
     tokens, sequences = count_mask(case.mask)
     got = aggregate(
         case.values,
@@ -43,23 +43,26 @@ def test_against_loops(mode: str, case: Case) -> None:
         global_sequences=sequences,
         loss_scale_length=7,
     )
-    rows = [[case.values[i, t] for t in places] for i, places in enumerate(ref.own(case.mask))]
+    rows = [
+        [case.values[i, t] for t in positions]
+        for i, positions in enumerate(ref.token_positions(case.mask))
+    ]
     torch.testing.assert_close(got, torch.as_tensor(ref.aggregate(rows, mode, 7.0)))
 
 
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))
-def test_a_batch_without_tokens_has_no_loss_and_no_nan(mode: str) -> None:
+def test_a_batch_without_tokens_has_loss_and_gradient_zero(mode: str) -> None:
     loss = LOSS.clone().requires_grad_()
     got = aggregate(loss, MASK * 0, mode, global_tokens=0, global_sequences=0, loss_scale_length=5)
     got.backward()
     assert got.item() == 0.0 and not loss.grad.any()
 
 
-def test_counts_leave_out_empty_sequences() -> None:
+def test_count_mask_excludes_empty_sequences() -> None:
     assert [int(n) for n in count_mask(MASK)] == [4, 2]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     def call(mode: str = "token-mean", mask: torch.Tensor = MASK) -> None:
         aggregate(LOSS, mask, mode, global_tokens=4, global_sequences=2)
 

@@ -1,4 +1,4 @@
-"""The pages name everything that the tables hold, with its paper and its settings."""
+"""The documentation contains every entry of the tables, with its paper and its settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BUILT_IN = [row for row in describe_algorithms() if row.origin == "built-in"]
 
 
 @pytest.mark.parametrize("row", BUILT_IN, ids=lambda row: f"{row.kind} {row.name}")
-def test_every_entry_is_on_its_page(row: AlgorithmEntry) -> None:
+def test_every_entry_is_documented(row: AlgorithmEntry) -> None:
     page = (CONCEPTS / PAGES[row.kind]).read_text()
     assert f"`{row.name}`" in page
     for identifier in re.findall(r"\d{4}\.\d{5}", row.paper):
@@ -35,7 +35,7 @@ def test_every_entry_is_on_its_page(row: AlgorithmEntry) -> None:
         assert f"`{setting}`" in page
 
 
-def test_other_names_and_modes_are_on_their_pages() -> None:
+def test_aliases_and_modes_are_documented() -> None:
     for name in LOSS_ALIASES:
         assert f"`{name}`" in (CONCEPTS / "policy_losses.md").read_text()
     for name in ("kl", "mse"):
@@ -44,7 +44,7 @@ def test_other_names_and_modes_are_on_their_pages() -> None:
         assert f"`{name}`" in (CONCEPTS / "off_policy.md").read_text()
 
 
-def test_rows_of_the_estimators_say_what_they_read() -> None:
+def test_the_table_of_estimators_lists_their_settings() -> None:
     rows = dict(
         re.findall(r"^\| `(\w+)` \|(.*)$", (CONCEPTS / "advantages.md").read_text(), re.MULTILINE)
     )
@@ -54,8 +54,8 @@ def test_rows_of_the_estimators_say_what_they_read() -> None:
         assert tuple(re.findall(r"`(\w+)`", read)) == entry.settings
 
 
-def test_every_known_difference_to_the_peer_is_on_its_page() -> None:
-    """The comparison's `EXPLAINED` and the page's table hold the same cases."""
+def test_every_known_difference_to_verl_is_documented() -> None:
+    """`EXPLAINED` in the benchmark and the table in the documentation have the same cases."""
     tree = ast.parse((CONCEPTS.parents[1] / "benchmarks" / "compare_algorithms.py").read_text())
     explained = next(
         node.value

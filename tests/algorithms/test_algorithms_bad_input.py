@@ -1,4 +1,4 @@
-"""Wrong tensors and names: a typed error that names tensor and row, never a poisoned batch."""
+"""Invalid tensors, names and settings raise typed errors that name the tensor and the row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def advantages(name: str, **changes: Any) -> tuple[Tensor, Tensor]:
-    """Four samples of three tokens, two groups; anything can be replaced."""
+    """Compute advantages of four samples of three tokens in two groups, with `changes` applied."""
     inputs: dict[str, Any] = {
         "token_level_rewards_BT": torch.arange(12.0).view(4, 3),
         "response_mask_BT": torch.ones(4, 3, dtype=torch.int64),
@@ -64,20 +64,20 @@ def selecting(name: str, **changes: Any) -> Tensor | None:
     return select_tokens(name, **{**inputs, **changes})
 
 
-def spoiled(shape: tuple[int, ...], value: float, row: int = 2) -> Tensor:
+def with_row(shape: tuple[int, ...], value: float, row: int = 2) -> Tensor:
     tensor = torch.zeros(shape)
     tensor[row, ...] = value
     return tensor
 
 
-# Which tensors each estimator reads, beyond the mask.
+# Tensors that estimators read besides the mask: name in messages → (argument, shape).
 READS = {
     "token_level_rewards": ("token_level_rewards_BT", (4, 3)),
     "values": ("values_BT", (4, 3)),
     "reward_baselines": ("reward_baselines_B", (4,)),
     "reward_components": ("reward_components_BK", (4, 2)),
 }
-SPOILS = [
+NON_FINITE_CASES = [
     (name, tensor)
     for name, entry in ADVANTAGES.items()
     for tensor, (argument, _) in READS.items()
@@ -86,11 +86,13 @@ SPOILS = [
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize(("name", "tensor"), SPOILS)
-def test_nan_and_infinity_are_named(name: str, tensor: str, value: float) -> None:
+@pytest.mark.parametrize(("name", "tensor"), NON_FINITE_CASES)
+def test_nan_or_infinity_in_an_estimator_names_tensor_and_row(
+    name: str, tensor: str, value: float
+) -> None:
     argument, shape = READS[tensor]
     with pytest.raises(NonFiniteError, match=f"`{tensor}` is -?(nan|inf) at row 2") as caught:
-        advantages(name, **{argument: spoiled(shape, value)})
+        advantages(name, **{argument: with_row(shape, value)})
     assert (caught.value.tensor, caught.value.row) == (tensor, 2)
 
 
@@ -104,19 +106,20 @@ def test_nan_and_infinity_are_named(name: str, tensor: str, value: float) -> Non
         if argument not in ("response_mask_BT", "selected_BT")
     ],
 )
-def test_nan_in_a_loss_is_named(name: str, argument: str, value: float) -> None:
+def test_nan_or_infinity_in_a_loss_names_tensor_row_and_token(
+    name: str, argument: str, value: float
+) -> None:
     with pytest.raises(NonFiniteError, match=f"`{argument[:-3]}` is (nan|inf) at row 2, token 0"):
-        losses(name, **{argument: spoiled((4, 3), value)})
+        losses(name, **{argument: with_row((4, 3), value)})
 
 
-def test_one_bad_weight_is_named() -> None:
+def test_nan_in_importance_weights_names_the_row() -> None:
     with pytest.raises(NonFiniteError, match="`importance_weights` is nan at row 2"):
-        losses("ppo_clip", importance_weights_BT=spoiled((4, 3), NAN))
+        losses("ppo_clip", importance_weights_BT=with_row((4, 3), NAN))
 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES))
-def test_masked_nan_poisons_nobody(name: str) -> None:
-    """A sample that was masked out may hold anything; the others do not notice."""
+def test_nan_in_a_masked_sample_changes_no_advantage(name: str) -> None:
     mask = torch.ones(4, 3, dtype=torch.int64)
     mask[2] = 0
     rewards, values = torch.arange(12.0).view(4, 3), torch.zeros(4, 3)
@@ -135,7 +138,7 @@ def test_masked_nan_poisons_nobody(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES))
-def test_batches_of_no_tokens_give_no_tokens(name: str) -> None:
+def test_estimators_accept_batches_without_tokens(name: str) -> None:
     empty = torch.zeros(4, 0)
     got = advantages(
         name, token_level_rewards_BT=empty, response_mask_BT=empty.long(), values_BT=empty
@@ -145,7 +148,9 @@ def test_batches_of_no_tokens_give_no_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("shape", [(4, 0), (0, 3)])
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
-def test_parts_of_no_tokens_or_no_samples_give_no_loss(name: str, shape: tuple[int, int]) -> None:
+def test_losses_accept_micro_batches_without_tokens_or_samples(
+    name: str, shape: tuple[int, int]
+) -> None:
     empty = torch.zeros(shape)
     names = [f"{n}_BT" for n in ("log_prob", "old_log_prob", "advantages", "rollout_log_prob")]
     got = losses(
@@ -156,7 +161,7 @@ def test_parts_of_no_tokens_or_no_samples_give_no_loss(name: str, shape: tuple[i
 
 @pytest.mark.parametrize("mask_value", [2, -1, 0.5, NAN])
 @pytest.mark.parametrize("call", [advantages, losses])
-def test_masks_hold_only_zero_and_one(call: Any, mask_value: float) -> None:
+def test_masks_with_values_other_than_zero_and_one_raise(call: Any, mask_value: float) -> None:
     mask = torch.ones(4, 3) if mask_value in (0.5,) or mask_value != mask_value else None
     mask = torch.ones(4, 3, dtype=torch.int64) if mask is None else mask
     mask[3, 1] = mask_value
@@ -165,20 +170,22 @@ def test_masks_hold_only_zero_and_one(call: Any, mask_value: float) -> None:
     assert got.value.row == 3
 
 
-def test_shapes_must_agree() -> None:
+def test_different_shapes_raise() -> None:
     with pytest.raises(ShapeError, match=r"`token_level_rewards` has shape \[4, 2\], but `respons"):
         advantages("grpo", token_level_rewards_BT=torch.zeros(4, 2))
     with pytest.raises(ShapeError, match=r"`values` has shape \[3, 3\]"):
         advantages("gae", values_BT=torch.zeros(3, 3))
     with pytest.raises(ShapeError, match=r"`reward_baselines` has shape \[3\]"):
         advantages("remax", reward_baselines_B=torch.zeros(3))
-    with pytest.raises(ShapeError, match=r"`reward_components` must be \[4, K\]"):
+    with pytest.raises(ShapeError, match=r"`reward_components` must have shape \[4, K\]"):
         advantages("gdpo", reward_components_BK=torch.zeros(3, 2))
-    with pytest.raises(ShapeError, match="`reward_weights` has 3 numbers for 2 reward components"):
+    with pytest.raises(
+        ShapeError, match="`reward_weights` has 3 numbers, but there are 2 reward comp"
+    ):
         advantages("gdpo", reward_weights=[1.0, 1.0, 1.0])
-    with pytest.raises(ShapeError, match=r"`response_mask` must be \[samples, tokens\]"):
+    with pytest.raises(ShapeError, match=r"`response_mask` must have shape \[samples, tokens\]"):
         advantages("grpo", response_mask_BT=torch.ones(12), token_level_rewards_BT=torch.ones(12))
-    with pytest.raises(ShapeError, match="`group_ids` names 3 samples, but the batch holds 4"):
+    with pytest.raises(ShapeError, match="`group_ids` has 3 ids, but the batch has 4 samples"):
         advantages("grpo", group_ids=["a", "a", "b"])
     with pytest.raises(ShapeError, match=r"`old_log_prob` has shape \[4, 2\]"):
         losses("ppo_clip", old_log_prob_BT=torch.zeros(4, 2))
@@ -186,15 +193,15 @@ def test_shapes_must_agree() -> None:
         losses("ppo_clip", importance_weights_BT=torch.ones(4))
 
 
-def test_groups_must_be_there() -> None:
+def test_invalid_group_ids_raise() -> None:
     with pytest.raises(GroupError, match="`group_ids` is None at row 1"):
         advantages("grpo", group_ids=["a", None, "b", "b"])
     with pytest.raises(GroupError, match="`group_ids` is nan at row 2"):
         advantages("grpo", group_ids=["a", "a", NAN, "b"])
-    with pytest.raises(GroupError, match="the group of row 3 has 1"):
+    with pytest.raises(GroupError, match="the prompt group of row 3 has 1"):
         advantages("grpo_passk", group_ids=["a", "a", "a", "b"])
     empty = torch.zeros(0, 3)
-    with pytest.raises(GroupError, match="The batch for `grpo` holds no samples"):
+    with pytest.raises(GroupError, match="`grpo` received a batch with no samples"):
         advantages("grpo", token_level_rewards_BT=empty, response_mask_BT=empty, group_ids=[])
 
 
@@ -207,29 +214,29 @@ def test_groups_must_be_there() -> None:
         ("gdpo", "reward_components_BK"),
     ],
 )
-def test_missing_inputs_are_named(name: str, argument: str) -> None:
+def test_a_missing_input_of_an_estimator_is_named(name: str, argument: str) -> None:
     with pytest.raises(AlgorithmError, match=f"`{name}` needs `{argument}`"):
         advantages(name, **{argument: None})
 
 
-def test_a_loss_names_what_it_misses() -> None:
+def test_a_missing_input_of_a_loss_is_named() -> None:
     with pytest.raises(AlgorithmError, match="`decoupled_ppo` needs `rollout_log_prob_BT`"):
         losses("decoupled_ppo", rollout_log_prob_BT=None)
 
 
 @pytest.mark.parametrize("name", ["kl_cov", "clip_cov"])
-def test_tokens_are_never_selected_from_a_part_by_accident(name: str) -> None:
+def test_losses_that_select_tokens_require_the_selection(name: str) -> None:
     with pytest.raises(AlgorithmError, match=r"needs `selected_BT`.*once over the whole batch"):
         losses(name, selected_BT=None)
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_nan_in_a_selection_is_named(value: float) -> None:
+def test_nan_or_infinity_in_a_selection_names_the_row(value: float) -> None:
     with pytest.raises(NonFiniteError, match=r"`advantages` is (nan|inf) at row 2"):
-        selecting("kl_cov", advantages_BT=spoiled((4, 3), value))
+        selecting("kl_cov", advantages_BT=with_row((4, 3), value))
 
 
-def test_unknown_names_and_settings() -> None:
+def test_unknown_names_and_settings_raise_with_the_nearest_name() -> None:
     with pytest.raises(UnknownNameError, match="no advantage estimator `gpro`; did you mean `grpo"):
         advantages("gpro")
     with pytest.raises(UnknownNameError, match="no policy loss `gsop`; did you mean `gspo`"):
@@ -238,35 +245,51 @@ def test_unknown_names_and_settings() -> None:
         advantages("gpg", f_nrom=1.0)
     with pytest.raises(UnknownSettingError, match="`sapo` reads no setting `tau`"):
         losses("sapo", tau=1.0)
-    advantages("rloo", gamma=0.9, lam=0.9, norm_adv_by_std=True)  # shared: passed by in silence
+    advantages("rloo", gamma=0.9, lam=0.9, norm_adv_by_std=True)  # shared settings are ignored
     losses("sapo", clip_ratio_low=0.1)
 
 
 @pytest.mark.parametrize(
-    ("name", "setting", "words"),
+    ("name", "setting", "message"),
     [
-        ("ppo_clip", {"clip_ratio_c": 1.0}, "`clip_ratio_c` bounds ratios above 1"),
-        ("ppo_clip", {"clip_ratio_low": -0.1}, "wants clip ranges of at least 0"),
-        ("cispo", {"clip_ratio_high": NAN}, "wants clip ranges of at least 0"),
-        ("gspo", {"clip_ratio_high": -1.0}, "wants clip ranges of at least 0"),
-        ("geo_mean", {"clip_ratio_low": -1.0}, "wants clip ranges of at least 0"),
+        ("ppo_clip", {"clip_ratio_c": 1.0}, "`clip_ratio_c` is an upper bound of the ratio"),
+        (
+            "ppo_clip",
+            {"clip_ratio_low": -0.1},
+            "needs `clip_ratio_low` and `clip_ratio_high` of at least 0",
+        ),
+        (
+            "cispo",
+            {"clip_ratio_high": NAN},
+            "needs `clip_ratio_low` and `clip_ratio_high` of at least 0",
+        ),
+        (
+            "gspo",
+            {"clip_ratio_high": -1.0},
+            "needs `clip_ratio_low` and `clip_ratio_high` of at least 0",
+        ),
+        (
+            "geo_mean",
+            {"clip_ratio_low": -1.0},
+            "needs `clip_ratio_low` and `clip_ratio_high` of at least 0",
+        ),
         ("sapo", {"tau_neg": 0.0}, "`tau_pos` and `tau_neg` must be above 0"),
-        ("kl_cov", {"kl_cov_ratio": 0.0}, "`kl_cov_ratio` is a share of the tokens"),
-        ("clip_cov", {"clip_cov_ratio": 2.0}, "`clip_cov_ratio` is a share of the tokens"),
+        ("kl_cov", {"kl_cov_ratio": 0.0}, "`kl_cov_ratio` is a fraction of the tokens"),
+        ("clip_cov", {"clip_cov_ratio": 2.0}, "`clip_cov_ratio` is a fraction of the tokens"),
     ],
 )
-def test_settings_out_of_range(name: str, setting: dict[str, float], words: str) -> None:
+def test_settings_out_of_range_raise(name: str, setting: dict[str, float], message: str) -> None:
     call = selecting if "cov" in name else losses
-    with pytest.raises(AlgorithmError, match=words):
+    with pytest.raises(AlgorithmError, match=message):
         call(name, **setting)
 
 
-def test_finite_tensors_whose_sum_overflows_pass() -> None:
+def test_finite_tensors_whose_sum_overflows_are_accepted() -> None:
     require_finite(values=torch.full((4,), 3e38))
 
 
-def test_errors_cross_processes() -> None:
+def test_errors_can_be_pickled() -> None:
     with pytest.raises(NonFiniteError) as caught:
-        advantages("grpo", token_level_rewards_BT=spoiled((4, 3), NAN))
+        advantages("grpo", token_level_rewards_BT=with_row((4, 3), NAN))
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.row) == (str(caught.value), 2)

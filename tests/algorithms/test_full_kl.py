@@ -1,4 +1,4 @@
-"""KL over the vocabulary: by hand, against loops, and as a term of the loss."""
+"""KL over the vocabulary: by hand, against a reference implementation, and as a loss term."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def softmax(logits: list[float], temperature: float) -> list[float]:
     return [w / sum(weights) for w in weights]
 
 
-def by_loops(logits, reference, temperature: float):
-    """Values and, for each word, the slope of its own token's KL."""
+def reference_kl(logits, reference, temperature: float):
+    """Return the KL of each token and its derivative by each logit, computed with loops."""
     values, slopes = [], []
     for z, z_ref in zip(logits, reference, strict=True):
         p, q = softmax(z, temperature), softmax(z_ref, temperature)
@@ -38,7 +38,7 @@ def by_loops(logits, reference, temperature: float):
     return values, slopes
 
 
-def test_by_hand_and_as_the_mean_of_the_estimators() -> None:
+def test_value_by_hand_and_as_expectation_of_the_estimators() -> None:
     p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
     want = 0.5 * math.log(2) + 0.25 * math.log(0.5)
     full = kl_full(p.log()[None, None] + 3.0, q.log()[None, None] - 1.0)
@@ -56,10 +56,12 @@ def test_by_hand_and_as_the_mean_of_the_estimators() -> None:
     st.sampled_from([0.5, 1.0, 2.5]),
     st.sampled_from([1, 8, 2**18]),
 )
-def test_against_loops(seed: int, count: int, words: int, temperature: float, block: int) -> None:
+def test_values_and_gradients_against_the_reference(
+    seed: int, count: int, vocabulary: int, temperature: float, block: int
+) -> None:
     draw = torch.Generator().manual_seed(seed)
     logits, reference = (
-        3 * torch.randn(count, words, generator=draw, dtype=torch.float64) for _ in range(2)
+        3 * torch.randn(count, vocabulary, generator=draw, dtype=torch.float64) for _ in range(2)
     )
     upstream = torch.randn(count, generator=draw, dtype=torch.float64)
     x = logits.clone().requires_grad_()
@@ -67,13 +69,13 @@ def test_against_loops(seed: int, count: int, words: int, temperature: float, bl
         patch.setattr(full_kl, "_CPU_BLOCK", block)
         got = kl_full(x, reference, temperature)
         got.backward(upstream)
-    values, slopes = by_loops(logits.tolist(), reference.tolist(), temperature)
+    values, slopes = reference_kl(logits.tolist(), reference.tolist(), temperature)
     assert got.tolist() == pytest.approx(values, rel=1e-9, abs=1e-12)
     for row, scale, want in zip(x.grad.tolist(), upstream.tolist(), slopes, strict=True):
         assert row == pytest.approx([scale * slope for slope in want], rel=1e-9, abs=1e-12)
 
 
-def test_forbidden_words_add_nothing_and_the_gradient_stays_finite() -> None:
+def test_entries_with_probability_zero_contribute_zero() -> None:
     torch.manual_seed(0)
     logits, reference = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
     logits[..., 0] = -torch.inf
@@ -88,7 +90,7 @@ def test_forbidden_words_add_nothing_and_the_gradient_stays_finite() -> None:
     assert kl_full(reference, both).isinf().all()
 
 
-def test_half_precision_logits_are_summed_in_float32() -> None:
+def test_half_precision_logits_give_float32_kl() -> None:
     logits, reference = torch.randn(2, 4, 300).bfloat16()
     x = logits.requires_grad_()
     kl = kl_full(x, reference)
@@ -98,20 +100,20 @@ def test_half_precision_logits_are_summed_in_float32() -> None:
     assert x.grad.dtype == torch.bfloat16
 
 
-def test_the_reference_gets_no_gradient() -> None:
+def test_the_reference_logits_receive_no_gradient() -> None:
     reference = torch.randn(2, 5, requires_grad=True)
     kl_full(torch.randn(2, 5, requires_grad=True), reference).sum().backward()
     assert reference.grad is None
 
 
-def test_equal_policies_are_at_distance_zero() -> None:
+def test_kl_and_gradient_of_equal_policies_are_zero() -> None:
     logits = torch.randn(4, 50, requires_grad=True)
     kl = kl_full(logits, logits.detach())
     kl.sum().backward()
     assert not kl.any() and not logits.grad.any()
 
 
-def test_as_a_term_of_the_loss_it_reads_nothing_outside_the_mask() -> None:
+def test_kl_loss_ignores_values_outside_the_mask() -> None:
     full = torch.tensor([[0.5, math.nan, 2.0]], requires_grad=True)
     result = kl_loss(
         torch.zeros(1, 3),
@@ -127,7 +129,7 @@ def test_as_a_term_of_the_loss_it_reads_nothing_outside_the_mask() -> None:
     assert full.grad.tolist() == [[0.5, 0.0, 0.5]]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     x, mask = torch.zeros(1, 2), torch.ones(1, 2)
     with pytest.raises(ShapeError, match=r"`ref_logits` has shape \[1, 3\]"):
         kl_full(x, torch.zeros(1, 3))
@@ -137,9 +139,9 @@ def test_what_does_not_fit_is_refused() -> None:
         kl_estimate(x, x, "full")
     with pytest.raises(AlgorithmError, match="KL `full` sums over the vocabulary"):
         penalise_rewards(x, x, x, mask, kl_coef=0.1, kl_penalty="full")
-    with pytest.raises(AlgorithmError, match="reads `full_kl`, which was not given"):
+    with pytest.raises(AlgorithmError, match="reads `full_kl`, but received None"):
         kl_loss(x, x, mask, kl_loss_coef=0.1, kl_loss_type="full")
-    with pytest.raises(AlgorithmError, match="reads `ref_log_prob`, which was not given"):
+    with pytest.raises(AlgorithmError, match="reads `ref_log_prob`, but received None"):
         kl_loss(x, None, mask, kl_loss_coef=0.1)
     with pytest.raises(NonFiniteError, match="`full_kl` is nan at row 0, token 1"):
         kl_loss(x, None, mask, kl_loss_coef=0.1, kl_loss_type="full",

@@ -1,8 +1,9 @@
-"""Correction for, and measurement of, the gap between sampling and training engine."""
+"""Importance weights and mismatch metrics of rollout engine and training engine."""
 
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from hypothesis import given, settings
 from quadriga.algorithms.importance import (
     LEVELS,
     MODES,
+    ImportanceLevel,
+    ImportanceMode,
     importance_correction,
     mismatch_metrics,
 )
 from quadriga.errors import AlgorithmError, NonFiniteError, UnknownNameError
 
-# w of the tokens: 2, 1/2 | 4 | no token
+# Weights w of the tokens: 2 and 1/2 in row 0, 4 in row 1; row 2 has no token.
 OLD = torch.tensor([[math.log(0.8), math.log(0.1)], [math.log(0.4), NAN], [NAN, NAN]])
 ROLLOUT = torch.tensor([[math.log(0.4), math.log(0.2)], [math.log(0.1), NAN], [NAN, NAN]])
 MASK = torch.tensor([[1, 1], [1, 0], [0, 0]])
@@ -40,7 +43,7 @@ def test_weights_by_hand(level: str, mode: str, want: list[float]) -> None:
     assert got.metrics["is_sample_fraction_left_out"] == (0.5 if mode == "mask" else 0.0)
 
 
-def test_normalised_weights_have_mean_one_and_lower_bounds_hold() -> None:
+def test_normalised_weights_with_a_lower_bound_by_hand() -> None:
     got = importance_correction(OLD, ROLLOUT, MASK, upper=3.0, lower=1.0, normalise=True)
     assert got.weights_BT.flatten().tolist() == pytest.approx([1, 0.5, 1.5, 0, 0, 0])
     assert got.metrics["is_weight_mean"] == pytest.approx(1.0)
@@ -55,7 +58,7 @@ def test_effective_sample_size_by_hand() -> None:
 @given(cases)
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("level", list(LEVELS))
-def test_weights_against_loops(level: str, mode: str, case: Case) -> None:
+def test_weights_against_the_reference(level: str, mode: str, case: Case) -> None:
     got = importance_correction(
         case.old_log_prob, case.rollout_log_prob, case.mask, level=level, mode=mode, upper=1.2
     )
@@ -85,7 +88,7 @@ def test_weights_against_loops(level: str, mode: str, case: Case) -> None:
                 assert weight == pytest.approx(raw if inside else 0.0)
 
 
-def test_mismatch_by_hand() -> None:
+def test_mismatch_metrics_by_hand() -> None:
     got = mismatch_metrics(OLD, ROLLOUT, MASK)
     gaps = [math.log(2), -math.log(2), math.log(4)]
     assert got["mismatch_k1"] == pytest.approx(-sum(gaps) / 3)
@@ -101,7 +104,7 @@ def test_mismatch_by_hand() -> None:
     assert got["mismatch_sequence_ess"] == pytest.approx(5**2 / (2 * 17))
 
 
-def test_engines_that_agree_show_no_gap() -> None:
+def test_equal_log_probabilities_have_no_mismatch() -> None:
     got = mismatch_metrics(OLD, OLD, MASK)
     assert got == {
         **dict.fromkeys(got, 0.0),
@@ -112,14 +115,18 @@ def test_engines_that_agree_show_no_gap() -> None:
     assert importance_correction(OLD, OLD, MASK).weights_BT.tolist() == MASK.tolist()
 
 
-def test_a_broken_engine_gives_bounded_numbers() -> None:
+def test_very_different_log_probabilities_give_finite_numbers() -> None:
     got = mismatch_metrics(torch.zeros(1, 1), torch.full((1, 1), -1e4), torch.ones(1, 1))
     assert all(math.isfinite(value) for value in got.values())
     weight = importance_correction(torch.zeros(1, 1), torch.full((1, 1), -1e4), torch.ones(1, 1))
     assert weight.weights_BT.item() == 2.0
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_the_tables_have_every_level_and_mode() -> None:
+    assert (tuple(LEVELS), tuple(MODES)) == (get_args(ImportanceLevel), get_args(ImportanceMode))
+
+
+def test_invalid_arguments_raise() -> None:
     with pytest.raises(UnknownNameError, match="no importance level `tokens`; did you mean `token"):
         importance_correction(OLD, ROLLOUT, MASK, level="tokens")
     with pytest.raises(UnknownNameError, match="no importance mode `clip`"):

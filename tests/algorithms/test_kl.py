@@ -1,4 +1,4 @@
-"""KL estimators, the penalty, the loss term and the controllers."""
+"""KL estimators, the reward penalty, the loss term and the controllers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quadriga.algorithms.kl import (
 from quadriga.algorithms.partial import merge_partials
 from quadriga.errors import AlgorithmError, ShapeError, UnknownNameError
 
-# Value and slope at d = log π − log π_ref, from the definitions.
+# Value and derivative at d = log π − log π_ref, from the definitions.
 VALUES = {
     "k1": lambda d: d,
     "abs": abs,
@@ -29,7 +29,7 @@ VALUES = {
     "k3": lambda d: math.exp(-d) - 1 + d,
     "low_var_kl": lambda d: min(math.exp(-d) - 1 + d, 10.0),
 }
-SLOPES = {
+DERIVATIVES = {
     "k1": lambda d: 1.0,
     "abs": lambda d: math.copysign(1, d),
     "k2": lambda d: d,
@@ -40,24 +40,24 @@ SLOPES = {
 
 @pytest.mark.parametrize("kind", [*SAMPLED_ESTIMATORS, *ALIASES])
 @pytest.mark.parametrize("d", [-4.0, -0.5, -1e-4, 0.3, 2.0])
-def test_values_and_slopes(kind: str, d: float) -> None:
+def test_values_and_derivatives(kind: str, d: float) -> None:
     log_prob = torch.tensor([d - 1.0], dtype=torch.float64, requires_grad=True)
     got = kl_estimate(log_prob, torch.tensor([-1.0], dtype=torch.float64), kind)
     got.sum().backward()
     base = ALIASES.get(kind, kind)
     name = base.removesuffix("+")
     assert got.item() == pytest.approx(VALUES[name](d), rel=1e-9, abs=1e-15)
-    slope = SLOPES["k2" if base.endswith("+") else name](d)
-    assert log_prob.grad.item() == pytest.approx(slope, rel=1e-9, abs=1e-15)
+    derivative = DERIVATIVES["k2" if base.endswith("+") else name](d)
+    assert log_prob.grad.item() == pytest.approx(derivative, rel=1e-9, abs=1e-15)
 
 
-def test_k3_is_accurate_where_policies_nearly_agree() -> None:
-    """exp(x) − x − 1 in float32 would give 0 or noise here."""
+def test_k3_is_accurate_for_nearly_equal_policies() -> None:
+    """exp(−d) − 1 + d computed directly in float32 has an error as large as its value here."""
     got = kl_estimate(torch.tensor([-1.0 + 2.0**-11]), torch.tensor([-1.0]), "k3")
     assert got.item() == pytest.approx(2.0**-23, rel=1e-3)
 
 
-def test_far_apart_policies_stay_finite() -> None:
+def test_estimates_of_very_different_policies_are_finite() -> None:
     for kind in SAMPLED_ESTIMATORS:
         log_prob = torch.tensor([-500.0, 0.0], requires_grad=True)
         got = kl_estimate(log_prob, torch.tensor([0.0, -500.0]), kind)
@@ -68,25 +68,25 @@ def test_far_apart_policies_stay_finite() -> None:
 @settings(max_examples=40, deadline=None)
 @given(cases)
 @pytest.mark.parametrize("kind", ["k1", "abs", "k3"])
-def test_penalty_against_loops(kind: str, case: Case) -> None:
+def test_penalty_against_the_reference(kind: str, case: Case) -> None:
     rewards, kl = penalise_rewards(
         case.rewards, case.log_prob, case.old_log_prob, case.mask, kl_coef=0.2, kl_penalty=kind
     )
     means = []
     for i, row in enumerate(case.mask.tolist()):
-        here = []
+        of_row = []
         for t, m in enumerate(row):
             d = float(case.log_prob[i, t] - case.old_log_prob[i, t])
             want = float(case.rewards[i, t]) - 0.2 * VALUES[kind](d) if m else 0.0
             assert rewards[i, t].item() == pytest.approx(want)
             if m:
-                here.append(VALUES[kind](d))
-        if here:
-            means.append(sum(here) / len(here))
+                of_row.append(VALUES[kind](d))
+        if of_row:
+            means.append(sum(of_row) / len(of_row))
     assert kl == pytest.approx(sum(means) / len(means) if means else 0.0)
 
 
-def test_loss_term_by_hand() -> None:
+def test_kl_loss_by_hand() -> None:
     result = kl_loss(
         torch.tensor([[-1.0, -2.0, 5.0]]),
         torch.tensor([[-2.0, -2.0, 5.0]]),
@@ -98,6 +98,15 @@ def test_loss_term_by_hand() -> None:
     assert merge_partials([result.metrics]) == {"kl_loss": 0.25}
 
 
+@settings(max_examples=20, deadline=None)
+@given(cases)
+@pytest.mark.parametrize("kind", list(SAMPLED_ESTIMATORS))
+def test_kl_loss_of_equal_policies_is_zero(kind: str, case: Case) -> None:
+    log_prob = case.log_prob.clone().requires_grad_()
+    result = kl_loss(log_prob, case.log_prob, case.mask, kl_loss_coef=1.0, kl_loss_type=kind)
+    assert not bool(result.loss_BT.any())
+
+
 def test_controllers_by_hand() -> None:
     fixed = make_kl_controller("fixed", kl_coef=0.1)
     fixed.update(99.0, 10)
@@ -105,7 +114,7 @@ def test_controllers_by_hand() -> None:
     adaptive = make_kl_controller("adaptive", kl_coef=0.1, target_kl=1.0, horizon=100.0)
     adaptive.update(1.1, 50)
     assert adaptive.value == pytest.approx(0.1 * 1.05)
-    adaptive.update(99.0, 50)  # held at +20 %
+    adaptive.update(99.0, 50)  # the error is clipped to 0.2
     assert adaptive.value == pytest.approx(0.1 * 1.05 * 1.1)
     adaptive.update(0.0, 50)
     assert adaptive.value == pytest.approx(0.1 * 1.05 * 1.1 * 0.9)
@@ -114,7 +123,7 @@ def test_controllers_by_hand() -> None:
     assert other.value == adaptive.value
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     x = torch.zeros(1, 2)
     with pytest.raises(
         UnknownNameError, match="no KL estimator `low_var`; did you mean `low_var_kl"

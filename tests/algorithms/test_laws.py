@@ -1,4 +1,4 @@
-"""Laws that every estimator, loss and aggregation must keep, whatever the batch."""
+"""Invariants of every estimator, loss and aggregation, tested on random batches."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import Tensor
 from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
 from quadriga.algorithms.aggregation import AGGREGATIONS, aggregate, count_mask
 from quadriga.algorithms.entropy import entropy_bonus
-from quadriga.algorithms.kl import SAMPLED_ESTIMATORS, kl_loss
+from quadriga.algorithms.kl import kl_loss
 from quadriga.algorithms.partial import merge_partials
 from quadriga.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss, select_tokens
 from quadriga.algorithms.value_loss import value_loss
 
 GROUP_ESTIMATORS = [name for name, entry in ADVANTAGES.items() if entry.needs_groups]
-LENGTH = 7.0  # of seq-mean-token-sum-norm
+LENGTH = 7.0  # loss_scale_length of seq-mean-token-sum-norm
 
 
 def advantages_of(name: str, case: Case, **options: Any) -> tuple[Tensor, Tensor]:
@@ -41,10 +41,10 @@ def advantages_of(name: str, case: Case, **options: Any) -> tuple[Tensor, Tensor
     )
 
 
-def share(
+def contribution(
     name: str, mode: str, case: Case, log_prob: Tensor, whole: Case, selected: Tensor | None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """What one part adds to the loss of the whole batch: policy, entropy and KL terms."""
+    """Return the loss of one micro-batch: policy, entropy and KL terms with global counts."""
     policy = compute_policy_loss(
         name,
         log_prob_BT=log_prob,
@@ -85,14 +85,14 @@ def test_gradient_does_not_depend_on_micro_batches_or_ranks(
     name: str, mode: str, case: Case, micro: int, ranks: int
 ) -> None:
     whole = case.log_prob.clone().requires_grad_()
-    loss, metrics = share(name, mode, case, whole, case, selected := selection(name, case))
+    loss, metrics = contribution(name, mode, case, whole, case, selected := selection(name, case))
     loss.backward()
     parts = case.log_prob.clone().requires_grad_()
     gathered, total = [], 0.0
     for rank in range(ranks):
-        mine = torch.arange(len(case.groups))[rank::ranks]
-        for rows in mine.split(micro):
-            piece, piece_metrics = share(
+        rows_of_rank = torch.arange(len(case.groups))[rank::ranks]
+        for rows in rows_of_rank.split(micro):
+            piece, piece_metrics = contribution(
                 name,
                 mode,
                 case.rows(rows),
@@ -140,12 +140,14 @@ def test_value_gradient_does_not_depend_on_micro_batches(mode: str, case: Case, 
 @given(cases)
 @pytest.mark.parametrize("mode", list(AGGREGATIONS))
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
-def test_padding_and_observations_never_matter_to_a_loss(name: str, mode: str, case: Case) -> None:
-    """The cases hold NaN outside the mask; zeros there, or two more columns, change nothing."""
+def test_losses_ignore_values_outside_the_mask(name: str, mode: str, case: Case) -> None:
+    """Values outside the mask (NaN, 0, 1e30) and two columns of padding change no result."""
     outcomes = []
     for variant in (case, filled(case, 0.0), filled(case, 1e30), widened(case)):
         log_prob = variant.log_prob.clone().requires_grad_()
-        loss, metrics = share(name, mode, variant, log_prob, variant, selection(name, variant))
+        loss, metrics = contribution(
+            name, mode, variant, log_prob, variant, selection(name, variant)
+        )
         loss.backward()
         assert not bool(log_prob.grad[variant.mask == 0].any())
         outcomes.append((loss.item(), log_prob.grad[:, -case.mask.shape[1] :], metrics))
@@ -158,7 +160,9 @@ def test_padding_and_observations_never_matter_to_a_loss(name: str, mode: str, c
 @settings(max_examples=25, deadline=None)
 @given(cases)
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
-def test_a_loss_called_by_itself_guards_its_own_door(name: str, case: Case) -> None:
+def test_loss_functions_called_directly_ignore_values_outside_the_mask(
+    name: str, case: Case
+) -> None:
     entry = POLICY_LOSSES[name]
 
     def outcome(batch: Case) -> tuple[Tensor, Tensor]:
@@ -188,7 +192,7 @@ def token_fields(case: Case) -> dict[str, Tensor]:
 
 
 def filled(case: Case, value: float) -> Case:
-    """Something else outside the mask."""
+    """Return the batch with `value` outside the mask."""
     changed = {
         name: torch.where(case.mask == 0, value, tensor)
         for name, tensor in token_fields(case).items()
@@ -198,7 +202,7 @@ def filled(case: Case, value: float) -> Case:
 
 
 def widened(case: Case) -> Case:
-    """Two columns of padding more, on the left."""
+    """Return the batch with two more columns of padding on the left."""
     changed = {
         name: torch.nn.functional.pad(tensor, (2, 0), value=0 if name == "mask" else NAN)
         for name, tensor in token_fields(case).items()
@@ -209,7 +213,7 @@ def widened(case: Case) -> Case:
 @settings(max_examples=25, deadline=None)
 @given(cases)
 @pytest.mark.parametrize("name", list(ADVANTAGES))
-def test_padding_and_observations_never_matter_to_an_advantage(name: str, case: Case) -> None:
+def test_advantages_ignore_values_outside_the_mask(name: str, case: Case) -> None:
     first = advantages_of(name, case)
     for variant in (filled(case, 0.0), filled(case, 1e30), widened(case)):
         again = advantages_of(name, variant)
@@ -221,8 +225,8 @@ def test_padding_and_observations_never_matter_to_an_advantage(name: str, case: 
 @settings(max_examples=25, deadline=None)
 @given(cases)
 @pytest.mark.parametrize("name", list(ADVANTAGES))
-def test_taking_observations_out_changes_no_advantage(name: str, case: Case) -> None:
-    """What the policy did between two observations counts as one unbroken answer."""
+def test_removing_observations_changes_no_advantage(name: str, case: Case) -> None:
+    """Only generated tokens are time steps, so a response with gaps equals one without."""
     mask, width = case.mask.bool(), case.mask.shape[1]
     front = torch.arange(width) < mask.sum(-1, keepdim=True)
     packed = {"mask": front.long()}
@@ -231,8 +235,8 @@ def test_taking_observations_out_changes_no_advantage(name: str, case: Case) -> 
         packed[key][front] = getattr(case, key)[mask]
     spaced = advantages_of(name, case, gamma=0.9, lam=0.8)
     dense = advantages_of(name, replace(case, **packed), gamma=0.9, lam=0.8)
-    for with_holes, without in zip(spaced, dense, strict=True):
-        torch.testing.assert_close(with_holes[mask], without[front], rtol=1e-9, atol=1e-9)
+    for with_gaps, without in zip(spaced, dense, strict=True):
+        torch.testing.assert_close(with_gaps[mask], without[front], rtol=1e-9, atol=1e-9)
 
 
 @settings(max_examples=25, deadline=None)
@@ -276,11 +280,13 @@ def test_permuting_samples_permutes_losses(name: str, case: Case, random: Any) -
 @settings(max_examples=25, deadline=None)
 @given(cases, st.sampled_from([0.1, 1.0, -3.7, 1e6]))
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
-def test_equal_rewards_give_exactly_no_advantage(name: str, case: Case, reward: float) -> None:
+def test_groups_of_equal_rewards_have_advantage_exactly_zero(
+    name: str, case: Case, reward: float
+) -> None:
     rewards = torch.zeros_like(case.rewards)
-    for i, places in enumerate(ref.own(case.mask)):
-        if places:
-            rewards[i, places[-1]] = reward
+    for i, positions in enumerate(ref.token_positions(case.mask)):
+        if positions:
+            rewards[i, positions[-1]] = reward
     constant = replace(case, rewards=rewards, components=torch.full_like(case.components, reward))
     assert not bool(advantages_of(name, constant)[0].any())
     narrow = replace(constant, rewards=rewards.float(), components=constant.components.float())
@@ -289,12 +295,12 @@ def test_equal_rewards_give_exactly_no_advantage(name: str, case: Case, reward: 
 
 @settings(max_examples=25, deadline=None)
 @given(cases)
-def test_equal_returns_whiten_to_nothing(case: Case) -> None:
-    """With γ = 1 and the reward at the end, every token's return is the reward."""
+def test_equal_returns_whiten_to_zero(case: Case) -> None:
+    """With γ = 1 and the reward at the last token, the return of every token is the reward."""
     rewards = torch.zeros_like(case.rewards)
-    for i, places in enumerate(ref.own(case.mask)):
-        if places:
-            rewards[i, places[-1]] = 0.3
+    for i, positions in enumerate(ref.token_positions(case.mask)):
+        if positions:
+            rewards[i, positions[-1]] = 0.3
     got = advantages_of("reinforce_plus_plus", replace(case, rewards=rewards))[0]
     torch.testing.assert_close(got, torch.zeros_like(got), rtol=0, atol=1e-9)
 
@@ -302,16 +308,16 @@ def test_equal_returns_whiten_to_nothing(case: Case) -> None:
 @settings(max_examples=25, deadline=None)
 @given(cases, st.floats(-5, 5))
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
-def test_shifting_the_rewards_of_a_group_changes_nothing(
+def test_shifting_the_rewards_of_a_group_changes_no_advantage(
     name: str, case: Case, shift: float
 ) -> None:
     rewards, components = case.rewards.clone(), case.components.clone()
-    for i, places in enumerate(ref.own(case.mask)):
+    for i, positions in enumerate(ref.token_positions(case.mask)):
         if case.groups[i] == "prompt-0":
             components[i] += shift
-            if places:
-                rewards[i, places[-1]] += shift
-    # Scores that differ only by rounding would become a group with a signal, or lose it.
+            if positions:
+                rewards[i, positions[-1]] += shift
+    # Exclude scores that differ only by rounding: the shift could make them equal, or unequal.
     scores = ref.scores_of(rewards, case.mask)
     assume(near_ties(scores, case) == near_ties(ref.scores_of(case.rewards, case.mask), case) == 0)
     assume(abs(shift) > 1e-3)
@@ -321,7 +327,7 @@ def test_shifting_the_rewards_of_a_group_changes_nothing(
 
 
 def near_ties(scores: list[float], case: Case) -> int:
-    """Pairs of one group whose scores are closer than 1e-6 but not equal."""
+    """Count ordered pairs of one group whose scores differ by less than 1e-6 but are not equal."""
     return sum(
         0 < abs(a - b) < 1e-6
         for i, a in enumerate(scores)
@@ -336,7 +342,7 @@ RATIO_LOSSES = [name for name, entry in POLICY_LOSSES.items() if "old_log_prob_B
 @settings(max_examples=20, deadline=None)
 @given(cases)
 @pytest.mark.parametrize("name", RATIO_LOSSES)
-def test_the_first_ratio_is_exactly_one(name: str, case: Case) -> None:
+def test_the_ratio_of_the_first_optimizer_step_is_exactly_one(name: str, case: Case) -> None:
     result = compute_policy_loss(
         name,
         log_prob_BT=case.old_log_prob.clone(),
@@ -356,10 +362,12 @@ def test_the_first_ratio_is_exactly_one(name: str, case: Case) -> None:
 @settings(max_examples=20, deadline=None)
 @given(cases)
 @pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name != "decoupled_ppo"])
-def test_the_first_gradient_is_the_policy_gradient(name: str, case: Case) -> None:
-    """At ratio 1, aggregated as its paper does, every loss is −A·∇log π of each response.
+def test_the_gradient_of_the_first_optimizer_step_is_the_policy_gradient(
+    name: str, case: Case
+) -> None:
+    """At ratio 1, every loss aggregated by sequence means has the gradient −A·∇log π.
 
-    One advantage a response, as group estimators give.
+    Each response has one advantage, as with group estimators.
     """
     advantages = case.advantages.nan_to_num().mean(-1, keepdim=True).expand(case.mask.shape)
     grads = []
@@ -382,12 +390,3 @@ def test_the_first_gradient_is_the_policy_gradient(name: str, case: Case) -> Non
         ).backward()
         grads.append(log_prob.grad)
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-9, atol=1e-12)
-
-
-@settings(max_examples=20, deadline=None)
-@given(cases)
-@pytest.mark.parametrize("kind", list(SAMPLED_ESTIMATORS))
-def test_kl_of_equal_policies_is_nothing(kind: str, case: Case) -> None:
-    log_prob = case.log_prob.clone().requires_grad_()
-    result = kl_loss(log_prob, case.log_prob, case.mask, kl_loss_coef=1.0, kl_loss_type=kind)
-    assert not bool(result.loss_BT.any())

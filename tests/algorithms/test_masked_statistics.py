@@ -1,4 +1,4 @@
-"""Masked sums, means, variances and whitening; scans; metrics in parts."""
+"""Masked sums, means, variances and whitening; discounted sums; mergeable metrics."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from quadriga.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
 from quadriga.algorithms.partial import Partial, merge_partials
 from quadriga.algorithms.scan import (
-    close_holes,
-    reopen_holes,
+    is_left_aligned,
+    pack_left,
     reverse_discounted_sum,
-    starts_at_front,
+    unpack_left,
 )
 
 VALUES = torch.tensor([[1.0, NAN, 3.0], [5.0, 7.0, NAN]])
 MASK = torch.tensor([[1, 0, 1], [1, 1, 0]])
 
 
-def test_by_hand() -> None:
+def test_masked_statistics_by_hand() -> None:
     assert masked_sum(VALUES, MASK).item() == 16.0
     assert masked_sum(VALUES, MASK, dim=1).tolist() == [4.0, 12.0]
     assert masked_mean(VALUES, MASK).item() == 4.0
@@ -42,7 +42,7 @@ def test_by_hand() -> None:
     )
 
 
-def test_nothing_selected_is_nothing() -> None:
+def test_statistics_of_an_empty_mask_are_zero() -> None:
     nothing = torch.zeros(2, 3, dtype=torch.bool)
     assert masked_mean(VALUES, nothing).item() == 0.0
     assert masked_var(VALUES, nothing).item() == 0.0
@@ -57,14 +57,14 @@ def test_one_value_or_equal_values_whiten_to_exactly_zero() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(cases)
-def test_whitening_against_loops(case: Case) -> None:
+def test_whitening_against_the_reference(case: Case) -> None:
     want = torch.tensor(ref.whiten(case.values.tolist(), case.mask), dtype=torch.float64)
     torch.testing.assert_close(masked_whiten(case.values, case.mask), want, rtol=1e-7, atol=1e-9)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 200), st.sampled_from([0.0, 0.3, 0.99, 1.0, 1.01]), st.integers(0, 99))
-def test_scan_against_the_recurrence(width: int, decay: float, seed: int) -> None:
+def test_discounted_sums_against_the_recurrence(width: int, decay: float, seed: int) -> None:
     terms = torch.randn(3, width, dtype=torch.float64, generator=torch.manual_seed(seed))
     got = reverse_discounted_sum(terms, decay)
     following = torch.zeros(3, dtype=torch.float64)
@@ -75,19 +75,21 @@ def test_scan_against_the_recurrence(width: int, decay: float, seed: int) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(cases)
-def test_holes_close_and_open_again(case: Case) -> None:
+def test_pack_left_and_unpack_left_are_inverse(case: Case) -> None:
     mask = case.mask.bool()
-    assert starts_at_front(mask) == all(
-        places == list(range(len(places))) for places in ref.own(case.mask)
+    assert is_left_aligned(mask) == all(
+        positions == list(range(len(positions))) for positions in ref.token_positions(case.mask)
     )
-    front, packed = close_holes(mask, case.values)
-    for row, places, source in zip(packed, ref.own(case.mask), case.values, strict=True):
-        assert row[: len(places)].tolist() == [float(source[t]) for t in places]
-    back = reopen_holes(packed, front, mask)
+    front, packed = pack_left(mask, case.values)
+    for row, positions, source in zip(
+        packed, ref.token_positions(case.mask), case.values, strict=True
+    ):
+        assert row[: len(positions)].tolist() == [float(source[t]) for t in positions]
+    back = unpack_left(packed, front, mask)
     assert torch.equal(back, case.values.masked_fill(~mask, 0))
 
 
-def test_partials_join_to_the_truth_not_to_a_mean_of_means() -> None:
+def test_merged_partials_are_statistics_of_the_whole_batch() -> None:
     x = torch.tensor([[1.0, 2.0, 3.0], [10.0, NAN, NAN]])
     mask = torch.tensor([[True, True, True], [True, False, False]])
 

@@ -1,4 +1,4 @@
-"""Every policy loss, values and gradients, against loops over tokens in float64."""
+"""Values and gradients of every policy loss against the reference implementation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quadriga.algorithms.policy_losses import (
 
 
 def loss_of(name: str, case: Case, log_prob: Tensor, **options: Any) -> PolicyLoss:
-    """The loss on everything that a case has."""
+    """Compute the loss with all inputs of the case."""
     entry = get_policy_loss(name)
     selected = select_tokens(
         name,
@@ -44,25 +44,26 @@ def loss_of(name: str, case: Case, log_prob: Tensor, **options: Any) -> PolicyLo
     )
 
 
-def tokens_of(
+def reference_losses(
     name: str, case: Case, log_prob: Tensor, options: dict[str, float]
 ) -> list[list[Tensor]]:
-    """The reference's loss of each own token, sample by sample."""
+    """Return the reference loss of each generated token, sample by sample."""
     low, high = options.get("clip_ratio_low", 0.2), options.get("clip_ratio_high", 0.2)
     dual = options.get("clip_ratio_c", 3.0)
     losses = []
     chosen = largest_covariances(case) if name == "kl_cov" else set()
-    for i, places in enumerate(ref.own(case.mask)):
-        lps = [log_prob[i, t] for t in places]
-        olds = [case.old_log_prob[i, t] for t in places]
-        advs = [case.advantages[i, t] for t in places]
+    for i, positions in enumerate(ref.token_positions(case.mask)):
+        lps = [log_prob[i, t] for t in positions]
+        olds = [case.old_log_prob[i, t] for t in positions]
+        advs = [case.advantages[i, t] for t in positions]
         triples = list(zip(lps, olds, advs, strict=True))
         match name:
             case "ppo_clip":
                 row = [ref.ppo_token(*x, low, high, dual) for x in triples]
             case "decoupled_ppo":
                 weights = [
-                    torch.exp(case.old_log_prob[i, t] - case.rollout_log_prob[i, t]) for t in places
+                    torch.exp(case.old_log_prob[i, t] - case.rollout_log_prob[i, t])
+                    for t in positions
                 ]
                 row = [
                     w * ref.ppo_token(*x, low, high, dual)
@@ -74,14 +75,14 @@ def tokens_of(
                 row = [ref.sapo_token(*x, 1.5, 0.7) for x in triples]
             case "gpg" | "policy_gradient":
                 row = [-a * lp for lp, _, a in triples]
-            case "gspo" | "gspo_token" if places:
+            case "gspo" | "gspo_token" if positions:
                 row = ref.gspo_sequence(lps, olds, advs, low, high, name == "gspo_token")
-            case "geo_mean" if places:
+            case "geo_mean" if positions:
                 row = ref.geo_mean_sequence(lps, olds, advs, low, high)
             case "kl_cov":
                 row = [
                     -a * torch.exp(lp - old) + ((lp - old).abs() / 2 if (i, t) in chosen else 0)
-                    for t, (lp, old, a) in zip(places, triples, strict=True)
+                    for t, (lp, old, a) in zip(positions, triples, strict=True)
                 ]
             case _:
                 row = []
@@ -90,10 +91,10 @@ def tokens_of(
 
 
 def largest_covariances(case: Case) -> set[tuple[int, int]]:
-    """A quarter of the tokens, at least one."""
+    """Return the quarter of the tokens with the largest covariance, at least one."""
     found = ref.covariances(case.old_log_prob, case.advantages, case.mask)
     number = max(1, int(0.25 * len(found)))
-    return set(sorted(found, key=lambda spot: -found[spot])[:number])
+    return set(sorted(found, key=lambda position: -found[position])[:number])
 
 
 SETTINGS: dict[str, dict[str, float]] = {
@@ -118,17 +119,19 @@ def test_values_and_gradients(name: str, case: Case) -> None:
     got = loss_of(name, case, log_prob, **SETTINGS[name]).loss_BT
     assert not bool(got[case.mask == 0].any())
     mirror = case.log_prob.clone().requires_grad_()
-    wanted = tokens_of(name, case, mirror, SETTINGS[name])
-    for i, (row, places) in enumerate(zip(wanted, ref.own(case.mask), strict=True)):
-        for loss, t in zip(row, places, strict=True):
+    wanted = reference_losses(name, case, mirror, SETTINGS[name])
+    for i, (row, positions) in enumerate(zip(wanted, ref.token_positions(case.mask), strict=True)):
+        for loss, t in zip(row, positions, strict=True):
             assert got[i, t].item() == pytest.approx(loss.item(), rel=1e-6, abs=1e-9)
-    # Unequal weights, so that a gradient on the wrong token shows.
+    # Unequal weights, so that a gradient at the wrong token is detected.
     weights = torch.linspace(1, 2, got.numel(), dtype=torch.float64).view(got.shape)
     (weights * got).sum().backward()
     total = sum(
         weights[i, t] * loss
-        for i, (row, places) in enumerate(zip(wanted, ref.own(case.mask), strict=True))
-        for loss, t in zip(row, places, strict=True)
+        for i, (row, positions) in enumerate(
+            zip(wanted, ref.token_positions(case.mask), strict=True)
+        )
+        for loss, t in zip(row, positions, strict=True)
     )
     if isinstance(total, Tensor):
         total.backward()
@@ -138,29 +141,29 @@ def test_values_and_gradients(name: str, case: Case) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(cases)
-def test_clip_cov_drops_only_tokens_in_its_band(case: Case) -> None:
+def test_clip_cov_selects_only_tokens_in_its_band(case: Case) -> None:
     options = {"clip_cov_ratio": 0.5, "clip_cov_lb": 0.1, "clip_cov_ub": 1.0}
     got = loss_of("clip_cov", case, case.log_prob, **options, seed=3).loss_BT
     plain = loss_of("ppo_clip", case, case.log_prob, clip_ratio_c=1e9).loss_BT
     covariance = ref.covariances(case.old_log_prob, case.advantages, case.mask)
-    band = {spot for spot, value in covariance.items() if 0.1 < value < 1.0}
-    dropped = {spot for spot in covariance if got[spot] == 0 and plain[spot] != 0}
+    band = {position for position, value in covariance.items() if 0.1 < value < 1.0}
+    dropped = {position for position in covariance if got[position] == 0 and plain[position] != 0}
     assert dropped <= band
     assert len(dropped) == min(max(1, int(0.5 * len(covariance))), len(band))
-    for spot in set(covariance) - dropped:
-        assert got[spot] == plain[spot]
+    for position in set(covariance) - dropped:
+        assert got[position] == plain[position]
     again = loss_of("clip_cov", case, case.log_prob, **options, seed=3).loss_BT
     assert torch.equal(got, again)
 
 
 def test_every_entry_has_a_reference() -> None:
-    """A new loss must join these tests."""
+    """A new loss must be added to these tests."""
     assert set(POLICY_LOSSES) == {*SETTINGS, "clip_cov"}
     assert all(get_policy_loss(alias) is POLICY_LOSSES[name] for alias, name in ALIASES.items())
 
 
 def one_token(name: str, *, ratio: float, advantage: float, **options: Any) -> float:
-    """Loss of a single token with log π_old = −1."""
+    """Return the loss of a single token with log π_old = −1."""
     old = torch.tensor([[-1.0]], dtype=torch.float64)
     log_prob = old + torch.tensor(ratio, dtype=torch.float64).log()
     return compute_policy_loss(
@@ -178,11 +181,11 @@ def one_token(name: str, *, ratio: float, advantage: float, **options: Any) -> f
 @pytest.mark.parametrize(
     ("ratio", "advantage", "want"),
     [
-        (1.1, 2.0, -2.2),  # inside
+        (1.1, 2.0, -2.2),  # inside the clip range
         (1.5, 2.0, -2.56),  # above 1 + 0.28
-        (0.5, 2.0, -1.0),  # below, and the advantage wants it higher: not clipped
+        (0.5, 2.0, -1.0),  # below 1 − 0.2, but A > 0 raises r again: not clipped
         (0.5, -2.0, 1.6),  # below 1 − 0.2
-        (1.5, -2.0, 3.0),  # above, and the advantage wants it lower: not clipped
+        (1.5, -2.0, 3.0),  # above 1 + 0.28, but A < 0 lowers r again: not clipped
         (9.0, -2.0, 6.0),  # dual clip at 3
     ],
 )
@@ -205,8 +208,8 @@ def test_other_losses_by_hand() -> None:
     assert one_token("kl_cov", ratio=2.0, advantage=1.0) == pytest.approx(-2.0 + 0.6931471806)
 
 
-def test_a_sequences_ratio_is_its_tokens_geometric_mean() -> None:
-    """Ratios 4 and 1: s = 2. By token the value is the same, each token pulls by itself."""
+def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_token_ratios() -> None:
+    """Ratios 4 and 1 give s = 2. GSPO-token has the same values and a gradient per token."""
     old = torch.full((1, 2), -2.0, dtype=torch.float64)
     advantages = torch.tensor([[1.0, 3.0]], dtype=torch.float64)
     grads = {}
@@ -229,7 +232,7 @@ def test_a_sequences_ratio_is_its_tokens_geometric_mean() -> None:
 
 
 def test_clip_cov_by_hand() -> None:
-    """Covariances (log π − mean)(A − mean) are 2, 0, 2: both ends lie in the band."""
+    """The covariances (log π − mean)(A − mean) are 2, 0, 2; the band (1, 5) contains both 2s."""
     old = torch.tensor([[-1.0, -2.0, -3.0]])
     advantages = torch.tensor([[3.0, 1.0, -1.0]])
     band = {"clip_cov_ratio": 1.0, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0}
@@ -247,7 +250,7 @@ def test_clip_cov_by_hand() -> None:
 @settings(max_examples=30, deadline=None)
 @given(cases)
 @pytest.mark.parametrize("name", list(POLICY_LOSSES))
-def test_weights_scale_the_loss(name: str, case: Case) -> None:
+def test_importance_weights_multiply_the_loss(name: str, case: Case) -> None:
     weights = torch.full_like(case.mask, 1, dtype=torch.float64)
     weights[::2] = 0.25
     plain = loss_of(name, case, case.log_prob).loss_BT
@@ -255,7 +258,7 @@ def test_weights_scale_the_loss(name: str, case: Case) -> None:
     torch.testing.assert_close(weighted.loss_BT, plain * weights)
 
 
-def test_weights_of_a_loss_that_is_one_per_sequence_are_averaged() -> None:
+def test_importance_weights_of_a_loss_per_sequence_are_averaged() -> None:
     old = torch.zeros(1, 2)
     result = compute_policy_loss(
         "geo_mean",
@@ -286,7 +289,7 @@ def test_metrics_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, e in POLICY_LOSSES.items() if e.select is None])
-def test_losses_without_selection_select_nothing(name: str) -> None:
+def test_select_tokens_returns_none_for_losses_without_selection(name: str) -> None:
     zeros = torch.zeros(1, 1)
     assert (
         select_tokens(name, old_log_prob_BT=zeros, advantages_BT=zeros, response_mask_BT=zeros)

@@ -1,13 +1,21 @@
-"""Reward shaping, and groups without a signal."""
+"""Reward shaping, groups without signal, dynamic sampling."""
 
 from __future__ import annotations
+
+from typing import get_args
 
 import pytest
 import torch
 from algorithm_cases import NAN, Case, cases
 from hypothesis import given, settings
 
-from quadriga.algorithms.dynamic_sampling import dynamic_sampling
+from quadriga.algorithms.dynamic_sampling import (
+    MODES,
+    UNDER_FILLED,
+    SamplingMode,
+    UnderFilledPolicy,
+    dynamic_sampling,
+)
 from quadriga.algorithms.shaping import (
     add_to_last_token,
     dead_group_metrics,
@@ -30,7 +38,7 @@ def test_overlong_penalty_by_hand() -> None:
         overlong_penalty(torch.tensor([1]), max_length=100, buffer_length=101)
 
 
-def test_amounts_go_to_the_last_own_token() -> None:
+def test_amounts_are_added_at_the_last_generated_token() -> None:
     rewards = torch.ones(3, 3)
     mask = torch.tensor([[1, 0, 1], [1, 0, 0], [0, 0, 0]])
     got = add_to_last_token(rewards, mask, torch.tensor([-1.0, 4.0, 9.0]))
@@ -38,7 +46,7 @@ def test_amounts_go_to_the_last_own_token() -> None:
     assert rewards.tolist() == [[1] * 3] * 3
 
 
-def test_truncated_samples_leave_the_mask() -> None:
+def test_truncated_samples_are_removed_from_the_mask() -> None:
     got = drop_truncated(torch.tensor([[1, 1], [1, 0]]), torch.tensor([1, 0]))
     assert got.tolist() == [[False, False], [True, False]]
     with pytest.raises(ShapeError, match="`truncated` has shape"):
@@ -61,12 +69,12 @@ def test_rewards_are_clipped_then_whitened() -> None:
         shape_rewards(rewards, torch.ones(2, 3))
 
 
-# Groups: a has a signal, b is solved, c failed, d is dead in between, e has a signal.
+# Groups: a and e have a signal; b is solved, c is failed and d has equal rewards in between.
 SCORES = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.5, 0.5, 1.0, 0.5])
 GROUPS = ["a", "a", "b", "b", "c", "c", "d", "d", "e", "e"]
 
 
-def test_dead_groups_by_hand() -> None:
+def test_metrics_of_groups_without_signal_by_hand() -> None:
     got = dead_group_metrics(SCORES, GROUPS)
     assert got == pytest.approx(
         {
@@ -92,23 +100,23 @@ def test_a_group_is_informative_when_its_scores_differ(case: Case) -> None:
     assert informative_groups(scores, case.groups).tolist() == want
 
 
-def test_mask_mode_keeps_all_rows_and_marks_the_living() -> None:
+def test_mask_mode_keeps_all_rows_and_marks_groups_with_signal() -> None:
     got = dynamic_sampling(SCORES, GROUPS, wanted_groups=5, mode="mask")
     assert got.action == "train" and got.rows.tolist() == list(range(10))
     assert got.alive.tolist() == [True] * 2 + [False] * 6 + [True] * 2
     assert (got.missing_groups, got.metrics["kept"]) == (3, 2.0)
 
 
-def test_refill_asks_for_what_is_missing_and_keeps_the_living() -> None:
+def test_refill_requests_the_missing_groups_and_keeps_groups_with_signal() -> None:
     got = dynamic_sampling(SCORES, GROUPS, wanted_groups=3, mode="refill", gen_batches=2)
     assert (got.action, got.missing_groups) == ("refill", 1)
     assert got.rows.tolist() == [0, 1, 8, 9] and bool(got.alive.all())
 
 
-def test_refill_stops_when_full_and_keeps_no_more_than_wanted() -> None:
+def test_refill_stops_when_full_and_keeps_only_the_wanted_groups() -> None:
     got = dynamic_sampling(SCORES, GROUPS, wanted_groups=1, mode="refill")
     assert (got.action, got.rows.tolist(), got.missing_groups) == ("train", [0, 1], 0)
-    # Samples of a group need not be neighbours.
+    # Samples of a group need not be adjacent.
     order = [8, 0, 9, 1]
     got = dynamic_sampling(
         SCORES[order], [GROUPS[i] for i in order], wanted_groups=1, mode="refill"
@@ -116,16 +124,21 @@ def test_refill_stops_when_full_and_keeps_no_more_than_wanted() -> None:
     assert got.rows.tolist() == [0, 2]
 
 
-def test_an_under_filled_batch_is_filled_up_with_weight_zero_or_refused() -> None:
+def test_an_under_filled_batch_is_filled_with_weight_zero_or_raises() -> None:
     last = {"wanted_groups": 3, "mode": "refill", "gen_batches": 3, "max_num_gen_batches": 3}
     got = dynamic_sampling(SCORES, GROUPS, **last)
     assert (got.action, got.rows.tolist()) == ("train", [0, 1, 2, 3, 8, 9])
     assert got.alive.tolist() == [True, True, False, False, True, True]
-    with pytest.raises(GroupError, match="2 of 5 groups have signal after 3 batches of rollouts"):
+    with pytest.raises(GroupError, match="2 of 5 prompt groups have a signal after 3 batches"):
         dynamic_sampling(SCORES, GROUPS, **last, under_filled="error")
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_the_tables_have_every_mode_and_policy() -> None:
+    assert tuple(MODES) == get_args(SamplingMode)
+    assert tuple(UNDER_FILLED) == get_args(UnderFilledPolicy)
+
+
+def test_invalid_arguments_raise() -> None:
     with pytest.raises(UnknownNameError, match="no dynamic sampling mode `refil`; did you mean"):
         dynamic_sampling(SCORES, GROUPS, wanted_groups=1, mode="refil")
     with pytest.raises(UnknownNameError, match="no policy for under-filled batches `stop`"):

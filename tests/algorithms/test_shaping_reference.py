@@ -1,4 +1,4 @@
-"""Rewards, weights and the mismatch against loops in float64, over random masks and lengths."""
+"""Reward shaping, importance weights and mismatch metrics against reference implementations."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_overlong_penalty(lengths: list[int], longest: int, buffer: int) -> None
 
 @settings(max_examples=40, deadline=None)
 @given(cases)
-def test_amounts_at_the_last_own_token(case: Case) -> None:
+def test_amounts_at_the_last_generated_token(case: Case) -> None:
     rewards = case.rewards.nan_to_num()
     got = add_to_last_token(rewards, case.mask, case.baselines)
-    for i, places in enumerate(ref.own(case.mask)):
+    for i, positions in enumerate(ref.token_positions(case.mask)):
         for t in range(case.mask.shape[1]):
-            more = float(case.baselines[i]) if places and t == places[-1] else 0.0
+            more = float(case.baselines[i]) if positions and t == positions[-1] else 0.0
             assert got[i, t].item() == pytest.approx(float(rewards[i, t]) + more)
 
 
@@ -53,7 +53,11 @@ def test_clipping_and_whitening(limit: float | None, whiten: bool, case: Case) -
         [min(max(x, -limit), limit) if limit else x for x in row] for row in case.rewards.tolist()
     ]
     if whiten:
-        chosen = [rows[i][t] for i, places in enumerate(ref.own(case.mask)) for t in places]
+        chosen = [
+            rows[i][t]
+            for i, positions in enumerate(ref.token_positions(case.mask))
+            for t in positions
+        ]
         centre = ref.mean(chosen) if chosen else 0.0
         rows = [[x + centre for x in row] for row in ref.whiten(rows, case.mask)]
     got = shape_rewards(case.rewards, case.mask, clip=limit, whiten=whiten)
@@ -76,19 +80,19 @@ def test_truncated_samples(case: Case, random) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(cases)
-def test_dead_groups(case: Case) -> None:
+def test_metrics_of_groups_without_signal(case: Case) -> None:
     scores = case.components[:, 0].tolist()
     members: dict[str, list[float]] = {}
     for name, score in zip(case.groups, scores, strict=True):
         members.setdefault(name, []).append(score)
-    dead = [mine[0] for mine in members.values() if len(set(mine)) == 1]
+    dead = [rewards[0] for rewards in members.values() if len(set(rewards)) == 1]
     got = dead_group_metrics(case.components[:, 0], case.groups)
     count = len(members)
     assert (got["total"], got["dead"]) == (count, len(dead))
     assert got["dead_fraction"] == pytest.approx(len(dead) / count)
     assert got["dead_at_top"] == pytest.approx(dead.count(max(scores)) / count)
     assert got["dead_at_bottom"] == pytest.approx(dead.count(min(scores)) / count)
-    spreads = [ref.std(mine) if len(mine) > 1 else 0.0 for mine in members.values()]
+    spreads = [ref.std(rewards) if len(rewards) > 1 else 0.0 for rewards in members.values()]
     assert got["std_mean"] == pytest.approx(ref.mean(spreads))
 
 
@@ -111,25 +115,25 @@ def test_lower_bounds_and_normalised_weights(
             max(math.exp(float(case.old_log_prob[i, t] - case.rollout_log_prob[i, t])), lower or 0),
             1.1,
         )
-        for i, places in enumerate(ref.own(case.mask))
-        for t in places
+        for i, positions in enumerate(ref.token_positions(case.mask))
+        for t in positions
     }
     scale = ref.mean(list(want.values())) if normalise and want else 1.0
     for i, t in ((i, t) for i in range(got.shape[0]) for t in range(got.shape[1])):
         assert got[i, t].item() == pytest.approx(want.get((i, t), 0.0) / scale)
 
 
-def effective_share(weights: list[float]) -> float:
+def effective_fraction(weights: list[float]) -> float:
     return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases)
-def test_mismatch(case: Case) -> None:
+def test_mismatch_metrics(case: Case) -> None:
     rows = [
-        [(float(case.old_log_prob[i, t]), float(case.rollout_log_prob[i, t])) for t in places]
-        for i, places in enumerate(ref.own(case.mask))
-        if places
+        [(float(case.old_log_prob[i, t]), float(case.rollout_log_prob[i, t])) for t in positions]
+        for i, positions in enumerate(ref.token_positions(case.mask))
+        if positions
     ]
     got = mismatch_metrics(case.old_log_prob, case.rollout_log_prob, case.mask)
     if not rows:
@@ -146,7 +150,7 @@ def test_mismatch(case: Case) -> None:
         "mismatch_prob_max": max(abs(math.exp(a) - math.exp(b)) for row in rows for a, b in row),
         "ppl_gap": ref.mean([train - rollout for train, rollout in ppl]),
         "ppl_ratio": math.exp(ref.mean([math.log(train / rollout) for train, rollout in ppl])),
-        "effective_sample_size": effective_share([math.exp(gap) for gap in flat]),
-        "mismatch_sequence_ess": effective_share([math.exp(sum(row)) for row in gaps]),
+        "effective_sample_size": effective_fraction([math.exp(gap) for gap in flat]),
+        "mismatch_sequence_ess": effective_fraction([math.exp(sum(row)) for row in gaps]),
     }
     assert got == pytest.approx(want, rel=1e-6, abs=1e-9)

@@ -1,4 +1,4 @@
-"""A user's own file adds entries, here and in a process that starts afresh."""
+"""A user's file adds entries, in this process and in a new process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def squared(log_prob_BT, advantages_BT, *, power=2.0):
 
 
 @pytest.fixture(autouse=True)
-def untouched_tables() -> Iterator[None]:
+def restored_tables() -> Iterator[None]:
     saved = [
         (table, dict(table))
         for table in (advantages.ADVANTAGES, policy_losses.POLICY_LOSSES, user_files._LOADED)
@@ -79,35 +79,35 @@ def use_additions() -> tuple[list[float], list[float]]:
 WANT = ([-3.0, 3.0], [8.0, 0.0])
 
 
-def test_additions_work_and_are_described(good_file: Path) -> None:
+def test_added_entries_work_and_are_in_the_catalog(good_file: Path) -> None:
     assert load_user_file(good_file) == ("signs", "squared")
     assert use_additions() == WANT
     rows = {row.name: row for row in describe_algorithms()}
     assert rows["signs"].origin == str(good_file.resolve())
     assert (rows["signs"].settings, rows["squared"].settings) == (("scale",), ("power",))
-    assert load_user_file(good_file) == ("signs", "squared")  # once more is no clash
+    assert load_user_file(good_file) == ("signs", "squared")  # loading it again is allowed
 
 
 @pytest.mark.parametrize(
-    ("broken", "error", "words"),
+    ("broken", "error", "message"),
     [
         ("result = result * float('nan')", NonFiniteError, "`advantages of signs` is nan at row 0"),
         ("result = result[:, :1]", ShapeError, r"`advantages of signs` has shape \[2, 1\]"),
     ],
 )
-def test_a_broken_estimator_is_named(
-    tmp_path: Path, broken: str, error: type[Exception], words: str
+def test_an_invalid_result_of_an_estimator_is_named(
+    tmp_path: Path, broken: str, error: type[Exception], message: str
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         GOOD.replace("    return result, result", f"    {broken}\n    return result, result")
     )
     load_user_file(file)
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=message):
         use_additions()
 
 
-def test_a_broken_loss_is_named(tmp_path: Path) -> None:
+def test_an_invalid_result_of_a_loss_is_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(GOOD.replace("log_prob_BT.abs() ** power", "(log_prob_BT * 1e30).exp()"))
     load_user_file(file)
@@ -124,14 +124,14 @@ def in_worker(files: tuple[UserFile, ...]) -> tuple[list[float], list[float]]:
     return use_additions()
 
 
-def test_additions_work_in_a_process_that_starts_afresh(good_file: Path) -> None:
+def test_added_entries_work_in_a_new_process(good_file: Path) -> None:
     load_user_file(good_file)
     files = pickle.loads(pickle.dumps(loaded_user_files()))
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply_async(in_worker, (files,)).get(timeout=120) == WANT
 
 
-def test_a_changed_file_is_read_again_and_another_copy_is_noticed(good_file: Path) -> None:
+def test_a_changed_file_is_loaded_again_and_a_different_copy_raises(good_file: Path) -> None:
     load_user_file(good_file)
     sent = loaded_user_files()
     good_file.write_text(GOOD.replace("power=2.0", "power=1.0"))
@@ -141,24 +141,24 @@ def test_a_changed_file_is_read_again_and_another_copy_is_noticed(good_file: Pat
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "message"),
     [
-        ("import nothing_of_this_name", "fails when it is imported: ModuleNotFoundError"),
-        ("1 / 0", "fails when it is imported: ZeroDivisionError"),
+        ("import nothing_of_this_name", "raised while it was imported: ModuleNotFoundError"),
+        ("1 / 0", "raised while it was imported: ZeroDivisionError"),
         (GOOD.replace('"signs"', '"grpo"'), "The advantage estimator `grpo` exists already"),
         (GOOD.replace('"squared"', '"vanilla"'), "The policy loss `vanilla` exists already"),
         (GOOD.replace("scale=2.0", "scale"), "takes `scale`, which is neither an input"),
         (GOOD.replace("*, power=2.0", "**power"), r"takes `\*\*power`; name the inputs"),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path: Path, source: str, words: str) -> None:
+def test_invalid_files_raise(tmp_path: Path, source: str, message: str) -> None:
     file = tmp_path / "broken.py"
     file.write_text(source)
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=message):
         load_user_file(file)
 
 
-def test_paths_that_are_no_python_file(tmp_path: Path) -> None:
+def test_paths_that_are_not_python_files_raise(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nowhere.py` is not a Python file"):
         load_user_file(tmp_path / "nowhere.py")
     (tmp_path / "data.json").write_text("{}")
@@ -166,7 +166,7 @@ def test_paths_that_are_no_python_file(tmp_path: Path) -> None:
         load_user_file(tmp_path / "data.json")
 
 
-def test_every_row_says_what_it_computes() -> None:
+def test_every_row_of_the_catalog_has_a_formula_and_a_source() -> None:
     rows = describe_algorithms()
     assert len({(row.kind, row.name) for row in rows}) == len(rows)
     assert all(row.formula for row in rows)

@@ -1,4 +1,4 @@
-"""The critic's loss and the entropy bonus."""
+"""The value loss and the entropy bonus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quadriga.errors import AlgorithmError, NonFiniteError
 @settings(max_examples=40, deadline=None)
 @given(cases)
 @pytest.mark.parametrize("clip", [None, 0.0, 0.3])
-def test_value_loss_against_loops(clip: float | None, case: Case) -> None:
+def test_value_loss_against_the_reference(clip: float | None, case: Case) -> None:
     now, old, target = case.values + case.advantages, case.values, case.rewards
     values = now.clone().requires_grad_()
     got = value_loss(values, old, target, case.mask, cliprange_value=clip)
@@ -46,11 +46,12 @@ def test_value_loss_by_hand() -> None:
         torch.ones(1, 2),
         cliprange_value=0.5,
     )
-    # Towards the target beyond the clip: held at 1.5; away from it: the larger loss stays.
+    # R = 3: V moved towards R beyond the clip, so the loss uses 1.5. R = 0: V moved away from R,
+    # so the unclipped loss is larger.
     assert result.loss_BT.tolist() == [[0.5 * 1.5**2, 0.5 * 2.0**2]]
 
 
-def test_value_loss_refuses() -> None:
+def test_value_loss_raises_for_invalid_arguments() -> None:
     x = torch.zeros(1, 2)
     with pytest.raises(AlgorithmError, match="`cliprange_value` must be at least 0"):
         value_loss(x, x, x, x + 1, cliprange_value=-1.0)

@@ -1,4 +1,4 @@
-"""A Qwen2 of some ten thousand parameters, shared by the room's tests."""
+"""A Llama model with a few ten thousand parameters, shared by the tests of this folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folders(model_folder, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def work(model_folder, folders, tmp_path_factory):
-    """`one_rank`: a checkpoint after one step; what two ranks then made of it, beside it."""
+    """A folder with a checkpoint after one step (`one_rank`) and the results of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     engine = cases.trainable(model_folder)
     cases.step(engine)
@@ -43,4 +43,5 @@ def work(model_folder, folders, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def two_ranks(work):
-    return torch.load(work / "results.pt", weights_only=False)  # keys are our own records
+    # The file was written by `rank_main`; its keys are dataclasses, which need pickle.
+    return torch.load(work / "results.pt", weights_only=False)

@@ -1,4 +1,4 @@
-"""What the gradient tests compute, in this process and in spawned ranks."""
+"""Engines, batches and steps for the engine tests, in this process and in spawned ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAIT_S = 120
 
 
 def make_batch() -> dict[str, torch.Tensor]:
-    """Seven rows; rows 1 and 4 repeat the prompts of 0 and 2; one row has an observation token."""
+    """Make seven rows. Rows 1 and 4 have the prompts of 0 and 2; row 2 has an observation token."""
     random = torch.Generator().manual_seed(3)
     ids = torch.zeros(len(LENGTHS), P + R, dtype=torch.int64)
     attention = torch.zeros_like(ids)
@@ -52,16 +52,16 @@ def make_engine(folder: str, *, packed: bool = True, fsdp_size: int = -1, **sett
 
 
 def gradients(engine: FSDPEngine, rows: dict[str, torch.Tensor], micro: int | None):
-    """Full gradients by name, and the metrics, of one step that is taken away at its end."""
+    """Return the full gradients by name, and the metrics, of a step that changes no weight."""
     found: dict[str, torch.Tensor] = {}
 
-    def keep() -> tuple[float, float]:
+    def keep_gradients() -> tuple[float, float]:
         for name, parameter in engine.module.named_parameters():
             found[name] = parameter.grad.full_tensor().clone()
             parameter.grad = None
         return 0.0, 0.0
 
-    engine.optimizer.step = keep
+    engine.optimizer.step = keep_gradients
     tokens = engine.global_count(rows["response_mask"].sum())
 
     def loss(outputs, micro_batch):
@@ -91,7 +91,7 @@ OPTIM = OptimConfig(lr=0.01, lr_scheduler="linear", lr_warmup_steps=2)
 
 
 def trainable(folder: str, optim: OptimConfig | None = OPTIM, **settings) -> FSDPEngine:
-    """An engine in float32, as a run has it."""
+    """Build an engine in float32, as in a training run."""
     engine = EngineConfig(fsdp_size=settings.pop("fsdp_size", -1))
     return FSDPEngine(ModelConfig(path=folder), engine, optim, total_steps=8, **settings)
 
@@ -107,7 +107,7 @@ def step(engine: FSDPEngine, rows=None) -> dict[str, float]:
 
 
 def rank_main(rank: int, folders: Folders, work: str, port: int) -> None:
-    """Gradients of every case; then resume what one rank saved, step, and save."""
+    """Compute the gradients of every case; then load what one rank saved, step, and save."""
     import head_cases
 
     folder = folders.policy
@@ -120,26 +120,26 @@ def rank_main(rank: int, folders: Folders, work: str, port: int) -> None:
     }
     batch = make_batch()
 
-    def mine(cut: int):
+    def own_rows(cut: int):
         return rows_of(batch, 0, cut) if rank == 0 else rows_of(batch, cut, len(LENGTHS))
 
     gathered, engines = {}, {}
     for packed, micro, cut, unit in CASES:
         key = (packed, unit)
         if key not in engines:
-            engines[key] = make_engine(folder, packed=packed, smallest_unit=unit)
-        gathered[packed, micro, cut, unit] = gradients(engines[key], mine(cut), micro)
+            engines[key] = make_engine(folder, packed=packed, min_unit_parameters=unit)
+        gathered[packed, micro, cut, unit] = gradients(engines[key], own_rows(cut), micro)
     heads = head_cases.on_two_ranks(rank, folders)
-    gathered["hybrid"] = gradients(make_engine(folder, fsdp_size=1), mine(4), 2)
+    gathered["hybrid"] = gradients(make_engine(folder, fsdp_size=1), own_rows(4), 2)
 
-    engine = trainable(folder, smallest_unit=1)
+    engine = trainable(folder, min_unit_parameters=1)
     engine.load(f"{work}/one_rank")
-    metrics = step(engine, mine(4))
+    metrics = step(engine, own_rows(4))
     engine.save(f"{work}/two_ranks")
     engine.save_hf(f"{work}/export")
     hybrid = trainable(folder, fsdp_size=1)
     hybrid.load(f"{work}/one_rank")
-    step(hybrid, mine(4))
+    step(hybrid, own_rows(4))
     hybrid.save(f"{work}/hybrid")
     if rank == 0:
         torch.save(
@@ -149,7 +149,7 @@ def rank_main(rank: int, folders: Folders, work: str, port: int) -> None:
 
 
 def run_two_ranks(main, *args) -> None:
-    """Run `main(rank, *args, port)` in two processes; fail when they do not end in time."""
+    """Run `main(rank, *args, port)` in two processes. Raise `TimeoutError` after `WAIT_S`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -159,4 +159,4 @@ def run_two_ranks(main, *args) -> None:
         if time.monotonic() > deadline:
             for process in context.processes:
                 process.kill()
-            raise TimeoutError(f"two ranks did not end within {WAIT_S} s")
+            raise TimeoutError(f"the two ranks did not finish within {WAIT_S} s")

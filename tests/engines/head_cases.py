@@ -1,4 +1,4 @@
-"""What the tests of output layers and of a reference beside the policy compute, on any ranks."""
+"""Cases for the tests of the output layer and of a reference model, on one rank or two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPERATURE = 0.7
 
 @dataclass(frozen=True)
 class Folders:
-    """`policy` and `tied` are the models that learn, `reference` is another one like them."""
+    """Model folders: two policies (`tied`: with a tied output layer) and one reference."""
 
     policy: str
     tied: str
@@ -25,7 +25,10 @@ class Folders:
 
 @dataclass(frozen=True)
 class HeadCase:
-    """`cut`: rows of the first of two ranks, the other has the rest (7: none)."""
+    """One combination of settings.
+
+    `cut`: the first of two ranks has this many of the seven rows, the second has the others.
+    """
 
     packed: bool
     fused: bool
@@ -33,7 +36,7 @@ class HeadCase:
     tied: bool = False
     micro: int | None = 2
     cut: int = 4
-    smallest_unit: int = 10**9
+    min_unit_parameters: int = 10**9
 
 
 ONE_RANK = [
@@ -60,23 +63,23 @@ def engine(
         settings,
         None if frozen else OptimConfig(),
         packed=case.packed,
-        smallest_unit=case.smallest_unit,
+        min_unit_parameters=case.min_unit_parameters,
     )
 
 
 def gradients(case: HeadCase, folders: Folders, rows: dict[str, torch.Tensor]):
-    """Gradients and metrics of a loss of log-probabilities, entropy and KL over the vocabulary."""
+    """Return gradients and metrics of a loss of log-probabilities, entropy and full KL."""
     policy = engine(folders.tied if case.tied else folders.policy, case, fused=case.fused)
     reference = engine(folders.reference, case, fused=case.ref_fused, frozen=True)
     found: dict[str, torch.Tensor] = {}
 
-    def keep() -> tuple[float, float]:
+    def keep_gradients() -> tuple[float, float]:
         for name, parameter in policy.module.named_parameters():
             found[name] = parameter.grad.full_tensor().clone()
             parameter.grad = None
         return 0.0, 0.0
 
-    policy.optimizer.step = keep
+    policy.optimizer.step = keep_gradients
     metrics = policy.train_step(
         rows,
         loss,
@@ -95,8 +98,8 @@ def loss(outputs, micro):
     return share + (weight.square() * kl).sum(), {"kl": float(kl.detach().sum())}
 
 
-def by_rows(folders: Folders, *, tied: bool):
-    """The same from the textbook, one row and one token at a time, no padding, no sharding."""
+def naive(folders: Folders, *, tied: bool):
+    """Compute the same with `log_softmax`, one row and one token at a time, without sharding."""
     policy, reference = (
         load_causal_lm(folder, dtype=torch.float64)
         for folder in (folders.tied if tied else folders.policy, folders.reference)
@@ -111,18 +114,18 @@ def by_rows(folders: Folders, *, tied: bool):
         for t in range(response):
             if not batch["response_mask"][row, t]:
                 continue
-            mine, theirs = log_p[prompt + t - 1], log_q[prompt + t - 1]
+            lp, lq = log_p[prompt + t - 1], log_q[prompt + t - 1]
             weight = batch["weight"][row, t]
-            kl = (mine.exp() * (mine - theirs)).sum()
-            entropy = -(mine.exp() * mine).sum()
-            share = weight * (mine[ids[prompt + t]] + 0.5 * entropy) + weight**2 * kl
+            kl = (lp.exp() * (lp - lq)).sum()
+            entropy = -(lp.exp() * lp).sum()
+            share = weight * (lp[ids[prompt + t]] + 0.5 * entropy) + weight**2 * kl
             share.backward(retain_graph=True)
             total += float(kl.detach())
     return {name: p.grad for name, p in policy.named_parameters()}, total
 
 
 def on_two_ranks(rank: int, folders: Folders):
-    """Gradients of every case of `TWO_RANKS`; all ranks call this together."""
+    """Return the gradients of every case of `TWO_RANKS`. All ranks must call this."""
     batch = cases.make_batch()
     found = {}
     for case in TWO_RANKS:

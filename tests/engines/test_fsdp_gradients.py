@@ -1,4 +1,4 @@
-"""A gradient is a function of the mini-batch, not of how it was cut, packed or spread."""
+"""Gradients do not depend on how the mini-batch is split, packed or distributed over ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from quadriga.models.loading import load_causal_lm, load_value_model
 
 
-def close(found, expected):
+def assert_close(found, expected):
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         scale = gradient.abs().max().clamp(min=1e-6)
@@ -17,7 +17,10 @@ def close(found, expected):
 
 
 def naive(folder: str, head: str):
-    """One row at a time, no padding, no sharding; a token's output stands one place before it."""
+    """Compute gradients one row and one token at a time, without padding or sharding.
+
+    A token's output is at the position before it.
+    """
     load = load_causal_lm if head == "lm" else load_value_model
     model = load(folder, dtype=torch.float64)
     if head == "value":
@@ -48,19 +51,19 @@ def engine(request, model_folder):
 
 
 @pytest.mark.parametrize("micro", [1, 2, 3, None])
-def test_one_rank(engine, expected, micro):
+def test_gradients_on_one_rank(engine, expected, micro):
     found, metrics = cases.gradients(engine, cases.make_batch(), micro)
-    close(found, expected)
+    assert_close(found, expected)
     assert metrics["rows"] == len(cases.LENGTHS)
     assert metrics["micro_batches"] == {1: 7, 2: 4, 3: 3, None: 1}[micro]
 
 
-def test_layers_as_units(model_folder, expected):
-    engine = cases.make_engine(model_folder, smallest_unit=1)
-    close(cases.gradients(engine, cases.make_batch(), 3)[0], expected)
+def test_gradients_with_each_layer_as_an_fsdp_unit(model_folder, expected):
+    engine = cases.make_engine(model_folder, min_unit_parameters=1)
+    assert_close(cases.gradients(engine, cases.make_batch(), 3)[0], expected)
 
 
-def test_activation_checkpointing(model_folder, expected):
+def test_gradients_with_activation_checkpointing(model_folder, expected):
     from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
     from quadriga.engines.fsdp import FSDPEngine
 
@@ -69,20 +72,20 @@ def test_activation_checkpointing(model_folder, expected):
         EngineConfig(dtype="float64", reduce_dtype="float64"),
         OptimConfig(),
     )
-    close(cases.gradients(engine, cases.make_batch(), 3)[0], expected)
+    assert_close(cases.gradients(engine, cases.make_batch(), 3)[0], expected)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("packed", [True, False])
-def test_value_head(model_folder, packed):
+def test_gradients_of_the_value_head(model_folder, packed):
     engine = cases.make_engine(model_folder, packed=packed, head="value")
     with torch.no_grad():
         dict(engine.module.named_parameters())["score.weight"].to_local().fill_(1.0)
-    close(cases.gradients(engine, cases.make_batch(), 2)[0], naive(model_folder, "value"))
+    assert_close(cases.gradients(engine, cases.make_batch(), 2)[0], naive(model_folder, "value"))
 
 
 @pytest.mark.parametrize("case", [*cases.CASES, "hybrid"], ids=str)
-def test_two_ranks(two_ranks, expected, case):
+def test_gradients_on_two_ranks(two_ranks, expected, case):
     found, metrics = two_ranks["gradients"][case]
-    close(found, expected)
+    assert_close(found, expected)
     assert metrics["rows"] == len(cases.LENGTHS)

@@ -1,4 +1,4 @@
-"""Saving, resuming, exporting; skipped steps; what the engine refuses."""
+"""Saving, resuming and exporting an engine; skipped steps; invalid input."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def weights(engine):
     return {name: tensor.clone() for name, tensor in engine.state_stream()}
 
 
-def test_a_resumed_run_equals_an_undisturbed_one(model_folder, tmp_path):
+def test_resumed_run_equals_uninterrupted_run(model_folder, tmp_path):
     engine = build(model_folder)
     for _ in range(3):
         step(engine)
     engine.save(tmp_path)
-    undisturbed = [step(engine) for _ in range(3)]
+    uninterrupted = [step(engine) for _ in range(3)]
     resumed = build(model_folder)
-    resumed.forward(cases.make_batch())  # gathers weights that load must not leave in use
+    resumed.forward(cases.make_batch())  # gathers weights, which `load` must replace
     resumed.load(tmp_path)
-    assert [step(resumed) for _ in range(3)] == undisturbed
+    assert [step(resumed) for _ in range(3)] == uninterrupted
     expected = weights(engine)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items())
 
 
 @pytest.mark.parametrize("saved", ["two_ranks", "hybrid"])
-def test_one_rank_then_two_then_one(model_folder, work, two_ranks, saved):
+def test_checkpoint_moves_from_one_rank_to_two_and_back(model_folder, work, two_ranks, saved):
     engine = build(model_folder)
     engine.load(work / "one_rank")
     metrics = step(engine)
@@ -54,7 +54,7 @@ def test_one_rank_then_two_then_one(model_folder, work, two_ranks, saved):
     assert step(again)["lr"] == step(engine)["lr"]
 
 
-def test_two_ranks_export_what_they_save(model_folder, work, two_ranks):
+def test_two_ranks_export_the_weights_they_save(model_folder, work, two_ranks):
     exported = AutoModelForCausalLM.from_pretrained(work / "export").state_dict()
     saved = build(model_folder)
     saved.load(work / "two_ranks")
@@ -62,7 +62,7 @@ def test_two_ranks_export_what_they_save(model_folder, work, two_ranks):
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_export_loads_like_any_model(model_folder, tmp_path, head):
+def test_export_loads_with_transformers(model_folder, tmp_path, head):
     engine = build(model_folder, head=head)
     if head == "lm":
         step(engine)
@@ -76,7 +76,7 @@ def test_export_loads_like_any_model(model_folder, tmp_path, head):
         load_causal_lm(tmp_path / "out")
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(model_folder):
+def test_step_with_non_finite_gradient_is_skipped(model_folder):
     engine = build(model_folder)
     step(engine)
     before = weights(engine)
@@ -86,15 +86,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model_folder):
     assert metrics["skipped_steps"] == 1
     assert not torch.tensor(metrics["grad_norm"]).isfinite()
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(engine).items())
-    assert step(engine)["skipped_steps"] == 1, "counted once, and training goes on"
+    assert step(engine)["skipped_steps"] == 1, "the step is counted once, and the next one is made"
     assert not torch.equal(weights(engine)["model.norm.weight"], before["model.norm.weight"])
 
 
-def test_steps_equal_torchs_own_adamw(model_folder):
+def test_steps_equal_torch_adamw(model_folder):
     engine = build(model_folder, OptimConfig(lr=0.01, grad_clip=0.5))
     model = load_causal_lm(model_folder)
     adamw = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
-    rows = cases.rows_of(cases.make_batch(), 5, 6)  # prompt of 6, response of 3, in columns 1 … 9
+    rows = cases.rows_of(cases.make_batch(), 5, 6)  # 6 prompt and 3 response tokens, columns 1 … 9
     for _ in range(3):
         metrics = step(engine, rows)
         ids = rows["input_ids"][:, 1:10]
@@ -110,13 +110,13 @@ def test_steps_equal_torchs_own_adamw(model_folder):
         assert torch.allclose(tensor, expected[name], atol=2e-5), name
 
 
-def test_rows_without_targets_cost_nothing_and_change_nothing(model_folder):
+def test_rows_without_targets_are_left_out(model_folder):
     rows = cases.make_batch()
     rows["response_mask"][:5] = 0
     kept = cases.rows_of(rows, 5, 7)
-    with_dead, without = build(model_folder), build(model_folder)
+    with_empty, without = build(model_folder), build(model_folder)
     seen = []
-    found = with_dead.train_step(
+    found = with_empty.train_step(
         rows, lambda out, micro: (out["log_probs"].sum(), {"rows": len(micro["weight"])})
     )
     expected = without.train_step(
@@ -125,12 +125,12 @@ def test_rows_without_targets_cost_nothing_and_change_nothing(model_folder):
     )
     assert (found["rows"], seen) == (2, [2])
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
-    outputs = with_dead.forward(rows)["log_probs"]
+    outputs = with_empty.forward(rows)["log_probs"]
     assert not outputs[:5].any()
     assert outputs[5, 0] != 0
 
 
-def test_a_rank_without_any_rows_still_answers(model_folder):
+def test_rank_without_rows_returns_empty_outputs(model_folder):
     engine = build(model_folder)
     empty = cases.rows_of(cases.make_batch(), 0, 0)
     outputs = engine.forward(empty, entropy=True)
@@ -143,16 +143,16 @@ def test_a_rank_without_any_rows_still_answers(model_folder):
     )
 
 
-def test_forward_does_not_depend_on_the_cut(model_folder):
+def test_forward_does_not_depend_on_the_micro_batch_size(model_folder):
     engine, batch = build(model_folder, None), cases.make_batch()
     whole = engine.forward(batch, temperature=0.7, entropy=True)
     for size in (1, 3):
-        parts = engine.forward(batch, temperature=0.7, entropy=True, micro_batch_size=size)
+        split = engine.forward(batch, temperature=0.7, entropy=True, micro_batch_size=size)
         for name, values in whole.items():
-            assert torch.allclose(parts[name], values, atol=1e-5)
+            assert torch.allclose(split[name], values, atol=1e-5)
 
 
-def test_dropout_is_off(model_folder, tmp_path):
+def test_dropout_is_disabled(model_folder, tmp_path):
     model = load_causal_lm(model_folder)
     model.config.attention_dropout = 0.5
     model.save_pretrained(tmp_path)
@@ -164,7 +164,7 @@ def test_dropout_is_off(model_folder, tmp_path):
     assert torch.equal(one, two)
 
 
-def test_mistakes_are_named(model_folder, tmp_path):
+def test_invalid_input_is_rejected(model_folder, tmp_path):
     with pytest.raises(ConfigError, match="no optimizer"):
         step(build(model_folder, None))
     with pytest.raises(FieldError, match="response_mask"):

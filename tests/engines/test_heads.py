@@ -1,4 +1,4 @@
-"""The fused output layer and the reference beside the policy: the textbook's gradients, always."""
+"""The fused head and full KL to a reference give the gradients of the naive form."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from quadriga.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def expected(folders):
-    return {tied: head_cases.by_rows(folders, tied=tied) for tied in (True, False)}
+    return {tied: head_cases.naive(folders, tied=tied) for tied in (True, False)}
 
 
-def check(found, wanted) -> None:
-    (gradients, metrics), (textbook, kl) = found, wanted
-    assert gradients.keys() == textbook.keys()
-    for name, gradient in textbook.items():
+def check(found, expected) -> None:
+    (gradients, metrics), (naive, kl) = found, expected
+    assert gradients.keys() == naive.keys()
+    for name, gradient in naive.items():
         scale = gradient.abs().max().clamp(min=1e-6)
         assert ((gradients[name] - gradient).abs().max() / scale) < 2e-6, name
     assert metrics["kl"] == pytest.approx(kl, rel=1e-6)
 
 
 @pytest.mark.parametrize("case", head_cases.ONE_RANK, ids=str)
-def test_one_rank(folders, expected, case):
+def test_head_gradients_on_one_rank(folders, expected, case):
     check(head_cases.gradients(case, folders, cases.make_batch()), expected[case.tied])
 
 
 @pytest.mark.parametrize("case", head_cases.TWO_RANKS, ids=str)
-def test_two_ranks(two_ranks, expected, case):
+def test_head_gradients_on_two_ranks(two_ranks, expected, case):
     check(two_ranks["heads"][case], expected[case.tied])
 
 
-def test_with_activation_checkpointing_and_float32(folders):
+def test_fused_head_with_activation_checkpointing_in_float32(folders):
     batch = cases.make_batch()
     found = []
     for fused in (True, False):
@@ -54,15 +54,15 @@ def test_with_activation_checkpointing_and_float32(folders):
         )
         outputs = engine.forward(batch, temperature=0.7, entropy=True)
         found.append((outputs, cases.gradients(engine, batch, 3)[0]))
-    (fused, fused_gradients), (plain, plain_gradients) = found
-    for name, values in plain.items():
+    (fused, fused_gradients), (unfused, unfused_gradients) = found
+    for name, values in unfused.items():
         torch.testing.assert_close(fused[name], values, rtol=1e-5, atol=1e-5)
-    for name, gradient in plain_gradients.items():
+    for name, gradient in unfused_gradients.items():
         scale = float(gradient.abs().max())
         torch.testing.assert_close(fused_gradients[name], gradient, rtol=1e-5, atol=1e-5 * scale)
 
 
-def test_the_reference_is_left_as_it_was_and_keeps_no_gradient(folders):
+def test_reference_is_unchanged_and_has_no_gradient(folders):
     case = HeadCase(packed=True, fused=True)
     policy = head_cases.engine(folders.policy, case, fused=True, dtype="float32")
     reference = head_cases.engine(folders.reference, case, fused=True, frozen=True, dtype="float32")
@@ -73,8 +73,8 @@ def test_the_reference_is_left_as_it_was_and_keeps_no_gradient(folders):
     assert all(torch.equal(before[name], tensor) for name, tensor in reference.state_stream())
 
 
-def test_no_more_logits_than_a_tile_are_ever_made(folders, monkeypatch):
-    """With the plain head a tensor of targets × words exists; with the fused one none does."""
+def test_fused_head_never_returns_all_logits(folders, monkeypatch):
+    """The output layer returns targets × vocabulary logits, the fused head three columns."""
     monkeypatch.setattr("quadriga.models.linear_log_prob._CPU_TILE", 64)
     monkeypatch.setattr("quadriga.models.linear_full_kl._CPU_CHUNK", 64)
     largest = {}
@@ -84,19 +84,19 @@ def test_no_more_logits_than_a_tile_are_ever_made(folders, monkeypatch):
             head_cases.engine(folder, case, fused=fused, frozen=frozen, dtype="float32")
             for folder, frozen in ((folders.policy, False), (folders.reference, True))
         )
-        words = policy.module.config.vocab_size
+        vocabulary = policy.module.config.vocab_size
         targets = int(cases.make_batch()["response_mask"].sum())
         sizes: list[int] = []
         layer = policy.module.get_output_embeddings()
         layer.register_forward_hook(lambda m, i, out, sizes=sizes: sizes.append(out.numel()))
         policy.train_step(cases.make_batch(), head_cases.loss, entropy=True, reference=reference)
         largest[fused] = max(sizes)
-    assert largest == {True: 3 * targets, False: targets * words}
+    assert largest == {True: 3 * targets, False: targets * vocabulary}
 
 
 @pytest.fixture
 def scaled(tmp_path, model_folder):
-    """A Granite of a few thousand parameters: it divides its logits after the output layer."""
+    """A small Granite model, which divides its logits after the output layer."""
     config = AutoConfig.for_model(
         "granite", vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, logits_scaling=4.0,
@@ -107,12 +107,12 @@ def scaled(tmp_path, model_folder):
     return str(tmp_path)
 
 
-def test_a_model_that_changes_its_logits_is_refused_or_left_alone(scaled, monkeypatch):
+def test_model_that_scales_its_logits_cannot_use_the_fused_head(scaled, monkeypatch):
     with pytest.raises(ConfigError, match=r"fused_head=true: Granite\w+ changes its logits after"):
         FSDPEngine(ModelConfig(path=scaled), EngineConfig(fused_head=True), OptimConfig())
-    monkeypatch.setattr("quadriga.engines.token_model.SMALLEST_FUSED", 1)
+    monkeypatch.setattr("quadriga.engines.token_model.MIN_FUSED_LOGITS", 1)
     engine = FSDPEngine(ModelConfig(path=scaled), EngineConfig(), OptimConfig())
-    assert not engine._tokens.fused
+    assert not engine._token_model.fused
     batch = cases.make_batch()
     found = engine.forward(batch)["log_probs"][0, 0]
     model, (prompt, response) = AutoModelForCausalLM.from_pretrained(scaled), cases.LENGTHS[0]
@@ -121,8 +121,8 @@ def test_a_model_that_changes_its_logits_is_refused_or_left_alone(scaled, monkey
     torch.testing.assert_close(found, log_p[prompt - 1, ids[prompt]], rtol=1e-5, atol=1e-5)
 
 
-def test_an_output_layer_with_a_bias_is_refused(model_folder, monkeypatch):
-    from quadriga.engines import fsdp
+def test_output_layer_with_bias_cannot_use_the_fused_head(model_folder, monkeypatch):
+    from quadriga.engines import model_setup
 
     def with_bias(*args, **kwargs):
         model = load(*args, **kwargs)
@@ -130,8 +130,8 @@ def test_an_output_layer_with_a_bias_is_refused(model_folder, monkeypatch):
         model.lm_head = nn.Linear(weight.shape[1], weight.shape[0])
         return model
 
-    load = fsdp.load_causal_lm
-    monkeypatch.setattr(fsdp, "load_causal_lm", with_bias)
+    load = model_setup.load_causal_lm
+    monkeypatch.setattr(model_setup, "load_causal_lm", with_bias)
     with pytest.raises(ConfigError, match="the output layer of LlamaForCausalLM has a bias"):
         FSDPEngine(ModelConfig(path=model_folder), EngineConfig(fused_head=True), OptimConfig())
 
@@ -139,15 +139,17 @@ def test_an_output_layer_with_a_bias_is_refused(model_folder, monkeypatch):
 @pytest.mark.parametrize(
     ("tokens", "fused"), [(16384, False), (2**30, True)], ids=["few logits", "many logits"]
 )
-def test_by_itself_it_is_on_where_there_are_many_logits(model_folder, tokens, fused):
+def test_fused_head_is_used_by_default_for_many_logits(model_folder, tokens, fused):
     settings = EngineConfig(max_tokens_per_micro_batch=tokens)
     engine = FSDPEngine(ModelConfig(path=model_folder), settings, OptimConfig())
-    words = json.loads((Path(model_folder) / "config.json").read_text())["vocab_size"]
-    assert (tokens * words >= 2**26) is fused
-    assert engine._tokens.fused is fused
+    vocabulary = json.loads((Path(model_folder) / "config.json").read_text())["vocab_size"]
+    assert (tokens * vocabulary >= 2**26) is fused
+    assert engine._token_model.fused is fused
 
 
-def test_a_reference_of_another_kind_is_refused(model_folder):
+def test_reference_of_another_engine_kind_is_rejected(model_folder):
     engine = cases.trainable(model_folder)
-    with pytest.raises(ConfigError, match="engines of one kind, but the reference's is object"):
+    with pytest.raises(
+        ConfigError, match="engines of the same kind, but the reference's engine is object"
+    ):
         engine.train_step(cases.make_batch(), head_cases.loss, reference=object())

@@ -1,4 +1,4 @@
-"""KL over the vocabulary from hidden states, against the form that has all the logits."""
+"""KL over the vocabulary from hidden states against `kl_full` of all logits."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from quadriga.algorithms.full_kl import kl_full
 from quadriga.errors import AlgorithmError, ShapeError
 from quadriga.models.linear_full_kl import linear_full_kl
 
-# Tokens, words, hidden sizes of policy and reference.
+# Tokens, vocabulary, hidden sizes of policy and reference.
 SIZES = [(1, 2, 3, 3), (5, 17, 4, 6), (33, 101, 8, 8), (0, 4, 3, 3)]
 
 
-def problem(tokens: int, words: int, size: int, ref_size: int, dtype=torch.float32):
+def problem(tokens: int, vocabulary: int, size: int, ref_size: int, dtype=torch.float32):
     draw = torch.Generator().manual_seed(tokens)
-    shapes = [(tokens, size), (words, size), (tokens, ref_size), (words, ref_size)]
+    shapes = [(tokens, size), (vocabulary, size), (tokens, ref_size), (vocabulary, ref_size)]
     return [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk", [1, 300, None])
-def test_values_and_gradients(size, temperature: float, chunk: int | None) -> None:
+def test_full_kl_values_and_gradients(size, temperature: float, chunk: int | None) -> None:
     h, w, h_ref, w_ref = problem(*size)
     upstream = torch.linspace(-1, 1, size[0])
     outcomes = []
@@ -38,7 +38,7 @@ def test_values_and_gradients(size, temperature: float, chunk: int | None) -> No
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_half_precision_and_a_frozen_output_layer() -> None:
+def test_full_kl_in_bfloat16_with_frozen_weight() -> None:
     h, w, h_ref, w_ref = problem(9, 40, 8, 8, torch.bfloat16)
     hidden = h.requires_grad_()
     kl = linear_full_kl(hidden, w, h_ref, w_ref, chunk_elements=100)
@@ -48,7 +48,7 @@ def test_half_precision_and_a_frozen_output_layer() -> None:
     assert hidden.grad.dtype == torch.bfloat16 and w.grad is None
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_shapes_are_rejected() -> None:
     h, w, h_ref, w_ref = problem(4, 5, 3, 3)
     with pytest.raises(ShapeError, match="`ref_weight` has 4 rows, but the policy's has 5"):
         linear_full_kl(h, w, h_ref, w_ref[:4])

@@ -1,4 +1,4 @@
-"""Folders in, models out: the tiny model's folder, value heads, and what is not a model."""
+"""Loading models and tokenizers: the tiny model, value heads, invalid folders."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def copy(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "model")
 
 
-def test_folder_is_an_ordinary_hugging_face_folder(folder):
+def test_tiny_model_loads_with_transformers(folder):
     names = {path.name for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -48,7 +48,7 @@ def test_folder_is_an_ordinary_hugging_face_folder(folder):
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
-def test_equal_seeds_give_equal_weights_and_leave_the_random_state(folder, tmp_path):
+def test_equal_seeds_give_equal_weights_and_keep_the_random_state(folder, tmp_path):
     torch.manual_seed(9)
     expected = torch.rand(3)
     torch.manual_seed(9)
@@ -63,11 +63,11 @@ def test_equal_seeds_give_equal_weights_and_leave_the_random_state(folder, tmp_p
     assert not weights["lm_head.weight"].equal(other["lm_head.weight"])
 
 
-def test_default_shape_has_about_a_million_parameters(tmp_path):
+def test_default_tiny_model_has_about_a_million_parameters(tmp_path):
     assert 500_000 <= write_tiny_model(tmp_path, TEXTS) <= 3_000_000
 
 
-def test_tokenizer_round_trip_and_single_digits(folder):
+def test_tokenizer_decodes_what_it_encodes_and_splits_digits(folder):
     tokenizer = load_tokenizer(folder)
     for text in (*TEXTS, "Ünknown wörds, 日本, tabs\tand  spaces\n\n", "1234567890"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -76,7 +76,7 @@ def test_tokenizer_round_trip_and_single_digits(folder):
     assert tokenizer.padding_side == "left"
 
 
-def test_chat_template_with_and_without_the_assistants_turn(folder):
+def test_chat_template_with_and_without_generation_prompt(folder):
     tokenizer = load_tokenizer(folder)
     chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False)
@@ -86,12 +86,12 @@ def test_chat_template_with_and_without_the_assistants_turn(folder):
     assert len(tokenizer.encode(opened)) == 7
 
 
-def test_shape_is_checked():
+def test_tiny_model_sizes_are_checked():
     with pytest.raises(ModelError, match="multiple of num_heads"):
         TinyModel(hidden_size=100, num_heads=3)
 
 
-def test_value_model_starts_at_zero_on_the_models_own_backbone(folder):
+def test_value_model_has_a_zero_head_on_the_policy_backbone(folder):
     values = load_value_model(folder)
     policy = load_causal_lm(folder)
     ids = torch.tensor([[3, 5, 7, 9]])
@@ -102,7 +102,7 @@ def test_value_model_starts_at_zero_on_the_models_own_backbone(folder):
         torch.testing.assert_close(values(input_ids=ids).logits[..., 0], hidden.sum(-1))
 
 
-def test_value_model_survives_saving(folder, tmp_path):
+def test_value_model_can_be_saved_and_loaded(folder, tmp_path):
     values = load_value_model(folder)
     with torch.no_grad():
         values.score.weight.normal_()
@@ -114,19 +114,19 @@ def test_value_model_survives_saving(folder, tmp_path):
 
 
 @pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
-def test_dtype_and_attention_are_as_asked_and_nothing_is_printed(folder, load, capfd):
+def test_dtype_and_attention_settings_are_used_and_nothing_is_printed(folder, load, capfd):
     model = load(folder, dtype="bfloat16", attn_implementation="eager")
     assert model.dtype == torch.bfloat16 and not model.training
     assert model.config._attn_implementation == "eager"
     assert capfd.readouterr() == ("", "")
 
 
-def test_unknown_dtype(folder):
+def test_unknown_dtype_is_rejected(folder):
     with pytest.raises(ModelError, match="'float8'"):
         load_causal_lm(folder, dtype="float8")
 
 
-def test_tokenizer_without_padding_or_end_token(copy):
+def test_tokenizer_without_padding_token_or_end_token(copy):
     path = copy / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     del settings["pad_token"]
@@ -144,17 +144,17 @@ def _config(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-DAMAGE = [
+DAMAGES = [
     (lambda f: shutil.rmtree(f), "does not exist"),
     (lambda f: (f / "config.json").unlink(), "is not a model folder: it has no config.json"),
     (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
-    (lambda f: (f / "config.json").write_text("[]"), "holds no JSON object"),
-    (lambda f: (f / "config.json").write_text("{}"), "names no model_type"),
+    (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object, got list"),
+    (lambda f: (f / "config.json").write_text("{}"), "has no model_type"),
     (lambda f: _config(f, model_type="nonesuch"), "model_type 'nonesuch'"),
     (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
     (
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-        "pickled weights, which are not loaded",
+        "its pickled weights are not loaded",
     ),
     (
         lambda f: (
@@ -163,14 +163,14 @@ DAMAGE = [
                 json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}})
             )
         ),
-        "lacks 1 of 2 weight files, the first is two.safetensors",
+        "1 of 2 weight files are missing from model folder .*; the first is two.safetensors",
     ),
     (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGE, ids=[message for _, message in DAMAGE])
-def test_a_damaged_folder_is_named(copy, damage, message):
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[message for _, message in DAMAGES])
+def test_error_names_the_damaged_folder(copy, damage, message):
     check_model_folder(copy)
     damage(copy)
     with pytest.raises(ModelError, match=message) as caught:
@@ -178,13 +178,13 @@ def test_a_damaged_folder_is_named(copy, damage, message):
     assert str(copy) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_broken_weights_are_a_model_error(copy):
+def test_corrupt_weights_raise_model_error(copy):
     (copy / "model.safetensors").write_bytes(b"not tensors")
-    with pytest.raises(ModelError, match="no model can be loaded from"):
+    with pytest.raises(ModelError, match=r"the model in .* cannot be loaded"):
         load_causal_lm(copy)
 
 
-def test_weights_that_do_not_cover_the_model(copy):
+def test_missing_weights_raise_model_error(copy):
     _config(copy, num_hidden_layers=2)
     with pytest.raises(ModelError, match="lack 9 tensors"):
         load_causal_lm(copy)
@@ -192,8 +192,8 @@ def test_weights_that_do_not_cover_the_model(copy):
         load_value_model(copy)
 
 
-def test_file_and_empty_path(folder):
+def test_file_or_empty_path_is_rejected(folder):
     with pytest.raises(ModelError, match="is a file, not a folder"):
         check_model_folder(folder / "config.json")
-    with pytest.raises(ModelError, match="no model folder was given"):
+    with pytest.raises(ModelError, match="the path of the model folder is empty"):
         check_model_folder("")

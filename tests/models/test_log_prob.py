@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies against the textbook form in float64."""
+"""Log-probabilities and entropies against `log_softmax` in float64."""
 
 from __future__ import annotations
 
@@ -28,23 +28,25 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def textbook(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def naive(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     log_p = torch.log_softmax(logits.double() / temperature, dim=-1)
     chosen = log_p.gather(-1, labels[..., None])[..., 0]
     return chosen, -(log_p.exp() * log_p).sum(-1)
 
 
-def problem(count: int, words: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def problem(
+    count: int, vocabulary: int, size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
         torch.randn(count, size),
-        torch.randn(words, size),
-        torch.randint(0, words, (count,)),
+        torch.randn(vocabulary, size),
+        torch.randint(0, vocabulary, (count,)),
         torch.randn(count),
         torch.randn(count),
     )
 
 
-def test_by_hand() -> None:
+def test_two_logits_by_hand() -> None:
     # p = (1/4, 3/4): log p(1) = log 3/4, H = log 4 − 3/4·log 3.
     logits = torch.tensor([[0.0, torch.tensor(3.0).log()]])
     log_prob, entropy = log_probs_and_entropy(logits, torch.tensor([1]))
@@ -54,13 +56,13 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 3.0])
 @pytest.mark.parametrize(("entropy", "shape"), [(True, (3, 5, 11)), (False, (7, 300_000))])
-def test_from_logits_values_and_gradients(
+def test_values_and_gradients_from_logits(
     temperature: float, entropy: bool, shape: tuple[int, ...]
 ) -> None:
     logits = (4 * torch.randn(shape)).requires_grad_()
     labels = torch.randint(0, shape[-1], shape[:-1])
     got = log_probs_and_entropy(logits, labels, temperature, entropy=entropy)
-    want = textbook(logits, labels, temperature)
+    want = naive(logits, labels, temperature)
     torch.testing.assert_close(got[0].double(), want[0], rtol=1e-5, atol=1e-5)
     weights = torch.randn(2, *labels.shape)
     used = 2 if entropy else 1
@@ -78,12 +80,12 @@ def test_half_precision_logits_are_summed_in_float32() -> None:
     labels = torch.randint(0, 32_768, (4,))
     got = log_probs_from_logits(logits, labels)
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), textbook(logits, labels, 1.0)[0], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(got.double(), naive(logits, labels, 1.0)[0], rtol=1e-6, atol=1e-5)
     got.sum().backward()
     assert logits.grad is not None and logits.grad.dtype == torch.bfloat16
 
 
-def test_forbidden_words_and_huge_logits_stay_finite() -> None:
+def test_infinite_and_huge_logits_give_finite_results() -> None:
     logits = torch.tensor([[0.0, -torch.inf, 0.0], [1e4, -1e4, 0.0]], requires_grad=True)
     entropy = entropy_from_logits(logits)
     assert entropy.tolist() == pytest.approx([0.6931472, 0.0])
@@ -91,14 +93,14 @@ def test_forbidden_words_and_huge_logits_stay_finite() -> None:
     assert logits.grad is not None and bool(torch.isfinite(logits.grad).all())
 
 
-# (tokens, words, hidden), and a tile that cuts both words and rows unevenly.
+# (tokens, vocabulary, hidden size). The tiles below divide neither rows nor columns evenly.
 SIZES = [(1, 2, 3), (5, 17, 4), (33, 101, 8)]
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("tile", [1, 7, 64, None])
-def test_linear_form_values_and_gradients(
+def test_values_and_gradients_from_hidden_states(
     size: tuple[int, int, int], temperature: float, tile: int | None
 ) -> None:
     hidden, weight, labels, a, b = problem(*size)
@@ -108,28 +110,28 @@ def test_linear_form_values_and_gradients(
         if form:
             pair = linear_log_probs(h, w, labels, temperature, tile_elements=tile)
         else:
-            pair = textbook(h @ w.T, labels, temperature)
+            pair = naive(h @ w.T, labels, temperature)
         ((a * pair[0]).sum() + (b * pair[1]).sum()).backward()
         outcomes.append([*pair, h.grad, w.grad])
     for want, got in zip(*outcomes, strict=True):
         torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=1e-5)
 
 
-def test_linear_form_cuts_long_rows_and_keeps_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_log_probs_splits_rows_and_keeps_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quadriga.models.linear_log_prob._TILE_ROWS", 4)
     hidden, weight, labels, a, _ = problem(10, 13, 3)
     hidden = hidden.requires_grad_()
     got, entropy = linear_log_probs(
         hidden.view(2, 5, 3), weight, labels.view(2, 5), tile_elements=20, entropy=False
     )
-    want = textbook(hidden @ weight.T, labels, 1.0)[0]
+    want = naive(hidden @ weight.T, labels, 1.0)[0]
     assert got.shape == (2, 5) and not entropy.any()
     torch.testing.assert_close(got.view(-1).double(), want, rtol=1e-5, atol=1e-5)
     grads = [torch.autograd.grad((a * x.view(-1)).sum(), hidden)[0] for x in (got, want)]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
 
 
-def test_linear_form_with_a_frozen_weight_and_with_bfloat16() -> None:
+def test_linear_log_probs_with_frozen_weight_and_with_bfloat16() -> None:
     hidden, weight, labels, _, _ = problem(6, 40, 8)
     hidden = hidden.requires_grad_()
     linear_log_probs(hidden, weight, labels)[0].sum().backward()
@@ -138,7 +140,7 @@ def test_linear_form_with_a_frozen_weight_and_with_bfloat16() -> None:
     half_w = weight.bfloat16().requires_grad_()
     got, _ = linear_log_probs(half_h, half_w, labels, tile_elements=64)
     assert got.dtype == torch.float32
-    want = textbook(half_h @ half_w.T, labels, 1.0)[0]
+    want = naive(half_h @ half_w.T, labels, 1.0)[0]
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
     got.sum().backward()
     assert half_w.grad is not None and half_w.grad.dtype == torch.bfloat16
@@ -149,7 +151,7 @@ def test_linear_form_with_a_frozen_weight_and_with_bfloat16() -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("chunk", [1, 120, None])
 @pytest.mark.parametrize("coefficient", [0.0, 0.3])
-def test_folded_loss_values_and_gradients(
+def test_linear_loss_values_and_gradients(
     size: tuple[int, int, int], chunk: int | None, coefficient: float
 ) -> None:
     hidden, weight, labels, a, _ = problem(*size)
@@ -165,7 +167,7 @@ def test_folded_loss_values_and_gradients(
         if folded:
             loss = linear_loss(h, w, labels, loss_of, 0.8, chunk_elements=chunk).loss
         else:
-            log_prob, entropy = textbook(h @ w.T, labels, 0.8)
+            log_prob, entropy = naive(h @ w.T, labels, 0.8)
             loss = loss_of(log_prob, entropy, 0, len(labels))
         (2 * loss).backward()
         outcomes.append([loss, h.grad, w.grad])
@@ -173,7 +175,7 @@ def test_folded_loss_values_and_gradients(
         torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=1e-5)
 
 
-def test_folded_loss_gives_metrics_and_respects_boundaries() -> None:
+def test_linear_loss_returns_metrics_and_respects_boundaries() -> None:
     hidden, weight, labels, _, _ = problem(9, 10, 4)
     seen: list[tuple[int, int]] = []
 
@@ -184,28 +186,28 @@ def test_folded_loss_gives_metrics_and_respects_boundaries() -> None:
     result = linear_loss(
         hidden.requires_grad_(), weight, labels, loss_of, boundaries=[0, 3, 4, 9], chunk_elements=40
     )
-    assert seen == [(0, 4), (4, 9)]  # chunks of 4 tokens, the last sequence is longer
-    want = textbook(hidden @ weight.T, labels, 1.0)
+    assert seen == [(0, 4), (4, 9)]  # chunks of 4 tokens; the last sequence has 5
+    want = naive(hidden @ weight.T, labels, 1.0)
     torch.testing.assert_close(result.log_prob.double(), want[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(result.entropy.double(), want[1], rtol=1e-5, atol=1e-5)
     assert not result.log_prob.requires_grad
 
 
-def test_folded_loss_without_gradient_only_measures() -> None:
+def test_linear_loss_without_gradient() -> None:
     hidden, weight, labels, _, _ = problem(4, 5, 3)
     result = linear_loss(hidden, weight, labels, lambda lp, ent, a, b: (lp + ent).sum())
     assert not result.loss.requires_grad
     assert result.loss.item() == pytest.approx(float((result.log_prob + result.entropy).sum()))
 
 
-def test_chunks_by_hand() -> None:
+def test_chunk_cuts_by_hand() -> None:
     assert chunk_cuts(10, 4, None) == [0, 4, 8, 10]
     assert chunk_cuts(10, 4, [0, 2, 3, 9, 10]) == [0, 3, 9, 10]
     assert chunk_cuts(10, 100, [0, 5, 10]) == [0, 10]
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the largest result of any operation, backward pass included."""
+    """Records the size of the largest tensor that any operation returns, backward included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,13 +221,13 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("form", ["linear", "folded"])
-def test_no_tensor_of_tokens_by_words_ever_exists(form: str) -> None:
-    count, words, size = 256, 512, 8
-    hidden, weight, labels, a, _ = problem(count, words, size)
+@pytest.mark.parametrize("form", ["linear_log_probs", "linear_loss"])
+def test_no_tensor_of_all_logits_is_created(form: str) -> None:
+    count, vocabulary, size = 256, 512, 8
+    hidden, weight, labels, a, _ = problem(count, vocabulary, size)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     with LargestTensor() as largest:
-        if form == "linear":
+        if form == "linear_log_probs":
             log_prob, entropy = linear_log_probs(hidden, weight, labels, tile_elements=8192)
             loss = (a * log_prob).sum() - entropy.sum()
         else:
@@ -237,11 +239,11 @@ def test_no_tensor_of_tokens_by_words_ever_exists(form: str) -> None:
                 chunk_elements=8192,
             ).loss
         loss.backward()
-    assert largest.elements <= max(8192, words * size)
-    assert largest.elements * 8 <= count * words
+    assert largest.elements <= max(8192, vocabulary * size)
+    assert largest.elements * 8 <= count * vocabulary
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_inputs_are_rejected() -> None:
     hidden, weight, labels, _, _ = problem(4, 5, 3)
     with pytest.raises(ShapeError, match=r"`labels` has shape \[3\], but \[4\]"):
         log_probs_from_logits(hidden, labels[:3])

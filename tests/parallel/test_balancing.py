@@ -1,4 +1,4 @@
-"""Balancing: every index once, level parts, budgets kept."""
+"""Balancing: every index once, about equal sums, token budgets kept."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ from quadriga.parallel.balancing import (
     get_seqlen_balanced_partitions,
     token_budget_micro_batches,
 )
+from quadriga.parallel.exchanges import exchange_items
+from quadriga.parallel.initial_partitions import (
+    difference_blocks,
+    difference_items,
+    longest_first,
+)
 
 
-def sums(lengths: list[int], parts: list[list[int]]) -> list[int]:
-    return [sum(lengths[i] for i in part) for part in parts]
+def sums(lengths: list[int], partitions: list[list[int]]) -> list[int]:
+    return [sum(lengths[i] for i in p) for p in partitions]
 
 
-def spread(lengths: list[int], parts: list[list[int]]) -> int:
-    totals = sums(lengths, parts)
+def spread(lengths: list[int], partitions: list[list[int]]) -> int:
+    totals = sums(lengths, partitions)
     return max(totals) - min(totals)
 
 
 def longest_first_spread(lengths: list[int], k: int) -> int:
-    """The textbook greedy, written out."""
+    """Compute the spread of greedy assignment, longest first."""
     totals = [0] * k
     for length in sorted(lengths, reverse=True):
         totals[totals.index(min(totals))] += length
@@ -45,19 +51,19 @@ def problems(draw: st.DrawFn) -> tuple[list[int], int, bool]:
 
 @settings(max_examples=150, deadline=None)
 @given(problems())
-def test_every_index_lands_in_exactly_one_part(problem: tuple[list[int], int, bool]) -> None:
+def test_every_index_is_in_exactly_one_partition(problem: tuple[list[int], int, bool]) -> None:
     lengths, k, equal = problem
-    parts = get_seqlen_balanced_partitions(lengths, k, equal)
-    assert len(parts) == k
-    assert sorted(itertools.chain(*parts)) == list(range(len(lengths)))
-    assert all(part and part == sorted(part) for part in parts)
+    partitions = get_seqlen_balanced_partitions(lengths, k, equal)
+    assert len(partitions) == k
+    assert sorted(itertools.chain(*partitions)) == list(range(len(lengths)))
+    assert all(p and p == sorted(p) for p in partitions)
     if equal:
-        assert {len(part) for part in parts} == {len(lengths) // k}
-    assert parts == get_seqlen_balanced_partitions(lengths, k, equal)
+        assert {len(p) for p in partitions} == {len(lengths) // k}
+    assert partitions == get_seqlen_balanced_partitions(lengths, k, equal)
 
 
 def differencing_spread(lengths: list[float], k: int, block: int) -> float:
-    """Karmarkar and Karp, written out: states of k parts, the two most uneven joined, and again."""
+    """Compute the spread of Karmarkar and Karp's differencing in the most direct way."""
     order = sorted(lengths, reverse=True)
     states = [
         sorted(order[i : i + block] + [0.0] * (k - block), reverse=True)
@@ -72,72 +78,89 @@ def differencing_spread(lengths: list[float], k: int, block: int) -> float:
     return states[0][0] - states[0][-1]
 
 
+def test_differencing_and_exchanges_by_hand() -> None:
+    """The examples in `initial_partitions.py` and `exchanges.py`."""
+    lengths = np.array([8.0, 7, 6, 5, 4])
+    padded = np.append(lengths, 0.0)  # index -1 is a gap
+    assert sorted(padded[longest_first(lengths, 2)].sum(1)) == [13, 17]
+    table = difference_items(lengths, 2)
+    assert sorted(padded[table].sum(1)) == [14, 16]
+    exchange_items(lengths, table)
+    assert padded[table].sum(1).tolist() == [15, 15]
+    six = np.array([9.0, 8, 7, 6, 5, 4])
+    assert six[difference_blocks(six, 3)].tolist() == [[9, 4], [8, 5], [7, 6]]
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("count", "k", "equal"), [(37, 5, False), (24, 8, False), (60, 6, True)])
 def test_never_worse_than_differencing(count: int, k: int, equal: bool, seed: int) -> None:
     lengths = np.random.default_rng(seed).lognormal(6, 1, count).tolist()
-    parts = get_seqlen_balanced_partitions(lengths, k, equal)
-    sums_of = [sum(lengths[i] for i in part) for part in parts]
+    partitions = get_seqlen_balanced_partitions(lengths, k, equal)
+    sums_of = [sum(lengths[i] for i in p) for p in partitions]
     limit = differencing_spread(lengths, k, block=k if equal else 1)
     assert max(sums_of) - min(sums_of) <= limit + 1e-9
 
 
-def test_differencing_alone_needs_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start is as good as the method promises, before anything is levelled."""
-    monkeypatch.setattr("quadriga.parallel.balancing._MAX_ROUNDS", 0)
+def test_initial_partitions_are_as_good_as_differencing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound holds before any exchange."""
+    monkeypatch.setattr("quadriga.parallel.exchanges._MAX_ROUNDS", 0)
     for seed in range(8):
         lengths = np.random.default_rng(seed).lognormal(6, 1, 60).tolist()
         for equal in (False, True):
-            parts = get_seqlen_balanced_partitions(lengths, 6, equal)
-            sums_of = [sum(lengths[i] for i in part) for part in parts]
+            partitions = get_seqlen_balanced_partitions(lengths, 6, equal)
+            sums_of = [sum(lengths[i] for i in p) for p in partitions]
             limit = differencing_spread(lengths, 6, block=6 if equal else 1)
             assert max(sums_of) - min(sums_of) <= limit + 1e-9
 
 
 @settings(max_examples=60, deadline=None)
 @given(problems())
-def test_free_sizes_are_never_worse_than_longest_first(
+def test_unequal_sizes_are_never_worse_than_longest_first(
     problem: tuple[list[int], int, bool],
 ) -> None:
     lengths, k, _ = problem
-    parts = get_seqlen_balanced_partitions(lengths, k, equal_size=False)
+    partitions = get_seqlen_balanced_partitions(lengths, k, equal_size=False)
     allowed = max(longest_first_spread(lengths, k), 2e-4 * sum(lengths) / k)
-    assert spread(lengths, parts) <= allowed
+    assert spread(lengths, partitions) <= allowed
 
 
 def test_small_problems_reach_the_optimum() -> None:
-    # 8 + 7 = 6 + 5 + 4: the only perfect split, which longest-first (8+5+4, 7+6) misses.
-    parts = get_seqlen_balanced_partitions([8, 7, 6, 5, 4], 2, equal_size=False)
-    assert sorted(map(tuple, parts)) == [(0, 1), (2, 3, 4)]
-    parts = get_seqlen_balanced_partitions([1, 2, 3, 4, 5, 6, 7, 8], 4, equal_size=True)
-    assert sums([1, 2, 3, 4, 5, 6, 7, 8], parts) == [9, 9, 9, 9]
+    # 8 + 7 = 6 + 5 + 4 is the only perfect split. Longest first gives 8+5+4 and 7+6.
+    partitions = get_seqlen_balanced_partitions([8, 7, 6, 5, 4], 2, equal_size=False)
+    assert sorted(map(tuple, partitions)) == [(0, 1), (2, 3, 4)]
+    partitions = get_seqlen_balanced_partitions([1, 2, 3, 4, 5, 6, 7, 8], 4, equal_size=True)
+    assert sums([1, 2, 3, 4, 5, 6, 7, 8], partitions) == [9, 9, 9, 9]
 
 
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize(("count", "k"), [(1024, 64), (256, 8)])
-def test_long_tailed_lengths_level_to_a_thousandth(count: int, k: int, equal: bool) -> None:
+def test_spread_of_long_tailed_lengths_is_below_a_thousandth(
+    count: int, k: int, equal: bool
+) -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(6, 1, count), 1, 8192).astype(int).tolist()
-    parts = get_seqlen_balanced_partitions(lengths, k, equal)
-    assert spread(lengths, parts) <= 1e-3 * sum(lengths) / k
+    partitions = get_seqlen_balanced_partitions(lengths, k, equal)
+    assert spread(lengths, partitions) <= 1e-3 * sum(lengths) / k
 
 
-def test_lengths_of_zero_leave_no_part_empty() -> None:
-    parts = get_seqlen_balanced_partitions([0, 0, 0, 0, 100], 4, equal_size=False)
-    assert all(parts)
+def test_lengths_of_zero_leave_no_partition_empty() -> None:
+    partitions = get_seqlen_balanced_partitions([0, 0, 0, 0, 100], 4, equal_size=False)
+    assert all(partitions)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "k", "equal", "words"),
+    ("lengths", "k", "equal", "message"),
     [
-        ([1, 2], 3, False, "2 sequences cannot fill 3 parts"),
-        ([1, 2, 3], 2, True, "3 sequences do not divide into 2 parts"),
+        ([1, 2], 3, False, "2 sequences cannot fill 3 partitions"),
+        ([1, 2, 3], 2, True, "3 sequences do not divide into 2 partitions"),
         ([1, -2, 3], 2, False, "Length -2.0 of sequence 1"),
         ([1.0, float("nan")], 1, False, "Length nan of sequence 1"),
-        ([], 0, False, "cannot fill 0 parts"),
+        ([], 0, False, "cannot fill 0 partitions"),
     ],
 )
-def test_wrong_problems_are_refused(lengths: list[float], k: int, equal: bool, words: str) -> None:
-    with pytest.raises(LengthError, match=words):
+def test_invalid_inputs_are_rejected(
+    lengths: list[float], k: int, equal: bool, message: str
+) -> None:
+    with pytest.raises(LengthError, match=message):
         get_seqlen_balanced_partitions(lengths, k, equal)
 
 
@@ -147,31 +170,33 @@ def test_wrong_problems_are_refused(lengths: list[float], k: int, equal: bool, w
     st.integers(100, 400),
     st.integers(1, 4),
 )
-def test_micro_batches_keep_the_budget(lengths: list[int], budget: int, least: int) -> None:
+def test_micro_batches_respect_the_token_budget(
+    lengths: list[int], budget: int, least: int
+) -> None:
     least = min(least, len(lengths))
-    parts = token_budget_micro_batches(lengths, budget, min_batches=least)
-    assert sorted(itertools.chain(*parts)) == list(range(len(lengths)))
-    assert all(parts)
-    assert max(sums(lengths, parts)) <= budget
-    assert len(parts) >= least
-    # Any two micro-batches of first-fit together exceed the budget.
-    assert len(parts) <= max(2 * sum(lengths) // budget + 1, least)
+    partitions = token_budget_micro_batches(lengths, budget, min_batches=least)
+    assert sorted(itertools.chain(*partitions)) == list(range(len(lengths)))
+    assert all(partitions)
+    assert max(sums(lengths, partitions)) <= budget
+    assert len(partitions) >= least
+    # Two micro-batches of first fit together always exceed the budget.
+    assert len(partitions) <= max(2 * sum(lengths) // budget + 1, least)
 
 
-def test_micro_batches_are_level_not_greedy() -> None:
-    # Filling one after the other would give 100, 100, 20.
+def test_micro_batches_are_balanced() -> None:
+    # Filling one micro-batch after the other would give 100, 100, 20.
     assert sums([20] * 11, token_budget_micro_batches([20] * 11, 100)) == [80, 80, 60]
 
 
-def test_micro_batches_refuse_what_cannot_fit() -> None:
+def test_sequences_above_the_budget_are_rejected() -> None:
     with pytest.raises(LengthError, match="Sequence 1 has 120 tokens, more than the 100"):
         token_budget_micro_batches([10, 120], 100)
-    with pytest.raises(LengthError, match="2 sequences cannot fill 3 parts"):
+    with pytest.raises(LengthError, match="2 sequences cannot fill 3 partitions"):
         token_budget_micro_batches([10, 12], 100, min_batches=3)
     assert token_budget_micro_batches([], 100) == []
 
 
-def test_stats_by_hand() -> None:
+def test_balance_stats_by_hand() -> None:
     stats = balance_stats([5, 5, 1, 1], [[0, 2], [1, 3]])
     assert (stats.spread, stats.before_spread) == (0.0, 8.0)
     assert (stats.largest, stats.smallest, stats.mean, stats.imbalance) == (6.0, 6.0, 6.0, 1.0)

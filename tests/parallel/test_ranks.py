@@ -1,4 +1,4 @@
-"""Devices, digests, and a group of one."""
+"""Devices, dtypes, and process groups of one rank."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from quadriga.parallel.device import (
     set_threads,
     torch_device,
 )
-from quadriga.parallel.digest import tensor_digest
 
 CPU = torch.device("cpu")
 
 
-def test_devices():
+def test_device_names_and_collective_backends():
     assert resolve_device_name("auto") == get_device_name()
     assert torch_device("cpu", 5) == CPU
     assert collective_backend("cpu") == "gloo"
@@ -33,7 +32,7 @@ def test_devices():
         set_threads(0)
 
 
-def test_dtypes():
+def test_compute_dtype():
     assert compute_dtype("auto", CPU) is torch.float32
     assert compute_dtype("auto", torch.device("cuda")) is torch.bfloat16
     assert compute_dtype("float64", CPU) is torch.float64
@@ -42,32 +41,15 @@ def test_dtypes():
             compute_dtype(wrong, CPU)
 
 
-def test_outside_a_group_a_process_is_alone():
+def test_reductions_without_process_group():
     assert distributed.sum_over_ranks([1.5, 2.0], CPU) == [1.5, 2.0]
     assert distributed.max_over_ranks(3, CPU) == 3
     assert distributed.sum_metrics_over_ranks({"a": 1.0}) == {"a": 1.0}
 
 
-def test_an_address_is_needed_for_several(monkeypatch):
+def test_several_ranks_need_an_address(monkeypatch):
     monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(CollectiveError, match="MASTER_ADDR"):
         distributed.init_distributed()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
-def test_digest_tells_tensors_apart(dtype):
-    base = torch.arange(1, 13).view(3, 4).to(dtype)
-    same = base.t().contiguous().t()
-    changed, swapped = base.clone(), base.clone()
-    changed[2, 1] += 1
-    swapped[0, 0], swapped[0, 1] = base[0, 1], base[0, 0]
-    assert tensor_digest(base) == tensor_digest(same)
-    digests = [tensor_digest(t) for t in (base, changed, swapped, base.flatten()[:-1])]
-    assert len(set(digests)) == 4
-
-
-def test_digest_of_zeros_and_of_nothing():
-    assert tensor_digest(torch.zeros(3)) != tensor_digest(torch.zeros(4))
-    assert tensor_digest(torch.zeros(0)) == 0

@@ -1,4 +1,4 @@
-"""The engine against a naive loop: one row at a time, the whole forward again for each token."""
+"""`HFRollout` against a naive loop: one row at a time, a whole forward pass for each token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model(model_folder):
 
 @pytest.fixture(scope="module")
 def prompts():
-    """Eight rows, left-padded in two columns more than any needs; rows 1, 4, 6 repeat others."""
+    """Eight rows with two columns of padding in every row; rows 1, 4, 6 repeat other prompts."""
     random = torch.Generator().manual_seed(1)
     lengths = [3, 3, 5, 1, 5, 7, 3, 2]
     ids = torch.zeros(8, 9, dtype=torch.int64)
@@ -45,10 +45,10 @@ def prompts():
 def naive(model, ids, mask, seed, sampling):
     tokens, log_probs = ids[mask.bool()].tolist(), []
     start = len(tokens)
-    for place in range(sampling.max_new_tokens):
+    for position in range(sampling.max_new_tokens):
         with torch.no_grad():
             logits = model(torch.tensor([tokens])).logits[:, -1]
-        token, log_prob = draw(logits, sampling, torch.tensor([seed]), place)
+        token, log_prob = draw(logits, sampling, torch.tensor([seed]), position)
         tokens.append(int(token))
         log_probs.append(float(log_prob))
         if tokens[-1] in sampling.eos_token_ids:
@@ -61,7 +61,7 @@ def naive(model, ids, mask, seed, sampling):
     [{}, {"temperature": 0.0}, {"temperature": 1.7, "top_k": 40}, {"top_p": 0.7}],
     ids=str,
 )
-def test_equals_the_naive_loop(rollout, model, prompts, settings):
+def test_generation_equals_the_naive_loop(rollout, model, prompts, settings):
     sampling = dataclasses.replace(SAMPLING, **settings)
     ids, mask, seeds = prompts
     out = rollout.generate(ids, mask, sampling, seeds)
@@ -76,12 +76,12 @@ def test_equals_the_naive_loop(rollout, model, prompts, settings):
         assert out.finish_reason[row] == reason
 
 
-def test_both_ways_to_finish_occur(rollout, prompts):
+def test_both_finish_reasons_occur(rollout, prompts):
     ids, mask, seeds = prompts
     assert set(rollout.generate(ids, mask, SAMPLING, seeds).finish_reason) == {"stop", "length"}
 
 
-def test_a_row_draws_the_same_alone_and_in_any_company(rollout, prompts):
+def test_response_does_not_depend_on_the_other_rows(rollout, prompts):
     ids, mask, seeds = prompts
     together = rollout.generate(ids, mask, SAMPLING, seeds)
     order = torch.tensor([5, 2, 7, 0])
@@ -97,11 +97,11 @@ def test_samples_of_one_prompt_differ_by_seed(rollout, prompts):
     assert len({tuple(row) for row in out.response_ids.tolist()}) > 3
 
 
-def test_greedy_equals_the_librarys_own_generate(rollout, model, prompts):
+def test_greedy_generation_equals_transformers(rollout, model, prompts):
     ids, mask, seeds = prompts
     sampling = dataclasses.replace(SAMPLING, temperature=0.0, eos_token_ids=(2,))
     out = rollout.generate(ids, mask, sampling, seeds)
-    theirs = model.generate(
+    expected = model.generate(
         input_ids=ids,
         attention_mask=mask,
         max_new_tokens=12,
@@ -109,11 +109,11 @@ def test_greedy_equals_the_librarys_own_generate(rollout, model, prompts):
         eos_token_id=2,
         pad_token_id=0,
     )[:, 9:]
-    assert torch.equal(out.response_ids[:, : theirs.shape[1]], theirs)
+    assert torch.equal(out.response_ids[:, : expected.shape[1]], expected)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_training_sees_the_same_log_probs(model_folder, rollout, prompts, temperature):
+def test_training_engine_computes_the_same_log_probs(model_folder, rollout, prompts, temperature):
     from quadriga.engines.fsdp import FSDPEngine
 
     ids, mask, seeds = prompts
@@ -129,14 +129,14 @@ def test_training_sees_the_same_log_probs(model_folder, rollout, prompts, temper
     assert torch.allclose(found, out.rollout_log_probs, atol=2e-5)
 
 
-def test_inputs_are_left_as_they_were(rollout, prompts):
+def test_inputs_are_not_changed(rollout, prompts):
     ids, mask, seeds = (x.clone() for x in prompts)
     out = rollout.generate(ids, mask, SAMPLING, seeds)
     assert all(torch.equal(a, b) for a, b in zip((ids, mask, seeds), prompts, strict=True))
-    out.response_ids.add_(1)  # an ordinary tensor, not one of inference mode
+    out.response_ids.add_(1)  # an inference tensor would raise
 
 
-def test_weights(model_folder, prompts):
+def test_update_release_and_resume_weights(model_folder, prompts):
     ids, mask, seeds = prompts
     rollout = build_rollout("hf", ModelConfig(path=model_folder))
     assert rollout.version == -1
@@ -156,7 +156,7 @@ def test_weights(model_folder, prompts):
         rollout.update_weights([("model.norm.weight", torch.zeros(3))], version=4)
 
 
-def test_mistakes_are_named(model_folder, rollout, prompts):
+def test_invalid_input_is_rejected(model_folder, rollout, prompts):
     ids, mask, seeds = prompts
     with pytest.raises(ShapeError, match="sample_seeds"):
         rollout.generate(ids, mask, SAMPLING, seeds[:3])

@@ -1,4 +1,4 @@
-"""Draws are a function of a row's seed, place and logits; numbers by hand and by a naive loop."""
+"""Sampling is a function of seed, position and logits; numbers by hand and by a naive loop."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def naive_mix(x: int) -> int:
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**62, -(2**63), 2**63 - 1])
-@pytest.mark.parametrize("place", [0, 1, 1000])
-def test_uniform_is_splitmix_of_seed_and_place(seed, place):
+@pytest.mark.parametrize("position", [0, 1, 1000])
+def test_uniform_is_splitmix_of_seed_and_position(seed, position):
     state = naive_mix((seed + 0x9E3779B97F4A7C15) & BITS)
-    expected = naive_mix((state + (place + 1) * 0x9E3779B97F4A7C15) & BITS) >> 11
-    found = sampling.uniform(torch.tensor([seed]), place)
+    expected = naive_mix((state + (position + 1) * 0x9E3779B97F4A7C15) & BITS) >> 11
+    found = sampling.uniform(torch.tensor([seed]), position)
     assert found.tolist() == [expected * 2.0**-53]
 
 
-def test_uniform_numbers_fill_the_unit_interval():
+def test_uniform_numbers_are_evenly_distributed():
     seeds = torch.arange(20_000)
-    for place in (0, 7):
-        u = sampling.uniform(seeds, place)
+    for position in (0, 7):
+        u = sampling.uniform(seeds, position)
         counts = torch.histc(u.float(), bins=10, min=0, max=1)
         assert ((counts - 2000).abs() < 200).all()
     assert (sampling.uniform(seeds, 0) != sampling.uniform(seeds, 1)).all()
@@ -68,14 +68,15 @@ def test_inverse_cdf(monkeypatch, u, token):
         ({"temperature": 0.0}, {0}),
     ],
 )
-def test_filters(settings, allowed):
+def test_top_k_and_top_p(settings, allowed):
     seeds = torch.arange(400)
     token, log_prob = sampling.draw(LOGITS.expand(400, 4), params(**settings), seeds, 3)
     assert set(token.tolist()) == allowed
-    assert torch.allclose(log_prob, LOGITS[0][token], atol=1e-6), "before the filters"
+    # Log-probabilities are taken before top-k and top-p.
+    assert torch.allclose(log_prob, LOGITS[0][token], atol=1e-6)
 
 
-def test_temperature_scales_the_reported_distribution():
+def test_log_probs_are_at_the_sampling_temperature():
     seeds = torch.arange(4000)
     token, log_prob = sampling.draw(LOGITS.expand(4000, 4), params(temperature=2.0), seeds, 0)
     scaled = (LOGITS[0] / 2).log_softmax(-1)
@@ -84,7 +85,7 @@ def test_temperature_scales_the_reported_distribution():
     assert torch.allclose(share, scaled.exp(), atol=0.03)
 
 
-def test_a_word_of_probability_zero_is_never_drawn(monkeypatch):
+def test_token_with_probability_zero_is_never_sampled(monkeypatch):
     logits = torch.tensor([[0.0, -math.inf, 0.0, -math.inf]])
     for u in (0.0, 0.5, 1.0):
         drawn = torch.tensor([u], dtype=torch.float64)
@@ -96,6 +97,6 @@ def test_a_word_of_probability_zero_is_never_drawn(monkeypatch):
 @pytest.mark.parametrize(
     "wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": 0}, {"max_new_tokens": 0}]
 )
-def test_settings_out_of_range(wrong):
+def test_sampling_params_out_of_range_are_rejected(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         params(**wrong)

@@ -1,4 +1,4 @@
-"""A Qwen2 of some ten thousand parameters, shared by the room's tests."""
+"""A Llama model with a few ten thousand parameters, shared by the tests of this folder."""
 
 from __future__ import annotations
 

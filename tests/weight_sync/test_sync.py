@@ -1,4 +1,4 @@
-"""A sync that leaves a weight out, or gets one wrong, stops the run and names it."""
+"""Weight sync: all weights arrive, a missing or wrong weight is named; weight digests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
 from quadriga.errors import WorkerError
 from quadriga.rollout import build_rollout
+from quadriga.rollout.base import tensor_digest
 from quadriga.weight_sync import sync_weights
 
 
@@ -19,7 +20,7 @@ def rollout(model_folder):
 
 @pytest.fixture(scope="module")
 def engine(model_folder):
-    """Trained one step, so that every weight differs from the folder's."""
+    """An engine after one step, so that every weight differs from the folder's."""
     engine = build_engine(ModelConfig(path=model_folder), EngineConfig(), OptimConfig(lr=0.01))
     ids = torch.arange(5, 45).view(4, 10)
     batch = {
@@ -32,7 +33,7 @@ def engine(model_folder):
 
 
 class Faulty:
-    """An engine whose stream is changed on its way."""
+    """An engine whose stream of weights is changed by a function."""
 
     def __init__(self, engine, change):
         self.engine, self.change = engine, change
@@ -46,21 +47,21 @@ def test_all_weights_arrive(engine, rollout):
     held = rollout.module.state_dict()
     sent = dict(engine.state_stream())
     assert sent.keys() == held.keys()
-    assert "lm_head.weight" in sent, "tied, and named all the same"
+    assert "lm_head.weight" in sent, "a tied weight is sent under each of its names"
     assert all(torch.equal(sent[name], held[name]) for name in held)
     assert (report.version, report.tensors, rollout.version) == (7, len(held), 7)
     assert report.num_bytes == sum(t.numel() * 4 for t in sent.values())
 
 
 @pytest.mark.parametrize("left_out", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
-def test_a_weight_left_out_stops(engine, rollout, left_out):
+def test_missing_weight_is_reported(engine, rollout, left_out):
     faulty = Faulty(engine, lambda stream: (item for item in stream if item[0] != left_out))
     with pytest.raises(WorkerError, match=f"{left_out}.*never sent") as caught:
         sync_weights(faulty, rollout, 1)
     assert (caught.value.tensor, caught.value.version) == (left_out, 1)
 
 
-def test_a_weight_that_the_rollout_drops_stops(engine, rollout, monkeypatch):
+def test_weight_that_the_rollout_ignores_is_reported(engine, rollout, monkeypatch):
     update = rollout.update_weights
 
     def skip_one(stream, version):
@@ -71,9 +72,26 @@ def test_a_weight_that_the_rollout_drops_stops(engine, rollout, monkeypatch):
         sync_weights(engine, rollout, 1)
 
 
-def test_a_rollout_of_another_precision_is_compared_after_rounding(engine, model_folder):
+def test_weights_are_rounded_to_the_rollout_dtype_before_comparison(engine, model_folder):
     rollout = build_rollout("hf", ModelConfig(path=model_folder), dtype="bfloat16")
     sync_weights(engine, rollout, 1)
     name = "model.norm.weight"
     expected = dict(engine.state_stream())[name].to(torch.bfloat16)
     assert torch.equal(rollout.module.state_dict()[name], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_digests_of_different_tensors_differ(dtype):
+    base = torch.arange(1, 13).view(3, 4).to(dtype)
+    same = base.t().contiguous().t()
+    changed, swapped = base.clone(), base.clone()
+    changed[2, 1] += 1
+    swapped[0, 0], swapped[0, 1] = base[0, 1], base[0, 0]
+    assert tensor_digest(base) == tensor_digest(same)
+    digests = [tensor_digest(t) for t in (base, changed, swapped, base.flatten()[:-1])]
+    assert len(set(digests)) == 4
+
+
+def test_digest_of_zeros_and_of_an_empty_tensor():
+    assert tensor_digest(torch.zeros(3)) != tensor_digest(torch.zeros(4))
+    assert tensor_digest(torch.zeros(0)) == 0

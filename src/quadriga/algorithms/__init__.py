@@ -1,0 +1,27 @@
+"""The mathematics of RL post-training as pure functions on tensors.
+
+Advantages and rewards, in the order in which a training step uses them:
+
+- `shaping`: over-long penalty, clipping and whitening of rewards; which groups have a signal.
+- `dynamic_sampling`: mask or replace prompt groups without signal.
+- `advantages`: the table of estimators and `compute_advantages`. The estimators are in
+  `return_advantages` (GAE, REINFORCE++, ReMax) and `group_advantages` (GRPO, RLOO and others).
+- `importance`: weights and metrics for the mismatch between rollout and training engine.
+
+Losses:
+
+- `policy_losses`: the table of policy losses and `compute_policy_loss`. The losses are in
+  `clipped_losses`, `sequence_losses` and `covariance_losses`.
+- `kl`, `full_kl`, `entropy`, `value_loss`: the other terms of the actor's and the critic's loss.
+- `aggregation`: from the loss of each token to one number.
+- `partial`: metrics that can be merged over micro-batches and ranks.
+
+Building blocks: `checks` (validation of tensors), `masked` (masked statistics), `groups` (prompt
+groups), `scan` (discounted sums), `registry` (lookups in tables), `user_files` (a user's own
+estimators and losses), `catalog` (all tables as rows).
+
+A function here takes tensors and keyword settings. It sees no `DataProto`, no configuration
+object, no process group and no backend. Modules import the standard library, numpy, torch and
+`quadriga.errors`, nothing else of Quadriga. `docs/notation.md` explains the shape suffixes (`_BT`)
+and the symbols.
+"""

@@ -1,13 +1,12 @@
-"""The table of advantage estimators, and the one way to call them.
+"""The table of advantage estimators, and the function that calls them.
 
-Legend of shapes: B samples, T response tokens, K reward components.
+Shapes: B samples (responses), T response tokens, K reward components.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -22,12 +21,14 @@ from quadriga.algorithms.checks import (
     to_bool_mask,
 )
 from quadriga.algorithms.groups import GroupIds, Groups, has_tokens, make_groups
-from quadriga.algorithms.masked import keep
+from quadriga.algorithms.masked import masked_copy
 from quadriga.errors import AlgorithmError, GroupError
 
-AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
+AdvantagesAndReturns = tuple[Tensor, Tensor]
+AdvantageFn = Callable[..., AdvantagesAndReturns]
+EstimatorInput = Tensor | Groups
 
-# What an estimator may ask for by parameter name; every other parameter is a setting.
+# Parameter names by which an estimator receives tensors. Every other parameter is a setting.
 INPUTS = (
     "token_level_rewards_BT",
     "response_mask_BT",
@@ -37,20 +38,23 @@ INPUTS = (
     "reward_components_BK",
     "old_log_prob_BT",
 )
-# Settings that a run hands to whichever estimator it uses; others pass them by in silence.
+# Settings of the run that may be passed to any estimator. An estimator that does not read one of
+# them ignores it, so that the trainer can pass the same settings whichever estimator is chosen.
 SHARED_SETTINGS = ("gamma", "lam", "norm_adv_by_std", "whiten_advantages")
 
 
 @dataclass(frozen=True)
 class AdvantageEntry:
-    """One estimator.
+    """One advantage estimator.
 
     Attributes:
-        fn: takes the `needs` and the `settings` by keyword, gives (advantages_BT, returns_BT).
-        formula, paper: for the reader; `paper` is an arXiv id.
-        needs: which of `INPUTS` it takes.
-        settings: which settings it reads.
-        origin: "built-in" or the user's file.
+        fn: the estimator. It takes `needs` and `settings` by keyword and returns
+            (advantages_BT, returns_BT).
+        formula: the formula in the notation of `docs/notation.md`.
+        paper: the arXiv id.
+        needs: the names from `INPUTS` that `fn` takes.
+        settings: the names of the settings that `fn` reads.
+        origin: "built-in", or the path of the user's file.
     """
 
     fn: AdvantageFn
@@ -62,22 +66,22 @@ class AdvantageEntry:
 
     @property
     def needs_values(self) -> bool:
-        """True if a critic must have judged the tokens."""
+        """Whether the estimator reads the critic's values."""
         return "values_BT" in self.needs
 
     @property
     def needs_groups(self) -> bool:
-        """True if several responses a prompt are compared."""
+        """Whether the estimator compares the responses of one prompt."""
         return "groups" in self.needs
 
     @property
     def needs_baseline_scores(self) -> bool:
-        """True if the greedy response of each prompt must have been scored."""
+        """Whether the estimator reads the reward of each prompt's greedy response."""
         return "reward_baselines_B" in self.needs
 
     @property
     def needs_components(self) -> bool:
-        """True if the reward's components are wanted one by one."""
+        """Whether the estimator reads the components of the reward separately."""
         return "reward_components_BK" in self.needs
 
 
@@ -112,17 +116,17 @@ ADVANTAGES: dict[str, AdvantageEntry] = {
 
 
 def get_advantage(name: str) -> AdvantageEntry:
-    """The estimator of that name. Raises `UnknownNameError` with the nearest name."""
+    """Return the estimator `name`. Raise `UnknownNameError`, with the nearest name, if none."""
     return registry.look_up(ADVANTAGES, name, "advantage estimator")
 
 
 def register_advantage(
     name: str, *, formula: str = "", paper: str = ""
 ) -> Callable[[AdvantageFn], AdvantageFn]:
-    """Decorator that adds an estimator to the table.
+    """Return a decorator that adds an estimator to the table.
 
-    The function's parameters say what it takes: any of `INPUTS` by name, and settings with
-    defaults (from `algorithm.options` and the shared settings).
+    The parameters of the decorated function state what it takes: any name of `INPUTS`, and
+    settings with defaults (read from `algorithm.options` and from the shared settings).
 
     Raises:
         InputError: the name is taken, or a parameter is neither an input nor has a default.
@@ -147,43 +151,38 @@ def compute_advantages(
     reward_baselines_B: Tensor | None = None,
     reward_components_BK: Tensor | None = None,
     old_log_prob_BT: Tensor | None = None,
-    **settings: Any,
-) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of a whole batch by the estimator `name`.
+    **settings: object,
+) -> AdvantagesAndReturns:
+    """Compute advantages and returns of a whole batch with the estimator `name`.
 
-    The batch must hold complete groups: statistics are those of the rows given here.
+    The batch must contain complete prompt groups: means and standard deviations are those of the
+    given rows.
 
     Args:
-        token_level_rewards_BT: float, reward of each token; read under the mask only.
-        response_mask_BT: bool, int or float 0/1; 1 on the policy's own tokens.
-        group_ids: B ids, equal for samples of one prompt.
-        values_BT: the critic's values. reward_baselines_B: the greedy responses' rewards.
-        reward_components_BK: the reward's components one by one.
-        settings: by name; shared ones (`SHARED_SETTINGS`) may be given to any estimator.
+        token_level_rewards_BT: reward of each token, any float dtype; ignored outside the mask.
+        response_mask_BT: bool, int or float 0/1; 1 on the tokens that the policy generated.
+        group_ids: B ids; samples of one prompt have equal ids.
+        values_BT: the critic's values.
+        reward_baselines_B: reward of the greedy response to each sample's prompt.
+        reward_components_BK: the components of the reward.
+        old_log_prob_BT: log π_old; no built-in estimator reads it.
+        settings: settings of the estimator; `SHARED_SETTINGS` may be passed to any estimator.
 
     Returns:
-        (advantages_BT, returns_BT), float32 (float64 for float64 rewards), 0 outside the mask,
-        without gradient.
+        (advantages_BT, returns_BT): float32 (float64 for float64 rewards), 0 outside the mask,
+        detached.
 
     Raises:
-        UnknownNameError, UnknownSettingError, ShapeError, MaskError, NonFiniteError, GroupError;
-        AlgorithmError: an input that this estimator needs is missing.
+        UnknownNameError, UnknownSettingError, ShapeError, MaskError, NonFiniteError, GroupError.
+        AlgorithmError: an input that the estimator needs is missing.
     """
     entry = get_advantage(name)
     chosen = registry.choose_settings(settings, entry.settings, SHARED_SETTINGS, name)
-    require_matrix("response_mask", response_mask_BT)
-    require_same_shape(
-        "response_mask", response_mask_BT, token_level_rewards=token_level_rewards_BT
-    )
-    if response_mask_BT.shape[0] == 0:
-        raise GroupError(
-            f"The batch for `{name}` holds no samples.", tensor="response_mask", estimator=name
-        )
-    mask_BT = to_bool_mask(response_mask_BT)
+    mask_BT = _checked_mask(name, response_mask_BT, token_level_rewards_BT)
     groups: Groups | None = None
     if entry.needs_groups and group_ids is not None:
         groups = make_groups(group_ids, has_tokens(mask_BT))
-    given = {
+    given: dict[str, EstimatorInput | None] = {
         "token_level_rewards_BT": token_level_rewards_BT,
         "response_mask_BT": mask_BT,
         "groups": groups,
@@ -192,40 +191,65 @@ def compute_advantages(
         "reward_components_BK": reward_components_BK,
         "old_log_prob_BT": old_log_prob_BT,
     }
-    _require_inputs(name, entry, given)
-    inputs = {need: given[need] for need in entry.needs}
+    inputs = _needed_inputs(name, entry, given)
     if entry.origin == "built-in":
         return entry.fn(**inputs, **chosen)
-    return _guarded(name, entry, inputs, chosen, mask_BT)
+    return _call_user_estimator(name, entry, inputs, chosen, mask_BT)
 
 
-def _guarded(
+def _checked_mask(name: str, response_mask_BT: Tensor, rewards_BT: Tensor) -> Tensor:
+    """Return the mask as bool after checking its shape, its values and that it has a row."""
+    require_matrix("response_mask", response_mask_BT)
+    require_same_shape("response_mask", response_mask_BT, token_level_rewards=rewards_BT)
+    if response_mask_BT.shape[0] == 0:
+        raise GroupError(
+            f"The advantage estimator `{name}` received a batch with no samples; "
+            f"`response_mask` must have at least one row.",
+            tensor="response_mask",
+            estimator=name,
+        )
+    return to_bool_mask(response_mask_BT)
+
+
+def _needed_inputs(
+    name: str, entry: AdvantageEntry, given: Mapping[str, EstimatorInput | None]
+) -> dict[str, EstimatorInput]:
+    """Return the inputs that the estimator takes. Raise `AlgorithmError` if one is missing."""
+    inputs = {need: value for need in entry.needs if (value := given[need]) is not None}
+    missing = [
+        "group_ids" if need == "groups" else need for need in entry.needs if need not in inputs
+    ]
+    if missing:
+        raise AlgorithmError(
+            f"The advantage estimator `{name}` needs {', '.join(f'`{m}`' for m in missing)}, but "
+            f"received None. Pass it, or choose an estimator that does not need it.",
+            tensor=missing[0],
+            estimator=name,
+        )
+    return inputs
+
+
+def _call_user_estimator(
     name: str,
     entry: AdvantageEntry,
-    inputs: dict[str, Any],
-    settings: Mapping[str, Any],
+    inputs: dict[str, EstimatorInput],
+    settings: Mapping[str, object],
     mask_BT: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """A user's estimator: 0 outside the mask on its way in and out, finite and of one shape."""
+) -> AdvantagesAndReturns:
+    """Call a user's estimator with masked inputs, and check and mask its results.
+
+    Built-in estimators mask and check by themselves. A user's function may multiply by the mask,
+    which would turn NaN padding into NaN sums, so it receives 0 outside the mask.
+    """
     for need, value in inputs.items():
-        if need.endswith("_BT") and need != "response_mask_BT":
-            require_same_shape("response_mask", mask_BT, **{need.removesuffix("_BT"): value})
-            inputs[need] = keep(as_float(value.detach()), mask_BT)
-            require_finite(**{need.removesuffix("_BT"): inputs[need]})
+        if isinstance(value, Tensor) and need.endswith("_BT") and need != "response_mask_BT":
+            tensor = need.removesuffix("_BT")
+            require_same_shape("response_mask", mask_BT, **{tensor: value})
+            kept = masked_copy(as_float(value.detach()), mask_BT)
+            require_finite(**{tensor: kept})
+            inputs[need] = kept
     advantages_BT, returns_BT = entry.fn(**inputs, **settings)
     results = {f"advantages of {name}": advantages_BT, f"returns of {name}": returns_BT}
     require_same_shape("response_mask", mask_BT, **results)
     require_finite(mask_BT, **results)
-    return keep(advantages_BT.detach(), mask_BT), keep(returns_BT.detach(), mask_BT)
-
-
-def _require_inputs(name: str, entry: AdvantageEntry, given: Mapping[str, Any]) -> None:
-    missing = [need for need in entry.needs if given[need] is None]
-    if missing:
-        wanted = ["group_ids" if need == "groups" else need for need in missing]
-        raise AlgorithmError(
-            f"The estimator `{name}` needs {', '.join(f'`{w}`' for w in wanted)}, "
-            f"which the batch does not give.",
-            tensor=wanted[0],
-            estimator=name,
-        )
+    return masked_copy(advantages_BT.detach(), mask_BT), masked_copy(returns_BT.detach(), mask_BT)

@@ -1,8 +1,8 @@
-"""From a loss per token to one number. Shapes: B samples, T tokens.
+"""Aggregation: from the loss of each token to one number. Shapes: B samples, T tokens.
 
-Every mode divides by counts of the whole mini-batch, given as arguments. The results of all
-micro-batches on all ranks therefore add up to the loss of the unsplit batch, and so do the
-gradients. (An engine that averages gradients over R ranks multiplies by R.)
+Every mode divides by counts of the whole mini-batch, which are arguments. The results of all
+micro-batches on all ranks therefore add up to the loss of the unsplit mini-batch, and so do the
+gradients. An engine that averages gradients over R ranks must multiply the result by R.
 """
 
 from __future__ import annotations
@@ -21,8 +21,16 @@ Count = int | float | Tensor
 
 @dataclass(frozen=True)
 class AggregationEntry:
-    """One mode. `fn(loss_BT, mask_BT, tokens, sequences, length)` gets a loss that is 0 outside
-    the mask, the global counts (at least 1) and `loss_scale_length`."""
+    """One aggregation mode.
+
+    Attributes:
+        fn: `fn(loss_BT, mask_BT, tokens, sequences, length)` returns the loss. `loss_BT` is 0
+            outside the mask, the counts are global and at least 1, and `length` is
+            `loss_scale_length`.
+        formula: the formula in the notation of `docs/notation.md`.
+        settings: the settings that the mode reads.
+        paper: the arXiv id, or "".
+    """
 
     fn: Callable[[Tensor, Tensor, Count, Count, float], Tensor]
     formula: str
@@ -43,6 +51,8 @@ def _seq_sum(loss: Tensor, mask: Tensor, tokens: Count, sequences: Count, c: flo
 
 
 def _seq_mean(loss: Tensor, mask: Tensor, tokens: Count, sequences: Count, c: float) -> Tensor:
+    # A sequence is never split over micro-batches, so its own length is known here; only the
+    # number of sequences must be global. Sequences (1, 2, 3) and (4): 2/2 + 4/2 = 3.
     return (loss.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / sequences
 
 
@@ -50,7 +60,18 @@ def _seq_sum_norm(loss: Tensor, mask: Tensor, tokens: Count, sequences: Count, c
     return loss.sum() / sequences / c
 
 
-# N tokens and S sequences of the mini-batch, n_i tokens of sequence i, C = loss_scale_length.
+# Why global counts. A mini-batch has two sequences, split into two micro-batches of one sequence:
+#
+#     micro-batch   token losses   tokens   with global counts (N = 4)   with its own count
+#     1             1  2  3        3        6 / 4 = 1.5                  6 / 3 = 2
+#     2             4              1        4 / 4 = 1.0                  4 / 1 = 4
+#     result                                sum  = 2.5                   mean = 3
+#
+# The unsplit `token-mean` is 10 / 4 = 2.5. Own counts give 3, because the single token of the
+# second micro-batch then weighs as much as the three tokens of the first one together.
+#
+# Symbols in the formulas: N tokens and S sequences of the mini-batch, n_i tokens of sequence i,
+# C = loss_scale_length.
 AGGREGATIONS: dict[str, AggregationEntry] = {
     "token-mean": AggregationEntry(_token_mean, "Σ_i Σ_t ℓ_it / N", paper="2503.14476"),
     "token-sum": AggregationEntry(_token_sum, "Σ_i Σ_t ℓ_it"),
@@ -65,9 +86,9 @@ AGGREGATIONS: dict[str, AggregationEntry] = {
 
 
 def count_mask(mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """(tokens, sequences with at least one token) of this part, 0-d int64.
+    """Return (tokens, sequences with at least one token) under the mask, both 0-d int64.
 
-    Their sums over all micro-batches and ranks of a mini-batch are what `aggregate` wants.
+    Sum both over all micro-batches and ranks of a mini-batch to get the counts for `aggregate`.
     """
     mask = to_bool_mask(mask_BT)
     return mask.sum(), mask.any(-1).sum()
@@ -82,19 +103,26 @@ def aggregate(
     global_sequences: Count,
     loss_scale_length: float | None = None,
 ) -> Tensor:
-    """This part's share of the mini-batch's loss (0-d, at least float32).
+    """Return the contribution of the given rows to the loss of the mini-batch.
 
     Args:
-        loss_BT: loss of each token; what lies outside the mask does not matter.
-        mask_BT: 0/1, which tokens count.
+        loss_BT: loss of each token; values outside the mask are ignored.
+        mask_BT: 0/1; 1 on the tokens that count.
         mode: a key of `AGGREGATIONS`.
-        global_tokens, global_sequences: `count_mask` summed over the whole mini-batch. A
-            sequence without tokens counts nowhere.
+        global_tokens: tokens of the whole mini-batch: `count_mask` summed over micro-batches and
+            ranks.
+        global_sequences: sequences with at least one token, summed in the same way.
         loss_scale_length: C of `seq-mean-token-sum-norm`, a constant of the run such as the
-            longest response allowed; never this batch's width, which depends on the split.
+            maximum response length. Do not pass the width of the batch, which depends on how
+            rows are split.
+
+    Returns:
+        0-d tensor, float32 or float64.
 
     Raises:
-        UnknownNameError: the mode. ShapeError, MaskError. AlgorithmError: C is missing.
+        UnknownNameError: no mode has this name.
+        ShapeError, MaskError.
+        AlgorithmError: the mode reads `loss_scale_length`, which is missing or not positive.
     """
     entry = look_up(AGGREGATIONS, mode, "aggregation")
     require_matrix("loss_mask", mask_BT)
@@ -102,7 +130,7 @@ def aggregate(
     if "loss_scale_length" in entry.settings and not (loss_scale_length and loss_scale_length > 0):
         raise AlgorithmError(
             f"`{mode}` divides by `loss_scale_length`, which must be a positive constant of the "
-            f"run (the longest response allowed), but is {loss_scale_length}.",
+            f"run (the maximum response length), but received {loss_scale_length}.",
             tensor="loss_scale_length",
         )
     mask = to_bool_mask(mask_BT, "loss_mask")
@@ -112,4 +140,5 @@ def aggregate(
 
 
 def _at_least_one(count: Count) -> Count:
+    """Return the count, or 1 if it is 0: a mini-batch without tokens then has loss 0, not NaN."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)

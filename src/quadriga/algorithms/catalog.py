@@ -1,14 +1,19 @@
-"""Everything the tables hold, as rows to print: `quadriga algorithms`."""
+"""All tables as rows: what the command `quadriga algorithms` prints."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from quadriga.algorithms.advantages import ADVANTAGES
+from quadriga.algorithms.advantages import ADVANTAGES, AdvantageEntry
 from quadriga.algorithms.aggregation import AGGREGATIONS
 from quadriga.algorithms.importance import LEVELS
 from quadriga.algorithms.kl import KL_ESTIMATORS
-from quadriga.algorithms.policy_losses import POLICY_LOSSES
+from quadriga.algorithms.policy_losses import POLICY_LOSSES, PolicyLossEntry
+
+AlgorithmKind = Literal[
+    "advantage", "policy loss", "aggregation", "KL estimator", "importance correction"
+]
 
 
 @dataclass(frozen=True)
@@ -16,17 +21,17 @@ class AlgorithmEntry:
     """One row.
 
     Attributes:
-        name: what the setting takes.
-        kind: advantage, policy loss, aggregation, KL estimator or importance correction.
-        formula: in the notation of `docs/notation.md`.
+        name: the value of the setting that selects it.
+        kind: the table that it is in.
+        formula: the formula in the notation of `docs/notation.md`.
         paper: arXiv ids, or "" where there is none.
-        settings: the settings it reads.
-        needs: what the batch must hold beyond the usual (advantages and losses only).
-        origin: "built-in" or the user's file.
+        settings: the settings that it reads.
+        needs: inputs that not every batch has (advantages, policy losses and KL only).
+        origin: "built-in", or the path of the user's file.
     """
 
     name: str
-    kind: str
+    kind: AlgorithmKind
     formula: str
     paper: str = ""
     settings: tuple[str, ...] = ()
@@ -35,7 +40,8 @@ class AlgorithmEntry:
 
 
 _SCHULMAN = "joschu.net/blog/kl-approx.html"
-_USUAL = {
+# Inputs that every batch has; rows do not list them under `needs`.
+_ALWAYS_PRESENT = {
     "token_level_rewards_BT",
     "response_mask_BT",
     "log_prob_BT",
@@ -46,28 +52,28 @@ _USUAL = {
 
 
 def describe_algorithms() -> list[AlgorithmEntry]:
-    """Every entry of every table, a user's additions included, in the tables' order."""
-    rows = []
-    for kind, table in (("advantage", ADVANTAGES), ("policy loss", POLICY_LOSSES)):
-        for name, entry in table.items():
-            needs = tuple(need for need in entry.needs if need not in _USUAL)
-            rows.append(
-                AlgorithmEntry(
-                    name, kind, entry.formula, entry.paper, entry.settings, needs, entry.origin
-                )
-            )
+    """Return every entry of every table, a user's additions included, in the tables' order."""
+    rows = [_row("advantage", name, entry) for name, entry in ADVANTAGES.items()]
+    rows += [_row("policy loss", name, loss) for name, loss in POLICY_LOSSES.items()]
     for name, mode in AGGREGATIONS.items():
         rows.append(AlgorithmEntry(name, "aggregation", mode.formula, mode.paper, mode.settings))
     for name, estimator in KL_ESTIMATORS.items():
         needs, source = estimator.needs, "" if estimator.needs else _SCHULMAN
         rows.append(AlgorithmEntry(name, "KL estimator", estimator.formula, source, needs=needs))
-    for name, formula in LEVELS.items():
+    for level, formula in LEVELS.items():
         rows.append(
             AlgorithmEntry(
-                name,
+                level,
                 "importance correction",
                 formula,
                 settings=("level", "mode", "upper", "lower"),
             )
         )
     return rows
+
+
+def _row(kind: AlgorithmKind, name: str, entry: AdvantageEntry | PolicyLossEntry) -> AlgorithmEntry:
+    needs = tuple(need for need in entry.needs if need not in _ALWAYS_PRESENT)
+    return AlgorithmEntry(
+        name, kind, entry.formula, entry.paper, entry.settings, needs, entry.origin
+    )

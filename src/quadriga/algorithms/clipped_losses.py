@@ -1,9 +1,12 @@
-"""Policy losses that bound the ratio token by token. Shapes: B samples, T tokens.
+"""Policy losses with one ratio per token. Shapes: B samples, T tokens.
 
-Conventions of every policy loss here: `log_prob_BT` carries the gradient; the others are data.
-The mask is bool. All differences are taken under the mask, so what lies outside it reaches
-neither the loss nor the gradient. Each returns a `PolicyLoss`: the loss of each token (0 outside
-the mask) and metrics as partial sums. Aggregation is a separate step (`aggregation.py`).
+Conventions of every policy loss in this package:
+
+- `log_prob_BT` carries the gradient. The other tensors are constants.
+- The mask is bool. Differences of log-probabilities are set to 0 outside the mask, so values there
+  reach neither the loss nor the gradient.
+- The result is a `PolicyLoss`: the loss of each token (0 outside the mask) and metrics as
+  `Partial`s. Aggregation is a separate step (`aggregation.py`).
 """
 
 from __future__ import annotations
@@ -16,13 +19,13 @@ from torch import Tensor
 from quadriga.algorithms.partial import Partial
 from quadriga.errors import AlgorithmError
 
-# exp(±20) is far outside any trust region and far inside float32.
+# exp(20) = 4.9e8 is far outside any trust region and far inside the range of float32 (3.4e38).
 LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Loss of each token, and what happened on the way.
+    """The loss of each token with its metrics.
 
     Attributes:
         loss_BT: float, 0 outside the mask.
@@ -34,17 +37,17 @@ class PolicyLoss:
 
 
 def masked_log_ratio(log_prob_BT: Tensor, old_log_prob_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """log π − log π_old under the mask, 0 elsewhere (value and gradient)."""
+    """Return log π − log π_old under the mask, and 0 (with gradient 0) elsewhere."""
     return (log_prob_BT - old_log_prob_BT).masked_fill(~mask_BT, 0)
 
 
 def bounded_ratio(log_ratio_BT: Tensor) -> Tensor:
-    """exp of the log-ratio, held within e^±20."""
+    """Return exp of the log-ratio, with the log-ratio clamped to ±20."""
     return log_ratio_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def ratio_metrics(log_ratio_BT: Tensor, mask_BT: Tensor) -> dict[str, Partial]:
-    """What every ratio-based loss reports: the k1 estimate of KL(π_old‖π) and the ratio's range."""
+    """Return the metrics of every ratio-based loss: k1 estimate of KL(π_old‖π), range of r."""
     ratio = bounded_ratio(log_ratio_BT.detach())
     return {
         "ppo_kl": Partial.mean(-log_ratio_BT, mask_BT),
@@ -54,13 +57,25 @@ def ratio_metrics(log_ratio_BT: Tensor, mask_BT: Tensor) -> dict[str, Partial]:
 
 
 def require_clip(name: str, low: float, high: float) -> None:
-    """Raise `AlgorithmError` unless both clip ranges are at least 0."""
+    """Raise `AlgorithmError` unless both clip ranges are at least 0 (NaN is refused)."""
     if not (low >= 0 and high >= 0):
         raise AlgorithmError(
-            f"`{name}` wants clip ranges of at least 0, but got low {low} and high {high}."
+            f"`{name}` needs `clip_ratio_low` and `clip_ratio_high` of at least 0, but received "
+            f"{low} and {high}."
         )
 
 
+# The four cases of `ppo_clip`, with ε_low = 0.2, ε_high = 0.28, c = 3:
+#
+#       A     r     −A·r   −A·clip(r)    max    −A·c     ℓ
+#     +2.0   1.5   −3.00     −2.56     −2.56     —     −2.56   clipped: r left the range upwards
+#     +2.0   0.5   −1.00     −1.60     −1.00     —     −1.00   not clipped: A > 0 raises r again
+#     −2.0   0.5    1.00      1.60      1.60    6.0     1.60   clipped: r left the range downwards
+#     −2.0   9.0   18.00      2.56     18.00    6.0     6.00   dual clip: bounds the loss at A·c
+#
+# A clipped token has a constant loss and therefore gradient 0. Without the dual clip, the last row
+# has gradient −A·r = 18 with respect to log π: one token that became 9 times as likely since the
+# rollout would dominate the mini-batch.
 def ppo_clip(
     log_prob_BT: Tensor,
     old_log_prob_BT: Tensor,
@@ -71,28 +86,34 @@ def ppo_clip(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> PolicyLoss:
-    """Clipped surrogate (arXiv 1707.06347, eq. 7), asymmetric (DAPO, arXiv 2503.14476),
-    with dual clip (arXiv 1912.09729).
+    """Compute PPO's clipped surrogate loss (arXiv 1707.06347, eq. 7).
+
+    The clip range is asymmetric (DAPO, arXiv 2503.14476). The dual clip is that of
+    arXiv 1912.09729.
 
     r = π/π_old;  ℓ = max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high));  where A < 0: ℓ = min(ℓ, −A·c).
+
+    Raises:
+        AlgorithmError: a negative clip range, or a `clip_ratio_c` that is not above 1.
     """
     require_clip("ppo_clip", clip_ratio_low, clip_ratio_high)
     if clip_ratio_c <= 1.0:
         raise AlgorithmError(
-            f"`clip_ratio_c` bounds ratios above 1, so it must be above 1, but is {clip_ratio_c}."
+            f"`clip_ratio_c` is an upper bound of the ratio and must be above 1, but received "
+            f"{clip_ratio_c}."
         )
     log_ratio = masked_log_ratio(log_prob_BT, old_log_prob_BT, response_mask_BT)
     advantages = advantages_BT.masked_fill(~response_mask_BT, 0)
     ratio = bounded_ratio(log_ratio)
-    plain = -advantages * ratio
+    unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    surrogate = torch.maximum(plain, clipped)
-    ceiling = -advantages * clip_ratio_c
-    loss = torch.where(advantages < 0, torch.minimum(surrogate, ceiling), surrogate)
+    surrogate = torch.maximum(unclipped, clipped)
+    dual_bound = -advantages * clip_ratio_c
+    loss = torch.where(advantages < 0, torch.minimum(surrogate, dual_bound), surrogate)
     metrics = ratio_metrics(log_ratio, response_mask_BT)
-    metrics["pg_clipfrac"] = Partial.mean((clipped > plain).float(), response_mask_BT)
-    beyond = (surrogate > ceiling) & (advantages < 0)
-    metrics["pg_clipfrac_lower"] = Partial.mean(beyond.float(), response_mask_BT)
+    metrics["pg_clipfrac"] = Partial.mean((clipped > unclipped).float(), response_mask_BT)
+    dual_clipped = (surrogate > dual_bound) & (advantages < 0)
+    metrics["pg_clipfrac_lower"] = Partial.mean(dual_clipped.float(), response_mask_BT)
     return PolicyLoss(loss, metrics)
 
 
@@ -105,16 +126,22 @@ def cispo(
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
 ) -> PolicyLoss:
-    """CISPO (arXiv 2506.13585): the clipped ratio is a weight, not a gate.
+    """Compute the CISPO loss (arXiv 2506.13585): the clipped ratio is a constant weight.
 
-    ℓ = −sg[clip(r, 1−ε_low, 1+ε_high)]·A·log π, so that every token keeps a gradient.
+    ℓ = −sg[clip(r, 1−ε_low, 1+ε_high)]·A·log π. Every token keeps a gradient, unlike in PPO, where
+    a clipped token has gradient 0.
+
+    Raises:
+        AlgorithmError: a negative clip range.
     """
     require_clip("cispo", clip_ratio_low, clip_ratio_high)
     log_ratio = masked_log_ratio(log_prob_BT, old_log_prob_BT, response_mask_BT)
     ratio = bounded_ratio(log_ratio.detach())
     weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    pushed = (weight * advantages_BT).masked_fill(~response_mask_BT, 0)
-    loss = (-pushed * log_prob_BT).masked_fill(~response_mask_BT, 0)
+    # Both fills are needed. Without the first, the backward pass computes 0 · (NaN advantage);
+    # without the second, the forward pass computes 0 · (NaN log-probability).
+    weighted_advantages = (weight * advantages_BT).masked_fill(~response_mask_BT, 0)
+    loss = (-weighted_advantages * log_prob_BT).masked_fill(~response_mask_BT, 0)
     metrics = ratio_metrics(log_ratio, response_mask_BT)
     metrics["pg_clipfrac"] = Partial.mean((ratio != weight).float(), response_mask_BT)
     return PolicyLoss(loss, metrics)
@@ -129,15 +156,21 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> PolicyLoss:
-    """SAPO (arXiv 2511.20347): a smooth gate in place of the clip.
+    """Compute the SAPO loss (arXiv 2511.20347): a sigmoid gate replaces the clip.
 
-    ℓ = −A·(4/τ)·σ(τ·(r − 1)), τ = τ_pos where A > 0, else τ_neg. At r = 1 the slope is A.
+    ℓ = −A·(4/τ)·σ(τ·(r − 1)), τ = τ_pos where A > 0, else τ_neg.
+
+    Raises:
+        AlgorithmError: a temperature that is not above 0.
     """
     if tau_pos <= 0 or tau_neg <= 0:
-        raise AlgorithmError(f"`tau_pos` and `tau_neg` must be above 0: {tau_pos}, {tau_neg}.")
+        raise AlgorithmError(
+            f"`tau_pos` and `tau_neg` must be above 0, but received {tau_pos} and {tau_neg}."
+        )
     log_ratio = masked_log_ratio(log_prob_BT, old_log_prob_BT, response_mask_BT)
     advantages = advantages_BT.masked_fill(~response_mask_BT, 0)
     tau = torch.where(advantages > 0, tau_pos, tau_neg).to(advantages.dtype)
+    # σ'(0) = 1/4, so the factor 4/τ makes the derivative by r exactly −A at r = 1, as in PPO.
     gate = torch.sigmoid(tau * (bounded_ratio(log_ratio) - 1)) * (4 / tau)
     return PolicyLoss(-advantages * gate, ratio_metrics(log_ratio, response_mask_BT))
 
@@ -147,9 +180,10 @@ def policy_gradient(
     advantages_BT: Tensor,
     response_mask_BT: Tensor,
 ) -> PolicyLoss:
-    """Plain policy gradient (REINFORCE, Williams 1992; GPG, arXiv 2504.02546): ℓ = −A·log π.
+    """Compute the policy-gradient loss ℓ = −A·log π.
 
-    No ratio: right only for the first optimizer step after a rollout.
+    Sources: REINFORCE (Williams 1992), GPG (arXiv 2504.02546). The loss has no ratio, so it
+    is correct only for the first optimizer step after a rollout.
     """
     advantages = advantages_BT.masked_fill(~response_mask_BT, 0)
     return PolicyLoss((-advantages * log_prob_BT).masked_fill(~response_mask_BT, 0))
@@ -167,11 +201,18 @@ def decoupled_ppo(
     clip_ratio_c: float = 3.0,
     behaviour_weight_cap: float | None = None,
 ) -> PolicyLoss:
-    """Decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298).
+    """Compute the decoupled PPO loss (arXiv 2110.00641; AReaL, arXiv 2505.24298).
 
-    The clip is around the proximal policy (`old_log_prob`); a fixed weight corrects for the
-    policy that sampled:  ℓ = (π_old/π_rollout) · ppo_clip(π/π_old).
-    `behaviour_weight_cap` drops (weight 0) tokens whose weight is above it.
+    The clip range is around the proximal policy π_old (`old_log_prob_BT`). A constant weight
+    corrects for the behaviour policy π_rollout, which sampled the tokens:
+
+    ℓ = (π_old/π_rollout) · ppo_clip(π/π_old).
+
+    Args:
+        behaviour_weight_cap: tokens with a weight above it get weight 0; None keeps all tokens.
+
+    Raises:
+        AlgorithmError: as in `ppo_clip`.
     """
     inner = ppo_clip(
         log_prob_BT,

@@ -1,10 +1,13 @@
-"""Clip-Cov and KL-Cov: restrain the few tokens that drive entropy down (arXiv 2505.22617).
+"""Clip-Cov and KL-Cov (arXiv 2505.22617): limit the update of the tokens that reduce entropy.
 
-Which tokens those are depends on the whole batch: on its means, and on its largest covariances.
-A micro-batch cannot know them, so they are chosen once, by `select_*`, over the whole batch, with
-the log-probabilities of the policy at the start of the step, and travel as a field
-(`selected_BT`). Deviation from the paper, which takes those of the current policy: equal in the
-first optimizer step, and the gradient no longer depends on how the batch is split.
+These are the tokens where the covariance of log π and A is large. The covariance depends on the
+means of the whole batch, which a micro-batch does not contain. `select_*` therefore chooses the
+tokens once, over the whole batch, and the choice is a field of the batch (`selected_BT`).
+
+Deviation from the paper: the covariance is computed with the policy at the start of the step
+instead of the current policy. Both are equal in the first optimizer step. In return, the gradient
+does not depend on how the batch is split.
+
 Shapes: B samples, T tokens. Conventions: see `clipped_losses.py`.
 """
 
@@ -24,11 +27,25 @@ from quadriga.algorithms.masked import masked_mean
 from quadriga.algorithms.partial import Partial
 from quadriga.errors import AlgorithmError
 
+# Above exp(20), the largest ratio that `bounded_ratio` returns: the dual clip never applies.
 NO_DUAL_CLIP = 1e9
 
 
+# One response of three tokens, mean log π = −2, mean A = 1:
+#
+#     log π                −1     −2     −3
+#     A                     3      1     −1
+#     log π − mean          1      0     −1
+#     A − mean              2      0     −2
+#     covariance            2      0      2
+#
+# The first token is likely and is reinforced, the last one is unlikely and is suppressed. Both
+# updates make the distribution sharper, so both have a large positive covariance.
 def token_covariance(log_prob_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """(log π − mean log π)·(A − mean A), means over the masked tokens; 0 elsewhere."""
+    """Return (log π − mean log π)·(A − mean A), float64 [B, T], 0 outside the mask.
+
+    The means run over all tokens under the mask.
+    """
     log_prob = log_prob_BT.detach().double().masked_fill(~mask_BT, 0)
     advantages = advantages_BT.detach().double().masked_fill(~mask_BT, 0)
     centred = (log_prob - masked_mean(log_prob, mask_BT)) * (
@@ -37,9 +54,13 @@ def token_covariance(log_prob_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
     return centred.masked_fill(~mask_BT, 0)
 
 
-def _share(ratio: float, mask_BT: Tensor, name: str) -> int:
+def _token_count(ratio: float, mask_BT: Tensor, name: str) -> int:
+    """Return the fraction `ratio` of the tokens under the mask as a count, at least 1."""
     if not 0 < ratio <= 1:
-        raise AlgorithmError(f"`{name}` is a share of the tokens, above 0, at most 1; got {ratio}.")
+        raise AlgorithmError(
+            f"`{name}` is a fraction of the tokens and must be above 0 and at most 1, but "
+            f"received {ratio}."
+        )
     return max(1, int(ratio * int(mask_BT.sum())))
 
 
@@ -53,14 +74,25 @@ def select_clip_cov(
     clip_cov_ub: float = 5.0,
     seed: int = 0,
 ) -> Tensor:
-    """bool [B, T]: `clip_cov_ratio` of all tokens, drawn from those with covariance in (lb, ub)."""
-    number = _share(clip_cov_ratio, response_mask_BT, "clip_cov_ratio")
+    """Draw tokens at random from those with a covariance in (`clip_cov_lb`, `clip_cov_ub`).
+
+    Args:
+        clip_cov_ratio: how many, as a fraction of all tokens; at least one token is drawn.
+        seed: seed of the draw, so that every call with the same batch selects the same tokens.
+
+    Returns:
+        bool [B, T].
+    """
+    number = _token_count(clip_cov_ratio, response_mask_BT, "clip_cov_ratio")
     covariance = token_covariance(old_log_prob_BT, advantages_BT, response_mask_BT)
-    inside = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & response_mask_BT
-    candidates = inside.flatten().nonzero()[:, 0]
+    # Example above with bounds (1, 5): the band holds positions 0 and 2 of three tokens. With
+    # clip_cov_ratio = 0.4, int(0.4 · 3) = 1 of the two is drawn.
+    in_band = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & response_mask_BT
+    candidates = in_band.flatten().nonzero()[:, 0]
+    # The generator is on the CPU, so that the same tokens are drawn on every kind of device.
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(candidates), generator=generator)[:number]
-    return _flags(candidates[order.to(candidates.device)], response_mask_BT)
+    return _mask_of_positions(candidates[order.to(candidates.device)], response_mask_BT)
 
 
 def select_kl_cov(
@@ -70,16 +102,26 @@ def select_kl_cov(
     *,
     kl_cov_ratio: float = 2e-4,
 ) -> Tensor:
-    """bool [B, T]: the `kl_cov_ratio` of all tokens whose covariance is largest."""
-    number = _share(kl_cov_ratio, response_mask_BT, "kl_cov_ratio")
+    """Select the tokens with the largest covariance.
+
+    Args:
+        kl_cov_ratio: how many, as a fraction of all tokens; at least one token is selected.
+
+    Returns:
+        bool [B, T].
+    """
+    number = _token_count(kl_cov_ratio, response_mask_BT, "kl_cov_ratio")
     covariance = token_covariance(old_log_prob_BT, advantages_BT, response_mask_BT)
+    # `topk` sees only the tokens under the mask: the covariance outside it is 0, which is larger
+    # than the covariance of many tokens.
     tokens = response_mask_BT.flatten().nonzero()[:, 0]
     number = min(number, len(tokens))
     largest = covariance.flatten()[tokens].topk(number).indices
-    return _flags(tokens[largest], response_mask_BT)
+    return _mask_of_positions(tokens[largest], response_mask_BT)
 
 
-def _flags(positions: Tensor, mask_BT: Tensor) -> Tensor:
+def _mask_of_positions(positions: Tensor, mask_BT: Tensor) -> Tensor:
+    """Return bool [B, T], True at the given positions of the flattened mask."""
     flags = torch.zeros(mask_BT.numel(), dtype=torch.bool, device=mask_BT.device)
     flags[positions] = True
     return flags.view(mask_BT.shape)
@@ -95,9 +137,12 @@ def clip_cov(
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
 ) -> PolicyLoss:
-    """Clip-Cov (arXiv 2505.22617): the selected tokens lose their gradient.
+    """Compute the Clip-Cov loss (arXiv 2505.22617): the selected tokens have no gradient.
 
-    ℓ = max(−A·r, −A·clip(r)), 0 at the selected tokens. No dual clip.
+    ℓ = max(−A·r, −A·clip(r)), and 0 at the selected tokens. There is no dual clip.
+
+    Args:
+        selected_BT: bool, from `select_clip_cov` over the whole batch.
     """
     inner = ppo_clip(
         log_prob_BT,
@@ -122,13 +167,17 @@ def kl_cov(
     *,
     ppo_kl_coef: float = 1.0,
 ) -> PolicyLoss:
-    """KL-Cov (arXiv 2505.22617): the selected tokens are held near the old policy.
+    """Compute the KL-Cov loss (arXiv 2505.22617): a KL penalty at the selected tokens.
 
-    ℓ = −A·r, plus β·|log π − log π_old| at the selected tokens. No clip.
+    ℓ = −A·r, plus β·|log π − log π_old| at the selected tokens. There is no clip.
+
+    Args:
+        selected_BT: bool, from `select_kl_cov` over the whole batch.
+        ppo_kl_coef: β.
     """
     log_ratio = masked_log_ratio(log_prob_BT, old_log_prob_BT, response_mask_BT)
     advantages = advantages_BT.masked_fill(~response_mask_BT, 0)
-    pull = ppo_kl_coef * log_ratio.abs() * selected_BT
+    penalty = ppo_kl_coef * log_ratio.abs() * selected_BT
     metrics = ratio_metrics(log_ratio, response_mask_BT)
     metrics["cov_selected"] = Partial.mean(selected_BT.float(), response_mask_BT)
-    return PolicyLoss(-advantages * bounded_ratio(log_ratio) + pull, metrics)
+    return PolicyLoss(-advantages * bounded_ratio(log_ratio) + penalty, metrics)

@@ -1,7 +1,9 @@
-"""Groups without signal: found, counted, masked or replaced (DAPO, arXiv 2503.14476, section 3.2).
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): mask or replace groups without signal.
 
-A group whose samples all have the same reward gives no advantage. It costs a rollout, an update
-of nothing, and makes the batch smaller than it looks. Shapes: B samples, G groups.
+If all samples of a prompt have the same reward, their advantages are 0. Such a group costs a
+rollout and an update without a gradient, and it makes the effective batch smaller.
+
+Shapes: B samples, G prompt groups.
 """
 
 from __future__ import annotations
@@ -17,13 +19,17 @@ from quadriga.algorithms.registry import look_up
 from quadriga.algorithms.shaping import dead_group_metrics, groups_of_scores
 from quadriga.errors import AlgorithmError, GroupError
 
-MODES = {
-    "mask": "groups without signal stay in the batch with weight zero",
-    "refill": "they are dropped, and more prompts are drawn, up to a bound",
+SamplingMode = Literal["mask", "refill"]
+UnderFilledPolicy = Literal["proceed", "error"]
+SamplingAction = Literal["train", "refill"]
+
+MODES: dict[SamplingMode, str] = {
+    "mask": "groups without signal stay in the batch with weight 0",
+    "refill": "groups without signal are dropped, and more prompts are drawn, up to a bound",
 }
-UNDER_FILLED = {
-    "proceed": "train on the groups there are; the batch is filled up with groups of weight zero",
-    "error": "stop the run",
+UNDER_FILLED: dict[UnderFilledPolicy, str] = {
+    "proceed": "train on the groups with signal; groups with weight 0 fill up the batch",
+    "error": "raise GroupError",
 }
 
 
@@ -32,75 +38,94 @@ class SamplingDecision:
     """What to do with the samples drawn so far.
 
     Attributes:
-        action: "train" on `rows`, or "refill": keep `rows`, draw `missing_groups` more, ask again.
-        rows: int64, rows to keep, whole groups, in the order in which they came.
-        alive: bool, for each of `rows`: False means weight zero (mask all its tokens).
-        missing_groups: groups with signal that are wanted and not there.
-        metrics: `dead_group_metrics` of all samples, and `kept` groups, `gen_batches`.
+        action: "train" on `rows`, or "refill": keep `rows`, draw `missing_groups` more groups and
+            call `dynamic_sampling` again.
+        rows: int64; the rows to keep: whole groups, in their order in the batch.
+        alive: bool, one per element of `rows`: whether the row's group has a signal. Set the mask
+            of the other rows to 0.
+        missing_groups: how many groups with signal are missing.
+        metrics: `dead_group_metrics` of all samples; `kept`, the number of groups with signal
+            among `rows`; and `gen_batches`.
     """
 
-    action: Literal["train", "refill"]
+    action: SamplingAction
     rows: Tensor
     alive: Tensor
     missing_groups: int
     metrics: dict[str, float]
 
 
+# Five groups of two samples; wanted_groups = 3, mode "refill":
+#
+#     group     a      b      c      d      e
+#     rows      0 1    2 3    4 5    6 7    8 9
+#     scores    0 1    1 1    0 0    .5 .5  1 .5
+#     signal    yes    no     no     no     yes       2 groups with signal, 1 missing
+#
+# Before the bound:         action "refill", rows 0 1 8 9, missing_groups 1.
+# At the bound, "proceed":  action "train", rows 0 1 2 3 8 9, alive  T T F F T T. Group b fills up
+#                           the batch, so its shape is that of three groups.
+# At the bound, "error":    GroupError.
 def dynamic_sampling(
     scores_B: Tensor,
     group_ids: GroupIds,
     *,
     wanted_groups: int,
-    mode: str = "mask",
+    mode: SamplingMode = "mask",
     gen_batches: int = 1,
     max_num_gen_batches: int = 3,
-    under_filled: str = "proceed",
+    under_filled: UnderFilledPolicy = "proceed",
 ) -> SamplingDecision:
-    """Decide over all samples drawn so far for one step.
+    """Decide what to do with all samples drawn so far for one step.
 
     Args:
-        scores_B: each sample's reward. group_ids: its prompt; samples of a group may lie anywhere.
-        wanted_groups: groups of a full batch.
-        mode: a key of `MODES`. gen_batches: batches drawn so far for this step.
-        max_num_gen_batches: draw no more than so many. under_filled: a key of `UNDER_FILLED`,
-            for when the bound is reached.
+        scores_B: the reward of each sample.
+        group_ids: the id of each sample's prompt; samples of a group need not be adjacent.
+        wanted_groups: groups in a full batch.
+        mode: a key of `MODES`.
+        gen_batches: batches drawn so far for this step.
+        max_num_gen_batches: the maximum of `gen_batches`.
+        under_filled: a key of `UNDER_FILLED`; applies when the maximum is reached.
 
     Raises:
-        GroupError: no samples; under-filled, and the policy is `error`.
-        UnknownNameError: mode or policy. AlgorithmError: a bound below 1.
+        GroupError: there are no samples, or groups are missing and `under_filled` is "error".
+        UnknownNameError: `mode` or `under_filled` is unknown.
+        AlgorithmError: `wanted_groups` or `max_num_gen_batches` is below 1.
         ShapeError, NonFiniteError.
     """
     look_up(MODES, mode, "dynamic sampling mode")
     look_up(UNDER_FILLED, under_filled, "policy for under-filled batches")
     if wanted_groups < 1 or max_num_gen_batches < 1:
         raise AlgorithmError(
-            f"`wanted_groups` and `max_num_gen_batches` must be at least 1, but are "
+            f"`wanted_groups` and `max_num_gen_batches` must be at least 1, but received "
             f"{wanted_groups} and {max_num_gen_batches}."
         )
     groups = groups_of_scores(scores_B, group_ids)
     signal = groups.signal_G(scores_B)
-    living = int(signal.sum())
+    with_signal = int(signal.sum())
     metrics = {**dead_group_metrics(scores_B, group_ids), "gen_batches": float(gen_batches)}
-    missing = max(wanted_groups - living, 0)
+    missing = max(wanted_groups - with_signal, 0)
     if mode == "mask":
         return _keep(groups, torch.ones_like(signal), signal, "train", missing, metrics)
     if missing and gen_batches < max_num_gen_batches:
         return _keep(groups, signal, signal, "refill", missing, metrics)
     if missing and under_filled == "error":
         raise GroupError(
-            f"{living} of {groups.num_groups} groups have signal after {gen_batches} batches of "
-            f"rollouts, {missing} fewer than the {wanted_groups} wanted. Make the prompts neither "
-            f"too easy nor too hard, allow more batches (max_num_gen_batches is "
-            f"{max_num_gen_batches}), or set under_filled=proceed.",
+            f"{with_signal} of {groups.num_groups} prompt groups have a signal after {gen_batches} "
+            f"batches of rollouts, {missing} fewer than the {wanted_groups} wanted. Choose prompts "
+            f"that are neither too easy nor too hard, raise max_num_gen_batches "
+            f"({max_num_gen_batches}), or set under_filled=proceed.",
             tensor="scores",
             wanted=wanted_groups,
-            got=living,
+            got=with_signal,
         )
     return _keep(groups, _fill(signal, wanted_groups), signal, "train", missing, metrics)
 
 
 def _fill(signal_G: Tensor, wanted: int) -> Tensor:
-    """bool [G]: the first `wanted` groups, those with signal before those without."""
+    """Return bool [G], True for `wanted` groups: those with signal first, each in batch order."""
+    # `~signal` is 0 for groups with signal, and a stable sort keeps the order of equal keys:
+    # signal T F F F T → order 0 4 1 2 3 → the first three are groups 0, 4 and 1.
     order = torch.argsort(~signal_G, stable=True)[:wanted]
     chosen = torch.zeros_like(signal_G)
     chosen[order] = True
@@ -111,10 +136,11 @@ def _keep(
     groups: Groups,
     chosen_G: Tensor,
     signal_G: Tensor,
-    action: Literal["train", "refill"],
+    action: SamplingAction,
     missing: int,
     metrics: dict[str, float],
 ) -> SamplingDecision:
+    """Return the decision that keeps all rows of the chosen groups."""
     rows = chosen_G[groups.index_B].nonzero()[:, 0]
     alive = signal_G[groups.index_B][rows]
     kept = float((chosen_G & signal_G).sum())

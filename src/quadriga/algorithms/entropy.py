@@ -1,4 +1,4 @@
-"""The entropy bonus. Shapes: B samples, T tokens."""
+"""The entropy bonus of the actor's loss. Shapes: B samples, T tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from quadriga.algorithms.partial import Partial
 def entropy_bonus(
     entropy_BT: Tensor, response_mask_BT: Tensor, *, entropy_coeff: float, validate: bool = True
 ) -> PolicyLoss:
-    """ℓ = −c·H (arXiv 1602.01783, section 4), a term to add to the policy's loss of each token.
+    """Compute ℓ = −c·H (arXiv 1602.01783, section 4), a term of the actor's loss.
 
     Args:
-        entropy_BT: H of each token's distribution, nats, with gradient.
+        entropy_BT: H, the entropy of each token's distribution in nats, with gradient.
+        response_mask_BT: 0/1.
+        entropy_coeff: c.
+        validate: check `entropy_BT` for NaN and infinity.
 
     Returns:
-        Loss of each token, 0 outside the mask; metric `entropy`.
+        The loss of each token, 0 outside the mask, and the metric `entropy`.
 
     Raises:
         ShapeError, MaskError, NonFiniteError.

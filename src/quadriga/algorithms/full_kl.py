@@ -1,14 +1,15 @@
-"""KL(π‖π_ref) over the whole vocabulary, exact in value and gradient. Shapes: N tokens, V words.
+"""KL(π‖π_ref) over the whole vocabulary, exact in value and gradient.
 
     KL = Σ_v π_v (log π_v − log π_ref,v),   ∂KL/∂z_v = π_v (log π_v − log π_ref,v − KL)
 
-with z the policy's logits over the temperature. The reference is a constant: it gets no gradient.
+z are the policy's logits divided by the temperature. The reference is a constant without gradient.
+Shapes: N tokens, V vocabulary entries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,35 +18,61 @@ from torch.autograd.function import once_differentiable
 from quadriga.algorithms.checks import as_float, require_same_shape
 from quadriga.errors import AlgorithmError
 
-# Logits worked on at once: 1 MB of float32 on a CPU, whose caches then hold them.
+# Logits per block. On a CPU: 1 MB of float32, which its caches hold.
 _CPU_BLOCK, _ACCELERATOR_BLOCK = 2**18, 2**25
 
 
 def kl_full(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """KL(π‖π_ref) of each token, [..., V] twice → [...], nats, at least float32.
+    """Return KL(π‖π_ref) of each token in nats.
 
-    Both distributions are softmax(logits / temperature). A word that π excludes (logit −inf) adds
-    nothing; one that only π_ref excludes makes KL infinite. The backward pass makes one tensor of
-    the logits' shape and dtype, no other.
+    Both distributions are softmax(logits / temperature). A vocabulary entry that π excludes (logit
+    −inf) contributes 0. One that only π_ref excludes makes KL infinite. The backward pass allocates
+    one tensor of the shape and dtype of the logits, and blocks of fixed size.
+
+    Args:
+        logits: the policy's logits, [..., V], with gradient.
+        ref_logits: the reference's logits, [..., V].
+        temperature: the temperature of the rollout.
+
+    Returns:
+        [...], float32 or float64.
 
     Raises:
-        ShapeError: the models' logits differ in shape. AlgorithmError: temperature not above 0.
+        ShapeError: the logits differ in shape.
+        AlgorithmError: the temperature is not above 0.
     """
     require_same_shape("logits", logits, ref_logits=ref_logits)
     if not temperature > 0:
         raise AlgorithmError(f"`temperature` must be above 0, but is {temperature}.")
-    words = logits.shape[-1]
-    kl: Tensor = _FullKL.apply(  # type: ignore[no-untyped-call]
-        logits.reshape(-1, words), ref_logits.detach().reshape(-1, words), temperature
+    vocabulary = logits.shape[-1]
+    kl: Tensor = _FullKL.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
+        logits.reshape(-1, vocabulary),
+        ref_logits.detach().reshape(-1, vocabulary),
+        temperature,
     )
     return kl.view(logits.shape[:-1])
 
 
+class _Context(Protocol):
+    """What `_FullKL` uses of the autograd context."""
+
+    temperature: float
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]: ...
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 class _FullKL(torch.autograd.Function):
-    """A block of rows at a time; what is kept are both models' logits and one number a row."""
+    """KL over the vocabulary, computed block by block of rows.
+
+    Autograd would save both log-softmaxes and their exponentials. This function saves the logits,
+    which exist anyway, and the KL of each row, and recomputes the softmaxes in the backward pass.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
+    def forward(ctx: _Context, logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
         kl = as_float(logits.new_empty(len(logits)))
         for a, b in blocks(logits):
             p, gap = p_and_gap(logits[a:b], ref_logits[a:b], temperature)
@@ -56,9 +83,10 @@ class _FullKL(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: _Context, grad_kl: Tensor) -> tuple[Tensor, None, None]:
         logits, ref_logits, kl = ctx.saved_tensors
         grad = torch.empty_like(logits)
+        # z = logits / temperature, so ∂KL/∂logits = ∂KL/∂z / temperature.
         scale = grad_kl / ctx.temperature
         for a, b in blocks(logits):
             p, gap = p_and_gap(logits[a:b], ref_logits[a:b], ctx.temperature)
@@ -67,15 +95,21 @@ class _FullKL(torch.autograd.Function):
 
 
 def blocks(logits_NV: Tensor) -> Iterator[tuple[int, int]]:
-    """Spans of rows to work on at once."""
-    count, words = logits_NV.shape
+    """Yield (start, stop) of consecutive blocks of rows, each of at most a fixed number of logits.
+
+    A block has at least one row, whatever the size of the vocabulary.
+    """
+    count, vocabulary = logits_NV.shape
     elements = _CPU_BLOCK if logits_NV.device.type == "cpu" else _ACCELERATOR_BLOCK
-    step = max(1, elements // max(words, 1))
+    step = max(1, elements // max(vocabulary, 1))
     return ((a, min(a + step, count)) for a in range(0, count, step))
 
 
 def p_and_gap(logits: Tensor, ref_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """π and log π − log π_ref (0 where π is 0), both [N, V], new tensors, at least float32."""
+    """Return (π, log π − log π_ref), both new tensors [N, V], float32 or float64.
+
+    The second is 0 where π is 0: the limit of π·log π is 0, but 0 · (−inf) would be NaN.
+    """
     log_p = torch.log_softmax(as_float(logits) / temperature, dim=-1)
     log_q = torch.log_softmax(as_float(ref_logits) / temperature, dim=-1)
     gap = torch.where(log_p == -torch.inf, 0, log_p - log_q)

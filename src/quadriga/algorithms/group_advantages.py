@@ -1,9 +1,9 @@
 """Advantages from comparing the samples of one prompt. Shapes: B samples, T tokens, K rewards.
 
-The reward of a sample is the sum of its token-level rewards under the mask; its advantage is one
-number, spread over its own tokens. A group whose rewards are all equal (a group of one is such a
-group) gets exactly zero: it holds no comparison. Every function returns the same tensor twice,
-as (advantages_BT, returns_BT), 0 outside the mask.
+The reward of a sample is the sum of its token-level rewards under the mask. Its advantage is one
+number, which all its generated tokens receive. A prompt group whose rewards are all equal gets
+exactly 0, because there is nothing to compare; a group of one sample is such a group. Every
+function returns the same tensor twice, as (advantages_BT, returns_BT), 0 outside the mask.
 """
 
 from __future__ import annotations
@@ -19,29 +19,48 @@ from quadriga.algorithms.checks import (
     to_bool_mask,
 )
 from quadriga.algorithms.groups import Groups, require_group_size
-from quadriga.algorithms.masked import keep, whiten_selected
+from quadriga.algorithms.masked import masked_copy, whiten_selected
 from quadriga.errors import ShapeError
 
 STD_EPSILON = 1e-6
 
+# One prompt with three responses, rewards 0, 3, 6 and lengths 1, 1, 2:
+#
+#     mean r = 3, std r (n − 1) = √((9 + 0 + 9) / 2) = 3
+#
+#     dr_grpo      r − mean r                            −3     0      3
+#     grpo         (r − mean r) / (std r + 1e-6)         −1     0      1
+#     rloo         r − mean of the other two             −4.5   0      4.5
+#     grpo_passk   best − second, over std               0      0      1
+#     opo          r − (1·0 + 1·3 + 2·6) / (1 + 1 + 2)   −3.75  −0.75  2.25
+
 
 def sequence_scores(token_level_rewards_BT: Tensor, response_mask_BT: Tensor) -> Tensor:
-    """Σ_t r_t over the policy's own tokens, float64 [B]."""
+    """Return Σ_t r_t over each sample's generated tokens, float64 [B].
+
+    Raises:
+        ShapeError, MaskError, NonFiniteError.
+    """
     mask = to_bool_mask(response_mask_BT)
     require_same_shape("response_mask", mask, token_level_rewards=token_level_rewards_BT)
     rewards = as_float(token_level_rewards_BT.detach())
+    # Blocks of rows: the masked copy of a block stays in cache until it is summed.
     pairs = zip(row_blocks(rewards), row_blocks(mask), strict=True)
     sums = [torch.where(kept, values, 0).sum(-1) for values, kept in pairs]
     scores_B = torch.cat(sums).double()
+    # NaN and infinity survive the sum, so B sums are checked instead of B·T rewards.
     if not bool(torch.isfinite(scores_B).all()):
-        require_finite(token_level_rewards=keep(rewards, mask))
+        require_finite(token_level_rewards=masked_copy(rewards, mask))
     return scores_B
 
 
-def _spread(scores_B: Tensor, like_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """One number a sample to every own token, in the dtype of the rewards."""
+def _to_tokens(scores_B: Tensor, like_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy each sample's number to its generated tokens.
+
+    The result is float64 if `like_BT` is, else float32, and is returned twice.
+    """
     dtype = torch.float64 if like_BT.dtype == torch.float64 else torch.float32
-    advantages = keep(scores_B.to(dtype)[:, None], to_bool_mask(mask_BT))
+    advantages = masked_copy(scores_B.to(dtype)[:, None], to_bool_mask(mask_BT))
     return advantages, advantages
 
 
@@ -52,17 +71,20 @@ def grpo(
     *,
     norm_adv_by_std: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """GRPO (arXiv 2402.03300, section 4.1.2): A_i = (r_i − mean r) / (std r + 1e-6).
+    """Compute GRPO advantages (arXiv 2402.03300, section 4.1.2).
 
-    The standard deviation is the sample's (n − 1). Without it: Dr.GRPO.
+    A_i = (r_i − mean r) / (std r + 1e-6), with the sample standard deviation (n − 1).
+
+    Args:
+        norm_adv_by_std: False omits the division, which gives Dr.GRPO.
     """
     scores = sequence_scores(token_level_rewards_BT, response_mask_BT)
-    return _spread(
-        _group_normalised(scores, groups, norm_adv_by_std), token_level_rewards_BT, response_mask_BT
-    )
+    normalised = _normalised_B(scores, groups, norm_adv_by_std)
+    return _to_tokens(normalised, token_level_rewards_BT, response_mask_BT)
 
 
-def _group_normalised(scores_B: Tensor, groups: Groups, by_std: bool) -> Tensor:
+def _normalised_B(scores_B: Tensor, groups: Groups, by_std: bool) -> Tensor:
+    """Return scores minus the mean of their group, divided by its std + 1e-6 if `by_std`."""
     centred = groups.centre_B(scores_B)
     return centred / (groups.std_G(scores_B)[groups.index_B] + STD_EPSILON) if by_std else centred
 
@@ -70,9 +92,10 @@ def _group_normalised(scores_B: Tensor, groups: Groups, by_std: bool) -> Tensor:
 def dr_grpo(
     token_level_rewards_BT: Tensor, response_mask_BT: Tensor, groups: Groups
 ) -> tuple[Tensor, Tensor]:
-    """Dr.GRPO (arXiv 2503.20783): A_i = r_i − mean r.
+    """Compute Dr.GRPO advantages (arXiv 2503.20783): A_i = r_i − mean r.
 
-    Its other half is the aggregation `seq-mean-token-sum-norm`, which does not divide by length.
+    The paper combines them with the aggregation `seq-mean-token-sum-norm`, which does not divide
+    by the length of the response.
     """
     return grpo(token_level_rewards_BT, response_mask_BT, groups, norm_adv_by_std=False)
 
@@ -84,34 +107,43 @@ def grpo_passk(
     *,
     norm_adv_by_std: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Pass@k (arXiv 2503.19595): only the best sample learns, by how much it beats the second.
+    """Compute pass@k advantages (arXiv 2503.19595): only the best sample of a group has one.
 
-    A_best = r_best − r_second (over std + 1e-6), 0 for all others; a tie for the best gives 0.
+    A_best = (r_best − r_second) / (std r + 1e-6), and 0 for all others. If two samples share the
+    best reward, all advantages of the group are 0.
+
+    Args:
+        norm_adv_by_std: False omits the division.
 
     Raises:
-        GroupError: a group with a single member.
+        GroupError: a group has a single member.
     """
     require_group_size(groups, 2, "grpo_passk")
     scores = sequence_scores(token_level_rewards_BT, response_mask_BT)
     best = groups.extreme_G(scores, largest=True)
     is_best = (scores == best[groups.index_B]) & groups.member_B
+    # The second-best reward is the largest one among the members that are not the best.
     others = Groups(groups.index_B, groups.member_B & ~is_best, groups.num_groups)
     second = others.extreme_G(scores, largest=True)
-    alone = (groups.sum_G(is_best) == 1)[groups.index_B] & is_best
-    lead = (best - second)[groups.index_B].masked_fill(~alone, 0.0)
+    unique = (groups.sum_G(is_best) == 1)[groups.index_B] & is_best
+    lead = (best - second)[groups.index_B].masked_fill(~unique, 0.0)
     if norm_adv_by_std:
         lead = lead / (groups.std_G(scores)[groups.index_B] + STD_EPSILON)
-    return _spread(lead, token_level_rewards_BT, response_mask_BT)
+    return _to_tokens(lead, token_level_rewards_BT, response_mask_BT)
 
 
 def rloo(
     token_level_rewards_BT: Tensor, response_mask_BT: Tensor, groups: Groups
 ) -> tuple[Tensor, Tensor]:
-    """RLOO (arXiv 2402.14740): A_i = r_i − mean of the others = n/(n−1)·(r_i − mean r)."""
+    """Compute leave-one-out advantages (RLOO, arXiv 2402.14740).
+
+    A_i = r_i − mean of the other r = n/(n−1)·(r_i − mean r).
+    """
     scores = sequence_scores(token_level_rewards_BT, response_mask_BT)
     count = groups.count_G()
+    # Groups of one have centred reward 0, so the clamp only avoids a division by 0.
     factor = count / (count - 1).clamp(min=1)
-    return _spread(
+    return _to_tokens(
         groups.centre_B(scores) * factor[groups.index_B], token_level_rewards_BT, response_mask_BT
     )
 
@@ -119,16 +151,17 @@ def rloo(
 def opo(
     token_level_rewards_BT: Tensor, response_mask_BT: Tensor, groups: Groups
 ) -> tuple[Tensor, Tensor]:
-    """OPO (arXiv 2505.23585): the baseline weighs samples by length.
+    """Compute OPO advantages (arXiv 2505.23585), whose baseline weights samples by length.
 
-    A_i = r_i − Σ_j l_j·r_j / Σ_j l_j, with l the number of own tokens.
+    A_i = r_i − Σ_j l_j·r_j / Σ_j l_j, with l the number of generated tokens.
     """
     scores = sequence_scores(token_level_rewards_BT, response_mask_BT)
     lengths = to_bool_mask(response_mask_BT).sum(-1).double()
-    # Centred first: the weighted mean of equal rewards is then exactly theirs.
+    # Subtracting the mean first does not change A. It makes A exactly 0 for equal rewards, where
+    # Σ l·r / Σ l differs from r by rounding.
     centred = groups.centre_B(scores)
     shift = groups.sum_G(lengths * centred) / groups.sum_G(lengths).clamp(min=1)
-    return _spread(centred - shift[groups.index_B], token_level_rewards_BT, response_mask_BT)
+    return _to_tokens(centred - shift[groups.index_B], token_level_rewards_BT, response_mask_BT)
 
 
 def gpg(
@@ -138,15 +171,15 @@ def gpg(
     *,
     f_norm: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """GPG (arXiv 2504.02546): A_i = α·(r_i − mean r) / F_norm, α = B / (B − M).
+    """Compute GPG advantages (arXiv 2504.02546): A_i = α·(r_i − mean r) / F_norm, α = B / (B − M).
 
-    M counts the samples of groups whose rewards are all equal, so that α makes up for the
-    gradient they do not give.
+    M counts the samples of groups without signal, which have gradient 0. α keeps the size of the
+    step independent of their number: with 4 samples of which 2 are in such a group, α = 2.
     """
     scores = sequence_scores(token_level_rewards_BT, response_mask_BT)
-    useful = (groups.signal_G(scores)[groups.index_B] & groups.member_B).sum()
-    alpha = groups.member_B.sum() / useful.clamp(min=1)
-    return _spread(
+    with_signal = (groups.signal_G(scores)[groups.index_B] & groups.member_B).sum()
+    alpha = groups.member_B.sum() / with_signal.clamp(min=1)
+    return _to_tokens(
         groups.centre_B(scores) * (alpha / f_norm), token_level_rewards_BT, response_mask_BT
     )
 
@@ -158,9 +191,15 @@ def reinforce_plus_plus_baseline(
     *,
     whiten_advantages: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE++-baseline (arXiv 2501.03262): r_i − mean r, whitened over the batch's tokens."""
+    """Compute REINFORCE++-baseline advantages (arXiv 2501.03262).
+
+    A = whiten(r_i − mean r), whitened over the generated tokens of the batch.
+
+    Args:
+        whiten_advantages: False omits the whitening; None whitens.
+    """
     scores = sequence_scores(token_level_rewards_BT, response_mask_BT)
-    advantages, _ = _spread(groups.centre_B(scores), token_level_rewards_BT, response_mask_BT)
+    advantages, _ = _to_tokens(groups.centre_B(scores), token_level_rewards_BT, response_mask_BT)
     if whiten_advantages is not False:
         advantages = whiten_selected(advantages, to_bool_mask(response_mask_BT))
     return advantages, advantages
@@ -175,19 +214,41 @@ def gdpo(
     whiten_advantages: bool | None = None,
     reward_weights: list[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """GDPO (arXiv 2601.05242): each reward component is normalised in its group by itself.
+    """Compute GDPO advantages (arXiv 2601.05242): normalise each reward component separately.
 
-    A_i = Σ_k w_k·(r_ik − mean r_k) / (std r_k + 1e-6), then whitened over the batch's samples
-    (not tokens, so a long answer does not weigh more).
+    A_i = Σ_k w_k·(r_ik − mean r_k) / (std r_k + 1e-6), then whitened over the samples of the batch.
+    Whitening over samples instead of tokens keeps long responses from weighing more.
 
     Args:
-        reward_components_BK: [B, K] one column a component.
+        reward_components_BK: one column per component.
+        norm_adv_by_std: False omits the division.
+        whiten_advantages: False omits the whitening; None whitens.
         reward_weights: w, K numbers; None: all 1.
+
+    Raises:
+        ShapeError: the components do not have B rows, or `reward_weights` not K numbers.
+        NonFiniteError.
     """
     mask = to_bool_mask(response_mask_BT)
-    if reward_components_BK.dim() != 2 or reward_components_BK.shape[0] != mask.shape[0]:
+    weights = _component_weights(reward_components_BK, mask, reward_weights)
+    components = reward_components_BK.detach().double()
+    components = components.masked_fill(~groups.member_B[:, None], 0.0)
+    require_finite(reward_components=components)
+    total = torch.zeros_like(components[:, 0])
+    for column, weight in enumerate(weights):
+        total += weight * _normalised_B(components[:, column], groups, norm_adv_by_std)
+    if whiten_advantages is not False:
+        total = whiten_selected(total, groups.member_B)
+    return _to_tokens(total, reward_components_BK, mask)
+
+
+def _component_weights(
+    reward_components_BK: Tensor, mask_BT: Tensor, reward_weights: list[float] | None
+) -> list[float]:
+    """Return one weight per component. Raise `ShapeError` if the shapes do not agree."""
+    if reward_components_BK.dim() != 2 or reward_components_BK.shape[0] != mask_BT.shape[0]:
         raise ShapeError(
-            f"`reward_components` must be [{mask.shape[0]}, K], but has shape "
+            f"`reward_components` must have shape [{mask_BT.shape[0]}, K], but has shape "
             f"{list(reward_components_BK.shape)}.",
             tensor="reward_components",
             got=tuple(reward_components_BK.shape),
@@ -196,17 +257,10 @@ def gdpo(
     weights = [1.0] * number if reward_weights is None else reward_weights
     if len(weights) != number:
         raise ShapeError(
-            f"`reward_weights` has {len(weights)} numbers for {number} reward components.",
+            f"`reward_weights` has {len(weights)} numbers, but there are {number} reward "
+            f"components; give one weight per component.",
             tensor="reward_weights",
             expected=number,
             got=len(weights),
         )
-    components = reward_components_BK.detach().double()
-    components = components.masked_fill(~groups.member_B[:, None], 0.0)
-    require_finite(reward_components=components)
-    total = torch.zeros_like(components[:, 0])
-    for column, weight in enumerate(weights):
-        total += weight * _group_normalised(components[:, column], groups, norm_adv_by_std)
-    if whiten_advantages is not False:
-        total = whiten_selected(total, groups.member_B)
-    return _spread(total, reward_components_BK, mask)
+    return weights

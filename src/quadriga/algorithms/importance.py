@@ -1,14 +1,17 @@
-"""When the engine that samples and the engine that trains disagree. Shapes: B samples, T tokens.
+"""Importance weights and metrics for the mismatch of rollout engine and training engine.
 
-Both hold the same weights, yet their log-probabilities differ (kernels, precision, a weight sync
-that failed). w = π_train/π_rollout is what undoes it; here it is bounded, for each token or for
-the whole response, by truncation (truncated importance sampling, Ionides 2008; V-trace, arXiv
-1802.01561) or by leaving out, and the gap is measured.
+Both engines hold the same weights, yet their log-probabilities differ (kernels, precision, a
+weight sync that failed). The weight w = π_train/π_rollout corrects for the difference. Here w is
+bounded, for each token or for the whole response, by truncation (truncated importance sampling,
+Ionides 2008; V-trace, arXiv 1802.01561) or by weight 0 outside an interval.
+
+Shapes: B samples, T tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,16 +27,25 @@ from quadriga.algorithms.clipped_losses import LOG_RATIO_LIMIT
 from quadriga.algorithms.registry import look_up
 from quadriga.errors import AlgorithmError
 
-# How a response's log-ratios become one: its likelihood ratio, or the mean a token of it.
-LEVELS = {
+ImportanceLevel = Literal["token", "sequence", "geometric"]
+ImportanceMode = Literal["truncate", "mask"]
+
+LEVELS: dict[ImportanceLevel, str] = {
     "token": "w_t = π_t/π_rollout,t",
     "sequence": "w = Π_t π_t/π_rollout,t, the same at each token",
     "geometric": "w = (Π_t π_t/π_rollout,t)^(1/|y|), the same at each token",
 }
-MODES = {
-    "truncate": "min(w, upper); below `lower` (if given): lower",
+MODES: dict[ImportanceMode, str] = {
+    "truncate": "min(w, upper); max(w, lower) if `lower` is given",
     "mask": "tokens or responses with w outside [lower, upper] get weight 0",
 }
+
+# One response of two tokens whose π_train/π_rollout is 2 and 4, with upper = 3:
+#
+#     level        w of the tokens        truncate     mask (lower = 1/3)
+#     token        2      4               2    3       2   0
+#     sequence     8      8               3    3       0   0
+#     geometric    √8     √8  (2.83)      √8   √8      √8  √8
 
 
 @dataclass(frozen=True)
@@ -41,11 +53,11 @@ class ImportanceCorrection:
     """Weights for the policy loss.
 
     Attributes:
-        weights_BT: float, ≥ 0, 0 outside `mask_BT`; no gradient.
-        mask_BT: bool, the response mask less what was left out (mode `mask`). Divide by counts
-            of the response mask to let what is left out shrink the step, by counts of this one
-            not to.
-        metrics: plain numbers over the batch given.
+        weights_BT: float, at least 0, and 0 outside `mask_BT`; detached.
+        mask_BT: bool; the response mask without the tokens that mode `mask` excludes. Dividing
+            the loss by counts of the response mask makes the step smaller when tokens are
+            excluded; dividing by counts of this mask does not.
+        metrics: plain floats over the given rows.
     """
 
     weights_BT: Tensor
@@ -53,17 +65,17 @@ class ImportanceCorrection:
     metrics: dict[str, float]
 
 
-def _gap(
+def _log_weights(
     old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, response_mask_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(bool mask, log π_train − log π_rollout as float64, 0 outside it)."""
+    """Return (bool mask, log π_train − log π_rollout in float64, 0 outside the mask)."""
     require_matrix("response_mask", response_mask_BT)
     tensors = {"old_log_prob": old_log_prob_BT, "rollout_log_prob": rollout_log_prob_BT}
     require_same_shape("response_mask", response_mask_BT, **tensors)
     mask = to_bool_mask(response_mask_BT)
     require_finite(mask, **tensors)
-    gap = old_log_prob_BT.detach().double() - rollout_log_prob_BT.detach().double()
-    return mask, gap.masked_fill_(~mask, 0)
+    log_weights = old_log_prob_BT.detach().double() - rollout_log_prob_BT.detach().double()
+    return mask, log_weights.masked_fill_(~mask, 0)
 
 
 def importance_correction(
@@ -71,23 +83,28 @@ def importance_correction(
     rollout_log_prob_BT: Tensor,
     response_mask_BT: Tensor,
     *,
-    level: str = "token",
-    mode: str = "truncate",
+    level: ImportanceLevel = "token",
+    mode: ImportanceMode = "truncate",
     upper: float = 2.0,
     lower: float | None = None,
     normalise: bool = False,
 ) -> ImportanceCorrection:
-    """Bounded weights π_train/π_rollout.
+    """Compute bounded importance weights π_train/π_rollout.
 
     Args:
         old_log_prob_BT: log π of the training engine at the start of the step.
-        rollout_log_prob_BT: log π as sampled.
-        level: a key of `LEVELS`. mode: a key of `MODES`.
-        upper, lower: bounds of w. `lower` None: 1/upper in mode `mask`, none in `truncate`.
-        normalise: divide by the mean weight of the batch, so that the step keeps its size.
+        rollout_log_prob_BT: log π of the rollout engine, recorded while sampling.
+        response_mask_BT: 0/1.
+        level: a key of `LEVELS`.
+        mode: a key of `MODES`.
+        upper: upper bound of w.
+        lower: lower bound of w. None: 1/upper in mode `mask`, no bound in mode `truncate`.
+        normalise: divide the weights by their mean over the batch, so that the size of the step
+            does not change.
 
     Raises:
-        UnknownNameError: level or mode. AlgorithmError: bounds in disorder.
+        UnknownNameError: `level` or `mode` is unknown.
+        AlgorithmError: the bounds are not 0 ≤ lower < upper.
         ShapeError, MaskError, NonFiniteError.
     """
     look_up(LEVELS, level, "importance level")
@@ -95,83 +112,99 @@ def importance_correction(
     if lower is None:
         lower = 1 / upper if mode == "mask" and upper > 0 else 0.0
     if not 0 <= lower < upper:
-        raise AlgorithmError(f"`lower` must be at least 0 and below `upper`: {lower}, {upper}.")
-    mask, gap = _gap(old_log_prob_BT, rollout_log_prob_BT, response_mask_BT)
-    raw = _level(gap, mask, level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        raise AlgorithmError(
+            f"`lower` must be at least 0 and below `upper`, but received lower {lower} and "
+            f"upper {upper}."
+        )
+    mask, log_weights = _log_weights(old_log_prob_BT, rollout_log_prob_BT, response_mask_BT)
+    raw = _at_level(log_weights, mask, level).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     outside = ((raw < lower) | (raw > upper)) & mask
     kept = mask & ~outside if mode == "mask" else mask
     weights = (raw if mode == "mask" else raw.clamp(lower, upper)).masked_fill(~kept, 0)
-    size = mask.sum().clamp(min=1)
-    mean = weights.sum() / size
+    tokens = mask.sum().clamp(min=1)
+    mean = weights.sum() / tokens
     if normalise and float(mean) > 0:
         weights = weights / mean
     metrics = {
-        "is_weight_mean": float(weights.sum() / size),
+        "is_weight_mean": float(weights.sum() / tokens),
         "is_weight_max": float(weights.max()),
-        "is_outside_fraction": float(outside.sum() / size),
+        "is_outside_fraction": float(outside.sum() / tokens),
         "is_sample_fraction_left_out": float(
             (mask.any(-1) & ~kept.any(-1)).sum() / mask.any(-1).sum().clamp(min=1)
         ),
-        "is_effective_sample_size": _effective_share(weights, mask),
+        "is_effective_sample_size": _effective_fraction(weights, mask),
     }
     return ImportanceCorrection(weights.to(as_float(old_log_prob_BT).dtype), kept, metrics)
 
 
-def _level(gap_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
+def _at_level(log_weights_BT: Tensor, mask_BT: Tensor, level: ImportanceLevel) -> Tensor:
+    """Return the logarithm of w at each token: its own, or one number for the whole response."""
     if level == "token":
-        return gap_BT
-    total = gap_BT.sum(-1, keepdim=True)
+        return log_weights_BT
+    total = log_weights_BT.sum(-1, keepdim=True)
     if level == "geometric":
         total = total / mask_BT.sum(-1, keepdim=True).clamp(min=1)
-    return total.expand_as(gap_BT)
+    return total.expand_as(log_weights_BT)
 
 
-def _effective_share(weights_BT: Tensor, mask_BT: Tensor) -> float:
-    """(Σw)² / (n·Σw²): 1 if all weights are equal, 1/n if one holds everything."""
-    square_sum = weights_BT.square().sum() * mask_BT.sum()
-    return float(weights_BT.sum().square() / square_sum) if float(square_sum) > 0 else 0.0
+def _effective_fraction(weights: Tensor, mask: Tensor) -> float:
+    """Return (Σw)² / (n·Σw²), the effective sample size as a fraction of n.
+
+    It is 1 if all n weights are equal and 1/n if one weight holds the whole sum. Example: weights
+    2, 0.5, 4 give 6.5² / (3 · 20.25) = 0.70.
+    """
+    square_sum = weights.square().sum() * mask.sum()
+    return float(weights.sum().square() / square_sum) if float(square_sum) > 0 else 0.0
 
 
 def mismatch_metrics(
     old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, response_mask_BT: Tensor
 ) -> dict[str, float]:
-    """How far training and sampling engine are apart, over the batch given.
+    """Measure the difference between training engine and rollout engine over the given rows.
 
-    Keys: `mismatch_k1` and `mismatch_k3` estimate KL(π_rollout‖π_train) a token, in nats;
-    `mismatch_abs` mean and `mismatch_max` largest |Δ log π|; `mismatch_prob_max` the largest
-    |Δπ|; `ppl_gap` perplexity under training minus under rollout, mean over responses;
-    `ppl_ratio` exp of the mean log-perplexity difference; `effective_sample_size` of the
-    untruncated token weights, as a share of the tokens; `mismatch_sequence_ess` of the
-    responses' likelihood ratios, as a share of the responses. Exponents are held below 20, so
-    that a broken engine shows as a large number and not as infinity.
+    Log-ratios and log-perplexities are clamped to 20 before `exp`, so that a broken engine shows
+    as a large number instead of infinity.
+
+    Returns:
+        `mismatch_k1`, `mismatch_k3`: estimates of KL(π_rollout‖π_train) per token, in nats.
+        `mismatch_abs`, `mismatch_max`: mean and maximum of |Δ log π|.
+        `mismatch_prob_max`: maximum of |Δπ|.
+        `ppl_gap`: perplexity under training minus under rollout, mean over responses.
+        `ppl_ratio`: exp of the mean difference of log-perplexities.
+        `effective_sample_size`: of the token weights without truncation, as a fraction of tokens.
+        `mismatch_sequence_ess`: of the responses' likelihood ratios, as a fraction of responses.
 
     Raises:
         ShapeError, MaskError, NonFiniteError.
     """
-    mask, gap = _gap(old_log_prob_BT, rollout_log_prob_BT, response_mask_BT)
+    mask, log_weights = _log_weights(old_log_prob_BT, rollout_log_prob_BT, response_mask_BT)
     tokens = mask.sum().clamp(min=1)
     lengths = mask.sum(-1)
     present = lengths > 0
-    samples = present.sum().clamp(min=1)
-    bounded = gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    responses = present.sum().clamp(min=1)
+    bounded = log_weights.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     rollout = rollout_log_prob_BT.detach().double().masked_fill(~mask, 0)
     log_ppl_rollout = -rollout.sum(-1) / lengths.clamp(min=1)
-    log_ppl_train = log_ppl_rollout - gap.sum(-1) / lengths.clamp(min=1)
+    log_ppl_train = log_ppl_rollout - log_weights.sum(-1) / lengths.clamp(min=1)
     difference = (log_ppl_train - log_ppl_rollout).masked_fill(~present, 0)
     ppl_train, ppl_rollout = (
         x.clamp(max=LOG_RATIO_LIMIT).exp() for x in (log_ppl_train, log_ppl_rollout)
     )
     ppl = (ppl_train - ppl_rollout).masked_fill(~present, 0)
-    probability = ((rollout + gap).exp() - rollout.exp()).masked_fill(~mask, 0)
-    ratios = gap.sum(-1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().masked_fill(~present, 0)
+    probability = ((rollout + log_weights).exp() - rollout.exp()).masked_fill(~mask, 0)
+    ratios = (
+        log_weights.sum(-1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().masked_fill(~present, 0)
+    )
+    # The tokens were sampled from π_rollout, so estimates of KL(π_rollout‖π_train) use
+    # log π_rollout − log π_train = −log w: k1 = −log w and k3 = w − 1 − log w.
     return {
-        "mismatch_k1": float(-gap.sum() / tokens),
+        "mismatch_k1": float(-log_weights.sum() / tokens),
         "mismatch_k3": float((torch.expm1(bounded) - bounded).sum() / tokens),
-        "mismatch_abs": float(gap.abs().sum() / tokens),
-        "mismatch_max": float(gap.abs().max()),
+        "mismatch_abs": float(log_weights.abs().sum() / tokens),
+        "mismatch_max": float(log_weights.abs().max()),
         "mismatch_prob_max": float(probability.abs().max()),
-        "ppl_gap": float(ppl.sum() / samples),
-        "ppl_ratio": float((difference.sum() / samples).clamp(max=LOG_RATIO_LIMIT).exp()),
-        "effective_sample_size": _effective_share(bounded.exp().masked_fill(~mask, 0), mask),
-        "mismatch_sequence_ess": _effective_share(ratios, present),
+        "ppl_gap": float(ppl.sum() / responses),
+        "ppl_ratio": float((difference.sum() / responses).clamp(max=LOG_RATIO_LIMIT).exp()),
+        "effective_sample_size": _effective_fraction(bounded.exp().masked_fill(~mask, 0), mask),
+        "mismatch_sequence_ess": _effective_fraction(ratios, present),
     }

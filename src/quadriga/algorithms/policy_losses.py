@@ -1,10 +1,9 @@
-"""The table of policy losses, and the one way to call them. Shapes: B samples, T tokens."""
+"""The table of policy losses, and the function that calls them. Shapes: B samples, T tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from quadriga.errors import AlgorithmError
 
 PolicyLossFn = Callable[..., PolicyLoss]
 
-# What a loss may ask for by parameter name; every other parameter is a setting.
+# Parameter names by which a loss receives tensors. Every other parameter is a setting.
 INPUTS = (
     "log_prob_BT",
     "old_log_prob_BT",
@@ -36,7 +35,8 @@ INPUTS = (
     "entropy_BT",
     "selected_BT",
 )
-# Settings that a run hands to whichever loss it uses; others pass them by in silence.
+# Settings of the run that may be passed to any loss. A loss that does not read one of them ignores
+# it, so that the actor can pass the same settings whichever loss is chosen.
 SHARED_SETTINGS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 
@@ -45,15 +45,18 @@ class PolicyLossEntry:
     """One policy loss.
 
     Attributes:
-        fn: takes the `needs` and the `settings` by keyword, gives a `PolicyLoss`.
-        formula, paper: for the reader; `paper` is an arXiv id.
-        needs: which of `INPUTS` it takes.
-        settings: which settings it and its `select` read; `select_settings` those of `select`.
-        origin: "built-in" or the user's file.
-        aggregation: the mode its paper uses.
-        one_per_sequence: True if the loss is one number a response (a weight a token would then
-            bend it, so weights are averaged first).
-        select: chooses `selected_BT` over the whole batch, from what is known before the update.
+        fn: the loss. It takes `needs` and `settings` by keyword and returns a `PolicyLoss`.
+        formula: the formula in the notation of `docs/notation.md`.
+        paper: arXiv ids.
+        needs: the names from `INPUTS` that `fn` takes.
+        settings: the names of the settings that `fn` and `select` read.
+        origin: "built-in", or the path of the user's file.
+        aggregation: the aggregation mode of the paper.
+        one_per_sequence: whether the loss is one number per response. Importance weights are then
+            averaged over the response.
+        select: chooses `selected_BT` over the whole batch before the update; None for losses that
+            do not select tokens.
+        select_settings: the names of the settings that `select` reads.
     """
 
     fn: PolicyLossFn
@@ -69,12 +72,12 @@ class PolicyLossEntry:
 
     @property
     def needs_rollout_log_probs(self) -> bool:
-        """True if the log-probabilities of the sampling engine are wanted."""
+        """Whether the loss reads the log-probabilities of the rollout engine."""
         return "rollout_log_prob_BT" in self.needs
 
     @property
     def needs_entropy(self) -> bool:
-        """True if the entropy of each token's distribution is wanted."""
+        """Whether the loss reads the entropy of each token's distribution."""
         return "entropy_BT" in self.needs
 
 
@@ -130,7 +133,7 @@ POLICY_LOSSES: dict[str, PolicyLossEntry] = {
     ),
     "geo_mean": _entry(
         sequence.geo_mean,
-        "−A exp(mean_t of log r_t, clipped to (−ε_low, ε_high) on the side that A pushes)",
+        "−A exp(mean_t clipped log r_t);  log r_t ≤ ε_high where A > 0, ≥ −ε_low where A < 0",
         "2507.20673",
         aggregation="seq-mean-token-mean",
         one_per_sequence=True,
@@ -156,24 +159,33 @@ POLICY_LOSSES: dict[str, PolicyLossEntry] = {
     ),
 }
 
-SELECT_FIRST = " Call `select_tokens` once over the whole batch; a part of it cannot know."
-# Names by which people who come from elsewhere know the same loss.
+# What to do about a missing input, and about a missing `selected_BT`.
+PASS_IT = " Pass it, or choose a loss that does not need it."
+SELECT_FIRST = (
+    " Call `select_tokens` once over the whole batch: the selection depends on means over all "
+    "rows, which a micro-batch does not contain."
+)
+# Names of the same losses in other frameworks and papers.
 ALIASES = {"vanilla": "ppo_clip", "ppo": "ppo_clip", "gmpo": "geo_mean"}
 
 
 def get_policy_loss(name: str) -> PolicyLossEntry:
-    """The loss of that name or alias. Raises `UnknownNameError` with the nearest name."""
+    """Return the loss `name`, or the loss with that alias.
+
+    Raises:
+        UnknownNameError: no loss has this name. The message contains the nearest name.
+    """
     return registry.look_up(POLICY_LOSSES, ALIASES.get(name, name), "policy loss")
 
 
 def register_policy_loss(
     name: str, *, formula: str = "", paper: str = "", aggregation: str = "token-mean"
 ) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator that adds a loss to the table.
+    """Return a decorator that adds a loss to the table.
 
-    The function's parameters say what it takes: any of `INPUTS` by name (masks arrive as bool),
-    and settings with defaults (from `policy_loss.options` and the shared settings). It returns a
-    `PolicyLoss`, or only the loss of each token [B, T].
+    The parameters of the decorated function state what it takes: any name of `INPUTS` (masks are
+    bool), and settings with defaults (read from `policy_loss.options` and the shared settings).
+    The function returns a `PolicyLoss`, or only the loss of each token [B, T].
 
     Raises:
         InputError: the name is taken, or a parameter is neither an input nor has a default.
@@ -199,15 +211,24 @@ def select_tokens(
     old_log_prob_BT: Tensor,
     advantages_BT: Tensor,
     response_mask_BT: Tensor,
-    **settings: Any,
+    **settings: object,
 ) -> Tensor | None:
-    """`selected_BT` for the whole batch (bool), or None if the loss does not select tokens.
+    """Select the tokens that a loss treats differently, over the whole batch.
 
-    Call it once, before the batch is split, and pass the rows on with the batch.
+    Call this function once, before the batch is split, and keep the result as a field of the
+    batch, so that it is split with the rows.
+
+    Args:
+        old_log_prob_BT: log π at the start of the step.
+        advantages_BT, response_mask_BT: as in `compute_policy_loss`.
+        settings: settings of the loss; `SHARED_SETTINGS` may be passed to any loss.
+
+    Returns:
+        `selected_BT`, bool; None if the loss does not select tokens.
 
     Raises:
-        UnknownNameError, UnknownSettingError, ShapeError, MaskError, NonFiniteError;
-        AlgorithmError: a setting out of range.
+        UnknownNameError, UnknownSettingError, ShapeError, MaskError, NonFiniteError.
+        AlgorithmError: a setting is out of range.
     """
     entry = get_policy_loss(name)
     if entry.select is None:
@@ -216,7 +237,7 @@ def select_tokens(
     tensors = {"old_log_prob_BT": old_log_prob_BT, "advantages_BT": advantages_BT}
     return entry.select(
         **tensors,
-        response_mask_BT=_check(response_mask_BT, tensors, validate=True),
+        response_mask_BT=_checked_mask(response_mask_BT, tensors, validate=True),
         **{key: value for key, value in chosen.items() if key in entry.select_settings},
     )
 
@@ -233,25 +254,27 @@ def compute_policy_loss(
     selected_BT: Tensor | None = None,
     importance_weights_BT: Tensor | None = None,
     validate: bool = True,
-    **settings: Any,
+    **settings: object,
 ) -> PolicyLoss:
-    """The loss of each token by the policy loss `name`; any rows of the batch may be given.
+    """Compute the loss of each token with the policy loss `name`, for any rows of the batch.
 
     Args:
-        log_prob_BT: log π of the response tokens now, with gradient.
-        old_log_prob_BT: the same at the start of the step.
-        advantages_BT, response_mask_BT: as from `compute_advantages`.
-        selected_BT: from `select_tokens` over the whole batch, for the losses that need it.
-        importance_weights_BT: fixed weight of each token (`importance.py`).
-        validate: look for NaN and infinity (one reduction a tensor).
-        settings: by name; shared ones (`SHARED_SETTINGS`) may be given to any loss.
+        log_prob_BT: log π of the response tokens under the current policy, with gradient.
+        old_log_prob_BT: log π at the start of the step.
+        advantages_BT, response_mask_BT: as in `compute_advantages`.
+        rollout_log_prob_BT: log π_rollout, for losses that need it.
+        entropy_BT: entropy in nats, for losses that need it.
+        selected_BT: from `select_tokens` over the whole batch, for losses that need it.
+        importance_weights_BT: constant weight of each token (`importance.py`).
+        validate: check the tensors for NaN and infinity (one reduction per tensor).
+        settings: settings of the loss; `SHARED_SETTINGS` may be passed to any loss.
 
     Returns:
-        `PolicyLoss`: loss_BT at least float32, 0 outside the mask.
+        `PolicyLoss` with `loss_BT` in float32 or float64, 0 outside the mask.
 
     Raises:
-        UnknownNameError, UnknownSettingError, ShapeError, MaskError, NonFiniteError;
-        AlgorithmError: an input that this loss needs is missing.
+        UnknownNameError, UnknownSettingError, ShapeError, MaskError, NonFiniteError.
+        AlgorithmError: an input that the loss needs is missing.
     """
     entry = get_policy_loss(name)
     chosen = registry.choose_settings(settings, entry.settings, SHARED_SETTINGS, name)
@@ -263,10 +286,10 @@ def compute_policy_loss(
         "entropy_BT": entropy_BT,
         "selected_BT": selected_BT,
     }
-    _require_inputs(name, entry, given)
-    needed = {need: given.get(need) for need in entry.needs if need != "selected_BT"}
-    inputs = {need: tensor for need, tensor in needed.items() if tensor is not None}
-    mask = _check(response_mask_BT, {**inputs, "log_prob_BT": log_prob_BT}, validate)
+    inputs = _needed_inputs(name, entry, given)
+    inputs.pop("selected_BT", None)
+    mask = _checked_mask(response_mask_BT, {**inputs, "log_prob_BT": log_prob_BT}, validate)
+    # 0 outside the mask, so that a loss may multiply by the mask: 0 · NaN would be NaN.
     inputs = {key: as_float(tensor).masked_fill(~mask, 0) for key, tensor in inputs.items()}
     if selected_BT is not None and "selected_BT" in entry.needs:
         require_same_shape("response_mask", mask, selected=selected_BT)
@@ -277,23 +300,27 @@ def compute_policy_loss(
         **{key: value for key, value in chosen.items() if key not in entry.select_settings},
     )
     if entry.origin != "built-in":
-        result = _guarded(name, result, mask, validate)
-    if importance_weights_BT is None:
-        return result
-    return _weighted(result, importance_weights_BT, mask, entry.one_per_sequence, validate)
+        result = _check_user_result(name, result, mask, validate)
+    return _apply_weights(result, importance_weights_BT, mask, entry.one_per_sequence, validate)
 
 
-def _require_inputs(name: str, entry: PolicyLossEntry, given: Mapping[str, Tensor | None]) -> None:
-    missing = [need for need in entry.needs if need in given and given[need] is None]
+def _needed_inputs(
+    name: str, entry: PolicyLossEntry, given: Mapping[str, Tensor | None]
+) -> dict[str, Tensor]:
+    """Return the given inputs that the loss takes. Raise `AlgorithmError` if one is None."""
+    inputs = {need: tensor for need in entry.needs if (tensor := given.get(need)) is not None}
+    missing = [need for need in entry.needs if need in given and need not in inputs]
     if missing:
         raise AlgorithmError(
-            f"The policy loss `{name}` needs {', '.join(f'`{m}`' for m in missing)}, "
-            f"which the batch does not give." + (SELECT_FIRST if "selected_BT" in missing else ""),
+            f"The policy loss `{name}` needs {', '.join(f'`{m}`' for m in missing)}, but "
+            f"received None." + (SELECT_FIRST if "selected_BT" in missing else PASS_IT),
             tensor=missing[0],
         )
+    return inputs
 
 
-def _check(response_mask_BT: Tensor, tensors: dict[str, Tensor], validate: bool) -> Tensor:
+def _checked_mask(response_mask_BT: Tensor, tensors: dict[str, Tensor], validate: bool) -> Tensor:
+    """Return the mask as bool after checking shapes and, if `validate`, finiteness."""
     require_matrix("response_mask", response_mask_BT)
     named = {key.removesuffix("_BT"): tensor for key, tensor in tensors.items()}
     require_same_shape("response_mask", response_mask_BT, **named)
@@ -303,8 +330,10 @@ def _check(response_mask_BT: Tensor, tensors: dict[str, Tensor], validate: bool)
     return mask
 
 
-def _guarded(name: str, result: PolicyLoss | Tensor, mask: Tensor, validate: bool) -> PolicyLoss:
-    """A user's result: of the mask's shape, finite under it, 0 outside."""
+def _check_user_result(
+    name: str, result: PolicyLoss | Tensor, mask: Tensor, validate: bool
+) -> PolicyLoss:
+    """Return the result of a user's loss with 0 outside the mask, after checking it."""
     loss = PolicyLoss(result) if isinstance(result, Tensor) else result
     named = {f"loss of {name}": loss.loss_BT}
     require_same_shape("response_mask", mask, **named)
@@ -313,13 +342,22 @@ def _guarded(name: str, result: PolicyLoss | Tensor, mask: Tensor, validate: boo
     return PolicyLoss(loss.loss_BT.masked_fill(~mask, 0), loss.metrics)
 
 
-def _weighted(
-    loss: PolicyLoss, weights_BT: Tensor, mask: Tensor, one_per_sequence: bool, validate: bool
+def _apply_weights(
+    loss: PolicyLoss,
+    weights_BT: Tensor | None,
+    mask: Tensor,
+    one_per_sequence: bool,
+    validate: bool,
 ) -> PolicyLoss:
+    """Multiply the loss of each token by its importance weight, if there are weights."""
+    if weights_BT is None:
+        return loss
     require_same_shape("response_mask", mask, importance_weights=weights_BT)
     if validate:
         require_finite(mask, importance_weights=weights_BT)
     weights = as_float(weights_BT.detach()).masked_fill(~mask, 0)
+    # GMPO has the same loss −1 at both tokens of a response. With weights 0.5 and 1.5, both tokens
+    # get the mean weight 1 and keep the loss −1, so it remains one number per response.
     if one_per_sequence:
         weights = masked_mean(weights, mask, dim=-1)[:, None] * mask
     metrics = {**loss.metrics, "importance_weight": Partial.mean(weights, mask)}

@@ -1,7 +1,8 @@
-"""What an entry of a table is, and how a user's own file adds one.
+"""Lookups in the tables of algorithms, and the rules for adding an entry.
 
-The tables themselves are literal dicts: `advantages.ADVANTAGES`, `policy_losses.POLICY_LOSSES`.
-What an entry needs and reads is told by its function's signature, so it cannot disagree with it.
+The tables are literal dicts: `advantages.ADVANTAGES`, `policy_losses.POLICY_LOSSES` and others.
+The inputs and settings of an entry are read from the signature of its function, so the table
+cannot disagree with the function.
 """
 
 from __future__ import annotations
@@ -9,15 +10,31 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 from quadriga.errors import InputError, UnknownNameError, UnknownSettingError
 
+Name = TypeVar("Name", bound=str)
 Entry = TypeVar("Entry")
 
 
-def look_up(table: Mapping[str, Entry], name: str, kind: str) -> Entry:
-    """The entry of that name. Raises `UnknownNameError` with the nearest name."""
+class HasOrigin(Protocol):
+    """An entry of a table that users can extend."""
+
+    @property
+    def origin(self) -> str:
+        """Return "built-in", or the path of the user's file."""
+
+
+def look_up(table: Mapping[Name, Entry], name: Name, kind: str) -> Entry:
+    """Return the entry `name`.
+
+    Args:
+        kind: what the table contains, for the error message.
+
+    Raises:
+        UnknownNameError: the table has no such entry. The message contains the nearest name.
+    """
     if name in table:
         return table[name]
     nearest = next(iter(difflib.get_close_matches(str(name), table, n=1)), None)
@@ -32,12 +49,19 @@ def look_up(table: Mapping[str, Entry], name: str, kind: str) -> Entry:
 
 
 def split_parameters(
-    fn: Callable[..., Any], inputs: Collection[str]
+    fn: Callable[..., object], inputs: Collection[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(the inputs that the function takes, the settings that it reads), by its signature.
+    """Return (the inputs that `fn` takes, the settings that it reads), from its signature.
+
+    `def f(log_prob_BT, advantages_BT, *, weight=0.5)` takes the inputs `log_prob_BT` and
+    `advantages_BT` and reads the setting `weight`.
+
+    Args:
+        inputs: parameter names that are inputs; every other parameter is a setting.
 
     Raises:
-        InputError: a setting without a default, or `*args`/`**kwargs`, which hide what is read.
+        InputError: a setting has no default, or the function takes `*args` or `**kwargs`, which
+            do not show what it reads.
     """
     taken, settings = [], []
     for name, parameter in inspect.signature(fn).parameters.items():
@@ -61,19 +85,25 @@ def split_parameters(
 
 
 def choose_settings(
-    given: Mapping[str, Any], read: Iterable[str], shared: Collection[str], who: str
-) -> dict[str, Any]:
-    """The given settings that are read. Those that every entry may be given pass in silence.
+    given: Mapping[str, object], read: Iterable[str], shared: Collection[str], entry_name: str
+) -> dict[str, object]:
+    """Return the given settings that an entry reads.
+
+    Args:
+        given: the settings of the caller.
+        read: the settings that the entry reads.
+        shared: settings that may be given to every entry and are dropped if it does not read them.
+        entry_name: for the error message.
 
     Raises:
-        UnknownSettingError: a setting that this entry does not read and that is not shared.
+        UnknownSettingError: a given setting is neither read nor shared.
     """
     read = tuple(read)
     for name in given:
         if name not in read and name not in shared:
             nearest = next(iter(difflib.get_close_matches(name, read, n=1)), None)
             raise UnknownSettingError(
-                f"`{who}` reads no setting `{name}`"
+                f"`{entry_name}` reads no setting `{name}`"
                 + (f"; did you mean `{nearest}`?" if nearest else ".")
                 + f" It reads: {', '.join(read) or 'none'}.",
                 key=name,
@@ -82,18 +112,23 @@ def choose_settings(
     return {name: value for name, value in given.items() if name in read}
 
 
-def refuse_second(table: Mapping[str, Any], name: str, origin: str, kind: str) -> None:
-    """Raise `InputError` if `name` is taken by another origin; the same file may be read again."""
+def refuse_second(table: Mapping[str, HasOrigin], name: str, origin: str, kind: str) -> None:
+    """Raise `InputError` if `name` is taken by an entry from another file.
+
+    A file that is loaded again replaces its own entries.
+    """
     if name in table and table[name].origin != origin:
         raise InputError(
-            f"The {kind} `{name}` exists already (from {table[name].origin}); give {origin}'s "
-            f"another name.",
+            f"The {kind} `{name}` exists already (from {table[name].origin}). Give the one from "
+            f"{origin} another name.",
             name=name,
         )
 
 
-def origin_of(fn: Callable[..., Any]) -> str:
-    """Where a function was written: "built-in", or its file."""
-    if fn.__module__.startswith("quadriga.algorithms."):
+def origin_of(fn: Callable[..., object]) -> str:
+    """Return "built-in" for a function of this package, else the path of its file."""
+    # A function that `exec` made in a bare namespace has neither a file nor a module.
+    module = fn.__module__ or "unknown"
+    if module.startswith("quadriga.algorithms."):
         return "built-in"
-    return inspect.getsourcefile(fn) or fn.__module__
+    return inspect.getsourcefile(fn) or module

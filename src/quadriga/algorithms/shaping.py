@@ -1,7 +1,8 @@
-"""What happens to rewards before they become advantages. Shapes: B samples, T tokens.
+"""Reward shaping, and which prompt groups have a signal. Shapes: B samples, T tokens, G groups.
 
-Over-long penalty and filter, clipping and whitening, and which groups have a signal at all. All
-pure: new tensors, inputs untouched.
+A group has a signal if its samples do not all have the same reward. A group without signal (a
+zero-variance group, "dead" in the metrics' names) has advantage 0. All functions are pure: they
+return new tensors and do not change their inputs.
 """
 
 from __future__ import annotations
@@ -24,30 +25,41 @@ from quadriga.errors import AlgorithmError, GroupError
 def overlong_penalty(
     lengths_B: Tensor, *, max_length: int, buffer_length: int, penalty_factor: float = 1.0
 ) -> Tensor:
-    """Soft over-long punishment (DAPO, arXiv 2503.14476, eq. 13), float32 [B], never above 0.
+    """Compute the soft over-long penalty of each response (DAPO, arXiv 2503.14476, eq. 13).
 
-    0 up to max_length − buffer_length, then falling in a line to −penalty_factor at max_length,
-    and staying there beyond.
+    The penalty is 0 up to max_length − buffer_length tokens, then falls linearly to
+    −penalty_factor at max_length, and stays there for longer responses.
+
+    Args:
+        lengths_B: lengths in tokens.
+        max_length, buffer_length: in tokens.
+        penalty_factor: the size of the full penalty.
+
+    Returns:
+        float32 [B], never above 0.
 
     Raises:
-        AlgorithmError: a buffer that is not in 1 … max_length.
+        AlgorithmError: `buffer_length` is not in 1 … max_length.
     """
     if not 0 < buffer_length <= max_length:
         raise AlgorithmError(
-            f"The over-long buffer must be 1 … {max_length} tokens (the longest response), but is "
-            f"{buffer_length}."
+            f"The over-long buffer must be 1 … {max_length} tokens (the maximum response length), "
+            f"but received {buffer_length}."
         )
+    # max_length 100, buffer_length 20, lengths 80, 85, 100, 120:
+    # excess 0, 0.25, 1, 2, clamped to 0, 0.25, 1, 1.
     excess = (lengths_B - (max_length - buffer_length)).float() / buffer_length
     return -penalty_factor * excess.clamp(0, 1)
 
 
 def add_to_last_token(rewards_BT: Tensor, response_mask_BT: Tensor, amounts_B: Tensor) -> Tensor:
-    """rewards_BT with amounts_B added at each sample's last own token.
+    """Return the rewards with `amounts_B` added at each sample's last generated token.
 
-    A sample without tokens gets nothing.
+    A sample without generated tokens is not changed.
 
     Raises:
-        ShapeError, MaskError; NonFiniteError: an amount that is NaN or infinite.
+        ShapeError, MaskError.
+        NonFiniteError: an amount is NaN or infinite.
     """
     require_matrix("response_mask", response_mask_BT)
     require_same_shape("response_mask", response_mask_BT, rewards=rewards_BT)
@@ -59,16 +71,25 @@ def add_to_last_token(rewards_BT: Tensor, response_mask_BT: Tensor, amounts_B: T
     steps = torch.arange(mask.shape[1], device=mask.device)
     if mask.shape[1] == 0:
         return as_float(rewards_BT).clone()
+    # mask 1 0 1 0: steps · mask = 0 0 2 0, so the last generated token is at position 2. An empty
+    # row also gives position 0, where its amount is set to 0.
     last = (steps * mask).amax(-1, keepdim=True)
     amounts = (amounts_B * mask.any(-1)).to(as_float(rewards_BT).dtype)[:, None]
     return as_float(rewards_BT).scatter_add(1, last, amounts)
 
 
 def drop_truncated(response_mask_BT: Tensor, truncated_B: Tensor) -> Tensor:
-    """The mask with the samples that ran into the length limit taken out (over-long filtering,
-    DAPO, arXiv 2503.14476): bool [B, T].
+    """Return the mask with 0 on truncated samples.
 
-    Such a sample then neither trains nor counts in its group.
+    This is the over-long filtering of DAPO (arXiv 2503.14476). A truncated sample reached the
+    length limit. It then has no loss and is not a member of its
+    prompt group.
+
+    Args:
+        truncated_B: 0/1 or bool.
+
+    Returns:
+        bool [B, T].
 
     Raises:
         ShapeError, MaskError.
@@ -81,14 +102,14 @@ def drop_truncated(response_mask_BT: Tensor, truncated_B: Tensor) -> Tensor:
 
 
 def clip_rewards(rewards_BT: Tensor, *, limit: float) -> Tensor:
-    """Rewards held within ±limit. Raises `AlgorithmError` for a limit that is not above 0."""
+    """Return the rewards clamped to ±limit. Raise `AlgorithmError` unless `limit` is above 0."""
     if not limit > 0:
-        raise AlgorithmError(f"`reward_clip` must be above 0, but is {limit}.")
+        raise AlgorithmError(f"`reward_clip` must be above 0, but received {limit}.")
     return rewards_BT.clamp(-limit, limit)
 
 
 def whiten_rewards(rewards_BT: Tensor, response_mask_BT: Tensor) -> Tensor:
-    """Token-level rewards at unit variance over the batch's own tokens, their mean kept.
+    """Scale the rewards to unit variance over the generated tokens of the batch; keep the mean.
 
     Raises:
         ShapeError, MaskError, NonFiniteError.
@@ -103,10 +124,18 @@ def whiten_rewards(rewards_BT: Tensor, response_mask_BT: Tensor) -> Tensor:
 def shape_rewards(
     rewards_BT: Tensor, response_mask_BT: Tensor, *, clip: float | None = None, whiten: bool = False
 ) -> Tensor:
-    """Clip, then whiten, each if asked for; at least float32, 0 outside the mask.
+    """Clip the rewards, then whiten them, each only if requested.
+
+    Args:
+        clip: the limit of `clip_rewards`; None does not clip.
+        whiten: whether to whiten as `whiten_rewards` does.
+
+    Returns:
+        float32 or float64, 0 outside the mask.
 
     Raises:
-        ShapeError, MaskError, NonFiniteError; AlgorithmError: a clip that is not above 0.
+        ShapeError, MaskError, NonFiniteError.
+        AlgorithmError: `clip` is not above 0.
     """
     require_matrix("response_mask", response_mask_BT)
     require_same_shape("response_mask", response_mask_BT, token_level_rewards=rewards_BT)
@@ -119,11 +148,15 @@ def shape_rewards(
 
 
 def groups_of_scores(scores_B: Tensor, group_ids: GroupIds) -> Groups:
-    """Groups in which every sample counts. Raises `GroupError` for no samples, and as
-    `make_groups`; `NonFiniteError`."""
+    """Return the prompt groups, with every sample as a member.
+
+    Raises:
+        GroupError: there are no samples, `scores_B` is not 1-d, or an id is None or NaN.
+        ShapeError, NonFiniteError.
+    """
     if scores_B.dim() != 1 or scores_B.numel() == 0:
         raise GroupError(
-            f"`scores` must hold one number a sample, at least one, but has shape "
+            f"`scores` must hold one number per sample, at least one, but has shape "
             f"{list(scores_B.shape)}.",
             tensor="scores",
         )
@@ -132,7 +165,7 @@ def groups_of_scores(scores_B: Tensor, group_ids: GroupIds) -> Groups:
 
 
 def informative_groups(scores_B: Tensor, group_ids: GroupIds) -> Tensor:
-    """bool [B]: True for samples of groups whose rewards are not all equal.
+    """Return bool [B], True for samples whose group has a signal.
 
     Raises:
         ShapeError, NonFiniteError, GroupError.
@@ -142,17 +175,23 @@ def informative_groups(scores_B: Tensor, group_ids: GroupIds) -> Tensor:
 
 
 def dead_group_metrics(scores_B: Tensor, group_ids: GroupIds) -> dict[str, float]:
-    """How many groups teach something.
+    """Count the groups without signal.
 
-    Keys: `total` and `dead` groups (all rewards equal), and as shares of all groups
-    `dead_fraction`, `dead_at_top` and `dead_at_bottom` (dead at the batch's largest or smallest
-    reward: too easy, too hard); `std_mean`, the mean spread within a group.
+    Returns:
+        `total`: the number of groups.
+        `dead`: the number of groups without signal.
+        `dead_fraction`: the same as a fraction of all groups.
+        `dead_at_top`: groups without signal at the largest reward of the batch (too easy), as a
+            fraction of all groups.
+        `dead_at_bottom`: groups without signal at its smallest reward (too hard), in the same way.
+        `std_mean`: the mean over groups of the standard deviation within the group.
 
     Raises:
         ShapeError, NonFiniteError, GroupError.
     """
     groups = groups_of_scores(scores_B, group_ids)
     dead = ~groups.signal_G(scores_B)
+    # All rewards of a dead group are equal, so its maximum is its level.
     level = groups.extreme_G(scores_B, largest=True)
     top, bottom = (dead & (level == edge) for edge in (scores_B.max(), scores_B.min()))
     return {

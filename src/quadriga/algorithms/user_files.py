@@ -1,8 +1,8 @@
-"""A user's own Python file that adds estimators and losses, here and in every worker.
+"""Load a user's Python file that adds estimators and losses, in the controller and in workers.
 
-The file is imported as it stands; its decorators (`register_advantage`, `register_policy_loss`)
-fill the tables. A worker process starts with the built-in tables only, so the controller sends
-`loaded_user_files()` along, and the worker calls `load_user_files` on it.
+Importing the file runs its decorators (`register_advantage`, `register_policy_loss`), which add to
+the tables. A worker process starts with the built-in tables. The controller therefore sends
+`loaded_user_files()` to each worker, and the worker calls `load_user_files` with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quadriga.errors import InputError
 
 @dataclass(frozen=True)
 class UserFile:
-    """A file that was loaded: where it lies, and what it held then."""
+    """A loaded file: its absolute path, and the SHA-256 of its content when it was loaded."""
 
     path: str
     sha256: str
@@ -33,18 +33,20 @@ _LOADED: dict[str, UserFile] = {}
 def load_user_file(path: str | Path) -> tuple[str, ...]:
     """Import the user's file and return the names that it added, sorted.
 
-    A file that was loaded already is not run again; its names are returned.
+    A file that is loaded already runs again only if its content has changed.
 
     Raises:
-        InputError: no such file, not a Python file, it fails when imported, or it takes a name
-            that exists.
+        InputError: the file does not exist, is not a Python file or raises while it is imported,
+            or a name that it adds is taken.
     """
     file = Path(path).expanduser().resolve()
     if file.suffix != ".py" or not file.is_file():
-        raise InputError(f"`{path}` is not a Python file (looked at {file}).", path=str(file))
+        raise InputError(f"`{path}` is not a Python file (resolved to {file}).", path=str(file))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     before = _LOADED.get(str(file))
     if before is None or before.sha256 != digest:
+        # The hash of the path makes the name of the module unique: two users' files in different
+        # folders may have the same file name.
         _run(file, f"quadriga_user_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}")
         _LOADED[str(file)] = UserFile(str(file), digest)
     return tuple(
@@ -58,6 +60,7 @@ def load_user_file(path: str | Path) -> tuple[str, ...]:
 
 
 def _run(file: Path, module_name: str) -> None:
+    """Import the file under `module_name`, and remove the module again if the import fails."""
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
         raise InputError(f"`{file}` cannot be imported.", path=str(file))
@@ -71,27 +74,29 @@ def _run(file: Path, module_name: str) -> None:
     except Exception as error:
         del sys.modules[module_name]
         raise InputError(
-            f"`{file}` fails when it is imported: {type(error).__name__}: {error}", path=str(file)
+            f"`{file}` raised while it was imported: {type(error).__name__}: {error}",
+            path=str(file),
         ) from error
 
 
 def loaded_user_files() -> tuple[UserFile, ...]:
-    """The files loaded in this process, in order: what a worker must load too."""
+    """Return the files loaded in this process, in order. A worker must load the same files."""
     return tuple(_LOADED.values())
 
 
 def load_user_files(files: Iterable[UserFile | str | Path]) -> None:
-    """Load each file; those given as `UserFile` must hold here what they held there.
+    """Load each file. A file given as a `UserFile` must have the content that it describes.
 
     Raises:
-        InputError: as `load_user_file`, or a file with other content than on the sender's node.
+        InputError: as in `load_user_file`, or the content differs from that on the controller's
+            node.
     """
     for item in files:
         path = item.path if isinstance(item, UserFile) else item
         load_user_file(path)
         if isinstance(item, UserFile) and _LOADED[item.path].sha256 != item.sha256:
             raise InputError(
-                f"`{item.path}` differs between the controller's node and this one; copy the "
-                f"same file to every node.",
+                f"`{item.path}` differs between the controller's node and this one. Copy the same "
+                f"file to every node.",
                 path=item.path,
             )

@@ -1,4 +1,4 @@
-"""The critic's loss. Shapes: B samples, T tokens."""
+"""The loss of the critic. Shapes: B samples, T tokens."""
 
 from __future__ import annotations
 
@@ -26,23 +26,30 @@ def value_loss(
     cliprange_value: float | None = 0.5,
     validate: bool = True,
 ) -> PolicyLoss:
-    """Clipped squared error (PPO's reference code; arXiv 1707.06347 has it without the clip).
+    """Compute the clipped squared error of the values.
 
-    ℓ = ½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²);  ε = None: ½·(V − R)².
+    ℓ = ½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²);  without ε: ½·(V − R)².
+    The clip is that of PPO's reference code; arXiv 1707.06347 has the loss without it.
 
     Args:
-        values_BT: predictions now, with gradient. old_values_BT: those of the rollout.
-        returns_BT: targets. response_mask_BT: 0/1.
+        values_BT: V, the current predictions, with gradient.
+        old_values_BT: V_old, the predictions at the start of the step.
+        returns_BT: R, the targets.
+        response_mask_BT: 0/1.
+        cliprange_value: ε; None does not clip.
+        validate: check the tensors for NaN and infinity.
 
     Returns:
-        Loss of each token, 0 outside the mask; metrics `vpred_mean`, `vf_clipfrac` as
-        partial sums.
+        The loss of each token, 0 outside the mask, and the metrics `vpred_mean` and `vf_clipfrac`.
 
     Raises:
-        ShapeError, MaskError, NonFiniteError; AlgorithmError: a negative clip range.
+        ShapeError, MaskError, NonFiniteError.
+        AlgorithmError: a negative clip range.
     """
     if cliprange_value is not None and cliprange_value < 0:
-        raise AlgorithmError(f"`cliprange_value` must be at least 0, but is {cliprange_value}.")
+        raise AlgorithmError(
+            f"`cliprange_value` must be at least 0, but received {cliprange_value}."
+        )
     require_matrix("response_mask", response_mask_BT)
     tensors = {"values": values_BT, "old_values": old_values_BT, "returns": returns_BT}
     require_same_shape("response_mask", response_mask_BT, **tensors)
@@ -50,11 +57,14 @@ def value_loss(
     if validate:
         require_finite(mask, **tensors)
     values, old, returns = (as_float(t).masked_fill(~mask, 0) for t in tensors.values())
-    loss = plain = (values - returns).square()
+    loss = unclipped = (values - returns).square()
     metrics = {"vpred_mean": Partial.mean(values, mask)}
     if cliprange_value is not None:
+        # V_old = 1, V = 2, ε = 0.5, so the clipped value is 1.5:
+        #     R = 3:  (2 − 3)² = 1 < (1.5 − 3)² = 2.25   V moved far enough: constant, gradient 0
+        #     R = 0:  (2 − 0)² = 4 > (1.5 − 0)² = 2.25   V moved away from R: gradient V − R = 2
         near = torch.clamp(values, old - cliprange_value, old + cliprange_value)
         clipped = (near - returns).square()
-        loss = torch.maximum(plain, clipped)
-        metrics["vf_clipfrac"] = Partial.mean((clipped > plain).float(), mask)
+        loss = torch.maximum(unclipped, clipped)
+        metrics["vf_clipfrac"] = Partial.mean((clipped > unclipped).float(), mask)
     return PolicyLoss(0.5 * loss, metrics)

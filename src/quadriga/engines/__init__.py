@@ -1,47 +1,105 @@
-"""Training engines by name: a model, its optimizer, and how both lie over the ranks."""
+"""Training engines: a model, its optimizer, and how both are sharded over the ranks of a group.
+
+- `base`: the `TrainEngine` protocol, the types of batches, outputs and losses.
+- `fsdp`: the engine over FSDP2. It uses `model_setup` (load and prepare the model), `sharding`
+  (apply `fully_shard`), `micro_batches` (which rows go together), `optimizer` and `schedule`.
+- `token_model`: one forward pass, from rows of tokens to one number for each response token. It
+  uses `packed_attention` and `fused_head`.
+
+May import every package below `engines` in docs/architecture.md, but not `rollout`. Importing this
+file imports no torch.
+"""
 
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from quadriga.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
+    import torch
+
     from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
-    from quadriga.engines.base import TrainEngine
+    from quadriga.engines.base import HeadKind, TrainEngine
 
 
-def _fsdp(*args: Any, **settings: Any) -> TrainEngine:
+class EngineFactory(Protocol):
+    """Builds one kind of training engine. See `build_engine` for the arguments."""
+
+    def __call__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        optim: OptimConfig | None,
+        *,
+        head: HeadKind,
+        device: str | torch.device,
+        total_steps: int | None,
+    ) -> TrainEngine: ...
+
+
+def _fsdp(
+    model: ModelConfig,
+    engine: EngineConfig,
+    optim: OptimConfig | None,
+    *,
+    head: HeadKind,
+    device: str | torch.device,
+    total_steps: int | None,
+) -> TrainEngine:
     from quadriga.engines.fsdp import FSDPEngine
 
-    return FSDPEngine(*args, **settings)
+    return FSDPEngine(model, engine, optim, head=head, device=device, total_steps=total_steps)
 
 
-def _megatron(*args: Any, **settings: Any) -> TrainEngine:
+def _megatron(
+    model: ModelConfig,
+    engine: EngineConfig,
+    optim: OptimConfig | None,
+    *,
+    head: HeadKind,
+    device: str | torch.device,
+    total_steps: int | None,
+) -> TrainEngine:
     raise ConfigError("engine 'megatron' is not in this release; set engine.name=fsdp")
 
 
-ENGINES: dict[str, Any] = {"fsdp": _fsdp, "megatron": _megatron}
-"""Name -> function (model, engine, optim, **settings) that builds the engine."""
+ENGINES: dict[str, EngineFactory] = {"fsdp": _fsdp, "megatron": _megatron}
+"""Name -> function that builds the engine."""
 
 
 def build_engine(
-    model: ModelConfig, engine: EngineConfig, optim: OptimConfig | None = None, **settings: Any
+    model: ModelConfig,
+    engine: EngineConfig,
+    optim: OptimConfig | None = None,
+    *,
+    head: HeadKind = "lm",
+    device: str | torch.device = "cpu",
+    total_steps: int | None = None,
 ) -> TrainEngine:
-    """The training engine that `engine.name` names; see `FSDPEngine` for `settings`.
+    """Build the training engine that `engine.name` names. Every rank of the group calls this.
 
-    Raises `UnknownNameError` for a name that is not in the table, `ConfigError` for one that this
-    release does not have.
+    Args:
+        optim: None for a frozen model, for example the reference policy.
+        head: "lm" for log-probabilities, "value" for one value a token.
+        device: the device of this rank, or its type ("cuda").
+        total_steps: optimizer steps of the run, which the schedule needs if `optim.total_steps` is
+            not set.
+
+    Raises:
+        UnknownNameError: there is no engine of that name.
+        ConfigError: the engine is not in this release, or settings are in conflict.
+        ModelError: the folder does not hold a suitable model.
     """
     if engine.name not in ENGINES:
         nearest = next(iter(difflib.get_close_matches(engine.name, ENGINES, n=1)), None)
         hint = f"; did you mean {nearest!r}?" if nearest else ""
         raise UnknownNameError(
-            f"no training engine {engine.name!r}; known: {', '.join(ENGINES)}{hint}",
+            f"there is no training engine {engine.name!r}; known: {', '.join(ENGINES)}{hint}",
             name=engine.name,
             known=list(ENGINES),
             nearest=nearest,
         )
-    built: TrainEngine = ENGINES[engine.name](model, engine, optim, **settings)
-    return built
+    factory = ENGINES[engine.name]
+    return factory(model, engine, optim, head=head, device=device, total_steps=total_steps)

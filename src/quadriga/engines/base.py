@@ -1,31 +1,48 @@
-"""What a training engine is, whatever runs under it."""
+"""The protocol that every training engine implements, and the types in it.
+
+Shapes: B rows, P prompt columns, R response columns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
+HeadKind = Literal["lm", "value"]
+"""What the model computes for a token: logits over the vocabulary, or one value."""
+
 Batch = Mapping[str, Tensor]
-"""Tensors that share dim 0. Needed: `input_ids`, `attention_mask` [B, P + R] (left-padded prompts,
-then right-padded responses) and `response_mask` [B, R]. A loss may read any other field."""
+"""Tensors with the same first dimension. Required: `input_ids`, `attention_mask` [B, P + R]
+(left-padded prompts, then right-padded responses) and `response_mask` [B, R]. A loss may read any
+other field."""
 
 Outputs = dict[str, Tensor]
-"""`log_probs` [B, R] (and `entropy`, `full_kl` [B, R] where asked for), or `values` [B, R]; zero
-outside `response_mask`. Entry t belongs to the state in which response token t is chosen."""
+"""`log_probs` [B, R] (and `entropy`, `full_kl` [B, R] if requested), or `values` [B, R]; 0 outside
+`response_mask`. Entry t belongs to the state in which response token t is chosen."""
 
 LossFn = Callable[[Outputs, Batch], tuple[Tensor, Mapping[str, Tensor | float]]]
-"""(outputs, micro-batch) -> (loss, metrics). Both are this micro-batch's *share* of the
-mini-batch's number: sums over its rows, divided by counts of the whole mini-batch over all ranks
-(`TrainEngine.global_count`). Then adding up shares over micro-batches and ranks is exact however
-the rows were cut, and that is what the engine does, for the loss's gradient and for metrics.
-Rows whose `response_mask` is empty are not shown to it: they have no outputs."""
+"""(outputs, micro-batch) -> (loss, metrics). Both are this micro-batch's *share* of the value for
+the mini-batch: sums over its rows, divided by counts of the whole mini-batch over all ranks
+(`TrainEngine.global_count`). The engine sums the shares over micro-batches and ranks, for the
+gradient of the loss and for the metrics. The sum is exact however the rows are split.
+Rows whose `response_mask` is all 0 have no outputs, so the function does not receive them."""
+
+# Why shares: three rows with 2, 1 and 5 response tokens, and the mean loss of a token, whose
+# denominator is 2 + 1 + 5 = 8. With the micro-batches {0, 1} and {2}:
+#
+#                        tokens   share of the loss      a token's weight   weight by mean of means
+#   micro-batch {0, 1}      3     (l0 + l1 + l2) / 8           1/8                  1/6
+#   micro-batch {2}         5     (l3 + … + l7) / 8            1/8                  1/10
+#
+# The shares add up to the mean over 8 tokens. Averaging the means of the two micro-batches would
+# give the tokens of short micro-batches a larger weight, and the split would change the gradient.
 
 
 class TrainEngine(Protocol):
-    """Holds a model and its optimizer. Every rank of the group calls the same method together."""
+    """A model and its optimizer. All ranks of the group must call the same method together."""
 
     def forward(
         self,
@@ -35,7 +52,16 @@ class TrainEngine(Protocol):
         entropy: bool = False,
         micro_batch_size: int | None = None,
     ) -> Outputs:
-        """Outputs without gradients, float32, on CPU, rows in the batch's order."""
+        """Compute outputs without gradients: float32, on the CPU, rows in the batch's order.
+
+        Args:
+            temperature: the logits are divided by it.
+            entropy: also compute `entropy`.
+            micro_batch_size: rows of a micro-batch. None: as the engine's settings say.
+
+        Raises:
+            FieldError: the batch lacks a required field.
+        """
         ...
 
     def train_step(
@@ -48,25 +74,37 @@ class TrainEngine(Protocol):
         reference: TrainEngine | None = None,
         micro_batch_size: int | None = None,
     ) -> dict[str, float]:
-        """One optimizer step. Returns the loss function's metrics, and `loss`, summed over
-        micro-batches and ranks, with `grad_norm`, `lr`, `skipped_steps`, `micro_batches`.
+        """Make one optimizer step.
 
-        With a `reference`, an engine of the same kind on the same ranks that holds a model with
-        the same words, outputs have `full_kl`: KL(policy ‖ reference) of each token, over the
-        vocabulary and at `temperature`, with its gradient. Raises `ConfigError` for another kind.
+        Args:
+            loss_fn: see `LossFn`.
+            reference: an engine of the same kind on the same ranks, whose model has the same
+                vocabulary. The outputs then contain `full_kl`: KL(policy ‖ reference) of each
+                token, over the vocabulary and at `temperature`, with its gradient.
+
+        Returns:
+            The metrics of the loss function and `loss`, summed over micro-batches and ranks;
+            `grad_norm` (before clipping), `lr`, `skipped_steps` and `micro_batches`.
+
+        Raises:
+            ConfigError: the engine has no optimizer, or `reference` is of another kind.
+            FieldError: the batch lacks a required field.
         """
         ...
 
     def global_count(self, count: float | Tensor) -> float:
-        """The sum of the ranks' counts."""
+        """Return the sum of `count` over ranks."""
         ...
 
     def state_stream(self) -> Iterator[tuple[str, Tensor]]:
-        """(checkpoint name, full tensor) of every weight. All ranks must run it to its end."""
+        """Yield (checkpoint name, full tensor) of every weight.
+
+        All ranks must exhaust the iterator, because gathering a tensor is a collective.
+        """
         ...
 
     def save(self, folder: str | Path) -> None:
-        """Write this rank's shard of weights, optimizer and random state."""
+        """Write this rank's shard of weights, optimizer state and random state."""
         ...
 
     def load(self, folder: str | Path) -> None:
@@ -74,7 +112,7 @@ class TrainEngine(Protocol):
         ...
 
     def save_hf(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder (rank 0 writes, all ranks take part)."""
+        """Write a Hugging Face folder. Rank 0 writes; all ranks must call this."""
         ...
 
     def offload(self) -> None:
@@ -82,5 +120,5 @@ class TrainEngine(Protocol):
         ...
 
     def reload(self) -> None:
-        """Move them back."""
+        """Move parameters and optimizer state back to the device."""
         ...

@@ -1,42 +1,46 @@
-"""The training engine over FSDP2 (`fully_shard`): one rank or many, CPU with gloo or accelerators.
+"""The training engine over FSDP2 (`fully_shard`), on one rank or many, with CPUs or accelerators.
 
-consumes      a batch's rows of this rank
-waits for     the other ranks of the group, in every method (same method, same order)
-produces      numbers per response token; or one optimizer step
-unblocked by  all ranks having called; a rank without rows computes filler so that none waits
+Concurrency, for every method:
+
+consumes      this rank's rows of a batch
+waits for     the other ranks of the group, which must call the same methods in the same order
+produces      numbers for each response token, or one optimizer step
+unblocked by  the call of the last rank; a rank without rows computes a dummy micro-batch, so that
+              the other ranks need not wait for it
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from quadriga.checkpoint.hf_export import export_hf
 from quadriga.checkpoint.rank_state import load_rank_state, save_rank_state
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
-from quadriga.engines.base import Batch, LossFn, Outputs, TrainEngine
+from quadriga.engines.base import Batch, HeadKind, LossFn, Outputs, TrainEngine
 from quadriga.engines.micro_batches import (
     check_fields,
-    filler_batch,
+    dummy_batch,
     plan_micro_batches,
-    take_rows,
+    select_rows,
 )
+from quadriga.engines.model_setup import load_model, saved_buffer_names, tied_names
 from quadriga.engines.optimizer import ShardedAdamW
 from quadriga.engines.schedule import check_schedule
-from quadriga.engines.sharding import SMALLEST_UNIT, shard_model, units
-from quadriga.engines.token_model import Head, TokenModel
+from quadriga.engines.sharding import MIN_UNIT_PARAMETERS, fsdp_units, shard_model
+from quadriga.engines.token_model import TokenModel
 from quadriga.errors import ConfigError
-from quadriga.models.loading import load_causal_lm, load_value_model
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import (
+    SHARD,
+    data_parallel_mesh,
     init_distributed,
     local_device,
     max_over_ranks,
@@ -45,20 +49,29 @@ from quadriga.parallel.distributed import (
     sum_over_ranks,
     world_size,
 )
-from quadriga.parallel.mesh import SHARD, data_parallel_mesh
 
 _CPU = torch.device("cpu")
-_PARAMETERS = "parameters"
-_MOMENTS = "moments"
+State = Literal["parameters", "moments"]
+"""What an engine can offload: the model's parameters, the optimizer's moments."""
 
 
 class FSDPEngine:
     """A causal language model or a value model, sharded over the ranks. See `TrainEngine`.
 
-    `optim` None: a frozen model (reference policy); its parameters are held in the compute dtype.
-    With an optimizer, parameters are float32 at least, so that small steps are not rounded away,
-    and only the compute is in `engine.dtype`.
-    Raises `ModelError` for a folder that is not a model, `ConfigError` for settings in conflict.
+    With an optimizer, parameters are float32 at least and only the computation is in
+    `engine.dtype`. A frozen model has parameters in `engine.dtype`.
+
+    Args:
+        optim: None for a frozen model, for example the reference policy.
+        head: "lm" for log-probabilities, "value" for one value a token.
+        device: the device of this rank, or its type ("cuda").
+        total_steps: optimizer steps of the run, if `optim.total_steps` is not set.
+        packed: whether to pack rows. None: if the model supports it.
+        min_unit_parameters: layers with fewer parameters are not FSDP units of their own.
+
+    Raises:
+        ModelError: the folder does not hold a suitable model.
+        ConfigError: settings are in conflict.
     """
 
     def __init__(
@@ -67,11 +80,11 @@ class FSDPEngine:
         engine: EngineConfig,
         optim: OptimConfig | None = None,
         *,
-        head: Head = "lm",
+        head: HeadKind = "lm",
         device: str | torch.device = "cpu",
         total_steps: int | None = None,
         packed: bool | None = None,
-        smallest_unit: int = SMALLEST_UNIT,
+        min_unit_parameters: int = MIN_UNIT_PARAMETERS,
     ) -> None:
         self.config = engine
         self.model_config = model
@@ -82,29 +95,27 @@ class FSDPEngine:
         init_distributed(self.device.type)
         mesh = data_parallel_mesh(self.device, engine.fsdp_size)
         dtype = compute_dtype(engine.dtype, self.device)
-        self.module: Any = _load(  # a PreTrainedModel, an FSDPModule too once it is sharded
-            model, head, dtype, trained=optim is not None
-        )
-        self.module.to(self.device)
-        self._tokens = TokenModel(
-            self.module,
+        module = load_model(model, head, dtype, trained=optim is not None)
+        module.to(self.device)  # type: ignore[arg-type]  # its decorator hides `self`
+        self._token_model = TokenModel(
+            module,
             head,
             self.device,
             packed=packed,
             fused=engine.fused_head,
-            tokens=engine.max_tokens_per_micro_batch,
+            micro_batch_tokens=engine.max_tokens_per_micro_batch,
         )
-        self._tied = _tied_names(self.module)
-        self._kept_buffers = set(self.module.state_dict()) - set(_parameter_names(self.module))
-        shard_model(
-            self.module,
+        self._tied = tied_names(module)
+        self._saved_buffers = saved_buffer_names(module)
+        self.module = shard_model(
+            module,
             mesh,
             compute_dtype=dtype,
             reduce_dtype=compute_dtype(engine.reduce_dtype, self.device),
             reshard_after_forward=engine.reshard_after_forward,
-            smallest_unit=smallest_unit,
+            min_unit_parameters=min_unit_parameters,
         )
-        self._units = units(self.module)
+        self._units = fsdp_units(self.module)
         self.optimizer: ShardedAdamW | None = None
         if optim is not None:
             self.optimizer = ShardedAdamW(
@@ -113,13 +124,13 @@ class FSDPEngine:
                 total_steps,
                 shard_group=mesh.get_group(SHARD),
             )
-        self._away: set[str] = set()
+        self._offloaded: set[State] = set()
         if engine.param_offload:
-            self._send_away(_PARAMETERS)
+            self._offload("parameters")
         if engine.optimizer_offload:
-            self._send_away(_MOMENTS)
+            self._offload("moments")
 
-    # Compute
+    # Computation
 
     def forward(
         self,
@@ -129,14 +140,14 @@ class FSDPEngine:
         entropy: bool = False,
         micro_batch_size: int | None = None,
     ) -> Outputs:
-        parts = self._plan(batch, micro_batch_size)
+        micro_batches = self._plan(batch, micro_batch_size)
         shape = batch["response_mask"].shape
         outputs: Outputs = {}
-        with self._in_use(_PARAMETERS), torch.no_grad():
-            for rows in parts:
-                micro = filler_batch() if rows is None else take_rows(batch, rows, _CPU)
-                found = self._tokens(micro, temperature=temperature, entropy=entropy)
-                for name, values in found.items():
+        with self._on_device("parameters"), torch.no_grad():
+            for rows in micro_batches:
+                micro = dummy_batch() if rows is None else select_rows(batch, rows, _CPU)
+                micro_outputs = self._token_model(micro, temperature=temperature, entropy=entropy)
+                for name, values in micro_outputs.items():
                     whole = outputs.setdefault(name, torch.zeros(shape))
                     if rows is not None:
                         whole[rows] = values.float().to(whole.device)
@@ -153,13 +164,15 @@ class FSDPEngine:
         micro_batch_size: int | None = None,
     ) -> dict[str, float]:
         if self.optimizer is None:
-            raise ConfigError("this engine has no optimizer: it was built with optim=None")
-        parts = self._plan(mini_batch, micro_batch_size)
+            raise ConfigError("this engine has no optimizer, because it was built with optim=None")
+        micro_batches = self._plan(mini_batch, micro_batch_size)
         totals: dict[str, float] = {}
-        with self._in_use(_PARAMETERS, _MOMENTS), _beside(reference) as ref:
-            compute = partial(self._tokens, temperature=temperature, entropy=entropy, reference=ref)
-            for index, rows in enumerate(parts):
-                self._synchronise_gradients(index == len(parts) - 1)
+        with self._on_device("parameters", "moments"), _reference_model(reference) as ref:
+            compute = partial(
+                self._token_model, temperature=temperature, entropy=entropy, reference=ref
+            )
+            for index, rows in enumerate(micro_batches):
+                self._set_last_backward(index == len(micro_batches) - 1)
                 self._accumulate(mini_batch, rows, loss_fn, totals, compute)
             norm, rate = self.optimizer.step()
         metrics = sum_metrics_over_ranks(totals)
@@ -167,7 +180,7 @@ class FSDPEngine:
             "grad_norm": norm,
             "lr": rate,
             "skipped_steps": float(self.optimizer.skipped),
-            "micro_batches": float(len(parts)),
+            "micro_batches": float(len(micro_batches)),
         }
         return metrics
 
@@ -179,34 +192,47 @@ class FSDPEngine:
         totals: dict[str, float],
         compute: Callable[[Batch], Outputs],
     ) -> None:
+        """Run forward and backward of one micro-batch; add its shares to gradients and totals."""
         if rows is None:
-            outputs = compute(filler_batch())
-            (torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0).backward()
+            # The backward pass must run for FSDP's collectives, with a gradient of 0.
+            outputs = compute(dummy_batch())
+            zero = torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
+            torch.autograd.backward(zero)
             return
-        outputs = compute(take_rows(mini_batch, rows, _CPU))
-        loss, metrics = loss_fn(outputs, take_rows(mini_batch, rows, self.device))
-        loss.backward()
+        outputs = compute(select_rows(mini_batch, rows, _CPU))
+        loss, metrics = loss_fn(outputs, select_rows(mini_batch, rows, self.device))
+        torch.autograd.backward(loss)
         for name, value in {"loss": loss.detach(), **metrics}.items():
             totals[name] = totals.get(name, 0.0) + float(value)
 
     def _plan(self, batch: Batch, size: int | None) -> list[Tensor | None]:
-        """Row indices of each micro-batch; None where only other ranks have rows left.
+        """Return the row indices of each micro-batch. None is a dummy micro-batch.
 
-        All ranks get equally many, since FSDP's collectives must match, and at least one.
+        All ranks get the same number, at least one, because FSDP's collectives must match.
         """
+        # Three ranks whose rows make 2, 3 and 0 micro-batches; each forward and backward gathers
+        # the parameters of every unit from all ranks:
+        #
+        #   rank 0   [rows] [rows] None
+        #   rank 1   [rows] [rows] [rows]
+        #   rank 2   None   None   None
         check_fields(batch)
         if size is None and not self.config.use_dynamic_bsz:
             size = max(len(batch["input_ids"]), 1)
-        parts = plan_micro_batches(
+        micro_batches = plan_micro_batches(
             batch,
             size=size,
             max_tokens=self.config.max_tokens_per_micro_batch,
-            share_prompts=self._tokens.packed,
+            share_prompts=self._token_model.packed,
         )
-        count = max_over_ranks(max(len(parts), 1), self.device)
-        return [*parts, *[None] * (count - len(parts))]
+        count = max_over_ranks(max(len(micro_batches), 1), self.device)
+        return [*micro_batches, *[None] * (count - len(micro_batches))]
 
-    def _synchronise_gradients(self, last: bool) -> None:
+    def _set_last_backward(self, last: bool) -> None:
+        """Reduce gradients and free gathered parameters only after the last backward pass.
+
+        Until then gradients are accumulated locally, so there is one reduction a step.
+        """
         self.module.set_requires_gradient_sync(last)
         self.module.set_is_last_backward(last)
         self.module.set_reshard_after_backward(last)
@@ -223,7 +249,7 @@ class FSDPEngine:
                 yield alias, full
 
     def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        with self._in_use(_PARAMETERS):
+        with self._on_device("parameters"):
             for name, tensor in self._weights():
                 yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -231,7 +257,7 @@ class FSDPEngine:
         for name, parameter in self.module.named_parameters():
             yield name, parameter.detach()
         for name, buffer in self.module.named_buffers():
-            if name in self._kept_buffers:
+            if name in self._saved_buffers:
                 yield name, buffer
 
     def _state(self) -> dict[str, Tensor]:
@@ -248,7 +274,7 @@ class FSDPEngine:
         save_rank_state(folder, self._state(), steps, rank=rank(), world_size=world_size())
 
     def load(self, folder: str | Path) -> None:
-        with self._in_use(_PARAMETERS, _MOMENTS):
+        with self._on_device("parameters", "moments"):
             state = self._state()
             steps = load_rank_state(folder, state, rank=rank())
             if self.optimizer is not None:
@@ -272,110 +298,68 @@ class FSDPEngine:
     # Memory
 
     def offload(self) -> None:
-        self._send_away(_PARAMETERS)
-        self._send_away(_MOMENTS)
+        self._offload("parameters")
+        self._offload("moments")
 
     def reload(self) -> None:
-        self._bring_back(_PARAMETERS)
-        self._bring_back(_MOMENTS)
+        self._reload("parameters")
+        self._reload("moments")
 
     @contextmanager
-    def _scoring(self) -> Iterator[TokenModel]:
-        """The model for another engine's use, its weights on the device meanwhile."""
-        with self._in_use(_PARAMETERS):
-            yield self._tokens
+    def _lend_model(self) -> Iterator[TokenModel]:
+        """Give the model to another engine, with its weights on the device within the block."""
+        with self._on_device("parameters"):
+            yield self._token_model
 
     @contextmanager
-    def _in_use(self, *parts: str) -> Iterator[None]:
-        """Bring what a method needs to the device, and afterwards leave all as it was."""
-        borrowed = [part for part in parts if part in self._away]
-        for part in borrowed:
-            self._bring_back(part)
+    def _on_device(self, *states: State) -> Iterator[None]:
+        """Reload what a method needs, and offload it again at the end of the block."""
+        reloaded = [state for state in states if state in self._offloaded]
+        for state in reloaded:
+            self._reload(state)
         try:
             yield
         finally:
             self._reshard()
-            for part in borrowed:
-                self._send_away(part)
+            for state in reloaded:
+                self._offload(state)
 
     def _reshard(self) -> None:
-        """Leave the gathered weights: named_parameters() is then the shards, and a later change
-        of these is seen by the next forward."""
+        """Free the gathered parameters.
+
+        `named_parameters()` then returns the shards, and the next forward pass sees every change
+        that was made to them.
+        """
         for unit in self._units:
             unit.reshard()
 
-    def _send_away(self, part: str) -> None:
-        if self.device.type != "cpu" and part not in self._away:
-            self._move(part, _CPU)
-            self._away.add(part)
+    def _offload(self, state: State) -> None:
+        if self.device.type != "cpu" and state not in self._offloaded:
+            self._move(state, _CPU)
+            self._offloaded.add(state)
 
-    def _bring_back(self, part: str) -> None:
-        if part in self._away:
-            self._move(part, self.device)
-            self._away.remove(part)
+    def _reload(self, state: State) -> None:
+        if state in self._offloaded:
+            self._move(state, self.device)
+            self._offloaded.remove(state)
 
-    def _move(self, part: str, device: torch.device) -> None:
-        if part == _PARAMETERS:
-            self.module.to(device)
+    def _move(self, state: State, device: torch.device) -> None:
+        if state == "parameters":
+            self.module.to(device)  # type: ignore[arg-type]  # as above
         elif self.optimizer is not None:
             self.optimizer.move(device)
 
 
 @contextmanager
-def _beside(reference: TrainEngine | None) -> Iterator[TokenModel | None]:
-    """The reference's model while a step of the policy needs it."""
+def _reference_model(reference: TrainEngine | None) -> Iterator[TokenModel | None]:
+    """Give the reference's model within the block; None if there is no reference."""
     if reference is None:
         yield None
         return
     if not isinstance(reference, FSDPEngine):
         raise ConfigError(
-            "KL over the vocabulary needs policy and reference in engines of one kind, but the "
-            f"reference's is {type(reference).__name__}; set ref.engine.name=fsdp"
+            "KL over the vocabulary needs policy and reference in engines of the same kind, but "
+            f"the reference's engine is {type(reference).__name__}; set ref.engine.name=fsdp"
         )
-    with reference._scoring() as tokens:
-        yield tokens
-
-
-def _load(model: ModelConfig, head: Head, dtype: torch.dtype, *, trained: bool) -> Any:
-    if trained and dtype.itemsize < 4:
-        dtype = torch.float32
-    loader = load_causal_lm if head == "lm" else load_value_model
-    module: Any = loader(
-        model.path,
-        dtype=dtype,
-        attn_implementation=model.attn_implementation,
-        trust_remote_code=model.trust_remote_code,
-    )
-    module.config.architectures = [type(module).__name__]  # sharding renames the class
-    _switch_off_dropout(module)
-    if model.gradient_checkpointing and trained:
-        _switch_on_checkpointing(module)
-        return module.train()
-    return module.eval()
-
-
-def _switch_on_checkpointing(module: PreTrainedModel) -> None:
-    new_name = getattr(module, "activation_checkpointing_enable", None)
-    (new_name or module.gradient_checkpointing_enable)({"use_reentrant": False})
-
-
-def _switch_off_dropout(module: nn.Module) -> None:
-    """A log-probability has to be a function of the weights: the first ratio is exactly 1."""
-    parts: Iterable[Any] = module.modules()
-    for part in parts:
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-        elif isinstance(getattr(part, "attention_dropout", None), float):
-            part.attention_dropout = 0.0
-
-
-def _parameter_names(module: nn.Module) -> list[str]:
-    return [name for name, _ in module.named_parameters(remove_duplicate=False)]
-
-
-def _tied_names(module: nn.Module) -> dict[str, list[str]]:
-    """First name of a parameter -> its other names (an output layer tied to the embedding)."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {first: rest for first, *rest in names.values()}
+    with reference._lend_model() as model:
+        yield model

@@ -1,74 +1,70 @@
-"""The output layer of a language model, made to give what is wanted instead of all the logits.
+"""Replace the output layer of a language model, so that it does not return all the logits.
 
-A sharded model's output layer has its weights only while the model runs, so the work is done there:
-`FusedHead` takes the place of the layer's `forward`, and what the model returns as its logits is
-what the task made of the hidden states.
+The output layer of a sharded model has its full weight only while the model runs, so the
+log-probabilities must be computed at that moment. `FusedHead` replaces the layer's `forward`. What
+the model then returns as its logits is the result of a function of the hidden states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-Task = Callable[[Tensor, Tensor], Tensor]
-"""(hidden states as the layer is given them, weight [V, D]) -> what the model is to return."""
+HeadFn = Callable[[Tensor, Tensor], Tensor]
+"""(hidden states that the output layer receives, its weight [V, D]) -> the model's "logits"."""
 
-SMALLEST_FUSED = 2**26
-"""Logits of a micro-batch (tokens × vocabulary) from which on the fused head is worth its fourth
-matrix product: 256 MB in float32."""
+MIN_FUSED_LOGITS = 2**26
+"""Logits of a micro-batch (tokens × vocabulary) from which on the fused head is used. It costs a
+fourth matrix product and saves this many logits, 256 MB in float32."""
 
 
 class FusedHead:
-    """Stands in the layer's place while a task is set, and leaves it as it is otherwise."""
+    """Computes a function in place of the output layer, and the layer itself otherwise."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self._layer = layer
-        self._plain = layer.forward
-        self._task: Task | None = None
-        layer.forward = self._forward  # type: ignore[method-assign, assignment]
+        self._layer_forward = layer.forward
+        self._function: HeadFn | None = None
+        # Only the instance's `forward` is replaced: hooks and the weight's name do not change.
+        layer.forward = self._forward  # type: ignore[method-assign, assignment]  # on purpose
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        if self._task is None:
-            return self._plain(hidden)
-        return self._task(hidden, self._layer.weight)
+        if self._function is None:
+            return self._layer_forward(hidden)
+        return self._function(hidden, self._layer.weight)
 
     @contextmanager
-    def doing(self, task: Task) -> Iterator[None]:
-        """Within the block the layer does `task`."""
-        self._task = task
+    def replaced_by(self, function: HeadFn) -> Iterator[None]:
+        """Within the block, the layer computes `function`."""
+        self._function = function
         try:
             yield
         finally:
-            self._task = None
+            self._function = None
 
 
-def output_layer(model: PreTrainedModel) -> Any:
-    """The module that makes logits of hidden states."""
-    return model.get_output_embeddings()  # type: ignore[no-untyped-call]
+def fusable_layer(model: PreTrainedModel, run: Callable[[], Tensor]) -> nn.Linear | str:
+    """Return the model's output layer if its logits are hidden @ weightᵀ, else the reason why not.
 
-
-def why_not_fused(model: PreTrainedModel, run: Callable[[], Tensor]) -> str | None:
-    """Why this model's logits are not simply hidden @ weightᵀ; None if they are.
-
-    `run` gives the model's logits of any input. They must be what the output layer gave, the very
-    tensor: a model that scales, caps or cuts them afterwards is found out whatever it is called.
+    `run` returns the model's logits for any input. They must be the very tensor that the output
+    layer returned. This test finds every model that scales, caps or slices its logits afterwards,
+    without a list of models or settings.
     """
-    layer = output_layer(model)
+    layer: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # none
     name = type(model).__name__
     if type(layer) is not nn.Linear:
         return f"the output layer of {name} is {type(layer).__name__}, not Linear"
     if layer.bias is not None:
         return f"the output layer of {name} has a bias"
-    seen: list[Tensor] = []
-    hook = layer.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    returned: list[Tensor] = []
+    hook = layer.register_forward_hook(lambda module, inputs, output: returned.append(output))
     with torch.no_grad():
         logits = run()
     hook.remove()
-    if len(seen) != 1 or seen[0] is not logits:
+    if len(returned) != 1 or returned[0] is not logits:
         return f"{name} changes its logits after the output layer"
-    return None
+    return layer

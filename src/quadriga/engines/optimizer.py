@@ -1,12 +1,14 @@
-"""AdamW over this rank's shards.
+"""AdamW over the local shards of this rank.
 
-FSDP2 gives parameters and gradients as DTensors. AdamW is elementwise, so each rank steps its own
-local shards as plain tensors: the same numbers, without a DTensor dispatch per operator.
+FSDP2 represents parameters and gradients as DTensors. AdamW is elementwise, so each rank updates
+its own local shards as plain tensors. The numbers are the same, and there is no DTensor dispatch
+for each operator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,19 +18,25 @@ from torch.distributed.tensor import DTensor
 from quadriga.config.schema import OptimConfig
 from quadriga.engines.schedule import learning_rate
 
-_STATE = ("exp_avg", "exp_avg_sq")
+MomentName = Literal["exp_avg", "exp_avg_sq"]
+_MOMENTS: tuple[MomentName, ...] = ("exp_avg", "exp_avg_sq")
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor (shared storage), or the tensor itself."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor (same storage), or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ShardedAdamW:
-    """AdamW with global-norm clipping and a schedule.
+    """AdamW with clipping by the global gradient norm and a learning rate schedule.
 
-    A step whose gradient norm is not finite leaves weights and moments as they were; it is
-    counted in `skipped`, and the schedule moves on.
+    If the gradient norm is not finite, the step is skipped: weights and moments do not change,
+    `skipped` is incremented, and the schedule continues.
+
+    Args:
+        parameters: (name, parameter) pairs. Frozen parameters are left out.
+        total_steps: optimizer steps of the run, for the schedule.
+        shard_group: the ranks that together hold one copy of the parameters.
     """
 
     def __init__(
@@ -45,7 +53,7 @@ class ShardedAdamW:
         self.skipped = 0
         self._shard_group = shard_group
         self._named = [(name, p) for name, p in parameters if p.requires_grad]
-        self._shards = [nn.Parameter(local(p.detach())) for _, p in self._named]
+        self._shards = [nn.Parameter(local_shard(p.detach())) for _, p in self._named]
         self._adamw = torch.optim.AdamW(
             self._shards,
             lr=config.lr,
@@ -56,9 +64,13 @@ class ShardedAdamW:
         )
 
     def step(self) -> tuple[float, float]:
-        """Clip, step, clear the gradients. Returns (gradient norm before clipping, rate)."""
+        """Clip the gradients, update the weights, and clear the gradients.
+
+        Returns:
+            (gradient norm before clipping, learning rate).
+        """
         rate = learning_rate(self.step_count, self.config, self.total_steps)
-        gradients = [None if p.grad is None else local(p.grad) for _, p in self._named]
+        gradients = [None if p.grad is None else local_shard(p.grad) for _, p in self._named]
         norm = self._global_norm([g for g in gradients if g is not None])
         if norm.isfinite():
             self._apply(gradients, norm, rate)
@@ -77,7 +89,9 @@ class ShardedAdamW:
         for shard, (_, parameter), gradient in zip(
             self._shards, self._named, gradients, strict=True
         ):
-            shard.data = local(parameter.detach())  # offloading moves the storage
+            # Offloading and loading replace the parameter's storage, so the optimizer's view of it
+            # is renewed before every step.
+            shard.data = local_shard(parameter.detach())
             shard.grad = None if gradient is None else gradient.to(shard.dtype)
         for group in self._adamw.param_groups:
             group["lr"] = rate
@@ -86,6 +100,17 @@ class ShardedAdamW:
             shard.grad = None
 
     def _global_norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm of the whole gradient, the same on every rank."""
+        # Three ranks hold the shards of one gradient, with the local norms 1, 2 and 2:
+        #
+        #               rank 0   rank 1   rank 2
+        #   norm²          1        4        4      all-reduce (sum): 9, so the norm is 3 everywhere
+        #   grad_clip 1.5: every rank multiplies its shard by 1.5 / 3 = 0.5
+        #
+        # Norms cannot be summed (1 + 2 + 2 = 5), and clipping by the local norm would scale ranks
+        # 1 and 2 only and turn the gradient. With hybrid sharding every replica holds the reduced
+        # gradient, so only the ranks of one replica (`shard_group`) take part. The sum is in
+        # float64, so that its rounding does not depend on how the gradient is sharded.
         if not gradients:
             return torch.zeros(())
         norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
@@ -95,34 +120,36 @@ class ShardedAdamW:
         return square.sqrt()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Moments as `exp_avg.<parameter>` …, sharded like their parameters.
+        """Return the moments as `exp_avg.<parameter>` and so on, sharded like their parameters.
 
-        Moments that do not exist yet (no step so far) come as zeros.
+        Before the first step, the moments are zeros.
         """
         state: dict[str, Tensor] = {}
         for (name, parameter), shard in zip(self._named, self._shards, strict=True):
-            for key in _STATE:
+            for key in _MOMENTS:
                 moment = self._adamw.state[shard].get(key)
                 moment = torch.zeros_like(shard.detach()) if moment is None else moment
-                state[f"{key}.{name}"] = _like(moment, parameter)
+                state[f"{key}.{name}"] = _sharded_like(moment, parameter)
         return state
 
     def load_tensors(self, state: dict[str, Tensor], *, step_count: int, skipped: int) -> None:
-        """Take moments as `tensors` gives them, and the counts that belong to them."""
+        """Set the moments, as `tensors` returns them, and the counts that belong to them."""
         self.step_count, self.skipped = step_count, skipped
+        # AdamW's own step count drives the bias correction, so it counts the steps that were made.
         steps = float(step_count - skipped)
         for (name, _), shard in zip(self._named, self._shards, strict=True):
-            moments = {key: local(state[f"{key}.{name}"]) for key in _STATE}
+            moments = {key: local_shard(state[f"{key}.{name}"]) for key in _MOMENTS}
             self._adamw.state[shard] = {"step": torch.tensor(steps), **moments}
 
     def move(self, device: torch.device) -> None:
-        """Move the moments (not the parameters)."""
+        """Move the moments (not the parameters) to `device`."""
         for moments in self._adamw.state.values():
-            for key in _STATE:
+            for key in _MOMENTS:
                 moments[key] = moments[key].to(device, non_blocking=True)
 
 
-def _like(shard: Tensor, parameter: Tensor) -> Tensor:
+def _sharded_like(shard: Tensor, parameter: Tensor) -> Tensor:
+    """Return `shard` as a DTensor with the mesh and placements of `parameter`, if it is one."""
     if not isinstance(parameter, DTensor):
         return shard
     return DTensor.from_local(

@@ -1,55 +1,72 @@
-"""Wrapping a model in FSDP2."""
+"""Shard a model with FSDP2.
+
+An *FSDP unit* is a module to which `fully_shard` is applied. Its parameters are gathered together
+before it runs, and their gradients are reduced together.
+"""
 
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
 
-# A head with a bias ends in a view; nothing here changes a model's output in place.
+if TYPE_CHECKING:
+
+    class ShardedModel(PreTrainedModel, FSDPModule):  # type: ignore[no-untyped-call]  # as a base
+        """The type of a model after `shard_model`."""
+
+
+# A head with a bias returns a view. FSDP2 warns because a later in-place change of a view would
+# break its backward hooks; no engine changes a model's output in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
-SMALLEST_UNIT = 4_000_000
-"""Parameters. Layers below this stay in the root unit: below it a collective costs more than the
-memory it frees, and a small model pays for its hooks."""
+MIN_UNIT_PARAMETERS = 4_000_000
+"""Layers with fewer parameters stay in the root unit. For such a layer a collective costs more time
+than the memory it frees is worth, and a small model would spend its time in FSDP's hooks."""
 
 
 def shard_model(
-    model: nn.Module,
+    model: PreTrainedModel,
     mesh: DeviceMesh,
     *,
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool,
-    smallest_unit: int = SMALLEST_UNIT,
-) -> None:
-    """Shard `model` in place over `mesh`, one unit a layer, and make gradients *sums* over ranks.
+    min_unit_parameters: int = MIN_UNIT_PARAMETERS,
+) -> ShardedModel:
+    """Shard `model` in place over `mesh`, one FSDP unit for each large layer, and return it.
 
-    FSDP averages gradients by default. Losses here are shares that add up to the mini-batch's
-    loss (`engines.base.LossFn`), so the divide factor is set to 1.
+    Gradients become sums over ranks. FSDP averages them by default, but a loss here is a share of
+    the mini-batch's loss (`engines.base.LossFn`), and shares must be added.
     """
+    # Three ranks with the shares .2, .3 and .1 of the loss: the mini-batch's loss is .6. FSDP's
+    # default divides by the world size and would give the gradient of .2.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
-    for layer in repeated_layers(model):
-        if sum(p.numel() for p in layer.parameters()) >= smallest_unit:
+    for layer in decoder_layers(model):
+        if sum(p.numel() for p in layer.parameters()) >= min_unit_parameters:
             fully_shard(
                 layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
             )
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for unit in units(model):
+    for unit in fsdp_units(model):
         unit.set_gradient_divide_factor(1.0)
-        # Gloo has no reduction that scales as it sums.
+        # Gloo has no reduce operation that also scales, so FSDP must use a plain sum.
         unit.set_force_sum_reduction_for_comms(True)
+    # `fully_shard` changed the class of `model` to a subclass of its own class and FSDPModule.
+    return cast("ShardedModel", model)
 
 
-def units(model: nn.Module) -> list[FSDPModule]:
-    """The FSDP units of a sharded model, the root first."""
+def fsdp_units(model: nn.Module) -> list[FSDPModule]:
+    """Return the FSDP units of a sharded model, the root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules that the model's author names as not to be split: its decoder layers."""
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose class the model lists in `_no_split_modules`: its decoder layers."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]

@@ -1,79 +1,92 @@
-"""One forward of a micro-batch: from rows of tokens to one number per response token.
+"""One forward pass of a micro-batch: from rows of tokens to one number for each response token.
 
-Shapes: B rows, R response columns, K targets (the response tokens that count), D hidden, V words.
+Shapes: B rows, P prompt columns, R response columns, K targets (the response tokens with
+`response_mask` 1), D hidden size, V vocabulary entries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from quadriga.algorithms.full_kl import kl_full
-from quadriga.engines.base import Batch, Outputs
-from quadriga.engines.fused_head import SMALLEST_FUSED, FusedHead, output_layer, why_not_fused
-from quadriga.engines.micro_batches import filler_batch
+from quadriga.engines.base import Batch, HeadKind, Outputs
+from quadriga.engines.fused_head import MIN_FUSED_LOGITS, FusedHead, fusable_layer
+from quadriga.engines.micro_batches import dummy_batch
 from quadriga.engines.packed_attention import supports_packing, use_packed_attention
 from quadriga.errors import ConfigError
 from quadriga.models.linear_full_kl import linear_full_kl
 from quadriga.models.linear_log_prob import linear_log_probs
 from quadriga.models.log_prob import log_probs_and_entropy
+from quadriga.parallel.attention_blocks import AttentionBlocks
 from quadriga.parallel.packing import pack_rows
-
-Head = Literal["lm", "value"]
 
 
 @dataclass(frozen=True)
-class LaidOut:
-    """A micro-batch as the model takes it.
+class ModelInputs:
+    """A micro-batch in the form that the model takes.
 
-    `inputs`: the model's arguments. `labels` [K]. `pick`: what the output layer is given or gives,
-    to [K, …]. `unpack`: [K] to [B, R], zero at every other place.
+    Attributes:
+        arguments: keyword arguments of the model's `forward`.
+        labels: [K] int64, the token ids of the targets.
+        select: maps what the output layer receives or returns to its entries for the targets,
+            [K, …].
+        unpack: maps [K] to [B, R], with 0 where there is no target.
     """
 
-    inputs: dict[str, Any]
+    arguments: dict[str, Tensor | AttentionBlocks]
     labels: Tensor
-    pick: Callable[[Tensor], Tensor]
+    select: Callable[[Tensor], Tensor]
     unpack: Callable[[Tensor], Tensor]
 
 
 class TokenModel:
-    """A Hugging Face model seen as a function of micro-batches.
+    """A Hugging Face model as a function of micro-batches.
 
-    Packed where the model allows it: no padding, shared prompts once, the head applied only where
-    a response token is predicted. Padded otherwise: the same numbers, more work.
+    If the model supports it, rows are packed: no padding, shared prompts are computed once, and the
+    head is applied only where a response token is predicted. Otherwise rows stay padded, which
+    gives the same numbers with more work.
 
-    `fused` None: the fused head where a micro-batch of `tokens` makes many logits and the model
-    allows it. Raises `ConfigError` for `fused` True and a model that does not.
+    Args:
+        packed: None: pack if the model supports it.
+        fused: whether to use the fused head. None: if the model supports it and a micro-batch of
+            `micro_batch_tokens` has at least `MIN_FUSED_LOGITS` logits.
+
+    Raises:
+        ConfigError: `fused` is True and the model does not support it.
+        ModelError: `packed` is True and the model does not support it.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        head: Head,
+        head: HeadKind,
         device: torch.device,
         *,
         packed: bool | None = None,
         fused: bool | None = False,
-        tokens: int = 0,
+        micro_batch_tokens: int = 0,
     ) -> None:
         self.model = model
         self.head = head
         self.device = device
         self.packed = supports_packing(model) if packed is None else packed
-        # A mask costs accelerators their fastest kernel; CPUs gain from less padding.
+        # The split needs a mask. With a mask, accelerators cannot use their fastest kernel; a CPU
+        # gains from less padding.
         self.split_attention = device.type == "cpu"
         if self.packed:
             use_packed_attention(model)
-        self._fused_head = self._fuse(fused, tokens) if head == "lm" else None
+        self._fused_head: FusedHead | None = None
+        if head == "lm" and self._wants_fused_head(fused, micro_batch_tokens):
+            self._fused_head = self._make_fused_head(required=bool(fused))
 
     @property
     def fused(self) -> bool:
-        """Whether log-probabilities are made from hidden states, without all the logits."""
+        """Whether log-probabilities are computed from hidden states, without all the logits."""
         return self._fused_head is not None
 
     def __call__(
@@ -84,104 +97,122 @@ class TokenModel:
         entropy: bool,
         reference: TokenModel | None = None,
     ) -> Outputs:
-        """`rows` as `engines.base.Batch` (any device); outputs [B, R] on the model's device.
+        """Compute the outputs [B, R] of `rows` (on any device) on the model's device.
 
-        With a `reference`, `full_kl` too: KL(this ‖ reference) over the vocabulary.
+        With a `reference`, they contain `full_kl`: KL(this ‖ reference) over the vocabulary.
         """
-        laid = self._lay_out(rows)
+        inputs = self._model_inputs(rows)
         if self.head == "value":
-            return {"values": laid.unpack(laid.pick(self._run(laid))[:, 0].float())}
-        wanted = Wanted(temperature, entropy, full_kl=reference is not None)
+            values = inputs.select(self._run(inputs))[:, 0].float()
+            return {"values": inputs.unpack(values)}
+        token_outputs = TokenOutputs(temperature, entropy, full_kl=reference is not None)
         if self._fused_head is None or not (reference is None or reference.fused):
             ref_logits = None if reference is None else reference.logits(rows)
-            found = wanted.from_logits(laid.pick(self._run(laid)), laid.labels, ref_logits)
+            logits = inputs.select(self._run(inputs))
+            columns = token_outputs.from_logits(logits, inputs.labels, ref_logits)
         else:
-            state = None if reference is None else reference.last_state(rows)
-            with self._fused_head.doing(
-                lambda hidden, weight: wanted.from_hidden(
-                    laid.pick(hidden), weight, laid.labels, state
+            ref_state = None if reference is None else reference.head_inputs(rows)
+            # The replaced layer returns one column for each output, so the model's "logits" are
+            # [K, number of outputs] instead of [K, V].
+            with self._fused_head.replaced_by(
+                lambda hidden, weight: token_outputs.from_hidden(
+                    inputs.select(hidden), weight, inputs.labels, ref_state
                 )
             ):
-                found = self._run(laid)
-        return {name: laid.unpack(found[:, i]) for i, name in enumerate(wanted.names)}
+                columns = self._run(inputs)
+        return {name: inputs.unpack(columns[:, i]) for i, name in enumerate(token_outputs.names)}
 
     def logits(self, rows: Batch) -> Tensor:
-        """[K, V] without gradient."""
-        laid = self._lay_out(rows)
+        """Return the logits of the targets, [K, V], without gradient."""
+        inputs = self._model_inputs(rows)
         with torch.no_grad():
-            return laid.pick(self._run(laid))
+            return inputs.select(self._run(inputs))
 
-    def last_state(self, rows: Batch) -> tuple[Tensor, Tensor]:
-        """(hidden states that the fused head is given [K, D], its weight [V, D]), no gradient.
+    def head_inputs(self, rows: Batch) -> tuple[Tensor, Tensor]:
+        """Return the hidden states of the targets [K, D] and the head's weight [V, D].
 
-        The weight is good until the model's weights are sharded again.
+        Both are without gradient. The weight is valid until the model's weights are sharded again.
+        Requires a fused head.
         """
         assert self._fused_head is not None
-        laid = self._lay_out(rows)
+        inputs = self._model_inputs(rows)
         weights: list[Tensor] = []
 
-        def keep(hidden: Tensor, weight: Tensor) -> Tensor:
+        def keep_inputs(hidden: Tensor, weight: Tensor) -> Tensor:
             weights.append(weight.detach())
-            return laid.pick(hidden)
+            return inputs.select(hidden)
 
-        with torch.no_grad(), self._fused_head.doing(keep):
-            return self._run(laid), weights[0]
+        with torch.no_grad(), self._fused_head.replaced_by(keep_inputs):
+            return self._run(inputs), weights[0]
 
-    def _run(self, laid: LaidOut) -> Tensor:
-        logits: Tensor = self.model(**laid.inputs, use_cache=False).logits
+    def _run(self, inputs: ModelInputs) -> Tensor:
+        logits: Tensor = self.model(**inputs.arguments, use_cache=False).logits
         return logits
 
-    def _fuse(self, fused: bool | None, tokens: int) -> FusedHead | None:
-        vocabulary = self.model.config.get_text_config().vocab_size
-        if fused is False or (fused is None and tokens * vocabulary < SMALLEST_FUSED):
-            return None
-        reason = why_not_fused(self.model, lambda: self._run(self._lay_out(filler_batch())))
-        if reason is None:
-            return FusedHead(output_layer(self.model))
-        if fused:
-            raise ConfigError(f"engine.fused_head=true: {reason}; set it to null or false")
+    def _wants_fused_head(self, fused: bool | None, micro_batch_tokens: int) -> bool:
+        vocabulary: int = self.model.config.get_text_config().vocab_size
+        return micro_batch_tokens * vocabulary >= MIN_FUSED_LOGITS if fused is None else fused
+
+    def _make_fused_head(self, *, required: bool) -> FusedHead | None:
+        layer = fusable_layer(self.model, lambda: self._run(self._model_inputs(dummy_batch())))
+        if not isinstance(layer, str):
+            return FusedHead(layer)
+        if required:
+            raise ConfigError(f"engine.fused_head=true: {layer}; set it to null or false")
         return None
 
-    def _lay_out(self, rows: Batch) -> LaidOut:
-        return self._packed(rows) if self.packed else self._padded(rows)
+    def _model_inputs(self, rows: Batch) -> ModelInputs:
+        return self._packed_inputs(rows) if self.packed else self._padded_inputs(rows)
 
-    def _packed(self, rows: Batch) -> LaidOut:
+    def _packed_inputs(self, rows: Batch) -> ModelInputs:
         packed = pack_rows(
             rows["input_ids"],
             rows["attention_mask"],
             rows["response_mask"],
             split_attention=self.split_attention,
         ).to(self.device)
-        inputs = {
+        arguments: dict[str, Tensor | AttentionBlocks] = {
             "input_ids": packed.input_ids,
             "position_ids": packed.position_ids,
-            "row_layout": packed.layout,
+            "attention_blocks": packed.attention_blocks,
         }
         if self.head == "value":
-            return LaidOut(inputs, packed.labels, lambda x: x[0, packed.predictors], packed.unpack)
-        inputs["logits_to_keep"] = packed.predictors
-        return LaidOut(inputs, packed.labels, lambda x: x[0], packed.unpack)
+            return ModelInputs(
+                arguments, packed.labels, lambda x: x[0, packed.predictors], packed.unpack
+            )
+        # A causal model can apply its output layer to selected tokens only.
+        arguments["logits_to_keep"] = packed.predictors
+        return ModelInputs(arguments, packed.labels, lambda x: x[0], packed.unpack)
 
-    def _padded(self, rows: Batch) -> LaidOut:
+    def _padded_inputs(self, rows: Batch) -> ModelInputs:
+        # P = R = 3. The output at a column predicts the token of the next column, so the targets in
+        # columns 3 4 5 are predicted at columns 2 3 4: `x[:, P − 1 : −1]`.
+        #
+        #             prompt  | response | response_mask   targets    predicted at columns
+        #   row 0   · 11 12   | 21 22 ·      1 1 0         21 22        2 3
+        #   row 1   · 11 12   | 31  · ·      1 0 0         31           2
+        #   row 2  13 14 15   | 41 42 43     1 0 1         41 43        2 4
         names = ("input_ids", "attention_mask", "response_mask")
         ids, attention, mask = (rows[name].to(self.device) for name in names)
         start = ids.shape[1] - mask.shape[1]
-        kept = mask.bool()
+        is_target = mask.bool()
 
         def unpack(values: Tensor) -> Tensor:
-            return values.new_zeros(kept.shape).masked_scatter(kept, values)
+            return values.new_zeros(is_target.shape).masked_scatter(is_target, values)
 
-        inputs = {
+        arguments: dict[str, Tensor | AttentionBlocks] = {
             "input_ids": ids,
             "attention_mask": attention,
             "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
         }
-        return LaidOut(inputs, ids[:, start:][kept], lambda x: x[:, start - 1 : -1][kept], unpack)
+        return ModelInputs(
+            arguments, ids[:, start:][is_target], lambda x: x[:, start - 1 : -1][is_target], unpack
+        )
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is made of each target's logits; a column each, in the order of `names`."""
+class TokenOutputs:
+    """Which outputs are computed for each target: one column each, in the order of `names`."""
 
     temperature: float
     entropy: bool
@@ -189,16 +220,17 @@ class Wanted:
 
     @property
     def names(self) -> list[str]:
-        """The outputs' names."""
+        """The names of the outputs."""
         return ["log_probs", *["entropy"] * self.entropy, *["full_kl"] * self.full_kl]
 
     def from_logits(
         self, logits_KV: Tensor, labels_K: Tensor, ref_logits_KV: Tensor | None
     ) -> Tensor:
-        """[K, number of names], at least float32."""
-        columns = self._asked_for(
-            log_probs_and_entropy(logits_KV, labels_K, self.temperature, entropy=self.entropy)
+        """Compute the outputs [K, number of names] from logits. The dtype is at least float32."""
+        log_prob, entropy = log_probs_and_entropy(
+            logits_KV, labels_K, self.temperature, entropy=self.entropy
         )
+        columns = [log_prob, entropy] if self.entropy else [log_prob]
         if ref_logits_KV is not None:
             columns.append(kl_full(logits_KV, ref_logits_KV, self.temperature))
         return torch.stack(columns, -1)
@@ -210,13 +242,14 @@ class Wanted:
         labels_K: Tensor,
         reference: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """The same from hidden states and the output layer's weight, no [K, V] tensor made."""
-        columns = self._asked_for(
-            linear_log_probs(hidden_KD, weight_VD, labels_K, self.temperature, entropy=self.entropy)
+        """Compute the same from hidden states and the head's weight, without a [K, V] tensor.
+
+        `reference`: hidden states and weight of the reference model (`TokenModel.head_inputs`).
+        """
+        log_prob, entropy = linear_log_probs(
+            hidden_KD, weight_VD, labels_K, self.temperature, entropy=self.entropy
         )
+        columns = [log_prob, entropy] if self.entropy else [log_prob]
         if reference is not None:
             columns.append(linear_full_kl(hidden_KD, weight_VD, *reference, self.temperature))
         return torch.stack(columns, -1)
-
-    def _asked_for(self, log_probs_and_entropy: tuple[Tensor, Tensor]) -> list[Tensor]:
-        return list(log_probs_and_entropy) if self.entropy else [log_probs_and_entropy[0]]

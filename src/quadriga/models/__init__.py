@@ -1,42 +1,45 @@
-"""MODELS: loading, value heads, log-probabilities, and a tiny model made here.
+"""Models: loading and checking folders, log-probabilities and KL, and a tiny model.
 
-Names load when they are first used, so that importing this package costs nothing.
+- `folder`: check a model folder without loading weights; its end tokens.
+- `loading`: tokenizers, causal language models and value models from a folder.
+- `tiny`: write a small model and its tokenizer.
+- `log_prob`: log-probabilities and entropies from logits.
+- `linear_log_prob`, `linear_full_kl`: the same, and KL over the vocabulary, from hidden states.
+- `softmax_tiles`: arithmetic that these share.
+
+May import every package below `models` in docs/architecture.md. Names load when they are first
+used, so importing this package imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from quadriga.models.folder import check_model_folder as check_model_folder
-    from quadriga.models.loading import load_causal_lm as load_causal_lm
-    from quadriga.models.loading import load_tokenizer as load_tokenizer
-    from quadriga.models.loading import load_value_model as load_value_model
-    from quadriga.models.quiet import quiet_libraries as quiet_libraries
-    from quadriga.models.tiny import TinyModel as TinyModel
-    from quadriga.models.tiny import train_tokenizer as train_tokenizer
-    from quadriga.models.tiny import write_tiny_model as write_tiny_model
+from quadriga.lazy import lazy_names
 
 _HOME = {
     "TinyModel": "tiny",
     "check_model_folder": "folder",
+    "end_token_ids": "folder",
     "load_causal_lm": "loading",
     "load_tokenizer": "loading",
     "load_value_model": "loading",
-    "quiet_libraries": "quiet",
+    "quiet_libraries": "loading",
     "train_tokenizer": "tiny",
     "write_tiny_model": "tiny",
 }
 
 __all__ = list(_HOME)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if TYPE_CHECKING:
+    from quadriga.models.folder import check_model_folder as check_model_folder
+    from quadriga.models.folder import end_token_ids as end_token_ids
+    from quadriga.models.loading import load_causal_lm as load_causal_lm
+    from quadriga.models.loading import load_tokenizer as load_tokenizer
+    from quadriga.models.loading import load_value_model as load_value_model
+    from quadriga.models.tiny import TinyModel as TinyModel
+    from quadriga.models.tiny import train_tokenizer as train_tokenizer
+    from quadriga.models.tiny import write_tiny_model as write_tiny_model
+    from quadriga.observability.quiet import quiet_libraries as quiet_libraries
+else:
+    __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -1,12 +1,22 @@
-"""What makes a folder a model, checked without loading weights (and without importing torch)."""
+"""Check that a folder holds a model, and read its end tokens.
+
+Nothing here loads weights or imports torch, so settings can be checked before a worker starts.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from quadriga.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
+"""A value as `json.loads` returns it."""
 
 HUB_PREFIX = "hf://"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -15,7 +25,11 @@ _WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
 def local_folder(path: str | Path) -> Path:
-    """The folder that `path` names; `hf://owner/name` is fetched from the hub (or its cache)."""
+    """Return the folder that `path` names; download `hf://owner/name` from the hub if necessary.
+
+    Raises:
+        ModelError: the hub has no such model, or it cannot be reached and there is no cached copy.
+    """
     text = str(path)
     if not text.startswith(HUB_PREFIX):
         return Path(text).expanduser()
@@ -26,7 +40,7 @@ def local_folder(path: str | Path) -> Path:
         return Path(snapshot_download(text.removeprefix(HUB_PREFIX)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
-            f"{text} cannot be fetched from the hub: {str(error).strip().splitlines()[0]}",
+            f"{text} cannot be downloaded from the hub: {str(error).strip().splitlines()[0]}",
             path=text,
         ) from error
 
@@ -38,14 +52,22 @@ def check_model_folder(
     tokenizer: bool = True,
     trust_remote_code: bool = False,
 ) -> None:
-    """Raise `ModelError`, naming the folder and what it lacks, unless it holds a model.
+    """Check that a folder holds a model.
 
-    Wanted are config.json with a `model_type` (one that transformers knows, or the folder's own
-    with `trust_remote_code`), safetensors weights with all their shards, and tokenizer files.
+    A model folder has a config.json with a `model_type` (one that transformers knows, or the
+    folder's own code if `trust_remote_code` is set), safetensors weights with all their shards, and
+    tokenizer files.
+
+    Args:
+        weights: also require the weights.
+        tokenizer: also require the tokenizer.
+
+    Raises:
+        ModelError: the folder is not a model folder. Names the folder and the missing file.
     """
     folder = local_folder(path)
     if not str(path):
-        raise ModelError("no model folder was given; set the model's path", path="")
+        raise ModelError("the path of the model folder is empty; set the model's path", path="")
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise ModelError(
@@ -55,14 +77,15 @@ def check_model_folder(
     config = _json(folder, "config.json")
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise ModelError(f"{folder / 'config.json'} names no model_type", path=str(folder))
+        raise ModelError(f"{folder / 'config.json'} has no model_type", path=str(folder))
     if not (trust_remote_code and "auto_map" in config):
         _check_known(folder, model_type)
     if weights:
         _check_weights(folder)
     if tokenizer and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
-            f"model folder {folder} has no tokenizer (looked for {', '.join(_TOKENIZER_FILES)})",
+            f"model folder {folder} has no tokenizer; expected one of "
+            f"{', '.join(_TOKENIZER_FILES)}",
             path=str(folder),
         )
 
@@ -72,8 +95,8 @@ def _check_known(folder: Path, model_type: str) -> None:
 
     if model_type not in configuration_auto.CONFIG_MAPPING_NAMES:  # type: ignore[attr-defined]
         raise ModelError(
-            f"{folder / 'config.json'} names model_type {model_type!r}, which this version of "
-            "transformers does not know",
+            f"{folder / 'config.json'} has model_type {model_type!r}, which this version of "
+            "transformers does not support",
             path=str(folder),
         )
 
@@ -84,25 +107,41 @@ def _check_weights(folder: Path) -> None:
     if not (folder / _WEIGHTS_INDEX).is_file():
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
         hint = (
-            "; it has pickled weights, which are not loaded because a pickle can run code: "
-            "convert them to safetensors"
+            "; its pickled weights are not loaded, because a pickle can run code: convert them to "
+            "safetensors"
             if pickled
             else ""
         )
         raise ModelError(f"model folder {folder} has no {_WEIGHTS}{hint}", path=str(folder))
-    shards = set(_json(folder, _WEIGHTS_INDEX).get("weight_map", {}).values())
-    absent = sorted(name for name in shards if not (folder / name).is_file())
+    weight_map = _json(folder, _WEIGHTS_INDEX).get("weight_map")
+    shards = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+    absent = sorted(str(name) for name in shards if not (folder / str(name)).is_file())
     if absent or not shards:
         raise ModelError(
-            f"model folder {folder} lacks {len(absent)} of {len(shards)} weight files"
-            + (f", the first is {absent[0]}" if absent else ""),
+            f"{len(absent)} of {len(shards)} weight files are missing from model folder {folder}"
+            + (f"; the first is {absent[0]}" if absent else ""),
             path=str(folder),
         )
 
 
-def _json(folder: Path, name: str) -> dict[str, Any]:
+def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens that end a response, in ascending order.
+
+    They are the tokenizer's end token and those in the folder's generation_config.json.
+    """
+    ends = {int(tokenizer.eos_token_id)}
+    folder = local_folder(path)
+    if (folder / "generation_config.json").is_file():
+        named = _json(folder, "generation_config.json").get("eos_token_id")
+        values = named if isinstance(named, list) else [named]
+        ends.update(value for value in values if isinstance(value, int))
+    return tuple(sorted(ends))
+
+
+def _json(folder: Path, name: str) -> Mapping[str, JsonValue]:
+    """Read a JSON object from a file of the folder."""
     try:
-        content = json.loads((folder / name).read_text(encoding="utf-8"))
+        content: JsonValue = json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(
             f"{folder} is not a model folder: it has no {name}", path=str(folder)
@@ -110,5 +149,8 @@ def _json(folder: Path, name: str) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{folder / name} is not JSON: {error}", path=str(folder)) from None
     if not isinstance(content, dict):
-        raise ModelError(f"{folder / name} holds no JSON object", path=str(folder))
+        raise ModelError(
+            f"{folder / name} must hold a JSON object, got {type(content).__name__}",
+            path=str(folder),
+        )
     return content

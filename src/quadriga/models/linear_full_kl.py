@@ -1,11 +1,11 @@
-"""KL over the whole vocabulary from hidden states, without ever holding all the logits.
+"""KL over the whole vocabulary from hidden states, without holding all logits at once.
 
-Legend: N tokens, V words, D and E hidden sizes of policy and reference.
+Shapes: N tokens, V vocabulary entries, D and E hidden sizes of policy and reference.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,15 +14,17 @@ from torch.autograd.function import once_differentiable
 from quadriga.algorithms.full_kl import blocks, p_and_gap
 from quadriga.errors import AlgorithmError, ShapeError
 from quadriga.models.softmax_tiles import (
-    Scratch,
-    add_product,
+    SavedContext,
+    ScratchBuffer,
+    accumulate_matmul,
     check_weight,
-    product,
+    scaled_matmul,
     spans,
     wide_dtype,
 )
 
-# Logits of one model alive at once; a chunk holds the whole vocabulary.
+# Elements of a chunk: the logits of one model that exist at once. A chunk spans the whole
+# vocabulary, because KL needs both distributions normalised before they are compared.
 _CPU_CHUNK, _ACCELERATOR_CHUNK = 2**22, 2**27
 
 
@@ -35,16 +37,17 @@ def linear_full_kl(
     *,
     chunk_elements: int | None = None,
 ) -> Tensor:
-    """`kl_full` of the logits hidden @ weightᵀ of policy and reference: [N], nats.
+    """Return `kl_full` of the logits hidden @ weightᵀ of policy and reference: [N], nats.
 
-    Differentiable in the policy's hidden states and weight. Two chunks of logits are alive at
-    once; the backward pass makes them again.
+    Differentiable in the policy's hidden states and weight. Two chunks of logits exist at once; the
+    backward pass computes them again.
 
     Args:
-        chunk_elements: logits of a chunk (at least one token); None: what suits the device.
+        chunk_elements: logits of a chunk (at least one token). None: a size that suits the device.
 
     Raises:
-        ShapeError: the four do not fit. AlgorithmError: temperature not above 0.
+        ShapeError: the shapes of the four tensors do not match.
+        AlgorithmError: the temperature is not above 0.
     """
     check_weight(hidden_ND, weight_VD)
     check_weight(ref_hidden_NE, ref_weight_VE)
@@ -54,8 +57,8 @@ def linear_full_kl(
     ):
         if len(ref) != len(like):
             raise ShapeError(
-                f"`{name}` has {len(ref)} rows, but the policy's has {len(like)}; both must "
-                "describe the same tokens and words.",
+                f"`{name}` has {len(ref)} rows, but the policy's has {len(like)}; both models must "
+                "have the same tokens and the same vocabulary.",
                 tensor=name,
                 expected=len(like),
                 got=len(ref),
@@ -64,7 +67,7 @@ def linear_full_kl(
         raise AlgorithmError(f"`temperature` must be above 0, but is {temperature}.")
     on_cpu = hidden_ND.device.type == "cpu"
     elements = chunk_elements or (_CPU_CHUNK if on_cpu else _ACCELERATOR_CHUNK)
-    kl: Tensor = _LinearFullKL.apply(  # type: ignore[no-untyped-call]
+    kl: Tensor = _LinearFullKL.apply(  # type: ignore[no-untyped-call]  # torch has no annotations
         hidden_ND,
         weight_VD,
         ref_hidden_NE.detach(),
@@ -75,12 +78,27 @@ def linear_full_kl(
     return kl
 
 
+class _KLContext(SavedContext, Protocol):
+    temperature: float
+    tokens: int
+
+
 class _LinearFullKL(torch.autograd.Function):
-    """Chunks of tokens; what is kept are the inputs and one number a token."""
+    """KL of one chunk of tokens after another. Saves the inputs and one number a token."""
+
+    # Three tokens in chunks of 2, V = 3. gap = log π − log π_ref:
+    #
+    #                      π          π_ref           gap            KL = Σ π · gap
+    #   chunk 0  token 0   .5 .3 .2   .4 .4 .2   .223 −.288 0   .112 − .086 = .025
+    #            token 1   .1 .1 .8   .1 .1 .8     0     0  0                 .000
+    #   chunk 1  token 2   …
+    #
+    # The gradient of token 0's logits is π · (gap − KL) / temperature
+    #   = .5 · .198, .3 · (−.313), .2 · (−.025) = .099 −.094 −.005, which sums to 0.
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _KLContext,
         hidden: Tensor,
         weight: Tensor,
         ref_hidden: Tensor,
@@ -89,10 +107,10 @@ class _LinearFullKL(torch.autograd.Function):
         tokens: int,
     ) -> Tensor:
         kl = torch.empty(len(hidden), dtype=wide_dtype(hidden), device=hidden.device)
-        ours, theirs = (Scratch(hidden, kl.dtype) for _ in range(2))
+        policy_buffer, ref_buffer = (ScratchBuffer(hidden, kl.dtype) for _ in range(2))
         for a, b in spans(len(hidden), tokens):
-            logits = product(hidden[a:b], weight.T, ours)
-            ref_logits = product(ref_hidden[a:b], ref_weight.T, theirs)
+            logits = scaled_matmul(hidden[a:b], weight.T, policy_buffer)
+            ref_logits = scaled_matmul(ref_hidden[a:b], ref_weight.T, ref_buffer)
             for c, d in blocks(logits):
                 p, gap = p_and_gap(logits[c:d], ref_logits[c:d], temperature)
                 torch.linalg.vecdot(p, gap, out=kl[a + c : a + d])
@@ -102,23 +120,23 @@ class _LinearFullKL(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: _KLContext, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, ref_hidden, ref_weight, kl = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=kl.dtype) if ctx.needs_input_grad[1] else None
         scale = grad_kl / ctx.temperature
-        ours, theirs = (Scratch(hidden, kl.dtype) for _ in range(2))
+        policy_buffer, ref_buffer = (ScratchBuffer(hidden, kl.dtype) for _ in range(2))
         for a, b in spans(len(hidden), ctx.tokens):
-            logits = product(hidden[a:b], weight.T, ours)
-            ref_logits = product(ref_hidden[a:b], ref_weight.T, theirs)
+            logits = scaled_matmul(hidden[a:b], weight.T, policy_buffer)
+            ref_logits = scaled_matmul(ref_hidden[a:b], ref_weight.T, ref_buffer)
             for c, d in blocks(logits):
                 p, gap = p_and_gap(logits[c:d], ref_logits[c:d], ctx.temperature)
                 gap.sub_(kl[a + c : a + d, None]).mul_(scale[a + c : a + d, None])
-                torch.mul(p, gap, out=logits[c:d])
+                torch.mul(p, gap, out=logits[c:d])  # the logits' memory now holds their gradient
             if grad_hidden is not None:
                 torch.mm(logits.to(weight.dtype), weight, out=grad_hidden[a:b])
             if grad_weight is not None:
-                add_product(grad_weight, logits.T, hidden[a:b])
+                accumulate_matmul(grad_weight, logits.T, hidden[a:b])
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),

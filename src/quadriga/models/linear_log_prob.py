@@ -1,12 +1,12 @@
-"""Log-probabilities and entropies from hidden states, without ever holding all the logits.
+"""Log-probabilities and entropies from hidden states, without holding all logits at once.
 
-- `linear_log_probs`: by tiles of the vocabulary; the backward pass makes each tile again. Its
-  results are ordinary tensors, to be used in any loss.
-- `linear_loss`: the loss is folded in. Each chunk of tokens goes forward and backward while its
-  logits are at hand, so they are made once: three matrix products in place of four.
+- `linear_log_probs`: goes through tiles of the vocabulary. The backward pass computes each tile
+  again. Its results are ordinary tensors and may be used in any loss.
+- `linear_loss`: computes the loss too. Each chunk of tokens goes forward and backward while its
+  logits exist, so they are computed once: three matrix products instead of four.
 
-Legend: N tokens, V words, D hidden size. Results in nats, float32 (float64 for float64 inputs).
-The matrix products run in the precision of the inputs, everything after them in float32.
+Shapes: N tokens, V vocabulary entries, D hidden size. Results are in nats and float32 (float64 for
+float64 inputs). The matrix products run in the dtype of the inputs, everything else in float32.
 """
 
 from __future__ import annotations
@@ -14,36 +14,50 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quadriga.errors import ShapeError
-from quadriga.models.log_prob import wanted
+from quadriga.models.log_prob import nonzero_or_none
 from quadriga.models.softmax_tiles import (
-    FLOOR,
-    Scratch,
-    add_product,
+    MIN_SHIFTED_LOGIT,
+    SavedContext,
+    ScratchBuffer,
+    accumulate_matmul,
     check_inputs,
     check_weight,
     exp_sums,
     gradient_in_place,
-    product,
     row_blocks,
+    scaled_matmul,
     spans,
     wide_dtype,
 )
 
-# Logits alive at once: on a CPU what the cache holds; an accelerator wants large products.
+# Elements of a tile of logits. A CPU tile (4 MB) fits the cache; accelerators need large products.
 _CPU_TILE, _ACCELERATOR_TILE = 2**20, 2**27
-# Rows of a tile. More rows mean fewer passes over the weight's gradient.
+# Rows of a tile. The gradient of the weight is read and written once for every span of rows, so
+# more rows mean less memory traffic.
 _TILE_ROWS = 2048
-# For the folded loss a chunk holds the whole vocabulary, so it is taller in exchange.
+# Elements of a chunk in `linear_loss`. A chunk spans the whole vocabulary, so it is larger.
 _CPU_CHUNK, _ACCELERATOR_CHUNK = 2**23, 2**27
 
 LossFn = Callable[[Tensor, Tensor, int, int], Tensor]
+"""(log_prob, entropy, start, stop) -> 0-d share of the loss of the tokens start … stop-1."""
+
+# How three tokens and a vocabulary of five are cut into tiles of 2 rows and 2 columns. Only one
+# tile of logits exists at a time, in the order of the letters:
+#
+#                 v = 0 1   2 3   4
+#   token 0      |   a   |   b  | c |
+#   token 1      |   a   |   b  | c |
+#   token 2      |   d   |   e  | f |
+#
+# A token's label is in one of its tiles: label 3 of token 1 is column 3 − 2 = 1 of tile b, and
+# columns −1 … of the others are out of range.
 
 
 def linear_log_probs(
@@ -55,23 +69,26 @@ def linear_log_probs(
     entropy: bool = True,
     tile_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability of each label, entropy) of softmax(hidden @ weightᵀ / temperature).
+    """Return the log-probability of each label and the entropy.
+
+    The distribution is softmax(hidden @ weightᵀ / temperature). Both results have the shape of the
+    labels and are differentiable in `hidden` and `weight_VD`.
 
     Args:
-        hidden: [..., D]. weight_VD: [V, D], of the same dtype. labels: [...] int64, 0 … V-1.
-        entropy: without it the second result is 0 and costs nothing.
-        tile_elements: logits alive at once (two such tiles while entropy is wanted).
-
-    Returns:
-        Two tensors of the labels' shape; both differentiable in hidden and weight.
+        hidden: [..., D].
+        weight_VD: [V, D], of the same dtype.
+        labels: [...] int64, 0 … V-1.
+        entropy: if False, the second result is 0 and is not computed.
+        tile_elements: logits that exist at once (two such tiles if `entropy` is set).
 
     Raises:
-        ShapeError: hidden, weight and labels do not fit. AlgorithmError: temperature.
+        ShapeError: the shapes of hidden, weight and labels do not match.
+        AlgorithmError: the temperature is not above 0.
     """
     check_inputs(hidden, labels, temperature)
     check_weight(hidden, weight_VD)
     on_cpu = hidden.device.type == "cpu"
-    log_prob, ent = _Linear.apply(  # type: ignore[no-untyped-call]
+    log_prob, ent = _Linear.apply(  # type: ignore[no-untyped-call]  # torch has no annotations
         hidden.reshape(-1, hidden.shape[-1]),
         weight_VD,
         labels.reshape(-1),
@@ -82,12 +99,18 @@ def linear_log_probs(
     return log_prob.view(labels.shape), ent.view(labels.shape)
 
 
+class _LinearContext(SavedContext, Protocol):
+    temperature: float
+    entropy: bool
+    tile: int
+
+
 class _Linear(torch.autograd.Function):
-    """Tiles of rows × words under a running log-sum-exp."""
+    """Online softmax over tiles of tokens × vocabulary."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _LinearContext,
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
@@ -98,40 +121,44 @@ class _Linear(torch.autograd.Function):
         log_prob = torch.empty(len(hidden), dtype=wide_dtype(hidden), device=hidden.device)
         log_total, ent = torch.empty_like(log_prob), torch.zeros_like(log_prob)
         for a, b in spans(len(hidden), _TILE_ROWS):
-            running = _Running(b - a, log_prob, entropy)
+            softmax = _OnlineSoftmax(b - a, log_prob, entropy)
             for v, w in spans(len(weight), tile // (b - a)):
-                running.take(hidden[a:b], weight[v:w], labels[a:b] - v, temperature)
-            log_prob[a:b], log_total[a:b], ent[a:b] = running.result()
+                softmax.update(hidden[a:b], weight[v:w], labels[a:b] - v, temperature)
+            log_prob[a:b], log_total[a:b], ent[a:b] = softmax.result()
         ctx.save_for_backward(hidden, weight, labels, log_total, ent)
         ctx.temperature, ctx.entropy, ctx.tile = temperature, entropy, tile
         return log_prob, ent
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
+    def backward(
+        ctx: _LinearContext, grad_log_prob: Tensor, grad_entropy: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_total, ent = ctx.saved_tensors
         wide = log_total.dtype
         grad_hidden = torch.zeros_like(hidden, dtype=wide)
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        bonus = wanted(grad_entropy) if ctx.entropy else None
-        logits, weights = (Scratch(hidden, wide) for _ in range(2))
+        used_grad_entropy = nonzero_or_none(grad_entropy) if ctx.entropy else None
+        logits, weights = (ScratchBuffer(hidden, wide) for _ in range(2))
         for a, b in spans(len(hidden), _TILE_ROWS):
             for v, w in spans(len(weight), ctx.tile // (b - a)):
-                tile = product(hidden[a:b], weight[v:w].T, logits, ctx.temperature)
+                # log p = z − log Σ exp z. The sum over the whole vocabulary was saved, so each tile
+                # gives its part of the gradient without the other tiles.
+                tile = scaled_matmul(hidden[a:b], weight[v:w].T, logits, ctx.temperature)
                 tile.sub_(log_total[a:b, None])
                 gradient_in_place(
                     tile,
                     labels[a:b],
                     grad_log_prob[a:b],
-                    None if bonus is None else bonus[a:b],
+                    None if used_grad_entropy is None else used_grad_entropy[a:b],
                     ent[a:b],
                     weights,
                     offset=v,
                     temperature=ctx.temperature,
                 )
-                add_product(grad_hidden[a:b], tile, weight[v:w])
+                accumulate_matmul(grad_hidden[a:b], tile, weight[v:w])
                 if grad_weight is not None:
-                    add_product(grad_weight[v:w], tile.T, hidden[a:b])
+                    accumulate_matmul(grad_weight[v:w], tile.T, hidden[a:b])
         return (
             grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -139,37 +166,51 @@ class _Linear(torch.autograd.Function):
         )
 
 
-class _Running:
-    """Softmax statistics of rows, one tile of words after another.
+class _OnlineSoftmax:
+    """Softmax statistics of rows, updated by one tile of the vocabulary after another.
 
-    With m the largest logit so far, s = Σ exp(z − m) and e = Σ exp(z − m)·(z − m) are carried; a
-    new m' makes of them c·s and c·(e + (m − m')·s), with c = exp(m − m').
+    The state of a row is m, the largest logit so far, s = Σ exp(z − m) and
+    e = Σ exp(z − m)·(z − m). A new maximum m' rescales s to c·s and e to c·(e + (m − m')·s), with
+    c = exp(m − m').
     """
+
+    # One row with the logits 1 3 | 2 5, two tiles:
+    #
+    #   tile    m    c = exp(m − m')    s                              e
+    #   1 3     3         0             e⁻² + 1           = 1.1353     −2·e⁻²              = −0.2707
+    #   2 5     5        e⁻²            c·1.1353 + e⁻³ + 1 = 1.2034    c·(−0.2707 − 2·1.1353)
+    #                                                                  − 3·e⁻³             = −0.4933
+    #
+    # log Σ exp z = 5 + log 1.2034 = 5.1852, so log p(5) = −0.1852;
+    # H = log s − e/s = 0.1852 + 0.4099 = 0.5951.
 
     def __init__(self, rows: int, like: Tensor, entropy: bool) -> None:
         self.largest = like.new_full((rows,), -torch.inf)
         self.total, self.weighted, self.at_label = like.new_zeros(3, rows).unbind()
         self.entropy = entropy
-        self._logits, self._weights = (Scratch(like, like.dtype) for _ in range(2))
+        self._logits, self._weights = (ScratchBuffer(like, like.dtype) for _ in range(2))
 
-    def take(self, hidden: Tensor, weight: Tensor, place: Tensor, temperature: float) -> None:
-        """One more tile; `place` is where in it each row's label lies, if it does."""
-        tile = product(hidden, weight.T, self._logits, temperature)
-        here = (place >= 0) & (place < tile.shape[1])
-        found = tile.gather(1, place.clamp(0, tile.shape[1] - 1)[:, None])[:, 0]
-        self.at_label = torch.where(here, found, self.at_label)
+    def update(
+        self, hidden: Tensor, weight: Tensor, label_column: Tensor, temperature: float
+    ) -> None:
+        """Add one tile. `label_column` may be out of range: the label is then in another tile."""
+        tile = scaled_matmul(hidden, weight.T, self._logits, temperature)
+        in_tile = (label_column >= 0) & (label_column < tile.shape[1])
+        found = tile.gather(1, label_column.clamp(0, tile.shape[1] - 1)[:, None])[:, 0]
+        self.at_label = torch.where(in_tile, found, self.at_label)
         largest = torch.maximum(self.largest, tile.amax(-1))
-        shift = (self.largest - largest).clamp(min=FLOOR)
+        # The clamp turns −inf of the first tile into a finite number: exp gives 0, 0 · shift is 0.
+        shift = (self.largest - largest).clamp(min=MIN_SHIFTED_LOGIT)
         scale = shift.exp()
-        fresh = torch.empty_like(scale) if self.entropy else None
-        total = exp_sums(tile.sub_(largest[:, None]), self._weights, fresh)
-        if fresh is not None:
-            self.weighted = scale * (self.weighted + shift * self.total) + fresh
+        weighted = torch.empty_like(scale) if self.entropy else None
+        total = exp_sums(tile.sub_(largest[:, None]), self._weights, weighted)
+        if weighted is not None:
+            self.weighted = scale * (self.weighted + shift * self.total) + weighted
         self.total = scale * self.total + total
         self.largest = largest
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(log-probability at the label, log Σ exp, entropy) of each row."""
+        """Return the log-probability of the label, log Σ exp z, and the entropy of each row."""
         log_sum = self.total.log()
         ent = log_sum - self.weighted / self.total if self.entropy else self.weighted
         return self.at_label - self.largest - log_sum, self.largest + log_sum, ent
@@ -177,8 +218,12 @@ class _Running:
 
 @dataclass(frozen=True)
 class LinearLoss:
-    """Result of `linear_loss`: `loss` (0-d, differentiable), and for metrics, without gradient,
-    `log_prob` and `entropy` (both [N])."""
+    """Result of `linear_loss`.
+
+    Attributes:
+        loss: 0-d, differentiable.
+        log_prob, entropy: [N], without gradient, for metrics.
+    """
 
     loss: Tensor
     log_prob: Tensor
@@ -195,20 +240,24 @@ def linear_loss(
     boundaries: Sequence[int] | None = None,
     chunk_elements: int | None = None,
 ) -> LinearLoss:
-    """Σ over chunks of loss_fn(log_prob, entropy, start, stop), forward and backward at once.
+    """Return Σ over chunks of loss_fn(log_prob, entropy, start, stop), with its gradients.
+
+    The gradients of `hidden_ND` and `weight_VD` are computed in the forward pass; the backward pass
+    only scales them.
 
     Args:
-        hidden_ND, weight_VD, labels_N: as in `linear_log_probs`, tokens in one row.
-        loss_fn: gets log_prob and entropy of tokens start … stop-1 and returns their share of the
-            loss (0-d), already divided by the global counts. It must not reach outside its
-            tokens; other parameters that it uses get no gradient.
-        boundaries: rising positions where chunks may end, from 0 to N; give the starts of the
-            sequences and N if the loss needs whole ones. None: anywhere.
-        chunk_elements: logits alive at once (but at least one token, or one stretch between
-            boundaries).
+        hidden_ND, weight_VD, labels_N: as in `linear_log_probs`, with all tokens in one row.
+        loss_fn: receives log_prob and entropy of the tokens start … stop-1 and returns their share
+            of the loss (0-d), already divided by the global counts. It must not depend on other
+            tokens. Other parameters that it uses receive no gradient.
+        boundaries: ascending positions, from 0 to N, where a chunk may end. A loss that needs whole
+            sequences gives the starts of the sequences and N. None: a chunk may end anywhere.
+        chunk_elements: logits that exist at once (but at least one token, or all tokens between
+            two boundaries).
 
     Raises:
-        ShapeError: hidden, weight, labels or boundaries do not fit. AlgorithmError: temperature.
+        ShapeError: hidden, weight, labels or boundaries do not match.
+        AlgorithmError: the temperature is not above 0.
     """
     check_inputs(hidden_ND, labels_N, temperature)
     check_weight(hidden_ND, weight_VD)
@@ -216,17 +265,19 @@ def linear_loss(
     elements = chunk_elements or (_CPU_CHUNK if on_cpu else _ACCELERATOR_CHUNK)
     tokens = max(1, elements // weight_VD.shape[0])
     cuts = chunk_cuts(len(labels_N), tokens, boundaries)
-    loss, log_prob, entropy = _LinearLoss.apply(  # type: ignore[no-untyped-call]
+    loss, log_prob, entropy = _LinearLoss.apply(  # type: ignore[no-untyped-call]  # as above
         hidden_ND, weight_VD, labels_N, loss_fn, temperature, cuts
     )
     return LinearLoss(loss, log_prob, entropy)
 
 
 def chunk_cuts(count: int, tokens: int, boundaries: Sequence[int] | None) -> list[int]:
-    """Rising positions 0 … count, at most `tokens` apart, or more where no boundary allows less.
+    """Return ascending positions from 0 to `count` that are at most `tokens` apart.
+
+    They are further apart only where no boundary allows a cut.
 
     Raises:
-        ShapeError: boundaries that do not rise from 0 to count.
+        ShapeError: `boundaries` do not ascend from 0 to `count`.
     """
     if boundaries is None:
         return [*range(0, count, tokens), count]
@@ -237,19 +288,26 @@ def chunk_cuts(count: int, tokens: int, boundaries: Sequence[int] | None) -> lis
             f"{bounds[-1:]}.",
             tensor="boundaries",
         )
+    # Three sequences of 3, 1 and 5 tokens (boundaries 0 3 4 9) and at most 4 tokens a chunk:
+    # 4 − 0 fits, 9 − 0 does not, so cut at 4; the last chunk has 5 tokens because it is one
+    # sequence. Result: 0 4 9.
     cuts = [0]
-    for here, after in pairwise(bounds):
-        if after - cuts[-1] > tokens and here > cuts[-1]:
-            cuts.append(here)
+    for bound, following in pairwise(bounds):
+        if following - cuts[-1] > tokens and bound > cuts[-1]:
+            cuts.append(bound)
     return [*cuts, count]
 
 
+class _LinearLossContext(SavedContext, Protocol):
+    weight_dtype: torch.dtype
+
+
 class _LinearLoss(torch.autograd.Function):
-    """Chunks of tokens, each forward and backward at once; what is kept are the gradients."""
+    """Forward and backward of each chunk of tokens in one go; only the gradients are saved."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _LinearLossContext,
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
@@ -263,22 +321,28 @@ class _LinearLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         loss = log_prob.new_zeros(())
-        logits, weights = (Scratch(hidden, wide) for _ in range(2))
+        logits, weights = (ScratchBuffer(hidden, wide) for _ in range(2))
         for a, b in pairwise(cuts):
-            chunk = product(hidden[a:b], weight.T, logits, temperature)
-            _to_log_p(chunk, labels[a:b], log_prob[a:b], ent[a:b], weights)
-            share, pull, bonus = _loss_of_chunk(loss_fn, log_prob, ent, a, b)
+            chunk = scaled_matmul(hidden[a:b], weight.T, logits, temperature)
+            _log_softmax_in_place(chunk, labels[a:b], log_prob[a:b], ent[a:b], weights)
+            share, grad_log_prob, grad_entropy = _chunk_loss(loss_fn, log_prob, ent, a, b)
             loss += share
             if grad_hidden is None and grad_weight is None:
                 continue
             gradient_in_place(
-                chunk, labels[a:b], pull, bonus, ent[a:b], weights, temperature=temperature
+                chunk,
+                labels[a:b],
+                grad_log_prob,
+                grad_entropy,
+                ent[a:b],
+                weights,
+                temperature=temperature,
             )
-            narrow = chunk.to(weight.dtype)
+            grad_logits = chunk.to(weight.dtype)
             if grad_hidden is not None:
-                torch.mm(narrow, weight, out=grad_hidden[a:b])
+                torch.mm(grad_logits, weight, out=grad_hidden[a:b])
             if grad_weight is not None:
-                add_product(grad_weight, narrow.T, hidden[a:b])
+                accumulate_matmul(grad_weight, grad_logits.T, hidden[a:b])
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(log_prob, ent)
@@ -286,7 +350,9 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, *unused: Tensor) -> tuple[Any, ...]:
+    def backward(
+        ctx: _LinearLossContext, grad_loss: Tensor, *unused: Tensor
+    ) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return (
             None if grad_hidden is None else grad_hidden * grad_loss.to(grad_hidden.dtype),
@@ -295,29 +361,32 @@ class _LinearLoss(torch.autograd.Function):
         )
 
 
-def _to_log_p(
-    chunk: Tensor, labels: Tensor, log_prob: Tensor, entropy: Tensor, scratch: Scratch
+def _log_softmax_in_place(
+    chunk: Tensor, labels: Tensor, log_prob: Tensor, entropy: Tensor, buffer: ScratchBuffer
 ) -> None:
-    """Turn logits into log p in place; fill log_prob and entropy of each row."""
+    """Replace logits by log p; fill `log_prob` and `entropy` of each row."""
     for a, b in row_blocks(chunk):
         rows = chunk[a:b]
         rows.sub_(rows.amax(-1, keepdim=True))
-        total = exp_sums(rows, scratch, entropy[a:b])
+        total = exp_sums(rows, buffer, entropy[a:b])
         log_sum = total.log()
         torch.sub(log_sum, entropy[a:b] / total, out=entropy[a:b])
         rows.sub_(log_sum[:, None])
         log_prob[a:b] = rows.gather(1, labels[a:b, None])[:, 0]
 
 
-def _loss_of_chunk(
+def _chunk_loss(
     loss_fn: LossFn, log_prob: Tensor, entropy: Tensor, start: int, stop: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The chunk's share of the loss, and its gradient in log_prob and entropy (None: no part)."""
+    """Return a chunk's share of the loss and its gradients with respect to log_prob and entropy.
+
+    The last one is None if the loss does not depend on the entropy.
+    """
     with torch.enable_grad():
         lp = log_prob[start:stop].clone().requires_grad_()
         ent = entropy[start:stop].clone().requires_grad_()
         share = loss_fn(lp, ent, start, stop)
         if not share.requires_grad:
             return share, torch.zeros_like(lp), None
-        pull, bonus = torch.autograd.grad(share, (lp, ent), allow_unused=True)
-    return share.detach(), torch.zeros_like(lp) if pull is None else pull, bonus
+        grad_lp, grad_ent = torch.autograd.grad(share, (lp, ent), allow_unused=True)
+    return share.detach(), torch.zeros_like(lp) if grad_lp is None else grad_lp, grad_ent

@@ -1,14 +1,15 @@
-"""Tokenizers and models from a folder, or from the hub where a name starts with `hf://`.
+"""Load tokenizers and models from a folder, or from the hub if the name starts with `hf://`.
 
-Every loader checks the folder first, so that a mistake is a `ModelError` of one line that names
-the folder and what it lacks; `check_model_folder` does the same without loading any weights, for
-use before a worker starts.
+Every loader checks the folder first, so that a mistake gives a `ModelError` of one line that names
+the folder and what is missing. `check_model_folder` does the same check without loading weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -24,32 +25,35 @@ from transformers import (
 
 from quadriga.errors import ModelError
 from quadriga.models.folder import check_model_folder, local_folder
-from quadriga.models.quiet import quiet_libraries
+from quadriga.observability.quiet import quiet_libraries
+from quadriga.parallel.device import DTYPES, ComputeDtypeName
+
+AutoModelClass = type[AutoModelForCausalLM] | type[AutoModelForTokenClassification]
+Dtype = ComputeDtypeName | torch.dtype
+"""A dtype by name, "auto" (the dtype in the folder's config.json), or a torch dtype."""
 
 VALUE_HEAD = "score"
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+
+_LIBRARY_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder, padding on the left, with a padding token.
+    """Load the tokenizer of a model folder, with left padding and a padding token.
 
-    Where the tokenizer names no padding token, the end token serves as one.
+    If the tokenizer has no padding token, the end token is used for padding.
 
-    Raises `ModelError` when the folder holds no tokenizer, or one without an end token.
+    Raises:
+        ModelError: the folder has no tokenizer, or the tokenizer has no end token.
     """
     folder = local_folder(path)
     check_model_folder(folder, weights=False, trust_remote_code=trust_remote_code)
-    with quiet_libraries(), _naming(folder, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(
+    with quiet_libraries(), _model_errors(folder, "tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, padding_side="left"
         )
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            f"the tokenizer in {folder} has no end token, so no answer could ever end; "
+            f"the tokenizer in {folder} has no end token, so no response could ever end; "
             "set eos_token in its tokenizer_config.json",
             path=str(folder),
         )
@@ -61,23 +65,22 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
 def load_causal_lm(
     path: str | Path,
     *,
-    dtype: str | torch.dtype = "float32",
+    dtype: Dtype = "float32",
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The causal language model of a folder, on the CPU, in evaluation mode.
+    """Load the causal language model of a folder on the CPU, in evaluation mode.
 
-    `dtype` is "float32", "bfloat16", "float16", "auto" (as the folder's config says) or a
-    torch dtype. Raises `ModelError` when the folder is not a causal model's, or its weights do not
-    cover the model.
+    Raises:
+        ModelError: the folder has no causal language model, or weights are missing.
     """
     model, missing = _load(
         AutoModelForCausalLM, path, dtype, attn_implementation, trust_remote_code
     )
     if missing:
         raise ModelError(
-            f"the weights in {path} lack {len(missing)} tensors of the model its config.json "
-            f"describes, among them {min(missing)!r}",
+            f"the weights in {path} lack {len(missing)} tensors of the model in its config.json, "
+            f"among them {min(missing)!r}",
             path=str(path),
         )
     return model
@@ -86,26 +89,27 @@ def load_causal_lm(
 def load_value_model(
     path: str | Path,
     *,
-    dtype: str | torch.dtype = "float32",
+    dtype: Dtype = "float32",
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A causal backbone with a scalar head on every token: `model(...).logits` is [B, T, 1].
+    """Load a causal backbone with a scalar head on every token: `model(...).logits` is [B, T, 1].
 
-    The folder is a causal language model's (the head is then new and zero, so that the first
-    values are 0 on every rank) or one that a value model was saved to with `save_pretrained`.
+    The folder may hold a causal language model. The head is then new and zero, so that the first
+    values are 0 on every rank. Or it holds a value model that `save_pretrained` wrote.
 
-    Raises `ModelError` when the folder's architecture has no head for tokens, or weights of the
-    backbone are missing.
+    Raises:
+        ModelError: transformers has no token head for this architecture, or weights of the backbone
+            are missing.
     """
-    config = _one_label(local_folder(path), trust_remote_code)
+    config = _value_config(local_folder(path), trust_remote_code)
     model, missing = _load(
         AutoModelForTokenClassification, path, dtype, attn_implementation, trust_remote_code, config
     )
     head = getattr(model, VALUE_HEAD, None)
     if not isinstance(head, torch.nn.Linear):
         raise ModelError(
-            f"{type(model).__name__}, the token head for the model in {path}, keeps no linear "
+            f"{type(model).__name__}, the token classifier for the model in {path}, has no linear "
             f"layer {VALUE_HEAD!r}; a value model needs one",
             path=str(path),
         )
@@ -123,8 +127,8 @@ def load_value_model(
     return model
 
 
-def _one_label(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
-    """The folder's config, asking for one number a token and no dropout before it."""
+def _value_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
+    """Return the folder's config with one label (one number a token) and no dropout before it."""
     check_model_folder(folder, tokenizer=False, trust_remote_code=trust_remote_code)
     config: PretrainedConfig = AutoConfig.from_pretrained(
         folder, trust_remote_code=trust_remote_code
@@ -135,18 +139,18 @@ def _one_label(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def _load(
-    auto_class: Any,
+    auto_class: AutoModelClass,
     path: str | Path,
-    dtype: str | torch.dtype,
+    dtype: Dtype,
     attn_implementation: str,
     trust_remote_code: bool,
     config: PretrainedConfig | None = None,
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model, and the names of parameters that the folder's weights do not hold."""
+    """Return the model, and the names of its parameters that the folder's weights do not hold."""
     folder = local_folder(path)
     check_model_folder(folder, tokenizer=False, trust_remote_code=trust_remote_code)
-    with quiet_libraries(), _naming(folder, "model"):
-        model, info = auto_class.from_pretrained(
+    with quiet_libraries(), _model_errors(folder, "model"):
+        model, info = auto_class.from_pretrained(  # type: ignore[misc]  # output_loading_info: a pair
             folder,
             dtype=_torch_dtype(dtype),
             attn_implementation=attn_implementation,
@@ -158,31 +162,21 @@ def _load(
     return model.eval(), set(info["missing_keys"])
 
 
-def _torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+def _torch_dtype(dtype: Dtype) -> torch.dtype | Literal["auto"]:
     if isinstance(dtype, torch.dtype) or dtype == "auto":
         return dtype
-    if dtype not in _DTYPES:
-        raise ModelError(f"dtype must be one of {sorted(_DTYPES)} or 'auto', got {dtype!r}")
-    return _DTYPES[dtype]
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype is {dtype!r}; expected auto, {', '.join(DTYPES)} or a torch dtype")
+    return DTYPES[dtype]
 
 
-_LIBRARY_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
-
-
-class _naming:
-    """Turns what the loading libraries raise over a bad folder into a `ModelError` naming it."""
-
-    def __init__(self, folder: Path, what: str) -> None:
-        self.folder = folder
-        self.what = what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, _LIBRARY_ERRORS):
-            first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            raise ModelError(
-                f"no {self.what} can be loaded from {self.folder}: {first_line}",
-                path=str(self.folder),
-            ) from error
+@contextmanager
+def _model_errors(folder: Path, what: str) -> Iterator[None]:
+    """Turn the errors of the loading libraries into a `ModelError` that names the folder."""
+    try:
+        yield
+    except _LIBRARY_ERRORS as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise ModelError(
+            f"the {what} in {folder} cannot be loaded: {first_line}", path=str(folder)
+        ) from error

@@ -1,21 +1,23 @@
-"""Log-probabilities of given tokens, and entropies, from logits that exist already.
+"""Log-probabilities of given tokens, and entropies, from logits that already exist.
 
-`linear_log_prob.py` has the forms that start from hidden states and never hold all the logits.
-Shapes: [..., V] logits, [...] labels. Results in nats, float32 (float64 for float64 logits)
-whatever the logits' precision.
+`linear_log_prob.py` has the forms that start from hidden states and never hold all logits.
+
+Shapes: [..., V] logits, [...] labels. Results are in nats and float32 (float64 for float64 logits),
+whatever the dtype of the logits.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quadriga.models.softmax_tiles import (
-    FLOOR,
-    Scratch,
+    MIN_SHIFTED_LOGIT,
+    SavedContext,
+    ScratchBuffer,
     check_inputs,
     exp_sums,
     gradient_in_place,
@@ -25,21 +27,24 @@ from quadriga.models.softmax_tiles import (
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature) at the labels: [..., V], [...] int64 → [...].
+    """Return log softmax(logits / temperature) at the labels: [..., V], [...] int64 → [...].
 
-    Differentiable; the backward pass makes one tensor of the logits' shape and dtype, no other.
+    Differentiable. The backward pass allocates one tensor of the logits' shape and dtype.
 
     Raises:
-        ShapeError: labels do not fit the logits. AlgorithmError: temperature not above 0.
+        ShapeError: there is not one label for each row of logits.
+        AlgorithmError: the temperature is not above 0.
     """
     return log_probs_and_entropy(logits, labels, temperature, entropy=False)[0]
 
 
 def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Entropy of softmax(logits / temperature): [..., V] → [...]; words at −inf add nothing.
+    """Return the entropy of softmax(logits / temperature): [..., V] → [...].
+
+    A logit of −inf contributes 0.
 
     Raises:
-        AlgorithmError: temperature not above 0.
+        AlgorithmError: the temperature is not above 0.
     """
     labels = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     return log_probs_and_entropy(logits, labels, temperature)[1]
@@ -48,35 +53,51 @@ def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
 def log_probs_and_entropy(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, *, entropy: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Both in one pass over the logits. Without `entropy` the second is 0 and costs nothing.
+    """Return log-probabilities and entropies, both [...], in one pass over the logits.
+
+    Without `entropy` the second result is 0 and is not computed.
 
     Raises:
-        ShapeError: labels do not fit the logits. AlgorithmError: temperature not above 0.
+        ShapeError: there is not one label for each row of logits.
+        AlgorithmError: the temperature is not above 0.
     """
     check_inputs(logits, labels, temperature)
     flat = logits.reshape(-1, logits.shape[-1])
-    log_prob, ent = _FromLogits.apply(flat, labels.reshape(-1), temperature, entropy)  # type: ignore[no-untyped-call]
+    log_prob, ent = _FromLogits.apply(  # type: ignore[no-untyped-call]  # torch has no annotations
+        flat, labels.reshape(-1), temperature, entropy
+    )
     return log_prob.view(labels.shape), ent.view(labels.shape)
 
 
+class _LogitsContext(SavedContext, Protocol):
+    temperature: float
+    entropy: bool
+
+
 class _FromLogits(torch.autograd.Function):
-    """A block of rows at a time; what is kept are the logits as they came and two numbers a row."""
+    """Softmax statistics, one block of rows at a time.
+
+    The backward pass needs the logits themselves and two numbers a row, so no tensor of the logits'
+    shape is saved besides the input.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, entropy: bool
+        ctx: _LogitsContext, logits: Tensor, labels: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor]:
         dtype = wide_dtype(logits)
         log_prob = torch.empty(len(logits), dtype=dtype, device=logits.device)
         log_total, ent = torch.empty_like(log_prob), torch.zeros_like(log_prob)
-        copies, weights = Scratch(logits, dtype), Scratch(logits, dtype)
+        copies, weights = ScratchBuffer(logits, dtype), ScratchBuffer(logits, dtype)
         for a, b in row_blocks(logits):
             rows = copies(b - a, logits.shape[1]).copy_(logits[a:b])
             if temperature != 1.0:
                 rows.div_(temperature)
             at_label = rows.gather(1, labels[a:b, None])[:, 0]
+            # With m the largest logit: log Σ exp z = m + log Σ exp(z − m), which cannot overflow,
+            # and H = log Σ exp(z − m) − Σ p (z − m).
             largest = rows.amax(-1)
-            rows.sub_(largest[:, None]).clamp_(min=FLOOR)
+            rows.sub_(largest[:, None]).clamp_(min=MIN_SHIFTED_LOGIT)
             weighted = ent[a:b] if entropy else None
             total = exp_sums(rows, weights, weighted)
             log_sum = total.log()
@@ -90,21 +111,23 @@ class _FromLogits(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
+    def backward(
+        ctx: _LogitsContext, grad_log_prob: Tensor, grad_entropy: Tensor
+    ) -> tuple[Tensor | None, ...]:
         logits, labels, log_total, ent = ctx.saved_tensors
         grad = torch.empty_like(logits)
-        bonus = wanted(grad_entropy) if ctx.entropy else None
-        copies, weights = (Scratch(logits, log_total.dtype) for _ in range(2))
+        used_grad_entropy = nonzero_or_none(grad_entropy) if ctx.entropy else None
+        copies, weights = (ScratchBuffer(logits, log_total.dtype) for _ in range(2))
         for a, b in row_blocks(logits):
             rows = copies(b - a, logits.shape[1]).copy_(logits[a:b])
             if ctx.temperature != 1.0:
                 rows.div_(ctx.temperature)
-            rows.sub_(log_total[a:b, None]).clamp_(min=FLOOR)
+            rows.sub_(log_total[a:b, None]).clamp_(min=MIN_SHIFTED_LOGIT)
             gradient_in_place(
                 rows,
                 labels[a:b],
                 grad_log_prob[a:b],
-                None if bonus is None else bonus[a:b],
+                None if used_grad_entropy is None else used_grad_entropy[a:b],
                 ent[a:b],
                 weights,
                 temperature=ctx.temperature,
@@ -113,6 +136,6 @@ class _FromLogits(torch.autograd.Function):
         return grad, None, None, None
 
 
-def wanted(grad: Tensor) -> Tensor | None:
-    """A gradient, or None if it is all zero: then its half of the backward pass is left out."""
+def nonzero_or_none(grad: Tensor) -> Tensor | None:
+    """Return `grad`, or None if it is all zero, so that its half of the backward can be skipped."""
     return grad if bool(grad.any()) else None

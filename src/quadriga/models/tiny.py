@@ -1,9 +1,11 @@
-"""A small model and its tokenizer, made here: an ordinary Hugging Face folder without a download.
+"""Write a small model and its tokenizer to an ordinary Hugging Face folder, without a download.
 
-The tokenizer is trained on the text of the data files. A token is a word with the space before
-it, or a single digit, so that a number looks the same wherever it stands; bytes are the fallback,
-so that any text can be encoded. The model is a Llama because `AutoTokenizer` loads a Llama
-folder's tokenizer.json as it is, while for Qwen2 it puts that family's own splitting in its place.
+The tokenizer is trained on the given texts. A token is (part of) a word with the space before it,
+or a single digit, so that a number has the same tokens everywhere. Bytes are the fallback, so that
+any text can be encoded.
+
+The model is a Llama, because `AutoTokenizer` loads the tokenizer.json of a Llama folder unchanged.
+For Qwen2 it replaces the pre-tokenizer by that of the Qwen2 family.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from quadriga.errors import ModelError
-from quadriga.models.quiet import quiet_libraries
+from quadriga.observability.quiet import quiet_libraries
 
 PAD_TOKEN = "<|pad|>"
 END_TOKEN = "<|end|>"
@@ -28,15 +30,20 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+# What the pre-tokenizer splits text into: "####", words with the space before them, single digits,
+# punctuation with the space before it, other white space. BPE merges only inside a piece.
 _PIECES = r"####| ?\p{L}+|\d| ?[^\s\p{L}\d]|\s"
 
 
 @dataclass(frozen=True)
 class TinyModel:
-    """Shape of the model; the default has about a million parameters.
+    """Sizes of the model. The default has about a million parameters.
 
-    Few wide layers, wide initial weights and an output matrix of its own let so small a model learn
-    within minutes: with transformers' defaults (0.02, tied) it takes several times the steps.
+    Few wide layers, large initial weights and an untied output matrix let so small a model learn
+    within minutes. With the defaults of transformers (0.02, tied) it needs several times the steps.
+
+    Raises:
+        ModelError: the heads do not divide the hidden size, or the key-value heads the heads.
     """
 
     hidden_size: int = 192
@@ -58,7 +65,7 @@ class TinyModel:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over words and single digits, trained on `texts`, with a chat template."""
+    """Train a byte-level BPE tokenizer over words and single digits, and add a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -74,7 +81,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTo
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # has no annotations
         tokenizer_object=tokenizer,
         pad_token=PAD_TOKEN,
         eos_token=END_TOKEN,
@@ -93,11 +100,11 @@ def write_tiny_model(
     *,
     seed: int = 0,
 ) -> int:
-    """Write a fresh Llama model with random weights and its tokenizer; return its parameter count.
+    """Write a Llama model with random weights and its tokenizer; return its parameter count.
 
     The folder holds config.json, generation_config.json, model.safetensors (float32),
     tokenizer.json and tokenizer_config.json, and loads like any other model. Equal arguments give
-    equal weights, whatever the global random state is; that state is left as it was.
+    equal weights: the global random state is neither used nor changed.
     """
     shape = shape or TinyModel()
     folder = Path(folder)

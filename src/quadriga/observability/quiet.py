@@ -1,6 +1,7 @@
-"""The one place that keeps other libraries' chatter out of a run's output.
+"""Set the log levels of other libraries, so that the output of a run is its own.
 
-Errors and warnings of Python itself stay; progress bars, advice and information lines go.
+Progress bars, advice and information lines are turned off. Errors stay, and so do the warnings of
+Python itself.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
@@ -33,15 +36,39 @@ _LOGGERS = {
 
 
 def silence_libraries() -> None:
-    """Quieten libraries in this process and the processes it starts; call it before they load.
+    """Lower the log level of libraries in this process and in the processes that it starts.
 
-    What the user set in the environment stays as it is. May be called any number of times.
+    Call it before the libraries are imported. Environment variables that the user has set are not
+    changed. Further calls have no effect.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name, level in _LOGGERS.items():
         logging.getLogger(name).setLevel(level)
+    # transformers reads its environment variables when it is imported, so a copy that is already
+    # imported has to be told directly.
     loaded = sys.modules.get("transformers.utils.logging")
     if loaded is not None:
         loaded.set_verbosity_error()
         loaded.disable_progress_bar()
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Within the block, transformers shows no progress bars and logs errors only.
+
+    The previous settings are restored at the end. Model loaders use this, so that they are quiet in
+    a process that never called `silence_libraries`.
+    """
+    from transformers.utils import logging as hf_logging
+
+    verbosity = hf_logging.get_verbosity()
+    progress_bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity(logging.ERROR)
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers has no types
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if progress_bars:
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # as above

@@ -1,1 +1,11 @@
-"""Devices, ranks, meshes, and how rows are packed and balanced over them."""
+"""Devices, process groups and meshes; packed batches; balanced partitions.
+
+- `device`: the device, dtype and collective library of a rank.
+- `distributed`: join the process group, build the device mesh, reduce numbers over ranks.
+- `packing`, `attention_blocks`: from padded rows to packed tokens, and the blocks of rows in which
+  attention reads those tokens.
+- `balancing`, `initial_partitions`, `exchanges`: partitions and micro-batches of about equal token
+  counts.
+
+May import `errors`, `config`, `protocol`, `algorithms` and `observability`.
+"""

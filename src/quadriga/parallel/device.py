@@ -1,75 +1,108 @@
-"""Which device a rank computes on, and which library its ranks talk through."""
+"""The device, the dtype and the collective library of a rank."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal
+
 import torch
 
+from quadriga.config.schema import DtypeName
 from quadriga.errors import ConfigError, PlacementError
 
-_COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+DeviceType = Literal["cpu", "cuda", "npu"]
+"""A device type of torch that Quadriga runs on."""
+
+ComputeDtypeName = DtypeName | Literal["float64"]
+"""A dtype of the settings, or float64, which tests of exactness use."""
+
+DTYPES: Mapping[ComputeDtypeName, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+"""Name -> dtype, without "auto"."""
+
+# Accelerator ranks also get gloo, because small Python objects are gathered on the CPU.
+_COLLECTIVE_BACKENDS: Mapping[DeviceType, str] = {
+    "cpu": "gloo",
+    "cuda": "cpu:gloo,cuda:nccl",
+    "npu": "cpu:gloo,npu:hccl",
+}
 
 
-def get_device_name() -> str:
-    """The best device kind of this process: "cuda", "npu" or "cpu"."""
+def get_device_name() -> DeviceType:
+    """Return the best device type that this process can see: "cuda", "npu" or "cpu"."""
     if torch.cuda.is_available():
         return "cuda"
-    npu = getattr(torch, "npu", None)  # there once torch_npu is installed
+    npu = getattr(torch, "npu", None)  # torch_npu adds this attribute when it is imported
     if npu is not None and npu.is_available():
         return "npu"
     return "cpu"
 
 
-def resolve_device_name(name: str) -> str:
-    """`name` itself, or the best device kind when it is "auto".
+def resolve_device_name(name: str) -> DeviceType:
+    """Return `name`, or the best device type of this process if `name` is "auto".
 
-    Raises `ConfigError` for a kind that does not exist, `PlacementError` for one this process
-    cannot see.
+    Raises:
+        ConfigError: `name` is not a known device type.
+        PlacementError: this process cannot see such a device.
     """
+    available = get_device_name()
     if name == "auto":
-        return get_device_name()
-    if name not in _COLLECTIVES:
+        return available
+    known = next((kind for kind in _COLLECTIVE_BACKENDS if kind == name), None)
+    if known is None:
         raise ConfigError(f"trainer.device is {name!r}; expected auto, cpu, cuda or npu")
-    if name != "cpu" and get_device_name() != name:
+    if known not in ("cpu", available):
         raise PlacementError(
-            f"device {name!r} was asked for, but this process sees only "
-            f"{get_device_name()!r}; set trainer.device=auto or make the device visible",
+            f"device {name!r} was requested, but the best device that this process can see is "
+            f"{available!r}; set trainer.device=auto or make the device visible",
             wanted=name,
-            available=get_device_name(),
+            available=available,
         )
-    return name
+    return known
 
 
 def torch_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of a rank. Works whether the process sees one device or the whole node's."""
+    """Return the torch device of the rank with number `local_rank` on its node.
+
+    The process may see one device or all devices of the node.
+    """
     name = resolve_device_name(name)
     if name == "cpu":
         return torch.device("cpu")
-    visible = getattr(torch, name).device_count()
+    # Local rank 3 of 4: the process sees all 4 devices -> 3 % 4 = 3, the fourth device;
+    # it sees only its own (CUDA_VISIBLE_DEVICES=3) -> 3 % 1 = 0, the first visible device.
+    visible: int = getattr(torch, name).device_count()
     return torch.device(name, local_rank % visible)
 
 
 def collective_backend(name: str) -> str:
-    """The backend string of `torch.distributed.init_process_group` for a device kind."""
-    return _COLLECTIVES[resolve_device_name(name)]
+    """Return the `backend` argument of `torch.distributed.init_process_group` for a device type."""
+    return _COLLECTIVE_BACKENDS[resolve_device_name(name)]
 
 
 def set_threads(count: int) -> None:
-    """CPU threads of one operator in this process. Raises `ConfigError` below 1."""
+    """Set the number of CPU threads that one operator may use in this process.
+
+    Raises:
+        ConfigError: `count` is below 1.
+    """
     if count < 1:
         raise ConfigError(f"threads per worker must be at least 1, got {count}")
     torch.set_num_threads(count)
 
 
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype a setting names: "auto" is bfloat16 on an accelerator and float32 on CPU.
+def compute_dtype(name: ComputeDtypeName, device: torch.device) -> torch.dtype:
+    """Return the dtype that a setting names. "auto" is float32 on a CPU and bfloat16 elsewhere.
 
-    Raises `ConfigError` for a name that is no floating dtype of torch.
+    Raises:
+        ConfigError: `name` is not a `ComputeDtypeName`.
     """
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigError(
-            f"dtype {name!r} is not known; expected auto, float32, bfloat16, float16 or float64"
-        )
-    return dtype
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}; expected auto, {', '.join(DTYPES)}")
+    return DTYPES[name]

@@ -1,6 +1,7 @@
-"""Joining the ranks of a worker group, and the few reductions that are not gradients.
+"""The process group of a worker group, its device mesh, and reductions of plain numbers.
 
-Every wait has a bound: a rank that never comes makes the others fail after `timeout_s`.
+Every collective has a timeout: if one rank does not join, the other ranks fail after `timeout_s`
+seconds.
 """
 
 from __future__ import annotations
@@ -11,16 +12,23 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from quadriga.errors import CollectiveError
+from quadriga.errors import CollectiveError, ConfigError
 from quadriga.parallel.device import collective_backend, torch_device
+
+REPLICATE = "replicate"
+SHARD = "shard"
 
 
 def init_distributed(device_name: str = "cpu", *, timeout_s: float = 600.0) -> None:
     """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
 
-    Does nothing when this process is in a group already. One rank alone needs no address and
-    opens no port. Raises `CollectiveError` when several ranks are to meet but no address is set.
+    Does nothing if this process has already joined a group. A group of one rank needs no address
+    and opens no port.
+
+    Raises:
+        CollectiveError: WORLD_SIZE is above 1 and one of the other variables is not set.
     """
     if dist.is_initialized():
         return
@@ -28,45 +36,73 @@ def init_distributed(device_name: str = "cpu", *, timeout_s: float = 600.0) -> N
     backend = collective_backend(device_name)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
-        store = dist.HashStore()
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch does not list it in __all__
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return
     missing = [k for k in ("RANK", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
     if missing:
         raise CollectiveError(
-            f"WORLD_SIZE is {world_size}, but {', '.join(missing)} is not set; ranks of a worker "
-            "group get these before __init__, other launchers must set them"
+            f"WORLD_SIZE is {world_size}, but {', '.join(missing)} is not set; a worker group sets "
+            "these variables before a worker's __init__ runs, other launchers must set them too"
         )
     dist.init_process_group(backend, timeout=timeout)
 
 
 def local_device(device: str | torch.device) -> torch.device:
-    """The device that this rank computes on, made the current one.
+    """Return the device of this rank, and make it the current device.
 
-    A kind alone ("cuda") becomes the device of LOCAL_RANK, whether the process sees one device or
-    the whole node's; a device with an index is taken as it is.
+    A device type without an index ("cuda") gives the device of LOCAL_RANK, whether the process
+    sees one device or all devices of the node. A device with an index is returned unchanged.
     """
-    wanted = torch.device(device)
-    if wanted.type == "cpu":
-        return wanted
-    if wanted.index is None:
-        wanted = torch_device(wanted.type, int(os.environ.get("LOCAL_RANK", "0")))
-    getattr(torch, wanted.type).set_device(wanted)
-    return wanted
+    requested = torch.device(device)
+    if requested.type == "cpu":
+        return requested
+    if requested.index is None:
+        requested = torch_device(requested.type, int(os.environ.get("LOCAL_RANK", "0")))
+    getattr(torch, requested.type).set_device(requested)
+    return requested
 
 
 def rank() -> int:
-    """This process's rank; 0 outside a group."""
+    """Return the rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Number of ranks; 1 outside a group."""
+    """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def data_parallel_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:
+    """Arrange the ranks in a mesh: `fsdp_size` ranks share one copy of the parameters.
+
+    With `fsdp_size` -1 or the world size, the mesh has one dimension, `shard` (full sharding). A
+    smaller divisor of the world size gives two, `replicate` × `shard` (hybrid sharding).
+
+    Raises:
+        ConfigError: `fsdp_size` does not divide the world size.
+    """
+    world = world_size()
+    if fsdp_size in (-1, world):
+        return init_device_mesh(device.type, (world,), mesh_dim_names=(SHARD,))
+    if fsdp_size < 1 or world % fsdp_size:
+        raise ConfigError(
+            f"engine.fsdp_size is {fsdp_size}, which does not divide the {world} ranks of the "
+            "worker group; use -1 to shard over all of them"
+        )
+    # Six ranks with fsdp_size 2 make a mesh of 3 × 2. Each row holds one whole copy, so a
+    # parameter is gathered inside a row, and gradients are also reduced along a column:
+    #
+    #                 shard 0   shard 1
+    #   replicate 0   rank 0    rank 1
+    #   replicate 1   rank 2    rank 3
+    #   replicate 2   rank 4    rank 5
+    shape = (world // fsdp_size, fsdp_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
+
+
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
-    """Elementwise sum of equally long lists of numbers, in float64."""
+    """Return the elementwise sum over ranks, in float64. All lists have the same length."""
     if world_size() == 1:
         return [float(value) for value in values]
     total = torch.tensor(values, dtype=torch.float64, device=device)
@@ -75,7 +111,7 @@ def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]
 
 
 def max_over_ranks(value: int, device: torch.device) -> int:
-    """The largest of the ranks' integers."""
+    """Return the largest of the ranks' integers."""
     if world_size() == 1:
         return value
     largest = torch.tensor(value, dtype=torch.int64, device=device)
@@ -84,13 +120,17 @@ def max_over_ranks(value: int, device: torch.device) -> int:
 
 
 def sum_metrics_over_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Sum per key over ranks; ranks may hold different keys (a rank without rows holds none)."""
+    """Sum each key over ranks.
+
+    Ranks may have different keys: a rank without rows has none. Therefore the dictionaries are
+    gathered as objects instead of being reduced as one tensor.
+    """
     if world_size() == 1:
         return dict(metrics)
-    parts: list[dict[str, float]] = [{} for _ in range(world_size())]
-    dist.all_gather_object(parts, dict(metrics))
+    gathered: list[dict[str, float]] = [{} for _ in range(world_size())]
+    dist.all_gather_object(gathered, dict(metrics))
     total: dict[str, float] = {}
-    for part in parts:
-        for key, value in part.items():
+    for rank_metrics in gathered:
+        for key, value in rank_metrics.items():
             total[key] = total.get(key, 0.0) + value
     return total

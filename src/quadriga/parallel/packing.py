@@ -1,9 +1,9 @@
-"""From padded batches to the tokens that must be computed, each once.
+"""From padded batches to packed micro-batches that contain each token once.
 
 Shapes: B rows, S = P + R columns (prompt, response), N packed tokens, K targets.
 
-A packed micro-batch is one row of N tokens: no padding, and a prompt that several rows share is
-there once. Attention needs rows again: `RowLayout` says where each token goes.
+A packed micro-batch is one row of N tokens without padding. A prompt that several rows share is in
+it once. Only attention needs rows: `attention_blocks.py` says which tokens make up each row.
 """
 
 from __future__ import annotations
@@ -14,53 +14,89 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ProtocolError, ShapeError
-from quadriga.parallel.row_layout import RowLayout, TokenPlaces, prompts_apart, whole_rows
+from quadriga.parallel.attention_blocks import (
+    AttentionBlocks,
+    PackedRows,
+    prompt_and_response_blocks,
+    whole_row_blocks,
+)
+
+# Example: two samples of the prompt (11 12) and one of (13 14 15). "·" is padding, P = R = 3.
+#
+#            input_ids               attention_mask     response_mask
+#   row 0     ·  11  12 | 21  22   ·     0 1 1 | 1 1 0           1 1 0
+#   row 1     ·  11  12 | 31   ·   ·     0 1 1 | 1 0 0           1 0 0
+#   row 2    13  14  15 | 41  42  43     1 1 1 | 1 1 1           1 0 1     42: an observation
+#
+# Packed, with the prompt of rows 0 and 1 once: N = 11 tokens instead of 18 columns.
+#
+#   packed index     0   1   2   3   4   5   6   7   8   9  10
+#   input_ids       11  12  21  22  31  13  14  15  41  42  43
+#   position_ids     0   1   2   3   2   0   1   2   3   4   5    restart at 0 in every row
+#
+# The output at one token predicts the next token of its row. The K = 5 targets:
+#
+#   label           21  22  31  41  43
+#   predictor        1   2   1   7   9    token 12 (index 1) predicts 21 in row 0 and 31 in row 1
+#   target_index     0   1   3   6   8    b · R + t, the position of the target in [B, R]
 
 
 @dataclass(frozen=True)
 class PackedBatch:
     """One packed micro-batch.
 
-    `input_ids`, `position_ids` [1, N]; `layout`; `predictors` [K]: packed index of the token
-    whose output predicts target k; `labels` [K]: the target's id; `places` [K]: flat place
-    (b * R + t) of the target; `shape` (B, R).
+    Attributes:
+        input_ids, position_ids: [1, N] int64.
+        attention_blocks: the rows in which attention reads the tokens.
+        predictors: [K] int64, the packed index of the token whose output predicts target k.
+        labels: [K] int64, the token id of target k.
+        target_index: [K] int64, the flat index b * R + t of target k.
+        shape: (B, R).
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    layout: RowLayout
+    attention_blocks: AttentionBlocks
     predictors: Tensor
     labels: Tensor
-    places: Tensor
+    target_index: Tensor
     shape: tuple[int, int]
 
     def unpack(self, values_K: Tensor) -> Tensor:
-        """[K] -> [B, R], zero at every other place. Differentiable."""
+        """Scatter [K] values to [B, R], with 0 where there is no target. Differentiable."""
         flat = values_K.new_zeros(self.shape[0] * self.shape[1])
-        return flat.index_put((self.places,), values_K).view(self.shape)
+        return flat.index_put((self.target_index,), values_K).view(self.shape)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same batch with every tensor on `device`."""
+        """Return the same batch with every tensor on `device`."""
         if self.input_ids.device == device:
             return self
-        layout = self.layout.to(device)
-        moved = [
-            x.to(device, non_blocking=True)
-            for x in (self.input_ids, self.position_ids, self.predictors, self.labels, self.places)
-        ]
-        ids, positions, predictors, labels, places = moved
-        return PackedBatch(ids, positions, layout, predictors, labels, places, self.shape)
+        return PackedBatch(
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            position_ids=self.position_ids.to(device, non_blocking=True),
+            attention_blocks=self.attention_blocks.to(device),
+            predictors=self.predictors.to(device, non_blocking=True),
+            labels=self.labels.to(device, non_blocking=True),
+            target_index=self.target_index.to(device, non_blocking=True),
+            shape=self.shape,
+        )
 
 
 def first_row_with_same_prompt(prompts: Tensor, mask: Tensor) -> Tensor:
-    """[B] index of the first row whose prompt (ids and mask, both [B, P]) equals row b's."""
+    """Return, for each row, the index [B] of the first row with the same prompt.
+
+    Two prompts are the same if ids and mask (both [B, P]) agree.
+    """
     rows = torch.arange(len(prompts))
     if len(prompts) < 2:
         return rows
+    # Masked columns become −1, so that equal ids under different masks stay different prompts.
     visible = torch.where(mask, prompts, -1)
-    _, group = torch.unique(visible, dim=0, return_inverse=True)
-    first = torch.full((len(prompts),), len(prompts)).scatter_reduce(0, group, rows, "amin")
-    return first[group]
+    _, prompt_group = torch.unique(visible, dim=0, return_inverse=True)
+    # Rows 0 1 2 with prompts A A B: prompt_group = 0 0 1, first = 0 2, so the result is 0 0 2.
+    first = torch.full((len(prompts),), len(prompts))
+    first = first.scatter_reduce(0, prompt_group, rows, "amin")
+    return first[prompt_group]
 
 
 def pack_rows(
@@ -71,13 +107,18 @@ def pack_rows(
     share_prompts: bool = True,
     split_attention: bool = True,
 ) -> PackedBatch:
-    """Pack [B, P + R] rows (left-padded prompts, then responses) whose targets are `response_mask`.
+    """Pack [B, P + R] rows (left-padded prompts, then responses).
 
-    `share_prompts` computes a prompt that several rows have in common once. The result is the
-    same function of the weights: a prompt's hidden states do not depend on what follows.
-    `split_attention` lays prompts and responses out apart (`row_layout`).
-    Raises `ShapeError` when shapes disagree, `ProtocolError` when a target has no token before it
-    or is not attended to.
+    Args:
+        input_ids, attention_mask: [B, P + R].
+        response_mask: [B, R], 1 at the targets: the response tokens whose outputs are needed.
+        share_prompts: pack a prompt that several rows have in common once. The result is the same
+            function of the weights, because a prompt's hidden states do not depend on what follows.
+        split_attention: arrange prompts and responses in separate attention blocks.
+
+    Raises:
+        ShapeError: the three shapes disagree, or there is no prompt column.
+        ProtocolError: a target has no token before it, or `attention_mask` is 0 at a target.
     """
     _check_shapes(input_ids, attention_mask, response_mask)
     width = response_mask.shape[1]
@@ -87,53 +128,61 @@ def pack_rows(
     owner = torch.arange(len(input_ids))
     if share_prompts:
         owner = first_row_with_same_prompt(input_ids[:, :prompt_width], valid[:, :prompt_width])
-    places, kept = _places(position_BS, valid, owner, prompt_width)
-    layout = prompts_apart(places) if split_attention else whole_rows(places)
+    rows, kept = _packed_rows(position_BS, valid, owner, prompt_width)
+    blocks = prompt_and_response_blocks(rows) if split_attention else whole_row_blocks(rows)
 
     row, target = response_mask.bool().nonzero(as_tuple=True)
     column = target + prompt_width
     position = position_BS[row, column]
     if bool((position < 1).any()) or not bool(valid[row, column].all()):
         raise ProtocolError(
-            "response_mask marks a token that has no token before it or that attention_mask "
-            "leaves out; every response needs a prompt of at least one token",
+            "response_mask is 1 at a token that has no token before it or where attention_mask is "
+            "0; every response needs a prompt of at least one token",
             field="response_mask",
         )
     return PackedBatch(
         input_ids=input_ids[kept][None],
-        position_ids=places.column[None],
-        layout=layout,
-        predictors=places.token_of_slot[row, position - 1],
+        position_ids=rows.column[None],
+        attention_blocks=blocks,
+        predictors=rows.token_index[row, position - 1],
         labels=input_ids[row, column],
-        places=row * width + target,
+        target_index=row * width + target,
         shape=(len(response_mask), width),
     )
 
 
-def _places(
+def _packed_rows(
     position_BS: Tensor, valid: Tensor, owner: Tensor, prompt_width: int
-) -> tuple[TokenPlaces, Tensor]:
-    """Number the tokens that are computed; also which places [B, S] these are."""
+) -> tuple[PackedRows, Tensor]:
+    """Number the tokens to pack. Return the index tables and the mask [B, S] of those tokens."""
     kept = valid.clone()
     kept[owner != torch.arange(len(owner)), :prompt_width] = False
+    # The packed index of a kept token is the number of kept tokens before it. In the example above
+    # (k: kept; the other entries repeat an index and are not used):
+    #
+    #             kept           index_BS              after the owner's prompt is copied
+    #   row 0   · k k | k k ·   -1  0  1 |  2  3  3    -1  0  1 |  2  3  3
+    #   row 1   · · · | k · ·    3  3  3 |  4  4  4    -1  0  1 |  4  4  4
+    #   row 2   k k k | k k k    5  6  7 |  8  9 10     5  6  7 |  8  9 10
     index_BS = kept.flatten().long().cumsum(0).view_as(kept) - 1
     index_BS[:, :prompt_width] = index_BS[owner, :prompt_width]
     length = valid.sum(1)
     longest = max(int(length.max()), 1) if len(length) else 1
     row, column = valid.nonzero(as_tuple=True)
-    token_of_slot = torch.zeros(len(valid), longest, dtype=torch.int64)
-    token_of_slot[row, position_BS[row, column]] = index_BS[row, column]
+    # Move every token from its padded column to its position, so that padding comes last.
+    token_index = torch.zeros(len(valid), longest, dtype=torch.int64)
+    token_index[row, position_BS[row, column]] = index_BS[row, column]
     kept_row, kept_column = kept.nonzero(as_tuple=True)
-    places = TokenPlaces(
-        token_of_slot=token_of_slot,
+    rows = PackedRows(
+        token_index=token_index,
         prompt_length=valid[:, :prompt_width].sum(1),
         length=length,
-        owner=owner,
+        prompt_owner=owner,
         row=kept_row,
         column=position_BS[kept_row, kept_column],
         in_prompt=kept_column < prompt_width,
     )
-    return places, kept
+    return rows, kept
 
 
 def _check_shapes(input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor) -> None:
@@ -145,6 +194,6 @@ def _check_shapes(input_ids: Tensor, attention_mask: Tensor, response_mask: Tens
         )
     if input_ids.shape[1] <= response_mask.shape[1]:
         raise ShapeError(
-            f"input_ids has {input_ids.shape[1]} columns and response_mask {response_mask.shape[1]}"
-            ": no column is left for the prompt"
+            f"input_ids has {input_ids.shape[1]} columns and response_mask "
+            f"{response_mask.shape[1]}, so no column is left for the prompt"
         )

@@ -1,55 +1,105 @@
-"""Rollout engines by name: prompts in, sampled responses out."""
+"""Rollout engines: they sample responses to prompts.
+
+- `base`: the `RolloutEngine` protocol, sampling parameters and output, and the digest of a weight.
+- `hf`: generation in this process with a Hugging Face model. It uses `kv_cache` and `sampling`.
+
+May import every package below `rollout` in docs/architecture.md, but not `engines`. Importing this
+file imports no torch.
+"""
 
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from quadriga.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
-    from quadriga.config.schema import ModelConfig
+    import torch
+
+    from quadriga.config.schema import DtypeName, ModelConfig
     from quadriga.rollout.base import RolloutEngine
 
 
-def _hf(model: ModelConfig, **settings: Any) -> RolloutEngine:
+class RolloutFactory(Protocol):
+    """Builds one kind of rollout engine. See `build_rollout` for the arguments."""
+
+    def __call__(
+        self,
+        model: ModelConfig,
+        *,
+        device: str | torch.device,
+        dtype: DtypeName,
+        micro_batch_size: int,
+        **options: object,
+    ) -> RolloutEngine: ...
+
+
+def _hf(
+    model: ModelConfig,
+    *,
+    device: str | torch.device,
+    dtype: DtypeName,
+    micro_batch_size: int,
+    **options: object,
+) -> RolloutEngine:
     from quadriga.rollout.hf import HFRollout
 
-    return HFRollout(model, **settings)
+    return HFRollout(
+        model, device=device, dtype=dtype, micro_batch_size=micro_batch_size, **options
+    )
 
 
-def _absent(name: str) -> Any:
-    def refuse(model: ModelConfig, **settings: Any) -> RolloutEngine:
+def _not_released(name: str) -> RolloutFactory:
+    """Return a factory that raises `ConfigError`."""
+
+    def factory(model: ModelConfig, **settings: object) -> RolloutEngine:
         raise ConfigError(
             f"rollout engine {name!r} is not in this release; set actor_rollout_ref.rollout.name=hf"
         )
 
-    return refuse
+    return factory
 
 
-ROLLOUTS: dict[str, Any] = {
+ROLLOUTS: dict[str, RolloutFactory] = {
     "hf": _hf,
-    "vllm": _absent("vllm"),
-    "sglang": _absent("sglang"),
+    "vllm": _not_released("vllm"),
+    "sglang": _not_released("sglang"),
 }
-"""Name -> function (model config, **settings) that builds the engine."""
+"""Name -> function that builds the engine."""
 
 
-def build_rollout(name: str, model: ModelConfig, **settings: Any) -> RolloutEngine:
-    """The rollout engine `name`. Settings: `device`, `dtype`, `micro_batch_size`, and the
-    engine's own options.
+def build_rollout(
+    name: str,
+    model: ModelConfig,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: DtypeName = "auto",
+    micro_batch_size: int = 256,
+    **options: object,
+) -> RolloutEngine:
+    """Build the rollout engine `name`.
 
-    Raises `UnknownNameError` for a name that is not in the table, `ConfigError` for one that this
-    release does not have.
+    Args:
+        device: the device of this rank, or its type ("cuda").
+        dtype: dtype of weights and computation; "auto" is float32 on a CPU and bfloat16 elsewhere.
+        micro_batch_size: rows that are generated at once.
+        options: the engine's own options (setting `rollout.options`).
+
+    Raises:
+        UnknownNameError: there is no engine of that name.
+        ConfigError: the engine is not in this release.
+        ModelError: the folder does not hold a causal language model, or an option is unknown.
     """
     if name not in ROLLOUTS:
         nearest = next(iter(difflib.get_close_matches(name, ROLLOUTS, n=1)), None)
         hint = f"; did you mean {nearest!r}?" if nearest else ""
         raise UnknownNameError(
-            f"no rollout engine {name!r}; known: {', '.join(ROLLOUTS)}{hint}",
+            f"there is no rollout engine {name!r}; known: {', '.join(ROLLOUTS)}{hint}",
             name=name,
             known=list(ROLLOUTS),
             nearest=nearest,
         )
-    engine: RolloutEngine = ROLLOUTS[name](model, **settings)
-    return engine
+    return ROLLOUTS[name](
+        model, device=device, dtype=dtype, micro_batch_size=micro_batch_size, **options
+    )

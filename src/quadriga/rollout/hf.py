@@ -1,37 +1,37 @@
-"""Generation in process, with a plain Hugging Face copy of the model.
+"""Generation in this process, with an unsharded Hugging Face copy of the model.
 
-One prefill for prompts that several rows share, a cache written in place, and rows that have
-finished leave the batch.
+Prompts that several rows share are prefilled once, the key-value cache is written in place, and
+rows that have ended leave the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from quadriga.config.schema import ModelConfig
+from quadriga.config.schema import DtypeName, ModelConfig
 from quadriga.errors import ModelError, ShapeError
 from quadriga.models.loading import load_causal_lm
 from quadriga.parallel.device import compute_dtype
-from quadriga.parallel.digest import tensor_digest
 from quadriga.parallel.distributed import local_device
 from quadriga.parallel.packing import first_row_with_same_prompt
-from quadriga.rollout.base import FinishReason, RolloutOutput, SamplingParams
+from quadriga.rollout.base import FinishReason, RolloutOutput, SamplingParams, tensor_digest
 from quadriga.rollout.kv_cache import growing_cache, select_rows
 from quadriga.rollout.sampling import draw
 
 COMPACT_BELOW = 0.75
-"""Rows leave the batch once at most this share of it is still being written."""
+"""Ended rows leave the batch when at most this share of its rows is still generating. Compaction
+copies the cache, so it does not pay for every single row."""
 
 
 class HFRollout:
     """See `RolloutEngine`. `micro_batch_size` rows are generated at once.
 
-    Raises `ModelError` for a folder that is not a model.
+    Raises:
+        ModelError: the folder does not hold a causal language model, or an option is unknown.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class HFRollout:
         model: ModelConfig,
         *,
         device: str | torch.device = "cpu",
-        dtype: str = "auto",
+        dtype: DtypeName = "auto",
         micro_batch_size: int = 256,
-        **options: Any,
+        **options: object,
     ) -> None:
         if options:
             raise ModelError(
@@ -51,14 +51,14 @@ class HFRollout:
             )
         self.device = local_device(device)
         self.micro_batch_size = micro_batch_size
-        load: Any = load_causal_lm
-        self.module = load(
+        self.module = load_causal_lm(
             model.path,
             dtype=compute_dtype(dtype, self.device),
             attn_implementation=model.attn_implementation,
             trust_remote_code=model.trust_remote_code,
         )
-        self.module.to(self.device).eval().requires_grad_(False)
+        self._move(self.device)
+        self.module.requires_grad_(False)
         self._version = -1
 
     @property
@@ -74,68 +74,88 @@ class HFRollout:
         sampling: SamplingParams,
         sample_seeds: Tensor,
     ) -> RolloutOutput:
-        rows = len(prompt_ids)
-        if attention_mask.shape != prompt_ids.shape or sample_seeds.shape != (rows,):
+        count = len(prompt_ids)
+        if attention_mask.shape != prompt_ids.shape or sample_seeds.shape != (count,):
             raise ShapeError(
                 "prompt_ids and attention_mask must be [B, P] and sample_seeds [B]; got "
                 f"{tuple(prompt_ids.shape)}, {tuple(attention_mask.shape)}, "
                 f"{tuple(sample_seeds.shape)}"
             )
         width = sampling.max_new_tokens
-        ids = torch.full((rows, width), sampling.pad_token_id, dtype=torch.int64)
-        mask = torch.zeros(rows, width, dtype=torch.int64)
-        log_probs = torch.zeros(rows, width)
-        stopped = torch.zeros(rows, dtype=torch.bool)
+        ids = torch.full((count, width), sampling.pad_token_id, dtype=torch.int64)
+        mask = torch.zeros(count, width, dtype=torch.int64)
+        log_probs = torch.zeros(count, width)
+        stopped = torch.zeros(count, dtype=torch.bool)
         with torch.inference_mode():
-            for part in torch.arange(rows).split(self.micro_batch_size):
-                run = _Generation(self, sampling, sample_seeds[part].to(self.device))
-                run.prefill(prompt_ids[part], attention_mask[part])
-                run.decode()
-                ids[part], mask[part], log_probs[part], stopped[part] = run.collect()
+            for rows in torch.split(torch.arange(count), self.micro_batch_size):
+                generation = _Generation(self, sampling, sample_seeds[rows].to(self.device))
+                generation.prefill(prompt_ids[rows], attention_mask[rows])
+                generation.decode()
+                ids[rows], mask[rows], log_probs[rows], stopped[rows] = generation.collect()
         reasons: tuple[FinishReason, ...] = tuple(
-            "stop" if done else "length" for done in stopped.tolist()
+            "stop" if row_stopped else "length" for row_stopped in stopped.tolist()
         )
         return RolloutOutput(ids, mask, log_probs, reasons)
 
     # Weights
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        held = self.module.state_dict(keep_vars=True)
+        weights = self.module.state_dict(keep_vars=True)
         with torch.no_grad():
             for name, tensor in stream:
-                if name not in held:
+                if name not in weights:
                     raise ModelError(
-                        f"weights came under the name {name!r}, which the rollout model "
-                        "does not have; trainer and rollout must load the same model folder"
+                        f"received a weight {name!r}, which the rollout model does not have; "
+                        "trainer and rollout must load the same model folder"
                     )
-                if held[name].shape != tensor.shape:
+                if weights[name].shape != tensor.shape:
                     raise ModelError(
-                        f"{name!r} came with shape {tuple(tensor.shape)}, the rollout model has "
-                        f"{tuple(held[name].shape)}"
+                        f"received weight {name!r} with shape {tuple(tensor.shape)}, but in the "
+                        f"rollout model it has shape {tuple(weights[name].shape)}"
                     )
-                held[name].copy_(tensor)
+                weights[name].copy_(tensor)
         self._version = version
 
     def weights_digest(self) -> dict[str, int]:
         return {name: tensor_digest(t) for name, t in self.module.state_dict().items()}
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype each weight is held in, by checkpoint name."""
         return {name: tensor.dtype for name, tensor in self.module.state_dict().items()}
 
     def release(self) -> None:
-        self.module.to("cpu")
+        self._move(torch.device("cpu"))
 
     def resume(self) -> None:
-        self.module.to(self.device)
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        self.module.to(device)  # type: ignore[arg-type]  # its decorator hides `self`
+
+
+# The columns of a micro-batch are the prompt columns in use, then one column for each new token.
+# Three rows, of which 0 and 1 share a prompt; P = 4, max_new_tokens 3:
+#
+#             prompt_ids     columns in use    position of the first new token
+#   row 0     ·  · 11 12       · 11 12                  2
+#   row 1     ·  · 11 12       · 11 12                  2
+#   row 2     · 13 14 15      13 14 15                  3
+#
+# Column 0 is padding in every row, so `prompt_width` is 3. The prefill runs the distinct prompts
+# (row 0 and row 2) and gives row 0 1 2 the cache rows 0 0 1. `attention_bias` has 3 + 3 columns: a
+# large negative number at the padding (row 0 and 1, column 0), else 0. When token t is appended it
+# is in column 3 + t, and the model attends to the first 3 + t + 1 columns.
+#
+# Compaction after row 1 ended: 2 of 3 rows are running, and 2 ≤ 0.75 · 3.
+#
+#              before     after
+#   active      0 1 2      0 2      rows of the micro-batch to which the tensors below belong
+#   seeds       s s s      s s      `seeds`, `positions`, `attention_bias` and the cache have one
+#   positions   3 3 4      3 4      row for each active row; `ids`, `log_probs`, `lengths` and
+#                                   `stopped` keep all rows and are indexed by `active`
 
 
 class _Generation:
-    """One micro-batch on its way. Columns are left-padded prompts, then response tokens.
-
-    `alive` are the rows still in the batch (indices into the micro-batch); tensors whose first
-    dimension is the batch shrink with it.
-    """
+    """The generation of one micro-batch: `prefill`, `decode`, `collect`."""
 
     def __init__(self, engine: HFRollout, sampling: SamplingParams, seeds: Tensor) -> None:
         self.model = engine.module
@@ -147,20 +167,22 @@ class _Generation:
         self.log_probs = torch.zeros(count, width, device=self.device)
         self.lengths = torch.full((count,), width, device=self.device)
         self.stopped = torch.zeros(count, dtype=torch.bool, device=self.device)
-        self.ends = torch.tensor(sampling.eos_token_ids, dtype=torch.int64, device=self.device)
-        self.alive = torch.arange(count, device=self.device)
+        self.end_tokens = torch.tensor(
+            sampling.eos_token_ids, dtype=torch.int64, device=self.device
+        )
+        self.active = torch.arange(count, device=self.device)
 
     def prefill(self, prompt_ids: Tensor, attention_mask: Tensor) -> None:
-        """Run distinct prompts once, then give every row its copy of the cache."""
+        """Run the model on the distinct prompts, then copy their cache rows to every row."""
         valid = attention_mask.bool()
         first_column = int(valid.any(0).long().argmax())
         prompts, valid = prompt_ids[:, first_column:], valid[:, first_column:]
         owner = first_row_with_same_prompt(prompts, valid)
-        distinct, row_of = torch.unique(owner, return_inverse=True)
-        row_of = row_of.to(self.device)
+        distinct, prompt_of_row = torch.unique(owner, return_inverse=True)
+        prompt_of_row = prompt_of_row.to(self.device)
         attention = valid[distinct].to(self.device)
         self.cache: Cache = growing_cache(self.model.config.get_text_config().num_hidden_layers)
-        logits = self.model(
+        logits: Tensor = self.model(
             input_ids=prompts[distinct].to(self.device),
             attention_mask=attention,
             position_ids=(attention.cumsum(1) - 1).clamp(min=0),
@@ -168,47 +190,54 @@ class _Generation:
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        select_rows(self.cache, row_of)
-        self.logits = logits.index_select(0, row_of)
-        self.positions = attention.sum(1).index_select(0, row_of)
-        width = attention.shape[1] + self.sampling.max_new_tokens
-        self.bias = torch.zeros(len(row_of), 1, 1, width, dtype=logits.dtype, device=self.device)
-        hidden = ~attention.index_select(0, row_of)
-        self.bias[:, 0, 0, : attention.shape[1]].masked_fill_(hidden, torch.finfo(logits.dtype).min)
+        select_rows(self.cache, prompt_of_row)
+        self.logits = logits.index_select(0, prompt_of_row)
+        self.positions = attention.sum(1).index_select(0, prompt_of_row)
         self.prompt_width = attention.shape[1]
+        width = self.prompt_width + self.sampling.max_new_tokens
+        self.attention_bias = torch.zeros(
+            len(prompt_of_row), 1, 1, width, dtype=logits.dtype, device=self.device
+        )
+        padding = ~attention.index_select(0, prompt_of_row)
+        self.attention_bias[:, 0, 0, : self.prompt_width].masked_fill_(
+            padding, torch.finfo(logits.dtype).min
+        )
 
     def decode(self) -> None:
-        """Draw, append, and run the model on the new tokens, until every row has ended."""
-        running = torch.ones_like(self.alive, dtype=torch.bool)
+        """Sample a token for each active row and run the model on it, until every row has ended."""
+        running = torch.ones_like(self.active, dtype=torch.bool)
         last = self.sampling.max_new_tokens - 1
-        for place in range(last + 1):
-            token, log_prob = draw(self.logits, self.sampling, self.seeds, place)
-            self.ids[self.alive, place] = token
-            self.log_probs[self.alive, place] = log_prob
-            ended = self.alive[running & torch.isin(token, self.ends)]
-            self.lengths[ended] = place + 1
+        for t in range(last + 1):
+            token, log_prob = draw(self.logits, self.sampling, self.seeds, t)
+            # Rows that ended but were not removed yet are written too; `collect` masks them.
+            self.ids[self.active, t] = token
+            self.log_probs[self.active, t] = log_prob
+            ended = self.active[running & torch.isin(token, self.end_tokens)]
+            self.lengths[ended] = t + 1
             self.stopped[ended] = True
-            running = ~self.stopped[self.alive]
-            left = int(running.sum())
-            if left == 0 or place == last:
+            running = ~self.stopped[self.active]
+            running_count = int(running.sum())
+            if running_count == 0 or t == last:
                 return
-            if left <= COMPACT_BELOW * len(running):
+            if running_count <= COMPACT_BELOW * len(running):
                 kept = running.nonzero()[:, 0]
                 token, running = token[kept], running[kept]
                 self._keep(kept)
-            self._step(token, self.prompt_width + place + 1)
+            self._step(token, self.prompt_width + t + 1)
 
     def _keep(self, kept: Tensor) -> None:
-        self.alive = self.alive[kept]
+        """Remove all rows from the batch but `kept`, indices into the active rows."""
+        self.active = self.active[kept]
         self.seeds = self.seeds[kept]
         self.positions = self.positions[kept]
-        self.bias = self.bias[kept]
+        self.attention_bias = self.attention_bias[kept]
         select_rows(self.cache, kept)
 
     def _step(self, token: Tensor, columns: int) -> None:
+        """Run the model on one new token of each active row; `columns` includes that token."""
         self.logits = self.model(
             input_ids=token[:, None],
-            attention_mask=self.bias[..., :columns],
+            attention_mask=self.attention_bias[..., :columns],
             position_ids=self.positions[:, None],
             past_key_values=self.cache,
             use_cache=True,
@@ -216,7 +245,7 @@ class _Generation:
         self.positions = self.positions + 1
 
     def collect(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(ids, mask, log-probabilities, stopped) on CPU; nothing is left after a row's end."""
+        """Return ids, mask, log-probabilities and `stopped` on the CPU, masked behind the end."""
         mask = torch.arange(self.ids.shape[1], device=self.device) < self.lengths[:, None]
         ids = self.ids.masked_fill(~mask, self.sampling.pad_token_id)
         log_probs = self.log_probs.masked_fill(~mask, 0.0)

@@ -1,8 +1,9 @@
-"""Drawing tokens: one uniform number per (sample seed, token place), by inverse CDF.
+"""Sample tokens by inverse CDF, with one uniform number for each (sample seed, token position).
 
-A row's draws are a function of its own seed and its own logits, so they depend neither on the
-number of workers nor on what else is in the batch.
-Shapes: B rows, V words.
+The tokens of a row are a function of its own seed and its own logits. They depend neither on the
+number of workers nor on the other rows of the batch.
+
+Shapes: B rows, V vocabulary entries.
 """
 
 from __future__ import annotations
@@ -15,41 +16,56 @@ from torch import Tensor
 from quadriga.rollout.base import SamplingParams
 
 
-def _signed(value: int) -> int:
+def _as_int64(value: int) -> int:
+    """Return the int64 with the same 64 bits as the unsigned `value`; torch has no uint64 maths."""
     return value - (1 << 64) if value >> 63 else value
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
+# Constants of splitmix64: 2^64 / golden ratio, and the two multipliers of its finalizer.
+_GOLDEN_UNSIGNED = 0x9E3779B97F4A7C15
+_GOLDEN = _as_int64(_GOLDEN_UNSIGNED)
+_MIX_1 = _as_int64(0xBF58476D1CE4E5B9)
+_MIX_2 = _as_int64(0x94D049BB133111EB)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift without the sign: `>>` on int64 would fill the upper bits with the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finalizer (Steele, Lea and Flood, OOPSLA 2014) on int64, modulo 2^64."""
+    """Apply the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), modulo 2^64."""
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
 
 
-def uniform(seeds_B: Tensor, place: int) -> Tensor:
-    """[B] float64 in [0, 1): a function of seed and place alone."""
-    state = _mix(seeds_B + _GOLDEN) + _signed((place + 1) * 0x9E3779B97F4A7C15 % (1 << 64))
+def uniform(seeds_B: Tensor, position: int) -> Tensor:
+    """Return [B] float64 numbers in [0, 1), a function of seed and token position alone."""
+    step = _as_int64((position + 1) * _GOLDEN_UNSIGNED % (1 << 64))
+    state = _mix(seeds_B + _GOLDEN) + step
+    # A float64 has 53 bits of precision, so the upper 53 of the 64 bits are used.
     return _shift_right(_mix(state), 11).to(torch.float64) * 2.0**-53
 
 
 def _filtered(scores_BV: Tensor, sampling: SamplingParams) -> Tensor:
-    """Scores with -inf at words that top-k, then top-p leave out. Ties at the border stay in."""
+    """Set the scores that top-k and then top-p exclude to -inf.
+
+    Top-k keeps scores that equal the k-th largest. Top-p keeps a token if the more likely tokens
+    together have less than `top_p`, so the most likely token always stays.
+    """
     if 0 < sampling.top_k < scores_BV.shape[-1]:
         kth = scores_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
         scores_BV = scores_BV.masked_fill(scores_BV < kth, -math.inf)
     if sampling.top_p < 1.0:
+        # top_p 0.7, one row with the probabilities .15 .5 .05 .3:
+        #
+        #   sorted           .5    .3    .15   .05
+        #   sum before       0     .5    .8    .95
+        #   kept            yes    yes   no    no      so .5 and .3 remain
         ordered, order = scores_BV.sort(dim=-1, descending=True, stable=True)
         probs = ordered.softmax(-1)
-        before = probs.cumsum(-1) - probs  # the most likely word always stays
+        before = probs.cumsum(-1) - probs
         drop = torch.zeros_like(before, dtype=torch.bool).scatter(
             -1, order, before >= sampling.top_p
         )
@@ -58,24 +74,42 @@ def _filtered(scores_BV: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def draw(
-    logits_BV: Tensor, sampling: SamplingParams, seeds_B: Tensor, place: int
+    logits_BV: Tensor, sampling: SamplingParams, seeds_B: Tensor, position: int
 ) -> tuple[Tensor, Tensor]:
-    """([B] int64 tokens, [B] float32 log-probabilities before top-k and top-p)."""
+    """Sample one token for each row.
+
+    Args:
+        seeds_B: [B] int64.
+        position: index t of the response token.
+
+    Returns:
+        [B] int64 tokens, and [B] float32 log-probabilities before top-k and top-p, nats.
+    """
     scores = logits_BV.float()
     if sampling.greedy:
         token = scores.argmax(-1)
     else:
         if sampling.temperature != 1.0:
             scores = scores / sampling.temperature
-        token = _inverse_cdf(_filtered(scores, sampling), uniform(seeds_B, place))
+        token = _inverse_cdf(_filtered(scores, sampling), uniform(seeds_B, position))
     log_prob = scores.gather(-1, token[:, None])[:, 0] - scores.logsumexp(-1)
     return token, log_prob
 
 
 def _inverse_cdf(scores_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """The first word whose cumulative probability is above the uniform number."""
+    """Return the first token of each row whose cumulative probability is above the number u."""
+    # Three rows, V = 4:
+    #
+    #            probabilities      cumulative            u      token
+    #   row 0   .5  .3  .15  .05    .5  .8  .95  1.0    0.62      1      .5 ≤ .62 < .8
+    #   row 1   .5  .3  .15  .05    .5  .8  .95  1.0    0.50      1      .5 is not above .5
+    #   row 2    0  .4   0   .6      0  .4  .4   1.0    0.40      3      token 2 has probability 0
+    #
+    # The sums are in float64: in float32, tokens of a large vocabulary would be lost to rounding.
+    # The last sum may still differ from 1, so u is scaled by it.
     cdf = scores_BV.softmax(-1).cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:].contiguous()
     token = torch.searchsorted(cdf, uniform_B[:, None] * total, right=True)
+    # u · total can round up to total; the result is then the last token with probability above 0.
     last_possible = torch.searchsorted(cdf, total)
     return torch.minimum(token, last_possible)[:, 0]

@@ -1,19 +1,22 @@
-"""From the training layout to the rollout's, with proof that all of it arrived."""
+"""Copy the weights of a training engine to a rollout engine, and verify that all of them arrived.
+
+One module, `sync`. May import every package below `weight_sync` in docs/architecture.md. Names load
+when they are first used.
+"""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from quadriga.lazy import lazy_names
+
+_HOME = {"SyncReport": "sync", "compare_digests": "sync", "sync_weights": "sync"}
+
+__all__ = list(_HOME)
 
 if TYPE_CHECKING:
     from quadriga.weight_sync.sync import SyncReport as SyncReport
     from quadriga.weight_sync.sync import compare_digests as compare_digests
     from quadriga.weight_sync.sync import sync_weights as sync_weights
-
-__all__ = ["SyncReport", "compare_digests", "sync_weights"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.sync"), name)
+else:
+    __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -1,8 +1,8 @@
 """Weights from a training engine to a rollout engine in the same process.
 
-consumes      the engine's stream of full tensors, one at a time (all ranks take part)
-produces      the rollout's weights under a new version
-checks        a digest of each tensor sent against the one held afterwards
+consumes      the training engine's stream of full tensors, one at a time (all ranks take part)
+produces      the rollout engine's weights under a new version
+checks        the digest of each tensor that was sent against the tensor that the rollout holds
 """
 
 from __future__ import annotations
@@ -15,28 +15,36 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import WorkerError
-from quadriga.parallel.digest import tensor_digest
+from quadriga.rollout.base import tensor_digest
 
 
 class WeightSource(Protocol):
-    """What gives weights: a `TrainEngine`."""
+    """The part of a `TrainEngine` that sends weights."""
 
-    def state_stream(self) -> Iterator[tuple[str, Tensor]]: ...
+    def state_stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (checkpoint name, full tensor) of every weight."""
+        ...
 
 
 class WeightTarget(Protocol):
-    """What takes them: a `RolloutEngine` of this process."""
+    """The part of a `RolloutEngine` that receives weights."""
 
-    def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None: ...
+    def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy new weights, one tensor at a time."""
+        ...
 
-    def weights_digest(self) -> dict[str, int]: ...
+    def weights_digest(self) -> dict[str, int]:
+        """Return the digest of every weight, by checkpoint name."""
+        ...
 
-    def weight_dtypes(self) -> Mapping[str, torch.dtype]: ...
+    def weight_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Return the dtype of every weight, by checkpoint name."""
+        ...
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync moved."""
+    """Version, number of tensors and number of bytes of one sync."""
 
     version: int
     tensors: int
@@ -44,10 +52,14 @@ class SyncReport:
 
 
 def sync_weights(source: WeightSource, target: WeightTarget, version: int) -> SyncReport:
-    """Move every weight, then compare digests.
+    """Copy every weight from `source` to `target`, then compare digests.
 
-    A weight held in another dtype is rounded to it before the comparison. Raises `WorkerError`
-    (attributes `tensor`, `version`) naming the first tensor that did not arrive, or arrived wrong.
+    If the target holds a weight in another dtype, the weight is rounded to that dtype before its
+    digest is taken.
+
+    Raises:
+        WorkerError: a weight was not received, or has other values. Names the first such tensor.
+            Attributes: `tensor`, `version`.
     """
     dtypes = target.weight_dtypes()
     sent: dict[str, int] = {}
@@ -56,6 +68,9 @@ def sync_weights(source: WeightSource, target: WeightTarget, version: int) -> Sy
     def recorded() -> Iterator[tuple[str, Tensor]]:
         nonlocal total
         for name, tensor in source.state_stream():
+            # A float32 0.1 arrives in a bfloat16 rollout as 0.10009765625. Both sides must take the
+            # digest of that number, so the weight is rounded before it is sent. Full tensors exist
+            # one at a time: the generator yields one, the target copies it, then it is freed.
             rounded = tensor.detach().to(dtypes.get(name, tensor.dtype))
             sent[name] = tensor_digest(rounded)
             total += rounded.numel() * rounded.element_size()
@@ -67,7 +82,9 @@ def sync_weights(source: WeightSource, target: WeightTarget, version: int) -> Sy
 
 
 def compare_digests(sent: Mapping[str, int], held: Mapping[str, int], version: int) -> None:
-    """Raise `WorkerError` for the first weight that is held and was not sent, or differs."""
+    """Raise `WorkerError` for the first weight that was not sent, is not held, or differs."""
+    # sent  a:1  b:2       d:4
+    # held  a:1  b:7  c:3         b differs, c was never sent, d is not held: b is reported
     for name in [*held, *(name for name in sent if name not in held)]:
         if name not in sent:
             problem = "was never sent, so the rollout still holds an old value"
@@ -78,8 +95,8 @@ def compare_digests(sent: Mapping[str, int], held: Mapping[str, int], version: i
         else:
             continue
         raise WorkerError(
-            f"weight sync to version {version}: {name!r} {problem}; stopping, because samples "
-            "would come from other weights than the ones trained",
+            f"weight sync to version {version}: {name!r} {problem}. The run stops, because its "
+            "samples would come from other weights than those that are trained",
             tensor=name,
             version=version,
         )

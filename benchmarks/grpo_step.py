@@ -1,0 +1,146 @@
+"""Measure one GRPO step of Quadriga and of TRL in one run.
+
+    python benchmarks/grpo_step.py --trl-python /path/to/trl-env/bin/python --out result.json
+    python benchmarks/grpo_step.py --quick          # Quadriga alone, few steps
+
+Both systems train the same Llama model of about 1.0 M random parameters in float32, in one process
+with two threads: 16 prompts × 8 samples, a reference model with a KL loss, on-policy, responses
+that end at an end token or at the limit. A step covers generation, scoring, log-probabilities,
+advantages and the update. The figure of a case is the median of the steps after three warm-up
+steps. Cases of the two systems alternate. Compare ratios of one run only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "grpo"))
+
+from trl_peer import PROMPTS, SAMPLES, prompts  # the same prompts and scores for both systems
+
+WARM_UP = 3
+CASES = {
+    "prompt 5, limit 64": {"prompt_words": 5, "limit": 64},
+    "prompt 5, limit 256": {"prompt_words": 5, "limit": 256},
+    "prompt 260, limit 64": {"prompt_words": 260, "limit": 64},
+}
+ENVIRONMENT = {"OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return len(solution_str) % 7 / 7
+"""
+
+
+def write_inputs(folder: Path, steps: int) -> int:
+    """Write the model and, for each case, the prompts. Return the number of parameters."""
+    from quadriga.models import TinyModel, write_tiny_model
+
+    shape = TinyModel(
+        hidden_size=192,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=3,
+        intermediate_size=512,
+        vocab_size=512,
+    )
+    texts = prompts(64, 40)
+    parameters: int = write_tiny_model(str(folder / "model"), texts, shape, seed=0)
+    (folder / "reward.py").write_text(REWARD)
+    for words in {case["prompt_words"] for case in CASES.values()}:
+        rows = [
+            {
+                "prompt": [{"role": "user", "content": text}],
+                "data_source": "length",
+                "reward_model": {"ground_truth": ""},
+                "extra_info": {},
+            }
+            for text in prompts(PROMPTS * steps, words)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"prompts-{words}.jsonl").write_text(text)
+    return parameters
+
+
+def ours(folder: Path, case: dict[str, int], steps: int) -> list[float]:
+    """Return the seconds of each step of `quadriga train` on the local backend."""
+    run = folder / "run"
+    overrides = {
+        "algorithm.adv_estimator": "grpo",
+        "data.train_files": f"[{folder}/prompts-{case['prompt_words']}.jsonl]",
+        "data.train_batch_size": PROMPTS,
+        "data.max_response_length": case["limit"],
+        "actor_rollout_ref.model.path": folder / "model",
+        "actor_rollout_ref.rollout.n": SAMPLES,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": PROMPTS,
+        "actor_rollout_ref.actor.use_kl_loss": "true",
+        "actor_rollout_ref.actor.optim.lr": 1e-6,
+        "reward.path": folder / "reward.py",
+        "trainer.backend": "local",
+        "trainer.device": "cpu",
+        "trainer.n_gpus_per_node": 1,
+        "trainer.threads_per_worker": 2,
+        "trainer.total_training_steps": steps,
+        "trainer.loggers": "[jsonl]",
+        "trainer.default_local_dir": run,
+        "trainer.overwrite": "true",
+    }
+    command = [sys.executable, "-m", "quadriga.cli.main", "train"]
+    _run([*command, *(f"{key}={value}" for key, value in overrides.items())])
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["time/step"] for record in records if "time/step" in record]
+
+
+def trl(python: str, folder: Path, case: dict[str, int], steps: int) -> list[float]:
+    """Return the seconds of each step of TRL."""
+    peer = Path(__file__).parent / "grpo" / "trl_peer.py"
+    out = _run([python, str(peer), str(folder / "model"), json.dumps({**case, "steps": steps})])
+    seconds: list[float] = json.loads(out.strip().splitlines()[-1])["seconds"]
+    return seconds
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, check=False
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(command[:4])} … failed:\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--trl-python", help="the Python of an environment that has TRL")
+    parser.add_argument("--steps", type=int, default=11)
+    parser.add_argument("--quick", action="store_true", help="one case, few steps")
+    parser.add_argument("--out", type=Path, help="write the JSON there too")
+    options = parser.parse_args()
+    steps = WARM_UP + 2 if options.quick else options.steps
+    result: dict[str, object] = {"machine": platform.machine(), "cpus": os.cpu_count()}
+    cases: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        result["parameters"] = write_inputs(Path(folder), steps)
+        for name, case in list(CASES.items())[: 1 if options.quick else None]:
+            print(f"{name} …", file=sys.stderr)
+            figures = {"ours_s": statistics.median(ours(Path(folder), case, steps)[WARM_UP:])}
+            if options.trl_python:
+                seconds = trl(options.trl_python, Path(folder), case, steps)[WARM_UP:]
+                figures["trl_s"] = statistics.median(seconds)
+                figures["speed_up"] = figures["trl_s"] / figures["ours_s"]
+            cases[name] = {key: round(value, 4) for key, value in figures.items()}
+    result["cases"] = cases
+    text = json.dumps(result, indent=2)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
