@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
+import sys
 import threading
 import time
 import traceback
@@ -16,6 +18,7 @@ from quadriga.errors import (
     WorkerInitError,
     WorkerMethodError,
 )
+from quadriga.protocol.containers import walk
 from quadriga.single_controller.call import (
     Arguments,
     Call,
@@ -64,7 +67,6 @@ class RankHost:
         self.node = node
         self._survives = survives
         self.workers: dict[str, Any] = {}  # a class of the user's need not be a `Worker`
-        self.in_flight: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._order = CallOrder()
         self.awaited: set[Awaitable[object]] = set()
@@ -91,7 +93,6 @@ class RankHost:
         `store`: the `protocol.Store` for large fields of the result; None: that of this process.
         Raise WorkerMethodError if the method raised.
         """
-        self.in_flight = call.label
         try:
             method = self._method(call)
             args, kwargs = self._arguments(call)
@@ -101,8 +102,6 @@ class RankHost:
             return self._result(call, value, store)
         except Exception as error:
             raise self.failure(call, error) from error
-        finally:
-            self.in_flight = None
 
     async def invoke_async(
         self, opened: Callable[[], Call], ticket: Ticket | None = None, store: object = None
@@ -116,7 +115,6 @@ class RankHost:
         # The turn ends when the method has started, so that coroutine methods can interleave.
         async with self._order.turn(ticket):
             call, args, kwargs = await asyncio.to_thread(self._prepare, opened)
-            self.in_flight = call.label
             try:
                 value = self._method(call)(*args, **kwargs)
             except Exception as error:
@@ -124,11 +122,11 @@ class RankHost:
         try:
             if inspect.isawaitable(value):
                 value = await self._await(value)
-            return self._result(call, value, store)
+            # The backend encodes the result after this coroutine has ended, while the loop runs
+            # the next method, which may write into the same buffer.
+            return self._result(call, _copied(value), store)
         except Exception as error:
             raise self.failure(call, error) from error
-        finally:
-            self.in_flight = None
 
     def _prepare(self, opened: Callable[[], Call]) -> tuple[Call, Arguments, KeywordArguments]:
         call = opened()
@@ -256,6 +254,21 @@ class RankHost:
 
 def _opened(value: object) -> object:
     return value.open() if isinstance(value, SharedArgument) else value
+
+
+def _copied(value: object) -> object:
+    """Copy everything in a result that its worker may still write into."""
+    return walk(value, _copied_leaf)
+
+
+def _copied_leaf(value: object) -> object:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # not every object that can be pickled can be copied
+        return value
 
 
 def _in_thread(run: Callable[[], T]) -> T:
