@@ -1,39 +1,41 @@
 """Reinforcement-learning post-training of language models: one controller, many workers.
 
-Public names load when they are first used, so `import quadriga` imports neither torch nor ray.
+This module lists the public names of the package. It imports `quadriga.lazy` and nothing else; a
+name is imported when it is first used, so `import quadriga` imports neither torch nor Ray.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from quadriga.lazy import lazy_names
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "DataProto": "quadriga.protocol",
-    "DataProtoItem": "quadriga.protocol",
-    "DataProtoFuture": "quadriga.protocol",
-    "DataProtoConfig": "quadriga.protocol",
-    "register": "quadriga.single_controller",
-    "Dispatch": "quadriga.single_controller",
-    "Execute": "quadriga.single_controller",
-    "Worker": "quadriga.single_controller",
-    "WorkerGroup": "quadriga.single_controller",
-    "ResourcePool": "quadriga.single_controller",
-    "RayResourcePool": "quadriga.backends.ray",
-    "RayClassWithInitArgs": "quadriga.backends.ray",
-    "RayWorkerGroup": "quadriga.backends.ray",
-    "create_colocated_worker_cls": "quadriga.backends.ray",
-    "Role": "quadriga.trainer.placement",
-    "ResourcePoolManager": "quadriga.trainer.placement",
-    "RayPPOTrainer": "quadriga.trainer.ppo",
-    "TrainConfig": "quadriga.config.schema",
-    "SFTConfig": "quadriga.config.schema",
-    "GenerateConfig": "quadriga.config.schema",
-    "load_config": "quadriga.config.loading",
-    "QuadrigaError": "quadriga.errors",
-    "InputError": "quadriga.errors",
+    "DataProto": "protocol",
+    "DataProtoItem": "protocol",
+    "DataProtoFuture": "protocol",
+    "DataProtoConfig": "protocol",
+    "register": "single_controller",
+    "Dispatch": "single_controller",
+    "Execute": "single_controller",
+    "Worker": "single_controller",
+    "WorkerGroup": "single_controller",
+    "ResourcePool": "single_controller",
+    "RayResourcePool": "backends.ray",
+    "RayClassWithInitArgs": "backends.ray",
+    "RayWorkerGroup": "backends.ray",
+    "create_colocated_worker_cls": "backends.ray",
+    "Role": "trainer.placement",
+    "ResourcePoolManager": "trainer.placement",
+    "RayPPOTrainer": "trainer.ppo",
+    "TrainConfig": "config.schema",
+    "SFTConfig": "config.schema",
+    "GenerateConfig": "config.schema",
+    "load_config": "config.loading",
+    "QuadrigaError": "errors",
+    "InputError": "errors",
 }
 
 __all__ = [
@@ -84,16 +86,5 @@ if TYPE_CHECKING:
     )
     from quadriga.trainer.placement import ResourcePoolManager, Role
     from quadriga.trainer.ppo import RayPPOTrainer
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'quadriga' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+else:
+    __getattr__, __dir__ = lazy_names(__name__, _HOME)

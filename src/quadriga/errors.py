@@ -1,45 +1,46 @@
-"""Every error Quadriga raises on purpose.
+"""Every error that Quadriga raises on purpose.
 
     QuadrigaError
     ├── InputError              the user's input is wrong; the command line exits with code 2
-    │   ├── ConfigError             a setting: unknown, of the wrong type, or in conflict
-    │   │   └── UnknownSettingError     no such key; names the nearest one
-    │   ├── DataError               a data file or one row of it
-    │   ├── ModelError              a folder that is not a model, or one that does not fit
+    │   ├── ConfigError             a setting is of the wrong type, out of range or in conflict
+    │   │   └── UnknownSettingError     no setting has this name; the message names the nearest one
+    │   ├── DataError               a data file or one of its rows cannot be used
+    │   ├── ModelError              a folder is not a model, or the model does not fit its use
     │   ├── UnknownNameError        a registry has no such entry (estimator, loss, …)
-    │   ├── PlacementError          the machines cannot hold what was asked for
-    │   └── CheckpointError         a checkpoint that is missing, incomplete or of another run
-    ├── ProtocolError           a batch was built or used wrongly
+    │   ├── PlacementError          the cluster does not have the resources that were requested
+    │   └── CheckpointError         a checkpoint is missing, incomplete or of another run
+    ├── ProtocolError           a batch was built or used incorrectly
     │   ├── LengthError             fields of one batch differ in length, or a batch does not divide
-    │   ├── FieldError              a field that is missing, of the wrong type, or already there
+    │   ├── FieldError              a field is missing, of the wrong type or already present
     │   ├── ConflictError           two batches hold different values under one key
-    │   └── LostObjectError         bytes that a batch refers to are gone (their owner died)
-    ├── DispatchError           a call that cannot be split, sent or joined as its mode says
-    │   ├── UnregisteredMethodError the worker has no such registered method
-    │   └── MeshError               a mesh that was never registered, or registered twice
-    ├── WorkerError             something went wrong inside a worker
+    │   └── LostObjectError         a remote field is lost because the process that owned it died
+    ├── DispatchError           the dispatch mode cannot split, send or collect a call
+    │   ├── UnregisteredMethodError the worker has no registered method of this name
+    │   └── MeshError               a mesh is not registered, or is registered twice
+    ├── WorkerError             a call failed in a worker
     │   ├── WorkerMethodError       the method raised; carries role, rank and the worker's traceback
     │   ├── WorkerInitError         the worker's `__init__` raised
-    │   ├── WorkerDiedError         the process is gone
-    │   ├── CallTimeoutError        a call passed its deadline; carries the stack of the stuck rank
-    │   └── CollectiveError         a collective was asked of ranks that cannot hold one
-    └── AlgorithmError          tensors that the maths cannot accept
-        ├── ShapeError              shapes that differ where they must agree
-        ├── MaskError               a mask that is not 0/1
-        ├── NonFiniteError          NaN or infinity; names tensor and row
-        └── GroupError              an empty group, or one of the wrong size
+    │   ├── WorkerDiedError         the process of a worker has ended
+    │   ├── CallTimeoutError        deadline exceeded; carries the stack of each rank that is late
+    │   └── CollectiveError         a collective needs ranks that this backend does not connect
+    └── AlgorithmError          tensors that an algorithm cannot use
+        ├── ShapeError              shapes differ where they must agree
+        ├── MaskError               a mask holds values other than 0 and 1
+        ├── NonFiniteError          NaN or infinity; names the tensor and the row
+        └── GroupError              a prompt group is empty or of the wrong size
 
-Messages say what was expected, what came, where, and what to do. Keyword arguments become
-attributes (`error.rank`). Every error survives pickling, attributes included, because errors
-cross processes.
+A message says what was expected, what was received, where, and what to do. Keyword arguments become
+attributes (`error.rank`). Errors are sent between processes, so every error can be pickled, and its
+attributes are pickled with it.
 """
 
 from __future__ import annotations
 
-from typing import Any
 
-
-def _restore(cls: type[QuadrigaError], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
+def _restore(
+    cls: type[QuadrigaError], args: tuple[object, ...], state: dict[str, object]
+) -> Exception:
+    # Not `cls(*args)`: a subclass may take more than a message, and its `__init__` has run once.
     error = cls.__new__(cls)
     error.args = args
     error.__dict__.update(state)
@@ -47,22 +48,22 @@ def _restore(cls: type[QuadrigaError], args: tuple[Any, ...], state: dict[str, A
 
 
 class QuadrigaError(Exception):
-    """Base of the tree. `details` are kept as attributes and survive pickling."""
+    """Base class of every error here. `details` become attributes and are pickled with it."""
 
-    def __init__(self, message: str, **details: Any) -> None:
+    def __init__(self, message: str, **details: object) -> None:
         super().__init__(message)
         self.__dict__.update(details)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _restore, (type(self), self.args, dict(self.__dict__))
 
 
 class InputError(QuadrigaError):
-    """The user's input is wrong. Raised before any worker starts wherever possible."""
+    """The user's input is wrong. It is raised before any worker starts wherever possible."""
 
 
 class ConfigError(InputError, ValueError):
-    """A setting is of the wrong type, out of range, or in conflict with another."""
+    """A setting is of the wrong type, out of range or in conflict. Attribute where known: `key`."""
 
 
 class UnknownSettingError(ConfigError):
@@ -70,7 +71,7 @@ class UnknownSettingError(ConfigError):
 
 
 class DataError(InputError, ValueError):
-    """A data file or one of its rows cannot be used. Attributes: `path`, `row` where known."""
+    """A data file or one of its rows cannot be used. Attributes where known: `path`, `row`."""
 
 
 class ModelError(InputError, ValueError):
@@ -80,28 +81,28 @@ class ModelError(InputError, ValueError):
 class UnknownNameError(InputError, KeyError):
     """A registry has no such entry. Attributes: `name`, `known`, `nearest`."""
 
-    def __str__(self) -> str:  # KeyError would show the repr of the message
+    def __str__(self) -> str:  # KeyError.__str__ returns the repr of the message
         return str(self.args[0])
 
 
 class PlacementError(InputError, RuntimeError):
-    """The machines cannot hold what was asked for. Attributes: `pool`, `wanted`, `available`."""
+    """The cluster lacks resources. Attributes: `pool`, `wanted`, `available`."""
 
 
 class CheckpointError(InputError, RuntimeError):
-    """A checkpoint is missing, incomplete, or belongs to another run. Attribute: `path`."""
+    """A checkpoint is missing, incomplete or of another run. Attribute: `path`."""
 
 
 class ProtocolError(QuadrigaError, ValueError):
-    """A batch was built or used wrongly. Attribute: `field` where one is at fault."""
+    """A batch was built or used incorrectly. Attribute where one field is at fault: `field`."""
 
 
 class LengthError(ProtocolError):
-    """Lengths that must agree differ, or a batch does not divide."""
+    """Lengths that must agree differ, or a batch does not divide evenly."""
 
 
 class FieldError(ProtocolError, KeyError):
-    """A field is missing, of the wrong type, or already there."""
+    """A field is missing, of the wrong type or already present."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -112,47 +113,47 @@ class ConflictError(ProtocolError):
 
 
 class LostObjectError(ProtocolError, RuntimeError):
-    """Bytes a batch refers to are gone. Attributes: `role`, `rank`, `method` that made them."""
+    """A remote field is lost. Attributes: `role`, `rank` and `method` that produced it."""
 
 
 class DispatchError(QuadrigaError, ValueError):
-    """A call cannot be split, sent or joined as its dispatch mode says."""
+    """The dispatch mode of a method cannot split, send or collect a call."""
 
 
 class UnregisteredMethodError(DispatchError, AttributeError):
-    """The worker class has no such registered method. Attributes: `method`, `known`."""
+    """The worker class has no registered method of this name. Attributes: `method`, `known`."""
 
 
 class MeshError(DispatchError):
-    """A mesh was never registered, or was registered twice. Attribute: `mesh_name`."""
+    """A mesh is not registered, or is registered twice. Attribute: `mesh_name`."""
 
 
 class WorkerError(QuadrigaError, RuntimeError):
-    """Something went wrong in a worker. Attributes: `role`, `rank`, `node`, `method`."""
+    """A call failed in a worker. Attributes: `role`, `rank`, `node`, `method`."""
 
 
 class WorkerMethodError(WorkerError):
-    """A worker's method raised. Attribute `remote_traceback` is the worker's own traceback."""
+    """A method of a worker raised. Attribute: `remote_traceback`, the traceback in the worker."""
 
 
 class WorkerInitError(WorkerError):
-    """A worker's `__init__` raised. Attribute `remote_traceback`."""
+    """The `__init__` of a worker raised. Attribute: `remote_traceback`."""
 
 
 class WorkerDiedError(WorkerError):
-    """A worker process is gone."""
+    """The process of a worker has ended."""
 
 
 class CallTimeoutError(WorkerError, TimeoutError):
-    """A call passed its deadline. Attribute `stacks`: rank → the stack it is stuck in."""
+    """A call exceeded its deadline. Attribute `stacks`: rank → stack trace of that rank."""
 
 
 class CollectiveError(WorkerError):
-    """A collective was asked of ranks that cannot hold one (local groups of several ranks)."""
+    """Ranks that no process group connects were asked for a collective (local backend)."""
 
 
 class AlgorithmError(QuadrigaError, ValueError):
-    """Tensors that the maths cannot accept. Attributes: `tensor`, `row` where known."""
+    """An algorithm cannot use a tensor. Attributes where known: `tensor`, `row`."""
 
 
 class ShapeError(AlgorithmError):
@@ -160,7 +161,7 @@ class ShapeError(AlgorithmError):
 
 
 class MaskError(AlgorithmError):
-    """A mask holds something other than 0 and 1."""
+    """A mask holds values other than 0 and 1."""
 
 
 class NonFiniteError(AlgorithmError):
@@ -168,4 +169,4 @@ class NonFiniteError(AlgorithmError):
 
 
 class GroupError(AlgorithmError):
-    """A group is empty or of the wrong size."""
+    """A prompt group is empty or of the wrong size."""

@@ -1,4 +1,4 @@
-"""Whatever moment a process dies at, the last complete checkpoint is found, and it is whole."""
+"""The latest complete checkpoint is found, whenever the process is killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quadriga.errors import CheckpointError
 
 
 class KilledError(Exception):
-    """Stands for the end of the process."""
+    """Stands for the death of the process."""
 
 
 def save(root, step, content):
@@ -31,7 +31,7 @@ def save(root, step, content):
     return commit_checkpoint(partial, {"content": content})
 
 
-def test_a_checkpoint_comes_to_be(tmp_path):
+def test_a_checkpoint_is_visible_after_the_commit(tmp_path):
     assert latest_checkpoint(tmp_path / "nothing") is None
     partial = begin_checkpoint(tmp_path, 4)
     assert latest_checkpoint(tmp_path) is None
@@ -49,7 +49,7 @@ def test_the_highest_step_is_the_latest(tmp_path):
 
 
 def kill_at(monkeypatch, moment):
-    """Raise at the `moment`-th thing that touches the disk; returns the counter."""
+    """Raise at the `moment`-th operation on the disk; return the counter of operations."""
     count = [0]
 
     def counted(function):
@@ -69,7 +69,7 @@ def kill_at(monkeypatch, moment):
 
 
 @pytest.mark.parametrize("step", [6, 5], ids=["a new step", "the same step again"])
-def test_killed_at_every_moment(tmp_path, monkeypatch, step):
+def test_killed_at_every_operation_on_the_disk(tmp_path, monkeypatch, step):
     moments = 0
     for moment in range(1, 100):
         root = tmp_path / str(moment)
@@ -99,7 +99,7 @@ def files_of(path):
     return load_file(path)["x"]
 
 
-def test_retention_keeps_the_newest(tmp_path):
+def test_prune_keeps_the_newest_checkpoints(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step, 1.0)
     assert prune_checkpoints(tmp_path, None) == []
@@ -107,11 +107,11 @@ def test_retention_keeps_the_newest(tmp_path):
     assert removed == [step_folder(tmp_path, 1), step_folder(tmp_path, 2)]
     assert [step for step, _ in complete_checkpoints(tmp_path)] == [3, 4]
     assert not step_folder(tmp_path, 1).exists()
-    with pytest.raises(CheckpointError, match="max_ckpt_to_keep"):
+    with pytest.raises(CheckpointError, match="max_ckpt_to_keep must be at least 1"):
         prune_checkpoints(tmp_path, 0)
 
 
-def test_damage_is_named(tmp_path):
+def test_a_damaged_file_and_a_missing_marker_are_named(tmp_path):
     final = save(tmp_path, 1, 1.0)
     part = final / "actor" / "1.safetensors"
     part.write_bytes(part.read_bytes()[:-1])

@@ -1,5 +1,7 @@
-"""Blocks on disk: written by some ranks, read by others. Ranks are played by plain blocks here;
-real ones are in the engines' tests."""
+"""Blocks that one number of ranks writes and another number reads.
+
+The ranks are simulated: a test replaces `block_of`. `tests/engines` saves on real ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,44 +25,44 @@ def rows_block(first, last):
 
 
 @pytest.fixture
-def play(monkeypatch):
-    """Let `block_of` give the block that a test hands in as the tensor."""
+def simulated(monkeypatch):
+    """A dict rank → block; `block_of` returns the block of a rank that is in it."""
     blocks = {}
-    plain = shards.block_of
+    original = shards.block_of
 
     def block_of(tensor, rank):
-        return blocks.get(rank) or plain(tensor, rank)
+        return blocks.get(rank) or original(tensor, rank)
 
     monkeypatch.setattr(shards, "block_of", block_of)
     return blocks
 
 
-def write(folder, play, cuts):
+def write(folder, simulated, cuts):
     for rank, (first, last) in enumerate(pairwise(cuts)):
-        play[rank] = rows_block(first, last)
+        simulated[rank] = rows_block(first, last)
         shards.write_shard(folder, {"w": FULL}, {}, rank=rank, world_size=len(cuts) - 1)
-    play.clear()
+    simulated.clear()
 
 
 @pytest.mark.parametrize("cuts", [[0, 7], [0, 4, 7], [0, 3, 6, 7, 7]])
 @pytest.mark.parametrize("wanted", [(0, 7), (0, 4), (4, 7), (2, 5), (7, 7)])
-def test_any_cut_can_be_read_by_any_other(tmp_path, play, cuts, wanted):
-    write(tmp_path, play, cuts)
+def test_blocks_can_be_read_with_any_other_sharding(tmp_path, simulated, cuts, wanted):
+    write(tmp_path, simulated, cuts)
     block = rows_block(*wanted)
     block.data.fill_(-1)
-    play[0] = block
+    simulated[0] = block
     shards.read_blocks(tmp_path, {"w": FULL}, rank=0)
     assert torch.equal(block.data, FULL[slice(*wanted)])
 
 
-def test_a_part_that_is_missing_is_named(tmp_path, play):
-    write(tmp_path, play, [0, 4, 7])
+def test_a_missing_file_of_a_rank_is_named(tmp_path, simulated):
+    write(tmp_path, simulated, [0, 4, 7])
     (tmp_path / "shard_00001.json").unlink()
     with pytest.raises(CheckpointError, match=r"shard_00001\.json is missing"):
         shards.read_blocks(tmp_path, {"w": FULL.clone()}, rank=0)
 
 
-def test_another_model_is_named(tmp_path):
+def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
     shards.write_shard(tmp_path, {"w": FULL}, {}, rank=0, world_size=1)
     with pytest.raises(CheckpointError, match=r"'w' has shape \[7, 5\], the model has \[5, 7\]"):
         shards.read_blocks(tmp_path, {"w": torch.zeros(5, 7)}, rank=0)
@@ -68,7 +70,7 @@ def test_another_model_is_named(tmp_path):
         shards.read_blocks(tmp_path, {"other": torch.zeros(2)}, rank=0)
 
 
-def test_an_unknown_format_is_refused(tmp_path):
+def test_an_unknown_format_is_an_error(tmp_path):
     shards.write_shard(tmp_path, {"w": FULL}, {}, rank=0, world_size=1)
     index = tmp_path / "shard_00000.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | {"format": 99}))
@@ -76,7 +78,7 @@ def test_an_unknown_format_is_refused(tmp_path):
         shards.read_indexes(tmp_path)
 
 
-def test_scalars_and_random_states_come_back(tmp_path):
+def test_scalars_and_random_states_are_restored(tmp_path):
     scalar = torch.tensor(3.5)
     random.seed(1)
     np.random.seed(1)
@@ -89,6 +91,6 @@ def test_scalars_and_random_states_come_back(tmp_path):
     assert [random.random(), np.random.rand(), torch.rand(1).item()] == expected
 
 
-def test_nothing_on_disk_can_run_code(tmp_path):
+def test_a_checkpoint_holds_no_pickle_file(tmp_path):
     save_rank_state(tmp_path, {"w": FULL}, {}, rank=0, world_size=1)
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}

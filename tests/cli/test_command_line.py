@@ -1,4 +1,4 @@
-"""The command line: what it reads, what it says, and with which code it ends."""
+"""The command line: parsing, messages and exit codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL = [command.name for command in COMMANDS]
 
 
 def run(capsys, *arguments):
-    """(exit code, standard output, standard error)."""
+    """Return (exit code, standard output, standard error)."""
     code = main(list(arguments))
     shown = capsys.readouterr()
     return code, shown.out, shown.err
@@ -37,7 +37,7 @@ def raising(error):
     return action
 
 
-def test_settings_arrive(capsys, monkeypatch, tmp_path):
+def test_the_command_receives_the_settings(capsys, monkeypatch, tmp_path):
     seen = []
     replace_training(monkeypatch, seen.append)
     file = tmp_path / "run.yaml"
@@ -51,7 +51,7 @@ def test_settings_arrive(capsys, monkeypatch, tmp_path):
     ]
 
 
-def test_unknown_setting_is_one_line_and_code_2(capsys, monkeypatch):
+def test_an_unknown_setting_is_one_line_and_code_2(capsys, monkeypatch):
     replace_training(monkeypatch, pytest.fail)
     code, out, err = run(capsys, "train", "algorithm.adv_estimater=gae")
     assert code == 2
@@ -61,13 +61,13 @@ def test_unknown_setting_is_one_line_and_code_2(capsys, monkeypatch):
     )
 
 
-def test_bad_input_of_a_command_is_one_line_and_code_2(capsys, monkeypatch):
+def test_an_input_error_of_a_command_is_one_line_and_code_2(capsys, monkeypatch):
     replace_training(monkeypatch, raising(DataError("row 3 of a.parquet:\nno prompt")))
     code, _, err = run(capsys, "train")
     assert (code, err) == (2, "error: row 3 of a.parquet: no prompt\n")
 
 
-def test_a_failed_run_shows_the_cause_first_and_code_1(capsys, monkeypatch):
+def test_a_failed_run_shows_the_cause_first_and_has_code_1(capsys, monkeypatch):
     error = WorkerMethodError("actor[1].update: boom", remote_traceback="Traceback\n  rank code")
     replace_training(monkeypatch, raising(error))
     code, _, err = run(capsys, "train")
@@ -77,7 +77,7 @@ def test_a_failed_run_shows_the_cause_first_and_code_1(capsys, monkeypatch):
     assert len(err.splitlines()) < 25
 
 
-def test_a_failure_on_the_controller_shows_where(capsys, monkeypatch):
+def test_an_error_on_the_controller_shows_the_traceback(capsys, monkeypatch):
     replace_training(monkeypatch, raising(LengthError("3 rows and 4 rows")))
     code, _, err = run(capsys, "train")
     assert code == 1
@@ -85,13 +85,13 @@ def test_a_failure_on_the_controller_shows_where(capsys, monkeypatch):
     assert "test_command_line.py" in err
 
 
-def test_stopping_is_code_130(capsys, monkeypatch):
+def test_interrupting_has_code_130(capsys, monkeypatch):
     replace_training(monkeypatch, raising(KeyboardInterrupt()))
     code, _, err = run(capsys, "train")
     assert (code, err) == (130, "stopped\n")
 
 
-def test_a_bug_is_not_hidden(monkeypatch):
+def test_other_exceptions_are_raised(monkeypatch):
     replace_training(monkeypatch, raising(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         main(["train"])
@@ -110,7 +110,7 @@ def test_help_lists_every_setting_with_its_default(capsys, name):
             assert f"  {setting.key}={setting.default}  (" in text
 
 
-def test_overall_help_names_the_commands(capsys):
+def test_the_general_help_names_the_commands(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
@@ -121,25 +121,25 @@ def test_overall_help_names_the_commands(capsys):
     ("arguments", "words"),
     [
         (["trian"], "invalid choice: 'trian'"),
-        (["train", "--lr=3"], "unknown option --lr=3; settings are given as key=value"),
+        (["train", "--lr=3"], "unknown option --lr=3; write settings as key=value"),
         ([], "required: command"),
         (["data"], "required: command"),
     ],
 )
-def test_command_lines_that_cannot_be_read(capsys, arguments, words):
+def test_invalid_command_lines_have_code_2(capsys, arguments, words):
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2
     assert words in capsys.readouterr().err
 
 
-def test_options_may_stand_among_settings():
+def test_options_and_settings_can_be_mixed():
     read = parse(["generate", "n=2", "--print-config", "prompt=3 + 4"])
     assert read.overrides == ("n=2", "prompt=3 + 4")
     assert read.print_config
 
 
-def test_print_config_is_a_file_for_config(capsys, tmp_path, monkeypatch):
+def test_config_reads_what_print_config_writes(capsys, tmp_path, monkeypatch):
     replace_training(monkeypatch, pytest.fail)
     code, out, _ = run(capsys, "train", "data.seed=3", "--print-config")
     assert code == 0
@@ -154,7 +154,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"quadriga {quadriga.__version__}\n"
 
 
-def test_the_program_itself():
+def test_the_module_as_a_program():
     done = subprocess.run(
         [sys.executable, "-m", "quadriga.cli.main", "sft", "optim.beta=1"],
         capture_output=True, text=True, timeout=120, check=False,
@@ -164,7 +164,7 @@ def test_the_program_itself():
     assert done.stderr == "error: no setting optim.beta; did you mean optim.betas?\n"
 
 
-def test_a_reader_who_leaves_is_no_failure():
+def test_a_closed_standard_output_is_not_an_error():
     code = (
         "import os, sys\n"
         "from quadriga.cli.main import main\n"

@@ -1,11 +1,11 @@
-"""What commands print."""
+"""The output of the commands."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 from quadriga.cli.main import main
-from quadriga.cli.show import count_rows, prompt_text, show_answers, version_of
+from quadriga.cli.show import count_rows, prompt_text, show_responses, version_of
 
 
 def answer(prompt, *responses):
@@ -21,18 +21,18 @@ def test_plan_shows_the_arithmetic(capsys):
     out = capsys.readouterr().out
     assert code == 0
     assert "256 = 32 prompts × 8 responses" in out
-    assert "2 a step = 32 / 16 mini-batches × 1 epochs" in out
+    assert "2 per step = 32 / 16 mini-batches × 1 epochs" in out
     assert "critic" not in out
 
 
-def test_plan_with_a_critic_and_a_conflict(capsys):
+def test_plan_with_a_critic_and_with_conflicting_settings(capsys):
     assert main(["plan"]) == 0
     assert "\ncritic\n" in capsys.readouterr().out
     assert main(["plan", "trainer.n_gpus_per_node=3"]) == 2
     assert "= 64 × 1 = 64 sequences do not divide over 3 ranks" in capsys.readouterr().err
 
 
-def test_rows_are_counted(tmp_path):
+def test_count_rows_of_data_files(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -44,7 +44,7 @@ def test_rows_are_counted(tmp_path):
     assert count_rows([]) is None
 
 
-def test_algorithms_lists_what_the_settings_take(capsys):
+def test_algorithms_lists_the_registries(capsys):
     assert main(["algorithms"]) == 0
     out = capsys.readouterr().out
     for name in ("gae", "grpo", "ppo_clip", "token-mean", "k3"):
@@ -57,7 +57,7 @@ def test_algorithms_with_a_missing_user_file(capsys):
     assert "absent.py" in capsys.readouterr().err
 
 
-def test_doctor(capsys):
+def test_doctor_shows_packages_and_machine(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "torch" in out
@@ -65,23 +65,23 @@ def test_doctor(capsys):
     assert "CPUs" in out
 
 
-def test_versions():
+def test_version_of_installed_and_missing_packages():
     assert version_of("numpy")
     assert version_of("no_such_package_at_all") is None
 
 
-def test_one_answer_stands_alone(capsys):
-    show_answers([answer([{"role": "user", "content": "2 + 2?"}], "4")])
+def test_a_single_response_is_printed_as_it_is(capsys):
+    show_responses([answer([{"role": "user", "content": "2 + 2?"}], "4")])
     assert capsys.readouterr().out == "4\n"
 
 
-def test_more_answers_stand_under_their_prompts(capsys):
-    show_answers([answer("a?", "1", "2"), answer([{"role": "user", "content": "b?"}], "3")])
+def test_several_responses_are_printed_below_their_prompts(capsys):
+    show_responses([answer("a?", "1", "2"), answer([{"role": "user", "content": "b?"}], "3")])
     assert capsys.readouterr().out == "> a?\n1\n2\n\n> b?\n3\n\n"
     assert prompt_text("plain") == "plain"
 
 
-def test_data_make_writes_and_says_so(capsys, tmp_path):
+def test_data_make_writes_files_and_prints_their_paths(capsys, tmp_path):
     code = main(
         ["data", "make", f"output={tmp_path / 'd'}", "train_size=20", "val_size=4", "sft_size=8"]
     )
@@ -90,7 +90,7 @@ def test_data_make_writes_and_says_so(capsys, tmp_path):
     assert (tmp_path / "d" / "sft.parquet").exists()
 
 
-def test_data_make_names_what_cannot_be(capsys, tmp_path):
+def test_data_make_names_invalid_settings(capsys, tmp_path):
     assert main(["data", "make", f"output={tmp_path}", "min_steps=3", "max_steps=2"]) == 2
     assert "min_steps=3" in capsys.readouterr().err
     assert main(["data", "make", f"output={tmp_path}", "train_size=0"]) == 2

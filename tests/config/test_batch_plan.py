@@ -1,4 +1,4 @@
-"""The plan's numbers, by hand."""
+"""`batch_plan` against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plan(*more, **options):
     return batch_plan(load_config(TrainConfig, [*OVERRIDES, *more]), **options)
 
 
-def test_prompts_to_optimizer_steps():
+def test_numbers_from_prompts_to_optimizer_steps():
     numbers = plan("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=5")
     assert numbers.sequences == 256  # 32 × 8
     assert numbers.ranks == 4
@@ -36,32 +36,32 @@ def test_prompts_to_optimizer_steps():
     assert numbers.actor.optimizer_steps == 12  # 4 × 3 epochs
 
 
-def test_by_tokens_the_most_micro_batches_are_those_of_full_sequences():
+def test_micro_batches_by_tokens_are_counted_for_sequences_of_full_length():
     numbers = plan("actor_rollout_ref.actor.engine.max_tokens_per_micro_batch=300")
     assert numbers.max_tokens_per_sequence == 128
     assert numbers.actor.micro_batch is None
     assert numbers.actor.max_tokens == 300
-    assert numbers.actor.micro_batches == 8  # 16 sequences, 300 // 128 = 2 at a time
+    assert numbers.actor.micro_batches == 8  # 16 sequences, 300 // 128 = 2 per micro-batch
 
 
-def test_neither_count_nor_tokens_is_one_micro_batch():
+def test_without_size_and_token_limit_a_mini_batch_is_one_micro_batch():
     numbers = plan("actor_rollout_ref.actor.engine.use_dynamic_bsz=false")
     assert (numbers.actor.micro_batch, numbers.actor.micro_batches) == (16, 1)
 
 
-def test_critic_follows_the_actor_unless_told():
+def test_critic_uses_the_batch_sizes_of_the_actor_by_default():
     assert plan().critic.optimizer_steps == 12
-    told = plan("critic.ppo_mini_batch_size=16", "critic.ppo_epochs=1")
-    assert told.critic.optimizer_steps == 2
+    own = plan("critic.ppo_mini_batch_size=16", "critic.ppo_epochs=1")
+    assert own.critic.optimizer_steps == 2
 
 
-def test_steps_of_the_run():
+def test_total_steps_from_settings_or_data_size():
     assert plan().total_steps is None
     assert plan(train_rows=100).total_steps == 6  # 2 epochs × (100 // 32)
     assert plan("trainer.total_training_steps=5", train_rows=100).total_steps == 5
 
 
-def test_ranks_may_be_given():
+def test_number_of_ranks_can_be_passed():
     assert plan(ranks=2).sequences_per_rank == 128
 
 
@@ -70,7 +70,7 @@ def test_text_shows_the_arithmetic():
     assert "256 = 32 prompts × 8 responses" in text
     assert "64 = 256 / 4 ranks" in text
     assert "8 prompts = 64 sequences = 16 on each rank" in text
-    assert "12 a step = 32 / 8 mini-batches × 3 epochs" in text
+    assert "12 per step = 32 / 8 mini-batches × 3 epochs" in text
     assert "10 steps, 120 optimizer steps of the actor" in text
     assert "\ncritic\n" in text
     assert "\ncritic\n" not in plan().text(with_critic=False)

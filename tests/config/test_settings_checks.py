@@ -1,6 +1,8 @@
-"""Settings that cannot be are refused with the arithmetic in the message."""
+"""Invalid and conflicting settings raise `ConfigError`; the message shows the arithmetic."""
 
 from __future__ import annotations
+
+from typing import get_args
 
 import pytest
 
@@ -12,13 +14,20 @@ from quadriga.config.checks import (
     check_train_settings,
 )
 from quadriga.config.loading import load_config
-from quadriga.config.ranges import CHOICES, RANGES, leaves
+from quadriga.config.ranges import RANGES, leaves
 from quadriga.config.schema import (
     ArithmeticDataConfig,
+    BackendName,
+    CorrectionLevel,
+    CorrectionMode,
     DemoConfig,
+    FilterMode,
     GenerateConfig,
+    LrSchedulerName,
     SFTConfig,
     TrainConfig,
+    TrainerConfig,
+    UnderFilled,
 )
 from quadriga.errors import ConfigError
 
@@ -39,7 +48,8 @@ MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 SAMPLING = "actor_rollout_ref.rollout.sampling"
 
 
-def refusal(check, cls, overrides, *known):
+def error_of(check, cls, overrides, *known):
+    """Return the one-line message of the `ConfigError` that loading or the check raises."""
     with pytest.raises(ConfigError) as caught:
         check(load_config(cls, overrides), *known)
     assert "\n" not in str(caught.value)
@@ -76,14 +86,14 @@ def test_defaults_pass():
         ),
         (
             ["algorithm.adv_estimator=grpo"],
-            f"algorithm.adv_estimator=grpo compares the responses of one prompt, and {N}=1",
+            f"algorithm.adv_estimator=grpo compares the responses to one prompt, but {N}=1",
         ),
-        (["algorithm.filter_groups.enable=true"], "every group has one response"),
-        ([f"{SAMPLING}.temperature=0", f"{N}=8"], "is greedy: all n=8 responses of a prompt"),
+        (["algorithm.filter_groups.enable=true"], "every prompt group has one response"),
+        ([f"{SAMPLING}.temperature=0", f"{N}=8"], "is greedy: all n=8 responses to a prompt"),
         ([f"{SAMPLING}.top_k=0"], "top_k must be -1 (all tokens) or at least 1, got 0"),
         (
             ["algorithm.adv_estimator=grpo", f"{N}=4", "critic.warmup_steps=2"],
-            "critic.warmup_steps=2, but algorithm.adv_estimator=grpo has no critic",
+            "critic.warmup_steps=2, but algorithm.adv_estimator=grpo uses no critic",
         ),
         (
             ["algorithm.overlong.enable=true", "algorithm.overlong.buffer_length=600"],
@@ -99,8 +109,8 @@ def test_defaults_pass():
         ),
         (
             ["algorithm.kl_penalty=full"],
-            "algorithm.kl_penalty=full: KL in the reward has the log-probabilities of the sampled "
-            "tokens and nothing else",
+            "algorithm.kl_penalty=full: KL in the reward is computed from the "
+            "log-probabilities of the sampled tokens",
         ),
         (
             [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full", f"{REF}=megatron"],
@@ -112,29 +122,46 @@ def test_defaults_pass():
         ),
     ],
 )
-def test_settings_that_conflict(overrides, words):
-    assert words in refusal(check_train_settings, TrainConfig, overrides, KNOWN)
+def test_conflicting_settings(overrides, words):
+    assert words in error_of(check_train_settings, TrainConfig, overrides, KNOWN)
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("algorithm.adv_estimator=grop", "'grop' is not known; expected one of gae, grpo; did you"),
-        ("actor_rollout_ref.actor.policy_loss.name=x", "expected one of ppo_clip"),
-        ("actor_rollout_ref.actor.loss_agg_mode=x", "expected one of token-mean"),
-        ("critic.loss_agg_mode=x", "critic.loss_agg_mode='x'"),
-        ("actor_rollout_ref.actor.kl_loss_type=k9", "expected one of full, k1, k3"),
-        ("algorithm.kl_penalty=k9", "algorithm.kl_penalty='k9'"),
-        ("actor_rollout_ref.rollout.name=vlm", "rollout.name='vlm'"),
+        (
+            "algorithm.adv_estimator=grop",
+            "must be one of gae, grpo, got 'grop'; did you mean grpo?",
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss.name=x",
+            "policy_loss.name must be one of ppo_clip, got 'x'",
+        ),
+        ("actor_rollout_ref.actor.loss_agg_mode=x", "must be one of token-mean, got 'x'"),
+        ("critic.loss_agg_mode=x", "critic.loss_agg_mode must be one of"),
+        ("actor_rollout_ref.actor.kl_loss_type=k9", "must be one of full, k1, k3, got 'k9'"),
+        ("algorithm.kl_penalty=k9", "algorithm.kl_penalty must be one of"),
+        ("actor_rollout_ref.rollout.name=vlm", "rollout.name must be one of hf, got 'vlm'"),
         ("critic.engine.name=fsdp3", "did you mean fsdp?"),
         (f"{REF}=fsdp3", "did you mean fsdp?"),
         ("actor_rollout_ref.actor.optim.lr_scheduler=cosin", "did you mean cosine?"),
-        ("trainer.backend=rya", "trainer.backend='rya' is not known; expected one of local, ray"),
-        ("algorithm.kl_ctrl.type=x", "expected one of adaptive, fixed"),
+        (
+            "trainer.backend=rya",
+            "trainer.backend must be one of ray, local, got 'rya'; did you mean",
+        ),
+        ("algorithm.kl_ctrl.type=x", "kl_ctrl.type must be one of fixed, adaptive, got 'x'"),
+        ("trainer.device=3", "trainer.device must be one of auto, cpu, cuda, npu, got '3'"),
+        ("critic.engine.dtype=bfloat", "did you mean bfloat16?"),
+        ("critic.engine.reduce_dtype=auto", "must be one of float32, bfloat16, float16, got"),
+        (
+            "algorithm.filter_groups.mode=null",
+            "filter_groups.mode must be one of mask, refill, got",
+        ),
+        ("algorithm.rollout_correction.level=seqence", "did you mean sequence?"),
     ],
 )
-def test_names_that_no_table_has(override, words):
-    assert words in refusal(check_train_settings, TrainConfig, [override], KNOWN)
+def test_unknown_names_and_choices_name_the_nearest(override, words):
+    assert words in error_of(check_train_settings, TrainConfig, [override], KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -152,17 +179,17 @@ def test_names_that_no_table_has(override, words):
         ("data.seed=-1", "data.seed must be at least 0, got -1"),
     ],
 )
-def test_values_no_run_could_use(override, words):
-    assert words in refusal(check_train_settings, TrainConfig, [override], KNOWN)
+def test_values_out_of_range(override, words):
+    assert words in error_of(check_train_settings, TrainConfig, [override], KNOWN)
 
 
-def test_kl_over_the_vocabulary_wants_one_kind_of_engine_only_where_it_is_read():
+def test_full_kl_needs_engines_of_one_kind_only_if_the_kl_loss_is_used():
     kinds = [f"{ACTOR}.kl_loss_type=full", f"{REF}=megatron"]
     check_train_settings(load_config(TrainConfig, kinds), KNOWN)
     check_train_settings(load_config(TrainConfig, [f"{ACTOR}.use_kl_loss=true", kinds[0]]), KNOWN)
 
 
-def test_critic_settings_do_not_matter_without_a_critic():
+def test_critic_settings_are_not_checked_without_a_critic():
     config = load_config(
         TrainConfig,
         ["algorithm.adv_estimator=grpo", f"{N}=4", "critic.ppo_mini_batch_size=3"],
@@ -170,30 +197,45 @@ def test_critic_settings_do_not_matter_without_a_critic():
     check_train_settings(config, KNOWN)
 
 
-def test_sft():
-    words = refusal(
+def test_sft_settings():
+    words = error_of(
         check_sft_settings, SFTConfig, ["data.train_batch_size=7", "trainer.n_gpus_per_node=2"]
     )
     assert "data.train_batch_size=7 rows do not divide over 2 ranks" in words
-    assert words.endswith("6 or 8 would")
-    words = refusal(check_sft_settings, SFTConfig, ["trainer.stop_at_accuracy=0.3"])
-    assert "needs held-out prompts" in words
+    assert words.endswith("set it to 6 or 8")
+    words = error_of(check_sft_settings, SFTConfig, ["trainer.stop_at_accuracy=0.3"])
+    assert "needs validation prompts; set data.val_files" in words
 
 
-def test_generate():
-    words = refusal(check_generate_settings, GenerateConfig, ["n=3"])
-    assert "n=3 greedy answers (sampling.temperature=0) would all be the same" in words
+def test_generate_settings():
+    words = error_of(check_generate_settings, GenerateConfig, ["n=3"])
+    assert "n=3 greedy responses (sampling.temperature=0) would all be equal" in words
     check_generate_settings(load_config(GenerateConfig, ["n=3", "sampling.temperature=1"]))
 
 
-def test_every_range_and_choice_is_of_a_setting_that_exists():
+def test_a_settings_object_made_in_python_is_checked_too():
+    config = TrainConfig(trainer=TrainerConfig(backend="rya"))
+    with pytest.raises(ConfigError, match=r"trainer\.backend must be one of ray, local") as caught:
+        check_train_settings(config)
+    assert caught.value.nearest == "ray"
+    with pytest.raises(ConfigError, match="operations must be one of"):
+        check_data_settings(ArithmeticDataConfig(operations=["+", "/"]))
+
+
+def test_every_range_belongs_to_an_existing_setting():
     schemas = (TrainConfig, SFTConfig, GenerateConfig, ArithmeticDataConfig, DemoConfig)
     keys = [key for cls in schemas for key, _ in leaves(cls())]
     assert [n for n in RANGES if not any(key.split(".")[-1] == n for key in keys)] == []
-    assert [n for n in CHOICES if not any(f".{key}".endswith(f".{n}") for key in keys)] == []
 
 
-def test_choices_are_those_of_the_tables_above():
+def test_choices_equal_the_tables_of_higher_layers():
+    from quadriga.algorithms import dynamic_sampling, importance
+    from quadriga.backends import BACKENDS
     from quadriga.engines.schedule import SCHEDULES
 
-    assert set(CHOICES["lr_scheduler"]) == set(SCHEDULES)
+    assert set(get_args(LrSchedulerName)) == set(SCHEDULES)
+    assert set(get_args(BackendName)) == set(BACKENDS)
+    assert set(get_args(FilterMode)) == set(dynamic_sampling.MODES)
+    assert set(get_args(UnderFilled)) == set(dynamic_sampling.UNDER_FILLED)
+    assert set(get_args(CorrectionLevel)) == {"none", *importance.LEVELS}
+    assert set(get_args(CorrectionMode)) == set(importance.MODES)

@@ -1,8 +1,9 @@
-"""The help is read from the schema, so it cannot disagree with it."""
+"""`--help` shows every setting of the schema with type, default and comment."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pytest
 
@@ -28,14 +29,16 @@ class Inner:
 @dataclass(frozen=True)
 class Outer:
     names: list[str] = field(default_factory=lambda: ["a", "b"])
-    seed: int | None = None  # None: drawn
+    seed: int | None = None  # None: random
+    mode: Literal["a", "b"] | None = "a"
     inner: Inner = field(default_factory=lambda: Inner(rate=0.5))
 
 
-def test_keys_types_defaults_and_comments():
+def test_help_shows_keys_types_defaults_and_comments():
     assert help_text(Outer()).splitlines() == [
         "  names=[a,b]  (a list of texts)",
-        "  seed=null  (an integer or null; null: drawn)",
+        "  seed=null  (an integer or null; null: random)",
+        "  mode=a  (one of a, b or null)",
         "",
         "  inner.rate=0.5  (a number; learning rate)",
     ]
@@ -51,10 +54,10 @@ def test_every_setting_is_listed_once(cls):
 
 
 @pytest.mark.parametrize("cls", SCHEMAS)
-def test_defaults_are_shown_as_they_can_be_given(cls):
+def test_defaults_are_shown_in_the_form_of_overrides(cls):
     overrides = [f"{s.key}={s.default}" for s in settings_of(cls()) if s.default]
     assert load_config(cls, overrides) == cls()
 
 
-def test_values_as_written():
+def test_values_are_shown_as_written_on_the_command_line():
     assert as_written({"a": [1, True, None]}) == "{a:[1,true,null]}"

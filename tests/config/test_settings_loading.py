@@ -1,4 +1,4 @@
-"""Defaults, files and overrides become one typed, frozen settings object."""
+"""`load_config` combines defaults, a file and overrides in one typed, frozen object."""
 
 import dataclasses
 
@@ -21,11 +21,11 @@ def load(*overrides, file=None):
     return load_config(TrainConfig, overrides, file)
 
 
-def test_nothing_given_is_the_defaults():
+def test_without_overrides_the_result_is_the_defaults():
     assert load() == TrainConfig()
 
 
-def test_dotted_overrides_reach_every_level_with_their_types():
+def test_overrides_set_values_of_every_type_at_every_level():
     config = load(
         "algorithm.adv_estimator=grpo",
         "trainer.n_gpus_per_node=2",
@@ -45,36 +45,36 @@ def test_dotted_overrides_reach_every_level_with_their_types():
     assert isinstance(config.actor_rollout_ref.actor.optim, OptimConfig)
 
 
-def test_result_is_frozen():
+def test_settings_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         load().data.seed = 3
 
 
-def test_one_setting_of_a_section_leaves_that_sections_own_defaults():
+def test_other_settings_of_a_section_keep_the_defaults_of_that_section():
     config = load("critic.optim.weight_decay=0", "actor_rollout_ref.rollout.val_sampling.top_k=5")
-    assert config.critic.optim.lr == 1e-5  # OptimConfig's own default is 1e-6
+    assert config.critic.optim.lr == 1e-5  # the default of OptimConfig is 1e-6
     assert config.actor_rollout_ref.rollout.val_sampling.temperature == 0.0
 
 
-def test_an_integer_is_a_number_but_not_the_other_way_round():
+def test_integers_are_accepted_as_numbers_but_not_numbers_as_integers():
     assert load("algorithm.gamma=1").algorithm.gamma == 1.0
     with pytest.raises(ConfigError, match=r"must be an integer, got 64\.5"):
         load("data.train_batch_size=64.5")
 
 
-def test_null_only_where_a_setting_allows_it():
+def test_null_is_accepted_only_by_optional_settings():
     assert load("data.seed=3", "data.seed=null").data.seed is None
     with pytest.raises(ConfigError, match=r"train_batch_size must be an integer, got null"):
         load("data.train_batch_size=null")
 
 
 @pytest.mark.parametrize("sign", ["", "+", "++"])
-def test_options_take_keys_of_their_own(sign):
+def test_options_accept_any_keys(sign):
     config = load(f"{sign}algorithm.options.k=4", "algorithm.options.deep.er=[1,2]")
     assert config.algorithm.options == {"k": 4, "deep": {"er": [1, 2]}}
 
 
-def test_a_whole_section_at_once_merges():
+def test_a_mapping_is_merged_into_a_section():
     config = load("actor_rollout_ref.rollout.sampling={temperature: 0.5}")
     assert config.actor_rollout_ref.rollout.sampling.temperature == 0.5
     assert config.actor_rollout_ref.rollout.sampling.top_p == 1.0
@@ -84,15 +84,18 @@ def test_later_overrides_win():
     assert load("data.seed=1", "data.seed=2").data.seed == 2
 
 
-def test_settings_refer_to_settings():
+def test_a_value_can_refer_to_another_setting():
     config = load("trainer.default_local_dir=runs/${trainer.experiment_name}", "trainer.seed=5",
                   "data.seed=${trainer.seed}")  # fmt: skip
     assert config.trainer.default_local_dir == "runs/run"
     assert config.data.seed == 5
 
 
-def test_reference_to_nothing_is_named():
-    with pytest.raises(UnknownSettingError, match=r"trainer\.sed; did you mean trainer\.seed"):
+def test_a_reference_to_an_unknown_setting_names_the_nearest():
+    with pytest.raises(
+        UnknownSettingError,
+        match=r"\$\{trainer\.sed\}: no setting trainer\.sed; did you mean trainer\.seed",
+    ):
         load("data.seed=${trainer.sed}")
 
 
@@ -100,15 +103,15 @@ def test_reference_to_nothing_is_named():
     "text",
     ["Anna has 3 apples, and it's 4 more. How many?", "3 + 4", "1e-3", "a, b", "007", "{x}"],
 )
-def test_text_settings_take_what_stands_after_the_sign(text):
+def test_text_settings_keep_the_raw_text_after_the_equals_sign(text):
     assert load_config(GenerateConfig, [f"prompt={text}"]).prompt == text
 
 
-def test_quotes_around_text_go():
+def test_quotes_around_text_are_removed():
     assert load_config(GenerateConfig, ["prompt='a b'"]).prompt == "a b"
 
 
-def test_one_file_may_stand_without_brackets():
+def test_a_list_of_one_file_needs_no_brackets():
     assert load("data.train_files=a.parquet").data.train_files == ["a.parquet"]
 
 
@@ -157,18 +160,18 @@ def test_unknown_key_names_the_nearest(override, nearest):
         ("trainer.project_name=[a]", "trainer.project_name must be text, got ['a']"),
         ("data.seed", "expected key=value, got 'data.seed'"),
         ("~data.seed", "expected key=value, got '~data.seed'"),
-        ("data.seed=1,2", "several values; one run takes one, and a list is [1,2]"),
+        ("data.seed=1,2", "a run takes one value, not several; write a list as [1,2]"),
         ("data.seed=[1", "cannot read the value of 'data.seed=[1'"),
     ],
 )  # fmt: skip
-def test_wrong_values_name_key_expectation_and_what_came(override, message):
+def test_wrong_values_name_the_key_the_expected_type_and_the_value(override, message):
     with pytest.raises(ConfigError) as caught:
         load(override)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_file_then_overrides(tmp_path):
+def test_overrides_win_over_the_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("data:\n  seed: 4\n  max_prompt_length: 9\ncritic:\n  optim: {lr: 2e-5}\n")
     config = load("data.seed=5", file=file)
@@ -185,7 +188,7 @@ def test_file_then_overrides(tmp_path):
         ("a: [\n", "cannot read settings file"),
     ],
 )
-def test_mistakes_in_a_file_name_the_file(tmp_path, text, message):
+def test_errors_in_a_file_name_the_file(tmp_path, text, message):
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -199,14 +202,14 @@ def test_missing_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("cls", [TrainConfig, SFTConfig, GenerateConfig])
-def test_yaml_round_trip(cls, tmp_path):
+def test_defaults_survive_a_yaml_round_trip(cls, tmp_path):
     config = dataclasses.replace(cls())
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config))
     assert load_config(cls, file=file) == config
 
 
-def test_yaml_round_trip_of_changed_values(tmp_path):
+def test_changed_values_survive_a_yaml_round_trip(tmp_path):
     config = load("actor_rollout_ref.actor.optim.betas=[0.5,0.6]", "algorithm.options.a=[1,x]",
                   "actor_rollout_ref.actor.optim.lr=1e-6")  # fmt: skip
     file = tmp_path / "config.yaml"
@@ -222,7 +225,7 @@ def test_secrets_are_masked_and_ordinary_keys_are_not():
     assert plain["max_tokens_per_micro_batch"] == 16384
 
 
-def test_working_directory_stays(tmp_path, monkeypatch):
+def test_loading_writes_nothing_into_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     load("data.seed=1")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Word problems: right solutions, settings kept, parts apart, files equal for equal seeds."""
+"""Word problems: correct solutions, settings, disjoint splits, reproducible files."""
 
 import random
 import re
@@ -27,7 +27,7 @@ def problems(task, count=300):
         ArithmeticTask(max_number=1, max_total=1),
     ],
 )
-def test_solutions_are_right_and_settings_hold(task):
+def test_solutions_are_correct_and_within_the_settings(task):
     for problem in problems(task):
         *lines, last = problem.solution.split("\n")
         assert len(lines) == problem.steps
@@ -60,29 +60,29 @@ def test_all_phrasings_and_signs_occur():
         assert f" {words} " in text
 
 
-def test_parts_share_no_problem_even_with_other_people_and_things():
+def test_splits_share_no_problem_even_if_people_and_things_differ():
     parts = make_parts(ArithmeticTask(), {"test": 200, "sft": 300, "train": 500}, seed=3)
     assert [len(part) for part in parts.values()] == [200, 300, 500]
     keys = [problem.key for part in parts.values() for problem in part]
     assert len(set(keys)) == 1000
 
-    def bare(problem):  # an identity found from the text alone
+    def without_names(problem):  # compare the texts, independently of `key`
         text = re.sub(r"apples|books|coins|cards|shells|pens|stamps|stones", "X", problem.question)
         return re.sub(r"Tom|Ann|Ben|Mia|Sam|Eva|Leo|Zoe|He |She ", "N", text)
 
-    test, *rest = ({bare(problem) for problem in part} for part in parts.values())
+    test, *rest = ({without_names(problem) for problem in part} for part in parts.values())
     assert not test & set().union(*rest)
 
 
-def test_a_part_does_not_depend_on_the_sizes_of_later_ones():
+def test_a_split_does_not_depend_on_the_sizes_of_later_splits():
     few = make_parts(ArithmeticTask(), {"test": 50, "train": 10}, seed=0)
     many = make_parts(ArithmeticTask(), {"test": 50, "train": 400}, seed=0)
     assert few["test"] == many["test"] and few["train"] == many["train"][:10]
     assert make_parts(ArithmeticTask(), {"test": 50}, seed=1)["test"] != few["test"]
 
 
-def test_a_task_too_small_says_so():
-    with pytest.raises(DataError, match=r"part 'train' wants 100000 problems, but only \d+"):
+def test_a_task_with_too_few_problems_is_an_error():
+    with pytest.raises(DataError, match=r"split 'train' needs 100000 problems, but only \d+"):
         make_parts(ArithmeticTask(max_number=2, max_steps=1, phrasings=1), {"train": 100000}, 0)
 
 
@@ -105,7 +105,7 @@ def test_settings_are_checked(settings):
         ArithmeticTask(**settings)
 
 
-def test_files_have_the_fields_columns_and_equal_seeds_give_equal_rows(tmp_path):
+def test_files_have_the_expected_columns_and_equal_seeds_give_equal_rows(tmp_path):
     sizes = {"train_size": 30, "test_size": 10, "sft_size": 20}
     one = write_arithmetic(tmp_path / "one", **sizes, seed=5)
     two = write_arithmetic(tmp_path / "two", **sizes, seed=5)
@@ -126,15 +126,15 @@ def test_a_share_of_the_demonstrations_stops_after_the_first_step(tmp_path):
     whole = write_arithmetic(tmp_path / "whole", **sizes, seed=5)
     assert pq.read_table(mixed.train) == pq.read_table(whole.train)
     rows, full = (pq.read_table(files.sft).to_pylist() for files in (mixed, whole))
-    hasty = 0
-    for row, careful in zip(rows, full, strict=True):
-        left, right = row["extra_info"].pop("answer"), careful["extra_info"].pop("answer")
-        assert row == careful  # all but the demonstration: the ground truth stays true
+    stopped = 0
+    for row, complete in zip(rows, full, strict=True):
+        left, right = row["extra_info"].pop("answer"), complete["extra_info"].pop("answer")
+        assert row == complete  # only the demonstration differs, not the ground truth
         if left != right:
             first = right.split("\n")[0]
             assert left == first + "\n#### " + first.split("=")[1]
-            hasty += 1
+            stopped += 1
     many_steps = sum(row["extra_info"]["steps"] > 1 for row in full)
-    assert 0.5 * many_steps < hasty < 0.7 * many_steps
+    assert 0.5 * many_steps < stopped < 0.7 * many_steps
     with pytest.raises(DataError, match="a share of the demonstrations"):
         write_arithmetic(tmp_path / "bad", sft_careful=1.5)

@@ -1,4 +1,4 @@
-"""The order of data: seeded, whole, resumable at any batch."""
+"""`PromptLoader`: a seeded order with every row once, which can be resumed at any batch."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ class Numbers:
     def __len__(self):
         return self.size
 
-    def __getitem__(self, place):
-        return {"number": place}
+    def __getitem__(self, index):
+        return {"number": index}
 
     def collate(self, items):
         return DataProto.from_dict({"number": torch.tensor([item["number"] for item in items])})
@@ -26,7 +26,7 @@ def numbers(batches):
     return [batch.batch["number"].tolist() for batch in batches]
 
 
-def test_an_epoch_holds_every_row_once_and_epochs_differ():
+def test_an_epoch_has_every_row_once_and_epochs_differ():
     loader = PromptLoader(Numbers(12), 4, seed=1)
     first, second = numbers(loader), numbers(loader)
     assert all(sorted(n for batch in e for n in batch) == list(range(12)) for e in (first, second))
@@ -35,22 +35,22 @@ def test_an_epoch_holds_every_row_once_and_epochs_differ():
     assert numbers(PromptLoader(Numbers(12), 4, seed=2)) != first
 
 
-def test_last_part_is_dropped_or_kept():
+def test_the_last_smaller_batch_is_dropped_or_kept():
     assert [len(b) for b in numbers(PromptLoader(Numbers(10), 4))] == [4, 4]
     kept = PromptLoader(Numbers(10), 4, drop_last=False, shuffle=False)
     assert numbers(kept) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] and len(kept) == 3
 
 
 @pytest.mark.parametrize("stop", range(8))
-def test_resuming_after_any_batch_gives_the_undisturbed_order(stop):
-    def endless(loader):
+def test_a_resumed_loader_continues_in_the_original_order(stop):
+    def repeat(loader):
         while True:
             yield from loader
 
     def take(loader, count):
         out = []
-        for batch in endless(loader):
-            if len(out) == count:  # the state was taken before this batch was asked for
+        for batch in repeat(loader):
+            if len(out) == count:  # `states` holds the state before this batch
                 return out
             out.append(batch.batch["number"].tolist())
             state = loader.state_dict()
@@ -64,7 +64,7 @@ def test_resuming_after_any_batch_gives_the_undisturbed_order(stop):
     assert take(resumed, 8 - stop) == whole[stop:]
 
 
-def test_breaking_off_an_epoch_and_going_on():
+def test_a_new_for_loop_continues_in_the_epoch():
     loader = PromptLoader(Numbers(8), 2, shuffle=False)
     for batch in loader:
         if batch.batch["number"][0] == 2:
@@ -81,19 +81,19 @@ def test_breaking_off_an_epoch_and_going_on():
         (PromptLoader(Numbers(12), 4, seed=1), "seed"),
     ],
 )
-def test_a_state_of_other_data_is_refused(other, key):
-    with pytest.raises(CheckpointError, match=f"with {key}"):
+def test_a_state_of_other_data_is_an_error(other, key):
+    with pytest.raises(CheckpointError, match=f"was saved with {key}="):
         PromptLoader(Numbers(12), 4).load_state_dict(other.state_dict())
 
 
-def test_settings_are_checked():
-    with pytest.raises(ConfigError, match="one batch takes 5 rows, but the data has 4"):
+def test_arguments_are_checked():
+    with pytest.raises(ConfigError, match="one batch needs 5 rows, but the data has 4"):
         PromptLoader(Numbers(4), 5)
     with pytest.raises(ConfigError, match="at least 1"):
         PromptLoader(Numbers(4), 0)
 
 
-def test_order_depends_on_seed_and_epoch_only():
+def test_the_order_depends_on_seed_and_epoch():
     assert epoch_order(5, seed=0, epoch=0, shuffle=False).tolist() == [0, 1, 2, 3, 4]
     one = epoch_order(50, seed=3, epoch=1, shuffle=True).tolist()
     assert one == epoch_order(50, seed=3, epoch=1, shuffle=True).tolist()

@@ -1,4 +1,4 @@
-"""Prompts: template, padding, filtering, bad rows."""
+"""`PromptDataset`: template, padding, filtering, invalid rows."""
 
 import json
 
@@ -28,7 +28,7 @@ def file(tmp_path):
     return write(tmp_path / "p.jsonl", rows)
 
 
-def test_batches_are_left_padded_and_carry_their_columns(file, tokenizer):
+def test_batches_are_left_padded_and_have_object_arrays(file, tokenizer):
     data = PromptDataset([file], tokenizer)
     batch = data.collate([data[0], data[1], data[2]])
     ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"]
@@ -39,21 +39,21 @@ def test_batches_are_left_padded_and_carry_their_columns(file, tokenizer):
     assert mask[:, -1].tolist() == [1, 1, 1]
     assert batch.batch["position_ids"][0, -4:].tolist() == [0, 1, 2, 3]
     assert batch.batch["position_ids"][0, :-4].sum() == 0
-    columns = batch.non_tensor_batch
-    assert columns["index"].tolist() == [0, 1, 2]
-    assert columns["raw_prompt"][2] == user("He buys")
-    assert columns["data_source"].tolist() == ["s", None, None]
-    assert columns["extra_info"][1] == {"k": [1, 2]}
-    assert columns["reward_model"][0] == {"ground_truth": "1"}
+    arrays = batch.non_tensor_batch
+    assert arrays["index"].tolist() == [0, 1, 2]
+    assert arrays["raw_prompt"][2] == user("He buys")
+    assert arrays["data_source"].tolist() == ["s", None, None]
+    assert arrays["extra_info"][1] == {"k": [1, 2]}
+    assert arrays["reward_model"][0] == {"ground_truth": "1"}
 
 
-def test_overlong_prompts_are_left_out_and_counted_or_refused(file, tokenizer):
+def test_overlong_prompts_are_filtered_or_an_error(file, tokenizer):
     short = PromptDataset([file], tokenizer, max_prompt_length=6)
     assert len(short) == 2 and short.filtered == 1
     assert [short[i]["index"] for i in range(2)] == [0, 2]
     with pytest.raises(DataError, match=r"p.jsonl, row 1: the prompt has \d+ tokens"):
         PromptDataset([file], tokenizer, max_prompt_length=6, filter_overlong_prompts=False)
-    with pytest.raises(DataError, match="all 3 prompts"):
+    with pytest.raises(DataError, match=r"all 3 prompts of .* have more than 2 tokens"):
         PromptDataset([file], tokenizer, max_prompt_length=2)
 
 
@@ -67,26 +67,26 @@ def test_head_keeps_the_first_rows_and_the_width(file, tokenizer):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "x"}, r"row 1: no 'prompt'; there is \['question'\]"),
+        ({"question": "x"}, r"row 1: no 'prompt'; found keys \['question'\]"),
         ({"prompt": None}, r"row 1: no 'prompt'"),
-        ({"prompt": []}, r"row 1: 'prompt' must be a text or a list of messages.*empty"),
+        ({"prompt": []}, r"row 1: 'prompt' must be a text or a list of messages, got an empty"),
         ({"prompt": 3}, r"row 1: .* got int"),
         ({"prompt": [{"role": "user"}]}, r"row 1: each message of 'prompt'"),
         ({"prompt": [{"role": "user", "content": 3}]}, r"row 1: each message"),
     ],
 )
-def test_bad_rows_are_named(tmp_path, tokenizer, row, message):
+def test_invalid_rows_are_named(tmp_path, tokenizer, row, message):
     path = write(tmp_path / "p.jsonl", [{"prompt": user("x")}, row])
     with pytest.raises(DataError, match=message):
         PromptDataset([path], tokenizer)
 
 
-def test_other_prompt_key(tmp_path, tokenizer):
+def test_prompt_key_selects_the_column(tmp_path, tokenizer):
     path = write(tmp_path / "p.jsonl", [{"chat": user("x")}])
     assert len(PromptDataset([path], tokenizer, prompt_key="chat")) == 1
 
 
-def test_tokenizer_without_a_template_is_refused(file, tokenizer):
+def test_a_tokenizer_without_chat_template_is_an_error(file, tokenizer):
     class Bare:
         chat_template = None
         name_or_path = "bare"
@@ -96,8 +96,8 @@ def test_tokenizer_without_a_template_is_refused(file, tokenizer):
         PromptDataset([file], Bare())
 
 
-def test_collating_to_too_few_tokens_is_an_error(file, tokenizer):
+def test_a_prompt_longer_than_the_batch_is_an_error(file, tokenizer):
     data = PromptDataset([file], tokenizer)
     data.longest = 3
-    with pytest.raises(LengthError, match="row 0 has 4 tokens, more than the batch's 3"):
+    with pytest.raises(LengthError, match="row 0 has 4 tokens, more than the length 3"):
         data.collate([data[0]])

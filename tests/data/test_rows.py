@@ -1,4 +1,4 @@
-"""Bad files and rows are named."""
+"""Reading rows; errors name the file and the row."""
 
 import json
 
@@ -10,7 +10,7 @@ from quadriga.data.rows import Row, read_rows
 from quadriga.errors import DataError
 
 
-def test_rows_of_several_files_in_order_with_their_places(tmp_path):
+def test_rows_of_several_files_in_order_with_file_and_number(tmp_path):
     pq.write_table(pa.Table.from_pylist([{"a": 1}, {"a": 2}]), tmp_path / "x.parquet")
     (tmp_path / "y.jsonl").write_text('{"a": 3}\n\n{"a": 4}\n')
     rows = read_rows([tmp_path / "x.parquet", tmp_path / "y.jsonl"])
@@ -19,7 +19,7 @@ def test_rows_of_several_files_in_order_with_their_places(tmp_path):
     assert rows[3].path.endswith("y.jsonl")
 
 
-def test_dotted_access_names_what_is_missing():
+def test_dotted_access_names_the_missing_key():
     row = Row({"extra_info": {"answer": "7", "empty": None}}, "f.parquet", 4)
     assert row.at("extra_info.answer") == "7"
     with pytest.raises(DataError, match=r"f.parquet, row 4: no 'reward' in 'extra_info'") as caught:
@@ -27,7 +27,7 @@ def test_dotted_access_names_what_is_missing():
     assert (caught.value.path, caught.value.row) == ("f.parquet", 4)
     with pytest.raises(DataError, match="no 'empty'"):
         row.at("extra_info.empty")
-    with pytest.raises(DataError, match=r"no 'more' in 'extra_info.answer'; there is str"):
+    with pytest.raises(DataError, match=r"no 'more' in 'extra_info.answer'; found str"):
         row.at("extra_info.answer.more")
 
 
@@ -37,17 +37,17 @@ def test_dotted_access_names_what_is_missing():
         ("a.jsonl", '{"a": 1}\n{"a": \n', r"a.jsonl, row 1: not JSON"),
         ("a.jsonl", "[1]\n", r"a.jsonl, row 0: expected a JSON object, got list"),
         ("a.jsonl", "\n", r"a.jsonl has no rows"),
-        ("a.parquet", "no", r"a.parquet is not parquet"),
-        ("a.csv", "a,b", r"a.csv is neither of .parquet, .jsonl"),
+        ("a.parquet", "no", r"a.parquet cannot be read as parquet"),
+        ("a.csv", "a,b", r"a.csv must end in one of .parquet, .jsonl"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path, name, text, message):
+def test_files_that_cannot_be_read_are_named(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
         read_rows([tmp_path / name])
 
 
-def test_missing_files(tmp_path):
+def test_missing_files_are_named(tmp_path):
     with pytest.raises(DataError, match=r"gone.parquet does not exist"):
         read_rows([tmp_path / "gone.parquet"])
     with pytest.raises(DataError, match="is a folder"):
@@ -56,6 +56,6 @@ def test_missing_files(tmp_path):
         read_rows([])
 
 
-def test_unicode_survives(tmp_path):
+def test_unicode_is_preserved(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"a": "é ×"}) + "\n", encoding="utf-8")
     assert read_rows([tmp_path / "a.jsonl"])[0].values == {"a": "é ×"}

@@ -1,4 +1,4 @@
-"""Demonstrations: the layout of a rollout, the loss on answer and end only."""
+"""`SFTDataset`: the layout of a rollout, with the loss on the answer and its end token."""
 
 import json
 
@@ -27,7 +27,7 @@ def data(tmp_path, tokenizer):
     return SFTDataset([write(tmp_path / "s.jsonl", rows)], tokenizer)
 
 
-def test_layout_and_mask(data, tokenizer):
+def test_layout_and_masks_of_a_batch(data, tokenizer):
     [batch] = SFTLoader(data, 2, shuffle=False)
     fields = batch.batch
     prompt, answer = fields["prompts"].shape[1], fields["responses"].shape[1]
@@ -45,7 +45,7 @@ def test_layout_and_mask(data, tokenizer):
     assert whole == "<|user|>He<|end|><|assistant|>3+4=7\n#### 7<|end|>"
 
 
-def test_tokens_are_those_of_generation(data, tokenizer):
+def test_the_prompt_is_tokenised_as_for_generation(data, tokenizer):
     prompt = [{"role": "user", "content": "He"}]
     ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
     assert data[1]["prompt_ids"] == ids
@@ -60,9 +60,9 @@ def test_rows_without_an_answer_are_named(tmp_path, tokenizer):
         SFTDataset([path], tokenizer, response_key="extra_info")
 
 
-def test_long_rows_are_left_out_and_counted(tmp_path, tokenizer):
+def test_long_rows_are_filtered_and_counted(tmp_path, tokenizer):
     path = write(tmp_path / "s.jsonl", [row("Tom has 3 apples.", "#### 3"), row("He", "#### 7")])
     data = SFTDataset([path], tokenizer, max_length=9)
     assert len(data) == 1 and data.filtered == 1
-    with pytest.raises(DataError, match="all 2 rows"):
+    with pytest.raises(DataError, match=r"all 2 rows of .* have more than 2 tokens"):
         SFTDataset([path], tokenizer, max_length=2)

@@ -1,4 +1,4 @@
-"""What people see, on a terminal and in a file."""
+"""The output of `RunConsole` on a terminal and in a file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_plain_lines_show_step_reward_accuracy_speed_and_time_left():
     assert out.getvalue() == "train 1/10  reward 0.500  accuracy 12.5%  tokens/s 1,234  left 54s\n"
 
 
-def test_last_known_numbers_stay():
+def test_a_missing_metric_is_shown_with_its_last_value():
     console, clock, out = plain(2)
     clock.now = 1.0
     console.log(1, {"val/accuracy": 0.5})
@@ -40,7 +40,7 @@ def test_last_known_numbers_stay():
     assert out.getvalue().splitlines()[1] == "train 2/2  reward 0.250  accuracy 50.0%  left 0s"
 
 
-def test_a_long_run_writes_few_lines_and_every_validation():
+def test_a_long_run_prints_about_twenty_lines_and_every_validation():
     console, _, out = plain(1000)
     for step in range(1, 1001):
         console.log(step, {"val/accuracy": 0.5} if step == 7 else {"reward/mean": 0.1})
@@ -50,14 +50,14 @@ def test_a_long_run_writes_few_lines_and_every_validation():
     assert all("\x1b" not in line for line in lines)
 
 
-def test_time_left_counts_from_where_a_resumed_run_began():
+def test_time_left_of_a_resumed_run_counts_only_its_own_steps():
     console, clock, _ = plain(20)
     clock.now = 10.0
     console.log(11, {"reward/mean": 0.0})
     assert console.seconds_left(11) == pytest.approx(90.0)
 
 
-def test_step_zero_has_no_pace():
+def test_no_time_left_is_shown_before_step_one():
     console, clock, out = plain(20)
     clock.now = 10.0
     console.log(0, {"val/accuracy": 0.25})
@@ -67,7 +67,7 @@ def test_step_zero_has_no_pace():
     assert console.seconds_left(1) == pytest.approx(14.0 * 19)
 
 
-def test_on_a_terminal_one_line_is_redrawn_and_the_table_follows():
+def test_a_terminal_shows_a_progress_line_and_then_the_table():
     console, clock, out = plain(4)
     console.console = Console(file=out, force_terminal=True, width=100, highlight=False)
     console._progress.live.console = console.console
@@ -80,10 +80,10 @@ def test_on_a_terminal_one_line_is_redrawn_and_the_table_follows():
     assert "2/4" in text
     assert "reward 0.500" in text
     assert text.rstrip().endswith("┘")
-    assert text.count("\x1b[?25h") >= 1  # the cursor is there for a debugger
+    assert text.count("\x1b[?25h") >= 1  # the cursor is visible, for a debugger
 
 
-def test_plain_table_and_notes():
+def test_notes_and_table_in_a_file():
     console, _, out = plain(1)
     console.note("a [bracket] stays")
     console.table("closing", [("accuracy", "90%")])
@@ -95,5 +95,5 @@ def test_plain_table_and_notes():
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0s"), (59.4, "59s"), (185, "3m05s"), (7620, "2h07m")]
 )
-def test_duration(seconds, text):
+def test_duration_as_text(seconds, text):
     assert duration(seconds) == text

@@ -1,4 +1,4 @@
-"""Whole lines or none, whatever happens while they are written."""
+"""`JsonlFile` leaves whole lines, also after a full disk or a killed process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quadriga.errors import DataError, InputError
 from quadriga.observability.jsonl import JsonlFile, keep_rows, read_jsonl
 
 
-def test_rows_are_readable_at_once(tmp_path):
+def test_a_written_row_can_be_read_before_the_file_is_closed(tmp_path):
     file = JsonlFile(tmp_path / "a.jsonl")
     file.write({"step": 1, "text": "Zahl äöü\nzwei"})
     assert list(read_jsonl(tmp_path / "a.jsonl")) == [{"step": 1, "text": "Zahl äöü\nzwei"}]
@@ -20,7 +20,7 @@ def test_rows_are_readable_at_once(tmp_path):
     file.close()
 
 
-def test_values_of_libraries_and_non_finite_numbers(tmp_path):
+def test_numpy_values_and_non_finite_numbers_are_converted(tmp_path):
     file = JsonlFile(tmp_path / "a.jsonl")
     file.write({"a": np.float32(0.5), "b": np.arange(2), "c": float("nan"), "d": -float("inf")})
     line = (tmp_path / "a.jsonl").read_text()
@@ -32,7 +32,7 @@ def test_values_of_libraries_and_non_finite_numbers(tmp_path):
     }
 
 
-def test_reopening_appends_and_drops_a_torn_line(tmp_path):
+def test_reopening_removes_an_incomplete_line_and_appends(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "x')
     file = JsonlFile(path)
@@ -40,14 +40,14 @@ def test_reopening_appends_and_drops_a_torn_line(tmp_path):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_torn_only_line(tmp_path):
+def test_reopening_removes_an_incomplete_only_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"st')
     JsonlFile(path).write({"step": 1})
     assert path.read_text() == '{"step": 1}\n'
 
 
-def test_full_disk_is_a_typed_error_naming_the_path_and_leaves_no_half_line(tmp_path, monkeypatch):
+def test_a_full_disk_raises_an_error_with_the_path_and_leaves_no_half_line(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     file = JsonlFile(path)
     file.write({"step": 1})
@@ -61,17 +61,17 @@ def test_full_disk_is_a_typed_error_naming_the_path_and_leaves_no_half_line(tmp_
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_full_device():
+def test_a_full_device_raises_an_error_with_the_path():
     with pytest.raises(InputError, match="/dev/full"):
         JsonlFile("/dev/full").write({"step": 1})
 
 
-def test_folder_that_is_missing(tmp_path):
+def test_a_missing_folder_raises_an_error_with_the_path(tmp_path):
     with pytest.raises(InputError, match=r"cannot write .*a\.jsonl: No such file"):
         JsonlFile(tmp_path / "absent" / "a.jsonl")
 
 
-def test_reading_passes_over_an_unfinished_line_and_names_a_bad_one(tmp_path):
+def test_reading_skips_an_incomplete_line_and_names_a_bad_one(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"b"')
     assert list(read_jsonl(path)) == [{"a": 1}]
@@ -85,7 +85,7 @@ def test_reading_passes_over_an_unfinished_line_and_names_a_bad_one(tmp_path):
         list(read_jsonl(tmp_path / "absent"))
 
 
-def test_keeping_some_rows(tmp_path):
+def test_keep_rows_rewrites_the_file(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     keep_rows(path, lambda row: row["step"] != 2)

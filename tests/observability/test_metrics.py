@@ -1,4 +1,4 @@
-"""How values become one number, and that every metric says what it means."""
+"""Reduction of metrics, and the table that describes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPACES = "reward|val|response_length|batch|group|mismatch|actor|critic|sft|sync|
 METRIC = re.compile(rf"({SPACES})/[a-z_]+(/[a-z_]+)*")
 
 
-def test_each_kind_by_hand():
+def test_each_kind_reduces_as_computed_by_hand():
     metrics = MetricSet()
     metrics.add({"reward/mean": 1.0, "reward/max": 3.0, "reward/min": 3.0, "batch/tokens": 10})
     metrics.add({"reward/mean": 4.0, "reward/max": 2.0, "reward/min": 2.0, "batch/tokens": 5})
@@ -36,13 +36,13 @@ def test_each_kind_by_hand():
     }
 
 
-def test_lists_are_values_of_parts():
+def test_a_list_adds_one_value_per_part():
     metrics = MetricSet()
     metrics.add({"reward/max": [1.0, 7.0, 2.0], "actor/loss": (1.0, 2.0), "sft/loss": []})
     assert metrics.reduce() == {"reward/max": 7.0, "actor/loss": 1.5}
 
 
-def test_taking_forgets():
+def test_take_removes_the_values():
     metrics = MetricSet()
     metrics.add({"reward/mean": 1.0})
     assert metrics.take() == {"reward/mean": 1.0}
@@ -55,7 +55,7 @@ def test_unknown_names_are_averaged():
     assert metrics.reduce() == {"mine/x": 1.5}
 
 
-def test_exact_names_and_patterns():
+def test_lookup_by_exact_name_and_by_pattern():
     assert describe_metric("time/rollout").unit == "s"
     assert describe_metric("val/accuracy") is METRICS["val/accuracy"]
     assert describe_metric("time/a/b") is METRICS["time/*"]
@@ -63,7 +63,7 @@ def test_exact_names_and_patterns():
     assert undescribed(["time/x", "b/a", "a/b"]) == ["a/b", "b/a"]
 
 
-def test_own_metrics_are_added_once(monkeypatch):
+def test_add_metric_refuses_a_name_that_is_described(monkeypatch):
     monkeypatch.setattr("quadriga.observability.metrics.METRICS", dict(METRICS))
     add_metric("mine/most", "1", "the most", "max")
     assert describe_metric("mine/most").kind == "max"
@@ -71,15 +71,15 @@ def test_own_metrics_are_added_once(monkeypatch):
         add_metric("mine/most", "1", "something else")
 
 
-def test_every_entry_has_unit_and_meaning():
+def test_every_entry_has_a_unit_and_a_meaning():
     assert [name for name, info in METRICS.items() if not info.unit or not info.meaning] == []
 
 
-def texts_of_the_code():
-    """text → where, of every string in the package but the table itself."""
+def strings_of_the_code():
+    """Return string → location for every string literal of the package except the table."""
     found = {}
     for path in SOURCE.rglob("*.py"):
-        if path.name == "metrics.py":
+        if path == SOURCE / "observability/metrics.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             value = getattr(node, "value", None)
@@ -88,13 +88,13 @@ def texts_of_the_code():
     return found
 
 
-def test_every_metric_named_in_the_code_is_described():
-    named = {text: at for text, at in texts_of_the_code().items() if METRIC.fullmatch(text)}
+def test_every_metric_in_the_code_is_described():
+    named = {text: at for text, at in strings_of_the_code().items() if METRIC.fullmatch(text)}
     assert {name: named[name] for name in undescribed(named)} == {}
     assert len(named) > 10
 
 
-def test_every_described_metric_is_named_in_the_code():
-    ends = {text.rpartition("/")[2].removeprefix("mismatch_") for text in texts_of_the_code()}
+def test_every_described_metric_is_in_the_code():
+    ends = {text.rpartition("/")[2].removeprefix("mismatch_") for text in strings_of_the_code()}
     exact = [name for name in METRICS if "*" not in name]
     assert [name for name in exact if name.rpartition("/")[2] not in ends] == []

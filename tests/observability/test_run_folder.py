@@ -1,4 +1,4 @@
-"""A run's folder is made, refused, emptied or continued, as asked."""
+"""`RunFolder.open` creates, refuses, empties or continues the folder of a run."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.samples import Sample, SampleLog, read_samples
 
 
-def test_new_folder_holds_the_resolved_settings(tmp_path):
+def test_a_new_folder_holds_the_settings(tmp_path):
     config = load_config(TrainConfig, ["trainer.seed=7"])
     folder = RunFolder.open(tmp_path / "deep" / "run", config)
     assert load_config(TrainConfig, file=folder.config) == config
 
 
-def test_a_run_is_not_overwritten_silently(tmp_path):
+def test_an_existing_run_is_refused(tmp_path):
     RunFolder.open(tmp_path / "run", TrainConfig())
     with pytest.raises(ConfigError, match="already holds a run; choose another") as caught:
         RunFolder.open(tmp_path / "run", TrainConfig())
     assert str(tmp_path / "run") in str(caught.value)
 
 
-def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
+def test_overwrite_removes_the_files_of_the_run_and_no_others(tmp_path):
     folder = RunFolder.open(tmp_path, TrainConfig())
     folder.metrics.write_text('{"step": 1}\n')
     folder.model.mkdir()
@@ -36,7 +36,7 @@ def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "notes.txt"]
 
 
-def test_resume_goes_on(tmp_path):
+def test_resume_keeps_the_steps_up_to_the_checkpoint(tmp_path):
     folder = RunFolder.open(tmp_path, TrainConfig())
     folder.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     again = RunFolder.open(tmp_path, TrainConfig(), resume=True, overwrite=True)
@@ -44,13 +44,13 @@ def test_resume_goes_on(tmp_path):
     assert again.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_a_folder_with_other_things_is_no_run(tmp_path):
+def test_a_folder_with_other_files_is_accepted(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     RunFolder.open(tmp_path, TrainConfig())
     assert (tmp_path / "notes.txt").exists()
 
 
-def test_a_file_in_the_way(tmp_path):
+def test_a_file_at_the_path_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(ConfigError, match="is a file, not a folder"):
         RunFolder.open(tmp_path / "run", TrainConfig())
@@ -59,13 +59,13 @@ def test_a_file_in_the_way(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_permission(tmp_path):
+def test_a_folder_without_write_permission_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(InputError, match="Permission denied"):
         RunFolder.open(tmp_path / "run", TrainConfig())
 
 
-def test_samples_round_trip(tmp_path):
+def test_samples_survive_a_round_trip(tmp_path):
     log = SampleLog(tmp_path / "samples.jsonl")
     first = Sample(step=1, split="train", prompt="2 + 2?", response="4", reward=1.0)
     second = Sample(step=2, split="val", prompt="é", response="", reward=0.0, ground_truth="5")

@@ -1,4 +1,4 @@
-"""Spans with a clock of our own."""
+"""`Timer` with a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Clock:
         return self.now
 
 
-def test_spans_add_up_nest_and_are_taken():
+def test_spans_are_added_up_nested_and_reset_by_take():
     clock = Clock()
     timer = Timer(clock=clock)
     with timer("step"):
@@ -29,7 +29,7 @@ def test_spans_add_up_nest_and_are_taken():
     assert timer.take() == {}
 
 
-def test_a_span_that_fails_still_counts():
+def test_a_span_that_raises_is_counted():
     clock = Clock()
     timer = Timer(clock=clock)
     with pytest.raises(KeyError), timer("save"):
@@ -38,9 +38,9 @@ def test_a_span_that_fails_still_counts():
     assert timer.take() == {"time/save": 3.0}
 
 
-def test_entering_is_heard():
-    heard = []
-    timer = Timer(on_enter=heard.append)
+def test_on_enter_receives_the_name_of_each_span():
+    entered = []
+    timer = Timer(on_enter=entered.append)
     with timer("a"), timer("b"):
         pass
-    assert heard == ["a", "b"]
+    assert entered == ["a", "b"]

@@ -1,4 +1,4 @@
-"""Metrics reach every tracker; names are checked; plots are pictures."""
+"""Trackers receive metrics, their names are checked, and curves are plotted."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_jsonl_and_tensorboard_hold_the_same_numbers(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
 
 
-def test_every_tracker_is_closed_even_if_one_fails():
+def test_every_tracker_is_closed_even_if_one_raises():
     first, second = Recorder(fails=True), Recorder()
     trackers = Trackers([first, second])
     trackers.log(1, {"a": 1.0})
@@ -62,7 +62,7 @@ def test_every_tracker_is_closed_even_if_one_fails():
     assert second.rows == [(1, {"a": 1.0})]
 
 
-def test_unknown_tracker_names_the_nearest_and_makes_none(tmp_path):
+def test_an_unknown_tracker_names_the_nearest_and_none_is_created(tmp_path):
     with pytest.raises(UnknownNameError) as caught:
         Trackers.open(["jsonl", "tensorbord"], run_info(tmp_path))
     assert str(caught.value) == (
@@ -72,7 +72,7 @@ def test_unknown_tracker_names_the_nearest_and_makes_none(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_own_tracker(tmp_path, monkeypatch):
+def test_a_registered_tracker_receives_metrics(tmp_path, monkeypatch):
     monkeypatch.setattr("quadriga.observability.trackers.TRACKERS", dict(TRACKERS))
     recorder = Recorder()
     register_tracker("mine", lambda run: recorder)
@@ -83,7 +83,7 @@ def test_own_tracker(tmp_path, monkeypatch):
     check_trackers(["console"])
 
 
-def test_plot_is_a_picture(tmp_path):
+def test_the_learning_curve_is_written_as_png(tmp_path):
     rows = [{"step": i, "reward/mean": i / 10} for i in range(10)]
     rows[3]["val/accuracy"] = 0.5
     rows[4]["reward/mean"] = "NaN"
@@ -94,7 +94,7 @@ def test_plot_is_a_picture(tmp_path):
         plot_learning_curve(tmp_path / "m.jsonl", tmp_path / "absent" / "c.png")
 
 
-def test_nothing_to_plot(tmp_path):
+def test_no_file_is_written_without_curves(tmp_path):
     (tmp_path / "m.jsonl").write_text('{"step": 1, "time/step": 2}\n')
     assert not plot_learning_curve(tmp_path / "m.jsonl", tmp_path / "c.png")
     assert not (tmp_path / "c.png").exists()
@@ -102,7 +102,7 @@ def test_nothing_to_plot(tmp_path):
         plot_learning_curve(tmp_path / "absent.jsonl", tmp_path / "c.png")
 
 
-def test_points_and_means():
+def test_points_and_running_mean():
     rows = [{"step": 1, "a": 2}, {"step": 2}, {"step": 3, "a": "NaN"}, {"a": 1}]
     assert points_of(rows, "a") == ([1.0], [2.0])
     assert running_mean([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]

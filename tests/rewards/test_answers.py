@@ -1,4 +1,4 @@
-"""The rule for answers after `####`."""
+"""The built-in rule for answers after `####`."""
 
 import pytest
 
@@ -20,11 +20,11 @@ from quadriga.rewards.answers import compute_score, marked_answer, same_number
         ("", None),
     ],
 )
-def test_answer_is_the_last_marked_number(solution, answer):
+def test_the_answer_is_the_last_number_after_a_mark(solution, answer):
     assert marked_answer(solution) == answer
 
 
-def test_numbers_are_compared_as_numbers():
+def test_equal_numbers_may_be_written_differently():
     assert same_number("5", "5.0")
     assert same_number("1,000", "1000")
     assert not same_number("5", "50")
@@ -35,5 +35,5 @@ def test_numbers_are_compared_as_numbers():
 @pytest.mark.parametrize(
     ("solution", "score"), [("#### 12", 1.0), ("#### 1", 0.0), ("12", 0.0), ("#### 12 3", 1.0)]
 )
-def test_score_is_one_only_for_the_marked_right_number(solution, score):
+def test_only_the_correct_number_after_the_mark_scores_one(solution, score):
     assert compute_score("openai/gsm8k", solution, "12", {}) == score

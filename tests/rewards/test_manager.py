@@ -1,4 +1,4 @@
-"""From responses to scores a token."""
+"""`RewardManager` turns responses into scores per token."""
 
 import logging
 from pathlib import Path
@@ -15,14 +15,14 @@ USER_FILE = Path(__file__).with_name("user_rules.py")
 
 
 class Letters:
-    """A tokenizer of single characters; 0 is padding and skipped."""
+    """A tokenizer of single characters, which skips 0 as padding."""
 
     def batch_decode(self, rows, skip_special_tokens):
         assert skip_special_tokens
         return ["".join(chr(token) for token in row if token) for row in rows]
 
 
-def answered(texts, truths, source="quadriga/arithmetic", width=10):
+def batch_of(texts, truths, source="quadriga/arithmetic", width=10):
     responses = torch.zeros(len(texts), width, dtype=torch.int64)
     mask = torch.zeros(len(texts), width, dtype=torch.int64)
     for i, text in enumerate(texts):
@@ -38,31 +38,31 @@ def answered(texts, truths, source="quadriga/arithmetic", width=10):
     )
 
 
-def test_score_stands_at_the_last_response_token():
-    scored = RewardManager(Letters())(answered(["#### 7", "#### 8", "####7"], ["7", "7", "7"]))
+def test_the_score_is_at_the_last_response_token():
+    scored = RewardManager(Letters())(batch_of(["#### 7", "#### 8", "####7"], ["7", "7", "7"]))
     scores = scored.batch["token_level_scores"]
     assert scores.dtype == torch.float32 and scores.shape == (3, 10)
     assert scores.sum(-1).tolist() == [1.0, 0.0, 1.0]
     assert scores[0].nonzero().tolist() == [[5]] and scores[2].nonzero().tolist() == [[4]]
 
 
-def test_text_after_the_response_is_not_read():
-    data = answered(["#### 7#### 8"], ["7"], width=12)
+def test_tokens_outside_the_response_mask_are_not_scored():
+    data = batch_of(["#### 7#### 8"], ["7"], width=12)
     data.batch["response_mask"][:, 6:] = 0
     assert RewardManager(Letters())(data).batch["token_level_scores"].sum() == 1.0
 
 
-def test_last_token_of_a_mask_with_gaps_and_of_an_empty_one():
+def test_last_token_of_masks_with_gaps_and_without_ones():
     mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     placed = at_last_token(torch.tensor([2.0, 3.0, 4.0]), mask)
     assert placed.tolist() == [[0, 0, 2, 0], [0, 0, 0, 0], [0, 0, 0, 4]]
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_users_function_and_its_extras(processes):
+def test_a_function_of_the_user_and_its_extra_numbers(processes):
     function = load_reward_function(USER_FILE, "by_length")
     manager = RewardManager(Letters(), function, num_processes=processes)
-    scored = manager(answered(["a1", "b22"], ["", "x"], source="anything"))
+    scored = manager(batch_of(["a1", "b22"], ["", "x"], source="anything"))
     manager.close()
     assert scored.batch["token_level_scores"].sum(-1).tolist() == [2.0, 3.0]
     assert manager.metrics["reward/extra/digits"] == 1.5
@@ -72,43 +72,43 @@ def test_users_function_and_its_extras(processes):
 def test_failures_are_counted_named_and_logged(caplog):
     manager = RewardManager(Letters(), load_reward_function(USER_FILE, "moody"))
     with caplog.at_level(logging.WARNING):
-        scored = manager(answered(["a", "b", "c"], ["ok", "raise", "nan"]))
+        scored = manager(batch_of(["a", "b", "c"], ["ok", "raise", "nan"]))
     assert scored.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0, 0.0]
     assert manager.metrics["reward/raised"] == 2
     assert [failure.row for failure in manager.failures] == [1, 2]
-    assert "2 of 3 samples got no score" in caplog.text and "no mood" in caplog.text
+    assert "2 of 3 samples have no score" in caplog.text and "no mood" in caplog.text
 
 
-def test_plain_callable_scores_here_but_not_in_a_pool():
+def test_a_callable_can_score_in_this_process_but_not_in_a_pool():
     def length(data_source, solution_str, ground_truth, extra_info):
         return len(solution_str)
 
     assert (
-        RewardManager(Letters(), length)(answered(["abc"], ["1"])).batch["token_level_scores"].sum()
+        RewardManager(Letters(), length)(batch_of(["abc"], ["1"])).batch["token_level_scores"].sum()
         == 3
     )
     with pytest.raises(ConfigError, match="by file and name"):
         RewardManager(Letters(), length, num_processes=1)
 
 
-def test_missing_columns_and_unknown_sources_are_named():
+def test_missing_fields_and_unknown_data_sources_are_named():
     manager = RewardManager(Letters())
-    data = answered(["a"], ["1"], source="who")
+    data = batch_of(["a"], ["1"], source="who")
     with pytest.raises(UnknownNameError, match="'who'"):
         manager(data)
     data.non_tensor_batch["reward_model"][0] = {}
-    with pytest.raises(FieldError, match="row 0: no ground_truth"):
+    with pytest.raises(FieldError, match="row 0: reward_model must be a dict with 'ground_truth'"):
         manager(data)
     del data.non_tensor_batch["reward_model"]
-    with pytest.raises(FieldError, match="no column 'reward_model'"):
+    with pytest.raises(FieldError, match="no field 'reward_model'"):
         manager(data)
 
 
-def test_rows_are_checked_before_a_run():
+def test_check_names_the_first_item_that_cannot_be_scored():
     manager = RewardManager(Letters())
     good = {"index": 0, "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "1"}}
     manager.check([good])
-    with pytest.raises(DataError, match="row 3 cannot be scored: no ground_truth"):
+    with pytest.raises(DataError, match="row 3 cannot be scored: reward_model must be a dict"):
         manager.check([good, {"index": 3, "data_source": "openai/gsm8k", "reward_model": None}])
     with pytest.raises(DataError, match="no rule function for data_source 'who'"):
         manager.check([{**good, "data_source": "who"}])

@@ -1,4 +1,4 @@
-"""The pool: deadlines a sample, crashes contained, processes reused and ended."""
+"""`RewardPool`: deadlines per sample, crashes, reuse and end of its processes."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def sample(name, truth="ok"):
     return Sample(FunctionRef(USER_FILE, name), "src", "#### 1", truth, None)
 
 
-def test_each_bad_sample_costs_itself_only_and_order_is_kept():
+def test_a_bad_sample_affects_only_itself_and_order_is_kept():
     truths = ["ok", "hang", "crash", "ok", "raise", "abort", "exit", "text", "nan", "ok"]
     with RewardPool(2, timeout_s=1.0) as pool:
         outcomes = pool.run([sample("moody", truth) for truth in truths])
@@ -38,13 +38,13 @@ def test_each_bad_sample_costs_itself_only_and_order_is_kept():
         "scored",
     ]
     assert [outcome.score for outcome in outcomes] == [1, 0, 0, 1, 0, 0, 0, 0, 0, 1]
-    assert outcomes[1].detail == "passed its deadline of 1 s"
+    assert outcomes[1].detail == "exceeded its deadline of 1 s"
     assert "exit code 7" in outcomes[2].detail
     assert "RuntimeError: no mood" in outcomes[4].detail
     assert "signal 6" in outcomes[5].detail
 
 
-def test_processes_are_reused_and_end_with_the_pool():
+def test_processes_are_reused_and_ended_by_close():
     pool = RewardPool(2)
     samples = [sample("process_id")] * 6
     first = {outcome.score for outcome in pool.run(samples)}
@@ -56,30 +56,30 @@ def test_processes_are_reused_and_end_with_the_pool():
             os.kill(int(pid), 0)
 
 
-def test_scores_come_with_extras():
+def test_outcomes_hold_the_extra_numbers():
     with RewardPool(1) as pool:
         [outcome] = pool.run([sample("by_length")])
     assert outcome.score == 6.0 and outcome.extra == {"digits": 1.0}
 
 
-def test_function_that_cannot_be_loaded_is_contained():
+def test_a_function_that_cannot_be_loaded_fails_only_its_sample():
     with RewardPool(1) as pool:
         [outcome] = pool.run([sample("no_such_function")])
     assert outcome.status == "raised" and "no_such_function" in outcome.detail
 
 
-def test_no_samples_start_no_process():
+def test_an_empty_list_returns_an_empty_list():
     with RewardPool(2) as pool:
         assert pool.run([]) == []
 
 
 @pytest.mark.parametrize(("processes", "timeout"), [(0, 1.0), (1, 0.0)])
-def test_settings_are_checked(processes, timeout):
+def test_arguments_are_checked(processes, timeout):
     with pytest.raises(ConfigError):
         RewardPool(processes, timeout)
 
 
-def test_a_batch_broken_off_leaves_nothing_for_the_next(monkeypatch):
+def test_an_interrupted_batch_leaves_no_outcomes_for_the_next(monkeypatch):
     pool = RewardPool(2)
     pool.run([sample("moody")])
     with monkeypatch.context() as patched:
@@ -99,7 +99,7 @@ pool.run([sample("moody", "hang")])
 """
 
 
-def test_a_hanging_function_does_not_outlive_a_killed_run():
+def test_a_hanging_function_ends_when_its_parent_is_killed():
     root = str(Path(__file__).parents[2])
     with subprocess.Popen(
         [sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True, cwd=root

@@ -1,4 +1,4 @@
-"""A user's reward file: some functions that behave, and some that do not."""
+"""A reward file of a user, with functions that return, raise, hang and crash."""
 
 import os
 import time
@@ -9,7 +9,7 @@ def by_length(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def moody(data_source, solution_str, ground_truth, extra_info=None):
-    """Does what the ground truth says."""
+    """Do what the ground truth says."""
     if ground_truth == "hang":
         time.sleep(3600)
     if ground_truth == "crash":

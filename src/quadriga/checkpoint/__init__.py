@@ -1,1 +1,12 @@
-"""Saving and finding runs: complete or not at all, no pickle, any number of ranks."""
+"""CHECKPOINTS: save a run so that it can be resumed on any number of ranks, and export models.
+
+    folders     the folders of a run's checkpoints: begin, commit, find, prune
+    files       write a file completely or not at all
+    shards      sharded tensors: each rank writes its blocks, any number of ranks reads them
+    rank_state  the whole state of one rank: tensors, scalars, random states
+    hf_export   a model as a Hugging Face folder
+
+Nothing is pickled: tensors are safetensors files and everything else is JSON, so loading a
+checkpoint cannot run code. The package imports `errors` and `observability`. Packages of higher
+layers may import it; import names from the modules.
+"""

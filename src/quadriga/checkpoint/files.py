@@ -1,4 +1,9 @@
-"""Writing files that are there whole or not at all."""
+"""Write files so that they are complete or absent, whenever the process is killed.
+
+A file is written under the name `<name>.partial`, flushed to disk and then renamed. A rename within
+a file system is atomic, and the content is on disk before it. The final name therefore never refers
+to incomplete content, not even after a power failure.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,16 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from quadriga.errors import CheckpointError
+from quadriga.observability.jsonl import JsonObject
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's or folder's bytes are on disk."""
+    """Wait until the content of a file, or the entries of a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -26,25 +31,25 @@ def flush(path: Path) -> None:
 def _replace(partial: Path, path: Path) -> None:
     flush(partial)
     os.replace(partial, path)
-    flush(path.parent)
+    flush(path.parent)  # the rename is an entry of the folder
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write one JSON object, atomically."""
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """Write one JSON object atomically."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
     _replace(partial, path)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors as safetensors, atomically."""
+    """Write tensors as a safetensors file atomically."""
     partial = path.with_name(path.name + ".partial")
     save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, str(partial))
     _replace(partial, path)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read one JSON object. Raises `CheckpointError` when it is missing or broken."""
+def read_json(path: Path) -> JsonObject:
+    """Read one JSON object. Raises `CheckpointError` if it is missing or invalid."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A trained model as an ordinary Hugging Face folder."""
+"""Export a trained model as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -28,15 +28,22 @@ def export_hf(
     write: bool = True,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write config, safetensors (in `dtype`; None: as they come) and tokenizer to `folder`.
+    """Write config, weights (safetensors) and tokenizer to `folder`.
 
-    Every rank must run the stream of `weights` to its end; only the one with `write` keeps and
-    writes them. An older folder of that name is replaced once the new one is whole. A model
-    folder without a tokenizer gives an export without one.
+    Every rank must call it, because iterating over `weights` is a collective operation: sharded
+    parameters are gathered one after the other. Only the rank with `write` keeps and writes them.
+    An existing folder is replaced after the new one is complete.
+
+    Args:
+        weights: (name, full tensor) pairs, possibly on an accelerator.
+        tokenizer_path: folder or hub name; a folder without a tokenizer is exported without one.
+        dtype: of the written weights; None: unchanged.
     """
     kept: dict[str, Tensor] = {}
     for name, tensor in weights:
         if write:
+            # A copy, because tied weights are the same tensor under two names, and the parameters
+            # of a model on the CPU are yielded themselves.
             kept[name] = tensor.detach().to("cpu", dtype=dtype, copy=True).contiguous()
     if not write:
         return
@@ -61,4 +68,5 @@ def export_hf(
 
 def _has_tokenizer(path: str) -> bool:
     folder = Path(path)
+    # A path that is not a folder is a hub name; whether it has a tokenizer is not known here.
     return not folder.is_dir() or any((folder / name).is_file() for name in _TOKENIZER_FILES)

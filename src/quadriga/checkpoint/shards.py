@@ -1,17 +1,25 @@
-"""A sharded state on disk: each rank writes what it holds, any number of ranks reads it back.
+"""Sharded tensors on disk: each rank writes its blocks, and any number of ranks can read them.
 
-A rank's part is two files: `shard_00000.safetensors` with its blocks, and `shard_00000.json` that
-says, for each block, the full tensor's shape and where in it the block begins. Nothing is pickled.
-Reading copies the overlap of every stored block with the reader's own block.
+A rank writes two files: `shard_00000.safetensors` holds its blocks, and `shard_00000.json` holds
+the shape of the full tensor and the offset in it for each block. To read, a rank copies from every
+file the overlap of the stored blocks with its own block.
+
+Example: a tensor with 7 rows was written by 2 ranks and is read by 3 ranks:
+
+    row                 0  1  2  3  4  5  6
+    written by          0  0  0  0 │1  1  1      blocks [0, 4) and [4, 7)
+    read by             0  0  0 │1  1  1 │2      blocks [0, 3), [3, 6) and [6, 7)
+
+    rank 1 reads rows [3, 4) from shard_00000 and rows [4, 6) from shard_00001
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypedDict
 
 import torch
 from safetensors import safe_open
@@ -21,22 +29,35 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from quadriga.checkpoint.files import read_json, write_json, write_tensors
 from quadriga.errors import CheckpointError
+from quadriga.observability.jsonl import JsonObject
 
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Block:
-    """This rank's part of a tensor: `data` begins at `offset` in a tensor of `shape`."""
+    """The part of a tensor that this rank holds.
+
+    Attributes:
+        data: the values of the block.
+        shape: shape of the full tensor.
+        offset: index in the full tensor of the first element of `data`, per dimension.
+        is_first_copy: false if a rank with a smaller coordinate holds the same block and writes it.
+    """
 
     data: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
-    is_first_copy: bool  # false where another rank holds the same block and writes it
+    is_first_copy: bool
 
 
 def block_of(tensor: Tensor, rank: int) -> Block:
-    """The block that this rank holds. A plain tensor is whole on every rank; rank 0 writes it."""
+    """Return the block of this rank. An unsharded tensor is one block, which rank 0 writes.
+
+    On a mesh of 2 replicas × 2 shards, rank coordinates (0, 0), (0, 1), (1, 0), (1, 1), the ranks
+    (0, 0) and (1, 0) hold the same block: only the one with coordinate 0 in the replicated
+    dimension has `is_first_copy`.
+    """
     if not isinstance(tensor, DTensor):
         return Block(tensor, tuple(tensor.shape), (0,) * tensor.ndim, rank == 0)
     _, offset = compute_local_shape_and_global_offset(
@@ -57,12 +78,12 @@ def _shard_name(rank: int) -> str:
 def write_shard(
     folder: Path,
     tensors: Mapping[str, Tensor],
-    extra: Mapping[str, Any],
+    extra: Mapping[str, object],
     *,
     rank: int,
     world_size: int,
 ) -> None:
-    """Write this rank's blocks of `tensors`; `extra` (JSON values) is kept beside them."""
+    """Write this rank's blocks of `tensors`, and `extra` (JSON values) into its index."""
     folder.mkdir(parents=True, exist_ok=True)
     blocks = {name: block_of(tensor.detach(), rank) for name, tensor in tensors.items()}
     kept = {name: b for name, b in blocks.items() if b.is_first_copy and b.data.numel()}
@@ -75,23 +96,31 @@ def write_shard(
         "blocks": {n: {"shape": b.shape, "offset": b.offset} for n, b in kept.items()},
         "extra": dict(extra),
     }
+    # The index is written after the tensors, so an index never describes a missing file.
     write_json(folder / f"{_shard_name(rank)}.json", index)
+
+
+class StoredBlock(TypedDict):
+    """What an index says about one block: shape of the full tensor, offset of the block in it."""
+
+    shape: list[int]
+    offset: list[int]
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What one rank wrote."""
+    """The index of what one rank wrote."""
 
     path: Path
     world_size: int
-    blocks: dict[str, dict[str, list[int]]]
-    extra: dict[str, Any]
+    blocks: dict[str, StoredBlock]
+    extra: JsonObject
 
 
 def read_indexes(folder: Path) -> list[ShardIndex]:
-    """The indexes of all ranks that wrote `folder`, in rank order.
+    """Return the indexes of all ranks that wrote `folder`, in the order of ranks.
 
-    Raises `CheckpointError` when the folder or one rank's part is missing.
+    Raises `CheckpointError` if the folder or the files of a rank are missing.
     """
     first = _read_index(folder, 0)
     return [first, *(_read_index(folder, rank) for rank in range(1, first.world_size))]
@@ -102,17 +131,18 @@ def _read_index(folder: Path, rank: int) -> ShardIndex:
     path = folder / f"{_shard_name(rank)}.safetensors"
     if raw.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} has format {raw.get('format')!r}; this version reads {FORMAT}", path=str(path)
+            f"{path} has format {raw.get('format')!r}, but this version reads format {FORMAT}",
+            path=str(path),
         )
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing, its index is there", path=str(path))
+        raise CheckpointError(f"{path} is missing, but its index exists", path=str(path))
     return ShardIndex(path, int(raw["world_size"]), raw["blocks"], raw["extra"])
 
 
 def read_blocks(folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> None:
-    """Fill `tensors` in place (for DTensors: this rank's block) from every rank's file.
+    """Fill `tensors` in place from the files of all ranks; of a DTensor, this rank's block.
 
-    Raises `CheckpointError` for a tensor that is missing, of another shape, or not wholly there.
+    Raises `CheckpointError` if a tensor is missing, incomplete or of another shape.
     """
     indexes = read_indexes(folder)
     with ExitStack() as stack, torch.no_grad():
@@ -123,6 +153,8 @@ def read_blocks(folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> No
             for index, file in zip(indexes, files, strict=True):
                 if name in index.blocks:
                     found += _copy_overlap(file, name, index, block)
+            # Stored blocks do not overlap each other, so the number of copied elements tells
+            # whether the whole block was filled.
             if found != block.data.numel():
                 raise CheckpointError(
                     f"{folder} holds {found} of the {block.data.numel()} elements of {name!r} that "
@@ -131,7 +163,27 @@ def read_blocks(folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> No
                 )
 
 
-def _copy_overlap(file: Any, name: str, index: ShardIndex, block: Block) -> int:
+class _Slice(Protocol):
+    """A tensor in a file, of which parts can be read (safetensors has no types)."""
+
+    def get_shape(self) -> list[int]: ...
+    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor: ...
+
+
+class _TensorFile(Protocol):
+    """An open safetensors file (safetensors has no types)."""
+
+    def get_slice(self, name: str, /) -> _Slice: ...
+    def get_tensor(self, name: str, /) -> Tensor: ...
+
+
+def _copy_overlap(file: _TensorFile, name: str, index: ShardIndex, block: Block) -> int:
+    """Copy the overlap of a stored block and this rank's block; return its number of elements.
+
+    Indices of the overlap are relative to the full tensor. In the example of the module, rank 1
+    (block [3, 6), offset 3) reads from shard 0 (block [0, 4), offset 0): the overlap is [3, 4),
+    which is [3, 4) in the stored block and [0, 1) in the block of rank 1.
+    """
     stored = index.blocks[name]
     if tuple(stored["shape"]) != block.shape:
         raise CheckpointError(
@@ -140,18 +192,26 @@ def _copy_overlap(file: Any, name: str, index: ShardIndex, block: Block) -> int:
             path=str(index.path),
         )
     source = file.get_slice(name)
-    ranges = list(_overlaps(stored["offset"], source.get_shape(), block))
-    if any(start >= stop for start, stop in ranges):
+    overlap = list(_overlaps(stored["offset"], source.get_shape(), block))
+    if any(start >= stop for start, stop in overlap):
         return 0
-    there = tuple(slice(a - o, b - o) for (a, b), o in zip(ranges, stored["offset"], strict=True))
-    here = tuple(slice(a - o, b - o) for (a, b), o in zip(ranges, block.offset, strict=True))
-    part = source[there] if there else file.get_tensor(name)
-    block.data[here].copy_(part)
+    in_file = _relative(overlap, stored["offset"])
+    in_block = _relative(overlap, block.offset)
+    part = source[in_file] if in_file else file.get_tensor(name)  # a scalar has no dimension
+    block.data[in_block].copy_(part)
     return part.numel()
 
 
-def _overlaps(offset: list[int], size: list[int], block: Block) -> Iterator[tuple[int, int]]:
-    for start, length, mine, mine_length in zip(
+def _overlaps(
+    offset: Sequence[int], size: Sequence[int], block: Block
+) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of the overlap per dimension; start ≥ stop if there is none."""
+    for start, length, own_start, own_length in zip(
         offset, size, block.offset, block.data.shape, strict=True
     ):
-        yield max(start, mine), min(start + length, mine + mine_length)
+        yield max(start, own_start), min(start + length, own_start + own_length)
+
+
+def _relative(ranges: Sequence[tuple[int, int]], offset: Sequence[int]) -> tuple[slice, ...]:
+    """Return slices of a block that begins at `offset`, for ranges of the full tensor."""
+    return tuple(slice(a - o, b - o) for (a, b), o in zip(ranges, offset, strict=True))

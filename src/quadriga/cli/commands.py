@@ -1,10 +1,10 @@
-"""The commands, one literal table. What a command needs is imported when it runs."""
+"""The table of commands. A command imports what it needs when it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from quadriga.config.schema import (
     AlgorithmsConfig,
@@ -15,41 +15,15 @@ from quadriga.config.schema import (
     TrainConfig,
 )
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
-@dataclass(frozen=True)
-class Command:
-    """`name` may be two words. `settings`: the settings it reads, None for none."""
-
-    name: str
-    summary: str
-    action: Callable[[Any], None]
-    settings: type | None = None
-
-    def run(self, invocation: Invocation) -> None:
-        """Read the settings and act, or only show them."""
-        if self.settings is None:
-            self.action(None)
-            return
-        from quadriga.config.loading import load_config, to_yaml
-
-        config: Any = load_config(self.settings, invocation.overrides, invocation.file)
-        if invocation.print_config:
-            print(to_yaml(config), end="")
-        else:
-            self.action(config)
-
-    def help_text(self) -> str:
-        """Every setting with its default."""
-        if self.settings is None:
-            return ""
-        from quadriga.config.describe import help_text
-
-        return f"settings, with their defaults:\n{help_text(self.settings())}"
+T = TypeVar("T", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
 class Invocation:
-    """A command line, read."""
+    """A parsed command line."""
 
     command: Command
     overrides: tuple[str, ...] = ()
@@ -57,57 +31,92 @@ class Invocation:
     print_config: bool = False
 
 
+@dataclass(frozen=True)
+class Command:
+    """A command. `name` can be two words; `settings` is None for a command without settings."""
+
+    name: str
+    summary: str
+    run: Callable[[Invocation], None]
+    settings: type[DataclassInstance] | None = None
+
+    def help_text(self) -> str:
+        """Return all settings of the command with their defaults, or "" if it has none."""
+        if self.settings is None:
+            return ""
+        from quadriga.config.describe import help_text
+
+        return f"settings and their defaults:\n{help_text(self.settings())}"
+
+
+def with_settings(
+    name: str, summary: str, action: Callable[[T], None], settings: type[T]
+) -> Command:
+    """Return a command that loads its settings and calls `action`, or only prints them."""
+
+    def run(invocation: Invocation) -> None:
+        from quadriga.config.loading import load_config, to_yaml
+
+        config = load_config(settings, invocation.overrides, invocation.file)
+        if invocation.print_config:
+            print(to_yaml(config), end="")
+        else:
+            action(config)
+
+    return Command(name, summary, run, settings)
+
+
 def train(config: TrainConfig) -> None:
-    """Reinforcement learning."""
+    """Train a policy with reinforcement learning."""
     from quadriga.trainer.main import run_training
 
     run_training(config)
 
 
 def sft(config: SFTConfig) -> None:
-    """Supervised fine-tuning."""
+    """Fine-tune a model on reference answers."""
     from quadriga.trainer.sft import run_sft
 
     run_sft(config)
 
 
 def generate(config: GenerateConfig) -> None:
-    """Answers, to a file or to the terminal."""
-    from quadriga.cli.show import show_answers
+    """Generate responses, to a file or to standard output."""
+    from quadriga.cli.show import show_responses
     from quadriga.config.checks import check_generate_settings
     from quadriga.trainer.generate import run_generation
 
     check_generate_settings(config)
     answers = run_generation(config)
     if config.output is None:
-        show_answers(answers)
+        show_responses(answers)
     else:
-        print(f"{len(answers)} prompts answered: {config.output}")
+        print(f"wrote the responses to {len(answers)} prompts to {config.output}")
 
 
 def data_make(config: ArithmeticDataConfig) -> None:
-    """Data files, and a tiny model where one is asked for."""
+    """Write data files, and a tiny model if `model_output` is set."""
     from quadriga.trainer.make_data import run_make_data
 
     run_make_data(config)
 
 
 def demo(config: DemoConfig) -> None:
-    """The whole way, small."""
+    """Run data, fine-tuning and reinforcement learning on a small scale."""
     from quadriga.trainer.demo import run_demo
 
     run_demo(config)
 
 
 def plan(config: TrainConfig) -> None:
-    """A run's arithmetic; starts nothing."""
+    """Print the batch arithmetic of a run; no process is started."""
     from quadriga.cli.show import show_plan
 
     show_plan(config)
 
 
 def algorithms(config: AlgorithmsConfig) -> None:
-    """The tables of estimators, losses and the rest."""
+    """Print the registries of estimators, losses and other algorithms."""
     from quadriga.algorithms.user_files import load_user_file
     from quadriga.cli.show import show_algorithms
 
@@ -116,22 +125,32 @@ def algorithms(config: AlgorithmsConfig) -> None:
     show_algorithms()
 
 
-def doctor(_: None) -> None:
-    """What is installed here."""
+def doctor(_: Invocation) -> None:
+    """Print installed packages and the resources of this machine."""
     from quadriga.cli.show import show_doctor
 
     show_doctor()
 
 
 COMMANDS = (
-    Command("train", "train a model by reinforcement learning", train, TrainConfig),
-    Command("sft", "fine-tune a model on answers", sft, SFTConfig),
-    Command("generate", "answer a prompt or files of prompts", generate, GenerateConfig),
-    Command("data make", "make arithmetic problems, and a tiny model", data_make,
-            ArithmeticDataConfig),
-    Command("plan", "show how a training run's batches divide", plan, TrainConfig),
-    Command("algorithms", "show advantage estimators, losses and their settings", algorithms,
-            AlgorithmsConfig),
-    Command("doctor", "show what is installed and what this machine offers", doctor),
-    Command("demo", "make data and a model, and train it", demo, DemoConfig),
-)  # fmt: skip
+    with_settings("train", "train a model with reinforcement learning", train, TrainConfig),
+    with_settings("sft", "fine-tune a model on reference answers", sft, SFTConfig),
+    with_settings(
+        "generate",
+        "generate responses to a prompt or to files of prompts",
+        generate,
+        GenerateConfig,
+    ),
+    with_settings(
+        "data make",
+        "make arithmetic problems, and optionally a tiny model",
+        data_make,
+        ArithmeticDataConfig,
+    ),
+    with_settings("plan", "show the batch arithmetic of a training run", plan, TrainConfig),
+    with_settings(
+        "algorithms", "show estimators, losses and their settings", algorithms, AlgorithmsConfig
+    ),
+    Command("doctor", "show installed packages and the resources of this machine", doctor),
+    with_settings("demo", "make data and a tiny model, and train it", demo, DemoConfig),
+)

@@ -1,7 +1,7 @@
-"""`quadriga <command> [key=value …]`: reads the command line, says what went wrong in one line.
+"""`quadriga <command> [key=value …]`: parse the command line, run the command, report errors.
 
-Exit codes: 0 done; 1 the run failed; 2 the input was wrong, and nothing was started; 130 stopped
-by the user. Nothing heavy is imported before a command runs.
+Exit codes: 0 success; 1 the run failed; 2 the input was wrong, and nothing was started (the message
+is one line); 130 stopped by the user. torch and Ray are imported only when a command runs.
 """
 
 from __future__ import annotations
@@ -19,31 +19,35 @@ from quadriga.observability.quiet import silence_libraries
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. `arguments` None: those of the process."""
+    """Run one command and return its exit code. `arguments` None: those of the process."""
     silence_libraries()
     try:
         invocation = parse(sys.argv[1:] if arguments is None else list(arguments))
         invocation.command.run(invocation)
         sys.stdout.flush()
     except InputError as error:
-        return _say(f"error: {_one_line(error)}", 2)
+        return _report(f"error: {_one_line(error)}", 2)
     except QuadrigaError as error:
-        return _say(_one_screen(error), 1)
+        return _report(_one_screen(error), 1)
     except KeyboardInterrupt:
-        return _say("stopped", 130)
-    except BrokenPipeError:  # the reader of our output has gone, as in `… | head`
+        return _report("stopped", 130)
+    except BrokenPipeError:
+        # The reader of standard output has exited, as in `… | head`. Python flushes standard output
+        # once more at exit; without a valid target it would report the error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return 0
 
 
 def parse(arguments: Sequence[str]) -> Invocation:
-    """The command and what it was given. Exits with code 2 where argparse cannot read it."""
+    """Return the parsed command line. Exits with code 2 if it is not valid."""
     parser = _parser()
+    # argparse ends the list of overrides at the first option, so overrides after an option
+    # (`train --print-config data.seed=1`) are returned as unknown arguments.
     known, rest = parser.parse_known_args(arguments)
-    strange = [text for text in rest if text.startswith("-")]
-    if strange:
-        parser.error(f"unknown option {strange[0]}; settings are given as key=value")
+    options = [text for text in rest if text.startswith("-")]
+    if options:
+        parser.error(f"unknown option {options[0]}; write settings as key=value")
     return Invocation(
         command=known.command,
         overrides=(*known.overrides, *rest),
@@ -53,7 +57,7 @@ def parse(arguments: Sequence[str]) -> Invocation:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Puts the settings of its command below the help; they are gathered only then."""
+    """Adds the settings of its command to the help; they are collected only for `--help`."""
 
     command: Command | None = None
 
@@ -83,7 +87,7 @@ def _parser() -> _Parser:
 def _add_group(
     commands: argparse._SubParsersAction[_Parser], name: str
 ) -> argparse._SubParsersAction[_Parser]:
-    group = commands.add_parser(name, help=f"commands about {name}")
+    group = commands.add_parser(name, help=f"commands for {name}")
     return group.add_subparsers(metavar="command", required=True)
 
 
@@ -94,14 +98,15 @@ def _add_command(parent: argparse._SubParsersAction[_Parser], name: str, command
     parser.set_defaults(command=command, overrides=[])
     if command.settings is None:
         return
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, see below")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, listed below")
     parser.add_argument("--config", metavar="FILE", help="a YAML file of settings")
     parser.add_argument(
-        "--print-config", action="store_true", help="show the resolved settings and stop"
+        "--print-config", action="store_true", help="print all settings as YAML and exit"
     )
 
 
-def _say(text: str, code: int) -> int:
+def _report(text: str, code: int) -> int:
+    """Write a message to standard error and return the exit code."""
     sys.stdout.flush()
     print(text, file=sys.stderr)
     return code
@@ -112,7 +117,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _one_screen(error: QuadrigaError) -> str:
-    """The cause first; then where it passed through here, the innermost calls only."""
+    """Return the cause, then the traceback of the worker or the last calls on the controller."""
     remote = getattr(error, "remote_traceback", None)
     frames = traceback.format_tb(error.__traceback__)[-3:]
     where = str(remote).rstrip().splitlines()[-20:] if remote else "".join(frames).splitlines()

@@ -1,4 +1,4 @@
-"""What commands print."""
+"""The output of the commands."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +17,7 @@ from quadriga.config.schema import TrainConfig
 
 if TYPE_CHECKING:
     from quadriga.algorithms.catalog import AlgorithmEntry
+    from quadriga.trainer.generate import Answer
 
 PARTS = {
     "torch": "training and rollout",
@@ -33,32 +34,32 @@ PARTS = {
 }
 
 
-def show_answers(answers: Iterable[Any]) -> None:
-    """Answers as they are where there is one; under their prompts where there are more."""
+def show_responses(answers: Iterable[Answer]) -> None:
+    """Print a single response as it is, and several responses below their prompts."""
     answers = list(answers)
-    alone = len(answers) == 1 and len(answers[0].responses) == 1
+    single = len(answers) == 1 and len(answers[0].responses) == 1
     for answer in answers:
-        if not alone:
+        if not single:
             print(f"> {prompt_text(answer.prompt)}")
         for response in answer.responses:
             print(response)
-        if not alone:
+        if not single:
             print()
 
 
-def prompt_text(prompt: Any) -> str:
-    """The last turn of a chat, or the prompt itself."""
+def prompt_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
+    """Return the last message of a chat, or a prompt that is a text."""
     if isinstance(prompt, str):
         return prompt
     return str(prompt[-1]["content"])
 
 
 def show_plan(config: TrainConfig) -> None:
-    """How batches divide. Raises `InputError` where they do not."""
+    """Print the batch arithmetic of a run. Raises `InputError` if the settings are invalid."""
     from quadriga.algorithms.user_files import load_user_file
     from quadriga.config.checks import check_train_settings
     from quadriga.config.plan import batch_plan
-    from quadriga.trainer.preflight import known_names
+    from quadriga.trainer.run.preflight import known_names
 
     for path in config.algorithm.user_files:
         load_user_file(path)
@@ -70,7 +71,7 @@ def show_plan(config: TrainConfig) -> None:
 
 
 def count_rows(files: Sequence[str]) -> int | None:
-    """Rows of data files; None without files, or while one of them does not exist."""
+    """Return the number of rows of data files; None without files, or if one does not exist."""
     paths = [Path(file) for file in files]
     if not paths or not all(path.is_file() for path in paths):
         return None
@@ -79,6 +80,7 @@ def count_rows(files: Sequence[str]) -> int | None:
 
 def _rows_of(path: Path) -> int:
     if path.suffix == ".parquet":
+        # The row count is in the footer of the file, so the rows are not read.
         from pyarrow.parquet import read_metadata
 
         return int(read_metadata(path).num_rows)
@@ -87,22 +89,22 @@ def _rows_of(path: Path) -> int:
 
 
 def show_algorithms() -> None:
-    """Every entry of every table: what it computes, reads and needs, and where it comes from."""
+    """Print every entry of every registry: its formula, inputs, settings and source."""
     from quadriga.algorithms.catalog import describe_algorithms
 
     entries = describe_algorithms()
     for kind in dict.fromkeys(entry.kind for entry in entries):
-        group = [entry for entry in entries if entry.kind == kind]
-        width = max(len(entry.name) for entry in group)
+        same_kind = [entry for entry in entries if entry.kind == kind]
+        width = max(len(entry.name) for entry in same_kind)
         print(f"\n{kind}")
-        for entry in group:
+        for entry in same_kind:
             print(f"  {entry.name:<{width}}  {entry.formula}")
             for note in _notes(entry):
                 print(f"  {'':<{width}}  {note}")
 
 
 def _notes(entry: AlgorithmEntry) -> list[str]:
-    """What is worth saying of an entry besides its formula."""
+    """Return the lines below the formula of an entry."""
     notes = []
     if entry.needs:
         notes.append(f"needs {', '.join(entry.needs)}")
@@ -114,7 +116,7 @@ def _notes(entry: AlgorithmEntry) -> list[str]:
 
 
 def show_doctor() -> None:
-    """Versions, extras that are missing, and what the machine has."""
+    """Print the versions of packages, with those that are missing, and the machine's resources."""
     table = Table(title="installed", title_justify="left")
     for heading in ("package", "version", "for"):
         table.add_column(heading)
@@ -127,7 +129,7 @@ def show_doctor() -> None:
 
 
 def version_of(name: str) -> str | None:
-    """The installed version of a package, or None."""
+    """Return the installed version of a package, "unknown" without metadata, or None."""
     if importlib.util.find_spec(name) is None:
         return None
     try:
@@ -137,7 +139,7 @@ def version_of(name: str) -> str | None:
 
 
 def machine_lines() -> list[str]:
-    """Python, CPUs, memory and accelerators of this machine."""
+    """Return lines about Python, CPUs, memory and accelerators of this machine."""
     import psutil
 
     lines = [
@@ -150,4 +152,4 @@ def machine_lines() -> list[str]:
 
     count = torch.cuda.device_count()
     names = [torch.cuda.get_device_name(i) for i in range(count)]
-    return [*lines, f"accelerators: {', '.join(names) or 'none; runs use the CPU'}"]
+    return [*lines, f"accelerators: {', '.join(names) or 'none, so runs use the CPU'}"]

@@ -1,1 +1,15 @@
-"""Settings: the schema, how it is loaded, and what must agree with what."""
+"""SETTINGS: their schema, how they are loaded, and how they are checked.
+
+    schema         all settings as frozen dataclasses, with defaults
+    loading        `load_config`: defaults, then a YAML file, then overrides `key=value`
+    convert        plain values → dataclasses, with strict types and "did you mean"
+    setting_types  what type a setting has: optional, list, closed list of choices
+    ranges         checks of one setting: its range or its choices
+    checks         checks of settings against each other and against the registries
+    plan           the batch arithmetic of a run
+    describe       the text of `--help`
+
+The package imports `quadriga.errors` and, for reading overrides and YAML, hydra and omegaconf.
+Every other package may import it. Import names from the modules: `quadriga.config.schema` loads no
+library, `quadriga.config.loading` loads hydra.
+"""

@@ -1,6 +1,6 @@
-"""What settings must agree on with each other. Nothing is started, no file is read.
+"""Check settings against each other and against the registries, before any process starts.
 
-Every message does the arithmetic, and names the settings that could give way.
+The checks read no file. Every message does the arithmetic and names the settings to change.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from quadriga.config.convert import check_choice
 from quadriga.config.plan import world_size
-from quadriga.config.ranges import check_choice, check_values
+from quadriga.config.ranges import check_values
 from quadriga.config.schema import (
     ArithmeticDataConfig,
     EngineConfig,
@@ -27,7 +28,10 @@ ACTOR = "actor_rollout_ref.actor"
 
 @dataclass(frozen=True)
 class KnownNames:
-    """What the registries above this floor hold. An empty set: that name is not checked."""
+    """The names in the registries of higher layers. A name with an empty set is not checked.
+
+    The caller passes them in, because this layer must not import the registries.
+    """
 
     estimators: frozenset[str] = frozenset()
     estimators_with_values: frozenset[str] = frozenset()
@@ -40,18 +44,17 @@ class KnownNames:
 
 
 def check_train_settings(config: TrainConfig, known: KnownNames | None = None) -> None:
-    """Raise `ConfigError` for the first setting of `quadriga train` that cannot be as it is."""
+    """Raise `ConfigError` for the first invalid or conflicting setting of `quadriga train`."""
     known = known or KnownNames()
     check_values(config)
     for key, value, allowed in _named(config, known):
         if allowed:
-            check_choice(key, value, allowed)
+            check_choice(key, value, sorted(allowed))
     _check_sampling(config, known)
     _check_batches(config, known)
     _check_algorithm(config, known)
-    for role, optim in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor.optim),
-                        ("critic", config.critic.optim)):  # fmt: skip
-        _check_optim(f"{role}.optim", optim)
+    _check_optim(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim)
+    _check_optim("critic.optim", config.critic.optim)
     ranks = world_size(config)
     for role, engine in (
         (ACTOR, config.actor_rollout_ref.actor.engine),
@@ -62,22 +65,22 @@ def check_train_settings(config: TrainConfig, known: KnownNames | None = None) -
 
 
 def check_sft_settings(config: SFTConfig, known: KnownNames | None = None) -> None:
-    """The same for `quadriga sft`."""
+    """Raise `ConfigError` for the first invalid or conflicting setting of `quadriga sft`."""
     check_values(config)
     trainer, rows = config.trainer, config.data.train_batch_size
     ranks = trainer.nnodes * trainer.n_gpus_per_node
     if rows % ranks:
         raise ConfigError(
             f"data.train_batch_size={rows} rows do not divide over {_ranks(config)}; "
-            f"{_nearest_multiples(rows, ranks)} would",
+            f"set it to {_nearest_multiples(rows, ranks)}",
             key="data.train_batch_size",
         )
     if known and known.engines:
-        check_choice("engine.name", config.engine.name, known.engines)
+        check_choice("engine.name", config.engine.name, sorted(known.engines))
     if trainer.stop_at_accuracy is not None and not config.data.val_files:
         raise ConfigError(
-            f"trainer.stop_at_accuracy={trainer.stop_at_accuracy} needs held-out prompts to "
-            "measure on: give data.val_files",
+            f"trainer.stop_at_accuracy={trainer.stop_at_accuracy} needs validation "
+            "prompts; set data.val_files",
             key="trainer.stop_at_accuracy",
         )
     _check_optim("optim", config.optim)
@@ -85,24 +88,27 @@ def check_sft_settings(config: SFTConfig, known: KnownNames | None = None) -> No
 
 
 def check_generate_settings(config: GenerateConfig) -> None:
-    """The same for `quadriga generate`."""
+    """Raise `ConfigError` for the first invalid or conflicting setting of `quadriga generate`."""
     check_values(config)
     _check_top_k("sampling", config.sampling)
     if config.sampling.temperature == 0 and config.n > 1:
         raise ConfigError(
-            f"n={config.n} greedy answers (sampling.temperature=0) would all be the same; "
+            f"n={config.n} greedy responses (sampling.temperature=0) would all be equal; "
             "set sampling.temperature above 0, or n=1",
             key="n",
         )
 
 
 def check_data_settings(config: ArithmeticDataConfig) -> None:
-    """The same for `quadriga data make`; what a task can hold, the generator checks."""
+    """Raise `ConfigError` for the first setting of `quadriga data make` that is out of range.
+
+    `data.arithmetic` checks whether the task has as many different problems as requested.
+    """
     check_values(config)
 
 
 def _named(config: TrainConfig, known: KnownNames) -> Iterator[tuple[str, str, frozenset[str]]]:
-    """(key, value, names the registry holds) of each setting that names something."""
+    """Yield (key, value, names in the registry) for each setting that names a registry entry."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     yield "algorithm.adv_estimator", algorithm.adv_estimator, known.estimators
     yield f"{ACTOR}.policy_loss.name", actor.policy_loss.name, known.policy_losses
@@ -123,21 +129,21 @@ def _check_sampling(config: TrainConfig, known: KnownNames) -> None:
     _check_top_k(f"{ROLLOUT}.val_sampling", rollout.val_sampling)
     if rollout.sampling.temperature == 0:
         raise ConfigError(
-            f"{ROLLOUT}.sampling.temperature=0 is greedy: all n={rollout.n} responses of a prompt "
-            "are the same and nothing is explored; set it above 0",
+            f"{ROLLOUT}.sampling.temperature=0 is greedy: all n={rollout.n} responses to a prompt "
+            "would be equal, and training needs different ones; set it above 0",
             key=f"{ROLLOUT}.sampling.temperature",
         )
     estimator = config.algorithm.adv_estimator
     if rollout.n == 1 and estimator in known.estimators_with_groups:
         raise ConfigError(
-            f"algorithm.adv_estimator={estimator} compares the responses of one prompt, and "
-            f"{ROLLOUT}.n=1 gives it one; set n to 2 or more",
+            f"algorithm.adv_estimator={estimator} compares the responses to one prompt, but "
+            f"{ROLLOUT}.n=1 generates only one; set n to 2 or more",
             key=f"{ROLLOUT}.n",
         )
     if rollout.n == 1 and config.algorithm.filter_groups.enable:
         raise ConfigError(
-            f"algorithm.filter_groups.enable: with {ROLLOUT}.n=1 every group has one response "
-            "and would be filtered out; set n to 2 or more",
+            f"algorithm.filter_groups.enable: with {ROLLOUT}.n=1 every prompt group has one "
+            "response and would be filtered out; set n to 2 or more",
             key="algorithm.filter_groups.enable",
         )
 
@@ -155,7 +161,7 @@ def _check_batches(config: TrainConfig, known: KnownNames) -> None:
     if prompts * n % world_size(config):
         raise ConfigError(
             f"data.train_batch_size × rollout.n = {prompts} × {n} = {prompts * n} sequences do "
-            f"not divide over {_ranks(config)}",
+            f"not divide over {_ranks(config)}; the product must be a multiple of the ranks",
             key="data.train_batch_size",
         )
     actor_mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -170,20 +176,20 @@ def _check_mini_batch(config: TrainConfig, key: str, mini: int) -> None:
     if prompts % mini:
         raise ConfigError(
             f"{key}={mini} does not divide data.train_batch_size={prompts} "
-            f"({prompts} = {prompts // mini} × {mini} + {prompts % mini}); "
-            f"both count prompts over all ranks",
+            f"({prompts} = {prompts // mini} × {mini} + {prompts % mini}); both count prompts over "
+            f"all ranks, choose a divisor of {prompts}",
             key=key,
         )
     if mini * n % world_size(config):
         raise ConfigError(
             f"{key} × rollout.n = {mini} × {n} = {mini * n} sequences do not divide over "
-            f"{_ranks(config)}",
+            f"{_ranks(config)}; the product must be a multiple of the ranks",
             key=key,
         )
 
 
 def _ranks(config: TrainConfig | SFTConfig) -> str:
-    """The number of ranks and where it comes from."""
+    """Return the number of ranks and its factors: "4 ranks (trainer.nnodes=2 × …)"."""
     trainer = config.trainer
     return (
         f"{trainer.nnodes * trainer.n_gpus_per_node} ranks (trainer.nnodes={trainer.nnodes} × "
@@ -197,14 +203,16 @@ def _check_algorithm(config: TrainConfig, known: KnownNames) -> None:
     if overlong.enable and overlong.buffer_length > longest:
         raise ConfigError(
             f"algorithm.overlong.buffer_length={overlong.buffer_length} is longer than "
-            f"data.max_response_length={longest}: the penalty would begin below length 0",
+            f"data.max_response_length={longest}: the penalty would begin at length "
+            f"{longest} - {overlong.buffer_length} = {longest - overlong.buffer_length}; "
+            "set buffer_length to at most max_response_length",
             key="algorithm.overlong.buffer_length",
         )
     correction = algorithm.rollout_correction
     if correction.lower is not None and correction.lower >= correction.upper:
         raise ConfigError(
             f"algorithm.rollout_correction.lower={correction.lower:g} must be below "
-            f"upper={correction.upper:g}",
+            f"upper={correction.upper:g}, because weights are bounded to [lower, upper]",
             key="algorithm.rollout_correction.lower",
         )
     _check_full_kl(config)
@@ -212,27 +220,28 @@ def _check_algorithm(config: TrainConfig, known: KnownNames) -> None:
     if config.critic.warmup_steps and algorithm.adv_estimator in without_critic:
         raise ConfigError(
             f"critic.warmup_steps={config.critic.warmup_steps}, but "
-            f"algorithm.adv_estimator={algorithm.adv_estimator} has no critic to warm up",
+            f"algorithm.adv_estimator={algorithm.adv_estimator} uses no critic; set "
+            "critic.warmup_steps=0",
             key="critic.warmup_steps",
         )
 
 
 def _check_full_kl(config: TrainConfig) -> None:
-    """KL over the vocabulary wants both models' logits in one place."""
+    """Check the KL over the vocabulary, which needs the logits of both models in one process."""
     policy = config.actor_rollout_ref
     if config.algorithm.kl_penalty == "full":
         raise ConfigError(
-            "algorithm.kl_penalty=full: KL in the reward has the log-probabilities of the sampled "
-            "tokens and nothing else, so it cannot sum over the vocabulary; choose k1 or k3, or "
+            "algorithm.kl_penalty=full: KL in the reward is computed from the log-probabilities of "
+            "the sampled tokens, so it cannot sum over the vocabulary; choose k1 or k3, or "
             f"put KL into the loss ({ACTOR}.use_kl_loss=true, {ACTOR}.kl_loss_type=full)",
             key="algorithm.kl_penalty",
         )
     engines = policy.actor.engine.name, policy.ref.engine.name
     if policy.actor.reads_full_kl and engines[0] != engines[1]:
         raise ConfigError(
-            f"{ACTOR}.kl_loss_type=full computes policy and reference side by side, which needs "
+            f"{ACTOR}.kl_loss_type=full computes policy and reference in one worker, which needs "
             f"engines of one kind, but {ACTOR}.engine.name={engines[0]} and "
-            f"actor_rollout_ref.ref.engine.name={engines[1]}",
+            f"actor_rollout_ref.ref.engine.name={engines[1]}; set both to the same engine",
             key="actor_rollout_ref.ref.engine.name",
         )
 
@@ -241,7 +250,7 @@ def _check_optim(key: str, optim: OptimConfig) -> None:
     if optim.total_steps is not None and optim.lr_warmup_steps > optim.total_steps:
         raise ConfigError(
             f"{key}.lr_warmup_steps={optim.lr_warmup_steps} is more than "
-            f"{key}.total_steps={optim.total_steps}: the warm-up would never end",
+            f"{key}.total_steps={optim.total_steps}: the warm-up would not end; reduce it",
             key=f"{key}.lr_warmup_steps",
         )
 
@@ -256,6 +265,6 @@ def _check_engine(key: str, engine: EngineConfig, ranks: int) -> None:
 
 
 def _nearest_multiples(number: int, divisor: int) -> str:
-    """The multiples of `divisor` on both sides of `number`, in words."""
+    """Return the multiples of `divisor` next to `number`: 7 and 2 → "6 or 8", 1 and 2 → "2"."""
     below = number // divisor * divisor
     return " or ".join(str(m) for m in (below, below + divisor) if m > 0)

@@ -1,37 +1,39 @@
-"""Plain values to typed settings: one place that knows keys, types and how to say what is wrong.
+"""Convert plain values to settings objects, and check keys and types on the way.
 
-`build(TrainConfig, {"data": {"seed": 3}})` gives a frozen `TrainConfig`, every level a dataclass.
-Nothing is guessed: `true` is no integer, `1.5` is no integer, and a text is no number.
+`build(TrainConfig, {"data": {"seed": 3}})` returns a frozen `TrainConfig`; its sections are frozen
+dataclasses too. Types are checked strictly: `true` and `1.5` are not integers, and the text "3" is
+not a number. The only conversion is from an integer to a float.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import types
 import typing
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar, Union
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
+from quadriga.config.setting_types import (
+    ANYTHING,
+    allows_none,
+    choices_of,
+    field_types,
+    is_free_form,
+    is_settings,
+    type_name,
+    without_none,
+)
 from quadriga.errors import ConfigError, UnknownSettingError
 
-T = TypeVar("T")
-NEAR = 0.7  # likeness of last parts, below which no key is called near
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+NEAR = 0.7  # smallest similarity of the last parts of two keys for a "did you mean"
 
 
-def is_settings(kind: Any) -> bool:
-    """Whether a type is a section of settings: a dataclass."""
-    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
-
-
-def field_types(cls: type) -> dict[str, Any]:
-    """Field name → resolved type of a settings class."""
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
-def walk_keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key below a settings class with its type, sections included."""
+def walk_keys(cls: type, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (dotted key, type) for every setting of a class, sections included."""
     for name, kind in field_types(cls).items():
         key = f"{prefix}{name}"
         yield key, kind
@@ -39,12 +41,15 @@ def walk_keys(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from walk_keys(kind, f"{key}.")
 
 
-def type_of_key(cls: type, key: str) -> Any:
-    """The type of a dotted key; `Any` below a free-form dict. Raises `UnknownSettingError`."""
-    kind: Any = cls
+def type_of_key(cls: type, key: str) -> object:
+    """Return the type of a dotted key; `ANYTHING` for a key below free-form options.
+
+    Raises `UnknownSettingError` if there is no such key.
+    """
+    kind: object = cls
     for part in key.split("."):
         if is_free_form(kind):
-            return Any
+            return ANYTHING
         fields = field_types(kind) if is_settings(kind) else {}
         if part not in fields:
             raise unknown_setting(cls, key)
@@ -52,39 +57,37 @@ def type_of_key(cls: type, key: str) -> Any:
     return kind
 
 
-def is_free_form(kind: Any) -> bool:
-    """Whether a type takes keys of the user's own, as the `options` do."""
-    return kind is Any or typing.get_origin(_without_none(kind)) is dict
-
-
 def unknown_setting(cls: type, key: str, where: str = "") -> UnknownSettingError:
-    """The error for a key that does not exist, naming the nearest one that does."""
+    """Return the error for a key that does not exist; its message names the nearest key."""
     near = nearest_key(cls, key)
     hint = f"; did you mean {near}?" if near else "; --help lists every setting"
     return UnknownSettingError(f"{where}no setting {key}{hint}", key=key, nearest=near)
 
 
 def nearest_key(cls: type, key: str) -> str | None:
-    """The existing dotted key most like `key`, or None if none is like it.
+    """Return the existing key that is most similar to `key`, or None if none is similar.
 
-    A key that ends with all of `key` is nearest (a prefix was left out); then one that `key`
-    begins with (something was added); then the one whose last part is most alike.
+    1. A key that ends with `key`: the user left out the sections.
+       `optim.lr` → `actor_rollout_ref.actor.optim.lr`
+    2. A setting that `key` begins with: the user added a part. `data.seed.x` → `data.seed`
+    3. The key with the most similar last part; between equal last parts, the similarity of the
+       whole keys decides. `trainer.sed` → `trainer.seed` and not `data.seed`
     """
     keys = [name for name, _ in walk_keys(cls)]
     longer = [name for name in keys if name.endswith(f".{key}")]
-    shorter = [name for name in keys if key.startswith(f"{name}.") and not _has_below(keys, name)]
+    shorter = [name for name in keys if key.startswith(f"{name}.") and not _is_section(keys, name)]
     if longer or shorter:
         return (longer or shorter)[0]
     leaf = key.rpartition(".")[2]
 
-    def likeness(name: str) -> tuple[float, float]:
+    def similarity(name: str) -> tuple[float, float]:
         return _ratio(leaf, name.rpartition(".")[2]), _ratio(key, name)
 
-    near = [name for name in keys if likeness(name)[0] >= NEAR]
-    return max(near, key=lambda name: sum(likeness(name)), default=None)
+    near = [name for name in keys if similarity(name)[0] >= NEAR]
+    return max(near, key=lambda name: sum(similarity(name)), default=None)
 
 
-def _has_below(keys: list[str], name: str) -> bool:
+def _is_section(keys: list[str], name: str) -> bool:
     return any(other.startswith(f"{name}.") for other in keys)
 
 
@@ -92,26 +95,50 @@ def _ratio(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other).ratio()
 
 
-def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """A settings object from nested plain values; what is not given keeps its default.
+def check_choice(key: str, value: object, allowed: Iterable[str], where: str = "") -> None:
+    """Raise `ConfigError`, naming the nearest choice, unless `value` is one of `allowed`."""
+    allowed = list(allowed)
+    if value in allowed:
+        return
+    near = difflib.get_close_matches(str(value), allowed, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    shown = repr(value) if isinstance(value, str) else _as_written(value)
+    raise ConfigError(
+        f"{where}{key} must be one of {', '.join(allowed)}, got {shown}{hint}",
+        key=key,
+        value=value,
+        nearest=near[0] if near else None,
+    )
 
-    `where` opens every message ("run.yaml: "). Raises `UnknownSettingError`, `ConfigError`.
+
+def build(cls: type[T], values: Mapping[str, object], where: str = "") -> T:
+    """Return a settings object from nested plain values; settings not given keep their defaults.
+
+    `where` is the beginning of every error message ("run.yaml: "). Raises `UnknownSettingError` and
+    `ConfigError`.
     """
-    return typing.cast(T, _Builder(cls, where).section(cls(), values, ""))
+    return _Builder(cls, where).section(cls(), values, "")
 
 
 class _Builder:
-    """Knows the whole settings class, so that a nearest key can lie in another section."""
+    """Builds the sections of one settings class.
+
+    It keeps the root class, because the nearest key to a misspelt one may be in another section.
+    """
 
     def __init__(self, root: type, where: str) -> None:
         self.root, self.where = root, where
 
-    def section(self, default: Any, values: Any, prefix: str) -> Any:
-        """`default` with what is given in its place; two sections of one class differ in theirs."""
+    def section(self, default: T, values: object, prefix: str) -> T:
+        """Return `default` with the given values replaced.
+
+        The starting point is an object and not its class, because two sections of one class may
+        have different defaults: `actor.optim.lr` is 1e-6 and `critic.optim.lr` is 1e-5.
+        """
         if not isinstance(values, Mapping):
             raise self.wrong(prefix.rstrip(".") or "settings", "a section of settings", values)
         kinds = field_types(type(default))
-        given = {}
+        given: dict[str, object] = {}
         for name, value in values.items():
             if name not in kinds:
                 raise unknown_setting(self.root, f"{prefix}{name}", self.where)
@@ -121,101 +148,73 @@ class _Builder:
                 given[name] = self.value(kinds[name], value, f"{prefix}{name}")
         return dataclasses.replace(default, **given)
 
-    def value(self, kind: Any, value: Any, key: str) -> Any:
-        if kind is Any:
+    def value(self, kind: object, value: object, key: str) -> object:
+        """Return the value of one setting, or raise `ConfigError` if it is not of type `kind`."""
+        if kind is ANYTHING or (value is None and allows_none(kind)):
             return value
-        if value is None and allows_none(kind):
-            return None
-        inner = _without_none(kind)
+        inner = without_none(kind)
         origin = typing.get_origin(inner)
-        if origin in (list, tuple, dict):
-            return self.container(inner, origin, value, key)
         if origin is typing.Literal:
-            matches = value in typing.get_args(inner)
-        elif inner is float and isinstance(value, int) and not isinstance(value, bool):
+            check_choice(key, value, choices_of(inner), self.where)
+            return value
+        if origin is dict:
+            return self.mapping(inner, value, key)
+        if origin in (list, tuple):
+            return self.sequence(inner, value, key)
+        return self.scalar(inner, value, key, type_name(kind))
+
+    def scalar(self, kind: object, value: object, key: str, expected: str) -> object:
+        """Return a number, text or boolean; an integer becomes a float where a float is needed."""
+        is_bool = isinstance(value, bool)  # a case of its own: `isinstance(True, int)` is true
+        if kind is float and isinstance(value, int) and not is_bool:
             return float(value)
-        else:
-            matches = isinstance(value, inner) and (inner is bool or not isinstance(value, bool))
-        if not matches:
-            raise self.wrong(key, type_name(kind), value)
+        if is_bool != (kind is bool) or not (isinstance(kind, type) and isinstance(value, kind)):
+            raise self.wrong(key, expected, value)
         return value
 
-    def container(self, kind: Any, origin: Any, value: Any, key: str) -> Any:
-        if origin is dict:
-            if not isinstance(value, Mapping):
-                raise self.wrong(key, type_name(kind), value)
-            inner = typing.get_args(kind)[1]
-            return {str(k): self.value(inner, v, f"{key}.{k}") for k, v in value.items()}
+    def mapping(self, kind: object, value: object, key: str) -> dict[str, object]:
+        """Return a free-form mapping with its values checked."""
+        if not isinstance(value, Mapping):
+            raise self.wrong(key, type_name(kind), value)
+        inner = typing.get_args(kind)[1]
+        return {str(k): self.value(inner, v, f"{key}.{k}") for k, v in value.items()}
+
+    def sequence(self, kind: object, value: object, key: str) -> list[object] | tuple[object, ...]:
+        """Return a list or tuple with its elements checked. One text stands for a list of it."""
         if isinstance(value, str) and kind == list[str]:
-            value = [value]  # one file, as people write it
+            value = [value]  # data.train_files=a.parquet
         if not isinstance(value, list | tuple):
             raise self.wrong(key, type_name(kind), value)
-        kinds = self.element_kinds(kind, origin, value, key)
+        kinds = self.element_kinds(kind, value, key)
         pairs = enumerate(zip(kinds, value, strict=True))
-        return origin(self.value(one, v, f"{key}[{i}]") for i, (one, v) in pairs)
+        items = [self.value(one, v, f"{key}[{i}]") for i, (one, v) in pairs]
+        return tuple(items) if typing.get_origin(kind) is tuple else items
 
-    def element_kinds(self, kind: Any, origin: Any, value: Any, key: str) -> list[Any]:
+    def element_kinds(
+        self, kind: object, value: list[object] | tuple[object, ...], key: str
+    ) -> list[object]:
+        """Return the type of each element. Raise `ConfigError` for a tuple of another length."""
         inner = typing.get_args(kind)
-        if origin is list or (len(inner) == 2 and inner[1] is Ellipsis):
+        if typing.get_origin(kind) is list or (len(inner) == 2 and inner[1] is Ellipsis):
             return [inner[0]] * len(value)
         if len(inner) != len(value):
             raise self.wrong(key, type_name(kind), value)
         return list(inner)
 
-    def wrong(self, key: str, expected: str, value: Any) -> ConfigError:
+    def wrong(self, key: str, expected: str, value: object) -> ConfigError:
+        """Return the error for a value of the wrong type."""
         return ConfigError(
-            f"{self.where}{key} must be {expected}, got {_shown(value)}",
+            f"{self.where}{key} must be {expected}, got {_as_written(value)}",
             key=key,
             expected=expected,
             value=value,
         )
 
 
-def _shown(value: Any) -> str:
-    """A value as the user wrote it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+def _as_written(value: object) -> str:
+    """Return a value as the user wrote it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     return f"the text {value!r}" if isinstance(value, str) else repr(value)
-
-
-def _without_none(kind: Any) -> Any:
-    """`X` of `X | None`; every other type as it is."""
-    if typing.get_origin(kind) not in (Union, types.UnionType):
-        return kind
-    return Union[tuple(a for a in typing.get_args(kind) if a is not type(None))]  # noqa: UP007
-
-
-def allows_none(kind: Any) -> bool:
-    """Whether null is a value of this type."""
-    return kind is Any or type(None) in typing.get_args(kind)
-
-
-NAMES = {
-    int: "an integer",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    list: "a list",
-    tuple: "a list",
-    dict: "a mapping",
-}
-
-
-def type_name(kind: Any) -> str:
-    """A type in words: "an integer or null", "a list of 2 numbers"."""
-    if allows_none(kind) and kind is not Any:
-        return f"{type_name(_without_none(kind))} or null"
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Literal:
-        return "one of " + ", ".join(map(str, inner))
-    if origin is list or (origin is tuple and Ellipsis in inner):
-        return f"a list of {_plural(inner[0])}"
-    if origin is tuple:
-        return f"a list of {len(inner)} {_plural(inner[0])}"
-    return NAMES.get(origin or kind, getattr(kind, "__name__", str(kind)))
-
-
-def _plural(kind: Any) -> str:
-    return {int: "integers", float: "numbers", str: "texts", bool: "true/false values"}.get(
-        kind, "values"
-    )

@@ -1,4 +1,7 @@
-"""What settings there are, read from the schema itself: keys, types, defaults, and its comments."""
+"""Describe settings for `--help`: keys, types and defaults, and the comments of the schema.
+
+The text is read from the schema, so it cannot differ from it.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,20 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from quadriga.config.convert import field_types, type_name
+from quadriga.config.setting_types import field_types, type_name
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+# One line of a dataclass: "    seed: int = 0  # comment".
 _FIELD = re.compile(r"\s{4}(?P<name>\w+): [^#]*(?:#\s*(?P<comment>.+))?$")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting. `default` is as one would write it on the command line."""
+    """One setting. `default` is written as on the command line."""
 
     key: str
     kind: str
@@ -24,21 +31,21 @@ class Setting:
     meaning: str
 
 
-def settings_of(config: Any, prefix: str = "") -> Iterator[Setting]:
-    """Every setting of a settings object, its values as defaults, in the schema's order."""
+def settings_of(config: DataclassInstance, prefix: str = "") -> Iterator[Setting]:
+    """Yield the settings of an object in the order of the schema; its values are the defaults."""
     cls = type(config)
     kinds, comments = field_types(cls), _comments(cls)
     for field in dataclasses.fields(config):
         key, value = f"{prefix}{field.name}", getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from settings_of(value, f"{key}.")
         else:
             meaning = comments.get(field.name, "").replace("None:", "null:")
             yield Setting(key, type_name(kinds[field.name]), as_written(value), meaning)
 
 
-def help_text(config: Any) -> str:
-    """All settings of a command, one a line, as `key=default`, with what the schema says of it."""
+def help_text(config: DataclassInstance) -> str:
+    """Return all settings of a command, one per line: `key=default  (type; comment)`."""
     lines: list[str] = []
     section = ""
     for setting in settings_of(config):
@@ -51,10 +58,12 @@ def help_text(config: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_written(value: Any) -> str:
-    """A value as on the command line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+def as_written(value: object) -> str:
+    """Return a value as it is written on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     if isinstance(value, list | tuple):
         return "[" + ",".join(as_written(v) for v in value) + "]"
     if isinstance(value, dict):
@@ -63,7 +72,7 @@ def as_written(value: Any) -> str:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Field name → the comment behind it. Empty where the source is not at hand."""
+    """Return field name → comment on its line; {} if the source code is not available."""
     try:
         source = inspect.getsource(cls)
     except OSError:

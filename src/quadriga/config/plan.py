@@ -1,4 +1,13 @@
-"""The arithmetic of a run: prompts → sequences → ranks → mini-batches → micro-batches → steps."""
+"""The batch arithmetic of a run.
+
+Example: 32 prompts per step, n=8, 4 ranks, mini-batches of 8 prompts, 3 epochs, micro-batches of 5:
+
+    32 prompts × 8 responses  = 256 sequences per step; 256 / 4 ranks = 64 on each rank
+    32 / 8 prompts            = 4 mini-batches per epoch
+    4 mini-batches × 3 epochs = 12 optimizer steps per training step
+    8 prompts × 8 responses   = 64 sequences per mini-batch; 64 / 4 ranks = 16 on each rank
+    ceil(16 / 5)              = 4 micro-batches per rank, of 5 + 5 + 5 + 1 sequences
+"""
 
 from __future__ import annotations
 
@@ -10,10 +19,14 @@ from quadriga.config.schema import EngineConfig, TrainConfig
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How one role cuts a step's sequences into optimizer steps.
+    """How one role splits the sequences of a training step into optimizer steps.
 
-    `micro_batch` is sequences in one forward and backward on one rank, None where tokens decide;
-    then `micro_batches` is the most there can be, sequences of full length assumed.
+    Attributes:
+        micro_batch: sequences per forward and backward pass of one rank; None if micro-batches
+            are cut by tokens.
+        micro_batches: forward and backward passes per mini-batch of one rank. If micro-batches
+            are cut by tokens, it is an upper bound, for sequences of full length.
+        max_tokens: tokens per micro-batch, if micro-batches are cut by tokens.
     """
 
     role: str
@@ -28,13 +41,13 @@ class UpdatePlan:
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps in one training step."""
+        """Optimizer steps per training step."""
         return self.mini_batches * self.epochs
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One training step before it is cut."""
+    """The size of one training step."""
 
     prompts: int
     responses_per_prompt: int
@@ -43,28 +56,28 @@ class _Step:
 
     @property
     def sequences(self) -> int:
-        """Sequences a step, over all ranks."""
+        """Sequences per step, over all ranks."""
         return self.prompts * self.responses_per_prompt
 
     @property
     def sequences_per_rank(self) -> int:
-        """Sequences a step on one rank."""
+        """Sequences per step on one rank."""
         return self.sequences // self.ranks
 
 
 @dataclass(frozen=True)
 class BatchPlan(_Step):
-    """One training step in numbers. `total_steps` is None while the data's size is unknown."""
+    """The numbers of one training step. `total_steps` is None if the data size is unknown."""
 
     total_steps: int | None
     actor: UpdatePlan
     critic: UpdatePlan
 
     def text(self, *, with_critic: bool = True) -> str:
-        """The plan in lines, each number with where it comes from."""
+        """Return the plan as lines of text; each number is shown with its calculation."""
         lines = [
-            f"prompts a step         {self.prompts}",
-            f"sequences a step       {self.sequences} = {self.prompts} prompts × "
+            f"prompts per step       {self.prompts}",
+            f"sequences per step     {self.sequences} = {self.prompts} prompts × "
             f"{self.responses_per_prompt} responses",
             f"  on each rank         {self.sequences_per_rank} = {self.sequences} / "
             f"{self.ranks} ranks",
@@ -83,18 +96,20 @@ class BatchPlan(_Step):
 
 
 def world_size(config: TrainConfig) -> int:
-    """Ranks of the run."""
+    """Return the number of ranks of a run."""
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
 def batch_plan(
     config: TrainConfig, ranks: int | None = None, *, train_rows: int | None = None
 ) -> BatchPlan:
-    """The plan of a run on `ranks` ranks (None: as the settings say).
+    """Return the plan of a run.
 
-    `train_rows`: rows of training data, to count steps where `total_training_steps` is not given
-    (the last, smaller batch of an epoch is left out). Numbers are those of settings that pass
-    `checks.check_train_settings`; nothing is checked here.
+    Args:
+        config: settings that passed `checks.check_train_settings`; they are not checked again.
+        ranks: number of ranks; None: as in the settings.
+        train_rows: rows of training data, from which the number of steps is computed if
+            `total_training_steps` is not given. The last, smaller batch of an epoch is dropped.
     """
     data, actor, critic = config.data, config.actor_rollout_ref.actor, config.critic
     step = _Step(
@@ -138,11 +153,13 @@ def _update(
 
 
 def _micro_size(per_rank: int, micro: int | None, engine: EngineConfig, length: int) -> int:
-    """Sequences in a micro-batch; where tokens decide, of full-length sequences."""
+    """Return the sequences per micro-batch; by tokens, the number of full-length sequences."""
     if micro is not None:
         return micro
     if not engine.use_dynamic_bsz:
         return max(1, per_rank)
+    # A sequence is never split, so one that is longer than the limit is a micro-batch by itself:
+    # 300 tokens // 128 per sequence = 2 sequences, 100 // 128 = 0 → 1 sequence.
     return max(1, engine.max_tokens_per_micro_batch // length)
 
 
@@ -162,6 +179,6 @@ def _update_lines(update: UpdatePlan, plan: BatchPlan) -> list[str]:
         f"  mini-batch           {update.mini_batch_prompts} prompts = "
         f"{update.mini_batch_sequences} sequences = {update.mini_batch_per_rank} on each rank",
         f"  micro-batches        {micro}",
-        f"  optimizer steps      {update.optimizer_steps} a step = {plan.prompts} / "
+        f"  optimizer steps      {update.optimizer_steps} per step = {plan.prompts} / "
         f"{update.mini_batch_prompts} mini-batches × {update.epochs} epochs",
     ]

@@ -1,20 +1,28 @@
-"""Which values a setting may have by itself, by the last part of its name."""
+"""Check each setting by itself: ranges of numbers and closed lists of choices.
+
+A range belongs to the last part of a key: the range of `lr` holds for
+`actor_rollout_ref.actor.optim.lr` and for `critic.optim.lr`. Choices are read from the types.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
+from quadriga.config.convert import check_choice, walk_keys
+from quadriga.config.setting_types import allows_none, choices_of
 from quadriga.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of a number. `above` excludes the lower bound, `below` the upper one."""
+    """Bounds of a number. `above` excludes the lower bound and `below` the upper one."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -22,13 +30,13 @@ class Range:
     below: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether a number lies within. NaN never does."""
+        """Return whether a number is within the range; NaN never is."""
         over = value > self.low if self.above else value >= self.low
         under = value < self.high if self.below else value <= self.high
         return over and under
 
     def words(self) -> str:
-        """The range as a sentence's end: "at least 1"."""
+        """Return the range in words: "at least 1", "above 0 and at most 1"."""
         low = f"{'above' if self.above else 'at least'} {self.low:g}"
         high = f"{'below' if self.below else 'at most'} {self.high:g}"
         parts = [low] * (self.low > -math.inf) + [high] * (self.high < math.inf)
@@ -76,59 +84,39 @@ RANGES: dict[str, Range] = {
     "clip_ratio_c": Range(low=1, above=True),
 }  # fmt: skip
 
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "backend": ("ray", "local"),
-    "device": ("auto", "cpu", "cuda", "npu"),
-    "dtype": _DTYPES,
-    "reduce_dtype": _DTYPES[1:],
-    "lr_scheduler": ("constant", "linear", "cosine"),
-    "kl_ctrl.type": ("fixed", "adaptive"),
-    "filter_groups.mode": ("mask", "refill"),
-    "under_filled": ("proceed", "error"),
-    "rollout_correction.level": ("none", "token", "sequence", "geometric"),
-    "rollout_correction.mode": ("truncate", "mask"),
-}
-
-
-def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key of a settings object that is no section, with its value."""
+def leaves(config: DataclassInstance, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (dotted key, value) for every setting of an object, sections excluded."""
     for field in dataclasses.fields(config):
         value, key = getattr(config, field.name), f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from leaves(value, f"{key}.")
         else:
             yield key, value
 
 
-def check_values(config: Any) -> None:
-    """Raise `ConfigError` for the first setting whose value no run could use."""
+def check_values(config: DataclassInstance) -> None:
+    """Raise `ConfigError` for the first setting that is out of range or not one of its choices."""
+    kinds = dict(walk_keys(type(config)))
     for key, value in leaves(config):
         _check_range(key, value)
-        for name, allowed in CHOICES.items():
-            if key == name or key.endswith(f".{name}"):
-                check_choice(key, value, allowed)
+        _check_choices(key, value, kinds[key])
 
 
-def check_choice(key: str, value: str, allowed: Iterable[str]) -> None:
-    """Raise `ConfigError`, naming the nearest, unless `value` is one of `allowed`."""
-    allowed = sorted(allowed)
-    if value in allowed:
-        return
-    near = difflib.get_close_matches(str(value), allowed, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(
-        f"{key}={value!r} is not known; expected one of {', '.join(allowed)}{hint}",
-        key=key,
-        nearest=near[0] if near else None,
-    )
-
-
-def _check_range(key: str, value: Any) -> None:
-    wanted = RANGES.get(key.rpartition(".")[2])
-    if wanted is None or value is None:
+def _check_range(key: str, value: object) -> None:
+    allowed = RANGES.get(key.rpartition(".")[2])
+    if allowed is None or value is None:
         return
     for number in value if isinstance(value, list | tuple) else [value]:
-        if not wanted.holds(number):
-            raise ConfigError(f"{key} must be {wanted.words()}, got {number}", key=key)
+        if not isinstance(number, int | float) or not allowed.holds(number):
+            raise ConfigError(f"{key} must be {allowed.words()}, got {number}", key=key)
+
+
+def _check_choices(key: str, value: object, kind: object) -> None:
+    # `load_config` has checked the choices already, but a settings object that was created in
+    # Python has not been checked.
+    choices = choices_of(kind)
+    if not choices or (value is None and allows_none(kind)):
+        return
+    for item in value if isinstance(value, list | tuple) else [value]:
+        check_choice(key, item, choices)

@@ -1,45 +1,64 @@
-"""Every setting there is, with its default. Frozen: a run's settings do not change under it.
+"""All settings and their defaults, as frozen dataclasses: the settings of a run never change.
 
-Batch sizes, in one place (`quadriga plan` prints the arithmetic for a run):
+Batch sizes (`quadriga plan` prints these numbers for a run):
 
-    data.train_batch_size                  prompts a step, over all ranks
-    × actor_rollout_ref.rollout.n          = sequences a step, over all ranks
-    actor_rollout_ref.actor.ppo_mini_batch_size   prompts an optimizer step, over all ranks
-    ….ppo_micro_batch_size_per_gpu         sequences in one forward and backward, on one rank
+    data.train_batch_size                         prompts per step, over all ranks
+    × actor_rollout_ref.rollout.n                 = sequences per step, over all ranks
+    actor_rollout_ref.actor.ppo_mini_batch_size   prompts per optimizer step, over all ranks
+    ….ppo_micro_batch_size_per_gpu                sequences per forward and backward pass, per rank
 
-A setting of None means "not given"; where something is then derived, the comment says from what.
+A value of None means "not given"; the comment on the line says which value is used then. `--help`
+prints these comments. A setting with a closed list of choices has a `Literal` type, and that type
+is the only place where the choices are listed: loading, checks and help read it. Names that users
+can register (estimators, losses, rewards, trackers, engines) are `str`; `config.checks` compares
+them with the registries.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+BackendName = Literal["ray", "local"]
+DeviceName = Literal["auto", "cpu", "cuda", "npu"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+ReduceDtypeName = Literal["float32", "bfloat16", "float16"]
+LrSchedulerName = Literal["constant", "linear", "cosine"]
+KLControlType = Literal["fixed", "adaptive"]
+FilterMode = Literal["mask", "refill"]
+UnderFilled = Literal["proceed", "error"]
+CorrectionLevel = Literal["none", "token", "sequence", "geometric"]
+CorrectionMode = Literal["truncate", "mask"]
+Operation = Literal["+", "-", "*"]
+
+# Keyword arguments for a function of the user's own: the names and types are up to that function.
+Options = dict[str, Any]
 
 MISSING_PATH = ""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which prompts, how many at a time, how long."""
+    """The prompts: files, batch sizes, lengths in tokens."""
 
     train_files: list[str] = field(default_factory=list)
     val_files: list[str] = field(default_factory=list)
     prompt_key: str = "prompt"
-    train_batch_size: int = 64
+    train_batch_size: int = 64  # prompts per step, over all ranks
     val_batch_size: int = 256
     max_prompt_length: int = 512
     max_response_length: int = 512
-    filter_overlong_prompts: bool = True
+    filter_overlong_prompts: bool = True  # false: a prompt that is too long is an error
     shuffle: bool = True
-    seed: int | None = None  # None: trainer.seed
+    seed: int | None = None  # seed of the row order; None: trainer.seed
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Hugging Face folder (or hub name) and how to load it."""
+    """A Hugging Face folder or hub name, and how to load it."""
 
     path: str = MISSING_PATH
-    tokenizer_path: str | None = None  # None: the model's own
+    tokenizer_path: str | None = None  # None: the folder of the model
     trust_remote_code: bool = False
     attn_implementation: str = "sdpa"
     gradient_checkpointing: bool = False
@@ -47,90 +66,90 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its schedule. `total_steps` None: the run's number of optimizer steps."""
+    """AdamW and the schedule of its learning rate."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    lr_scheduler: str = "constant"  # constant | linear | cosine
+    lr_scheduler: LrSchedulerName = "constant"
     lr_warmup_steps: int = 0
-    min_lr_ratio: float = 0.0
-    total_steps: int | None = None
-    grad_clip: float = 1.0
+    min_lr_ratio: float = 0.0  # learning rate of the last step, relative to lr
+    total_steps: int | None = None  # None: the number of optimizer steps of the run
+    grad_clip: float = 1.0  # largest norm of the gradient
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The training engine under a role."""
+    """The training engine of a role."""
 
     name: str = "fsdp"
-    dtype: str = "auto"  # parameters and compute; auto: bfloat16 on an accelerator, float32 on CPU
-    reduce_dtype: str = "float32"
-    reshard_after_forward: bool = True
+    dtype: DtypeName = "auto"  # compute dtype; auto: bfloat16 on accelerators, else float32
+    reduce_dtype: ReduceDtypeName = "float32"  # dtype of the gradient reduction over ranks
+    reshard_after_forward: bool = True  # free gathered parameters until the backward pass
     param_offload: bool = False
     optimizer_offload: bool = False
-    fsdp_size: int = -1  # ranks that share one copy; -1: all
-    use_dynamic_bsz: bool = True  # micro-batches by tokens instead of by count
+    fsdp_size: int = -1  # ranks over which one copy of the parameters is sharded; -1: all
+    use_dynamic_bsz: bool = True  # cut micro-batches by tokens, not by number of sequences
     max_tokens_per_micro_batch: int = 16384
-    fused_head: bool | None = None  # log-probs without all logits; None: where these are many
+    fused_head: bool | None = None  # log-probs without full logits; None: if they would be large
 
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    """The policy's loss and its numbers. Which losses read which is in `quadriga algorithms`."""
+    """The policy loss. `quadriga algorithms` shows which loss reads which setting."""
 
     name: str = "ppo_clip"
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
-    clip_ratio_c: float = 3.0  # dual clip; must be above 1
-    options: dict[str, Any] = field(default_factory=dict)  # passed on to the loss by name
+    clip_ratio_c: float = 3.0  # dual clip, above 1
+    options: Options = field(default_factory=dict)  # keyword arguments of the loss
 
 
 @dataclass(frozen=True)
 class ActorConfig:
-    """The policy's update."""
+    """The update of the policy."""
 
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    ppo_mini_batch_size: int = 64
-    ppo_micro_batch_size_per_gpu: int | None = None  # None: by tokens (use_dynamic_bsz)
+    ppo_mini_batch_size: int = 64  # prompts per optimizer step, over all ranks
+    ppo_micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
     ppo_epochs: int = 1
-    shuffle: bool = False
+    shuffle: bool = False  # shuffle the sequences in each epoch of a step
     loss_agg_mode: str = "token-mean"
-    loss_scale_length: int | None = None  # seq-mean-token-sum-norm; None: max_response_length
+    loss_scale_length: int | None = None  # of seq-mean-token-sum-norm; None: max_response_length
     entropy_coeff: float = 0.0
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
-    kl_loss_type: str = "k3"  # full: over the vocabulary, the reference in the actor's worker
+    kl_loss_type: str = "k3"  # full: KL over the vocabulary; the reference runs in the actor worker
 
     @property
     def reads_full_kl(self) -> bool:
-        """Whether the update computes the reference beside the policy."""
+        """Whether the update computes the logits of the reference together with the policy's."""
         return self.use_kl_loss and self.kl_loss_type == "full"
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How tokens are drawn."""
+    """How tokens are sampled."""
 
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 1.0  # 0: greedy decoding
     top_p: float = 1.0
-    top_k: int = -1  # -1: all
+    top_k: int = -1  # -1: all tokens
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """The engine that generates."""
+    """The rollout engine, which generates the responses."""
 
-    name: str = "hf"  # hf | vllm | sglang
-    n: int = 1  # responses a prompt
+    name: str = "hf"
+    n: int = 1  # responses per prompt
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
-    micro_batch_size: int = 256  # sequences generated at once on one rank
-    dtype: str = "auto"
-    options: dict[str, Any] = field(default_factory=dict)  # passed on to the engine by name
+    micro_batch_size: int = 256  # sequences that one rank generates at once
+    dtype: DtypeName = "auto"
+    options: Options = field(default_factory=dict)  # keyword arguments of the engine
 
 
 @dataclass(frozen=True)
@@ -142,7 +161,7 @@ class RefConfig:
 
 @dataclass(frozen=True)
 class ActorRolloutRefConfig:
-    """Actor, rollout and reference: one model in three uses."""
+    """Actor, rollout and reference: three uses of one model."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
@@ -152,34 +171,34 @@ class ActorRolloutRefConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The value model. `model.path` empty: the actor's model with a fresh value head."""
+    """The value model. With an empty `model.path` it is the actor's model with a new value head."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     engine: EngineConfig = field(default_factory=EngineConfig)
-    ppo_mini_batch_size: int | None = None  # None: the actor's
-    ppo_micro_batch_size_per_gpu: int | None = None
-    ppo_epochs: int | None = None  # None: the actor's
-    cliprange_value: float | None = 0.5  # None: no clip
+    ppo_mini_batch_size: int | None = None  # None: that of the actor
+    ppo_micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
+    ppo_epochs: int | None = None  # None: that of the actor
+    cliprange_value: float | None = 0.5  # None: no clipping
     loss_agg_mode: str = "token-mean"
-    warmup_steps: int = 0  # steps in which only the critic learns
+    warmup_steps: int = 0  # first steps, in which only the critic is updated
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Rule rewards. `path` and `name`: a function in the user's own Python file."""
+    """Rule rewards. `path` and `name` select a function in a Python file of the user."""
 
-    path: str | None = None
+    path: str | None = None  # None: the function registered for the data_source of each row
     name: str = "compute_score"
-    num_processes: int = 0  # 0: in the controller; more: a pool, with a deadline a sample
-    timeout_s: float = 10.0
+    num_processes: int = 0  # 0: functions run in the controller; above 0: in a pool with deadlines
+    timeout_s: float = 10.0  # deadline of one sample in the pool
 
 
 @dataclass(frozen=True)
 class KLControlConfig:
     """The coefficient of the KL penalty in the reward."""
 
-    type: str = "fixed"  # fixed | adaptive
+    type: KLControlType = "fixed"
     kl_coef: float = 0.001
     horizon: float = 10000.0
     target_kl: float = 0.1
@@ -187,12 +206,15 @@ class KLControlConfig:
 
 @dataclass(frozen=True)
 class FilterGroupsConfig:
-    """Dynamic sampling (DAPO, arXiv 2503.14476): groups with equal rewards teach nothing."""
+    """Dynamic sampling (DAPO, arXiv 2503.14476).
+
+    A prompt group whose rewards are all equal has zero advantage and gives no gradient.
+    """
 
     enable: bool = False
-    mode: str = "mask"  # mask: weight zero; refill: draw more prompts, up to the bound
-    max_num_gen_batches: int = 3
-    under_filled: str = "proceed"  # proceed | error, when the bound is reached
+    mode: FilterMode = "mask"  # mask: zero-variance groups get weight 0; refill: generate others
+    max_num_gen_batches: int = 3  # refill: limit of the batches generated for one step
+    under_filled: UnderFilled = "proceed"  # refill: what to do if groups are missing at this limit
 
 
 @dataclass(frozen=True)
@@ -200,20 +222,20 @@ class OverlongConfig:
     """Soft over-long penalty (DAPO, arXiv 2503.14476, eq. 13)."""
 
     enable: bool = False
-    buffer_length: int = 64
+    buffer_length: int = 64  # tokens before max_response_length in which the penalty grows
     penalty_factor: float = 1.0
-    drop_truncated: bool = False  # leave responses that were cut off out of update and groups
+    drop_truncated: bool = False  # exclude truncated responses from the update and the groups
 
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
-    """Importance correction between rollout and training log-probabilities."""
+    """Importance correction for the difference of rollout and training log-probabilities."""
 
-    level: str = "none"  # none | token | sequence | geometric
-    mode: str = "truncate"  # truncate | mask
-    upper: float = 2.0
-    lower: float | None = None  # None: 1 / upper, in mask mode
-    normalise: bool = False  # divide by the batch's mean weight
+    level: CorrectionLevel = "none"
+    mode: CorrectionMode = "truncate"
+    upper: float = 2.0  # largest weight
+    lower: float | None = None  # smallest weight; None: 1 / upper in mode mask, else 0
+    normalise: bool = False  # divide weights by their mean over the batch
 
 
 @dataclass(frozen=True)
@@ -223,8 +245,8 @@ class AlgorithmConfig:
     adv_estimator: str = "gae"
     gamma: float = 1.0
     lam: float = 1.0
-    norm_adv_by_std: bool = True
-    whiten_advantages: bool | None = None  # None: as the estimator's paper does
+    norm_adv_by_std: bool = True  # divide group advantages by the standard deviation
+    whiten_advantages: bool | None = None  # None: as in the paper of the estimator
     use_kl_in_reward: bool = False
     kl_penalty: str = "k1"
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
@@ -233,42 +255,42 @@ class AlgorithmConfig:
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     reward_clip: float | None = None
     whiten_rewards: bool = False
-    reward_components: list[str] = field(default_factory=list)  # of the reward function's dict
-    options: dict[str, Any] = field(default_factory=dict)  # passed on to the estimator by name
-    user_files: list[str] = field(default_factory=list)  # files that add estimators or losses
+    reward_components: list[str] = field(default_factory=list)  # keys that reward functions return
+    options: Options = field(default_factory=dict)  # keyword arguments of the estimator
+    user_files: list[str] = field(default_factory=list)  # files that register estimators or losses
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Where, how long, and what is kept."""
+    """Machines, number of steps, validation, checkpoints and the run folder."""
 
-    backend: str = "ray"  # ray | local (one process, breakpoints work)
-    device: str = "auto"  # auto | cpu | cuda | npu
+    backend: BackendName = "ray"  # local: one process, in which breakpoints work
+    device: DeviceName = "auto"  # auto: an accelerator if there is one
     nnodes: int = 1
-    n_gpus_per_node: int = 1  # ranks a node; on a CPU machine: processes
-    num_cpus: int | None = None  # CPUs that Ray may use when it starts here; None: all
-    threads_per_worker: int | None = None  # None: the node's CPUs over its ranks
+    n_gpus_per_node: int = 1  # ranks per node, on CPU machines too
+    num_cpus: int | None = None  # CPUs that a new Ray cluster may use; None: all
+    threads_per_worker: int | None = None  # None: CPUs of the node / ranks per node
     total_epochs: int = 1
-    total_training_steps: int | None = None  # None: epochs × batches
+    total_training_steps: int | None = None  # None: epochs × batches per epoch
     seed: int = 0
     val_before_train: bool = True
-    test_freq: int = 10  # steps between validations; 0: only at the end
-    save_freq: int = 0  # steps between checkpoints; 0: only at the end
-    max_ckpt_to_keep: int | None = None
-    resume_mode: str = "disable"  # disable | auto | a checkpoint folder
-    samples_per_step: int = 8  # kept in the run folder each step
+    test_freq: int = 10  # steps between validations; 0: only after the last step
+    save_freq: int = 0  # steps between checkpoints; 0: only after the last step
+    max_ckpt_to_keep: int | None = None  # None: all
+    resume_mode: str = "disable"  # disable, auto (the newest checkpoint) or a checkpoint folder
+    samples_per_step: int = 8  # responses written to the run folder in each step
     project_name: str = "quadriga"
     experiment_name: str = "run"
     default_local_dir: str = "runs/run"
-    overwrite: bool = False  # replace a run that the folder already holds
+    overwrite: bool = False  # replace a run that is already in the folder
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
-    call_timeout_s: float | None = 3600.0
-    balance_batch: bool = True
+    call_timeout_s: float | None = 3600.0  # deadline of one call to a worker group; None: none
+    balance_batch: bool = True  # give each rank about the same number of tokens
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """`quadriga train`."""
+    """Settings of `quadriga train`."""
 
     data: DataConfig = field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
@@ -280,24 +302,24 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class SFTDataConfig:
-    """Prompts with answers. `response_key` is a dotted path into the row."""
+    """Prompts with reference answers. `response_key` is a dotted path into the row."""
 
     train_files: list[str] = field(default_factory=list)
     val_files: list[str] = field(default_factory=list)
     prompt_key: str = "prompt"
     response_key: str = "extra_info.answer"
     train_batch_size: int = 64
-    micro_batch_size_per_gpu: int | None = None
-    max_length: int = 1024
+    micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
+    max_length: int = 1024  # tokens of prompt and answer; longer rows are left out
     shuffle: bool = True
 
 
 @dataclass(frozen=True)
 class SFTTrainerConfig:
-    """How long, and when to stop early."""
+    """Machines, number of steps, validation and the run folder."""
 
-    backend: str = "ray"
-    device: str = "auto"
+    backend: BackendName = "ray"
+    device: DeviceName = "auto"
     nnodes: int = 1
     n_gpus_per_node: int = 1
     num_cpus: int | None = None
@@ -305,20 +327,20 @@ class SFTTrainerConfig:
     total_epochs: int = 1
     total_training_steps: int | None = None
     seed: int = 0
-    test_freq: int = 0  # steps between held-out evaluations; 0: only at the end
-    stop_at_accuracy: float | None = None  # stop once held-out greedy accuracy reaches this
-    val_size: int = 256  # held-out rows used for each evaluation
+    test_freq: int = 0  # steps between validations; 0: only after the last step
+    stop_at_accuracy: float | None = None  # stop when greedy validation accuracy reaches this value
+    val_size: int = 256  # validation rows used each time
     max_response_length: int = 256
     default_local_dir: str = "runs/sft"
-    overwrite: bool = False  # replace a run that the folder already holds
-    samples_per_step: int = 8  # answers kept in the run folder at each evaluation
+    overwrite: bool = False  # replace a run that is already in the folder
+    samples_per_step: int = 8  # responses written to the run folder at each validation
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     call_timeout_s: float | None = 3600.0
 
 
 @dataclass(frozen=True)
 class SFTConfig:
-    """`quadriga sft`."""
+    """Settings of `quadriga sft`."""
 
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -330,42 +352,43 @@ class SFTConfig:
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """`quadriga generate`: answers from a model folder, for one prompt or for a file of them."""
+    """Settings of `quadriga generate`: responses of a model to one prompt or files of prompts."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     prompt: str | None = None
     data_files: list[str] = field(default_factory=list)
     prompt_key: str = "prompt"
-    output: str | None = None  # a .jsonl or .parquet file; None: the terminal
-    n: int = 1
+    output: str | None = None  # a .jsonl or .parquet file; None: standard output
+    n: int = 1  # responses per prompt
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     max_prompt_length: int = 512
     max_response_length: int = 512
-    batch_size: int = 64
-    device: str = "auto"
+    batch_size: int = 64  # prompts
+    device: DeviceName = "auto"
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class ArithmeticDataConfig:
-    """`quadriga data make`: arithmetic word problems in the GSM8K form, and a model for them.
+    """Settings of `quadriga data make`: arithmetic word problems in the form of GSM8K.
 
-    Writes train.parquet, test.parquet and sft.parquet (demonstrations); no problem is in two.
+    The command writes train.parquet, test.parquet and sft.parquet (demonstrations), which share no
+    problem, and on request a tiny model and its tokenizer.
     """
 
     output: str = "data/arithmetic"
     train_size: int = 4096
     val_size: int = 256  # rows of test.parquet
     sft_size: int = 512
-    max_number: int = 9
-    min_steps: int = 1
+    max_number: int = 9  # largest number in a story
+    min_steps: int = 1  # calculations per problem
     max_steps: int = 2
-    max_total: int | None = None  # bound of running totals
-    phrasings: int = 3  # wordings of each kind of sentence
-    operations: list[str] = field(default_factory=lambda: ["+", "-"])  # of + - *
-    sft_careful: float = 1.0  # share of demonstrations that do not stop after the first step
+    max_total: int | None = None  # largest intermediate result; None: no bound
+    phrasings: int = 3  # wordings per kind of sentence
+    operations: list[Operation] = field(default_factory=lambda: ["+", "-"])
+    sft_careful: float = 1.0  # share of demonstrations that do all steps, not only the first
     seed: int = 0
-    model_output: str | None = None  # also build a tiny model and its tokenizer here
+    model_output: str | None = None  # folder for a tiny model and its tokenizer; None: no model
     hidden_size: int = 128
     num_layers: int = 4
     num_heads: int = 4
@@ -378,19 +401,19 @@ class ArithmeticDataConfig:
 
 @dataclass(frozen=True)
 class AlgorithmsConfig:
-    """`quadriga algorithms`."""
+    """Settings of `quadriga algorithms`."""
 
-    user_files: list[str] = field(default_factory=list)  # files that add estimators or losses
+    user_files: list[str] = field(default_factory=list)  # files that register estimators or losses
 
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """`quadriga demo`: data, tiny model, warm start, then reinforcement learning, on two ranks."""
+    """Settings of `quadriga demo`: data, tiny model, fine-tuning, then reinforcement learning."""
 
     output: str = "runs/demo"
     seed: int = 0
     adv_estimator: str = "grpo"
-    backend: str = "ray"  # ray | local (local: one rank)
-    n_gpus_per_node: int = 2  # ranks; on a CPU machine: processes
-    device: str = "auto"
+    backend: BackendName = "ray"  # local: one process, one rank
+    n_gpus_per_node: int = 2  # ranks, on CPU machines too
+    device: DeviceName = "auto"
     overwrite: bool = True  # replace an earlier demo in the folder

@@ -1,27 +1,23 @@
-"""WHAT IS READ: prompts and demonstrations from files, in a seeded order that can be resumed.
+"""DATA: prompts and demonstrations from files, in an order that can be resumed.
 
-Names load when they are first used, so that importing this package costs nothing.
+    rows              parquet and JSON lines → rows; errors name the file and the row
+    chat              the chat of a row → token ids, with the tokenizer's template
+    prompts           `PromptDataset`: prompts for generation
+    sft               `SFTDataset`: prompts with reference answers for fine-tuning
+    collate           items → a batch: padding, positions, object arrays
+    loader            `PromptLoader`: batches in a seeded order, with a state
+    arithmetic        word problems made from a seed
+    arithmetic_files  the same as parquet files
+
+The package imports `errors`, `lazy` and `protocol`. The names below are public; each is imported
+when it is first used.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from quadriga.data.arithmetic import ArithmeticTask as ArithmeticTask
-    from quadriga.data.arithmetic import Problem as Problem
-    from quadriga.data.arithmetic import make_parts as make_parts
-    from quadriga.data.arithmetic_files import ArithmeticFiles as ArithmeticFiles
-    from quadriga.data.arithmetic_files import write_arithmetic as write_arithmetic
-    from quadriga.data.collate import collate_answers as collate_answers
-    from quadriga.data.collate import collate_prompts as collate_prompts
-    from quadriga.data.loader import PromptLoader as PromptLoader
-    from quadriga.data.loader import SFTLoader as SFTLoader
-    from quadriga.data.prompts import PromptDataset as PromptDataset
-    from quadriga.data.rows import check_files as check_files
-    from quadriga.data.rows import read_rows as read_rows
-    from quadriga.data.sft import SFTDataset as SFTDataset
+from quadriga.lazy import lazy_names
 
 _HOME = {
     "ArithmeticFiles": "arithmetic_files",
@@ -41,12 +37,19 @@ _HOME = {
 
 __all__ = list(_HOME)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if TYPE_CHECKING:
+    from quadriga.data.arithmetic import ArithmeticTask as ArithmeticTask
+    from quadriga.data.arithmetic import Problem as Problem
+    from quadriga.data.arithmetic import make_parts as make_parts
+    from quadriga.data.arithmetic_files import ArithmeticFiles as ArithmeticFiles
+    from quadriga.data.arithmetic_files import write_arithmetic as write_arithmetic
+    from quadriga.data.collate import collate_answers as collate_answers
+    from quadriga.data.collate import collate_prompts as collate_prompts
+    from quadriga.data.loader import PromptLoader as PromptLoader
+    from quadriga.data.loader import SFTLoader as SFTLoader
+    from quadriga.data.prompts import PromptDataset as PromptDataset
+    from quadriga.data.rows import check_files as check_files
+    from quadriga.data.rows import read_rows as read_rows
+    from quadriga.data.sft import SFTDataset as SFTDataset
+else:
+    __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -1,17 +1,18 @@
-"""Arithmetic word problems in the form of GSM8K, made from a seed.
+"""Generate arithmetic word problems in the form of GSM8K from a seed.
 
-A problem is a story of one start and one to `max_steps` events, and a question:
+A problem is a story with a first number, `min_steps` to `max_steps` events, and a question:
 
     Tom has 3 apples. He buys 4 more. He gives 2 to Ann. How many apples does Tom have now?
 
-and its solution is one line a step, then the answer after `####`, as in GSM8K (arXiv 2110.14168):
+The solution has one line per step and then the answer after `####`, as in GSM8K (arXiv 2110.14168):
 
     3+4=7
     7-2=5
     #### 5
 
-Two problems are *the same* when the story and all its numbers agree, whoever acts in it and
-whatever is counted: the parts that `make_parts` returns share no problem in this strict sense.
+Two problems are equal if their wordings and numbers are equal, even if the people and the things
+differ. The splits that `make_parts` returns share no problem in this strict sense, so a model
+cannot solve a validation problem by recalling a training problem.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from quadriga.errors import DataError
 
@@ -62,16 +64,23 @@ QUESTIONS = (
     "What is the number of {things} in the end?",
 )
 OPERATIONS = ("+", "-", "*")
-_PATIENCE = 5000  # draws in a row that gave nothing new, before a task counts as exhausted
+_MAX_REPEATS = 5000  # consecutive draws without a new problem after which a task is exhausted
+
+# (kind and wording of a sentence, its numbers): ("=0", 3, 0) is "{who} has 3 {things}."
+Key: TypeAlias = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
 class ArithmeticTask:
-    """What problems are drawn: every setting of the generator but the seed and the counts.
+    """The distribution of problems. Raises `DataError` for settings that allow no problem.
 
-    `max_number` bounds each number named in a story (they start at 1); running totals are never
-    negative and, where `max_total` is given, never above it. `phrasings` is how many wordings of
-    each kind of sentence are in use. `*` opens a story (so many bags of so many); the rest goes on.
+    Attributes:
+        max_number: each number in a story is between 1 and `max_number`.
+        min_steps, max_steps: the number of calculations of a problem.
+        max_total: intermediate results are between 0 and `max_total`; None: no upper bound.
+        phrasings: how many wordings of each kind of sentence are used.
+        operations: "+" and "-" are events. "*" is a first sentence ("4 bags with 3 apples in
+            each"), which counts as a step.
     """
 
     max_number: int = 9
@@ -91,38 +100,41 @@ class ArithmeticTask:
             )
         if self.max_total is not None and self.max_total < self.max_number:
             raise DataError(
-                f"max_total={self.max_total} is below max_number={self.max_number}: a story may "
-                "start with max_number things"
+                f"max_total must be at least max_number={self.max_number}, with which a story may "
+                f"start, got {self.max_total}"
             )
         if not 1 <= self.phrasings <= len(STARTS):
-            raise DataError(f"phrasings must be 1 to {len(STARTS)}, got {self.phrasings}")
+            raise DataError(f"phrasings must be between 1 and {len(STARTS)}, got {self.phrasings}")
         if not set(self.operations) <= set(OPERATIONS) or "+" not in self.operations:
             raise DataError(
-                f"operations must be some of {OPERATIONS}, '+' among them, got {self.operations}"
+                f"operations must be a subset of {OPERATIONS} with '+', got {self.operations}"
             )
         if self.max_total is not None and "-" not in self.operations:
-            raise DataError("max_total needs '-' among the operations, else a story cannot go on")
+            raise DataError(
+                "max_total needs '-' among the operations: without it a story that has reached "
+                "max_total could not continue"
+            )
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem. `key` is its identity: story and numbers, without people and things."""
+    """One problem. Problems with equal `key` are the same: wordings and numbers, without names."""
 
     question: str
     solution: str
     answer: int
     steps: int
-    key: tuple[tuple[str, int, int], ...]
+    key: Key
 
 
 def make_problem(task: ArithmeticTask, rng: random.Random) -> Problem:
-    """Draw one problem; everything random about it comes from `rng`."""
+    """Generate one problem from the random numbers of `rng`."""
     steps = rng.randint(task.min_steps, task.max_steps)
     story = _Story(task, rng)
-    story.open()
+    story.add_start()
     while len(story.lines) < steps:
-        story.go_on()
-    story.ask()
+        story.add_event()
+    story.add_question()
     return Problem(
         question=" ".join(story.sentences),
         solution="\n".join([*story.lines, f"#### {story.total}"]),
@@ -133,7 +145,7 @@ def make_problem(task: ArithmeticTask, rng: random.Random) -> Problem:
 
 
 class _Story:
-    """A story while it is told: its sentences, its solution's lines and the running total."""
+    """A story under construction: its sentences, the steps of its solution, the current total."""
 
     def __init__(self, task: ArithmeticTask, rng: random.Random) -> None:
         (who, they), (other, _) = rng.sample(PEOPLE, 2)
@@ -145,86 +157,93 @@ class _Story:
         self.lines: list[str] = []
         self.key: list[tuple[str, int, int]] = []
 
-    def open(self) -> None:
+    def add_start(self) -> None:
+        """Add the first sentence. A product is also the first step of the solution."""
         n = self.rng.randint(1, self.task.max_number)
         if "*" in self.task.operations and self.rng.random() < 1 / len(self.task.operations):
-            m = self.rng.randint(1, min(self.task.max_number, max(1, self._room() // n)))
-            self._say("*", MULTIPLES, n, m)
-            self._reckon(f"{n}*{m}", n * m)
+            # n × m must not exceed max_total: with n = 4 and max_total = 30, m ≤ 30 // 4 = 7.
+            m = self.rng.randint(1, min(self.task.max_number, max(1, self._remaining() // n)))
+            self._add_sentence("*", MULTIPLES, n, m)
+            self._add_step(f"{n}*{m}", n * m)
         else:
-            self._say("=", STARTS, n)
+            self._add_sentence("=", STARTS, n)
             self.total = n
 
-    def go_on(self) -> None:
+    def add_event(self) -> None:
+        """Add a gain or a loss that keeps the total between 0 and `max_total`."""
         sign = self._sign()
-        room = self.total if sign == "-" else self._room()
-        n = self.rng.randint(1, min(self.task.max_number, room))
-        self._say(sign, GAINS if sign == "+" else LOSSES, n)
-        self._reckon(f"{self.total}{sign}{n}", self.total + n if sign == "+" else self.total - n)
+        largest = self.total if sign == "-" else self._remaining()
+        n = self.rng.randint(1, min(self.task.max_number, largest))
+        self._add_sentence(sign, GAINS if sign == "+" else LOSSES, n)
+        result = self.total + n if sign == "+" else self.total - n
+        self._add_step(f"{self.total}{sign}{n}", result)
 
-    def ask(self) -> None:
-        self._say("?", QUESTIONS)
+    def add_question(self) -> None:
+        """Add the question."""
+        self._add_sentence("?", QUESTIONS)
 
-    def _say(self, kind: str, wordings: tuple[str, ...], n: int = 0, m: int = 0) -> None:
+    def _add_sentence(self, kind: str, wordings: tuple[str, ...], n: int = 0, m: int = 0) -> None:
+        # The key names the wording by its number and omits people and things.
         which = self.rng.randrange(self.task.phrasings)
         self.sentences.append(wordings[which].format(n=n, m=m, **self.words))
         self.key.append((f"{kind}{which}", n, m))
 
-    def _reckon(self, term: str, result: int) -> None:
+    def _add_step(self, term: str, result: int) -> None:
         self.lines.append(f"{term}={result}")
         self.total = result
 
-    def _room(self) -> int:
+    def _remaining(self) -> int:
+        """Return the largest number that may be added to the total."""
         if self.task.max_total is None:
-            return self.task.max_number**2
+            return self.task.max_number**2  # the largest product, so it bounds nothing
         return self.task.max_total - self.total
 
     def _sign(self) -> str:
+        # "-" is impossible at a total of 0, and "+" at a total of `max_total`.
         if self.total == 0 or "-" not in self.task.operations:
             return "+"
-        return "-" if self._room() == 0 else self.rng.choice("+-")
+        return "-" if self._remaining() == 0 else self.rng.choice("+-")
 
 
 def make_parts(
     task: ArithmeticTask, sizes: Mapping[str, int], seed: int
 ) -> dict[str, list[Problem]]:
-    """Draw one list of problems a part, in the order given; no problem is in two parts.
+    """Return one list of problems per split (name → size). All problems are different.
 
-    Within a part each problem occurs once. Equal arguments give equal parts, and a part does not
-    depend on the sizes of those after it.
+    Equal arguments give equal problems. A split does not depend on the sizes of the splits after
+    it: with {"test": 50, "train": n} the test problems are the same for every n.
 
-    Raises `DataError` when the task does not hold that many different problems.
+    Raises `DataError` if the task does not have that many different problems.
     """
-    seen: set[tuple[tuple[str, int, int], ...]] = set()
+    seen: set[Key] = set()
     parts: dict[str, list[Problem]] = {}
     for name, size in sizes.items():
         if size < 1:
-            raise DataError(f"part {name!r} must hold at least 1 problem, got {size}")
+            raise DataError(f"split {name!r} must have at least 1 problem, got {size}")
+        # One stream of random numbers per split: with a common one, a larger split would change
+        # the problems of all later splits. `Random` hashes a text the same way in every process.
         rng = random.Random(f"{seed}/{name}")
-        parts[name] = list(_fresh(task, size, rng, seen, name))
+        parts[name] = list(_new_problems(task, size, rng, seen, name))
     return parts
 
 
-def _fresh(
-    task: ArithmeticTask,
-    size: int,
-    rng: random.Random,
-    seen: set[tuple[tuple[str, int, int], ...]],
-    name: str,
+def _new_problems(
+    task: ArithmeticTask, size: int, rng: random.Random, seen: set[Key], name: str
 ) -> Iterable[Problem]:
-    made = in_vain = 0
+    """Yield `size` problems that are not in `seen`, and add them to it."""
+    made = repeats = 0
     while made < size:
         problem = make_problem(task, rng)
         if problem.key not in seen:
             seen.add(problem.key)
             made += 1
-            in_vain = 0
+            repeats = 0
             yield problem
             continue
-        in_vain += 1
-        if in_vain > _PATIENCE:
+        repeats += 1
+        if repeats > _MAX_REPEATS:
             raise DataError(
-                f"part {name!r} wants {size} problems, but only {made} different ones were found "
-                f"that no other part has ({len(seen)} in all); raise max_number, max_steps or "
-                "phrasings, or ask for fewer"
+                f"split {name!r} needs {size} problems, but only {made} were found that are in no "
+                f"other split ({len(seen)} in all splits); increase max_number, max_steps or "
+                "phrasings, or reduce the sizes"
             )

@@ -1,11 +1,10 @@
-"""Arithmetic word problems as parquet files, with the columns this field's datasets have."""
+"""Write arithmetic word problems to parquet files, with the columns of verl's datasets."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +15,7 @@ from quadriga.errors import DataError
 
 @dataclass(frozen=True)
 class ArithmeticFiles:
-    """Where the parts were written. `sft` holds the demonstrations of the warm start."""
+    """The paths of the written files. `sft` holds the demonstrations for fine-tuning."""
 
     train: Path
     test: Path
@@ -36,26 +35,30 @@ def write_arithmetic(
     """Write `train.parquet`, `test.parquet` and `sft.parquet` into `folder`.
 
     Columns: `prompt` (list of {role, content}), `data_source`, `reward_model`
-    {style, ground_truth}, `extra_info` {index, split, question, answer (the full reasoning text),
-    steps}. The three parts share no problem, and equal arguments write equal rows.
+    {style, ground_truth}, `extra_info` {index, split, question, answer (solution with all steps),
+    steps}. The three files share no problem, and equal arguments write equal rows.
 
-    `sft_careful` is the share of demonstrations that follow the story to its end. The others are
-    hasty: they take the result of the first step for the answer. Whoever imitates such teachers
-    learns to reckon, but is no more careful than they are; a reward for right answers is what can
-    make the difference.
+    `sft_careful` is the share of demonstrations with all steps. The other demonstrations stop after
+    the first step and give its result as the answer. A model that is fine-tuned on them learns to
+    calculate, but stops too early as often as they do. This leaves something to learn for
+    reinforcement learning, whose reward depends on the answer alone.
 
-    Raises `DataError` when the task does not hold that many different problems, or `sft_careful` is
-    not a share.
+    Raises `DataError` if the task does not have that many different problems, or if `sft_careful`
+    is not between 0 and 1.
     """
     if not 0.0 <= sft_careful <= 1.0:
-        raise DataError(f"sft_careful is a share of the demonstrations, 0 to 1, got {sft_careful}")
+        raise DataError(
+            f"sft_careful must be a share of the demonstrations between 0 and 1, got {sft_careful}"
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    # "train" is last: the other files do not depend on its size.
     sizes = {"test": test_size, "sft": sft_size, "train": train_size}
     parts = make_parts(task or ArithmeticTask(), sizes, seed)
     files = ArithmeticFiles(*(folder / f"{name}.parquet" for name in ("train", "test", "sft")))
     for name, path in (("train", files.train), ("test", files.test), ("sft", files.sft)):
         share = sft_careful if name == "sft" else 1.0
+        # A stream of its own, so that `sft_careful` changes solutions but never the problems.
         rng = random.Random(f"{seed}/{name}/careful")
         rows = [
             problem_row(problem, index, name, careful=rng.random() < share)
@@ -67,9 +70,9 @@ def write_arithmetic(
 
 def problem_row(
     problem: Problem, index: int, split: str, *, careful: bool = True
-) -> dict[str, Any]:
-    """One row of a data file; without `careful` its answer stops after the first step."""
-    answer = problem.solution if careful else hasty_solution(problem)
+) -> dict[str, object]:
+    """Return one row of a data file; without `careful` its answer stops after the first step."""
+    answer = problem.solution if careful else first_step_solution(problem)
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": problem.question}],
@@ -84,7 +87,10 @@ def problem_row(
     }
 
 
-def hasty_solution(problem: Problem) -> str:
-    """The first step, and its result for an answer."""
+def first_step_solution(problem: Problem) -> str:
+    """Return a solution that stops after the first step and gives its result as the answer.
+
+    "3+4=7\\n7-2=5\\n#### 5" → "3+4=7\\n#### 7".
+    """
     first = problem.solution.split("\n", 1)[0]
     return f"{first}\n#### {first.split('=')[1]}"

@@ -1,36 +1,46 @@
-"""From a row's chat to token ids, through the tokenizer's own template."""
+"""Convert the chat of a row to token ids, with the chat template of the tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from quadriga.data.rows import Row
 from quadriga.errors import ModelError
 
-_BLOCK = 1024
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-Chat = list[dict[str, Any]]
+_BLOCK = 1024  # chats per call of the tokenizer, which bounds the memory for their texts
+
+
+class Message(TypedDict):
+    """One message of a chat. A message may have other keys, which only the template reads."""
+
+    role: str
+    content: str
+
+
+Chat = list[Message]
 
 
 def chat_of(row: Row, prompt_key: str) -> Chat:
-    """The messages under `prompt_key`; a plain text is one message of the user.
+    """Return the messages under `prompt_key`. A text becomes one message of the user.
 
-    Raises `DataError` naming file and row unless each message has a `role` and a text `content`.
+    Raises `DataError`, naming the file and the row, unless each message has a `role` and a
+    `content` that are texts.
     """
     prompt = row.at(prompt_key)
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        raise row.error(
-            f"{prompt_key!r} must be a text or a list of messages, got {type(prompt).__name__}"
-            + (" that is empty" if prompt == [] else "")
-        )
+        received = "an empty list" if prompt == [] else type(prompt).__name__
+        raise row.error(f"{prompt_key!r} must be a text or a list of messages, got {received}")
     for message in prompt:
-        ok = isinstance(message, dict) and all(
+        valid = isinstance(message, dict) and all(
             isinstance(message.get(key), str) for key in ("role", "content")
         )
-        if not ok:
+        if not valid:
             raise row.error(
                 f"each message of {prompt_key!r} must be {{'role': …, 'content': …}} with texts, "
                 f"got {message!r:.120}"
@@ -38,10 +48,10 @@ def chat_of(row: Row, prompt_key: str) -> Chat:
     return prompt
 
 
-def encode_chats(tokenizer: Any, chats: Sequence[Chat]) -> list[list[int]]:
-    """Token ids of each chat, with the template's opening of the assistant's turn.
+def encode_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[list[int]]:
+    """Return the token ids of each chat, up to the beginning of the assistant's response.
 
-    Raises `ModelError` when the tokenizer has no chat template.
+    Raises `ModelError` if the tokenizer has no chat template.
     """
     if not tokenizer.chat_template:
         raise ModelError(
@@ -51,8 +61,12 @@ def encode_chats(tokenizer: Any, chats: Sequence[Chat]) -> list[list[int]]:
         )
     ids: list[list[int]] = []
     for start in range(0, len(chats), _BLOCK):
+        block = list(chats[start : start + _BLOCK])
         texts = tokenizer.apply_chat_template(
-            list(chats[start : start + _BLOCK]), add_generation_prompt=True, tokenize=False
+            block,  # type: ignore[arg-type]  # transformers types a message as dict[str, str]
+            add_generation_prompt=True,
+            tokenize=False,
         )
+        # The template writes the special tokens, so the tokenizer must not add them again.
         ids.extend(tokenizer(texts, add_special_tokens=False)["input_ids"])
     return ids

@@ -1,67 +1,108 @@
-"""From items to a batch: padding, positions, object columns."""
+"""Combine the items of a dataset into a batch: padding, positions, object arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypedDict
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from quadriga.data.chat import Chat
 from quadriga.errors import LengthError
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, fields
+
+
+class PromptItem(TypedDict):
+    """One prompt of a `PromptDataset`.
+
+    `index` is the number of the row in all files together. The last three come from the row and
+    are None if it does not have them.
+    """
+
+    input_ids: list[int]
+    raw_prompt: Chat
+    index: int
+    data_source: object
+    reward_model: object
+    extra_info: object
+
+
+class SFTItem(TypedDict):
+    """One demonstration of an `SFTDataset`: the templated prompt, and the answer with its end."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
 
 
 def pad_rows(
-    rows: Sequence[Sequence[int]], value: int, length: int, side: str
+    rows: Sequence[Sequence[int]], value: int, length: int, side: Literal["left", "right"]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rows` as [B, length] int64, padded with `value` on `side`, and the mask of what is real.
+    """Pad `rows` with `value` on `side`; return the rows and a mask, both [B, length] int64.
 
-    Raises `LengthError` when a row is longer than `length`.
+    Raises `LengthError` if a row is longer than `length`.
     """
     padded = np.full((len(rows), length), value, dtype=np.int64)
     mask = np.zeros((len(rows), length), dtype=np.int64)
     for i, row in enumerate(rows):
         if len(row) > length:
-            raise LengthError(f"row {i} has {len(row)} tokens, more than the batch's {length}")
-        place = slice(length - len(row), length) if side == "left" else slice(0, len(row))
-        padded[i, place] = row
-        mask[i, place] = 1
+            raise LengthError(f"row {i} has {len(row)} tokens, more than the length {length}")
+        columns = slice(length - len(row), length) if side == "left" else slice(0, len(row))
+        padded[i, columns] = row
+        mask[i, columns] = 1
     return torch.from_numpy(padded), torch.from_numpy(mask)
 
 
 def positions(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Places of real tokens from 0, [B, T] int64; padding before them is at 0."""
+    """Return the position of each token, [B, T] int64, counted from 0 without padding.
+
+    Padding on the left has position 0; padding on the right repeats the last position:
+
+        mask       0 0 1 1 1 0
+        cumsum     0 0 1 2 3 3
+        position   0 0 0 1 2 2
+    """
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
 def collate_prompts(
-    items: Sequence[dict[str, Any]], *, pad_token_id: int, length: int | None = None
+    items: Sequence[PromptItem], *, pad_token_id: int, length: int | None = None
 ) -> DataProto:
-    """Prompts as `input_ids`, `attention_mask`, `position_ids` [B, P] int64, left-padded.
+    """Return a batch of prompts: `input_ids`, `attention_mask`, `position_ids` [B, P] int64.
 
-    P is `length`, or the longest prompt's. Every other key of the items becomes an object column.
+    Prompts are padded on the left to P = `length`, or to the longest prompt. Every other key of the
+    items becomes an object array. Raises `LengthError` if a prompt is longer than `length`.
     """
     rows = [item["input_ids"] for item in items]
     ids, mask = pad_rows(rows, pad_token_id, length or max(map(len, rows)), "left")
     return DataProto.from_dict(
-        {"input_ids": ids, "attention_mask": mask, "position_ids": positions(mask)},
-        object_columns(items, leave_out=("input_ids",)),
+        {
+            fields.INPUT_IDS: ids,
+            fields.ATTENTION_MASK: mask,
+            fields.POSITION_IDS: positions(mask),
+        },
+        object_arrays(items, leave_out=("input_ids",)),
     )
 
 
 def collate_answers(
-    items: Sequence[dict[str, Any]],
+    items: Sequence[SFTItem],
     *,
     pad_token_id: int,
     prompt_length: int | None = None,
     response_length: int | None = None,
 ) -> DataProto:
-    """Prompts with answers, laid out as a rollout lays out its own.
+    """Return a batch of prompts with answers, in the layout that a rollout produces.
 
-    `prompts` [B, P] left-padded, `responses` and `response_mask` [B, R] right-padded, and
-    `input_ids`, `attention_mask`, `position_ids` [B, P + R]; all int64. `response_mask` is the
-    mask of the loss. Items hold `prompt_ids` and `response_ids`.
+    `prompts` [B, P] are padded on the left, `responses` and `response_mask` [B, R] on the right.
+    `input_ids`, `attention_mask` and `position_ids` are [B, P + R]. All are int64. The loss is
+    computed where `response_mask` is 1.
+
+    With P = 3, R = 3, and "." for padding:
+
+        prompt p q, answer a          . p q a . .       response_mask   1 0 0
+        prompt r s t, answer b c d    r s t b c d                       1 1 1
     """
     prompts = [item["prompt_ids"] for item in items]
     answers = [item["response_ids"] for item in items]
@@ -74,25 +115,27 @@ def collate_answers(
     attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
     return DataProto.from_dict(
         {
-            "prompts": prompt_ids,
-            "responses": response_ids,
-            "response_mask": response_mask,
-            "input_ids": torch.cat([prompt_ids, response_ids], dim=1),
-            "attention_mask": attention_mask,
-            "position_ids": positions(attention_mask),
+            fields.PROMPTS: prompt_ids,
+            fields.RESPONSES: response_ids,
+            fields.RESPONSE_MASK: response_mask,
+            fields.INPUT_IDS: torch.cat([prompt_ids, response_ids], dim=1),
+            fields.ATTENTION_MASK: attention_mask,
+            fields.POSITION_IDS: positions(attention_mask),
         },
-        object_columns(items, leave_out=("prompt_ids", "response_ids")),
+        object_arrays(items, leave_out=("prompt_ids", "response_ids")),
     )
 
 
-def object_columns(
-    items: Sequence[dict[str, Any]], leave_out: Sequence[str]
-) -> dict[str, np.ndarray[Any, Any]]:
-    """One object array [B] for every other key; lists and dicts stay whole."""
-    columns: dict[str, np.ndarray[Any, Any]] = {}
+def object_arrays(
+    items: Sequence[Mapping[str, object]], leave_out: Sequence[str]
+) -> dict[str, npt.NDArray[np.object_]]:
+    """Return one object array [B] per key of the items, except those in `leave_out`."""
+    arrays: dict[str, npt.NDArray[np.object_]] = {}
     for key in items[0]:
         if key not in leave_out:
-            column = np.empty(len(items), dtype=object)
-            column[:] = [item[key] for item in items]
-            columns[key] = column
-    return columns
+            # `np.array([[1, 2], [3, 4]], dtype=object)` would be 2 × 2. Assigning to an empty array
+            # keeps each list or dict as one element.
+            array = np.empty(len(items), dtype=object)
+            array[:] = [item[key] for item in items]
+            arrays[key] = array
+    return arrays

@@ -1,48 +1,61 @@
-"""Batches in a seeded order that can be left and taken up again at any batch.
+"""Batches in a seeded order that can be saved and continued at any batch.
 
-The order of an epoch depends on the seed, the epoch's number and the dataset's size, and on
-nothing else. Items are in memory, tokenised once, so batches are made where they are asked for:
-no worker processes, and a state that is only two numbers.
+The order of an epoch depends only on the seed, the number of the epoch and the size of the dataset,
+so the state of a loader is two numbers, the epoch and the batches of it that were returned:
+
+    12 rows, batch_size 4, so 3 batches per epoch
+
+    epoch            0        0        0        1        1
+    batches_done     1        2        3        1        2      in the state after this batch
+    rows of batch    [0, 4)   [4, 8)   [8, 12)  [0, 4)   [4, 8) of the permutation of the epoch
+
+A run that resumes with the state (epoch 0, batches_done 2) computes the permutation of epoch 0
+again and continues with its rows [8, 12). The items are in memory and were tokenised once, so
+batches are made in the calling thread: there are no loader processes whose state must be saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from quadriga.errors import CheckpointError, ConfigError
 from quadriga.protocol import DataProto
 
+ItemT = TypeVar("ItemT")
 
-class Collating(Protocol):
-    """A dataset that knows how to join its items into a batch."""
+
+class BatchDataset(Protocol[ItemT]):
+    """The interface of a dataset: items by number, and a method that combines them to a batch."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, place: int, /) -> dict[str, Any]: ...
-    def collate(self, items: Sequence[dict[str, Any]], /) -> DataProto: ...
+    def __getitem__(self, index: int, /) -> ItemT: ...
+    def collate(self, items: Sequence[ItemT], /) -> DataProto: ...
 
 
-def epoch_order(size: int, *, seed: int, epoch: int, shuffle: bool) -> np.ndarray[Any, Any]:
-    """The places of an epoch's items, [size] int64."""
+def epoch_order(size: int, *, seed: int, epoch: int, shuffle: bool) -> npt.NDArray[np.int64]:
+    """Return the order of the items in an epoch, a permutation [size] int64."""
     if not shuffle:
         return np.arange(size)
+    # The pair and not `seed + epoch`, with which epoch 1 of seed 0 would equal epoch 0 of seed 1.
     return np.random.default_rng([seed, epoch]).permutation(size)
 
 
 class PromptLoader:
-    """Iterating gives the batches of the epoch it is in, from where it stands to the epoch's end.
+    """Iterates over the batches of an epoch, from the current position to the end of the epoch.
 
-    Each new `for` goes on where the last one stopped; after the end of an epoch, with the next.
-    `state_dict` between two batches counts the batches that were handed out.
+    A new `for` loop continues where the last one stopped; after the end of an epoch it begins the
+    next one. `state_dict` counts the batches that were returned, the current one included.
 
-    Raises `ConfigError` when the dataset does not hold one whole batch and `drop_last` is set.
+    Raises `ConfigError` if `drop_last` is set and the dataset has fewer rows than one batch.
     """
 
     def __init__(
         self,
-        dataset: Collating,
+        dataset: BatchDataset[Any],  # the type of the items is known to the dataset alone
         batch_size: int,
         *,
         shuffle: bool = True,
@@ -53,8 +66,8 @@ class PromptLoader:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         if drop_last and len(dataset) < batch_size:
             raise ConfigError(
-                f"one batch takes {batch_size} rows, but the data has {len(dataset)}; "
-                "lower the batch size or give more data"
+                f"one batch needs {batch_size} rows, but the data has {len(dataset)}; "
+                "reduce the batch size or provide more data"
             )
         self.dataset = dataset
         self.batch_size = batch_size
@@ -65,7 +78,7 @@ class PromptLoader:
         self.batches_done = 0
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Return the number of batches per epoch."""
         whole, rest = divmod(len(self.dataset), self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
@@ -75,14 +88,16 @@ class PromptLoader:
         )
         while self.batches_done < len(self):
             start = self.batches_done * self.batch_size
-            places = order[start : start + self.batch_size]
+            rows = order[start : start + self.batch_size]
+            # Counted before `yield`: a state that is taken while the caller works on this batch
+            # must continue with the next one.
             self.batches_done += 1
-            yield self.dataset.collate([self.dataset[int(place)] for place in places])
+            yield self.dataset.collate([self.dataset[int(row)] for row in rows])
         self.epoch += 1
         self.batches_done = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loader stands, and what it must agree with to be taken up again."""
+        """Return the position of the loader, and what a loader that continues must agree on."""
         return {
             "epoch": self.epoch,
             "batches_done": self.batches_done,
@@ -92,20 +107,21 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Stand where `state` stood.
+        """Continue at the position of `state`.
 
-        Raises `CheckpointError` when rows, batch size or seed differ: the order would be another.
+        Raises `CheckpointError` if rows, batch size or seed differ, because the order of the rows
+        would differ too.
         """
-        mine = self.state_dict()
+        own = self.state_dict()
         for key in ("rows", "batch_size", "seed"):
-            if state[key] != mine[key]:
+            if state[key] != own[key]:
                 raise CheckpointError(
-                    f"the data position was saved with {key} {state[key]}, this run has "
-                    f"{mine[key]}; go on with the same data, or start without the checkpoint"
+                    f"the position in the data was saved with {key}={state[key]}, but this run has "
+                    f"{key}={own[key]}; resume with the same data and settings, or start a new run"
                 )
         self.epoch = state["epoch"]
         self.batches_done = state["batches_done"]
 
 
 class SFTLoader(PromptLoader):
-    """The same for prompts with answers."""
+    """The same loader for an `SFTDataset`."""

@@ -1,41 +1,42 @@
-"""Prompts to be answered: rows of data files, checked, templated and measured once."""
+"""Prompts for generation: the rows of data files, checked and tokenised once."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from quadriga.data.chat import chat_of, encode_chats
-from quadriga.data.collate import collate_prompts
+from quadriga.data.collate import PromptItem, collate_prompts
 from quadriga.data.rows import Row, read_rows
 from quadriga.errors import DataError
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, fields
 
-CARRIED = ("data_source", "reward_model", "extra_info")
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class PromptDataset:
-    """The prompts of parquet or JSON-lines files.
+    """The prompts of parquet or JSON-lines files, as `PromptItem`s.
 
-    An item is a dict: `input_ids` (list of int, the templated prompt), `raw_prompt` (its messages),
-    `index` (the row's place among the rows of all files) and, where the row has them,
-    `data_source`, `reward_model`, `extra_info` (absent ones are None).
+    Args:
+        max_prompt_length: in tokens; None: no limit.
+        filter_overlong_prompts: leave longer prompts out; False: a longer prompt is an error.
 
-    `filtered` counts the prompts left out because they are longer than `max_prompt_length` tokens;
-    with `filter_overlong_prompts=False` such a prompt is an error. `max_prompt_length=None`: no
-    bound.
+    Attributes:
+        filtered: number of prompts that were left out.
+        longest: tokens of the longest prompt.
 
     Raises:
-        DataError: names the file, and the row, that cannot be used.
+        DataError: a file or a row cannot be used; the message names it.
         ModelError: the tokenizer has no chat template.
     """
 
     def __init__(
         self,
         files: Sequence[str | Path],
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         prompt_key: str = "prompt",
         max_prompt_length: int | None = None,
@@ -48,15 +49,15 @@ class PromptDataset:
     @classmethod
     def from_rows(
         cls,
-        values: Sequence[dict[str, Any]],
-        tokenizer: Any,
+        values: Sequence[Mapping[str, object]],
+        tokenizer: PreTrainedTokenizerBase,
         *,
         prompt_key: str = "prompt",
         max_prompt_length: int | None = None,
         filter_overlong_prompts: bool = True,
     ) -> PromptDataset:
-        """The same from rows that are here already; messages name them "given", row by row."""
-        rows = [Row(row, "given", number) for number, row in enumerate(values)]
+        """Return the dataset of rows in memory. Error messages name them "given, row <number>"."""
+        rows = [Row(dict(row), "given", number) for number, row in enumerate(values)]
         dataset = cls.__new__(cls)
         dataset._fill(rows, tokenizer, prompt_key, max_prompt_length, filter_overlong_prompts)
         return dataset
@@ -64,7 +65,7 @@ class PromptDataset:
     def _fill(
         self,
         rows: Sequence[Row],
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         prompt_key: str,
         max_prompt_length: int | None,
         filter_overlong_prompts: bool,
@@ -72,41 +73,53 @@ class PromptDataset:
         chats = [chat_of(row, prompt_key) for row in rows]
         self.pad_token_id: int = tokenizer.pad_token_id
         self.filtered = 0
-        self._items: list[dict[str, Any]] = []
+        self._items: list[PromptItem] = []
+        # `index` counts rows before filtering, so it identifies a row of the data for any limit.
         for index, (row, chat, ids) in enumerate(
             zip(rows, chats, encode_chats(tokenizer, chats), strict=True)
         ):
             if max_prompt_length is not None and len(ids) > max_prompt_length:
                 if not filter_overlong_prompts:
                     raise row.error(
-                        f"the prompt has {len(ids)} tokens, more than max_prompt_length "
-                        f"{max_prompt_length}; raise it, or set filter_overlong_prompts=true"
+                        f"the prompt has {len(ids)} tokens, more than max_prompt_length="
+                        f"{max_prompt_length}; increase it, or set filter_overlong_prompts=true"
                     )
                 self.filtered += 1
                 continue
-            carried = {key: row.values.get(key) for key in CARRIED}
-            self._items.append({"input_ids": ids, "raw_prompt": chat, "index": index, **carried})
+            self._items.append(
+                {
+                    "input_ids": ids,
+                    "raw_prompt": chat,
+                    "index": index,
+                    "data_source": row.values.get(fields.DATA_SOURCE),
+                    "reward_model": row.values.get(fields.REWARD_MODEL),
+                    "extra_info": row.values.get(fields.EXTRA_INFO),
+                }
+            )
         if not self._items:
             raise DataError(
-                f"all {self.filtered} prompts of {_names(rows)} are longer than "
-                f"max_prompt_length {max_prompt_length}"
+                f"all {self.filtered} prompts of {_names(rows)} have more than "
+                f"{max_prompt_length} tokens; increase max_prompt_length"
             )
         self.longest = max(len(item["input_ids"]) for item in self._items)
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def __getitem__(self, place: int) -> dict[str, Any]:
-        return self._items[place]
+    def __getitem__(self, index: int) -> PromptItem:
+        return self._items[index]
 
     def head(self, count: int) -> PromptDataset:
-        """The first `count` prompts (all, where there are fewer)."""
+        """Return a dataset of the first `count` prompts, or of all if there are fewer."""
         part = copy.copy(self)
         part._items = self._items[:count]
         return part
 
-    def collate(self, items: Sequence[dict[str, Any]]) -> DataProto:
-        """A batch of `items`, as wide as the longest prompt of the dataset."""
+    def collate(self, items: Sequence[PromptItem]) -> DataProto:
+        """Return a batch of `items`, padded to the longest prompt of the dataset.
+
+        All batches have the same width, so the shapes of a step do not depend on the batch.
+        """
         return collate_prompts(items, pad_token_id=self.pad_token_id, length=self.longest)
 
 

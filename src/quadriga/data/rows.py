@@ -1,4 +1,4 @@
-"""Reading data files: parquet and JSON lines, each row with the place it came from."""
+"""Read parquet and JSON-lines files into rows that know their file and row number."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quadriga.errors import DataError
 
@@ -15,50 +14,58 @@ SUFFIXES = (".parquet", ".jsonl", ".json")
 
 @dataclass(frozen=True)
 class Row:
-    """One row: its values, the file, and its number there, from 0."""
+    """One row: its values, its file, and its number in the file, from 0."""
 
-    values: dict[str, Any]
+    values: dict[str, object]
     path: str
     number: int
 
     def error(self, problem: str) -> DataError:
-        """A `DataError` that says where the row is."""
+        """Return a `DataError` whose message begins with the file and the row."""
         return DataError(
             f"{self.path}, row {self.number}: {problem}", path=self.path, row=self.number
         )
 
-    def at(self, dotted: str) -> Any:
-        """The value at a dotted path (`extra_info.answer`); raises `DataError` when absent."""
-        value: Any = self.values
+    def at(self, dotted: str) -> object:
+        """Return the value at a dotted path such as `extra_info.answer`.
+
+        Raises `DataError`, naming the keys that exist, if a part is missing or null.
+        """
+        value: object = self.values
         for depth, part in enumerate(parts := dotted.split(".")):
             if not isinstance(value, dict) or value.get(part) is None:
                 inside = f" in {'.'.join(parts[:depth])!r}" if depth else ""
-                there = sorted(value) if isinstance(value, dict) else type(value).__name__
-                raise self.error(f"no {part!r}{inside}; there is {there}")
+                found = f"keys {sorted(value)}" if isinstance(value, dict) else type(value).__name__
+                raise self.error(f"no {part!r}{inside}; found {found}")
             value = value[part]
         return value
 
 
 def check_files(files: Sequence[str | Path]) -> list[Path]:
-    """The files as paths. Raises `DataError` when there are none, or one is missing or unknown."""
+    """Return the files as paths.
+
+    Raises `DataError` if there are none, if one is missing, or if one has an unknown suffix.
+    """
     if isinstance(files, str | Path):
         files = [files]
     if not files:
-        raise DataError("no data files were given")
+        raise DataError("no data files were given; expected at least one")
     paths = [Path(file).expanduser() for file in files]
     for path in paths:
         if not path.is_file():
-            what = "is a folder" if path.is_dir() else "does not exist"
+            what = "is a folder, expected a file" if path.is_dir() else "does not exist"
             raise DataError(f"data file {path} {what}", path=str(path))
         if path.suffix not in SUFFIXES:
-            raise DataError(f"data file {path} is neither of {', '.join(SUFFIXES)}", path=str(path))
+            raise DataError(
+                f"data file {path} must end in one of {', '.join(SUFFIXES)}", path=str(path)
+            )
     return paths
 
 
 def read_rows(files: Sequence[str | Path]) -> list[Row]:
-    """All rows of all files, in order. A `.json` file holds JSON lines, as `.jsonl` does.
+    """Return all rows of all files, in order. A `.json` file holds JSON lines, as `.jsonl` does.
 
-    Raises `DataError` naming the file, and the row where one is at fault.
+    Raises `DataError` that names the file, and the row if one row is invalid.
     """
     rows: list[Row] = []
     for path in check_files(files):
@@ -76,12 +83,15 @@ def _parquet(path: Path) -> Iterator[Row]:
     try:
         values = pq.read_table(path).to_pylist()
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"data file {path} is not parquet: {error}", path=str(path)) from error
+        raise DataError(
+            f"data file {path} cannot be read as parquet: {error}", path=str(path)
+        ) from error
     return (Row(row, str(path), number) for number, row in enumerate(values))
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8") as lines:
+        # Blank lines are not counted: row 1 is the second row with values.
         for number, line in enumerate(line for line in lines if line.strip()):
             row = Row({}, str(path), number)
             try:

@@ -1,34 +1,40 @@
-"""Prompts with answers, for supervised fine-tuning."""
+"""Prompts with reference answers, for supervised fine-tuning."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from quadriga.data.chat import chat_of, encode_chats
-from quadriga.data.collate import collate_answers
+from quadriga.data.collate import SFTItem, collate_answers
 from quadriga.data.rows import read_rows
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class SFTDataset:
-    """Rows as `prompt_ids` (the templated prompt) and `response_ids` (the answer, then the end).
+    """Rows of data files as `SFTItem`s: `prompt_ids` and `response_ids` (the answer, then EOS).
 
-    The prompt is encoded just as for generation, and the answer apart from it, so that training
-    sees the tokens that generation sees. `filtered` counts rows left out because prompt and answer
-    together exceed `max_length` tokens (None: no bound).
+    The prompt is tokenised as for generation, and the answer separately. Tokenising them as one
+    text could merge characters at the border into a token that generation never sees.
+
+    Attributes:
+        filtered: number of rows left out, because prompt and answer together have more than
+            `max_length` tokens (None: no limit).
 
     Raises:
-        DataError: names the file and the row without prompt or answer.
+        DataError: a row has no prompt or no answer; the message names the file and the row.
         ModelError: the tokenizer has no chat template.
     """
 
     def __init__(
         self,
         files: Sequence[str | Path],
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         prompt_key: str = "prompt",
         response_key: str = "extra_info.answer",
@@ -44,7 +50,7 @@ class SFTDataset:
             answers.append(answer)
         prompt_ids = encode_chats(tokenizer, chats)
         answer_ids = tokenizer(answers, add_special_tokens=False)["input_ids"]
-        items = [
+        items: list[SFTItem] = [
             {"prompt_ids": prompt, "response_ids": [*answer, tokenizer.eos_token_id]}
             for prompt, answer in zip(prompt_ids, answer_ids, strict=True)
         ]
@@ -52,21 +58,21 @@ class SFTDataset:
         self.filtered = len(items) - len(self._items)
         if not self._items:
             raise DataError(
-                f"all {self.filtered} rows of {', '.join(map(str, files))} are longer than "
-                f"max_length {max_length}"
+                f"all {self.filtered} rows of {', '.join(map(str, files))} have more than "
+                f"{max_length} tokens; increase max_length"
             )
         self.pad_token_id: int = tokenizer.pad_token_id
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def __getitem__(self, place: int) -> dict[str, Any]:
-        return self._items[place]
+    def __getitem__(self, index: int) -> SFTItem:
+        return self._items[index]
 
-    def collate(self, items: Sequence[dict[str, Any]]) -> DataProto:
-        """A batch of `items`, as wide as its own longest prompt and answer."""
+    def collate(self, items: Sequence[SFTItem]) -> DataProto:
+        """Return a batch of `items`, padded to its longest prompt and its longest answer."""
         return collate_answers(items, pad_token_id=self.pad_token_id)
 
 
-def _tokens(item: dict[str, Any]) -> int:
+def _tokens(item: SFTItem) -> int:
     return len(item["prompt_ids"]) + len(item["response_ids"])

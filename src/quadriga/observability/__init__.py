@@ -1,1 +1,15 @@
-"""What a run shows and keeps: metrics, timing, trackers, samples, the run folder."""
+"""OBSERVABILITY: what a run shows and what it writes.
+
+    metrics     the table of all metrics, and how values of one step are reduced
+    timing      named spans
+    trackers    console, JSON lines, TensorBoard; `register_tracker` adds others
+    console     the lines, the progress bar and the tables on the terminal
+    run_folder  the paths in the folder of a run
+    samples     responses as text
+    plots       the learning curve as a PNG
+    jsonl       JSON-lines files
+    quiet       log levels of other libraries
+
+The package imports `quadriga.errors` and `quadriga.config`; rich, torch and matplotlib only where
+they are used. Packages of higher layers may import it; import names from the modules.
+"""

@@ -1,4 +1,4 @@
-"""What the terminal shows: one live line on a terminal, calm plain lines anywhere else."""
+"""The output of a run: a progress line on a terminal, a few plain lines in a file or a pipe."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SHOWN = {
     "val/accuracy": ("accuracy", "{:.1%}"),
     "perf/tokens_per_second": ("tokens/s", "{:,.0f}"),
 }
-PLAIN_LINES = 20  # about how many lines a run writes where nobody watches
+PLAIN_LINES = 20  # about how many lines a run writes to a file or a pipe
 
 
 class RunConsole:
-    """Shows step, reward, accuracy, tokens a second and time left; a table at the end.
+    """Shows step, reward, accuracy, tokens per second and the time left, and a table at the end.
 
-    The live line is drawn only when a step is logged, by no thread and without catching standard
-    output, so that a debugger in this process keeps its terminal.
+    The progress line is drawn when a step is logged, in the calling thread, and standard output is
+    not redirected: a debugger in this process can use the terminal.
     """
 
     def __init__(
@@ -52,28 +52,28 @@ class RunConsole:
         self._task = self._progress.add_task(title, total=total_steps, numbers="")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a step. Numbers that a step does not have are shown as they last were."""
+        """Show a step. A metric that the step does not have is shown with its last value."""
         if self._first_step is None:
             self._first_step = step
         self._latest.update({name: metrics[name] for name in SHOWN if name in metrics})
         if self.console.is_terminal:
             self._draw(step)
-        elif self._is_told(step, metrics):
+        elif self._is_printed(step, metrics):
             self.console.print(f"{self._title} {step}/{self.total_steps}  {self._numbers(step)}",
                                soft_wrap=True)  # fmt: skip
 
     def note(self, text: str) -> None:
-        """Print a line; it stays above the live one."""
+        """Print a line above the progress line."""
         self.console.print(text, soft_wrap=True)
 
     def close(self) -> None:
-        """Let the live line stand as it last was."""
+        """Stop updating the progress line; it stays on the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Close, then print two columns under a title."""
+        """Close the progress line, then print a table of two columns."""
         self.close()
         table = Table(title=title, title_justify="left", show_header=False, expand=False)
         for name, value in rows:
@@ -91,10 +91,10 @@ class RunConsole:
                 redirect_stderr=False,
             )
             self._live.start()
-            self.console.show_cursor(True)
+            self.console.show_cursor(True)  # `start` hid it, and a debugger prompt needs it
         self._live.update(self._progress.get_renderable(), refresh=True)
 
-    def _is_told(self, step: int, metrics: Mapping[str, float]) -> bool:
+    def _is_printed(self, step: int, metrics: Mapping[str, float]) -> bool:
         every = max(1, self.total_steps // PLAIN_LINES)
         return step in (1, self.total_steps) or step % every == 0 or "val/accuracy" in metrics
 
@@ -108,7 +108,9 @@ class RunConsole:
         return "  ".join(parts if left is None else [*parts, f"left {duration(left)}"])
 
     def seconds_left(self, step: int) -> float | None:
-        """Seconds to the last step at the pace so far; None before there is a pace."""
+        """Return the seconds to the last step at the average speed so far; None before step 1."""
+        # Steps that this process has done. A run resumed at step 11 has done 1 step after step 11:
+        # 11 - 11 + 1. Step 0 is a validation before training and not a step: 3 - 0 + 0 = 3.
         done = step - (self._first_step or 0) + (1 if self._first_step else 0)
         if done <= 0 or step <= 0:
             return None
@@ -116,7 +118,7 @@ class RunConsole:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: 42s, 3m05s, 2h07m."""
+    """Return a duration as text: 42s, 3m05s, 2h07m."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

@@ -1,23 +1,32 @@
-"""Files of one JSON object a line that are never left with half a line."""
+"""Read and write JSON-lines files: one JSON object per line, and never half a line."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from quadriga.errors import DataError, InputError
 
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
+# An object as read from a file. Its values are untyped: the reader of a row knows what it expects.
+JsonObject = dict[str, Any]
+
 
 class JsonlFile:
-    """Appends objects, one write a line, straight to the file: a reader sees whole lines only.
+    """A file to which JSON objects are appended.
 
-    A line that did not fit (a full disk) is taken back. What a killed run left of a last line is
-    dropped when the file is opened again. Raises `InputError` naming the path when the file
-    cannot be written.
+    Each object is one unbuffered `write` call, so another process can read whole lines while the
+    run goes on. Two things can leave half a line, and both are undone:
+
+        the disk is full    `write` accepted 4 of 12 bytes → the file is truncated to its old size
+        the run was killed  {"step": 1}\\n{"st → the next run opens the file and removes `{"st`
+
+    Raises `InputError` with the path if the file cannot be written.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -28,19 +37,19 @@ class JsonlFile:
         except OSError as error:
             raise cannot_write(self.path, error) from error
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Append one object. NaN and infinities become the texts "NaN", "Infinity", "-Infinity"."""
+    def write(self, row: Mapping[str, object]) -> None:
+        """Append one object. NaN and infinities are written as "NaN", "Infinity", "-Infinity"."""
         data = (json.dumps(_json_value(row), ensure_ascii=False) + "\n").encode()
         try:
             before = os.fstat(self._fd).st_size
             if os.write(self._fd, data) < len(data):
                 os.ftruncate(self._fd, before)
-                raise OSError(28, "No space left on device")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise cannot_write(self.path, error) from error
 
     def close(self) -> None:
-        """Close the file; again is harmless."""
+        """Close the file. A second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -54,10 +63,10 @@ class JsonlFile:
             os.ftruncate(self._fd, end)
 
 
-def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file, in order; an unfinished last line is passed over.
+def read_jsonl(path: str | Path) -> Iterator[JsonObject]:
+    """Yield the objects of a file in order; an incomplete last line is skipped.
 
-    Raises `DataError` for a file that is missing and for a finished line that is no JSON object.
+    Raises `DataError` if the file is missing or a complete line is not a JSON object.
     """
     path = Path(path)
     try:
@@ -71,8 +80,12 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
             yield _parse_line(path, number, line)
 
 
-def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a file with the rows that `keep` wants, in one step: old or new, never in between."""
+def keep_rows(path: Path, keep: Callable[[JsonObject], bool]) -> None:
+    """Rewrite a file with the rows for which `keep` returns true.
+
+    The rows are written to a second file that then replaces the first by a rename, so a process
+    that is killed leaves either the old file or the new one.
+    """
     rows = [row for row in read_jsonl(path) if keep(row)]
     fresh = path.with_name(f".{path.name}.new")
     fresh.unlink(missing_ok=True)
@@ -83,7 +96,7 @@ def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     fresh.replace(path)
 
 
-def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _parse_line(path: Path, number: int, line: bytes) -> JsonObject:
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -94,14 +107,16 @@ def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def cannot_write(path: Path, error: OSError) -> InputError:
-    """The error for a file that cannot be written: names the path, the reason, what to do."""
+    """Return the error for a file that cannot be written: the path, the reason and what to do."""
     reason = error.strerror or str(error)
     return InputError(
-        f"cannot write {path}: {reason}; free space there or choose another folder", path=str(path)
+        f"cannot write {path}: {reason}; free some space there or choose another folder",
+        path=str(path),
     )
 
 
-def _json_value(value: Any) -> Any:
+def _json_value(value: object) -> JsonValue:
+    """Convert containers, numpy and torch values to JSON; other objects become their text."""
     if isinstance(value, Mapping):
         return {str(k): _json_value(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -111,8 +126,9 @@ def _json_value(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
         return _json_value(value.tolist())
     if isinstance(value, float):
-        return value if math.isfinite(value) else _NAMES[str(value)]
+        # JSON has no NaN: `json.dumps` would write a bare NaN, which other readers refuse.
+        return value if math.isfinite(value) else _NON_FINITE[str(value)]
     return str(value)
 
 
-_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+_NON_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}

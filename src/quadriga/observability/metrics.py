@@ -1,21 +1,21 @@
-"""Every metric a run can record, what it means, and how values of one step become one.
+"""All metrics of a run: unit, meaning, and how several values of one step are reduced.
 
-A `*` in a name stands for a part that depends on the run (a data source, a span's name).
+A `*` in a name stands for a part that depends on the run, such as the name of a span.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Literal, SupportsFloat
 
 Kind = Literal["mean", "sum", "max", "min", "last"]
 
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """`kind` says how several values within one step (from ranks, parts, calls) become one."""
+    """A metric. `kind` says how its values of one step (from ranks, parts, calls) are reduced."""
 
     unit: str
     meaning: str
@@ -26,88 +26,90 @@ _I = MetricInfo
 
 METRICS: dict[str, MetricInfo] = {
     # Reward and validation
-    "reward/mean": _I("reward", "score of a response, before KL penalty and shaping"),
-    "reward/max": _I("reward", "highest score in the step", "max"),
-    "reward/min": _I("reward", "lowest score in the step", "min"),
-    "reward/kl_penalty": _I("nats", "KL of policy from reference a token, taken off the reward"),
+    "reward/mean": _I("reward", "score of a response, before penalties"),
+    "reward/max": _I("reward", "largest score of the step", "max"),
+    "reward/min": _I("reward", "smallest score of the step", "min"),
+    "reward/kl_penalty": _I("nats", "KL(policy‖reference) per token in the KL penalty"),
     "reward/kl_coef": _I("1", "coefficient of the KL penalty in the reward", "last"),
-    "reward/overlong_penalty": _I("reward", "soft over-long penalty, a sequence (zero or below)"),
-    "val/accuracy": _I("share", "mean score of held-out answers; a share where scores are 0 or 1"),
-    "val/samples": _I("answers", "held-out answers scored", "sum"),
-    "reward/raised": _I("samples", "reward functions that raised; such a sample scores 0", "sum"),
-    "reward/timed_out": _I("samples", "reward functions past their deadline", "sum"),
-    "reward/crashed": _I("samples", "reward functions that took their process along", "sum"),
-    "reward/extra/*": _I("1", "a number that reward functions return beside the score"),
+    "reward/overlong_penalty": _I("reward", "soft over-long penalty per response, at most 0"),
+    "val/accuracy": _I("share", "mean validation score; an accuracy if scores are 0 or 1"),
+    "val/samples": _I("responses", "validation responses that were scored", "sum"),
+    "reward/raised": _I("samples", "reward functions that raised; the sample scores 0", "sum"),
+    "reward/timed_out": _I("samples", "reward functions that exceeded their deadline", "sum"),
+    "reward/crashed": _I("samples", "reward functions that ended their process", "sum"),
+    "reward/extra/*": _I("1", "another number that reward functions return"),
     # Lengths and sizes
     "response_length/mean": _I("tokens", "length of a response, end token included"),
-    "response_length/max": _I("tokens", "longest response", "max"),
-    "response_length/clip_ratio": _I("share", "responses cut off at max_response_length"),
-    "batch/sequences": _I("sequences", "responses in the step, over all ranks", "sum"),
-    "batch/tokens": _I("tokens", "prompt and response tokens in the step", "sum"),
-    "batch/token_spread": _I("share", "(most − fewest) / most tokens a rank; 0 is balanced", "max"),
-    # Groups (samples of one prompt)
-    "group/total": _I("groups", "groups in the step", "sum"),
-    "group/dead": _I("groups", "groups whose rewards are all equal: they teach nothing", "sum"),
-    "group/dead_fraction": _I("share", "the same as a share of the groups"),
-    "group/dead_at_top": _I("share", "groups that have the step's best reward throughout"),
-    "group/dead_at_bottom": _I("share", "groups that have the step's worst reward throughout"),
-    "group/std_mean": _I("reward", "spread of rewards within a group"),
-    "group/kept": _I("groups", "groups with signal that refilling kept", "last"),
-    "group/gen_batches": _I("batches", "batches of rollouts that refilling drew", "last"),
-    # Rollout against training
-    "mismatch/k1": _I("nats", "KL of training from rollout a token, estimate k1"),
-    "mismatch/k3": _I("nats", "the same, estimate k3"),
-    "mismatch/abs": _I("nats", "difference of the two log-probabilities of a token"),
-    "mismatch/max": _I("nats", "the largest of these", "max"),
-    "mismatch/prob_max": _I("1", "the largest difference of the two probabilities", "max"),
-    "mismatch/ppl_gap": _I("1", "perplexity under training minus under rollout"),
-    "mismatch/ppl_ratio": _I("1", "perplexity under training over that under rollout"),
-    "mismatch/effective_sample_size": _I("share", "tokens that the likelihood ratios leave"),
-    "mismatch/sequence_ess": _I("share", "responses that their likelihood ratios leave"),
-    "mismatch/is_*": _I("1", "weights of the importance correction, and what they leave out"),
+    "response_length/max": _I("tokens", "length of the longest response", "max"),
+    "response_length/clip_ratio": _I("share", "responses truncated at max_response_length"),
+    "batch/sequences": _I("sequences", "sequences of the step, over all ranks", "sum"),
+    "batch/tokens": _I("tokens", "prompt and response tokens of the step", "sum"),
+    "batch/token_spread": _I("share", "(most − fewest) / most tokens per rank; 0: balanced", "max"),
+    # Prompt groups: the responses to one prompt
+    "group/total": _I("groups", "prompt groups of the step", "sum"),
+    "group/dead": _I("groups", "zero-variance groups: their rewards are equal", "sum"),
+    "group/dead_fraction": _I("share", "zero-variance groups, as a share of all groups"),
+    "group/dead_at_top": _I("share", "groups whose rewards all equal the largest of the step"),
+    "group/dead_at_bottom": _I("share", "groups whose rewards all equal the smallest of the step"),
+    "group/std_mean": _I("reward", "standard deviation of the rewards within a group"),
+    "group/kept": _I("groups", "groups with signal that mode refill kept", "last"),
+    "group/gen_batches": _I("batches", "batches that mode refill generated", "last"),
+    # Difference between rollout and training log-probabilities
+    "mismatch/k1": _I("nats", "KL(rollout‖training) per token, estimator k1"),
+    "mismatch/k3": _I("nats", "KL(rollout‖training) per token, estimator k3"),
+    "mismatch/abs": _I("nats", "absolute difference of the log-probabilities of a token"),
+    "mismatch/max": _I("nats", "largest absolute difference of the log-probabilities", "max"),
+    "mismatch/prob_max": _I("1", "largest absolute difference of the probabilities", "max"),
+    "mismatch/ppl_gap": _I("1", "perplexity under training minus perplexity under rollout"),
+    "mismatch/ppl_ratio": _I("1", "perplexity under training / perplexity under rollout"),
+    "mismatch/effective_sample_size": _I("share", "effective sample size of the token ratios"),
+    "mismatch/sequence_ess": _I("share", "effective sample size of the sequence ratios"),
+    "mismatch/is_*": _I("1", "statistics of the importance correction weights"),
     # Advantages
     "critic/advantages/mean": _I("1", "advantage of a response token"),
-    "critic/advantages/max_abs": _I("1", "largest size of an advantage", "max"),
+    "critic/advantages/max_abs": _I("1", "largest absolute advantage", "max"),
     # Policy update
-    "actor/loss": _I("1", "policy loss with entropy and KL terms, as differentiated"),
-    "actor/pg_loss": _I("1", "policy-gradient part of the loss, a token"),
-    "actor/pg_clipfrac": _I("share", "tokens whose ratio was clipped"),
-    "actor/pg_clipfrac_lower": _I("share", "tokens clipped where the advantage is negative"),
-    "actor/ppo_kl": _I("nats", "KL of the policy from the one that generated, estimate k1"),
-    "actor/ratio_max": _I("1", "largest probability ratio of new to old policy, a token", "max"),
-    "actor/ratio_min": _I("1", "smallest probability ratio of new to old policy, a token", "min"),
-    "actor/cov_selected": _I("share", "tokens chosen by covariance (clip_cov, kl_cov)"),
-    "actor/importance_weight": _I("1", "weight that makes up for rollout against training"),
-    "actor/behaviour_weight": _I("1", "decoupled PPO's weight for the policy that sampled"),
-    "actor/behaviour_weight_max": _I("1", "the largest of these", "max"),
-    "actor/entropy": _I("nats", "entropy of the policy, a token"),
-    "actor/kl_loss": _I("nats", "KL of policy from reference in the loss, before its coefficient"),
+    "actor/loss": _I("1", "the loss that is differentiated, with entropy and KL terms"),
+    "actor/pg_loss": _I("1", "policy-gradient term of the loss"),
+    "actor/pg_clipfrac": _I("share", "tokens whose probability ratio was clipped"),
+    "actor/pg_clipfrac_lower": _I("share", "tokens with negative advantage that were clipped"),
+    "actor/ppo_kl": _I("nats", "KL(old policy‖policy) per token, estimator k1"),
+    "actor/ratio_max": _I("1", "largest probability ratio of new to old policy", "max"),
+    "actor/ratio_min": _I("1", "smallest probability ratio of new to old policy", "min"),
+    "actor/cov_selected": _I("share", "tokens selected by covariance (clip_cov, kl_cov)"),
+    "actor/importance_weight": _I("1", "importance correction weight (rollout to training)"),
+    "actor/behaviour_weight": _I("1", "weight π_old/π_rollout in decoupled PPO"),
+    "actor/behaviour_weight_max": _I("1", "largest weight π_old/π_rollout", "max"),
+    "actor/entropy": _I("nats", "entropy of the policy per token"),
+    "actor/kl_loss": _I("nats", "KL(policy‖reference) in the loss, before its coefficient"),
     "actor/grad_norm": _I("1", "norm of the gradient before clipping"),
-    "actor/lr": _I("1", "learning rate, mean over the step's optimizer steps"),
-    "actor/skipped_steps": _I("steps", "steps left out so far: gradient not finite", "max"),
-    "actor/micro_batches": _I("1", "forward and backward passes in an optimizer step, a rank"),
+    "actor/lr": _I("1", "learning rate, mean over the optimizer steps"),
+    "actor/skipped_steps": _I(
+        "steps", "optimizer steps skipped so far (gradient not finite)", "max"
+    ),
+    "actor/micro_batches": _I("1", "forward and backward passes per optimizer step and rank"),
     "actor/optimizer_steps": _I("steps", "optimizer steps in this training step", "last"),
     # Critic update
-    "critic/loss": _I("1", "value loss as differentiated"),
+    "critic/loss": _I("1", "the value loss that is differentiated"),
     "critic/vf_clipfrac": _I("share", "tokens whose value change was clipped"),
-    "critic/vpred_mean": _I("reward", "predicted value, a token"),
-    "critic/grad_norm": _I("1", "norm of the critic's gradient before clipping"),
-    "critic/lr": _I("1", "critic's learning rate, mean over the step's optimizer steps"),
+    "critic/vpred_mean": _I("reward", "predicted value per token"),
+    "critic/grad_norm": _I("1", "norm of the gradient before clipping"),
+    "critic/lr": _I("1", "learning rate, mean over the optimizer steps"),
     "critic/skipped_steps": _I(
-        "steps", "critic's steps left out so far: gradient not finite", "max"
+        "steps", "optimizer steps skipped so far (gradient not finite)", "max"
     ),
-    "critic/micro_batches": _I("1", "critic's passes in an optimizer step, a rank"),
-    "critic/optimizer_steps": _I("steps", "critic's optimizer steps in this training step", "last"),
+    "critic/micro_batches": _I("1", "forward and backward passes per optimizer step and rank"),
+    "critic/optimizer_steps": _I("steps", "optimizer steps in this training step", "last"),
     # Supervised fine-tuning
-    "sft/loss": _I("nats", "negative log-probability of an answer token"),
+    "sft/loss": _I("nats", "negative log-probability per answer token"),
     "sft/grad_norm": _I("1", "norm of the gradient before clipping"),
     "sft/lr": _I("1", "learning rate of the step", "last"),
-    "sft/skipped_steps": _I("steps", "steps left out so far: gradient not finite", "max"),
-    "sft/micro_batches": _I("1", "forward and backward passes in the step, a rank"),
+    "sft/skipped_steps": _I("steps", "optimizer steps skipped so far (gradient not finite)", "max"),
+    "sft/micro_batches": _I("1", "forward and backward passes per step and rank"),
     # Time and speed
-    "time/*": _I("s", "time in one part of the step; spans may lie inside others", "sum"),
-    "perf/tokens_per_second": _I("tokens/s", "prompt and response tokens of a step over its time"),
-    "progress/elapsed": _I("s", "time since the run began", "last"),
+    "time/*": _I("s", "time in a span of the step; spans can be nested", "sum"),
+    "perf/tokens_per_second": _I("tokens/s", "prompt and response tokens / time of the step"),
+    "progress/elapsed": _I("s", "time since the start of the run", "last"),
 }
 
 _REDUCERS: dict[Kind, Callable[[list[float]], float]] = {
@@ -120,7 +122,7 @@ _REDUCERS: dict[Kind, Callable[[list[float]], float]] = {
 
 
 def describe_metric(name: str) -> MetricInfo | None:
-    """What a metric means, or None if no table entry fits its name."""
+    """Return the entry for a metric, or None. Among patterns that match, the longest is used."""
     exact = METRICS.get(name)
     if exact is not None:
         return exact
@@ -129,35 +131,38 @@ def describe_metric(name: str) -> MetricInfo | None:
 
 
 def add_metric(name: str, unit: str, meaning: str, kind: Kind = "mean") -> None:
-    """Describe a metric of one's own. Raises `ValueError` if the name means something already."""
+    """Add a metric to the table. Raises `ValueError` if the name is already described."""
     if name in METRICS:
         raise ValueError(f"metric {name!r} is already described: {METRICS[name].meaning}")
     METRICS[name] = MetricInfo(unit, meaning, kind)
 
 
 def undescribed(names: Iterable[str]) -> list[str]:
-    """Those names that the table does not explain, sorted."""
+    """Return the names that the table does not describe, sorted."""
     return sorted({name for name in names if describe_metric(name) is None})
 
 
 class MetricSet:
-    """Collects the values of one step; each metric's kind says how they become one number."""
+    """Collects the values of one step and reduces them to one number per metric.
+
+    With values 1 and [2, 6]: mean 3, sum 9, max 6, min 1, last 6.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
 
-    def add(self, metrics: Mapping[str, Any]) -> None:
-        """Add values: a number each, or a list of numbers (one a rank or a part)."""
+    def add(self, metrics: Mapping[str, SupportsFloat | Sequence[SupportsFloat]]) -> None:
+        """Add values: per metric one number, or a list of numbers (one per rank or part)."""
         for name, value in metrics.items():
-            values = value if isinstance(value, list | tuple) else [value]
+            values = value if isinstance(value, Sequence) else [value]
             self._values.setdefault(name, []).extend(float(v) for v in values)
 
     def reduce(self) -> dict[str, float]:
-        """One number a metric, in the order they came; unknown names are averaged."""
+        """Return one number per metric, in the order of `add`; unknown names are averaged."""
         return {name: _reduce(name, values) for name, values in self._values.items() if values}
 
     def take(self) -> dict[str, float]:
-        """`reduce`, then forget."""
+        """Return `reduce()` and remove all values."""
         reduced = self.reduce()
         self._values = {}
         return reduced

@@ -1,12 +1,12 @@
-"""The learning curve of a run as one picture."""
+"""Plot the learning curve of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from quadriga.observability.jsonl import cannot_write, read_jsonl
+from quadriga.observability.jsonl import JsonObject, cannot_write, read_jsonl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,23 +14,24 @@ if TYPE_CHECKING:
 Points = tuple[list[float], list[float]]
 CURVES = {
     "reward/mean": ("training reward", "#3b6ea5", ""),
-    "val/accuracy": ("held-out accuracy", "#c8553d", "o"),
+    "val/accuracy": ("validation accuracy", "#c8553d", "o"),
 }
 
 
 def plot_learning_curve(
     metrics: str | Path, picture: str | Path, *, title: str = "", mean_of: int = 5
 ) -> bool:
-    """Draw reward and held-out accuracy over steps from a `metrics.jsonl` into a PNG.
+    """Plot training reward and validation accuracy over steps, from `metrics.jsonl` to a PNG.
 
-    The reward is drawn faintly as it came and strongly as a mean over `mean_of` steps. Returns
-    False, and draws nothing, where the file holds neither. Raises `InputError` when the picture
-    cannot be written and `DataError` when the metrics cannot be read.
+    The reward is drawn twice: as measured, in a light line, and as the running mean over `mean_of`
+    steps. Return False and write no file if the metrics hold neither of the two. Raises
+    `InputError` if the picture cannot be written and `DataError` if the metrics cannot be read.
     """
     rows = list(read_jsonl(metrics))
     curves = {name: points_of(rows, name) for name in CURVES}
     if not any(steps for steps, _ in curves.values()):
         return False
+    # `Figure` and not `pyplot`: it needs no display and keeps no global list of open figures.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
@@ -49,8 +50,8 @@ def plot_learning_curve(
     return True
 
 
-def points_of(rows: Iterable[Mapping[str, Any]], name: str) -> Points:
-    """(steps, values) of one metric; rows without it, or where it is no number, are left out."""
+def points_of(rows: Iterable[JsonObject], name: str) -> Points:
+    """Return (steps, values) of one metric; rows without a number for it are skipped."""
     pairs = [
         (float(row["step"]), float(row[name]))
         for row in rows
@@ -60,7 +61,10 @@ def points_of(rows: Iterable[Mapping[str, Any]], name: str) -> Points:
 
 
 def running_mean(values: list[float], width: int) -> list[float]:
-    """The mean of each value and up to `width - 1` before it."""
+    """Return the mean of each value and up to `width - 1` values before it.
+
+    [1, 3, 5] with width 2 → [1, (1 + 3) / 2, (3 + 5) / 2] = [1, 2, 4].
+    """
     return [
         sum(part) / len(part)
         for part in (values[max(0, i + 1 - width) : i + 1] for i in range(len(values)))

@@ -1,4 +1,4 @@
-"""What the policy said, kept by step: the first thing to read when a curve looks odd."""
+"""Keep some responses of each step as text, in `samples.jsonl` of the run folder."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quadriga.observability.jsonl import JsonlFile, read_jsonl
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer. `reward` is the sum over its tokens; `split` is train or val."""
+    """One response. `reward` is the sum over its tokens; `split` is "train" or "val"."""
 
     step: int
     split: str
     prompt: str
     response: str
     reward: float
-    ground_truth: Any = None
+    ground_truth: object = None
     data_source: str | None = None
     response_tokens: int | None = None
 
 
 class SampleLog:
-    """Appends samples to a JSON-lines file; raises `InputError` when it cannot be written."""
+    """Appends samples to a JSON-lines file. Raises `InputError` if it cannot be written."""
 
     def __init__(self, path: str | Path) -> None:
         self._file = JsonlFile(path)
@@ -42,6 +41,6 @@ class SampleLog:
 
 
 def read_samples(path: str | Path, *, step: int | None = None) -> list[Sample]:
-    """The samples of a file, of one step or of all."""
+    """Return the samples of a file, either of one step or of all steps."""
     rows = (Sample(**row) for row in read_jsonl(path))
     return [sample for sample in rows if step is None or sample.step == step]

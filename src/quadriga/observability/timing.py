@@ -1,4 +1,4 @@
-"""Where a step's time goes: named spans, added up until they are taken."""
+"""Measure where the time of a step is spent, in named spans."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from contextlib import contextmanager
 
 
 class Timer:
-    """`with timer("rollout"): …` adds to `time/rollout`, in seconds; spans may nest and repeat.
+    """Adds up the seconds spent in named spans.
 
-    `on_enter` hears the name of each span as it begins, for a display of what is going on.
+    `with timer("rollout"): …` adds to the metric `time/rollout`. Spans can be nested and repeated;
+    a span includes the spans inside it. `on_enter` is called with the name of each new span.
     """
 
     def __init__(
@@ -33,11 +34,11 @@ class Timer:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
     def seconds(self, name: str) -> float:
-        """Seconds spent in a span since the last `take`; 0 if it was not entered."""
+        """Return the seconds spent in a span since the last `take`, 0 if there was none."""
         return self._seconds.get(name, 0.0)
 
     def take(self) -> dict[str, float]:
-        """`time/<span>` → seconds since the last call, and start again from nothing."""
+        """Return `time/<span>` → seconds since the last `take`, and reset all spans."""
         taken = {f"time/{name}": value for name, value in self._seconds.items()}
         self._seconds = {}
         return taken

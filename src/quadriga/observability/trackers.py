@@ -1,4 +1,4 @@
-"""Where metrics go. One literal table; `register_tracker` adds to it."""
+"""Trackers receive the metrics of each step. `register_tracker` adds one to the table."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from quadriga.observability.run_folder import RunFolder
 
 
 class Tracker(Protocol):
-    """Receives the metrics of each step, in order of steps."""
+    """The interface of a tracker: it receives the metrics of each step, in the order of steps."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep or show one step's metrics. Raises `InputError` where they cannot be written."""
+        """Write or show the metrics of a step. Raises `InputError` if they cannot be written."""
         ...
 
     def close(self) -> None:
-        """Write what is held back; nothing is logged afterwards. Again is harmless."""
+        """Write buffered metrics. `log` is not called afterwards; a second `close` does nothing."""
         ...
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker may want to know of the run. `first_step`: where a resumed run goes on."""
+    """What a tracker is told about the run. `first_step` is above 0 if the run is resumed."""
 
     folder: RunFolder
     total_steps: int
@@ -36,7 +36,7 @@ class RunInfo:
 
 
 class JsonlTracker:
-    """`metrics.jsonl`: one object a step, `step` first."""
+    """Writes `metrics.jsonl`: one object per step, with `step` as its first key."""
 
     def __init__(self, run: RunInfo) -> None:
         self._file = JsonlFile(run.folder.metrics)
@@ -49,12 +49,14 @@ class JsonlTracker:
 
 
 class TensorBoardTracker:
-    """TensorBoard events under `tensorboard/`. Needs torch, loaded when the tracker is made."""
+    """Writes TensorBoard events under `tensorboard/`. Imports torch when it is created."""
 
     def __init__(self, run: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._path = run.folder.tensorboard
+        # Events of later steps, which the interrupted run wrote, would otherwise show as a second
+        # curve: `purge_step` makes TensorBoard ignore them.
         purge = run.first_step + 1 if run.first_step else None
         try:
             self._writer = SummaryWriter(str(self._path), purge_step=purge)
@@ -83,14 +85,14 @@ TRACKERS: dict[str, TrackerFactory] = {
 
 
 def register_tracker(name: str, factory: TrackerFactory) -> None:
-    """Add a tracker for `trainer.loggers`. Raises `ValueError` if the name is taken."""
+    """Add a tracker for `trainer.loggers`. Raises `ValueError` if the name is already in use."""
     if name in TRACKERS:
         raise ValueError(f"a tracker named {name!r} exists already")
     TRACKERS[name] = factory
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Raise `UnknownNameError`, naming the nearest, for a name the table does not have."""
+    """Raise `UnknownNameError` for the first unknown name; the message names the nearest one."""
     for name in names:
         if name not in TRACKERS:
             near = difflib.get_close_matches(name, TRACKERS, n=1)
@@ -104,7 +106,7 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 class Trackers:
-    """All trackers of a run as one. `console` is the one that shows, if there is one."""
+    """All trackers of a run. `console` is the one that writes to the terminal, or None."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = list(trackers)
@@ -112,18 +114,18 @@ class Trackers:
 
     @classmethod
     def open(cls, names: Iterable[str], run: RunInfo) -> Trackers:
-        """Make the trackers of these names. Raises `UnknownNameError` before any is made."""
+        """Create the trackers with these names. Raises `UnknownNameError` before it creates any."""
         names = list(dict.fromkeys(names))
         check_trackers(names)
         return cls([TRACKERS[name](run) for name in names])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand one step's metrics to every tracker."""
+        """Pass the metrics of a step to every tracker."""
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
     def close(self) -> None:
-        """Close every tracker, the later ones too when one fails."""
+        """Close every tracker, even if one raises; the first error is raised at the end."""
         trackers, self._trackers = self._trackers, []
         failure: Exception | None = None
         for tracker in trackers:

@@ -1,20 +1,21 @@
-"""REWARDS: rule functions, a manager that turns them into scores a token, a pool with deadlines.
+"""REWARDS: rule functions that score responses.
 
-Names load when they are first used, so that importing this package costs nothing.
+    manager      `RewardManager`: a batch with responses → scores per token
+    functions    which function scores a row, and how a function of the user is loaded
+    outcome      one sample, its score or the reason why it has none
+    pool         `RewardPool`: processes in which each sample has a deadline
+    pool_worker  the program of these processes
+    answers      the built-in rule: the number after `####`
+
+The package imports `errors`, `lazy` and `protocol`. The names below are public; each is imported
+when it is first used.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from quadriga.rewards.functions import FunctionRef as FunctionRef
-    from quadriga.rewards.functions import load_reward_function as load_reward_function
-    from quadriga.rewards.functions import register_reward_function as register_reward_function
-    from quadriga.rewards.manager import Failure as Failure
-    from quadriga.rewards.manager import RewardManager as RewardManager
-    from quadriga.rewards.pool import RewardPool as RewardPool
+from quadriga.lazy import lazy_names
 
 _HOME = {
     "Failure": "manager",
@@ -27,12 +28,12 @@ _HOME = {
 
 __all__ = list(_HOME)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if TYPE_CHECKING:
+    from quadriga.rewards.functions import FunctionRef as FunctionRef
+    from quadriga.rewards.functions import load_reward_function as load_reward_function
+    from quadriga.rewards.functions import register_reward_function as register_reward_function
+    from quadriga.rewards.manager import Failure as Failure
+    from quadriga.rewards.manager import RewardManager as RewardManager
+    from quadriga.rewards.pool import RewardPool as RewardPool
+else:
+    __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -1,21 +1,25 @@
-"""Finding the answer in a solution that ends as GSM8K's do: reasoning, then `#### answer`."""
+"""The built-in rule: compare the number after `####` with the ground truth, as in GSM8K."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Mapping
 
+# "-12", "1,234", "0.5"; the last character is a digit, so a full stop after the number is left out.
 _MARKED = re.compile(r"####\s*(-?[\d.,]*\d)")
 
 
 def marked_answer(solution: str) -> str | None:
-    """The number after the last `####` with a number, without thousands commas; None if none."""
+    """Return the number after the last `####`, without thousands separators; None if there is none.
+
+    "3+4=7\\n#### 7" → "7"; "#### 1,234" → "1234"; "#### seven" → None.
+    """
     found = _MARKED.findall(solution)
     return found[-1].replace(",", "") if found else None
 
 
 def same_number(left: str, right: str) -> bool:
-    """Whether two texts are the same number (`5`, `5.0` and `05` are); else the same text."""
+    """Return whether two texts are equal as numbers ("5", "5.0", "05"), or else equal as texts."""
     try:
         return float(left.replace(",", "")) == float(right.replace(",", ""))
     except ValueError:
@@ -25,12 +29,13 @@ def same_number(left: str, right: str) -> bool:
 def compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    ground_truth: object,
+    extra_info: Mapping[str, object] | None = None,
 ) -> float:
-    """1.0 where the number after the last `####` is `ground_truth`, else 0.0.
+    """Return 1.0 if the number after the last `####` equals `ground_truth`, else 0.0.
 
-    GSM8K's own rule (arXiv 2110.14168), strict about form: an answer without the mark is wrong.
+    This is the rule of GSM8K (arXiv 2110.14168). It requires the form: a correct number without
+    `####` scores 0.
     """
     del data_source, extra_info
     answer = marked_answer(solution_str)

@@ -1,4 +1,4 @@
-"""From answered prompts to scores a token."""
+"""Score the responses of a batch with rule functions."""
 
 from __future__ import annotations
 
@@ -6,44 +6,60 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from quadriga.errors import ConfigError, DataError, FieldError
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, fields
 from quadriga.rewards.functions import FunctionRef, RewardFunction, reward_function_for
-from quadriga.rewards.outcome import FAILURES, SCORED, Outcome, Sample, call
+from quadriga.rewards.outcome import FAILURES, SCORED, Outcome, Sample, Status, call
 from quadriga.rewards.pool import RewardPool
 
 _log = logging.getLogger(__name__)
 
 
+class TextDecoder(Protocol):
+    """The part of a Hugging Face tokenizer that a reward manager calls."""
+
+    def batch_decode(
+        self, sequences: list[list[int]], /, *, skip_special_tokens: bool
+    ) -> list[str]:
+        """Return the text of each sequence of token ids."""
+        ...
+
+
 @dataclass(frozen=True)
 class Failure:
-    """A sample that got no score: its row in the batch, its source, and what happened."""
+    """A sample without a score: its row in the batch, its data source, and what happened."""
 
     row: int
     data_source: str
-    status: str
+    status: Status
     detail: str
 
 
 class RewardManager:
     """Scores batches with rule functions.
 
-    `function` scores every row; None: each row is scored by the function of its `data_source`.
-    With `num_processes` 0 the functions run here, one after the other, without a deadline: right
-    for rules that take microseconds. Else they run in that many processes, where a sample has
-    `timeout_s` seconds. A function that raises, hangs or crashes costs its own sample only, which
-    scores 0 and is counted in `metrics` and described in `failures`, both of the last batch.
-    `components` names numbers in the functions' dicts that go along as `reward_components` [B, K].
+    A function that raises, hangs or crashes affects only its own sample: the sample scores 0, is
+    counted in `metrics` and described in `failures`. Both attributes are of the last batch.
+
+    Args:
+        tokenizer: decodes the responses.
+        function: scores every row; None: each row is scored by the function of its `data_source`.
+        num_processes: 0: functions are called in this process, one after the other and without a
+            deadline, which is right for rules that take microseconds. Above 0: they are called in
+            that many processes, with a deadline per sample.
+        timeout_s: the deadline of a sample in seconds, with processes.
+        components: keys of the dicts that the functions return. Their numbers become the field
+            `reward_components` [B, K].
     """
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: TextDecoder,
         function: FunctionRef | RewardFunction | None = None,
         *,
         num_processes: int = 0,
@@ -52,8 +68,8 @@ class RewardManager:
     ) -> None:
         if num_processes and function is not None and not isinstance(function, FunctionRef):
             raise ConfigError(
-                "a reward pool finds its function by file and name: give load_reward_function"
-                "(path, name), or set num_processes=0"
+                "a reward pool loads its function by file and name: pass "
+                "load_reward_function(path, name), or set num_processes=0"
             )
         self.tokenizer = tokenizer
         self.function = function
@@ -63,69 +79,79 @@ class RewardManager:
         self._pool = RewardPool(num_processes, timeout_s) if num_processes else None
         self._loaded: dict[FunctionRef, RewardFunction] = {}
 
-    def check(self, items: Iterable[Mapping[str, Any]]) -> None:
-        """Raise `DataError` for the first item that could not be scored, before a run starts."""
+    def check(self, items: Iterable[Mapping[str, object]]) -> None:
+        """Raise `DataError` for the first item of a dataset that cannot be scored."""
         for item in items:
             try:
-                self._ref(item.get("data_source"))
-                _ground_truth(item.get("reward_model"))
+                self._ref(item.get(fields.DATA_SOURCE))
+                _ground_truth(item.get(fields.REWARD_MODEL))
             except (KeyError, TypeError) as error:
-                raise DataError(
-                    f"row {item.get('index')} cannot be scored: {error}", row=item.get("index")
-                ) from error
+                row = item.get(fields.INDEX)
+                raise DataError(f"row {row} cannot be scored: {error}", row=row) from error
 
     def __call__(self, data: DataProto) -> DataProto:
-        """`token_level_scores` [B, R] float32: a row's score at its last response token, else 0.
+        """Score a batch.
 
-        Reads `responses`, `response_mask` [B, R] and the columns `reward_model`, `data_source`,
-        `extra_info`. Raises `FieldError` when a column is missing, `UnknownNameError` when a
-        data source has no function.
+        Reads `responses` and `response_mask` [B, R], and the object arrays `reward_model`,
+        `data_source` and `extra_info`, of which the last two may be missing.
+
+        Returns:
+            `token_level_scores` [B, R] float32: the score of a row at its last response token, 0
+            elsewhere; and `reward_components` [B, K] float32 if `components` are set.
+
+        Raises:
+            FieldError: `reward_model` is missing, has no ground truth in a row, or a function did
+                not return a component.
+            UnknownNameError: a data source has no function.
         """
-        mask = data.batch["response_mask"]
+        mask = data.batch[fields.RESPONSE_MASK]
         outcomes = self._score(self._samples(data, mask))
         self._report(outcomes, data)
         score_B = torch.tensor([outcome.score for outcome in outcomes], dtype=torch.float32)
-        scores = {"token_level_scores": at_last_token(score_B, mask)}
+        scores = {fields.TOKEN_LEVEL_SCORES: at_last_token(score_B, mask)}
         if self.components:
-            scores["reward_components"] = self._components(outcomes)
+            scores[fields.REWARD_COMPONENTS] = self._components(outcomes)
         return DataProto.from_dict(scores)
 
     def close(self) -> None:
-        """End the pool's processes."""
+        """End the processes of the pool, if there is one."""
         if self._pool is not None:
             self._pool.close()
 
     def _samples(self, data: DataProto, mask: torch.Tensor) -> list[Sample]:
-        columns = data.non_tensor_batch
-        if "reward_model" not in columns:
+        arrays = data.non_tensor_batch
+        if fields.REWARD_MODEL not in arrays:
             raise FieldError(
-                "rule rewards read reward_model.ground_truth, but the batch has no column "
-                f"'reward_model'; it has {sorted(columns)}",
-                field="reward_model",
+                "rule rewards read reward_model.ground_truth, but the batch has no field "
+                f"'reward_model'; its object arrays are {sorted(arrays)}",
+                field=fields.REWARD_MODEL,
             )
         empty = np.full(len(data), None)
-        sources = columns.get("data_source", empty)
-        infos = columns.get("extra_info", empty)
-        texts = self._texts(data.batch["responses"], mask)
+        sources = arrays.get(fields.DATA_SOURCE, empty)
+        infos = arrays.get(fields.EXTRA_INFO, empty)
+        texts = self._texts(data.batch[fields.RESPONSES], mask)
         samples = []
         for row, (text, source, info) in enumerate(zip(texts, sources, infos, strict=True)):
             try:
-                truth = _ground_truth(columns["reward_model"][row])
+                truth = _ground_truth(arrays[fields.REWARD_MODEL][row])
             except TypeError as error:
-                raise FieldError(f"row {row}: {error}", field="reward_model") from error
+                raise FieldError(f"row {row}: {error}", field=fields.REWARD_MODEL) from error
             samples.append(Sample(self._ref(source), str(source), text, truth, info))
         return samples
 
     def _texts(self, responses: torch.Tensor, mask: torch.Tensor) -> list[str]:
+        """Decode each response up to the last 1 of its mask."""
         ends = _ends(mask).tolist()
         ids = [row[:end] for row, end in zip(responses.tolist(), ends, strict=True)]
         return list(self.tokenizer.batch_decode(ids, skip_special_tokens=True))
 
-    def _ref(self, data_source: Any) -> FunctionRef:
+    def _ref(self, data_source: object) -> FunctionRef:
         if self.function is None:
             return reward_function_for(data_source)
         if isinstance(self.function, FunctionRef):
             return self.function
+        # A function that was passed as an object gets a reference that is never loaded: `_score`
+        # finds it in `_loaded`.
         ref = FunctionRef("", getattr(self.function, "__name__", "reward"))
         self._loaded[ref] = self.function
         return ref
@@ -139,18 +165,18 @@ class RewardManager:
         return [call(self._loaded[sample.function], sample) for sample in samples]
 
     def _components(self, outcomes: list[Outcome]) -> torch.Tensor:
-        """[B, K] float32: the named numbers that functions returned beside the score.
+        """Return the numbers of `components` that the functions returned, [B, K] float32.
 
-        A sample that got no score has 0 throughout. Raises `FieldError` for a name that a
-        function did not return.
+        A sample without a score has 0 in every component. Raises `FieldError` if a function did
+        not return one of them.
         """
         rows = []
         for outcome in outcomes:
             missing = [n for n in self.components if not isinstance(outcome.extra.get(n), float)]
             if missing and outcome.status == SCORED:
                 raise FieldError(
-                    f"algorithm.reward_components names {missing}, but the reward function "
-                    f"returned {sorted(outcome.extra)} beside its score; return a dict with "
+                    f"algorithm.reward_components names {missing}, but besides its score the "
+                    f"reward function returned {sorted(outcome.extra)}; return a dict with "
                     "'score' and one number for each component",
                     field=missing[0],
                 )
@@ -158,7 +184,8 @@ class RewardManager:
         return torch.tensor(rows, dtype=torch.float32).reshape(len(outcomes), len(self.components))
 
     def _report(self, outcomes: list[Outcome], data: DataProto) -> None:
-        sources = data.non_tensor_batch.get("data_source", [None] * len(outcomes))
+        """Set `metrics` and `failures`, and log the first failure of the batch."""
+        sources = data.non_tensor_batch.get(fields.DATA_SOURCE, [None] * len(outcomes))
         self.failures = [
             Failure(row, str(sources[row]), outcome.status, outcome.detail)
             for row, outcome in enumerate(outcomes)
@@ -170,7 +197,7 @@ class RewardManager:
         if self.failures:
             first = self.failures[0]
             _log.warning(
-                "%d of %d samples got no score and count as 0; the first is row %d (%s), %s: %s",
+                "%d of %d samples have no score and count as 0; the first is row %d (%s), %s: %s",
                 len(self.failures),
                 len(outcomes),
                 first.row,
@@ -181,27 +208,40 @@ class RewardManager:
 
 
 def at_last_token(score_B: torch.Tensor, mask_BR: torch.Tensor) -> torch.Tensor:
-    """[B, R] float32: `score_B` where `mask_BR` has its last 1, else 0; all 0 without a 1."""
+    """Return [B, R] float32 with `score_B` at the last 1 of each row of `mask_BR`, 0 elsewhere.
+
+    A row without a 1 has no token for its score and stays 0:
+
+        score   mask       result
+        2.0     1 0 1 0    0 0 2 0
+        3.0     0 0 0 0    0 0 0 0
+        4.0     1 1 1 1    0 0 0 4
+    """
     scores_BR = torch.zeros(mask_BR.shape, dtype=torch.float32)
-    last_B = (_ends(mask_BR) - 1).clamp(min=0)
+    last_B = (_ends(mask_BR) - 1).clamp(min=0)  # 0 for a row without a 1; masked below
     scores_BR[torch.arange(len(mask_BR)), last_B] = score_B
     return scores_BR * mask_BR
 
 
 def _ends(mask_BR: torch.Tensor) -> torch.Tensor:
-    """One past the last 1 of each row, [B] int64."""
-    places_R = torch.arange(1, mask_BR.shape[1] + 1, device=mask_BR.device)
-    return (mask_BR.bool() * places_R).amax(dim=-1)
+    """Return the position after the last 1 of each row, [B] int64; 0 for a row without a 1.
+
+    Mask [1 0 1 0] times positions [1 2 3 4] is [1 0 3 0]; its maximum is 3.
+    """
+    positions_R = torch.arange(1, mask_BR.shape[1] + 1, device=mask_BR.device)
+    return (mask_BR.bool() * positions_R).amax(dim=-1)
 
 
-def _ground_truth(reward_model: Any) -> Any:
+def _ground_truth(reward_model: object) -> object:
     if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") is None:
-        raise TypeError(f"no ground_truth in reward_model, which is {reward_model!r:.80}")
+        raise TypeError(
+            f"reward_model must be a dict with 'ground_truth', got {reward_model!r:.80}"
+        )
     return reward_model["ground_truth"]
 
 
 def _mean_extras(outcomes: list[Outcome]) -> dict[str, float]:
-    """The mean of each number that functions returned beside the score."""
+    """Return `reward/extra/<key>` → mean of the numbers that functions returned under that key."""
     values: dict[str, list[float]] = {}
     for outcome in outcomes:
         for name, value in outcome.extra.items():

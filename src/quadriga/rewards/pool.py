@@ -1,9 +1,30 @@
-"""Scoring in processes of their own: a deadline a sample, and crashes contained.
+"""Score samples in other processes, with a deadline per sample.
 
-A process takes one sample at a time, so that whatever happens to it is that sample's doing: one
-that is late is killed, one that dies is missed, and either is replaced for the next sample.
-`multiprocessing` pools cannot do this (one crash ends the pool), nor do they start from a program
-without an import guard; these processes start as a module of their own.
+A process scores one sample at a time, so the pool knows which sample a hanging or dead process was
+scoring. It kills and replaces that process, and other samples are not affected. A
+`multiprocessing.Pool` cannot do this: it has no deadline per task, and a process that crashes
+breaks the pool. The processes run `pool_worker` as a program, so a script that creates a pool needs
+no `if __name__ == "__main__"` guard.
+
+The messages between the pool and one process, and the deadline by which each must be received:
+
+    pool                  process
+     │ ◄──── STARTED ──────  │   it has imported quadriga                  start_timeout_s
+     │ ───── Sample ──────►  │
+     │ ◄──── STARTED ──────  │   it has imported the file of the function  start_timeout_s
+     │ ◄──── Outcome ──────  │   the function has returned or raised       timeout_s
+     │ ───── Sample ──────►  │
+                ⋮
+
+Example with two processes, `timeout_s` = 1 and the samples A, B, C, where B hangs:
+
+    0.0 s   A → process 1, B → process 2
+    0.1 s   process 1 returns the outcome of A; C → process 1
+    0.2 s   process 1 returns the outcome of C
+    1.0 s   the deadline of B is exceeded: process 2 is killed, the outcome of B is TIMED_OUT
+
+Concurrency: `run` is called by one thread at a time. It waits for the pipes of busy processes, and
+is unblocked by a message, by the end of a process (its pipe closes) or by the nearest deadline.
 """
 
 from __future__ import annotations
@@ -23,14 +44,15 @@ from quadriga.rewards.outcome import CRASHED, TIMED_OUT, Outcome, Sample
 
 STARTED = "started"
 _START_ATTEMPTS = 3
-_END_S = 5.0
+_EXIT_S = 5.0  # time for a process to exit after it has closed its pipe
 
 
 class RewardPool:
     """`num_processes` processes that score samples.
 
-    A sample's deadline of `timeout_s` runs from the moment its function is called: starting a
-    process and importing the function's file have `start_timeout_s` of their own.
+    The deadline of a sample, `timeout_s`, begins when its function is called. Starting a process
+    and importing the file of a function have their own deadline, `start_timeout_s`. Processes are
+    started by the first `run` and are reused for later batches.
     """
 
     def __init__(
@@ -39,17 +61,17 @@ class RewardPool:
         if num_processes < 1 or timeout_s <= 0:
             raise ConfigError(
                 "a reward pool needs at least 1 process and a deadline above 0 s, "
-                f"got {num_processes} and {timeout_s}"
+                f"got {num_processes} processes and {timeout_s} s"
             )
         self.timeout_s = timeout_s
         self.start_timeout_s = start_timeout_s
         self._processes: list[_Process] = []
-        self._wanted = num_processes
+        self._num_processes = num_processes
 
     def run(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """One outcome a sample, in order.
+        """Return one outcome per sample, in the order of the samples.
 
-        Raises `WorkerDiedError` when no process can be started at all.
+        Raises `WorkerDiedError` if no process can be started.
         """
         outcomes: dict[int, Outcome] = {}
         waiting = deque(enumerate(samples))
@@ -62,12 +84,13 @@ class RewardPool:
                         outcomes[number] = outcome
                 self._processes = [process for process in self._processes if process.usable]
         except BaseException:
-            self.close()  # what is left half done must not answer for the next batch
+            # Busy processes would send the outcomes of this batch while the next one is scored.
+            self.close()
             raise
         return [outcomes[number] for number in range(len(samples))]
 
     def close(self) -> None:
-        """End the processes."""
+        """Kill the processes. A later `run` starts new ones."""
         for process in self._processes:
             process.kill()
         self._processes = []
@@ -84,8 +107,9 @@ class RewardPool:
         self.close()
 
     def _hand_out(self, waiting: deque[tuple[int, Sample]]) -> None:
+        """Send waiting samples to idle processes, and start processes up to `num_processes`."""
         idle = [process for process in self._processes if not process.busy]
-        while waiting and (idle or len(self._processes) < self._wanted):
+        while waiting and (idle or len(self._processes) < self._num_processes):
             if not idle:
                 idle.append(_start(self.start_timeout_s))
                 self._processes.append(idle[-1])
@@ -93,16 +117,22 @@ class RewardPool:
             idle.pop().give(number, sample, self.start_timeout_s)
 
     def _ready(self) -> list[_Process]:
-        """Waits until a busy process has spoken, died or passed its deadline; returns those."""
+        """Wait for a message, the end of a process or a deadline; return these processes."""
         busy = [process for process in self._processes if process.busy]
         nearest = min(process.deadline for process in busy)
-        spoken = wait([p.connection for p in busy], max(0.0, nearest - time.monotonic()))
+        # `wait` returns at the first message, so a deadline can pass while another process sends.
+        readable = wait([p.connection for p in busy], max(0.0, nearest - time.monotonic()))
         now = time.monotonic()
-        return [p for p in busy if p.connection in spoken or p.deadline <= now]
+        return [p for p in busy if p.connection in readable or p.deadline <= now]
 
 
 class _Process:
-    """One process: idle, or busy with sample `number` until `deadline`."""
+    """One process: idle, or busy with sample `number` until `deadline`.
+
+    Attributes:
+        called: whether the function of the sample has been called; selects the deadline.
+        usable: false once the process is killed.
+    """
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
@@ -110,9 +140,12 @@ class _Process:
             [sys.executable, "-m", "quadriga.rewards.pool_worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            # What a function prints goes to standard error: standard output is the run's own.
             stdout=sys.__stderr__ if sys.__stderr__ else subprocess.DEVNULL,
+            # The processes score in parallel, so more threads in each would compete for the CPUs.
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+        # The process holds the only copy of its end now, so its death closes the pipe.
         theirs.close()
         self.busy = False
         self.usable = True
@@ -121,6 +154,7 @@ class _Process:
         self.deadline = 0.0
 
     def give(self, number: int, sample: Sample, start_timeout_s: float) -> None:
+        """Send a sample to this idle process."""
         self.number = number
         self.busy = True
         self.called = False
@@ -128,10 +162,10 @@ class _Process:
         try:
             self.connection.send(sample)
         except (BrokenPipeError, ConnectionResetError):
-            return  # it died while idle: `finish` will read the end of its pipe
+            return  # the process died while it was idle; `finish` reads the end of its pipe
 
     def finish(self, timeout_s: float, start_timeout_s: float) -> tuple[int, Outcome | None]:
-        """The sample's outcome, or None while its function runs within the deadline."""
+        """Return (sample number, its outcome), or None as outcome while the function is running."""
         try:
             if self.connection.poll():
                 message = self.connection.recv()
@@ -142,17 +176,18 @@ class _Process:
                 self.busy = False
                 return self.number, message
         except (EOFError, OSError):
-            return self.number, self._gone()
+            return self.number, self._crashed()
         if time.monotonic() < self.deadline:
             return self.number, None
         self.kill()
-        passed = f"{timeout_s:g} s" if self.called else f"{start_timeout_s:g} s to be imported"
-        return self.number, Outcome(TIMED_OUT, detail=f"passed its deadline of {passed}")
+        exceeded = f"{timeout_s:g} s" if self.called else f"{start_timeout_s:g} s for its import"
+        return self.number, Outcome(TIMED_OUT, detail=f"exceeded its deadline of {exceeded}")
 
-    def _gone(self) -> Outcome:
-        """It closed its pipe; how it ended is known a moment later."""
+    def _crashed(self) -> Outcome:
+        """Return the outcome for a process that has closed its pipe."""
+        # The pipe closes a moment before the exit code can be read.
         try:
-            code = self.popen.wait(timeout=_END_S)
+            code = self.popen.wait(timeout=_EXIT_S)
         except subprocess.TimeoutExpired:
             code = 0
         self.kill()
@@ -160,6 +195,7 @@ class _Process:
         return Outcome(CRASHED, detail=f"its process ended with {how}")
 
     def kill(self) -> None:
+        """Kill the process and wait for its end."""
         self.usable = self.busy = False
         self.popen.kill()
         self.popen.wait()
@@ -167,7 +203,7 @@ class _Process:
 
 
 def _start(start_timeout_s: float) -> _Process:
-    """A process that has said it is there."""
+    """Start a process and wait until it is ready for samples."""
     for _ in range(_START_ATTEMPTS):
         process = _Process()
         try:
@@ -175,9 +211,9 @@ def _start(start_timeout_s: float) -> _Process:
                 process.connection.recv()
                 return process
         except (EOFError, OSError):
-            pass
+            pass  # it died before it was ready
         process.kill()
     raise WorkerDiedError(
-        f"no process for reward functions could be started in {_START_ATTEMPTS} attempts; the last "
-        f"ended with exit code {process.popen.returncode}"
+        f"could not start a process for reward functions in {_START_ATTEMPTS} attempts; the last "
+        f"process ended with exit code {process.popen.returncode}"
     )

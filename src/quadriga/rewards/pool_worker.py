@@ -1,4 +1,4 @@
-"""A process of `RewardPool`: reads samples, answers outcomes, ends with its parent."""
+"""The program that a process of `RewardPool` runs: receive a sample, score it, send the outcome."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from quadriga.errors import QuadrigaError
@@ -16,7 +17,7 @@ from quadriga.rewards.pool import STARTED
 
 
 def serve(connection: Connection) -> None:
-    """Answer samples until the other end is closed."""
+    """Score samples until the pool closes its end of the connection."""
     load = functools.cache(FunctionRef.load)
     connection.send(STARTED)
     while True:
@@ -27,22 +28,28 @@ def serve(connection: Connection) -> None:
         connection.send(_score(connection, sample, load))
 
 
-def _score(connection: Connection, sample: Sample, load: object) -> Outcome:
+def _score(
+    connection: Connection, sample: Sample, load: Callable[[FunctionRef], RewardFunction]
+) -> Outcome:
     try:
-        function: RewardFunction = load(sample.function)  # type: ignore[operator]
+        function = load(sample.function)
     except QuadrigaError as error:
         return Outcome(RAISED, detail=str(error))
-    connection.send(STARTED)
+    connection.send(STARTED)  # from here on the deadline of the sample runs
     return call(function, sample)
 
 
-def _end_with(parent: int) -> None:
-    """A hanging function must not outlive the run that asked for it."""
+def _exit_with_parent(parent: int) -> None:
+    """Exit when the parent process has ended.
+
+    A function that hangs never returns to `serve`, so the closed connection is not noticed there.
+    When the parent ends, this process gets another parent, and `getppid` changes.
+    """
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     serve(Connection(int(sys.argv[1])))

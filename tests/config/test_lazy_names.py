@@ -1,0 +1,33 @@
+"""`lazy_names` imports a public name of a package when it is first used."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from quadriga.lazy import lazy_names
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """A package with one module `part` that is already imported and defines `answer`."""
+    package, part = ModuleType("some_package"), ModuleType("some_package.part")
+    part.answer = 42
+    monkeypatch.setitem(sys.modules, "some_package", package)
+    monkeypatch.setitem(sys.modules, "some_package.part", part)
+    package.__getattr__, package.__dir__ = lazy_names("some_package", {"answer": "part"})
+    return package
+
+
+def test_a_name_is_listed_before_it_is_used_and_stored_afterwards(package):
+    assert "answer" in dir(package)
+    assert "answer" not in vars(package)
+    assert package.answer == 42
+    assert vars(package)["answer"] == 42
+
+
+def test_an_unknown_name_is_an_attribute_error(package):
+    with pytest.raises(AttributeError, match="module 'some_package' has no attribute 'answers'"):
+        _ = package.answers
