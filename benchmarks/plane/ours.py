@@ -14,12 +14,12 @@ from plane import raw, step
 from plane.measure import WARM, repeat
 from quadriga.backends import get_backend
 from quadriga.protocol import DataProto
-from quadriga.protocol.values.traffic import traffic
+from quadriga.protocol.values.storage import traffic
 from quadriga.single_controller import Dispatch, Worker, register
 
 
 class Role(Worker):
-    """All roles of the step."""
+    """A worker with the methods of all roles of the step."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def rollout(self, prompts):
@@ -43,7 +43,7 @@ class Role(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def receive(self, data):
-        """Bytes that reading all of this rank's part brought here."""
+        """Read this rank's part and return the bytes that were fetched for it."""
         traffic.reset()
         data.prefetch()
         return traffic.reset().fetched_bytes
@@ -55,7 +55,7 @@ def group(backend: Any, ranks: int) -> Any:
 
 
 def start(ranks: int, store_bytes: int) -> Any:
-    raw.start(ranks, store_bytes)  # the same cluster, whatever else runs on this machine
+    raw.start(ranks, store_bytes)  # the same cluster settings as for raw Ray
     backend = get_backend("ray")
     backend.start()
     return backend
@@ -85,7 +85,7 @@ def five_calls(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
 
 
 def put_get(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
-    """One batch through the store and back: `put`, `get`, then reading every field."""
+    """Put one batch into the store, get it, and read every field."""
     from quadriga.backends.ray.calls.store import RayStore
     from quadriga.protocol import use_store
     from quadriga.protocol.boundary import pack_argument, unpack_argument
@@ -112,7 +112,7 @@ def put_get(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
 
 
 def fan_out(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
-    """What 4 ranks made is read by `ranks` ranks, through a future."""
+    """Pass a future of a result of 4 ranks to `ranks` ranks, which read it."""
     backend = start(8, 6 * megabytes * 2**20 + 2**28)
     makers, readers = group(backend, 4), group(backend, ranks)
     rows = step.rows_for(megabytes, 12)
@@ -122,12 +122,12 @@ def fan_out(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
     found = repeat(lambda: received.append(readers.receive(made)), times)
     backend.shutdown()
     ray.shutdown()
-    bytes_a_row = 28 * step.TOKENS
+    bytes_per_row = 28 * step.TOKENS
     return {
         **found,
         "received_bytes": received[-1],
-        "needed_bytes": [rows // ranks * bytes_a_row] * ranks,
-        "payload_bytes": rows * bytes_a_row,
+        "needed_bytes": [rows // ranks * bytes_per_row] * ranks,
+        "payload_bytes": rows * bytes_per_row,
     }
 
 

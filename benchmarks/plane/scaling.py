@@ -1,8 +1,8 @@
-"""The controller's own time per call as ranks grow, with simulated replies: no process, no bytes.
+"""CPU time of the controller per call and rank, with simulated results: no processes, no tensors.
 
-One call is: unpack and join the replies of N ranks, union with an earlier result, split for N
-ranks, pack every part, pickle every part as Ray would. Means over many calls, in which Python's
-collector of garbage has its share; the heap is frozen first, as the start of a group on Ray does.
+One call: unpack and concatenate the results of N ranks, union with an earlier result, split for N
+ranks, pack every part, pickle every part as Ray does. The figures are means over many calls,
+garbage collection included; the heap is frozen first, as at the start of a group on Ray.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from quadriga.backends.ray.process.heap import freeze_heap
 from quadriga.protocol import DataProto, Origin, use_store
 from quadriga.protocol.boundary import pack_argument, unpack_result
 from quadriga.protocol.columns.column import RemoteColumn
-from quadriga.protocol.columns.remote_arrays import RemoteArrays
-from quadriga.protocol.columns.remote_batch import RemoteBatch
+from quadriga.protocol.columns.remote_batch import RemoteArrays, RemoteBatch
 from quadriga.protocol.values.field_spec import FieldSpec
-from quadriga.protocol.values.row_map import Block, Rows, new_uid
+from quadriga.protocol.values.rows import RowMap, Shard
 
 
 class FakeHandle:
-    """A reference to bytes that do not exist."""
+    """A handle of a value that does not exist."""
 
     __slots__ = ("key", "nbytes")
 
@@ -35,35 +34,35 @@ class FakeHandle:
 
     @staticmethod
     def fetch_many(handles: Any) -> list[Any]:
-        raise AssertionError("the controller fetched")
+        raise AssertionError("the controller fetched a field")
 
 
 class NoStore:
-    """Refuses to keep anything: the controller has no bytes to store."""
+    """A store that raises: the controller must not store anything in this benchmark."""
 
     in_process = False
 
     def put_many(self, values: Any) -> Any:
-        raise AssertionError("the controller stored")
+        raise AssertionError("the controller stored a field")
 
 
-def reply(rank: int, rows: int, width: int, fields: list[str]) -> DataProto:
-    layout = Rows.whole(Block(new_uid(), rows, Origin("actor", rank, "rollout", "node")))
+def result_of_rank(rank: int, rows: int, width: int, fields: list[str]) -> DataProto:
+    layout = RowMap.of_shard(Shard.new(rows, Origin("actor", rank, "rollout", "node")))
     spec = FieldSpec("tensor", "float32", (width,))
     columns = {
         key: RemoteColumn(
-            spec, layout, (FakeHandle(f"{rank}-{key}-{new_uid():x}", rows * width * 4),)
+            spec, layout, (FakeHandle(f"{rank}-{key}-{layout.shards[0].uid:x}", rows * width * 4),)
         )
         for key in fields
     }
     return DataProto(RemoteBatch(columns, [rows]), RemoteArrays(), {})
 
 
-def one_call(replies: list[DataProto], earlier: DataProto) -> tuple[float, float]:
-    """CPU seconds of bookkeeping, and of pickling the parts."""
-    ranks = len(replies)
+def one_call(results: list[DataProto], earlier: DataProto) -> tuple[float, float]:
+    """Return (CPU seconds of bookkeeping, CPU seconds of pickling the parts)."""
+    ranks = len(results)
     start = time.process_time()
-    joined = DataProto.concat([unpack_result(part) for part in replies])
+    joined = DataProto.concat([unpack_result(part) for part in results])
     batch = earlier.select().union(joined)
     packed = [pack_argument(part) for part in batch.chunk(ranks)]
     middle = time.process_time()
@@ -73,11 +72,11 @@ def one_call(replies: list[DataProto], earlier: DataProto) -> tuple[float, float
 
 
 CALLS_TIMES_RANKS = 8192
-"""Few ranks are called more often, so that each mean holds as much work."""
+"""The number of calls is this divided by the ranks, so that each mean covers as much work."""
 
 
 def scaling(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
-    """Microseconds per rank at 8 … `ranks` ranks, for one size and for one 16 times as large."""
+    """Return microseconds per rank at 8 … `ranks` ranks, for 64 and for 1024 rows per rank."""
     found = {}
     freeze_heap()
     with use_store(NoStore()):  # type: ignore[arg-type]
@@ -85,12 +84,12 @@ def scaling(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
             n = 8
             while n <= ranks:
                 names = ["input_ids", "attention_mask", "position_ids", "responses"]
-                earlier = DataProto.concat([reply(r, rows, 2048, names) for r in range(n)])
+                earlier = DataProto.concat([result_of_rank(r, rows, 2048, names) for r in range(n)])
                 runs = [
-                    one_call([reply(r, rows, 2048, ["values"]) for r in range(n)], earlier)
+                    one_call([result_of_rank(r, rows, 2048, ["values"]) for r in range(n)], earlier)
                     for _ in range(max(times, CALLS_TIMES_RANKS // n))
                 ]
-                key = f"{n} ranks, {rows} rows a rank"
+                key = f"{n} ranks, {rows} rows per rank"
                 found[key] = {
                     "bookkeeping_us_per_rank": statistics.mean(a for a, _ in runs) / n * 1e6,
                     "pickling_us_per_rank": statistics.mean(b for _, b in runs) / n * 1e6,

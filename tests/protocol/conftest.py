@@ -1,4 +1,4 @@
-"""Batches in two forms: here, and by reference in shards of several ranks."""
+"""Batches in two forms: local, and remote in shards of several ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from protocol_cases import shard
 
 from quadriga.backends.local.store import LocalStore
-from quadriga.protocol import DataProto, DataProtoConfig, use_store
-from quadriga.protocol import message_content as wire
+from quadriga.protocol import DataProto, DataProtoConfig, message, use_store
 
 torch.set_num_threads(1)
 
@@ -23,16 +22,16 @@ def _padding_off() -> Iterator[None]:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
-    """A store that every field goes to, however small."""
-    monkeypatch.setattr(wire, "INLINE_BYTES", -1)
+    """A store that every field is put into, however small."""
+    monkeypatch.setattr(message, "INLINE_BYTES", -1)
     local = LocalStore()
     with use_store(local):
         yield local
 
 
-@pytest.fixture(params=["here", "elsewhere"])
+@pytest.fixture(params=["local", "remote"])
 def form(request: pytest.FixtureRequest, store: LocalStore) -> Callable[[DataProto], DataProto]:
-    """CallOrder a local batch into the form under test."""
-    if request.param == "here":
+    """Convert a local batch into the form under test."""
+    if request.param == "local":
         return lambda data: data
     return lambda data: shard(data, 3)

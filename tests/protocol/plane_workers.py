@@ -12,8 +12,8 @@ import torch
 from tensordict import TensorDictBase
 
 from quadriga.protocol import DataProto
-from quadriga.protocol.values import operations as values
-from quadriga.protocol.values.traffic import traffic
+from quadriga.protocol.values import operations
+from quadriga.protocol.values.storage import traffic
 from quadriga.single_controller import (
     Dispatch,
     Worker,
@@ -21,18 +21,18 @@ from quadriga.single_controller import (
     register,
 )
 
-WIDTH = 16384  # float32 columns: a row weighs 64 KiB, so that two rows are above the inline limit
+WIDTH = 16384  # float32 columns: a row has 64 KiB, so that two rows are above the inline limit
 
 
 class Box:
-    """An object of the user's own."""
+    """An object of a class of the user."""
 
     def __init__(self) -> None:
         self.items = [1]
 
 
 def bag() -> dict:
-    """Tensors and mutable things in containers of several kinds."""
+    """Return tensors and mutable values in containers of several types."""
     return {
         "state": OrderedDict(w=torch.ones(3), deep=[np.ones(3)]),
         "objects": np.array([np.ones(2), {"k": [1]}, None], dtype=object),
@@ -42,7 +42,7 @@ def bag() -> dict:
 
 
 def spoil(bag: dict) -> None:
-    """Changes everything in it in place."""
+    """Change every value of a bag in place."""
     bag["state"]["w"].zero_()
     bag["state"]["deep"][0][:] = 0
     bag["objects"][0][:] = 0
@@ -51,8 +51,8 @@ def spoil(bag: dict) -> None:
     bag["box"].items.append(2)
 
 
-def is_whole(bag: dict) -> bool:
-    """Whether nobody has spoiled it."""
+def is_unchanged(bag: dict) -> bool:
+    """Return whether a bag is unchanged."""
     return (
         type(bag["state"]) is OrderedDict
         and bag["state"]["w"].tolist() == [1, 1, 1]
@@ -73,7 +73,8 @@ class Plane(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate(self, prompts):
-        """big [n, WIDTH] holds the row's number; small [n]; rag: row i has i % 3 times 4096."""
+        """Return big [n, WIDTH] with the number of each row, small [n], and rag with rows of
+        4096 * (1 + i % 3) times 8 numbers."""
         rows = prompts.batch["row"]
         ragged = [torch.full((4096 * (1 + int(i) % 3), 8), float(i)) for i in rows]
         return DataProto.from_dict(
@@ -86,17 +87,17 @@ class Plane(Worker):
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def generate_once_there_is(self, prompts, path):
-        """As `generate`, but not before the file is there."""
+    def generate_once_file_exists(self, prompts, path):
+        """Do the same as `generate` once a file exists."""
         deadline = time.monotonic() + 30
         while not Path(path).exists():
-            assert time.monotonic() < deadline, "nobody made the file: the controller waits"
+            assert time.monotonic() < deadline, "the file was not created in time"
             time.sleep(0.02)
         return self.generate(prompts)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("pairs"))
     def receive_in_pairs(self, data):
-        """Ranks 2 i and 2 i + 1 get the same rows; notes which stored objects they lie in."""
+        """Ranks 2 i and 2 i + 1 receive the same rows. Record the keys of the stored objects."""
         column = data.batch.columns["big"]
         keys = [handle.key for handle in column.handles]
         traffic.reset()
@@ -110,7 +111,7 @@ class Plane(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def spoil(self, bag):
-        seen = is_whole(bag)
+        seen = is_unchanged(bag)
         spoil(bag)
         return seen
 
@@ -136,7 +137,7 @@ class Plane(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def read(self, data, keys):
-        """What reading these fields costs this rank: (bytes fetched, rows that arrived)."""
+        """Read these fields; return (bytes fetched, the first column of the first field)."""
         traffic.reset()
         data.prefetch(keys)
         fetched = traffic.reset().fetched_bytes
@@ -144,7 +145,7 @@ class Plane(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def scribble(self, data):
-        """Writes in place into everything that it got; gives what it saw before."""
+        """Write in place into everything received; return the values before that."""
         batch, arrays = data.batch, data.non_tensor_batch
         seen = {k: values_of(batch[k]) for k in batch.keys()}  # noqa: SIM118
         for key in list(batch.keys()):
@@ -159,12 +160,12 @@ class Plane(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def overwrite(self, data):
-        """Overwrites the one field of `data` in place; gives what it held before."""
+        """Overwrite the only field of `data` in place; return its value before that."""
         (half,) = [
             h for h in (data.batch, data.non_tensor_batch) if h is not None and len(h.keys())
         ]
         value = half[next(iter(half.keys()))]
-        seen = values.clone(value)
+        seen = operations.clone(value)
         leaves = value.values(True, True) if isinstance(value, TensorDictBase) else [value]
         for leaf in leaves:
             if isinstance(leaf, np.ndarray):
@@ -177,7 +178,7 @@ class Plane(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def passes_on(self, data):
-        """Returns what it got, one field changed, the others unread."""
+        """Return the batch with one field changed and the others unread."""
         traffic.reset()
         data.batch["small"] += 1
         data.meta_info["fetched"] = traffic.reset().fetched_bytes

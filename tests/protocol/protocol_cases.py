@@ -1,4 +1,4 @@
-"""Batches made the same way for several test files."""
+"""Batches and values for several test files."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from tensordict import TensorDict
 
 from quadriga.protocol import DataProto, Origin
 from quadriga.protocol.boundary import pack_result, unpack_result
-from quadriga.protocol.values import operations as values
+from quadriga.protocol.values import operations
+from quadriga.protocol.values.operations import object_array
 
 
 def shard(data: DataProto, ranks: int, method: str = "make") -> DataProto:
-    """The same batch as the joined results of `ranks` ranks, near-equal parts."""
+    """Return the same batch as the joined results of `ranks` ranks with nearly equal parts."""
     n = len(data)
     cuts = [n * r // ranks for r in range(ranks + 1)]
-    replies = [
+    results = [
         unpack_result(pack_result(data[a:b], Origin("actor", r, method, "10.0.0.1")))
         for r, (a, b) in enumerate(itertools.pairwise(cuts))
     ]
-    return DataProto.concat(replies)
+    return DataProto.concat(results)
 
 
 def rows_of(data: DataProto) -> list[dict[str, Any]]:
-    """The batch as plain rows: key to number, list or object."""
+    """Return the batch as plain rows: key to number, list or object."""
     columns: dict[str, list[Any]] = {}
     for key in [] if data.batch is None else data.batch.keys():
         value = data.batch[key]
@@ -96,18 +97,18 @@ ARRAYS = {
     "strings": np.array(["a", "", "ü" * 50, "d"], dtype=object),
     "dicts": np.array([{"a": [1, {2}]}, {}, {"n": None}, {"t": (1, 2)}], dtype=object),
     "mixed": np.array([1, None, "x", 2.5], dtype=object),
-    "arrays": values.object_array([np.arange(i) for i in range(4)]),
-    "pictures": values.object_array([picture(), picture("P"), picture("L"), picture_from_a_file()]),
-    "tensors": values.object_array([torch.randn(2), torch.ones(1).bfloat16(), torch.tensor(1), 0]),
+    "arrays": object_array([np.arange(i) for i in range(4)]),
+    "pictures": object_array([picture(), picture("P"), picture("L"), picture_from_a_file()]),
+    "tensors": object_array([torch.randn(2), torch.ones(1).bfloat16(), torch.tensor(1), 0]),
     "numbers": np.arange(8.0).reshape(4, 2),
     "fixed strings": np.array(["ab", "c", "", "d"]),
     "two dimensions": np.array([[{"k": i}, i] for i in range(4)], dtype=object),
-    "script classes": values.object_array([Weird() for _ in range(4)]),
+    "script classes": object_array([Weird() for _ in range(4)]),
 }
 
 
 def same_value(a, b) -> bool:
-    """Deep equality, float8 included."""
+    """Return whether values are deeply equal, float8 included."""
     if isinstance(a, torch.Tensor) and not a.is_nested and a.dtype == torch.float8_e4m3fn:
         return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    return values.same(a, b)
+    return operations.same(a, b)

@@ -1,4 +1,4 @@
-"""Memory of large tensors returns when the last view of it is gone, and never before."""
+"""Memory of large tensors is released with the last view of it, and never before."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import threading
 import pytest
 import torch
 
-from quadriga.protocol.values import buffer_pool as memory
-from quadriga.protocol.values.buffer_pool import LENT_BYTES, Pool, empty
+from quadriga.protocol.values import buffer_pool
+from quadriga.protocol.values.buffer_pool import POOLED_BYTES, Pool, empty
 
 MIB = 2**20
 
 
 @pytest.fixture
 def pool(monkeypatch):
-    fresh = Pool(kept_bytes=8 * MIB)
-    monkeypatch.setattr(memory, "_pool", fresh)
-    return fresh
+    new = Pool(kept_bytes=8 * MIB)
+    monkeypatch.setattr(buffer_pool, "_pool", new)
+    return new
 
 
-def test_memory_is_used_again_once_its_tensor_is_gone(pool):
+def test_memory_is_used_again_after_its_tensor_is_dropped(pool):
     first = empty((MIB,), torch.int32)
     address = first.data_ptr()
     assert address % 64 == 0
@@ -32,7 +32,7 @@ def test_memory_is_used_again_once_its_tensor_is_gone(pool):
     assert again.data_ptr() == address and pool.kept_bytes == 0
 
 
-def test_what_is_larger_than_all_that_may_be_kept_is_not_kept(pool):
+def test_memory_above_the_limit_is_not_kept(pool):
     large = empty((8 * MIB + 1,), torch.uint8)
     del large
     assert pool.kept_bytes == 0
@@ -54,13 +54,13 @@ def test_what_is_larger_than_all_that_may_be_kept_is_not_kept(pool):
     ],
     ids=["slice", "dtype", "numpy", "storage", "jagged"],
 )
-def test_a_view_keeps_it(pool, view_of, numbers):
+def test_a_view_keeps_the_memory(pool, view_of, numbers):
     tensor = empty((MIB,), torch.int32).fill_(7)
     view = view_of(tensor)
     del tensor
     gc.collect()
     assert pool.kept_bytes == 0
-    empty((MIB,), torch.int32).fill_(0)  # must lie elsewhere
+    empty((MIB,), torch.int32).fill_(0)  # must use other memory
     assert numbers(view) == [7, 7]
     before = pool.kept_bytes
     del view
@@ -68,19 +68,19 @@ def test_a_view_keeps_it(pool, view_of, numbers):
     assert (before, pool.kept_bytes) == (4 * MIB, 8 * MIB)
 
 
-def test_small_tensors_are_torchs_own(pool):
-    del_me = empty((LENT_BYTES // 4 - 1,), torch.float32)
-    del del_me
+def test_small_tensors_are_allocated_by_torch(pool):
+    small = empty((POOLED_BYTES // 4 - 1,), torch.float32)
+    del small
     assert pool.kept_bytes == 0
 
 
-def test_no_more_is_kept_than_allowed_and_the_oldest_size_goes_first(pool):
+def test_the_least_recently_acquired_size_is_dropped_first(pool):
     three, four = empty((2 * MIB + 1,), torch.uint8), empty((3 * MIB + 1,), torch.uint8)
     del three, four
     assert pool.kept_bytes == 7 * MIB
     two = empty((MIB + 1,), torch.uint8)
     del two
-    assert pool.kept_bytes == 6 * MIB  # 3 MiB went, 4 and 2 stayed
+    assert pool.kept_bytes == 6 * MIB  # 3 MiB were dropped, 4 and 2 are kept
 
 
 def test_threads_never_share_memory(pool):
@@ -88,7 +88,7 @@ def test_threads_never_share_memory(pool):
 
     def work(number):
         for _ in range(200):
-            mine = empty((LENT_BYTES,), torch.uint8).fill_(number)
+            mine = empty((POOLED_BYTES,), torch.uint8).fill_(number)
             if int(mine.min()) != number or int(mine.max()) != number:
                 wrong.append(number)
 
@@ -100,6 +100,6 @@ def test_threads_never_share_memory(pool):
     assert wrong == []
 
 
-def test_pickles_hold_the_numbers_only(pool):
-    tensor = empty((LENT_BYTES // 8,), torch.int64).fill_(3)
+def test_tensors_over_the_pool_can_be_pickled(pool):
+    tensor = empty((POOLED_BYTES // 8,), torch.int64).fill_(3)
     assert torch.equal(pickle.loads(pickle.dumps(tensor)), tensor)

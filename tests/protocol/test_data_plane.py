@@ -1,4 +1,4 @@
-"""The data plane through worker groups, on both backends, and what only processes can show."""
+"""The data plane through worker groups on both backends, and through processes of Ray."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 import ray
 import torch
-from plane_workers import WIDTH, Plane, bag, is_whole, spoil
+from plane_workers import WIDTH, Plane, bag, is_unchanged, spoil
 from protocol_cases import ARRAYS, TENSORS, same_value
 
 from quadriga.backends import get_backend
 from quadriga.errors import LostObjectError, WorkerMethodError
-from quadriga.protocol import DataProto, parallel_put, use_store
-from quadriga.protocol import message_content as wire
+from quadriga.protocol import DataProto, message, parallel_put, use_store
 from quadriga.protocol.columns.remote_batch import RemoteBatch
-from quadriga.protocol.values import provenance
-from quadriga.protocol.values.traffic import traffic
+from quadriga.protocol.values import storage
+from quadriga.protocol.values.storage import traffic
 
 BIG_ROW = 4 * WIDTH
 
@@ -42,7 +41,7 @@ def plane_backends():
 
 @pytest.fixture(scope="module")
 def groups(plane_backends):
-    """groups(backend, ranks): one group each, shared by all tests."""
+    """Return `groups(backend, ranks)`: one group each, shared by all tests."""
     started = {}
 
     def group(backend: str, ranks: int):
@@ -66,7 +65,7 @@ def prompts(n: int) -> DataProto:
     return DataProto.from_dict({"row": torch.arange(n)})
 
 
-def test_results_stay_where_they_were_made(groups, backend):
+def test_results_stay_in_the_store_of_the_ranks_that_produced_them(groups, backend):
     group = groups(backend, 4)
     traffic.reset()
     data = group.generate(prompts(12))
@@ -81,13 +80,13 @@ def test_results_stay_where_they_were_made(groups, backend):
     assert data[:2].batch["values"][:, 7].tolist() == [11.5, 10.5]
     table = {line.split()[0]: line for line in data.describe().splitlines()}
     assert "Plane[0-3] on " in table["big"] and table["big"].endswith("Plane.generate[0-3]")
-    assert table["small"].endswith("Plane.generate[0-3]") and " here " in table["small"]
+    assert table["small"].endswith("Plane.generate[0-3]") and " local " in table["small"]
     assert table["values"].endswith("Plane.values[0-3]")
 
 
 @pytest.mark.parametrize("readers", [3, 4])
-def test_each_rank_receives_exactly_its_rows(groups, readers):
-    """4 ranks wrote, 3 or 4 read: bytes counted in the readers."""
+def test_each_rank_fetches_exactly_its_rows(groups, readers):
+    """4 ranks write, 3 or 4 read; the readers count the bytes."""
     data = groups("ray", 4).generate(prompts(12))
     found = groups("ray", readers).read(data, ["big"])
     share = 12 // readers
@@ -101,11 +100,11 @@ def test_each_rank_receives_exactly_its_rows(groups, readers):
 
 
 def test_writing_in_place_is_safe(groups, backend):
-    """Inline and stored, local and by reference, every kind: the controller and all siblings see
-    what they saw before."""
+    """Inline and stored, local and remote fields of every kind: the controller and the other
+    ranks keep their values."""
     group = groups(backend, 3)
-    sources = {"by reference": groups(backend, 4).generate(prompts(4))}
-    sources["here"] = DataProto.from_dict(
+    sources = {"remote": groups(backend, 4).generate(prompts(4))}
+    sources["local"] = DataProto.from_dict(
         {
             "big": torch.ones(4, WIDTH),
             "inline": torch.arange(4.0),
@@ -123,17 +122,17 @@ def test_writing_in_place_is_safe(groups, backend):
         assert first[0] == first[1] == second[0] == second[1]
         assert any(v != 0 for v in first[0]["big"])
         assert data.meta_info["list"] == [] and data.meta_info["tensor"].tolist() == [0, 0, 0]
-    here = sources["here"]
+    here = sources["local"]
     assert here.batch["big"].min() == 1 and here.batch["flag"].all()
     assert here.batch["rag"].values().min() == 1 and here.non_tensor_batch["o"][0] == "a"
-    assert sources["by reference"].batch["big"][:, 0].tolist() == [0, 1, 2, 3]
+    assert sources["remote"].batch["big"][:, 0].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("limit", [-1, wire.INLINE_BYTES], ids=["stored", "inline"])
+@pytest.mark.parametrize("limit", [-1, message.INLINE_BYTES], ids=["stored", "inline"])
 @pytest.mark.parametrize("kind", [*TENSORS, *ARRAYS])
 def test_writing_into_every_kind(groups, backend, kind, limit, monkeypatch):
-    """A worker overwrites what it received; the controller and the other ranks do not notice."""
-    monkeypatch.setattr(wire, "INLINE_BYTES", limit)
+    """A worker overwrites what it received; controller and other ranks keep their values."""
+    monkeypatch.setattr(message, "INLINE_BYTES", limit)
     half = {kind: TENSORS.get(kind)} if kind in TENSORS else {}
     data = DataProto.from_dict(half, {kind: ARRAYS[kind]} if kind in ARRAYS else {})
     before = copy.deepcopy(data)
@@ -144,10 +143,10 @@ def test_writing_into_every_kind(groups, backend, kind, limit, monkeypatch):
     assert same_value(now[kind], was[kind])
 
 
-def test_unread_fields_pass_through_a_worker_as_references(groups):
+def test_unread_fields_are_returned_as_references(groups):
     data = groups("ray", 4).generate(prompts(12))
     out = groups("ray", 3).passes_on(data)
-    assert out.meta_info["fetched"] <= 4 * 8  # only `small`, which came along
+    assert out.meta_info["fetched"] <= 4 * 8  # only `small`, which is sent in the message
     assert out.batch["small"].tolist() == [10 * i + 1 for i in range(12)]
     assert out.batch["big"][:, 0].tolist() == list(range(12))
 
@@ -165,7 +164,7 @@ def test_a_future_feeds_another_group(groups, backend):
 
 
 def test_submitted_calls_feed_each_other(groups, backend):
-    """4 ranks to 3, two calls deep, nothing waited for: each rank gets its rows and no more."""
+    """4 ranks to 3, two calls deep, without waiting: each rank fetches its rows and no more."""
     makers, readers = groups(backend, 4), groups(backend, 3)
     traffic.reset()
     made = makers.generate.submit(prompts(12))
@@ -196,22 +195,22 @@ def test_every_bound_method_can_be_submitted(groups, backend):
     assert found["values_later"].batch["values"][:, 0].tolist() == [0.5, 1.5, 2.5, 3.5]
 
 
-def test_the_controller_does_not_wait_for_what_it_passes_on(groups, tmp_path):
-    """The maker ends only after the controller has passed its result on."""
+def test_the_controller_does_not_wait_for_a_future_argument(groups, tmp_path):
+    """The producer returns only after the controller has passed its result to the next call."""
     gate = tmp_path / "gate"
-    made = groups("ray", 4).generate_once_there_is.submit(prompts(12), str(gate))
+    made = groups("ray", 4).generate_once_file_exists.submit(prompts(12), str(gate))
     read = groups("ray", 3).read.submit(made, ["big"])
     gate.touch()
     assert [rows[0] for _, rows in read.get()] == [0, 4, 8]
 
 
 def prompts_of_pairs() -> DataProto:
-    """8 rows of a large field that was set here."""
+    """Return 8 rows of a large local field."""
     return DataProto.from_dict({"big": torch.arange(8.0)[:, None].repeat(1, WIDTH)})
 
 
 def test_ranks_that_share_a_part_share_one_object(groups):
-    """2 data-parallel ranks of 2 ranks each: two objects, each sent once, each read by two."""
+    """2 data-parallel ranks of 2 ranks each: two objects, each stored once and read by two."""
     group, data = groups("ray", 4), prompts_of_pairs()
     group.receive_in_pairs(data)
     traffic.reset()
@@ -225,7 +224,7 @@ def test_ranks_that_share_a_part_share_one_object(groups):
     assert joined.batch["big"][:, 0].tolist() == list(range(8))
 
 
-def test_a_future_is_cut_for_ranks_that_share_a_part(groups):
+def test_a_future_is_split_for_ranks_that_share_a_part(groups):
     group = groups("ray", 4)
     group.receive_in_pairs(groups("ray", 3).generate.submit(prompts(12)))
     keys, fetched = zip(*group.what_was_received(), strict=True)
@@ -235,33 +234,33 @@ def test_a_future_is_cut_for_ranks_that_share_a_part(groups):
 def test_containers_and_objects_are_private_on_both_sides(groups, backend):
     group = groups(backend, 3)
     mine = bag()
-    assert group.spoil(mine) == [True] * 3 and is_whole(mine)
+    assert group.spoil(mine) == [True] * 3 and is_unchanged(mine)
     data = DataProto(meta_info=bag())
-    assert group.spoil_meta(data) == [True] * 3 and is_whole(data.meta_info)
+    assert group.spoil_meta(data) == [True] * 3 and is_unchanged(data.meta_info)
     for kept in group.show_kept():
-        assert is_whole(kept)
+        assert is_unchanged(kept)
         spoil(kept)
-    assert all(is_whole(kept) for kept in group.show_kept())
+    assert all(is_unchanged(kept) for kept in group.show_kept())
 
 
-def test_fields_lie_in_the_store_of_the_backend_that_carries_them(groups, plane_backends, backend):
-    """Whatever store is the current one of the controller's process."""
+def test_fields_are_put_into_the_store_of_the_backend_of_the_call(groups, plane_backends, backend):
+    """The current store of the controller does not matter."""
     other = {"ray": "local", "local": "ray"}[backend]
     with use_store(plane_backends[other].store):
         made = groups(backend, 4).generate(prompts(8))
         groups(backend, 4).receive_in_pairs(prompts_of_pairs())
     received = [key for keys, _ in groups(backend, 4).what_was_received() for key in keys]
     for key in [handle.key for handle in made.batch.columns["big"].handles] + received:
-        assert key.startswith("here-") == (backend == "local")
+        assert key.startswith("local-") == (backend == "local")
 
 
-def test_handles_put_here_are_read_there(groups, plane_backends, backend):
+def test_handles_of_the_controller_are_fetched_by_a_worker(groups, plane_backends, backend):
     with use_store(plane_backends[backend].store):
         handles = parallel_put([np.full(2, i) for i in range(5)], max_workers=2)
     assert groups(backend, 3).fetch_handles(handles) == [[i, i] for i in range(5)]
 
 
-def test_large_local_fields_are_stored_once_a_part(groups):
+def test_large_local_fields_are_stored_once_per_part(groups):
     data = DataProto.from_dict({"big": torch.ones(12, WIDTH)}, meta_info={"list": []})
     traffic.reset()
     groups("ray", 3).read(data, ["big"])
@@ -293,7 +292,7 @@ def test_a_dead_owner_is_named(plane_backends, groups):
 
 
 def read_until_lost(data: DataProto) -> None:
-    """The owner's death takes a moment to be known."""
+    """Read until the death of the owner is known, for at most 20 s."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         data[:1].batch["big"]
@@ -301,7 +300,7 @@ def read_until_lost(data: DataProto) -> None:
 
 
 def store_bytes() -> int:
-    """Bytes in use in Ray's object store."""
+    """Return the bytes in use in the object store of Ray."""
     from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
     address = ray.get_runtime_context().gcs_address
@@ -314,7 +313,7 @@ def bytes_kept(backend: str, plane_backends) -> int:
 
 
 def steady(measure) -> int:
-    """The measured bytes once they have not changed for two seconds."""
+    """Return the measured bytes once they have not changed for two seconds."""
     gc.collect()
     used, since, start = measure(), time.monotonic(), time.monotonic()
     while time.monotonic() < min(since + 2, start + 60):
@@ -325,7 +324,7 @@ def steady(measure) -> int:
 
 
 def wait_for_more(measure, baseline: int) -> int:
-    """The measured bytes once they are more; what was put takes a moment to be counted."""
+    """Return the measured bytes once there are more; Ray counts a new object after a moment."""
     deadline = time.monotonic() + 20
     while (used := measure()) <= baseline and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -333,8 +332,10 @@ def wait_for_more(measure, baseline: int) -> int:
 
 
 def wait_until_down_to(measure, goal: int) -> int:
-    """The measured bytes once they are down to the goal. Owners release an object some time after
-    its last reference is gone, and on a busy machine that is not soon."""
+    """Return the measured bytes once they are at most `goal`, after 60 s at the latest.
+
+    An owner releases an object some time after its last reference is dropped.
+    """
     gc.collect()
     deadline = time.monotonic() + 60
     while (used := measure()) > goal and time.monotonic() < deadline:
@@ -342,8 +343,8 @@ def wait_until_down_to(measure, goal: int) -> int:
     return used
 
 
-def test_500_steps_leave_the_store_as_it_was(groups, plane_backends, backend):
-    """Not one step's bytes are left, in the store or in what is remembered of values."""
+def test_500_steps_leave_no_bytes_in_the_store_of_a_backend(groups, plane_backends, backend):
+    """Neither the store nor the marks of writers grow."""
     group = groups(backend, 3)
 
     def measure() -> int:
@@ -355,11 +356,11 @@ def test_500_steps_leave_the_store_as_it_was(groups, plane_backends, backend):
         assert data.batch["small"].tolist() == [0, 10, 20]
 
     step()
-    baseline, remembered = steady(measure), len(provenance._known)
+    baseline, remembered = steady(measure), len(storage._known)
     kept = group.generate(prompts(3))
     assert wait_for_more(measure, baseline) > baseline
     del kept
     for _ in range(500):
         step()
     assert wait_until_down_to(measure, baseline) <= baseline
-    assert len(provenance._known) <= remembered
+    assert len(storage._known) <= remembered

@@ -1,4 +1,4 @@
-"""Every operation of a batch, with hand-computed rows, on local data and on references."""
+"""Operations of a batch on local and on remote fields, with hand-computed rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def six() -> DataProto:
 
 
 def rows(data: DataProto) -> list[int]:
-    """Which of the six rows a batch holds, checked to be the same in every field."""
+    """Return which of the six rows a batch has, after a check that all fields agree."""
     x = data.batch["x"].tolist()
     assert data.batch["xy"].tolist() == [[float(i), 10.0 * i] for i in x]
     assert [r.tolist() for r in data.batch["rag"].unbind()] == [[float(i)] * i for i in x]
@@ -44,7 +44,7 @@ def rows(data: DataProto) -> list[int]:
     return x
 
 
-def test_the_forms_differ(form):
+def test_both_forms_have_the_same_rows(form):
     data = form(six())
     assert isinstance(data.batch, TensorDict | RemoteBatch)
     assert rows(data) == [0, 1, 2, 3, 4, 5]
@@ -85,18 +85,18 @@ def test_one_row(form, index):
     assert item.meta_info == {"temperature": 0.7}
 
 
-def test_iteration_gives_rows_and_ends(form):
+def test_iteration_yields_every_row(form):
     assert [item.non_tensor_batch["s"] for item in form(six())] == list("abcdef")
 
 
 @pytest.mark.parametrize("index", [6, -7, [0, 6], torch.tensor([-7])])
-def test_row_that_does_not_exist(form, index):
+def test_a_row_out_of_range_is_an_index_error(form, index):
     with pytest.raises(IndexError, match="of a batch of 6 rows"):
         form(six())[index]
 
 
 @pytest.mark.parametrize("index", [[0.5], "abc", [[0, 1]], [True, False]])
-def test_index_of_a_wrong_kind(form, index):
+def test_an_index_of_another_type_is_refused(form, index):
     with pytest.raises(ProtocolError):
         form(six())[index]
 
@@ -124,18 +124,18 @@ def test_repeat_reorder(form):
     assert rows(data) == [2, 0, 1]
 
 
-def test_chunk_that_does_not_divide_does_the_arithmetic(form):
+def test_the_error_of_a_chunk_that_does_not_divide_has_the_numbers(form):
     with pytest.raises(LengthError, match=r"6 = 4 × 1 \+ 2.*add 2 rows"):
         form(six()).chunk(4)
 
 
-def test_chunk_with_padding_enabled_may_be_uneven(form):
+def test_chunks_may_be_uneven_with_padding_enabled(form):
     data = form(six())
     data.meta_info[DataProtoConfig.auto_padding_key] = True
     assert [rows(part) for part in data.chunk(4)] == [[0, 1], [2, 3], [4], [5]]
 
 
-def test_padding_is_a_switch_of_the_batch_or_of_the_process():
+def test_padding_is_enabled_for_a_batch_or_for_the_process():
     assert not six().is_padding_enabled()
     assert DataProto.from_dict({"x": torch.ones(3)}, auto_padding=True).is_padding_enabled()
     DataProtoConfig.auto_padding = True
@@ -158,7 +158,7 @@ def test_padding(form):
     assert pad_dataproto_to_divisor(form(six())[:0], 4)[1] == 0
     with pytest.raises(LengthError, match="no row to repeat"):
         form(six())[:0].padding(2)
-    with pytest.raises(LengthError, match="cannot take 7"):
+    with pytest.raises(LengthError, match="cannot remove 7"):
         unpad_dataproto(six(), 7)
 
 
@@ -184,9 +184,9 @@ def test_select_pop_rename(form):
 
 @pytest.mark.parametrize("call", ["select", "pop"])
 @pytest.mark.parametrize("kind", ["batch_keys", "non_tensor_batch_keys", "meta_info_keys"])
-def test_unknown_key(form, call, kind):
+def test_an_unknown_key_is_named(form, call, kind):
     data = form(six())
-    with pytest.raises(FieldError, match=r"no field 'nope'.*it holds") as caught:
+    with pytest.raises(FieldError, match=r"no field 'nope'.*it has") as caught:
         getattr(data, call)(**{kind: ["nope"]})
     assert caught.value.field == "nope"
     with pytest.raises(KeyError):
@@ -203,7 +203,7 @@ def test_select_with_deepcopy_shares_nothing(form):
     assert data.meta_info == {"temperature": 0.7}
 
 
-def test_select_shares_values_as_local_data_does(form):
+def test_select_shares_values(form):
     data = form(six())
     part = data.select(["x"])
     part.batch["x"] += 1
@@ -252,7 +252,7 @@ def test_union_of_different_lengths(form):
         form(six()).union(form(six())[:4])
 
 
-def test_union_takes_nan_as_equal_to_nan():
+def test_nan_equals_nan_in_a_union():
     nan = {"x": torch.tensor([float("nan"), 1.0])}
     objects = {"o": [{"v": float("nan")}, np.array([np.nan])]}
     data = DataProto.from_dict(nan, objects)
@@ -262,7 +262,7 @@ def test_union_takes_nan_as_equal_to_nan():
     assert len(data.union(other)) == 2
 
 
-def test_union_with_half_a_batch(form):
+def test_union_of_batches_with_one_half(form):
     tensors, objects = form(six()).select(non_tensor_batch_keys=[]), form(six()).select([])
     objects.batch = None
     assert rows(tensors.union(objects)) == [0, 1, 2, 3, 4, 5]
@@ -271,7 +271,7 @@ def test_union_with_half_a_batch(form):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
 def test_rows_of_large_local_tensors(dtype):
-    """Above the size from which results are written into memory of huge pages."""
+    """The results are large enough to use memory of the buffer pool."""
     value = (torch.arange(3 * 2**21) % 5).view(3, 2**21).to(dtype)
     data = DataProto.from_dict({"v": value})
     assert torch.equal(data[[2, 0, 0]].batch["v"], torch.stack([value[2], value[0], value[0]]))

@@ -1,4 +1,4 @@
-"""Every operation on jagged tensors alone, on no tensors, on no rows and on nothing at all.
+"""Every operation on batches with jagged tensors only, without tensors, rows or fields.
 
 The expected rows come from plain lists of dicts.
 """
@@ -139,7 +139,7 @@ OPERATIONS = {
     "union helpers": (helpers_united, lambda r: r),
     "reorder": (reordered, lambda r: r[::-1]),
     "repeat": (lambda d: d.repeat(2), twice),
-    "repeat in turn": (lambda d: d.repeat(2, interleave=False), lambda r: r + r),
+    "repeat without interleaving": (lambda d: d.repeat(2, interleave=False), lambda r: r + r),
     "sample_level_repeat": (lambda d: d.sample_level_repeat([2] * len(d)), twice),
     "unfold_column_chunks": (lambda d: d.unfold_column_chunks(2), twice),
     "make_iterator": (
@@ -161,7 +161,7 @@ OPERATIONS = {
     "single rows": (lambda d: DataProto.concat([d[i : i + 1] for i in range(len(d))]), lambda r: r),
     "describe": (described, lambda r: r),
     "fold": (folded, lambda r: without(r, "rag")),
-    "crossing": (lambda d: unpack_argument(pack_argument(d)), lambda r: r),
+    "pack and unpack": (lambda d: unpack_argument(pack_argument(d)), lambda r: r),
     "future": (lambda d: [p.get() for p in DataProtoFuture([Done(d)]).chunk(2)], lambda r: r),
 }
 NEEDS_ROWS = {"padding", "rows and back", "single rows"}
@@ -183,7 +183,7 @@ def test_operation(form, kind, operation):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_and_fields(form, kind, tmp_path):
-    """What was saved is loaded, and batches without rows keep their fields."""
+    """A saved batch is loaded equal, and batches without rows keep their fields."""
     data = form(batch_for(kind))
     data.save_to_disk(tmp_path / "batch")
     for back in (DataProto.load_from_disk(tmp_path / "batch"), form(batch_for(kind))[:]):
@@ -192,8 +192,8 @@ def test_files_and_fields(form, kind, tmp_path):
         assert "rag" not in KINDS[kind][0] or back.batch["rag"].is_nested
 
 
-def test_jagged_columns_are_cut_row_by_row(form):
-    """Rows of 0, 2, 4 and 6 numbers, each in two."""
+def test_jagged_columns_are_split_row_by_row(form):
+    """Rows of 0, 2, 4 and 6 numbers are split in two."""
     cut = form(batch_for("everything")).unfold_column_chunks(2, ["rag"])
     expected = [[], [], [1.0], [1.0], [2.0] * 2, [2.0] * 2, [3.0] * 3, [3.0] * 3]
     assert [row["rag"] for row in rows_of(cut)] == expected
@@ -202,5 +202,5 @@ def test_jagged_columns_are_cut_row_by_row(form):
         form(batch_for("jagged")).unfold_column_chunks(3, ["rag"])
     with pytest.raises(FieldError, match="'rag' is jagged"):
         fold_batch_dim(form(batch_for("jagged")), 2)
-    with pytest.raises(LengthError, match="at least 1 part; got 0"):
+    with pytest.raises(LengthError, match="at least 1 part to split columns into, got 0"):
         form(batch_for("jagged")).unfold_column_chunks(0)

@@ -1,6 +1,6 @@
-"""Random programs of 1 to 12 operations: by reference, on local tensors, and on a list of rows.
+"""Random programs of 1 to 12 operations on a remote batch, a local batch and a list of rows.
 
-The list of rows is the independent reference: it knows nothing of tensors, layouts or fields.
+The list of rows is the independent reference: it uses no tensors, row maps or fields.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from quadriga.backends.local.store import LocalStore
 from quadriga.protocol import (
     DataProto,
     DataProtoFuture,
+    message,
     pad_dataproto_to_divisor,
     unpad_dataproto,
     use_store,
 )
-from quadriga.protocol import message_content as wire
 
 Row = dict[str, Any]
 DTYPES = {
@@ -169,7 +169,7 @@ def op_rename(draw, rows, *batches):
 
 
 def op_concat_with_renamed(draw, rows, *batches):
-    """Two fields of one shard meet under one key."""
+    """Two fields of one shard are concatenated under one key."""
     if not rows or not {"i", "j"} <= set(rows[0]) or len(rows) > 20:
         return rows, *batches
     swapped = [{**r, "i": r["j"], "j": r["i"]} for r in rows]
@@ -181,7 +181,7 @@ def op_concat_with_renamed(draw, rows, *batches):
 
 
 def op_read(draw, rows, *batches):
-    """Reading a field changes where it lies and nothing else."""
+    """Reading a field makes it local and changes nothing else."""
     if rows:
         keys = draw(st.sets(st.sampled_from(list(rows[0]))))
         for data in batches:
@@ -190,7 +190,7 @@ def op_read(draw, rows, *batches):
 
 
 def op_unfold_columns(draw, rows, *batches):
-    """`f` is cut in two where it still has two columns; everything else is repeated."""
+    """`f` is split in two if it has two columns; everything else is repeated."""
     if not rows or len(rows[0].get("f", [])) != 2 or len(rows) > 30:
         return rows, *batches
     cut = [{**r, "f": [half]} for r in rows for half in r["f"]]
@@ -212,7 +212,7 @@ def op_pickle(draw, rows, *batches):
 
 
 def op_deepcopy(draw, rows, *batches):
-    """A copy is written into; the original must not notice."""
+    """Writing into a copy does not change the original."""
     for data in batches:
         copied = copy.deepcopy(data)
         if rows and "i" in rows[0]:
@@ -222,7 +222,7 @@ def op_deepcopy(draw, rows, *batches):
 
 
 def op_future(draw, rows, *batches):
-    """The batch is a future's; its parts are read in any order and joined."""
+    """The parts of a future are read in any order and joined."""
     parts = draw(st.sampled_from([n for n in (1, 2, 3) if len(rows) % n == 0]))
     order = draw(st.permutations(range(parts)))
     size = len(rows) // parts
@@ -249,8 +249,8 @@ def op_write(draw, rows, *batches):
     return [{**r, "f": [v * 2 for v in r["f"]]} for r in rows], *batches
 
 
-def op_cross(draw, rows, *batches):
-    """The batch goes to a worker and comes back as its result."""
+def op_send(draw, rows, *batches):
+    """The batch is returned by the ranks of a group."""
     local, *others = batches
     return rows, local, *(shard(d, draw(st.integers(1, 3))) for d in others)
 
@@ -261,7 +261,7 @@ OPS = [value for name, value in sorted(globals().items()) if name.startswith("op
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_programs_agree(data):
-    before, wire.INLINE_BYTES = wire.INLINE_BYTES, data.draw(st.sampled_from([-1, 40, 65536]))
+    before, message.INLINE_BYTES = message.INLINE_BYTES, data.draw(st.sampled_from([-1, 40, 65536]))
     store = LocalStore()
     try:
         with use_store(store):
@@ -285,4 +285,4 @@ def test_programs_agree(data):
             del local, remote, batch, batches, found
             assert store.bytes_held == 0
     finally:
-        wire.INLINE_BYTES = before
+        message.INLINE_BYTES = before

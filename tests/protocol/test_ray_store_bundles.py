@@ -1,4 +1,4 @@
-"""Which values Ray's store puts together, by hand-computed sizes, and when it frees them."""
+"""Which values the store of the Ray backend puts into one object, and when Ray frees objects."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_bundles(sizes, alone, bundles):
 
 
 @pytest.mark.parametrize(("mine", "found"), [(None, "10"), ("500", "500")])
-def test_a_cluster_started_here_frees_objects_soon(monkeypatch, mine, found):
-    """Unless the user has said when."""
+def test_a_cluster_started_by_quadriga_frees_objects_soon(monkeypatch, mine, found):
+    """A period that the user has set is kept."""
     name, seen = "RAY_free_objects_period_milliseconds", []
     monkeypatch.setattr(cluster.os, "environ", {} if mine is None else {name: mine})
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
@@ -40,7 +40,7 @@ def test_a_cluster_started_here_frees_objects_soon(monkeypatch, mine, found):
     assert seen == [found]
 
 
-def test_handles_find_their_value_in_the_object_they_share(monkeypatch):
+def test_handles_of_one_object_return_their_own_values(monkeypatch):
     kept: list[object] = []
     monkeypatch.setattr(ray_store.ray, "put", lambda value: kept.append(value) or len(kept) - 1)
     monkeypatch.setattr(ray_store, "alone_bytes", lambda: 16 * MB)

@@ -1,4 +1,4 @@
-"""What references promise: nothing is fetched unasked, nothing is shared, nothing is kept."""
+"""Remote fields: fetched when they are read, private to the reader, released after use."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from protocol_cases import shard
 from tensordict import TensorDict
 
 from quadriga.errors import FieldError, LostObjectError
-from quadriga.protocol import DataProto, Origin, pad_dataproto_to_divisor
-from quadriga.protocol import message_content as wire
+from quadriga.protocol import DataProto, Origin, message, pad_dataproto_to_divisor
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
 from quadriga.protocol.columns.remote_batch import RemoteBatch
-from quadriga.protocol.values import storage as reference
+from quadriga.protocol.values import storage
 from quadriga.protocol.values.decode import decode
-from quadriga.protocol.values.traffic import traffic
+from quadriga.protocol.values.storage import traffic
 
 
 def batch(n: int = 8) -> DataProto:
@@ -35,11 +34,11 @@ def batch(n: int = 8) -> DataProto:
 
 
 def as_argument(data: DataProto, ranks: int) -> list[DataProto]:
-    """What each of `ranks` ranks sees of a split batch."""
+    """Return what each of `ranks` ranks receives of a split batch."""
     return [unpack_argument(pack_argument(part)) for part in data.chunk(ranks)]
 
 
-def test_bookkeeping_fetches_nothing(store):
+def test_operations_on_rows_and_fields_fetch_nothing(store):
     data = shard(batch(), 4)
     traffic.reset()
     other = data.select(["x"], ["s"]).rename("x", "y")
@@ -78,9 +77,10 @@ def test_reading_a_field_fetches_that_field_and_only_its_rows(store):
 
 def test_prefetch_waits_once(store, monkeypatch):
     waits = []
-    fetch_many = reference.fetch_many
+    fetch_many = storage.fetch_many
     monkeypatch.setattr(
-        "quadriga.protocol.columns.column.fetch_many", lambda hs: waits.append(len(hs)) or fetch_many(hs)
+        "quadriga.protocol.columns.column.fetch_many",
+        lambda hs: waits.append(len(hs)) or fetch_many(hs),
     )
     data = shard(batch(), 4)
     data.prefetch()
@@ -89,8 +89,8 @@ def test_prefetch_waits_once(store, monkeypatch):
         data.prefetch(["nope"])
 
 
-def test_threads_that_read_at_once_see_one_value(store, monkeypatch):
-    """All build the value before the first has kept it; the first is everybody's, counted once."""
+def test_threads_that_read_at_the_same_time_get_one_value(store, monkeypatch):
+    """All threads decode the value before the first one keeps it; that one is counted once."""
     threads = 4
     together = threading.Barrier(threads, timeout=20)
 
@@ -113,7 +113,7 @@ def test_threads_that_read_at_once_see_one_value(store, monkeypatch):
 
 @pytest.mark.parametrize("ranks", [3, 4, 5])
 def test_fan_out_copies_exactly_the_rows_of_each_rank(store, ranks):
-    """4 ranks made 12 rows a piece; `ranks` ranks read one field of their parts."""
+    """4 ranks produced 15 rows each; `ranks` ranks read one field of their parts."""
     n = 60
     data = shard(batch(n), 4)
     for r, part in enumerate(as_argument(data, ranks)):
@@ -136,7 +136,7 @@ def test_ranks_that_share_a_part_share_one_stored_object(store):
     assert ranks[0].batch["x"].tolist() == ranks[1].batch["x"].tolist() == [0, 1, 2, 3]
 
 
-def test_writing_into_what_was_received_changes_nothing_else(store):
+def test_writing_into_a_received_batch_changes_no_other_copy(store):
     local = batch()
     for data in (local, shard(batch(), 2)):
         packed = pack_argument(data)
@@ -155,7 +155,7 @@ def test_writing_into_what_was_received_changes_nothing_else(store):
 
 def test_objects_inside_arrays_and_meta_info_are_private(store, monkeypatch):
     for limit in (-1, 10**6):
-        monkeypatch.setattr(wire, "INLINE_BYTES", limit)
+        monkeypatch.setattr(message, "INLINE_BYTES", limit)
         data = DataProto.from_dict(
             {"x": torch.zeros(2)}, {"o": [{"n": [1]}, {"n": [2]}]}, {"m": {"list": [1]}}
         )
@@ -173,17 +173,17 @@ def test_objects_inside_arrays_and_meta_info_are_private(store, monkeypatch):
 
 
 def test_a_result_is_a_snapshot(store):
-    """A worker may go on writing into the tensor that it returned."""
+    """A worker may write into a tensor after it has returned it."""
     for limit in (-1, 10**6):
-        wire.INLINE_BYTES, before = limit, wire.INLINE_BYTES
+        message.INLINE_BYTES, before = limit, message.INLINE_BYTES
         kept = torch.zeros(4)
         reply = pack_result(DataProto.from_dict({"x": kept}), Origin("actor", 0, "m"))
         kept += 1
-        wire.INLINE_BYTES = before
+        message.INLINE_BYTES = before
         assert unpack_result(reply).batch["x"].tolist() == [0, 0, 0, 0]
 
 
-def test_bare_values_are_private_too(store):
+def test_tensors_and_arrays_outside_batches_are_private(store):
     sent = {"t": torch.zeros(2), "a": [np.zeros(2)], "n": (1, "x")}
     got = unpack_argument(pack_argument(sent))
     got["t"] += 1
@@ -192,7 +192,7 @@ def test_bare_values_are_private_too(store):
     assert got["n"] == (1, "x")
 
 
-def test_what_passes_through_unread_stays_a_reference(store):
+def test_fields_that_a_worker_does_not_read_are_returned_as_references(store):
     data = shard(batch(), 2)
     traffic.reset()
     argument = unpack_argument(pack_argument(data))
@@ -204,7 +204,7 @@ def test_what_passes_through_unread_stays_a_reference(store):
     assert result.batch["wide"].tolist() == batch().batch["wide"].tolist()
 
 
-def test_stored_values_go_when_nobody_names_them(store):
+def test_stored_values_are_released_with_their_last_handle(store):
     data = shard(batch(), 4)
     assert store.objects_held == 4 * 5
     part = data.chunk(4)[1]
@@ -220,7 +220,7 @@ def test_stored_values_go_when_nobody_names_them(store):
     assert store.objects_held == 0
 
 
-def test_500_steps_leave_the_store_as_it_was(store):
+def test_500_steps_leave_no_bytes_in_the_store(store):
     for _ in range(500):
         data = shard(batch(4), 2)
         data.union(shard(batch(4).select(["x"], []).rename("x", "y"), 2))
@@ -231,8 +231,8 @@ def test_500_steps_leave_the_store_as_it_was(store):
     assert store.objects_held == 0 and store.bytes_held == 0
 
 
-def test_small_fields_travel_inside_and_are_local_at_once(store, monkeypatch):
-    monkeypatch.setattr(wire, "INLINE_BYTES", 64)
+def test_small_fields_are_sent_in_the_message_and_are_local(store, monkeypatch):
+    monkeypatch.setattr(message, "INLINE_BYTES", 64)
     data = shard(batch(16), 2)
     assert isinstance(data.batch, RemoteBatch) and store.objects_held == 2 * 3  # wide, rag, s
     small = data.select(["x"], ["score"])
@@ -241,7 +241,7 @@ def test_small_fields_travel_inside_and_are_local_at_once(store, monkeypatch):
 
 
 class DeadHandle:
-    """What is left of a value whose owner died."""
+    """A handle of a value whose owner has died."""
 
     nbytes, key = 8, "dead"
 

@@ -1,4 +1,4 @@
-"""Batches by reference: where their bytes lie, and for how long."""
+"""Batches with remote fields: where their bytes are stored, and for how long."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from quadriga.protocol import (
 )
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument
 from quadriga.protocol.columns.remote_batch import RemoteBatch
-from quadriga.protocol.values import operations as values
-from quadriga.protocol.values.storage import InProcessStore
-from quadriga.protocol.values.traffic import traffic
+from quadriga.protocol.values import operations
+from quadriga.protocol.values.storage import InProcessStore, traffic
 
 
 def batch(n: int = 8) -> DataProto:
@@ -39,11 +38,11 @@ def batch(n: int = 8) -> DataProto:
 
 
 def as_argument(data: DataProto, ranks: int) -> list[DataProto]:
-    """What each of `ranks` ranks sees of a split batch."""
+    """Return what each of `ranks` ranks receives of a split batch."""
     return [unpack_argument(pack_argument(part)) for part in data.chunk(ranks)]
 
 
-def test_parts_here_and_elsewhere_join_by_reference(store):
+def test_local_and_remote_parts_are_concatenated_as_references(store):
     first, second = shard(batch(4), 1), batch(4)
     joined = DataProto.concat([first, second])
     second.batch["x"] += 100
@@ -60,7 +59,7 @@ def test_union_of_the_same_references_fetches_nothing(store):
     assert traffic.snapshot().fetched_fields == 0
 
 
-def test_ref_batch_reads_like_a_tensordict(store):
+def test_a_remote_batch_reads_like_a_tensordict(store):
     data = shard(batch(), 2)
     b, td = data.batch, batch().batch
     assert len(b) == 8 and b.batch_size == td.batch_size == b.shape and b.batch_dims == 1
@@ -80,14 +79,14 @@ def test_ref_batch_reads_like_a_tensordict(store):
     assert list(b.keys()) == ["wide", "rag", "w"]
     assert b.device is None and not b.is_empty()
     assert b.clone()["w"].tolist() == [1.0] * 8
-    with pytest.raises(AttributeError, match=r"fetch them all with to_tensordict"):
+    with pytest.raises(AttributeError, match=r"fetch all tensors with to_tensordict"):
         b.memmap_()
     for call in (lambda: b["nope"], lambda: b.pop("nope"), lambda: b.select("nope")):
-        with pytest.raises(FieldError, match="no field 'nope' in batch; it holds: wide, rag, w"):
+        with pytest.raises(FieldError, match="no field 'nope' in batch; it has: wide, rag, w"):
             call()
 
 
-def test_peek_leaves_the_field_where_it_lies(store):
+def test_peek_leaves_the_field_remote(store):
     data = shard(batch(), 2)
     look = data.batch.peek("x")
     look += 1
@@ -96,7 +95,7 @@ def test_peek_leaves_the_field_where_it_lies(store):
     assert data.batch.peek("x") is not data.batch["x"]
 
 
-def test_ref_arrays_behave_as_a_dict(store):
+def test_remote_arrays_behave_as_a_dict(store):
     data = shard(batch(4), 2)
     arrays = data.non_tensor_batch
     assert isinstance(arrays, dict) and len(arrays) == 2 and "s" in arrays
@@ -118,7 +117,7 @@ def test_ref_arrays_behave_as_a_dict(store):
 
 
 class DeadHandle:
-    """What is left of a value whose owner died."""
+    """A handle of a value whose owner has died."""
 
     nbytes, key = 8, "dead"
 
@@ -188,14 +187,14 @@ def test_futures_join(store):
     assert own.get().batch["x"].tolist() == [2, 3, 0, 1]
 
 
-def test_a_future_is_cut_unevenly_where_padding_was_enabled(store):
+def test_a_future_is_split_unevenly_if_padding_was_enabled(store):
     DataProtoConfig.auto_padding = True
     parts = DataProtoFuture(replies(batch(8), 2)).chunk(3)
     DataProtoConfig.auto_padding = False  # as in the worker that reads the part
     assert [part.get().batch["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
-def test_futures_of_tensordicts_and_of_other_things(store):
+def test_futures_of_tensordicts_and_of_other_types(store):
     td = TensorDict({"x": torch.arange(4)}, [4])
     future = DataProtoFuture([Reply(pack_result(td, Origin("a", 0, "m"))), Reply(td)])
     assert isinstance(future.get(), TensorDict)
@@ -204,7 +203,7 @@ def test_futures_of_tensordicts_and_of_other_things(store):
         DataProtoFuture([Reply(3)]).get()
 
 
-def test_a_future_raises_when_it_is_read(store):
+def test_a_future_raises_the_error_of_a_worker_when_it_is_read(store):
     future = DataProtoFuture([*replies(batch(), 2), Reply(ValueError("worker"))])
     part = future.chunk(2)[0]
     with pytest.raises(ValueError, match="worker"):
@@ -223,8 +222,8 @@ def test_describe(store):
     assert "128" in lines["wide"] and "actor[0-3] on 10.0.0.1" in lines["wide"]
     assert lines["wide"].endswith("actor.generate[0-3]")
     assert "actor[0-1] on 10.0.0.1" in lines["v"] and lines["v"].endswith("actor.values[0-1]")
-    assert "here" in lines["x"] and lines["x"].endswith("actor.generate[0-3]")
-    assert "bfloat16" in lines["mine"] and "here" in lines["mine"]
+    assert "local" in lines["x"] and lines["x"].endswith("actor.generate[0-3]")
+    assert "bfloat16" in lines["mine"] and "local" in lines["mine"]
     assert lines["mine"].endswith("controller")
     assert "[8, *]" in lines["rag"]
     assert data[2:4].batch["x"] is not None
@@ -240,7 +239,7 @@ def test_sizes_are_printed(store, capsys):
     assert capsys.readouterr().out == "batch, tensors 0.000000 GB, non-tensors 0.000000 GB\n"
 
 
-def test_stores_nest_and_last():
+def test_stores_are_set_for_a_block_or_for_the_process():
     process, outer, inner = current_store(), InProcessStore(), InProcessStore()
     with use_store(outer):
         with use_store(inner):
@@ -264,6 +263,8 @@ def test_values_compare_deeply():
     loop.append(loop)
     other: list = [1]
     other.append(other)
-    assert values.same(loop, other)
-    assert not values.same([1, {"a": 2}], [1, {"a": 3}])
-    assert not values.same(1, 1.0) and not values.same(torch.ones(2), torch.ones(2).double())
+    assert operations.same(loop, other)
+    assert not operations.same([1, {"a": 2}], [1, {"a": 3}])
+    assert not operations.same(1, 1.0) and not operations.same(
+        torch.ones(2), torch.ones(2).double()
+    )

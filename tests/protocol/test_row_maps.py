@@ -1,4 +1,4 @@
-"""Row arithmetic of references against a plain list of (block, row) pairs."""
+"""Row maps against a plain list of (shard, row) pairs."""
 
 from __future__ import annotations
 
@@ -8,87 +8,96 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quadriga.protocol import Origin
-from quadriga.protocol.values.row_map import Block, Rows, concat
-from quadriga.protocol.values.row_selection import Span, Take
+from quadriga.protocol.values.rows import RowIndices, RowMap, RowRange, Shard, concat
 
-SOMEONE = Origin("actor", 0, "make")
-
-
-def block(uid: int, rows: int) -> Rows:
-    return Rows.whole(Block(uid, rows, SOMEONE))
+WRITER = Origin("actor", 0, "make")
 
 
-def pairs(rows: Rows) -> list[tuple[int, int]]:
-    """(block uid, row) of every batch row."""
+def map_of(uid: int, rows: int) -> RowMap:
+    return RowMap.of_shard(Shard(uid, rows, WRITER))
+
+
+def pairs(rows: RowMap) -> list[tuple[int, int]]:
+    """Return (uid of the shard, row) of every batch row."""
     return [
-        (rows.blocks[b].uid, r)
-        for b, start, stop in rows.segments.tolist()
+        (rows.shards[s].uid, r)
+        for s, start, stop in rows.segments.tolist()
         for r in range(start, stop)
     ]
 
 
-def test_joining_blocks_gives_one_segment_each():
-    joined, sources = concat([block(1, 3), block(2, 0), block(3, 2)])
+def test_concat_of_shards_has_one_segment_each():
+    joined, sources = concat([map_of(1, 3), map_of(2, 0), map_of(3, 2)])
     assert joined.segments.tolist() == [[0, 0, 3], [1, 0, 2]]
     assert sources == [(0, 0), (2, 0)] and len(joined) == 5
 
 
-def test_a_span_cuts_the_segments_at_its_ends_and_drops_unused_blocks():
-    joined, _ = concat([block(1, 4), block(2, 4), block(3, 4)])
-    part, kept = joined.take(Span(3, 6))
+def test_a_range_shortens_the_outer_segments_and_drops_unused_shards():
+    joined, _ = concat([map_of(1, 4), map_of(2, 4), map_of(3, 4)])
+    part, kept = joined.take(RowRange(3, 6))
     assert part.segments.tolist() == [[0, 3, 4], [1, 0, 2]]
-    assert kept == (0, 1) and [b.uid for b in part.blocks] == [1, 2]
-    inside, kept = joined.take(Span(9, 11))
+    assert kept == (0, 1) and [s.uid for s in part.shards] == [1, 2]
+    inside, kept = joined.take(RowRange(9, 11))
     assert inside.segments.tolist() == [[0, 1, 3]] and kept == (2,)
 
 
-def test_the_whole_is_itself():
-    joined, _ = concat([block(1, 4), block(2, 4)])
-    assert joined.take(Span(0, 8)) == (joined, (0, 1))
+def test_the_example_of_the_module():
+    joined, _ = concat([map_of(1, 3), map_of(2, 3)])
+    assert joined.segments.tolist() == [[0, 0, 3], [1, 0, 3]]
+    assert joined.take(RowRange(2, 5))[0].segments.tolist() == [[0, 2, 3], [1, 0, 2]]
+    taken, kept = joined.take(RowIndices(np.array([5, 0, 1])))
+    assert taken.segments.tolist() == [[1, 2, 3], [0, 0, 2]] and kept == (0, 1)
+    again, _ = concat([joined.take(RowRange(0, 2))[0], joined.take(RowRange(2, 6))[0]])
+    assert again.segments.tolist() == [[0, 0, 3], [1, 0, 3]]
 
 
-def test_chunk_then_concat_gives_back_the_same_segments():
-    whole, _ = concat([block(1, 5), block(2, 5)])
-    parts = [whole.take(Span(a, a + 2))[0] for a in range(0, 10, 2)]
+def test_the_range_of_all_rows_returns_the_same_map():
+    joined, _ = concat([map_of(1, 4), map_of(2, 4)])
+    assert joined.take(RowRange(0, 8)) == (joined, (0, 1))
+
+
+def test_chunk_then_concat_gives_the_same_segments():
+    whole, _ = concat([map_of(1, 5), map_of(2, 5)])
+    parts = [whole.take(RowRange(a, a + 2))[0] for a in range(0, 10, 2)]
     again, sources = concat(parts)
     assert again.segments.tolist() == [[0, 0, 5], [1, 0, 5]]
-    assert [b.uid for b in again.blocks] == [1, 2] and sources == [(0, 0), (2, 1)]
+    assert [s.uid for s in again.shards] == [1, 2] and sources == [(0, 0), (2, 1)]
     unshared, sources = concat(parts, share=False)
-    assert len(unshared.blocks) == 6 and pairs(unshared) == pairs(again)
+    assert len(unshared.shards) == 6 and pairs(unshared) == pairs(again)
 
 
-def test_contiguous_rows_become_runs():
-    whole, _ = concat([block(1, 4), block(2, 4)])
-    taken, _ = whole.take(Take(np.array([2, 3, 4, 5, 0, 1, 1])))
+def test_consecutive_rows_become_one_segment():
+    whole, _ = concat([map_of(1, 4), map_of(2, 4)])
+    taken, _ = whole.take(RowIndices(np.array([2, 3, 4, 5, 0, 1, 1])))
     assert taken.segments.tolist() == [[0, 2, 4], [1, 0, 2], [0, 0, 2], [0, 1, 2]]
 
 
 @given(st.data())
-def test_any_sequence_of_takes_agrees_with_a_list(data):
+def test_any_sequence_of_selections_agrees_with_a_list(data):
     sizes = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
-    rows, _ = concat([block(uid, n) for uid, n in enumerate(sizes)])
+    rows, _ = concat([map_of(uid, n) for uid, n in enumerate(sizes)])
     expected = [(uid, r) for uid, n in enumerate(sizes) for r in range(n)]
     for _ in range(data.draw(st.integers(1, 4))):
         n = len(expected)
         if data.draw(st.booleans()):
             a, b = sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))
-            rows, expected = rows.take(Span(a, b))[0], expected[a:b]
+            rows, expected = rows.take(RowRange(a, b))[0], expected[a:b]
         else:
             index = data.draw(st.lists(st.integers(0, n - 1), max_size=8)) if n else []
-            rows = rows.take(Take(np.array(index, dtype=np.int64)))[0]
+            rows = rows.take(RowIndices(np.array(index, dtype=np.int64)))[0]
             expected = [expected[i] for i in index]
         assert pairs(rows) == expected
         assert len(rows) == len(expected)
-        assert {b.uid for b in rows.blocks} == {uid for uid, _ in expected}
-        blocks, numbers = rows.expand()
-        found = zip(blocks.tolist(), numbers.tolist(), strict=True)
-        assert [(rows.blocks[b].uid, r) for b, r in found] == expected
+        assert {s.uid for s in rows.shards} == {uid for uid, _ in expected}
+        shards, numbers = rows.expand()
+        found = zip(shards.tolist(), numbers.tolist(), strict=True)
+        assert [(rows.shards[s].uid, r) for s, r in found] == expected
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
-def test_work_of_a_split_does_not_grow_with_the_rows(ranks):
-    """A part of a batch of a million rows a rank is one segment over one block."""
-    whole, _ = concat([block(uid, 10**6) for uid in range(ranks)])
+def test_a_chunk_of_a_large_batch_is_one_segment(ranks):
+    """The work of a split does not grow with the number of rows: a million per rank here."""
+    whole, _ = concat([map_of(uid, 10**6) for uid in range(ranks)])
     for r in range(ranks):
-        part, kept = whole.take(Span(r * 10**6, (r + 1) * 10**6))
+        part, kept = whole.take(RowRange(r * 10**6, (r + 1) * 10**6))
         assert kept == (r,) and part.segments.tolist() == [[0, 0, 10**6]]

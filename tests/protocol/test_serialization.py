@@ -1,4 +1,4 @@
-"""Every kind of value arrives equal, through payloads and pickles with buffers out of band."""
+"""Values of every kind are received equal, through payloads and out-of-band pickles."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from protocol_cases import ARRAYS, TENSORS, Weird, ragged, same_value
 from tensordict import NonTensorData, TensorDict
 
 from quadriga.errors import FieldError
-from quadriga.protocol import DataProto, Origin
-from quadriga.protocol import message_content as wire
+from quadriga.protocol import DataProto, Origin, message
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
-from quadriga.protocol.values import operations as values
-from quadriga.protocol.values.encode import encode
-from quadriga.protocol.values.nested import EncodedTensor
-from quadriga.protocol.values.row_selection import Take
+from quadriga.protocol.values import jagged, operations
+from quadriga.protocol.values.encode import encode, encode_tensor
+from quadriga.protocol.values.rows import RowIndices
 
 
 @pytest.fixture(params=["inline", "stored"])
-def crossing(request, store, monkeypatch):
-    """A result's way to the controller, with a real pickle in the middle."""
-    monkeypatch.setattr(wire, "INLINE_BYTES", 10**9 if request.param == "inline" else -1)
+def send(request, store, monkeypatch):
+    """Return a function that sends a result to the controller through a real pickle."""
+    monkeypatch.setattr(message, "INLINE_BYTES", 10**9 if request.param == "inline" else -1)
 
-    def cross(data):
+    def receive(data):
         packed = pack_result(data, Origin("actor", 0, "make"))
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
@@ -37,14 +35,14 @@ def crossing(request, store, monkeypatch):
             warnings.simplefilter("error")
             return unpack_result(pickle.loads(head, buffers=frozen))
 
-    return cross
+    return receive
 
 
 @pytest.mark.parametrize("kind", TENSORS)
-def test_tensors_arrive_equal_and_writable(crossing, kind):
+def test_tensors_are_received_equal_and_writable(send, kind):
     value = TENSORS[kind]
-    back = crossing(DataProto.from_dict({"v": value})).batch["v"]
-    assert same_value(value.contiguous() if not values.jagged.is_jagged(value) else value, back)
+    back = send(DataProto.from_dict({"v": value})).batch["v"]
+    assert same_value(value.contiguous() if not jagged.is_jagged(value) else value, back)
     for leaf in back.values(True, True) if isinstance(back, TensorDict) else [back]:
         if leaf.is_nested:
             leaf.values().zero_()
@@ -53,37 +51,37 @@ def test_tensors_arrive_equal_and_writable(crossing, kind):
 
 
 @pytest.mark.parametrize("kind", TENSORS)
-def test_chosen_rows_of_every_kind(crossing, kind):
+def test_chosen_rows_of_every_kind(send, kind):
     value = TENSORS[kind]
-    back = crossing(DataProto.from_dict({"v": value}))[[3, 1, 1]].batch["v"]
+    back = send(DataProto.from_dict({"v": value}))[[3, 1, 1]].batch["v"]
     if kind == "float8":
         value, back = value.view(torch.uint8), back.view(torch.uint8)
-    assert values.same(values.take(value, Take(np.array([3, 1, 1]))), back)
+    assert operations.same(operations.take(value, RowIndices(np.array([3, 1, 1]))), back)
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
-def test_arrays_arrive_equal_and_writable(crossing, kind):
+def test_arrays_are_received_equal_and_writable(send, kind):
     value = ARRAYS[kind]
-    back = crossing(DataProto.from_dict(non_tensors={"v": value})).non_tensor_batch["v"]
+    back = send(DataProto.from_dict(non_tensors={"v": value})).non_tensor_batch["v"]
     assert back.dtype == value.dtype and back.shape == value.shape
-    assert values.same(value, back)
+    assert operations.same(value, back)
     back[0] = back[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_large_tensors_arrive_equal(crossing, dtype):
-    """Above the size from which memory is asked for in huge pages."""
+def test_large_tensors_are_received_equal(send, dtype):
+    """The tensors are large enough to use memory of the buffer pool."""
     value = torch.arange(3_000_001).to(dtype)
-    whole = crossing(DataProto.from_dict({"v": value}))
+    whole = send(DataProto.from_dict({"v": value}))
     part = whole[1:]
     assert torch.equal(whole.batch["v"], value) and torch.equal(part.batch["v"], value[1:])
     assert whole.batch["v"].data_ptr() % 64 == 0
     whole.batch["v"].zero_()
 
 
-def test_gradients_stay_behind(crossing):
+def test_tensors_are_sent_without_gradient(send):
     weight = torch.ones(4, requires_grad=True)
-    back = crossing(DataProto.from_dict({"v": weight * 2})).batch["v"]
+    back = send(DataProto.from_dict({"v": weight * 2})).batch["v"]
     assert not back.requires_grad and back.tolist() == [2, 2, 2, 2]
 
 
@@ -99,14 +97,14 @@ def test_gradients_stay_behind(crossing):
         ragged(torch.ones(2), torch.ones(1)),
     ],
 )
-def test_tensors_in_meta_info_and_bare(crossing, tensor):
-    data = crossing(DataProto(meta_info={"deep": [{"t": tensor}]}))
-    assert values.same(tensor.detach(), data.meta_info["deep"][0]["t"])
-    bare = crossing({"x": (tensor, 1), "y": [None, "s"]})
-    assert values.same(tensor.detach(), bare["x"][0]) and bare["y"] == [None, "s"]
+def test_tensors_in_meta_info_and_outside_batches(send, tensor):
+    data = send(DataProto(meta_info={"deep": [{"t": tensor}]}))
+    assert operations.same(tensor.detach(), data.meta_info["deep"][0]["t"])
+    bare = send({"x": (tensor, 1), "y": [None, "s"]})
+    assert operations.same(tensor.detach(), bare["x"][0]) and bare["y"] == [None, "s"]
 
 
-def test_tensors_leave_without_being_copied_and_without_torchs_own_pickle():
+def test_pickling_copies_no_tensor_and_does_not_use_the_pickle_format_of_torch():
     value = torch.arange(1000.0)
     data = DataProto.from_dict({"v": value}, meta_info={"t": value})
     buffers: list[pickle.PickleBuffer] = []
@@ -117,7 +115,7 @@ def test_tensors_leave_without_being_copied_and_without_torchs_own_pickle():
     assert np.frombuffer(buffers[0], dtype=np.float32)[0] == 7
 
 
-def test_plain_pickle_gives_real_tensors_back():
+def test_pickle_restores_local_tensors():
     data = DataProto.from_dict({"v": torch.arange(4)}, {"s": list("abcd")}, {"k": torch.tensor(1)})
     back = pickle.loads(pickle.dumps(data))
     assert isinstance(back.batch, TensorDict) and type(back.non_tensor_batch) is dict
@@ -125,15 +123,15 @@ def test_plain_pickle_gives_real_tensors_back():
     assert back.batch["v"].tolist() == [1, 2, 3, 4] and back.meta_info["k"] == 1
 
 
-def test_large_pickled_fields_are_copied_when_they_are_read():
+def test_large_pickled_fields_are_decoded_when_they_are_read():
     data = pickle.loads(pickle.dumps(DataProto.from_dict({"v": torch.zeros(70_000)})))
-    assert "elsewhere" in repr(data.batch)
+    assert "remote" in repr(data.batch)
     assert data[5:7].batch["v"].tolist() == [0, 0]
     half = pickle.dumps(data[:10])
     assert len(half) < 2000
 
 
-def test_a_batch_may_be_pickled_alone(store):
+def test_the_halves_of_a_batch_can_be_pickled(store):
     from protocol_cases import shard
 
     data = shard(DataProto.from_dict({"v": torch.arange(4)}, {"s": list("abcd")}), 2)
@@ -141,58 +139,58 @@ def test_a_batch_may_be_pickled_alone(store):
     assert batch["v"].tolist() == [0, 1, 2, 3] and list(arrays["s"]) == list("abcd")
 
 
-def test_plain_tensordicts_cross(store):
+def test_plain_tensordicts_are_sent(store):
     td = TensorDict({"v": torch.arange(4), "j": TENSORS["jagged"]}, [4])
     for back in (
         unpack_argument(pack_argument(td)),
         unpack_result(pickle.loads(pickle.dumps(pack_result(td, Origin("a", 0, "m"))))),
     ):
-        assert isinstance(back, TensorDict) and values.same(td, back)
+        assert isinstance(back, TensorDict) and operations.same(td, back)
         back["v"] += 1
     assert td["v"].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_what_does_not_travel_is_named():
+def test_values_that_cannot_be_sent_are_named():
     with pytest.raises(FieldError, match=r"field 'v' is a tensor of layout torch.sparse_coo"):
         encode(torch.eye(3).to_sparse(), "v")
-    with pytest.raises(FieldError, match="field 'v' is a NonTensorData"):
+    with pytest.raises(FieldError, match=r"field 'v': expected .* got NonTensorData"):
         encode(NonTensorData(1, batch_size=[3]), "v")
     strided = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(FieldError, match=r"field 'v'.*layout=torch.jagged"):
         encode(strided, "v")
 
 
-def test_rows_defined_in_a_script_leave_it_to_the_transport():
+def test_rows_of_classes_of_a_script_are_left_to_the_transport():
     Weird.__module__, before = "__main__", Weird.__module__
     try:
         spec, payload, _ = encode(ARRAYS["script classes"], "v")
     finally:
         Weird.__module__ = before
     assert spec.kind == "raw" and payload is ARRAYS["script classes"]
-    lock = values.object_array([threading.Lock()])
+    lock = operations.object_array([threading.Lock()])
     assert encode(lock, "v")[0].kind == "raw"
 
 
-def test_a_parcel_is_small():
-    parcel = EncodedTensor.of(torch.ones(3), private=True)
-    assert len(pickle.dumps(parcel)) < 400
+def test_an_encoded_tensor_is_pickled_small():
+    encoded = encode_tensor(torch.ones(3), private=True)
+    assert len(pickle.dumps(encoded)) < 400
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_tensors_arrive_on_the_current_device(crossing):
+def test_cuda_tensors_are_received_on_the_current_device(send):
     nested = ragged(torch.ones(2), torch.zeros(1)).to("cuda")
     data = DataProto.from_dict({"v": torch.arange(2, device="cuda"), "rag": nested})
-    back = crossing(data.to("cuda"))
+    back = send(data.to("cuda"))
     assert back.batch["v"].device == torch.device("cuda", torch.cuda.current_device())
     assert back.batch["rag"].device.type == "cuda"
-    assert back.batch["v"].tolist() == [0, 1] and values.same(nested, back.batch["rag"])
+    assert back.batch["v"].tolist() == [0, 1] and operations.same(nested, back.batch["rag"])
     back.batch["v"] += 1
     assert data.batch["v"].tolist() == [0, 1]
 
 
-def test_tensors_of_a_device_that_is_not_here_arrive_on_the_cpu(store, monkeypatch):
-    """As when a worker with a GPU answers a controller without one."""
+def test_tensors_of_an_unavailable_device_are_received_on_the_cpu(store, monkeypatch):
+    """A worker with a GPU returns them to a controller without one."""
     packed = pack_result(DataProto.from_dict({"v": torch.arange(3)}), Origin("a", 0, "m"))
     packed.tensors["v"].spec = dataclasses.replace(packed.tensors["v"].spec, device="xpu")
     packed.head = packed.head[0], "xpu"

@@ -1,26 +1,30 @@
-"""The four crossings between the controller and its workers.
+"""Values at the process boundary between the controller and its workers.
 
-    controller --pack_argument--> | wire | --unpack_argument--> worker method
-    controller <--unpack_result-- | wire | <--pack_result------ worker method
+    controller  pack_argument  → call →    unpack_argument  worker method
+    controller  unpack_result  ← result ←  pack_result      worker method
 
-Lists, tuples and dicts are walked; batches, tensors, arrays and futures inside them are handled,
-anything else passes as it is. What comes out shares no memory with what went in, on any backend.
+Lists, tuples and dicts are walked. Batches, tensors, arrays and futures inside them are packed; any
+other value is sent as it is. What the receiver gets shares no memory with what was sent, on any
+backend.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
 from tensordict import TensorDictBase
 
-from quadriga.protocol.dataproto import DataProto, tensordict_message, to_message
-from quadriga.protocol.future import DataProtoFuture, unpacked
-from quadriga.protocol.values import nested as plain
+from quadriga.protocol.containers import walk
+from quadriga.protocol.dataproto import DataProto, from_message, tensordict_message, to_message
+from quadriga.protocol.message import Message
+from quadriga.protocol.values.decode import decode_leaf
+from quadriga.protocol.values.encode import encode_leaf
 from quadriga.protocol.values.storage import CONTROLLER, Origin, Store, current_store, use_store
 
 __all__ = [
-    "DataProtoFuture",
+    "Deferred",
     "Origin",
     "current_store",
     "pack_argument",
@@ -31,39 +35,66 @@ __all__ = [
 ]
 
 
-def pack_argument(value: Any, store: Store | None = None) -> Any:
-    """On the controller: what a call carries. Local fields above the inline limit are put into
-    `store` (that of the ranks' backend; the current one when None), once a call of this function:
-    pack a part that several ranks share once."""
+class Deferred(ABC):
+    """A value that may not exist yet. As an argument it is replaced by its value."""
+
+    @abstractmethod
+    def get(self) -> Any:
+        """Wait for the value."""
+
+
+def pack_argument(value: object, store: Store | None = None) -> object:
+    """Pack an argument on the controller.
+
+    Local fields above the inline limit are put into `store` (that of the ranks' backend; the
+    current one if None) once per call of this function, so a part that several ranks share must be
+    packed once.
+    """
     return _pack(value, CONTROLLER, store or current_store())
 
 
-def pack_result(value: Any, origin: Origin, store: Store | None = None) -> Any:
-    """In the worker, after the method: what the reply carries. Fields above the inline limit stay
-    here, in `store` (the current one when None); fields that were not read pass on as the
-    references that they were."""
+def pack_result(value: object, origin: Origin, store: Store | None = None) -> object:
+    """Pack a result in the worker.
+
+    Fields above the inline limit are put into `store` (the current one if None). Fields that the
+    method received and did not read are sent as the references that they were.
+    """
     return _pack(value, origin, store or current_store())
 
 
-def unpack_argument(value: Any) -> Any:
-    """In the worker, before the method: what the method sees. Waits for futures; fetches no field
-    of a `DataProto`, all fields of a plain `TensorDict`."""
-    return unpacked(value)
+def unpack_argument(value: object) -> Any:
+    """Unpack an argument in the worker. Waits for futures.
+
+    Fetches no field of a `DataProto` and all fields of a plain `TensorDict`.
+    """
+    return walk(value, _unpack_leaf)
 
 
-def unpack_result(value: Any) -> Any:
-    """On the controller: what the caller sees. Fetches nothing, except that a plain `TensorDict`
-    or a bare tensor is here when it is handed over."""
-    return unpacked(value)
+def unpack_result(value: object) -> Any:
+    """Unpack a result on the controller.
+
+    Fetches no field of a `DataProto`; plain `TensorDict`s and bare tensors are local when this
+    function returns.
+    """
+    return walk(value, _unpack_leaf)
 
 
-def _pack(value: Any, origin: Origin, store: Store) -> Any:
-    return plain.walk(value, partial(_pack_leaf, origin=origin, store=store))
+def _pack(value: object, origin: Origin, store: Store) -> object:
+    return walk(value, partial(_pack_leaf, origin=origin, store=store))
 
 
-def _pack_leaf(value: Any, origin: Origin, store: Store) -> Any:
+def _pack_leaf(value: object, origin: Origin, store: Store) -> object:
     if isinstance(value, DataProto):
         return to_message(value, origin, store)
+    # A TensorDict without batch dimensions has no rows; `encode_leaf` sends it as a single value.
     if isinstance(value, TensorDictBase) and value.batch_dims:
         return tensordict_message(value, origin, store)
-    return plain.encode_leaf(value, private=store.in_process)
+    return encode_leaf(value, private=store.in_process)
+
+
+def _unpack_leaf(value: object) -> object:
+    if isinstance(value, Message):
+        return from_message(value)
+    if isinstance(value, Deferred):
+        return value.get()
+    return decode_leaf(value)

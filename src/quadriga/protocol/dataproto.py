@@ -1,10 +1,8 @@
-"""`DataProto`: the one container that crosses process borders.
+"""`DataProto`: the container of everything that is sent between controller and workers.
 
-Row operations are two steps: the index becomes a `RowOp` (rowops.py), and the operation is applied
-to each column. Columns that lie in another process only compose references (refbatch.py), so the
-same code serves local data and data that never came here.
-
-The files below this one work on a batch's `Contents`, and know no `DataProto`.
+An operation on rows has two steps: the index becomes a `RowSelection` (values/rows.py), and the
+selection is applied to every column (columns/). Remote columns only change where their rows are
+found, so the same code handles local and remote fields.
 """
 
 from __future__ import annotations
@@ -13,43 +11,85 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from quadriga.errors import LengthError
-from quadriga.protocol import message_content as wire
-from quadriga.protocol.columns import contents as batches
-from quadriga.protocol.config import DataProtoConfig
-from quadriga.protocol.item import DataProtoItem
+from quadriga.errors import LengthError, ProtocolError
+from quadriga.protocol import message as messages
+from quadriga.protocol.columns import contents as halves
+from quadriga.protocol.columns.contents import (
+    ArrayHalf,
+    Contents,
+    DataProtoItem,
+    MetaInfo,
+    TensorHalf,
+)
+from quadriga.protocol.columns.remote_batch import RemoteBatch
 from quadriga.protocol.message import Message
-from quadriga.protocol.ops import construct as building
-from quadriga.protocol.ops import describe, disk
-from quadriga.protocol.ops import join as joining
-from quadriga.protocol.ops import mini_batches as iterating
-from quadriga.protocol.ops import split_columns as cutting
-from quadriga.protocol.values import row_selection as rowops
+from quadriga.protocol.ops import construct, describe, disk, join
+from quadriga.protocol.ops.split import LoaderSettings, mini_batch_rows, unfold_column_chunks
+from quadriga.protocol.values import rows
+from quadriga.protocol.values.rows import RowIndex, RowIndices, RowRange, RowSelection
 from quadriga.protocol.values.storage import Origin, Store
+
+MaybeNone: TypeAlias = Any
+"""None where a batch has no tensors. Not spelled `None`, so that code which knows that its batch
+has tensors can write `data.batch["values"]` (the convention of typeshed's `MaybeNone`)."""
+
+
+class _ConfigMeta(type):
+    """Makes `DataProtoConfig.auto_padding = True` a checked assignment."""
+
+    _auto_padding: bool = False
+
+    @property
+    def auto_padding(cls) -> bool:
+        return cls._auto_padding
+
+    @auto_padding.setter
+    def auto_padding(cls, enabled: bool) -> None:
+        if not isinstance(enabled, bool):
+            raise ProtocolError(
+                f"DataProtoConfig.auto_padding: expected True or False, got {enabled!r} "
+                f"({type(enabled).__name__})"
+            )
+        cls._auto_padding = enabled
+
+
+class DataProtoConfig(metaclass=_ConfigMeta):
+    """Settings of `DataProto` for this process.
+
+    `auto_padding`: if True, a batch that does not divide by the number of ranks is padded for the
+    call, and the result is unpadded. `from_dict(..., auto_padding=True)` sets the same for a single
+    batch. Default: False.
+    """
+
+    auto_padding_key = "_auto_padding"
 
 
 class DataProto:
-    """A batch: tensors, object arrays of the same length, and settings that travel along.
+    """A batch: tensors, arrays of the same length, and settings.
 
-    - `batch`: a `TensorDict` whose tensors share dimension 0 ([N, ...]), None when there are no
-      tensors, or a `RemoteBatch` (same reading interface) while some tensors lie elsewhere.
-    - `non_tensor_batch`: dict of numpy arrays [N, ...], object dtype unless given otherwise.
-    - `meta_info`: a plain dict; not split, merged by `concat`.
+    - `batch`: a `TensorDict` whose tensors share dimension 0 ([N, ...]), None if there are no
+      tensors, or a `RemoteBatch` (same reading interface) while some tensors are remote.
+    - `non_tensor_batch`: dict of numpy arrays [N, ...], usually of dtype object.
+    - `meta_info`: a plain dict; not split; merged by `concat`.
 
     Raises `LengthError` or `FieldError` at construction when the parts do not fit together.
     """
 
+    batch: TensorDict | RemoteBatch | MaybeNone
+    non_tensor_batch: ArrayHalf
+    meta_info: MetaInfo
+
     def __init__(
         self,
-        batch: Any = None,
-        non_tensor_batch: dict[str, np.ndarray[Any, Any]] | None = None,
-        meta_info: dict[str, Any] | None = None,
+        batch: TensorHalf = None,
+        non_tensor_batch: ArrayHalf | None = None,
+        meta_info: MetaInfo | None = None,
     ) -> None:
         self.batch = batch
         self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
@@ -59,56 +99,63 @@ class DataProto:
     @classmethod
     def from_dict(
         cls,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-        non_tensors: Mapping[str, Any] | None = None,
-        meta_info: dict[str, Any] | None = None,
+        tensors: Mapping[str, torch.Tensor | TensorDictBase] | None = None,
+        non_tensors: Mapping[str, object] | None = None,
+        meta_info: MetaInfo | None = None,
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> Self:
-        """A batch from a dict of tensors and a dict of arrays or lists.
+        """Return a batch of a dict of tensors and a dict of arrays or lists.
 
-        `auto_padding=True` marks the batch (in `meta_info`) as one that calls may pad.
-        Raises `LengthError` naming both fields when lengths differ, `FieldError` for other types.
+        `auto_padding=True` allows calls to pad this batch (noted in `meta_info`). Raises
+        `LengthError` naming both fields when lengths differ, `FieldError` for other types.
         """
         meta = dict(meta_info or {})
         if auto_padding:
             meta[DataProtoConfig.auto_padding_key] = True
-        batch, arrays = building.check_dicts(tensors or {}, non_tensors or {}, num_batch_dims)
+        batch, arrays = construct.check_dicts(tensors or {}, non_tensors or {}, num_batch_dims)
         return cls(batch, arrays, meta)
 
     @classmethod
     def from_single_dict(
         cls,
-        data: Mapping[str, Any],
-        meta_info: dict[str, Any] | None = None,
+        data: Mapping[str, object],
+        meta_info: MetaInfo | None = None,
         auto_padding: bool = False,
     ) -> Self:
-        """A batch from one dict; tensors, and arrays or lists, are told apart by type."""
-        tensors, arrays = building.sort_by_type(data)
+        """Return a batch of one dict; tensors, and arrays or lists, are separated by type."""
+        tensors, arrays = construct.sort_by_type(data)
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
     @classmethod
     def from_tensordict(
         cls,
         tensor_dict: TensorDictBase | None = None,
-        meta_info: dict[str, Any] | None = None,
+        meta_info: MetaInfo | None = None,
         num_batch_dims: int = 1,
     ) -> Self:
-        """A batch from a `TensorDict`: stacks of non-tensors become arrays, lone ones meta_info."""
-        return cls(*building.split_tensordict(tensor_dict, meta_info, num_batch_dims))
+        """Return a batch of a `TensorDict`. A `NonTensorStack` becomes an array, a `NonTensorData`
+        becomes an entry of `meta_info`."""
+        return cls(*construct.split_tensordict(tensor_dict, meta_info, num_batch_dims))
 
     def to_tensordict(self) -> TensorDict:
-        """The inverse of `from_tensordict`. Fetches every field."""
-        return building.join_tensordict(self.contents)
+        """Return the inverse of `from_tensordict`. Fetches every field."""
+        return construct.join_tensordict(self.contents)
 
     def check_consistency(self) -> None:
-        """Raises `LengthError` or `FieldError` unless all fields have the same length and kind."""
-        building.check(self.contents)
+        """Raise `LengthError` or `FieldError` unless all fields have one length and known types."""
+        halves.check(self.contents)
 
     @property
-    def contents(self) -> batches.Contents:
-        """The three parts, without the class around them."""
-        return batches.Contents(self.batch, self.non_tensor_batch, self.meta_info)
+    def contents(self) -> Contents:
+        """The three parts without the class around them."""
+        return Contents(self.batch, self.non_tensor_batch, self.meta_info)
+
+    def with_contents(
+        self, batch: TensorHalf, arrays: ArrayHalf, meta: MetaInfo | None = None
+    ) -> Self:
+        """Return a batch of the same class with these halves; `meta_info` is copied if None."""
+        return type(self)(batch, arrays, dict(self.meta_info) if meta is None else meta)
 
     def __len__(self) -> int:
         return self.contents.rows
@@ -121,78 +168,78 @@ class DataProto:
         )
 
     def __getitem__(self, index: Any) -> Any:
-        """`data[int]` is a `DataProtoItem`; slices, lists, index and mask arrays a `DataProto`."""
-        if rowops.is_row_number(index):
-            row = rowops.row_number(index, len(self))
-            return DataProtoItem(
-                *batches.row(self.batch, self.non_tensor_batch, row), self.meta_info
-            )
-        return self.take_rows(rowops.from_index(index, len(self)))
+        """Return a `DataProtoItem` for `data[int]`, a batch for slices, lists, arrays and masks."""
+        row = rows.row_number(index, len(self))
+        if row is None:
+            return self.take_rows(rows.from_index(index, len(self)))
+        return DataProtoItem(*halves.row(self.batch, self.non_tensor_batch, row), self.meta_info)
 
     def __iter__(self) -> Iterator[DataProtoItem]:
         self.prefetch()
         for i in range(len(self)):
             yield self[i]
 
-    def take_rows(self, op: rowops.RowOp) -> Self:
-        """The rows of `op` (see rowops.py); bookkeeping only for fields that lie elsewhere."""
-        batch, arrays = batches.take(self.batch, self.non_tensor_batch, op)
-        return type(self)(batch, arrays, dict(self.meta_info))
+    def take_rows(self, selection: RowSelection) -> Self:
+        """Return the selected rows. Fetches nothing."""
+        return self.with_contents(*halves.take(self.batch, self.non_tensor_batch, selection))
 
     def slice(
         self, start: int | None = None, end: int | None = None, step: int | None = None
     ) -> Self:
-        """Rows `start:end:step`. Local tensors are views where `step` is 1."""
-        return self.take_rows(rowops.from_slice(slice(start, end, step), len(self)))
+        """Return rows `start:end:step`. Local tensors are views if `step` is 1."""
+        return self.take_rows(rows.from_slice(slice(start, end, step), len(self)))
 
-    def select_idxs(self, idxs: Any) -> Self:
-        """The rows of a list, numpy array or tensor of indices, or of a bool mask."""
-        return self.take_rows(rowops.from_index(idxs, len(self)))
+    def select_idxs(self, idxs: RowIndex) -> Self:
+        """Return the rows of a list, numpy array or tensor of row numbers, or of a bool mask."""
+        return self.take_rows(rows.from_index(idxs, len(self)))
 
-    def reorder(self, indices: Any) -> None:
-        """Puts the rows in the order of `indices` (length N or any other), in place."""
-        op = rowops.from_index(indices, len(self))
-        self.batch, self.non_tensor_batch = batches.take(self.batch, self.non_tensor_batch, op)
+    def reorder(self, indices: RowIndex) -> None:
+        """Replace the rows by those of `indices` (length N or any other), in place."""
+        selection = rows.from_index(indices, len(self))
+        self.batch, self.non_tensor_batch = halves.take(
+            self.batch, self.non_tensor_batch, selection
+        )
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
-        """Each row `repeat_times` times: aabb when interleaved, abab when not."""
-        rows = np.arange(len(self), dtype=np.int64)
-        rows = np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)
-        return self.take_rows(rowops.Take(rows))
+        """Repeat every row `repeat_times` times: aabb if interleaved, abab if not."""
+        chosen = np.arange(len(self), dtype=np.int64)
+        chosen = np.repeat(chosen, repeat_times) if interleave else np.tile(chosen, repeat_times)
+        return self.take_rows(RowIndices(chosen))
 
-    def sample_level_repeat(self, repeat_times: Any) -> Self:
-        """Row `i` `repeat_times[i]` times. Raises `LengthError` unless every row has a number."""
-        return self.take_rows(rowops.repeats(repeat_times, len(self)))
+    def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor | np.ndarray) -> Self:
+        """Repeat row `i` `repeat_times[i]` times. Raises `LengthError` unless every row has one."""
+        return self.take_rows(rows.repeated(repeat_times, len(self)))
 
     def chunk(self, chunks: int) -> list[Self]:
-        """`chunks` parts in order, of equal length.
+        """Split into `chunks` parts of equal length, in order.
 
         With padding enabled lengths may differ by one, longer parts first. Otherwise a length
         that does not divide raises `LengthError`.
         """
-        bounds = rowops.chunk_bounds(len(self), chunks, self.is_padding_enabled())
-        return [self.take_rows(rowops.Span(a, b)) for a, b in itertools.pairwise(bounds)]
+        bounds = rows.chunk_bounds(len(self), chunks, self.is_padding_enabled())
+        return [self.take_rows(RowRange(a, b)) for a, b in itertools.pairwise(bounds)]
 
     def split(self, split_size: int) -> list[Self]:
-        """Parts of `split_size` rows; the last may be shorter."""
+        """Split into parts of `split_size` rows; the last part may be shorter."""
         if split_size < 1:
-            raise LengthError(f"split needs a size of at least 1; got {split_size}")
+            raise LengthError(f"split: expected a size of at least 1, got {split_size}")
         return [self.slice(i, i + split_size) for i in range(0, len(self), split_size)]
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """Rows of all parts in order. `meta_info` is merged: see `joining.merge_meta`."""
+        """Concatenate batches along their rows. `meta_info` is merged: equal values are kept, under
+        "metrics" dicts become one dict of lists, other differences raise `ConflictError`."""
         parts = list(data)
-        joined = joining.concat([part.contents for part in parts])
-        return type(parts[0])(*joined)
+        joined = halves.concat([part.contents for part in parts])
+        return parts[0].with_contents(*joined)
 
     def union(self, other: DataProto) -> Self:
-        """Adds the fields of `other` in place and returns self.
+        """Add the fields of `other` in place and return self.
 
-        A key that both have must hold equal values, else `ConflictError` names it and nothing
-        has changed. Lengths must agree, else `LengthError`.
+        A key of both must have equal values; otherwise `ConflictError` names it and nothing is
+        changed. Lengths must be equal, otherwise `LengthError`.
         """
-        joined = joining.union(self.contents, other.contents)
+        joined = join.union(self.contents, other.contents)
         self.batch, self.non_tensor_batch, self.meta_info = joined
         return self
 
@@ -203,12 +250,14 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
     ) -> Self:
-        """A batch of these keys only; None means all of that kind. Values are shared, not copied,
-        unless `deepcopy`. Raises `FieldError` for a key that is not there."""
-        picked = type(self)(
-            batches.select(self.batch, batch_keys),
-            batches.select_arrays(self.non_tensor_batch, non_tensor_batch_keys),
-            batches.pick(self.meta_info, meta_info_keys, "meta_info"),
+        """Return a batch of these keys only; None means all of that kind.
+
+        Values are shared unless `deepcopy`. Raises `FieldError` for a missing key.
+        """
+        picked = self.with_contents(
+            halves.select(self.batch, batch_keys),
+            halves.select_arrays(self.non_tensor_batch, non_tensor_batch_keys),
+            halves.pick(self.meta_info, meta_info_keys, "meta_info"),
         )
         return copy.deepcopy(picked) if deepcopy else picked
 
@@ -218,7 +267,7 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> Self:
-        """Removes these keys and returns them as a batch; None means none of that kind."""
+        """Remove these keys and return them as a batch; None means none of that kind."""
         popped = self.select(
             batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [], deepcopy=False
         )
@@ -233,104 +282,119 @@ class DataProto:
         return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
-        """Renames tensors in place and returns self."""
-        self.batch = batches.rename(self.batch, old_keys, new_keys)
+        """Rename tensors in place and return self."""
+        self.batch = halves.rename(self.batch, old_keys, new_keys)
         return self
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
-        """Each row becomes `n_split` rows: keys in `split_keys` are cut along dimension 1
-        ([N, M, ...] to [N * n_split, M / n_split, ...]; of a jagged one, each row by itself), all
-        others are repeated. Raises `FieldError` and `LengthError` naming the key."""
-        cut = cutting.unfold_column_chunks(self.contents, n_split, split_keys or [])
-        return type(self)(*cut)
+        """Turn every row into `n_split` rows.
+
+        Keys in `split_keys` are split along dimension 1 ([N, M, ...] to [N * n_split, M / n_split,
+        ...]; a jagged field row by row), all others are repeated. Raises `FieldError` and
+        `LengthError` naming the key.
+        """
+        unfolded = unfold_column_chunks(self.contents, n_split, split_keys or [])
+        return self.with_contents(*unfolded)
 
     def make_iterator(
         self,
         mini_batch_size: int,
         epochs: int,
         seed: int | None = None,
-        dataloader_kwargs: Mapping[str, Any] | None = None,
+        dataloader_kwargs: LoaderSettings | None = None,
     ) -> Iterator[Self]:
-        """Mini-batches of `mini_batch_size` rows, `epochs` times over. `dataloader_kwargs` go to
-        `torch.utils.data.DataLoader`; `seed` makes `shuffle=True` repeatable.
-        Raises `LengthError` unless the length divides."""
-        chosen = iterating.mini_batch_rows(
-            len(self), mini_batch_size, epochs, seed, dataloader_kwargs or {}
-        )
+        """Iterate over mini-batches of `mini_batch_size` rows, `epochs` times.
+
+        `dataloader_kwargs` are those of `torch.utils.data.DataLoader`; `seed` makes `shuffle=True`
+        repeatable. Raises `LengthError` unless the length divides.
+        """
+        chosen = mini_batch_rows(len(self), mini_batch_size, epochs, seed, dataloader_kwargs or {})
         return (self.select_idxs(rows) for rows in chosen)
 
     def is_padding_enabled(self) -> bool:
-        """True when this batch, or the process, allows calls to pad it."""
+        """Return True if this batch, or the process, allows calls to pad it."""
         own = bool(self.meta_info.get(DataProtoConfig.auto_padding_key, False))
         return own or DataProtoConfig.auto_padding
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
-        """Appends `padding_size` copies of the "first" or "last" row, in place. Raises
-        `LengthError` for an empty batch, which has no row to copy."""
-        op = rowops.padding(len(self), padding_size, padding_candidate)
-        self.batch, self.non_tensor_batch = batches.take(self.batch, self.non_tensor_batch, op)
+        """Append `padding_size` copies of the "first" or "last" row, in place.
+
+        Raises `LengthError` for an empty batch, which has no row to copy.
+        """
+        selection = rows.padded(len(self), padding_size, padding_candidate)
+        self.batch, self.non_tensor_batch = halves.take(
+            self.batch, self.non_tensor_batch, selection
+        )
 
     def to(self, device: torch.device | str) -> Self:
-        """Moves all tensors (fetching those that lie elsewhere) and returns self."""
+        """Move all tensors to a device, fetching those that are remote, and return self."""
         if self.batch is not None:
             self.batch = self.batch.to(device)
         return self
 
     def prefetch(self, keys: Sequence[str] | None = None) -> Self:
-        """Fetches these fields at once (all when None), so that later reads do not wait."""
-        batches.prefetch(self.batch, self.non_tensor_batch, keys)
+        """Fetch these fields (all if None) at once, so that later reads do not wait."""
+        halves.prefetch(self.batch, self.non_tensor_batch, keys)
         return self
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Writes the batch to one file (see disk.py for the format)."""
+        """Write the batch to one file; ops/disk.py describes the format."""
         disk.save(self.contents, filepath)
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> DataProto:
-        """Reads what `save_to_disk` wrote; runs no code from the file."""
+        """Read a file of `save_to_disk`. Executes no code from the file."""
         return DataProto(*disk.load(filepath))
 
     def describe(self) -> str:
-        """A table of fields: shape, dtype, bytes, where they lie, who wrote them."""
+        """Return a table of the fields: shape, dtype, bytes, where stored, written by which ranks.
+
+        Fetches nothing.
+        """
         return describe.table(self.contents)
 
     def get_data_info(self) -> str:
-        """One line a field with shape and dtype, and the types inside `meta_info`."""
+        """Return one line per field with shape and dtype, and the types in `meta_info`."""
         return describe.data_info(self.contents)
 
     def print_size(self, prefix: str = "") -> None:
-        """Prints the size of tensors and of arrays in GB (2**30 bytes)."""
+        """Print the size of tensors and of arrays in GB (2**30 bytes)."""
         print(describe.size_line(self.contents, prefix))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        batch, arrays = batches.deepcopy(self.batch, self.non_tensor_batch)
-        return type(self)(batch, arrays, copy.deepcopy(self.meta_info, memo))
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        batch, arrays = halves.deepcopy(self.batch, self.non_tensor_batch)
+        return self.with_contents(batch, arrays, copy.deepcopy(self.meta_info, memo))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return from_message, (wire.carry(self.contents, _kind(self)),)
+    def __reduce__(self) -> tuple[object, ...]:
+        return from_message, (messages.pack_for_pickle(self.contents, _subclass(self)),)
 
     def __copy__(self) -> Self:
         return self.select()
 
 
 def to_message(data: DataProto, origin: Origin, store: Store) -> Message:
-    """The batch as it crosses a process border, written by `origin`; large fields in `store`."""
-    return wire.pack(data.contents, _kind(data), origin, store)
+    """Return the message of a batch written by `origin`; large fields are put into `store`."""
+    return messages.pack(data.contents, _subclass(data), origin, store)
 
 
 def tensordict_message(tensors: TensorDictBase, origin: Origin, store: Store) -> Message:
-    """A plain `TensorDict` as it crosses: the message of the batch that it is."""
+    """Return the message of a plain `TensorDict`: that of its batch, with another class."""
     contents = DataProto.from_tensordict(tensors).contents
-    return wire.pack(contents, TensorDict, origin, store)
+    return messages.pack(contents, TensorDict, origin, store)
 
 
-def from_message(message: Message) -> Any:
-    """What a message was made of: a `DataProto`, its fields fetched when they are read, or a plain
-    `TensorDict` with all of its fields here."""
+def from_message(message: Message) -> DataProto | TensorDict:
+    """Return the batch of a message.
+
+    Fields of a `DataProto` are fetched when they are read, those of a plain `TensorDict` at once.
+    """
+    contents = messages.unpack(message)
     if message.kind is TensorDict:
-        return DataProto(*wire.unpack(message)).to_tensordict()
-    return (message.kind or DataProto)(*wire.unpack(message))
+        return DataProto(*contents).to_tensordict()
+    kind = message.kind or DataProto
+    assert issubclass(kind, DataProto), kind
+    return kind(*contents)
 
 
-def _kind(data: DataProto) -> type[DataProto] | None:
+def _subclass(data: DataProto) -> type[DataProto] | None:
     return None if type(data) is DataProto else type(data)

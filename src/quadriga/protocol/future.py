@@ -1,4 +1,4 @@
-"""`DataProtoFuture`: a result that is still being computed, or that lies in workers."""
+"""`DataProtoFuture`: the result of a call that may not have returned yet."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from typing import Any, Protocol, runtime_checkable
 from tensordict import TensorDict, TensorDictBase
 
 from quadriga.errors import FieldError, LengthError
-from quadriga.protocol.config import DataProtoConfig
-from quadriga.protocol.dataproto import DataProto, from_message
+from quadriga.protocol.boundary import Deferred, unpack_result
+from quadriga.protocol.dataproto import DataProto, DataProtoConfig
 from quadriga.protocol.message import Message
-from quadriga.protocol.values.nested import decode_leaf, walk
-from quadriga.protocol.values.row_selection import chunk_bounds
+from quadriga.protocol.values.rows import chunk_bounds
 
 
 @runtime_checkable
 class PendingValue(Protocol):
-    """One rank's reply. Picklable; `result()` waits for it and raises the worker's error.
+    """The result of one rank. Picklable.
 
-    A class that may know its reply without waiting has an attribute `arrived`, None until then.
+    A class that may know its result without waiting has an attribute `arrived`: the packed result,
+    None until it is known.
     """
 
-    def result(self) -> Any: ...
+    def result(self) -> Any:
+        """Wait for the result. Raises the error of the worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part `index` of `count` of a batch; `uneven` when the process that cut it allows padding."""
+    """Part `index` of `count` of a batch; `uneven` if the process that split it allows padding."""
 
     index: int
     count: int
     uneven: bool
 
-    def of(self, batch: Any) -> Any:
-        """This part of a batch, as what the batch is."""
-        whole = as_dataproto(batch)
+    def of(self, batch: DataProto | TensorDictBase) -> DataProto | TensorDictBase:
+        """Return this part of a batch, as a value of the same type."""
+        whole = _as_dataproto(batch)
         bounds = chunk_bounds(len(whole), self.count, self.uneven or whole.is_padding_enabled())
         part = whole.slice(bounds[self.index], bounds[self.index + 1])
         return part if isinstance(batch, DataProto) else part.to_tensordict()
 
 
-class DataProtoFuture:
-    """A batch that is not here yet. `get()` waits and joins; `chunk` and `concat` do not wait.
+class DataProtoFuture(Deferred):
+    """A batch that ranks may still be computing.
 
-    `pending`: what to wait for, in order. `collect_fn`: joins the replies into one batch
-    (`DataProto.concat` when None); it must be picklable, because a future, or a part of one, can
-    be an argument of any registered method: the receiving worker gets the real batch, and only the
-    rows and fields that it reads travel.
+    `get()` waits and joins; `chunk` and `concat` do not wait. A future, or a part of one, can be an
+    argument of any registered method: the receiving worker gets the batch, and only the rows and
+    fields that it reads are fetched.
     """
 
     def __init__(
@@ -57,36 +57,46 @@ class DataProtoFuture:
         collect_fn: Callable[[list[Any]], Any] | None = None,
         parts: tuple[Part, ...] = (),
     ) -> None:
+        """`pending`: what to wait for, in order. `collect_fn`: joins the results to one batch
+        (`DataProto.concat` if None); must be picklable. `parts`: the part of the batch that this
+        future is, from the outermost split to the innermost."""
         self.pending = list(pending)
         self.collect_fn = collect_fn
         self.parts = parts
 
     def get(self) -> Any:
-        """Waits for every reply, joins them and takes this part. Raises the first error."""
+        """Wait for every result, join them and return this part. Raises the first error."""
         return self._joined([pending.result() for pending in self.pending])
 
     result = get
 
     def arrived(self) -> DataProto | None:
-        """The batch, if all of it was made and is known here; None otherwise. Fetches nothing."""
-        replies = [getattr(pending, "arrived", None) for pending in self.pending]
-        if not all(isinstance(r, Message) and r.kind is not TensorDict for r in replies):
+        """Return the batch if all ranks have returned it and this process knows that, else None.
+
+        Fetches nothing.
+        """
+        packed = [getattr(pending, "arrived", None) for pending in self.pending]
+        if not all(isinstance(p, Message) and p.kind is not TensorDict for p in packed):
             return None
-        joined = self._joined(replies)
+        joined = self._joined(packed)
         return joined if isinstance(joined, DataProto) else None
 
-    def _joined(self, values: Sequence[Any]) -> Any:
-        replies = [unpacked(value) for value in values]
-        joined = join(replies) if self.collect_fn is None else self.collect_fn(replies)
+    def _joined(self, packed: Sequence[object]) -> Any:
+        results = [unpack_result(value) for value in packed]
+        joined = _join(results) if self.collect_fn is None else self.collect_fn(results)
+        # chunk(2)[1].chunk(3)[0] has parts (1 of 2), (0 of 3): the outermost split comes first.
         for part in self.parts:
             joined = part.of(joined)
         return joined
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """`chunks` futures, one a part, without waiting. A length that does not divide raises
-        `LengthError` when a part is read, unless padding is enabled here or on the batch."""
+        """Return `chunks` futures, one for each part, without waiting.
+
+        A length that does not divide raises `LengthError` when a part is read, unless padding is
+        enabled in this process or for the batch.
+        """
         if chunks < 1:
-            raise LengthError(f"a batch is cut into at least 1 part; got {chunks}")
+            raise LengthError(f"expected at least 1 part to split a batch into, got {chunks}")
         parts = [Part(i, chunks, DataProtoConfig.auto_padding) for i in range(chunks)]
         return [
             DataProtoFuture(self.pending, self.collect_fn, (*self.parts, part)) for part in parts
@@ -94,43 +104,29 @@ class DataProtoFuture:
 
     @staticmethod
     def concat(data: Sequence[PendingValue]) -> DataProtoFuture:
-        """One future of many (futures or pending replies), rows in order, without waiting."""
+        """Return one future of several futures or pending results, in order, without waiting."""
         if not data:
-            raise LengthError("concat needs at least one future; got an empty list")
+            raise LengthError("concat: expected at least one future, got an empty list")
         return DataProtoFuture(data)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataProtoFuture:
-        return self  # a name of a result; a copy of it names the same
+    def __deepcopy__(self, memo: dict[int, object]) -> DataProtoFuture:
+        return self  # a future names a result; a copy would name the same result
 
     def __repr__(self) -> str:
         path = "".join(f", part {part.index} of {part.count}" for part in self.parts)
-        return f"DataProtoFuture({len(self.pending)} replies{path})"
+        return f"DataProtoFuture({len(self.pending)} results{path})"
 
 
-def join(replies: list[Any]) -> Any:
-    """Batches joined along their rows; one reply that is no batch as it is."""
-    if all(isinstance(r, DataProto) for r in replies):
-        return DataProto.concat(replies)
-    if all(isinstance(r, DataProto | TensorDictBase) for r in replies):
-        joined = DataProto.concat([as_dataproto(r) for r in replies])
+def _join(results: list[Any]) -> Any:
+    """Concatenate batches along their rows."""
+    if all(isinstance(result, DataProto) for result in results):
+        return DataProto.concat(results)
+    if all(isinstance(result, DataProto | TensorDictBase) for result in results):
+        joined = DataProto.concat([_as_dataproto(result) for result in results])
         return joined.to_tensordict()
-    kinds = ", ".join(sorted({type(r).__name__ for r in replies}))
-    raise FieldError(f"a future joins DataProto or TensorDict replies; got {kinds}")
+    kinds = ", ".join(sorted({type(result).__name__ for result in results}))
+    raise FieldError(f"a future joins results of type DataProto or TensorDict, got {kinds}")
 
 
-def as_dataproto(value: Any) -> DataProto:
-    """A `DataProto` as it is, a `TensorDict` turned into one."""
+def _as_dataproto(value: DataProto | TensorDictBase) -> DataProto:
     return value if isinstance(value, DataProto) else DataProto.from_tensordict(value)
-
-
-def unpacked(value: Any) -> Any:
-    """What crossed a process border, as its receiver uses it; waits for futures inside."""
-    return walk(value, _unpack_leaf)
-
-
-def _unpack_leaf(value: Any) -> Any:
-    if isinstance(value, Message):
-        return from_message(value)
-    if isinstance(value, DataProtoFuture):
-        return value.get()
-    return decode_leaf(value)

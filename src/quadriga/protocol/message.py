@@ -1,33 +1,53 @@
-"""A message: one batch as it crosses, and the plain tuples in which it is pickled.
+"""`Message`: one batch as it is sent, and its pickled form.
 
-A transport's pickler may call Python for every object that is not of a built-in type, so a batch
-travels as tuples, strings and bytes; only references of a store, and payloads that are large enough
-to go out of band, stay objects. Layouts are written once however many fields share them.
+`pack` makes the message of a batch: small fields with their bytes, large fields as handles of a
+store, so a message stays small whatever the size of the batch. `unpack` returns the contents of a
+message, private to the receiver. `pack_for_pickle` makes the message of a batch that is pickled
+outside a call.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from quadriga.protocol.columns.column import RemoteColumn
+from quadriga.protocol.columns import column as columns
+from quadriga.protocol.columns import contents as halves
+from quadriga.protocol.columns.column import Column, RemoteColumn, is_remote, local_value
+from quadriga.protocol.columns.contents import Contents, MetaInfo
+from quadriga.protocol.containers import PLAIN_TYPES, walk
+from quadriga.protocol.values.decode import current_device, decode, decode_leaf
+from quadriga.protocol.values.encode import encode, encode_leaf
 from quadriga.protocol.values.field_spec import FieldSpec, Payload
-from quadriga.protocol.values.nested import ATOMS
-from quadriga.protocol.values.row_map import Block, Rows
-from quadriga.protocol.values.storage import LocalHandle, Origin
+from quadriga.protocol.values.rows import RowMap, Shard
+from quadriga.protocol.values.storage import (
+    CONTROLLER,
+    Handle,
+    LocalHandle,
+    Origin,
+    Store,
+    mark,
+    snapshot,
+    traffic,
+)
 
-Flat = tuple[Any, ...]
+INLINE_BYTES = 64 * 1024
+"""A field of a shard up to this size is sent in the message; a larger one is put into the store."""
 _SMALL = 2048
-"""Arrays up to this many bytes are written as bytes: cheaper than an out-of-band buffer."""
+"""Arrays up to this many bytes are pickled as bytes: cheaper than an out-of-band buffer."""
+
+Flat: TypeAlias = tuple[Any, ...]
+"""Nested tuples, strings, numbers, bytes, handles and large arrays: pickled without Python code."""
 
 
 @dataclass(slots=True)
 class Inline:
-    """A field of all rows of the message whose bytes come along."""
+    """A field of all rows of a message whose bytes are in the message."""
 
     spec: FieldSpec
     payload: Payload
@@ -39,146 +59,313 @@ Entries = dict[str, Inline | RemoteColumn]
 
 @dataclass(slots=True)
 class Message:
-    """One batch as it crosses. `kind`: its class, None for `DataProto` itself; `head`: batch size
-    and kind of device of its tensor half, None when it has none; `rows`: the layout of fields that
-    this message brings."""
+    """One batch as it is sent.
 
-    kind: type[Any] | None
+    `kind`: the class of the batch, None for `DataProto` itself; `head`: batch size and type of
+    device of its tensor half, None if it has none; `row_map`: of the fields that this message
+    brings or has put into the store.
+    """
+
+    kind: type[object] | None
     head: tuple[tuple[int, ...], str | None] | None
-    rows: Rows
+    row_map: RowMap
     tensors: Entries
     arrays: Entries
-    meta: Any
+    meta: MetaInfo
 
     @property
     def is_plain(self) -> bool:
-        """Whether it holds nothing but small fields and atoms: no reference, no object or class of
-        the user's."""
+        """Whether the message has small fields and plain values only: no handle, and no object or
+        class of the user."""
         entries = (*self.tensors.values(), *self.arrays.values())
         return (
             self.kind is None
-            and all(isinstance(e, Inline) and e.spec.kind != "raw" for e in entries)
-            and all(type(value) in ATOMS for value in self.meta.values())
+            and all(isinstance(entry, Inline) and entry.spec.kind != "raw" for entry in entries)
+            and all(type(value) in PLAIN_TYPES for value in self.meta.values())
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return restore, flatten(self)
+    def __reduce__(self) -> tuple[Callable[..., Message], Flat]:
+        return _restore, _flatten(self)
 
 
-def flatten(message: Message) -> Flat:
-    """The arguments of `restore`."""
-    layouts = _Layouts()
-    tensors = _flat_entries(message.tensors, layouts)
-    arrays = _flat_entries(message.arrays, layouts)
-    rows = layouts.number(message.rows)
-    return message.kind, message.head, rows, tuple(layouts.flat), tensors, arrays, message.meta
+def pack(contents: Contents, kind: type[object] | None, origin: Origin, store: Store) -> Message:
+    """Return the message of a batch that is sent in a call or a result.
+
+    The message contains no live tensor. Large fields are put into `store` in one call, written by
+    `origin`.
+    """
+    row_map = columns.row_map_of_shard(contents.rows, origin)
+    waiting: list[tuple[RemoteColumn, Payload, int]] = []
+
+    def entry(key: str, column: Column) -> Inline | RemoteColumn:
+        if is_remote(column):
+            return _pass_on(key, column, store)
+        spec, payload, nbytes = encode(local_value(column), key)
+        if nbytes <= INLINE_BYTES or spec.kind == "raw" or not row_map.shards:
+            # The payload may share memory with the live tensor, and is pickled later or never.
+            private = spec.kind != "raw" or store.in_process
+            return Inline(spec, snapshot(payload) if private else payload, nbytes)
+        stored = RemoteColumn(spec, row_map, ())
+        waiting.append((stored, payload, nbytes))
+        return stored
+
+    message = _message(contents, kind, row_map, entry, store.in_process)
+    # One call for all large fields of the message: a store may put them into one object.
+    if waiting:
+        handles = store.put_many([(payload, nbytes) for _, payload, nbytes in waiting])
+        for (stored, _, nbytes), handle in zip(waiting, handles, strict=True):
+            stored.handles = (handle,)
+            traffic.stored(nbytes)
+    return message
 
 
-def restore(
-    kind: Any, head: Any, rows: int, layouts: Flat, tensors: Flat, arrays: Flat, meta: Any
+def pack_for_pickle(contents: Contents, kind: type[object] | None) -> Message:
+    """Return the message of a batch that is pickled outside a call.
+
+    Local fields are in the message; their buffers are pickled out of band.
+    """
+
+    def entry(key: str, column: Column) -> Inline | RemoteColumn:
+        if is_remote(column):
+            return columns.for_pickle(key, column)
+        return Inline(*encode(local_value(column), key))
+
+    return _message(contents, kind, columns.row_map_of_shard(contents.rows, CONTROLLER), entry)
+
+
+def _message(
+    contents: Contents,
+    kind: type[object] | None,
+    row_map: RowMap,
+    entry: Callable[[str, Column], Inline | RemoteColumn],
+    private: bool = False,
 ) -> Message:
-    """The message of `flatten`."""
-    known = [_rows(*parts) for parts in layouts]
-    return Message(kind, head, known[rows], _entries(tensors, known), _entries(arrays, known), meta)
+    batch, arrays, meta = contents
+    head = None
+    if batch is not None:
+        head = tuple(batch.batch_size), None if batch.device is None else batch.device.type
+    return Message(
+        kind,
+        head,
+        row_map,
+        {key: entry(key, column) for key, column in halves.tensor_columns(batch).items()},
+        {key: entry(key, column) for key, column in halves.array_columns(arrays).items()},
+        walk(meta, partial(encode_leaf, private=private)) if meta else {},
+    )
 
 
-class _Layouts:
-    """Numbers the layouts of one message."""
+def _pass_on(key: str, column: RemoteColumn, store: Store) -> Inline | RemoteColumn:
+    """Return a remote column as it is sent.
+
+    References are sent as they are. Bytes that are in this process are sent in the message if they
+    are few; otherwise they are put into the store, once for all messages that need them.
+    """
+    if store.in_process or not any(isinstance(handle, LocalHandle) for handle in column.handles):
+        return column.unread()
+    if column.has_local_payloads() and column.nbytes() <= INLINE_BYTES:
+        return columns.without_unused_rows(key, column)
+    handles = tuple([_stored(handle, column.spec, store) for handle in column.handles])
+    return RemoteColumn(column.spec, column.row_map, handles)
+
+
+def _stored(handle: Handle, spec: FieldSpec, store: Store) -> Handle:
+    if not isinstance(handle, LocalHandle) or handle.nbytes <= INLINE_BYTES or spec.kind == "raw":
+        return handle
+    # Several messages may need the same bytes: those of the parts of one batch, for example.
+    if handle.stored is None:
+        traffic.stored(handle.nbytes)
+        handle.stored = store.put(handle.value, handle.nbytes)
+    return handle.stored
+
+
+def unpack(message: Message) -> Contents:
+    """Return the contents of a message.
+
+    Small fields in the message become local values; all others are fetched when they are read.
+    """
+    batch = None
+    if message.head is not None:
+        size, device = message.head
+        tensors = _received(message.tensors, message.row_map)
+        batch = halves.tensor_half(
+            tensors, size, None if device is None else current_device(device)
+        )
+    arrays = halves.make_arrays(_received(message.arrays, message.row_map))
+    return Contents(batch, arrays, walk(message.meta, decode_leaf) if message.meta else {})
+
+
+def _received(entries: Entries, row_map: RowMap) -> dict[str, Column]:
+    return {key: _receive(key, entry, row_map) for key, entry in entries.items()}
+
+
+def _receive(key: str, entry: Inline | RemoteColumn, row_map: RowMap) -> Column:
+    if isinstance(entry, RemoteColumn):
+        column = entry.unread()
+        small = column.has_local_payloads() and column.nbytes() <= INLINE_BYTES
+        return column.read(key) if small else column
+    # Above the limit only in a message of `pack_for_pickle`: decoded when the field is read, so a
+    # batch that is pickled and only partly read is not copied as a whole.
+    if entry.nbytes > INLINE_BYTES and row_map.shards:
+        return RemoteColumn(entry.spec, row_map, (LocalHandle(entry.payload, entry.nbytes),))
+    value, nbytes = decode(entry.spec, row_map, [entry.payload])
+    traffic.fetched(nbytes)
+    mark(value, [shard.origin for shard in row_map.shards])
+    return value
+
+
+# A pickler of a transport may call Python for every object that is not of a built-in type, so a
+# message is pickled as tuples, strings and bytes. Only handles of a store and large payloads stay
+# objects. A batch of 3 rows with a field x that actor rank 0 stored, and a small local field y:
+#
+#     kind, head   None, ((3,), None)                     a DataProto; batch size and device
+#     own          1                                      row map of the fields of this message
+#     row_maps     0: ((17, 3, 0),)                       shards (uid, rows, number of the writer)
+#                     (("actor", 0, "make", "10.0.0.1"),) writers
+#                     b"..."                              segments [[0, 0, 3]] as bytes
+#                  1: ((42, 3, 0),), (("controller", 0, "", ""),), b"..."
+#     tensors      ("x", spec, 0, (handle,), None)        row map 0; five items: remote
+#                  ("y", spec, 24, ["<i8", (3,), b"..."]) 24 bytes and payload; four items: inline
+#
+# Each row map is written once, however many fields share it.
+
+
+def _flatten(message: Message) -> Flat:
+    """Return the arguments of `_restore`: the flat form above."""
+    row_maps = _RowMaps()
+    tensors = _flat_entries(message.tensors, row_maps)
+    arrays = _flat_entries(message.arrays, row_maps)
+    own = row_maps.number(message.row_map)
+    return message.kind, message.head, own, tuple(row_maps.flat), tensors, arrays, message.meta
+
+
+def _restore(
+    kind: type[object] | None,
+    head: tuple[tuple[int, ...], str | None] | None,
+    own: int,
+    row_maps: Iterable[Flat],
+    tensors: Iterable[Flat],
+    arrays: Iterable[Flat],
+    meta: MetaInfo,
+) -> Message:
+    known = [_row_map(*parts) for parts in row_maps]
+    return Message(kind, head, known[own], _entries(tensors, known), _entries(arrays, known), meta)
+
+
+class _RowMaps:
+    """Numbers the row maps of one message."""
 
     def __init__(self) -> None:
         self.flat: list[Flat] = []
         self._numbers: dict[int, int] = {}
 
-    def number(self, rows: Rows) -> int:
-        at = self._numbers.get(id(rows))
+    def number(self, row_map: RowMap) -> int:
+        at = self._numbers.get(id(row_map))
         if at is None:
-            at = self._numbers[id(rows)] = len(self.flat)
-            self.flat.append(_flat_rows(rows))
+            at = self._numbers[id(row_map)] = len(self.flat)
+            self.flat.append(_flat_row_map(row_map))
         return at
 
 
-def _flat_entries(entries: Entries, layouts: _Layouts) -> Flat:
+def _flat_entries(entries: Entries, row_maps: _RowMaps) -> Flat:
     flat: list[Flat] = []
     for key, entry in entries.items():
-        spec = entry.spec.flat()
+        spec = _flat_spec(entry.spec)
         if isinstance(entry, Inline):
             flat.append((key, spec, entry.nbytes, _flat_payload(entry.payload)))
         else:
             handles = tuple([_flat_handle(handle) for handle in entry.handles])
-            flat.append((key, spec, layouts.number(entry.rows), handles, None))
+            flat.append((key, spec, row_maps.number(entry.row_map), handles, None))
     return tuple(flat)
 
 
-def _entries(flat: Flat, layouts: list[Rows]) -> Entries:
+def _entries(flat: Iterable[Flat], row_maps: list[RowMap]) -> Entries:
     entries: Entries = {}
     for key, spec, number, content, *remote in flat:
         if remote:
             handles = tuple([_handle(*handle) for handle in content])
-            entries[key] = RemoteColumn(FieldSpec.of(spec), layouts[number], handles)
+            entries[key] = RemoteColumn(_spec(spec), row_maps[number], handles)
         else:
-            entries[key] = Inline(FieldSpec.of(spec), _payload(content), number)
+            entries[key] = Inline(_spec(spec), _payload(content), number)
     return entries
 
 
-def _flat_rows(rows: Rows) -> Flat:
+def _flat_spec(spec: FieldSpec) -> Flat:
+    children = tuple([(key, _flat_spec(child)) for key, child in spec.children])
+    return spec.kind, spec.dtype, tuple(spec.tail), spec.device, children
+
+
+def _spec(flat: Flat) -> FieldSpec:
+    kind, dtype, tail, device, children = flat
+    return FieldSpec(kind, dtype, tail, device, tuple([(k, _spec(child)) for k, child in children]))
+
+
+def _flat_row_map(row_map: RowMap) -> Flat:
     origins: dict[Origin, int] = {}
-    blocks = tuple(
-        [(b.uid, b.rows, origins.setdefault(b.origin, len(origins))) for b in rows.blocks]
+    shards = tuple(
+        [(s.uid, s.rows, origins.setdefault(s.origin, len(origins))) for s in row_map.shards]
     )
-    names = tuple([(o.role, o.rank, o.method, o.node) for o in origins])
-    return blocks, names, rows.content
+    writers = tuple([(o.role, o.rank, o.method, o.node) for o in origins])
+    return shards, writers, row_map.content
 
 
-def _rows(blocks: Flat, names: Flat, segments: bytes) -> Rows:
-    origins = [Origin(*name) for name in names]
-    return Rows(
-        tuple([Block(uid, rows, origins[origin]) for uid, rows, origin in blocks]),
+def _row_map(
+    shards: Iterable[tuple[int, int, int]],
+    writers: Iterable[tuple[str, int, str, str]],
+    segments: bytes,
+) -> RowMap:
+    origins = [Origin(*writer) for writer in writers]
+    return RowMap(
+        tuple([Shard(uid, rows, origins[writer]) for uid, rows, writer in shards]),
         np.frombuffer(segments, dtype=np.int64).reshape(-1, 3),
     )
 
 
-def _flat_handle(handle: Any) -> Flat:
-    kind = type(handle)
-    if kind is LocalHandle:
+def _flat_handle(handle: Handle) -> Flat:
+    """Return `(module and name of the class, *arguments)`; a `LocalHandle` has no class name."""
+    if type(handle) is LocalHandle:
         return None, _flat_payload(handle.value), handle.nbytes
-    named: Any = kind
-    return _name(named), *handle.__reduce__()[1]
+    return _class_name(type(handle)), *handle.__reduce__()[1]
 
 
-def _handle(kind: tuple[str, str] | None, *arguments: Any) -> Any:
+def _handle(kind: tuple[str, str] | None, *arguments: Any) -> Handle:
     if kind is None:
         payload, nbytes = arguments
         return LocalHandle(_payload(payload), nbytes)
-    return _handle_class(*kind)(*arguments)
+    handle: Handle = _handle_class(*kind)(*arguments)
+    return handle
 
 
 @cache
-def _name(kind: Any) -> tuple[str, str]:
+def _class_name(kind: type[object]) -> tuple[str, str]:
     return kind.__module__, kind.__qualname__
 
 
 @cache
-def _handle_class(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
+def _handle_class(module: str, name: str) -> Callable[..., Handle]:
+    found: Callable[..., Handle] = getattr(importlib.import_module(module), name)
+    return found
 
 
-def _flat_payload(payload: Payload) -> Payload:
-    """Small arrays as a list of dtype, shape and bytes; a payload is never a list otherwise."""
+def _flat_payload(payload: Payload) -> object:
+    """Return a payload with small arrays as lists of dtype, shape and bytes.
+
+    A payload is never a list otherwise.
+    """
     if isinstance(payload, np.ndarray):
         if payload.nbytes > _SMALL or payload.dtype == object:
             return payload
         return [payload.dtype.str, payload.shape, payload.tobytes()]
     if isinstance(payload, tuple):
-        return tuple(_flat_payload(part) for part in payload)
+        return tuple([_flat_payload(part) for part in payload])
     return {key: _flat_payload(part) for key, part in payload.items()}
 
 
-def _payload(flat: Any) -> Payload:
+def _payload(flat: Any) -> Any:
     if isinstance(flat, list):
         dtype, shape, data = flat
         return np.frombuffer(data, dtype=dtype).reshape(shape)
     if isinstance(flat, tuple):
-        return tuple(_payload(part) for part in flat)
+        return tuple([_payload(part) for part in flat])
     if isinstance(flat, dict):
         return {key: _payload(part) for key, part in flat.items()}
     return flat

@@ -1,71 +1,86 @@
-"""verl's sequence-length balancing, over ours."""
+"""verl's sequence-length balancing, computed by `quadriga.parallel.balancing`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 
-from quadriga.compat.verl.tensordicts import index_select_tensor_dict
+from quadriga.compat.verl.tensordicts import select_rows
 from quadriga.errors import LengthError
 from quadriga.parallel.balancing import (
     balance_stats,
     get_seqlen_balanced_partitions,
     token_budget_micro_batches,
 )
+from quadriga.protocol import DataProto
+from quadriga.protocol.columns.remote_batch import RemoteBatch
+from quadriga.protocol.values import jagged
+from quadriga.protocol.values.rows import from_index
+
+UidT = TypeVar("UidT")
 
 
 def karmarkar_karp(
     seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
-    """Balanced partitions; the method is ours."""
+    """Balance by `get_seqlen_balanced_partitions`, whatever method the name says."""
     return get_seqlen_balanced_partitions(seqlen_list, k_partitions, equal_size)
 
 
 def greedy_partition(
     seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
-    """Balanced partitions; the method is ours."""
+    """Balance by `get_seqlen_balanced_partitions`, whatever method the name says."""
     return get_seqlen_balanced_partitions(seqlen_list, k_partitions, equal_size)
 
 
 def calculate_workload(seqlen_list: torch.Tensor) -> torch.Tensor:
-    """Cost of sequences of these lengths: linear layers of width 4096, and attention."""
+    """Estimate the relative cost of sequences of these lengths, as verl does.
+
+    Linear layers cost 24576 per token at hidden size 4096, attention costs one per pair of tokens.
+    """
     return 24576 * seqlen_list + seqlen_list**2
 
 
 def ceildiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(a // -b)
 
 
 def roundup_divisible(a: int, b: int) -> int:
-    """The least multiple of b that is not below a."""
+    """Return the smallest multiple of b that is at least a."""
     return ceildiv(a, b) * b
 
 
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
-    """The inverse of a permutation."""
+    """Return the inverse of a permutation."""
+    # idx_map = [2, 0, 1] moves row 2 to position 0, row 0 to 1 and row 1 to 2.
+    # Its inverse [1, 2, 0] says where row 0, 1 and 2 are now.
     inverse = [0] * len(idx_map)
-    for place, index in enumerate(idx_map):
-        inverse[index] = place
+    for position, index in enumerate(idx_map):
+        inverse[index] = position
     return inverse
 
 
 def log_seqlen_unbalance(
     seqlen_list: Sequence[int], partitions: Sequence[Sequence[int]], prefix: str
 ) -> dict[str, float]:
-    """Tokens of the parts, as they came and as they were shared out."""
+    """Return metrics of the tokens per partition, before and after balancing.
+
+    "Before" means contiguous partitions of equal numbers of sequences.
+    """
     size = len(seqlen_list) // len(partitions)
-    came = [sum(seqlen_list[i * size : (i + 1) * size]) for i in range(len(partitions))]
+    before = [sum(seqlen_list[i * size : (i + 1) * size]) for i in range(len(partitions))]
     stats = balance_stats(seqlen_list, partitions)
     return {
-        f"{prefix}/min": min(came),
-        f"{prefix}/max": max(came),
-        f"{prefix}/minmax_diff": max(came) - min(came),
+        f"{prefix}/min": min(before),
+        f"{prefix}/max": max(before),
+        f"{prefix}/minmax_diff": max(before) - min(before),
         f"{prefix}/balanced_min": stats.smallest,
         f"{prefix}/balanced_max": stats.largest,
         f"{prefix}/mean": stats.mean,
@@ -73,9 +88,13 @@ def log_seqlen_unbalance(
 
 
 def get_group_balanced_partitions(
-    seqlen_list: Sequence[int], uid_list: Sequence[Any], k_partitions: int
+    seqlen_list: Sequence[int], uid_list: Sequence[UidT], k_partitions: int
 ) -> list[list[int]]:
-    """As above, keeping neighbouring samples of one uid together; equal numbers of groups."""
+    """Balance whole prompt groups: adjacent samples with equal uids stay in one partition.
+
+    Each partition gets the same number of prompt groups.
+    """
+    # uids a a b b: groups [0, 1] and [2, 3]. Costs are added per group, and groups are balanced.
     groups: list[list[int]] = []
     for index, uid in enumerate(uid_list):
         if index and uid == uid_list[index - 1]:
@@ -84,87 +103,118 @@ def get_group_balanced_partitions(
             groups.append([index])
     costs = calculate_workload(torch.as_tensor(seqlen_list)).tolist()
     weights = [sum(costs[i] for i in group) for group in groups]
-    parts = get_seqlen_balanced_partitions(weights, k_partitions, equal_size=True)
-    return [list(chain.from_iterable(groups[g] for g in part)) for part in parts]
+    partitions = get_seqlen_balanced_partitions(weights, k_partitions, equal_size=True)
+    return [list(chain.from_iterable(groups[g] for g in chosen)) for chosen in partitions]
 
 
 def rearrange_micro_batches(
-    batch: Any,
+    batch: TensorDict,
     max_token_len: int,
-    dp_group: Any = None,
+    dp_group: dist.ProcessGroup | None = None,
     num_batches_divided_by: int | None = None,
     same_micro_num_in_dp: bool = True,
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
     force_group_size: int = 1,
-) -> tuple[list[Any], list[list[int]]]:
-    """A TensorDict cut into micro-batches of at most `max_token_len` tokens, and their rows.
+) -> tuple[list[TensorDict], list[list[int]]]:
+    """Split a batch into micro-batches of at most `max_token_len` tokens each.
 
-    Tokens are those of `attention_mask`, or of a jagged `input_ids`. With `dp_group` all ranks make
-    the same number. `force_group_size` neighbouring rows stay together.
+    Return the micro-batches and, for each, the numbers of its rows. The length of a row is the sum
+    of its `attention_mask`, or the length of its row of a jagged `input_ids`.
+
+    Args:
+        dp_group: all ranks of this process group make the same number of micro-batches.
+        num_batches_divided_by: make a multiple of this number of micro-batches.
+        same_micro_num_in_dp: False: ignore `dp_group`.
+        min_num_micro_batch: make at least this many.
+        use_dynamic_bsz_balance: order the micro-batches by workload, largest first.
+        force_group_size: this many adjacent rows stay together.
+
+    Raises:
+        LengthError: a row (or group of rows) exceeds `max_token_len`, or the rows do not divide.
     """
-    lengths = _lengths(batch)
-    if len(lengths) % force_group_size:
-        raise LengthError(f"{len(lengths)} rows do not divide into groups of {force_group_size}.")
-    grouped = lengths.view(-1, force_group_size).sum(-1)
-    parts = token_budget_micro_batches(grouped.numpy(), max_token_len, min_num_micro_batch or 1)
-    number = len(parts)
-    if dp_group is not None and same_micro_num_in_dp and dist.is_initialized():
-        agreed = torch.tensor([number])
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=dp_group)
-        number = int(agreed.item())
-    if num_batches_divided_by:
-        number = roundup_divisible(number, num_batches_divided_by)
-    if number > len(parts):
-        parts = token_budget_micro_batches(grouped.numpy(), max_token_len, number)
-    if use_dynamic_bsz_balance:
-        parts.sort(key=lambda part: calculate_workload(grouped[part]).sum().item(), reverse=True)
-    rows = [
-        [group * force_group_size + i for group in part for i in range(force_group_size)]
-        for part in parts
-    ]
-    return [index_select_tensor_dict(batch, part) for part in rows], rows
+    rows = _rows_of_micro_batches(
+        _lengths(batch),
+        max_token_len,
+        dp_group if same_micro_num_in_dp else None,
+        num_batches_divided_by or 1,
+        min_num_micro_batch or 1,
+        use_dynamic_bsz_balance,
+        force_group_size,
+    )
+    return [select_rows(batch, torch.tensor(chosen)) for chosen in rows], rows
 
 
 def prepare_dynamic_batch(
-    data: Any,
+    data: DataProto,
     max_token_len: int,
-    dp_group: Any = None,
+    dp_group: dist.ProcessGroup | None = None,
     num_batches_divided_by: int | None = None,
     same_micro_num_in_dp: bool = True,
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
-) -> tuple[list[Any], list[list[int]]]:
-    """A `DataProto` cut into micro-batches by token budget, and their rows."""
-    _, rows = rearrange_micro_batches(
-        data.batch,
+) -> tuple[list[DataProto], list[list[int]]]:
+    """Split a `DataProto` as `rearrange_micro_batches` splits a TensorDict."""
+    rows = _rows_of_micro_batches(
+        _lengths(data.batch),
         max_token_len,
-        dp_group,
-        num_batches_divided_by,
-        same_micro_num_in_dp,
-        min_num_micro_batch,
+        dp_group if same_micro_num_in_dp else None,
+        num_batches_divided_by or 1,
+        min_num_micro_batch or 1,
         use_dynamic_bsz_balance,
     )
-    return [data.select_idxs(part) for part in rows], rows
+    return [data.select_idxs(chosen) for chosen in rows], rows
+
+
+def _rows_of_micro_batches(
+    lengths: torch.Tensor,
+    max_tokens: int,
+    dp_group: dist.ProcessGroup | None,
+    divisor: int,
+    least: int,
+    by_workload: bool,
+    group_size: int = 1,
+) -> list[list[int]]:
+    """For each micro-batch the numbers of its rows. `lengths` [N]: tokens of each row."""
+    if len(lengths) % group_size:
+        raise LengthError(
+            f"The batch has {len(lengths)} rows, which do not divide into groups of "
+            f"force_group_size={group_size}."
+        )
+    grouped = lengths.view(-1, group_size).sum(-1)
+    parts = token_budget_micro_batches(grouped.numpy(), max_tokens, least)
+    number = len(parts)
+    if dp_group is not None and dist.is_initialized():
+        # Every rank must run the same number of backward passes, because each one communicates.
+        agreed = torch.tensor([number])
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=dp_group)
+        number = int(agreed.item())
+    number = roundup_divisible(number, divisor)
+    if number > len(parts):
+        parts = token_budget_micro_batches(grouped.numpy(), max_tokens, number)
+    if by_workload:
+        parts.sort(key=lambda part: float(calculate_workload(grouped[part]).sum()), reverse=True)
+    # With group_size=2, groups [2, 0] are the rows [4, 5, 0, 1].
+    return [[group * group_size + i for group in part for i in range(group_size)] for part in parts]
 
 
 def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: list[list[int]]) -> torch.Tensor:
-    """Rows of joined micro-batches, back in the order of the batch."""
+    """Return the rows of concatenated micro-batches in the order of the original batch."""
     indices = list(chain.from_iterable(batch_idx_list))
     if len(indices) != len(data):
-        raise LengthError(f"The micro-batches name {len(indices)} rows, the data has {len(data)}.")
+        raise LengthError(
+            f"batch_idx_list names {len(indices)} rows, but the data has {len(data)} rows."
+        )
     if data.is_nested:
-        from quadriga.protocol.values import jagged
-        from quadriga.protocol.values.row_selection import from_index
-
         return jagged.take(data, from_index(get_reverse_idx(indices), len(data)))
     return data[torch.tensor(get_reverse_idx(indices))]
 
 
-def _lengths(batch: Any) -> torch.Tensor:
+def _lengths(batch: TensorDict | RemoteBatch) -> torch.Tensor:
+    """Tokens of each row, [N] on the CPU."""
     ids = batch["input_ids"] if "input_ids" in batch.keys() else None  # noqa: SIM118
-    if ids is not None and ids.is_nested:
-        offsets: torch.Tensor = ids.offsets()
+    if isinstance(ids, torch.Tensor) and ids.is_nested:
+        _, offsets = jagged.parts(ids)
         return offsets.diff().cpu()
     lengths: torch.Tensor = batch["attention_mask"].sum(-1).cpu()
     return lengths

@@ -1,12 +1,16 @@
-"""verl's helpers for TensorDicts that also hold jagged tensors and other objects.
+"""verl's helpers for TensorDicts that also hold jagged tensors and Python objects.
 
-Objects of a row are kept in a `NonTensorStack`, objects of the whole batch in a `NonTensorData`.
+A field is one of three kinds:
+
+    tensor           [B, ...] or jagged       one entry per row
+    NonTensorStack   B Python objects         one entry per row
+    NonTensorData    one Python object        belongs to the batch, not to a row
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -14,25 +18,25 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from quadriga.errors import ConflictError, FieldError, LengthError
 from quadriga.protocol import DataProto, union_tensor_dict
 from quadriga.protocol.values import jagged
-from quadriga.protocol.values.row_selection import RowOp, from_index, from_slice
+from quadriga.protocol.values.rows import RowSelection, from_index, from_slice
 
-_NON_TENSOR = (NonTensorData, NonTensorStack)
+Field: TypeAlias = torch.Tensor | NonTensorStack | NonTensorData
 
 
-def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: Any) -> None:
-    """Store one object for the whole batch."""
+def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: object) -> None:
+    """Store one object that belongs to the whole batch."""
     tensor_dict[key] = NonTensorData(val)
 
 
-def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: list[Any]) -> None:
-    """Store one object a row, lists and dicts included."""
-    tensor_dict[key] = NonTensorStack(*[NonTensorData(item) for item in val])
+def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: Sequence[object]) -> None:
+    """Store one object per row. The objects may be lists and dicts."""
+    tensor_dict[key] = _stack(val)
 
 
-def assign_non_tensor(tensor_dict: TensorDict, **kwargs: Any) -> None:
-    """Store lists one object a row, anything else for the whole batch."""
+def assign_non_tensor(tensor_dict: TensorDict, **kwargs: object) -> None:
+    """Store a list as one object per row, any other value as one object of the whole batch."""
     for key, value in kwargs.items():
-        if isinstance(value, _NON_TENSOR):
+        if isinstance(value, NonTensorData | NonTensorStack):
             tensor_dict[key] = value
         elif isinstance(value, list):
             assign_non_tensor_stack(tensor_dict, key, value)
@@ -40,29 +44,35 @@ def assign_non_tensor(tensor_dict: TensorDict, **kwargs: Any) -> None:
             assign_non_tensor_data(tensor_dict, key, value)
 
 
-def unwrap_non_tensor_data(data: Any) -> Any:
-    """The object itself."""
+def unwrap_non_tensor_data(data: object) -> object:
+    """Return the object inside a `NonTensorData`; any other value unchanged."""
     return data.data if isinstance(data, NonTensorData) else data
 
 
-def get_non_tensor_data(data: TensorDict, key: str, default: Any) -> Any:
-    """One object of the batch, or `default`."""
+def get_non_tensor_data(data: TensorDict, key: str, default: object) -> object:
+    """Return the object of the whole batch under `key`, or `default`."""
     return unwrap_non_tensor_data(data.get(key, default))
 
 
 def nested_tensor_from_tensor_list(
     tensors: Sequence[torch.Tensor], ragged_idx: int | None = None
 ) -> torch.Tensor:
-    """A jagged tensor of these rows. Their lengths may differ in dimension `ragged_idx` - 1,
-    the last one by default."""
+    """Build a jagged tensor from its rows.
+
+    The rows may differ in size along dimension `ragged_idx` of the result, which is dimension
+    `ragged_idx` - 1 of a row; by default the last one.
+    """
     if not tensors:
         raise LengthError("A jagged tensor needs at least one row.")
     dims = tensors[0].dim()
     ragged = dims if ragged_idx is None else ragged_idx
     if not 1 <= ragged <= dims:
-        raise FieldError(f"ragged_idx must lie in 1..{dims}, got {ragged}.")
+        raise FieldError(
+            f"ragged_idx must be in 1..{dims} for rows of {dims} dimensions, got {ragged}."
+        )
     if ragged == 1:
         return torch.nested.as_nested_tensor(list(tensors), layout=torch.jagged)
+    # Rows [4, 2] and [4, 3] with ragged_idx=2: values [4, 5], offsets [0, 2, 5].
     lengths = torch.tensor([row.shape[ragged - 1] for row in tensors])
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     values = torch.cat(list(tensors), dim=ragged - 1)
@@ -72,17 +82,20 @@ def nested_tensor_from_tensor_list(
 
 
 def concat_nested_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The rows of all, one after the other."""
+    """Concatenate jagged tensors along the batch dimension."""
     return jagged.concat(tensors)
 
 
 def concat_tensordict_with_none_bsz(data: Sequence[TensorDict]) -> TensorDict:
-    """Batches without a batch dimension are settings: the first one's count."""
+    """Return the first of several TensorDicts without a batch dimension."""
     return data[0]
 
 
 def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
-    """Rows of all; jagged fields and objects included. Objects of a whole batch: the first's."""
+    """Concatenate TensorDicts along the batch dimension, jagged fields and objects included.
+
+    Objects of a whole batch are taken from the first one. Raise FieldError if the keys differ.
+    """
     if not data:
         raise LengthError("concat_tensordict needs at least one TensorDict.")
     first = data[0]
@@ -92,48 +105,52 @@ def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
     for other in data[1:]:
         if set(other.keys()) != keys:
             raise FieldError(
-                f"TensorDicts to be joined must have the same keys: {sorted(keys)} and "
-                f"{sorted(other.keys())}."
+                "TensorDicts to concatenate must have the same keys, got "
+                f"{sorted(keys)} and {sorted(other.keys())}."
             )
     joined = {key: _concat([part.get(key) for part in data]) for key in _keys(first)}
-    return _made(joined, sum(len(part) for part in data))
+    return _build(joined, sum(len(part) for part in data))
 
 
 def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
-    """Equal parts by rows. Raises LengthError if the rows do not divide."""
+    """Split into equal parts along the batch dimension. Raise LengthError if it does not divide."""
     if len(td) % chunks:
-        raise LengthError(f"{len(td)} rows do not divide into {chunks} parts.")
+        raise LengthError(
+            f"{len(td)} rows do not divide into {chunks} parts. Pad the batch with pad_to_divisor."
+        )
     size = len(td) // chunks
-    return [_rows(td, slice(i * size, (i + 1) * size)) for i in range(chunks)]
+    return [select_rows(td, slice(i * size, (i + 1) * size)) for i in range(chunks)]
 
 
 def index_select_tensor_dict(
     batch: TensorDict | None, indices: torch.Tensor | Sequence[int]
 ) -> TensorDict | None:
-    """The chosen rows, in that order."""
-    return None if batch is None else _rows(batch, torch.as_tensor(indices))
+    """Return the rows of `indices`, in that order. None stays None."""
+    return None if batch is None else select_rows(batch, torch.as_tensor(indices))
 
 
 def get_tensordict(
-    tensor_dict: Mapping[str, Any], non_tensor_dict: Mapping[str, Any] | None = None
+    tensor_dict: Mapping[str, torch.Tensor | NonTensorStack | Sequence[object]],
+    non_tensor_dict: Mapping[str, object] | None = None,
 ) -> TensorDict:
-    """Tensors, lists with one object a row, and objects of the whole batch, as one TensorDict.
+    """Build one TensorDict from all kinds of fields.
 
-    Raises LengthError if their lengths differ.
+    `tensor_dict` holds tensors and lists with one object per row; `non_tensor_dict` holds objects
+    of the whole batch. Raise LengthError if the fields differ in length.
     """
-    fields: dict[str, Any] = {}
+    fields: dict[str, Field] = {}
     lengths: dict[str, int] = {}
     for key, value in tensor_dict.items():
         lengths[key] = value.shape[0] if isinstance(value, torch.Tensor) else len(value)
         if isinstance(value, torch.Tensor | NonTensorStack):
             fields[key] = value
         else:
-            fields[key] = NonTensorStack(*[NonTensorData(item) for item in value])
+            fields[key] = _stack(value)
     if len(set(lengths.values())) > 1:
-        raise LengthError(f"Fields of one TensorDict must be of one length, got {lengths}.")
+        raise LengthError(f"The fields of a TensorDict must have the same length, got {lengths}.")
     rows = next(iter(lengths.values()), None)
     fields.update({key: NonTensorData(value) for key, value in (non_tensor_dict or {}).items()})
-    return _made(fields, rows)
+    return _build(fields, rows)
 
 
 def make_iterator(
@@ -141,27 +158,28 @@ def make_iterator(
     mini_batch_size: int,
     epochs: int,
     seed: int | None = None,
-    dataloader_kwargs: Mapping[str, Any] | None = None,
+    dataloader_kwargs: Mapping[str, object] | None = None,
 ) -> Iterator[TensorDict]:
-    """Mini-batches of rows, epoch by epoch, shuffled if `dataloader_kwargs` say so."""
+    """Yield mini-batches, epoch by epoch. `dataloader_kwargs={"shuffle": True}` shuffles rows."""
     data = DataProto.from_tensordict(tensordict)
     for part in data.make_iterator(mini_batch_size, epochs, seed, dict(dataloader_kwargs or {})):
         yield part.to_tensordict()
 
 
 def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> None:
-    """Raises ConflictError naming the first field that differs."""
+    """Raise ConflictError, which names the first field that differs."""
     if set(tensordict1.keys()) != set(tensordict2.keys()):
         raise ConflictError(
-            f"The keys differ: {sorted(tensordict1.keys())} and {sorted(tensordict2.keys())}."
+            f"The TensorDicts have different keys: {sorted(tensordict1.keys())} and "
+            f"{sorted(tensordict2.keys())}."
         )
     for key in _keys(tensordict1):
         if not _equal(tensordict1.get(key), tensordict2.get(key)):
-            raise ConflictError(f"The field {key!r} differs.", field=key)
+            raise ConflictError(f"The field {key!r} differs between the TensorDicts.", field=key)
 
 
-def get(tensordict: TensorDict, key: str, default: Any = None) -> Any:
-    """A tensor as it is, one object a row as a list, an object of the batch as itself."""
+def get(tensordict: TensorDict, key: str, default: object = None) -> object:
+    """Return a tensor, a list with one object per row, or the object of the whole batch."""
     if key not in _keys(tensordict):
         return default
     value = tensordict.get(key)
@@ -171,13 +189,13 @@ def get(tensordict: TensorDict, key: str, default: Any = None) -> Any:
 
 
 def get_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
-    """Some fields, as a TensorDict. Raises FieldError for one that is missing."""
+    """Return a TensorDict of some fields. Raise FieldError if one is missing."""
     chosen = {key: _field(tensordict, key) for key in keys}
-    return _made(chosen, len(tensordict) if tensordict.batch_size else None)
+    return _build(chosen, len(tensordict) if tensordict.batch_size else None)
 
 
-def pop(tensordict: TensorDict, key: str, default: Any = None) -> Any:
-    """As `get`, and the field is gone."""
+def pop(tensordict: TensorDict, key: str, default: object = None) -> object:
+    """Remove a field and return what `get` returns for it."""
     value = get(tensordict, key, default)
     if key in _keys(tensordict):
         del tensordict[key]
@@ -185,7 +203,7 @@ def pop(tensordict: TensorDict, key: str, default: Any = None) -> Any:
 
 
 def pop_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
-    """As `get_keys`, and the fields are gone."""
+    """Remove some fields and return them as a TensorDict. Raise FieldError if one is missing."""
     chosen = list(keys)
     taken = get_keys(tensordict, chosen)
     for key in chosen:
@@ -194,97 +212,122 @@ def pop_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
 
 
 def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int]:
-    """Filled up with its own first rows until `size_divisor` divides it; how many were added."""
+    """Append the first rows again until `size_divisor` divides the length.
+
+    Return (padded TensorDict, number of appended rows).
+    """
     pad = -len(data) % size_divisor
     if not pad:
         return data, 0
+    # 3 rows, size_divisor 8: rows 0 1 2 | 0 1 2 0 1
     rows = [*range(len(data)), *(i % len(data) for i in range(pad))]
-    return _rows(data, torch.tensor(rows)), pad
+    return select_rows(data, torch.tensor(rows)), pad
 
 
 def unpad(data: TensorDict, pad_size: int) -> TensorDict:
-    """Without the last `pad_size` rows."""
-    return _rows(data, slice(0, len(data) - pad_size)) if pad_size else data
+    """Remove the last `pad_size` rows."""
+    return select_rows(data, slice(0, len(data) - pad_size)) if pad_size else data
 
 
 def contiguous(data: TensorDict) -> TensorDict:
-    """Every tensor contiguous, jagged ones included."""
+    """Make every tensor contiguous, jagged ones included."""
     fields = {
         key: value.contiguous() if isinstance(value, torch.Tensor) else value
         for key, value in ((key, data.get(key)) for key in _keys(data))
     }
-    return _made(fields, len(data) if data.batch_size else None)
+    return _build(fields, len(data) if data.batch_size else None)
 
 
-def list_of_dict_to_tensordict(list_of_dicts: Sequence[Mapping[str, Any]]) -> TensorDict:
-    """One row a dict. Tensors of one shape are stacked, of different lengths made jagged."""
-    fields: dict[str, Any] = {}
+def list_of_dict_to_tensordict(list_of_dicts: Sequence[Mapping[str, object]]) -> TensorDict:
+    """Build a TensorDict with one row per dict.
+
+    Tensors of equal shape are stacked, tensors of different lengths become a jagged tensor, and
+    other values are kept as one object per row.
+    """
+    fields: dict[str, torch.Tensor | Sequence[object]] = {}
     for key in list_of_dicts[0]:
         values = [row[key] for row in list_of_dicts]
-        if not all(isinstance(value, torch.Tensor) for value in values):
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if len(tensors) < len(values):
             fields[key] = values
-        elif len({value.shape for value in values}) == 1:
-            fields[key] = torch.stack(values)
+        elif len({tensor.shape for tensor in tensors}) == 1:
+            fields[key] = torch.stack(tensors)
         else:
-            fields[key] = nested_tensor_from_tensor_list(values, ragged_idx=1)
+            fields[key] = nested_tensor_from_tensor_list(tensors, ragged_idx=1)
     return get_tensordict(fields)
 
 
+def select_rows(td: TensorDict, index: slice | torch.Tensor) -> TensorDict:
+    """Return some rows of every field; `index` is a slice or an integer tensor [M]."""
+    rows = len(td)
+    op: RowSelection = (
+        from_slice(index, rows) if isinstance(index, slice) else from_index(index, rows)
+    )
+    numbers = range(rows)[index] if isinstance(index, slice) else index.tolist()
+    fields: dict[str, Field] = {}
+    for key in _keys(td):
+        value: Field = td.get(key)
+        if isinstance(value, NonTensorStack):
+            items = value.tolist()
+            fields[key] = _stack([items[i] for i in numbers])
+        elif isinstance(value, NonTensorData):
+            fields[key] = NonTensorData(value.data)
+        elif jagged.is_jagged(value):
+            fields[key] = jagged.take(value, op)
+        else:
+            fields[key] = value[index]
+    return _build(fields, len(numbers))
+
+
 def _keys(td: TensorDict) -> list[str]:
-    """Its keys; iterating over a TensorDict itself gives rows."""
+    """The keys as strings. `iter(td)` would give rows."""
     return [str(key) for key in td.keys()]  # noqa: SIM118
 
 
-def _made(fields: Mapping[str, Any], rows: int | None) -> TensorDict:
-    made = TensorDict({}, batch_size=[] if rows is None else [rows])
+def _stack(items: Iterable[object]) -> NonTensorStack:
+    """One object per row. `NonTensorStack(*items)` alone would split lists and dicts."""
+    return NonTensorStack(*[NonTensorData(item) for item in items])
+
+
+def _build(fields: Mapping[str, Field], rows: int | None) -> TensorDict:
+    """A TensorDict with `rows` rows; None: without a batch dimension."""
+    built = TensorDict({}, batch_size=[] if rows is None else [rows])
     for key, value in fields.items():
-        made[key] = value
-    return made
+        built[key] = value
+    return built
 
 
-def _field(tensordict: TensorDict, key: str) -> Any:
+def _field(tensordict: TensorDict, key: str) -> Field:
     if key not in _keys(tensordict):
-        raise FieldError(f"No field {key!r}; there are {sorted(tensordict.keys())}.", field=key)
-    return tensordict.get(key)
+        raise FieldError(
+            f"The TensorDict has no field {key!r}, only {sorted(tensordict.keys())}.", field=key
+        )
+    value: Field = tensordict.get(key)
+    return value
 
 
-def _rows(td: TensorDict, index: slice | torch.Tensor) -> TensorDict:
-    rows = len(td)
-    op: RowOp = from_slice(index, rows) if isinstance(index, slice) else from_index(index, rows)
-    fields: dict[str, Any] = {}
-    for key in _keys(td):
-        value = td.get(key)
-        if jagged.is_jagged(value):
-            fields[key] = jagged.take(value, op)
-        elif isinstance(value, NonTensorStack):
-            items = value.tolist()
-            numbers = range(rows)[index] if isinstance(index, slice) else index.tolist()
-            fields[key] = NonTensorStack(*[NonTensorData(items[i]) for i in numbers])
-        elif isinstance(value, NonTensorData):
-            fields[key] = NonTensorData(value.data)
-        else:
-            fields[key] = value[index]
-    size = len(range(rows)[index]) if isinstance(index, slice) else len(index)
-    return _made(fields, size)
-
-
-def _concat(values: list[Any]) -> Any:
+def _concat(values: list[Field]) -> Field:
     first = values[0]
-    if jagged.is_jagged(first):
-        return jagged.concat(values)
     if isinstance(first, NonTensorStack):
-        items = [item for value in values for item in value.tolist()]
-        return NonTensorStack(*[NonTensorData(item) for item in items])
+        return _stack(item for value in values for item in value.tolist())
     if isinstance(first, NonTensorData):
         return NonTensorData(first.data)
-    return torch.cat(values, dim=0)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if len(tensors) < len(values):
+        raise FieldError(
+            "A field must be of one kind in all TensorDicts to concatenate, got "
+            f"{', '.join(sorted({type(value).__name__ for value in values}))}."
+        )
+    return jagged.concat(tensors) if jagged.is_jagged(first) else torch.cat(tensors, dim=0)
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: Field, b: Field) -> bool:
     if isinstance(a, NonTensorStack) and isinstance(b, NonTensorStack):
         return bool(a.tolist() == b.tolist())
     if isinstance(a, NonTensorData) and isinstance(b, NonTensorData):
         return bool(a.data == b.data)
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return False
     if jagged.is_jagged(a) and jagged.is_jagged(b):
         return jagged.equal(a, b)
     return a.shape == b.shape and jagged.same_dense(a, b)

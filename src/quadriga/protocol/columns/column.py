@@ -1,8 +1,9 @@
-"""One field that lies elsewhere, and operations on sets of fields some of which do.
+"""`RemoteColumn`, a field whose bytes are stored in shards, and operations on columns.
 
-`RemoteColumn` is a cell: the first read fetches the field, keeps it and lets the handles go, and every
-batch that shares the column (through `select`, `union`, `rename`) sees the same value, as it would
-with a local tensor.
+A *column* of a batch is a local value or a `RemoteColumn`. The first read of a remote column
+fetches and decodes its rows, keeps the value and drops the handles.
+Batches that share the column (through `select`, `union`, `rename`) see the same value, as they
+would see the same local tensor.
 """
 
 from __future__ import annotations
@@ -10,290 +11,332 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeAlias, TypeGuard
 
 import numpy as np
 
 from quadriga.errors import FieldError, LostObjectError
-from quadriga.protocol.values import operations as values
-from quadriga.protocol.values import row_map as layout
+from quadriga.protocol.values import operations, rows
 from quadriga.protocol.values.decode import decode
 from quadriga.protocol.values.encode import encode
-from quadriga.protocol.values.field_spec import FieldSpec
-from quadriga.protocol.values.provenance import inherit, mark
-from quadriga.protocol.values.row_map import Block, Plans, Rows, new_uid
-from quadriga.protocol.values.row_selection import RowOp
-from quadriga.protocol.values.storage import CONTROLLER, Handle, LocalHandle, Origin, fetch_many
-from quadriga.protocol.values.traffic import traffic
+from quadriga.protocol.values.field_spec import FieldSpec, LocalValue, Payload
+from quadriga.protocol.values.rows import Plans, RowMap, RowSelection, Shard
+from quadriga.protocol.values.storage import (
+    CONTROLLER,
+    Handle,
+    LocalHandle,
+    Origin,
+    fetch_many,
+    inherit,
+    mark,
+    traffic,
+)
 
-Fields = Mapping[str, Any]  # key to RemoteColumn or to a local value
-_UNREAD: Any = object()
-_opening = threading.Lock()
+_filling = threading.Lock()
 
 
-@dataclass(slots=True)
-class Composed:
-    """Work that one operation did already, for fields that share a layout or its segments."""
-
-    layouts: dict[int, tuple[Rows, tuple[int, ...]]] = field(default_factory=dict)
-    plans: Plans = field(default_factory=dict)
+# Two ranks produced 3 rows each of the fields x and y in one call, and stored them. The batch of 6
+# rows has two columns, which share one row map and have one handle for each shard:
+#
+#     row map   shards (s0, s1), segments [[0, 0, 3], [1, 0, 3]]
+#     x         handles (x in s0, x in s1)
+#     y         handles (y in s0, y in s1)
+#
+#     batch[3:5]:  row map  shards (s1,), segments [[0, 0, 2]]
+#                  x        handles (x in s1,)           the handles of s0 are dropped: if no other
+#                  y        handles (y in s1,)           batch has them, the store releases s0
+#
+#     batch.rename("x", "z") of a part, concatenated with a part that has the handles of y under the
+#     name z: shard s0 has two different handles under z, so the result lists s0 twice.
 
 
 class RemoteColumn:
-    """A field of `len(rows)` rows: row `i` is found through `rows` in the value of a handle,
-    one handle a block of `rows`."""
+    """A field of `len(row_map)` rows, with one handle for each shard of `row_map`."""
 
-    __slots__ = ("_value", "handles", "rows", "spec")
+    __slots__ = ("_value", "handles", "row_map", "spec")
 
-    def __init__(self, spec: FieldSpec, rows: Rows, handles: tuple[Handle, ...]) -> None:
+    def __init__(self, spec: FieldSpec, row_map: RowMap, handles: tuple[Handle, ...]) -> None:
         self.spec = spec
-        self.rows = rows
+        self.row_map = row_map
         self.handles = handles
-        self._value = _UNREAD
+        self._value: LocalValue | None = None
 
     @property
-    def is_here(self) -> bool:
-        """True once the field was read."""
-        return self._value is not _UNREAD
-
-    def read(self, key: str) -> Any:
-        """The field's value, private to this process; fetched at the first read."""
-        if self._value is not _UNREAD:
-            return self._value
-        if len(self.handles) == 1 and type(self.handles[0]) is LocalHandle:
-            self._open([self.handles[0].value])
-        else:
-            fetch([(key, self)])
+    def value(self) -> LocalValue | None:
+        """The value if the column was read, else None."""
         return self._value
 
-    def _open(self, payloads: Sequence[Any]) -> None:
-        """Builds the value from the fetched payloads, keeps it and lets the stored ones go.
-        Of several threads that read at once, all see what the first has built."""
-        if self.is_here:
-            return
-        value, nbytes = decode(self.spec, self.rows, payloads)
-        with _opening:
-            if self.is_here:
-                return
-            traffic.fetched(nbytes)
-            mark(value, [block.origin for block in self.rows.blocks])
-            self._value = value
-            self.handles = ()
+    def read(self, key: str) -> LocalValue:
+        """Return the value, private to this process. The first read fetches it."""
+        if self._value is not None:
+            return self._value
+        handles = self.handles
+        if len(handles) == 1 and type(handles[0]) is LocalHandle:
+            return self._fill([handles[0].value])
+        return fetch([(key, self)])[0]
+
+    def _fill(self, payloads: Sequence[Payload]) -> LocalValue:
+        """Decode the payloads, keep the value and drop the handles.
+
+        Several threads may decode at the same time; all of them return the value that was kept
+        first.
+        """
+        # Decoding takes long and is done outside the lock, which guards the assignment only: one
+        # lock for all columns is enough, and no thread waits for the decoding of another column.
+        value, nbytes = decode(self.spec, self.row_map, payloads)
+        with _filling:
+            if self._value is None:
+                traffic.fetched(nbytes)
+                mark(value, [shard.origin for shard in self.row_map.shards])
+                self._value = value
+                self.handles = ()
+            return self._value
 
     def nbytes(self) -> int:
-        """Bytes of these rows: exact for dense fields, in proportion for ragged ones."""
-        if self.is_here:
-            return values.nbytes(self._value)
-        if len(self.handles) == 1 and len(self.rows) == self.rows.blocks[0].rows:
+        """Return the bytes of these rows: exact for dense fields, in proportion for ragged ones."""
+        if self._value is not None:
+            return operations.nbytes(self._value)
+        shards = self.row_map.shards
+        if len(self.handles) == 1 and len(self.row_map) == shards[0].rows:
             return self.handles[0].nbytes
         total = 0.0
-        for block, start, stop in self.rows.segments.tolist():
-            total += self.handles[block].nbytes * (stop - start) / self.rows.blocks[block].rows
+        for shard, start, stop in self.row_map.segments.tolist():
+            total += self.handles[shard].nbytes * (stop - start) / shards[shard].rows
         return round(total)
 
-    def fresh(self) -> RemoteColumn:
-        """A cell of its own over the same stored values."""
-        return RemoteColumn(self.spec, self.rows, self.handles)
+    def unread(self) -> RemoteColumn:
+        """Return another column over the same stored values, which is read separately."""
+        return RemoteColumn(self.spec, self.row_map, self.handles)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        held = hold("", self._value) if self.is_here else self
-        return RemoteColumn, (held.spec, held.rows, held.handles)
+    def has_local_payloads(self) -> bool:
+        """Return whether all stored values of the column are in this process."""
+        return all(isinstance(handle, LocalHandle) for handle in self.handles)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        column = self if self._value is None else as_remote("", self._value)
+        return RemoteColumn, (column.spec, column.row_map, column.handles)
 
 
-def whole_block(length: int, origin: Origin) -> Rows:
-    """The layout of a shard of `length` rows that is about to be stored."""
-    return Rows.whole(Block(new_uid(), length, origin))
+Column: TypeAlias = LocalValue | RemoteColumn
+Columns: TypeAlias = Mapping[str, Column]
 
 
-def local(column: Any) -> Any:
-    """The value of a column that is here; a `RemoteColumn` when it is not."""
-    if type(column) is RemoteColumn and column._value is not _UNREAD:
-        return column._value
+@dataclass(slots=True)
+class TakeCache:
+    """Row maps that one operation has computed, for columns that share a map or its segments."""
+
+    row_maps: dict[int, tuple[RowMap, tuple[int, ...]]] = field(default_factory=dict)
+    plans: Plans = field(default_factory=dict)
+
+
+def is_remote(column: object) -> TypeGuard[RemoteColumn]:
+    """Return True for a column that was not read yet."""
+    return type(column) is RemoteColumn and column.value is None
+
+
+def local_value(column: Column) -> LocalValue:
+    """Return the value of a column that is not remote."""
+    if isinstance(column, RemoteColumn):
+        assert column.value is not None, "a remote column has no local value"
+        return column.value
     return column
 
 
-def is_remote(column: Any) -> bool:
-    """True for a field that was not read yet."""
-    return type(column) is RemoteColumn and column._value is _UNREAD
+def read(column: Column, key: str) -> LocalValue:
+    """Return the value of any column; fetch it if necessary."""
+    return column.read(key) if isinstance(column, RemoteColumn) else column
 
 
-def is_carried(column: RemoteColumn) -> bool:
-    """True when a column's stored values are all in this process."""
-    return all(isinstance(handle, LocalHandle) for handle in column.handles)
+def row_map_of_shard(length: int, origin: Origin) -> RowMap:
+    """Return the map of a new shard of `length` rows that is about to be stored."""
+    return RowMap.of_shard(Shard.new(length, origin))
 
 
-def fetch(columns: Iterable[tuple[str, RemoteColumn]]) -> None:
-    """Reads several fields, waiting once for all of them. Each stored value is asked for once."""
-    # The handles are taken first: another thread that reads the column lets them go.
+def fetch(columns: Iterable[tuple[str, RemoteColumn]]) -> list[LocalValue]:
+    """Read several columns, waiting once for all of them. Each stored value is fetched once."""
+    # Handles are collected first: another thread that reads a column drops them.
     wanted = [(key, column, column.handles) for key, column in columns]
-    wanted = [entry for entry in wanted if not entry[1].is_here]
+    # Columns may share stored values: x of a batch and x of a slice of it have equal keys.
     unique: dict[str, Handle] = {}
-    for _, _, handles in wanted:
-        for handle in handles:
-            unique.setdefault(handle.key, handle)
+    for _, column, handles in wanted:
+        if column.value is None:
+            for handle in handles:
+                unique.setdefault(handle.key, handle)
     try:
         found = dict(zip(unique, fetch_many(list(unique.values())), strict=True))
     except LostObjectError as error:
-        raise _find_lost(wanted, error) from error
+        raise _name_lost_field(wanted, error) from error
+    values = []
     for _, column, handles in wanted:
-        column._open([found[handle.key] for handle in handles])
+        value = column.value
+        if value is None:
+            value = column._fill([found[handle.key] for handle in handles])
+        values.append(value)
+    return values
 
 
-def _find_lost(
+def _name_lost_field(
     columns: Sequence[tuple[str, RemoteColumn, tuple[Handle, ...]]], error: LostObjectError
 ) -> LostObjectError:
-    """The error that names field, role, rank and method of the first value that is gone."""
+    """Return the error that names field, role, rank and method of the first value that is lost."""
     for key, column, handles in columns:
-        for block, handle in zip(column.rows.blocks, handles, strict=True):
+        for shard, handle in zip(column.row_map.shards, handles, strict=True):
             try:
                 handle.fetch()
             except LostObjectError:
-                origin = block.origin
+                origin = shard.origin
                 return LostObjectError(
-                    f"field '{key}' is gone: its {block.rows} rows were made by {origin.role} "
-                    f"rank {origin.rank} in {origin.method or 'the control flow'} on node "
+                    f"field '{key}' is lost: its {shard.rows} rows were produced by {origin.role} "
+                    f"rank {origin.rank} in {origin.method or 'the controller'} on node "
                     f"{origin.node or 'unknown'}, and that process no longer runs. Read a field "
-                    "before its maker is stopped, or compute it again",
+                    "before its worker is stopped, or compute it again",
                     field=key, role=origin.role, rank=origin.rank,
                     method=origin.method, node=origin.node,
                 )  # fmt: skip
     return error
 
 
-def same(a: Any, b: Any, key: str) -> bool:
-    """Equal values; fetches nothing when both are the same rows of the same stored values."""
+def same(a: Column, b: Column, key: str) -> bool:
+    """Return whether two columns are equal; fetch nothing if both are the same stored rows."""
     if is_remote(a) and is_remote(b) and (a is b or _same_reference(a, b)):
         return True
-    return values.same(*(c.read(key) if isinstance(c, RemoteColumn) else c for c in (a, b)))
+    return operations.same(read(a, key), read(b, key))
 
 
 def _same_reference(a: RemoteColumn, b: RemoteColumn) -> bool:
     return (
         a.spec == b.spec
-        and [h.key for h in a.handles] == [h.key for h in b.handles]
-        and (a.rows is b.rows or np.array_equal(a.rows.segments, b.rows.segments))
+        and [handle.key for handle in a.handles] == [handle.key for handle in b.handles]
+        and (a.row_map is b.row_map or np.array_equal(a.row_map.segments, b.row_map.segments))
     )
 
 
-def take(fields: Fields, op: RowOp, composed: Composed) -> dict[str, Any]:
-    """The chosen rows of every field; one composition for all fields that share a layout, kept in
-    `composed` while one operation lasts."""
-    taken: dict[str, Any] = {}
-    for key, column in fields.items():
-        held = column.handles if type(column) is RemoteColumn else ()
+def take(columns: Columns, selection: RowSelection, cache: TakeCache) -> dict[str, Column]:
+    """Return the selected rows of every column; columns that share a row map share the result."""
+    taken: dict[str, Column] = {}
+    for key, column in columns.items():
+        # Read before the check: another thread that reads the column drops its handles.
+        handles = column.handles if isinstance(column, RemoteColumn) else ()
         if not is_remote(column):
-            taken[key] = take_local(local(column), op)
+            taken[key] = take_local(local_value(column), selection)
             continue
-        found = composed.layouts.get(id(column.rows))
+        found = cache.row_maps.get(id(column.row_map))
         if found is None:
-            found = composed.layouts[id(column.rows)] = column.rows.take(op, composed.plans)
-        rows, kept = found
-        taken[key] = RemoteColumn(column.spec, rows, tuple([held[b] for b in kept]))
+            found = column.row_map.take(selection, cache.plans)
+            cache.row_maps[id(column.row_map)] = found
+        row_map, kept = found
+        taken[key] = RemoteColumn(column.spec, row_map, tuple([handles[s] for s in kept]))
     return taken
 
 
-def take_local(value: Any, op: RowOp) -> Any:
-    """The chosen rows of a local value."""
-    return inherit(values.take(value, op), (value,))
+def take_local(value: LocalValue, selection: RowSelection) -> LocalValue:
+    """Return the selected rows of a local value."""
+    return inherit(operations.take(value, selection), (value,))
 
 
-def concat_local(parts: Sequence[Any], key: str) -> Any:
-    """Rows of all local values in order."""
-    return inherit(values.concat(parts, key), parts) if len(parts) > 1 else parts[0]
+def concat(parts: Sequence[Columns]) -> dict[str, Column]:
+    """Return the rows of all parts in order, for each column of the first part.
 
-
-def concat(parts: Sequence[Fields]) -> dict[str, Any]:
-    """Rows of all parts in order, for each field of the first. Stays elsewhere what lies
-    elsewhere; a field that lies here in one part and elsewhere in another goes by reference."""
-    joined: dict[tuple[int, ...], tuple[Rows, list[tuple[int, int]]]] = {}
-    result = {}
+    A column that is remote in one of the parts is remote in the result: parts that are local are
+    referenced as snapshots.
+    """
+    cache: dict[tuple[int, ...], tuple[RowMap, list[tuple[int, int]]]] = {}
+    result: dict[str, Column] = {}
     for key in parts[0]:
         columns = [part[key] for part in parts]
         if any(is_remote(column) for column in columns):
-            result[key] = _concat_remote(key, columns, joined)
+            result[key] = _concat_remote(key, columns, cache)
         else:
-            result[key] = concat_local([local(column) for column in columns], key)
+            values = [local_value(column) for column in columns]
+            joined = operations.concat(values, key)
+            result[key] = inherit(joined, values) if len(values) > 1 else joined
     return result
 
 
 def _concat_remote(
     key: str,
-    columns: Sequence[Any],
-    joined: dict[tuple[int, ...], tuple[Rows, list[tuple[int, int]]]],
-) -> Any:
-    lifted = [c if is_remote(c) else lift(key, local(c)) for c in columns]
-    spec = _common_spec(key, [c.spec for c in lifted if len(c.rows)] or [lifted[0].spec])
+    parts: Sequence[Column],
+    cache: dict[tuple[int, ...], tuple[RowMap, list[tuple[int, int]]]],
+) -> Column:
+    columns = [c if is_remote(c) else snapshot_as_remote(key, local_value(c)) for c in parts]
+    spec = _common_spec(key, [c.spec for c in columns if len(c.row_map)] or [columns[0].spec])
+    # Dtypes differ, and only the values can be promoted: int64 and float32 rows become float32.
     if spec is None:
-        fetch([(key, c) for c in lifted])
-        return values.concat([c.read(key) for c in lifted], key)
-    layouts = tuple(id(c.rows) for c in lifted)
-    found = joined.get(layouts)
+        return operations.concat(fetch([(key, column) for column in columns]), key)
+    maps = tuple(id(column.row_map) for column in columns)
+    found = cache.get(maps)
     if found is None:
-        found = joined[layouts] = layout.concat([c.rows for c in lifted])
-    rows, sources = found
-    if len(rows.blocks) < sum(len(c.handles) for c in lifted) and not _same_handles(lifted):
-        rows, sources = layout.concat([c.rows for c in lifted], share=False)
-    return RemoteColumn(spec, rows, tuple(lifted[p].handles[b] for p, b in sources))
+        found = cache[maps] = rows.concat([column.row_map for column in columns])
+    row_map, sources = found
+    if len(row_map.shards) < sum(len(c.handles) for c in columns) and not _same_handles(columns):
+        row_map, sources = rows.concat([column.row_map for column in columns], share=False)
+    return RemoteColumn(spec, row_map, tuple([columns[p].handles[s] for p, s in sources]))
 
 
 def _same_handles(columns: Sequence[RemoteColumn]) -> bool:
-    """Whether a block that several parts share has one handle in all of them: after a rename,
-    two fields of one block may meet under one key."""
+    """Return whether a shard that several parts share has one handle in all of them.
+
+    It has not if two fields of one shard are concatenated under one name, after a rename.
+    """
     seen: dict[int, str] = {}
     return all(
-        seen.setdefault(block.uid, handle.key) == handle.key
+        seen.setdefault(shard.uid, handle.key) == handle.key
         for column in columns
-        for block, handle in zip(column.rows.blocks, column.handles, strict=True)
+        for shard, handle in zip(column.row_map.shards, column.handles, strict=True)
     )
 
 
 def _common_spec(key: str, specs: Sequence[FieldSpec]) -> FieldSpec | None:
-    """One spec for all parts; None when only the values themselves can be joined."""
+    """Return one spec for all parts, None if the values themselves have to be concatenated."""
     first = specs[0]
     if all(spec is first or spec == first for spec in specs):
         return first
-    device = next((s.device for s in specs if s.device != "cpu"), "cpu")
-    alike = [replace(s, device=device) for s in specs]
-    if all(s == alike[0] for s in alike):
-        return alike[0]
-    if any(s.tail != first.tail for s in specs):
+    # A part without a GPU and a part with one: the result is placed on the GPU when it is read.
+    device = next((spec.device for spec in specs if spec.device != "cpu"), "cpu")
+    on_device = [replace(spec, device=device) for spec in specs]
+    if all(spec == on_device[0] for spec in on_device):
+        return on_device[0]
+    if any(spec.tail != first.tail for spec in specs):
         shapes = ", ".join(f"[*, {str(list(s.tail))[1:-1]}] {s.dtype}" for s in specs)
         raise FieldError(
-            f"the parts of field '{key}' cannot be joined along the batch dimension: {shapes}",
+            f"the parts of field '{key}' cannot be concatenated along the batch dimension: "
+            f"{shapes}",
             field=key,
         )
-    if all(s.kind == "array" for s in specs):
-        return replace(first, dtype=np.result_type(*(np.dtype(s.dtype) for s in specs)).str)
+    if all(spec.kind == "array" for spec in specs):
+        return replace(first, dtype=np.result_type(*[np.dtype(s.dtype) for s in specs]).str)
     return None
 
 
-def hold(key: str, value: Any, origin: Origin = CONTROLLER) -> RemoteColumn:
-    """A local value as a column that holds it; may share its memory."""
+def as_remote(key: str, value: LocalValue, origin: Origin = CONTROLLER) -> RemoteColumn:
+    """Return a local value as a column over a `LocalHandle`. They may share memory."""
     spec, payload, nbytes = encode(value, key)
-    rows = whole_block(values.row_count(value), origin)
-    return RemoteColumn(spec, rows, (LocalHandle(payload, nbytes),) if rows.blocks else ())
+    row_map = row_map_of_shard(operations.row_count(value), origin)
+    handles = (LocalHandle(payload, nbytes),) if row_map.shards else ()
+    return RemoteColumn(spec, row_map, handles)
 
 
-def compact(key: str, column: RemoteColumn) -> RemoteColumn:
-    """A column over bytes that are here, without the rows that it does not name."""
+def snapshot_as_remote(key: str, value: LocalValue, origin: Origin = CONTROLLER) -> RemoteColumn:
+    """Return a snapshot of a local value as a column over a `LocalHandle`."""
+    return as_remote(key, operations.clone(value), origin)
+
+
+def without_unused_rows(key: str, column: RemoteColumn) -> RemoteColumn:
+    """Return a column with local payloads, without stored rows that its row map does not name."""
     if column.spec.kind == "raw" or column.nbytes() >= sum(h.nbytes for h in column.handles):
-        return column.fresh()
-    origin = column.rows.blocks[0].origin if column.rows.blocks else CONTROLLER
-    return lift(key, column.fresh().read(key), origin)
+        return column.unread()
+    shards = column.row_map.shards
+    origin = shards[0].origin if shards else CONTROLLER
+    return snapshot_as_remote(key, column.unread().read(key), origin)
 
 
-def alone(key: str, column: Any) -> RemoteColumn:
-    """A column as it is pickled outside a message: what is here goes along."""
+def for_pickle(key: str, column: Column) -> RemoteColumn:
+    """Return a column as it is pickled outside a message: with its bytes where they are local."""
     if not is_remote(column):
-        return hold(key, local(column))
-    return compact(key, column) if is_carried(column) else column
+        return as_remote(key, local_value(column))
+    return without_unused_rows(key, column) if column.has_local_payloads() else column
 
 
-def private(column: Any) -> Any:
-    """A copy of what is here; references are immutable and are shared."""
-    return column.fresh() if is_remote(column) else values.clone(local(column))
-
-
-def lift(key: str, value: Any, origin: Origin = CONTROLLER) -> RemoteColumn:
-    """A local value as a column that holds a snapshot of it."""
-    return hold(key, values.clone(value), origin)
+def private(column: Column) -> Column:
+    """Return a deep copy of a local value; references cannot change and are shared."""
+    return column.unread() if is_remote(column) else operations.clone(local_value(column))

@@ -1,29 +1,30 @@
-"""Checks at the door of a `DataProto`, and its conversions from and to dicts and `TensorDict`."""
+"""Checked construction of a batch, and its conversion from and to dicts and `TensorDict`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from quadriga.errors import FieldError, LengthError
-from quadriga.protocol.columns import contents as batches
-from quadriga.protocol.columns.contents import Arrays, Contents
-from quadriga.protocol.values import operations as values
+from quadriga.protocol.columns.contents import ArrayHalf, Contents, MetaInfo
+from quadriga.protocol.values import operations
+from quadriga.protocol.values.field_spec import Array
+
+Tensors = torch.Tensor | TensorDictBase
 
 
 def check_dicts(
-    tensors: Mapping[str, Any], non_tensors: Mapping[str, Any], num_batch_dims: int
-) -> tuple[TensorDict | None, Arrays]:
-    """The two halves of a batch from plain dicts, types and lengths checked."""
+    tensors: Mapping[str, Tensors], non_tensors: Mapping[str, object], num_batch_dims: int
+) -> tuple[TensorDict | None, ArrayHalf]:
+    """Return the two halves of a batch from plain dicts. Types and lengths are checked."""
     if num_batch_dims < 1:
-        raise LengthError(f"a batch has at least one batch dimension; got {num_batch_dims=}")
+        raise LengthError(f"expected at least one batch dimension, got {num_batch_dims=}")
     if num_batch_dims > 1 and non_tensors:
         raise LengthError(
-            f"non-tensors have one batch dimension; got {num_batch_dims=} "
+            f"non-tensors have one batch dimension, got {num_batch_dims=} "
             f"with non-tensors {list(non_tensors)}"
         )
     _check_mapping("tensors", tensors)
@@ -31,19 +32,19 @@ def check_dicts(
     for key, value in tensors.items():
         _check_tensor(key, value, num_batch_dims)
     batch_size = _common_size(tensors, num_batch_dims)
-    batch = None if batch_size is None else values.as_tensordict(tensors, batch_size, None)
+    batch = None if batch_size is None else operations.as_tensordict(tensors, batch_size, None)
     return batch, {key: as_array(key, value) for key, value in non_tensors.items()}
 
 
-def _check_mapping(name: str, value: Any) -> None:
+def _check_mapping(name: str, value: object) -> None:
     if not isinstance(value, Mapping):
-        raise FieldError(f"{name} is a dict from field name to value; got {type(value).__name__}")
+        raise FieldError(f"{name}: expected a dict of fields by name, got {type(value).__name__}")
     for key in value:
         if not isinstance(key, str):
-            raise FieldError(f"field names are strings; {name} has {key!r} ({type(key).__name__})")
+            raise FieldError(f"{name}: expected field names, got {key!r} ({type(key).__name__})")
 
 
-def _check_tensor(key: str, value: Any, num_batch_dims: int) -> None:
+def _check_tensor(key: str, value: object, num_batch_dims: int) -> None:
     if not isinstance(value, torch.Tensor | TensorDictBase):
         raise FieldError(
             f"field '{key}' in tensors is a {type(value).__name__}, not a tensor; "
@@ -58,7 +59,7 @@ def _check_tensor(key: str, value: Any, num_batch_dims: int) -> None:
         )
 
 
-def _common_size(tensors: Mapping[str, Any], num_batch_dims: int) -> tuple[int, ...] | None:
+def _common_size(tensors: Mapping[str, Tensors], num_batch_dims: int) -> tuple[int, ...] | None:
     first: tuple[str, tuple[int, ...]] | None = None
     for key, value in tensors.items():
         size = tuple(value.shape[:num_batch_dims])
@@ -73,12 +74,12 @@ def _common_size(tensors: Mapping[str, Any], num_batch_dims: int) -> tuple[int, 
     return None if first is None else first[1]
 
 
-def as_array(key: str, value: Any) -> np.ndarray[Any, Any]:
-    """A numpy array as it is, a list or tuple as a one-dimensional object array."""
+def as_array(key: str, value: object) -> Array:
+    """Return a numpy array as it is, a list or tuple as a one-dimensional object array."""
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, list | tuple):
-        return values.object_array(value)
+        return operations.object_array(value)
     hint = "it goes into tensors" if isinstance(value, torch.Tensor) else "wrap it in a list"
     raise FieldError(
         f"field '{key}' in non_tensors is a {type(value).__name__}, "
@@ -87,10 +88,13 @@ def as_array(key: str, value: Any) -> np.ndarray[Any, Any]:
     )
 
 
-def sort_by_type(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tensors and everything else that may be a field, apart."""
+def sort_by_type(
+    data: Mapping[str, object],
+) -> tuple[dict[str, Tensors], dict[str, object]]:
+    """Separate tensors from everything else that can be a field."""
     _check_mapping("data", data)
-    tensors, arrays = {}, {}
+    tensors: dict[str, Tensors] = {}
+    arrays: dict[str, object] = {}
     for key, value in data.items():
         if isinstance(value, torch.Tensor | TensorDictBase):
             tensors[key] = value
@@ -98,25 +102,25 @@ def sort_by_type(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
             arrays[key] = value
         else:
             raise FieldError(
-                f"field '{key}' is a {type(value).__name__}; a field is a tensor, a numpy array "
-                "or a list. Settings belong in meta_info",
+                f"field '{key}': expected a tensor, a numpy array or a list, got "
+                f"{type(value).__name__}. Settings belong in meta_info",
                 field=key,
             )
     return tensors, arrays
 
 
 def split_tensordict(
-    tensor_dict: TensorDictBase | None, meta_info: dict[str, Any] | None, num_batch_dims: int
+    tensor_dict: TensorDictBase | None, meta_info: MetaInfo | None, num_batch_dims: int
 ) -> Contents:
-    """What a `TensorDict` that may hold non-tensors is as a batch."""
+    """Return the contents of a `TensorDict` that may have non-tensors."""
     meta = dict(meta_info or {})
     if tensor_dict is None:
         return Contents(None, {}, meta)
-    tensors: dict[str, Any] = {}
-    arrays: Arrays = {}
-    for key, value in tensor_dict.items(is_leaf=lambda _: True):
+    tensors: dict[str, Tensors] = {}
+    arrays: ArrayHalf = {}
+    for key, value in operations.tensors_of(tensor_dict).items():
         if isinstance(value, NonTensorStack):
-            arrays[key] = values.object_array(value.tolist())
+            arrays[key] = operations.object_array(value.tolist())
         elif isinstance(value, NonTensorData):
             meta[key] = value.data
         else:
@@ -128,9 +132,11 @@ def split_tensordict(
 
 
 def join_tensordict(contents: Contents) -> TensorDict:
-    """One `TensorDict` with tensors, object arrays as `NonTensorStack`, settings as
-    `NonTensorData`. Raises `FieldError` when two of them share a name."""
-    fields: dict[str, Any] = {} if contents.batch is None else dict(contents.batch.items())
+    """Return one `TensorDict`: tensors, arrays as `NonTensorStack`, settings as `NonTensorData`.
+
+    Raises `FieldError` when two of them have the same name.
+    """
+    fields: dict[str, object] = {} if contents.batch is None else dict(contents.batch.items())
     size = [contents.rows] if contents.batch is None else list(contents.batch.batch_size)
     for key, array in contents.arrays.items():
         _check_free(key, fields)
@@ -141,37 +147,9 @@ def join_tensordict(contents: Contents) -> TensorDict:
     return TensorDict(fields, batch_size=size)
 
 
-def _check_free(key: str, taken: Mapping[str, Any]) -> None:
+def _check_free(key: str, taken: Mapping[str, object]) -> None:
     if key in taken:
         raise FieldError(
             f"'{key}' names two fields of different kinds; a TensorDict has one name space",
             field=key,
         )
-
-
-def check(contents: Contents) -> None:
-    """Every field has the length of the batch and a type that a field may have."""
-    batch, arrays, meta = contents
-    if batch is not None and len(getattr(batch, "batch_size", ())) < 1:
-        raise FieldError(f"batch is a TensorDict with at least one batch dimension; got {batch!r}")
-    if not isinstance(arrays, dict):
-        raise FieldError(
-            f"non_tensor_batch is a dict; got {type(arrays).__name__}", field="non_tensor_batch"
-        )
-    if not isinstance(meta, dict):
-        raise FieldError(f"meta_info is a dict; got {type(meta).__name__}", field="meta_info")
-    if arrays:
-        _check_arrays(contents)
-
-
-def _check_arrays(contents: Contents) -> None:
-    lengths = batches.lengths_of_arrays(contents.arrays)
-    reference = "the batch" if contents.batch is not None else f"'{lengths[0][0]}'"
-    expected = contents.rows
-    for key, count in lengths:
-        if count != expected:
-            raise LengthError(
-                f"all fields of a batch have the same length: {reference} has {expected} rows, "
-                f"'{key}' has {count}",
-                field=key,
-            )

@@ -1,8 +1,8 @@
-"""A batch in one file, read back without running code from the file.
+"""A batch in one file, read without executing code from the file.
 
-The file is a line that names the format and one pickle stream. Both writer and reader allow only
-the types listed here, so what can be written can be read, and a file from elsewhere cannot call
-anything else.
+The file is a line that names the format and one pickle stream: the names of the fields, the batch
+size, each field, `meta_info`. Writer and reader allow only the types listed here, so everything
+that can be written can be read, and a file of another origin cannot call anything else.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ import numpy as np
 import torch
 
 from quadriga.errors import DataError, FieldError
-from quadriga.protocol.columns import column
-from quadriga.protocol.columns import contents as batches
+from quadriga.protocol.columns import contents as halves
+from quadriga.protocol.columns.column import local_value
 from quadriga.protocol.columns.contents import Contents
-from quadriga.protocol.values.nested import (
-    EncodedTensor,
-    decode_leaf,
-    decode_tensor,
-    encode_leaf,
-    walk,
-)
+from quadriga.protocol.containers import walk
+from quadriga.protocol.values.decode import EncodedTensor, decode_leaf, decode_tensor
+from quadriga.protocol.values.encode import TensorReduction, encode_leaf, encode_tensor
+from quadriga.protocol.values.field_spec import FieldSpec
 from quadriga.protocol.values.operations import as_tensordict
 
 _MAGIC = b"quadriga batch 1\n"
@@ -40,8 +37,14 @@ _ALLOWED = {
     "numpy._core.multiarray": {"_reconstruct", "scalar"},
     "numpy._core.numeric": {"_frombuffer"},
     "quadriga.protocol.values.field_spec": {"FieldSpec"},
-    "quadriga.protocol.values.nested": {"EncodedTensor", "decode_tensor"},
+    "quadriga.protocol.values.decode": {"EncodedTensor", "decode_tensor"},
 }
+_FORMER_NAMES: dict[tuple[str, str], object] = {
+    ("quadriga.protocol.spec", "FieldSpec"): FieldSpec,
+    ("quadriga.protocol.plain", "Parcel"): EncodedTensor,
+    ("quadriga.protocol.plain", "open_parcel"): decode_tensor,
+}
+"""Names under which files of earlier versions refer to what the package has under another name."""
 
 
 class _Writer(pickle.Pickler):
@@ -49,36 +52,38 @@ class _Writer(pickle.Pickler):
 
     field = ""
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> TensorReduction:
         if isinstance(obj, torch.Tensor):
-            return decode_tensor, (EncodedTensor.of(obj, private=False),)
+            return decode_tensor, (encode_tensor(obj, private=False),)
         if isinstance(obj, np.generic):
-            return NotImplemented
+            return NotImplemented  # type: ignore[no-any-return]
         kind = obj if isinstance(obj, type) or callable(obj) else type(obj)
         module = getattr(kind, "__module__", None) or "builtins"
         name = getattr(kind, "__qualname__", str(kind))
         if not _allowed(module, name):
             raise FieldError(
-                f"{self.field} holds a {module}.{name}, which a batch file does not carry; "
-                "it carries tensors, arrays, images and plain Python values",
+                f"{self.field} contains a {module}.{name}, which a batch file does not support; "
+                "it supports tensors, arrays, images and plain Python values",
                 field=self.field,
             )
-        return NotImplemented
+        return NotImplemented  # type: ignore[no-any-return]
 
 
 class _Reader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) in _FORMER_NAMES:
+            return _FORMER_NAMES[module, name]
         if not _allowed(module, name):
             raise DataError(
-                f"the file asks for {module}.{name}, which no batch file needs; it is damaged or "
+                f"the file refers to {module}.{name}, which no batch file needs; it is damaged or "
                 "was not written by save_to_disk"
             )
-        found = super().find_class(module, name)
+        found: object = super().find_class(module, name)
         if module.startswith("PIL."):
             from PIL.Image import Image
 
             if not (isinstance(found, type) and issubclass(found, Image)):
-                raise DataError(f"the file asks for {module}.{name}, which is not an image")
+                raise DataError(f"the file refers to {module}.{name}, which is not an image")
         return found
 
 
@@ -91,21 +96,24 @@ def _allowed(module: str, name: str) -> bool:
 
 
 def save(contents: Contents, filepath: str | Path) -> None:
-    """Writes all fields (fetching those that lie elsewhere) and `meta_info`; the file appears
-    whole or not at all. Raises `FieldError` naming a type that a file does not carry."""
-    batch, arrays_half, meta = contents
-    batches.prefetch(batch, arrays_half, None)
+    """Write all fields and `meta_info`; fetches remote fields.
+
+    The file appears complete or not at all. Raises `FieldError` naming a type that a file does not
+    support.
+    """
+    batch, arrays, meta = contents
+    halves.prefetch(batch, arrays, None)
     size = None if batch is None else tuple(batch.batch_size)
-    tensors = {k: column.local(v) for k, v in batches.tensor_columns(batch).items()}
-    arrays = {k: column.local(v) for k, v in batches.array_columns(arrays_half).items()}
+    tensors = {key: local_value(c) for key, c in halves.tensor_columns(batch).items()}
+    objects = {key: local_value(c) for key, c in halves.array_columns(arrays).items()}
     path = Path(filepath)
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with partial.open("wb") as file:
             file.write(_MAGIC)
             writer = _Writer(file, protocol=5)
-            entries = [("batch_size", size), *tensors.items(), *arrays.items()]
-            writer.dump((list(tensors), list(arrays)))
+            entries = [("batch_size", size), *tensors.items(), *objects.items()]
+            writer.dump((list(tensors), list(objects)))
             for key, value in [*entries, ("meta_info", meta)]:
                 writer.field = f"field '{key}'"
                 writer.clear_memo()
@@ -116,8 +124,11 @@ def save(contents: Contents, filepath: str | Path) -> None:
 
 
 def load(filepath: str | Path) -> Contents:
-    """Reads what `save` wrote; tensors come back on the kind of device they had, where there is
-    one. Raises `DataError` for a file that is none of ours, or is cut short."""
+    """Read a file of `save`.
+
+    Tensors are placed on the type of device that they had, if this process has one. Raises
+    `DataError` for a file of another format and for one that is truncated.
+    """
     path = Path(filepath)
     if not path.is_file():
         raise DataError(f"no batch file {path}", path=str(path))
@@ -135,6 +146,6 @@ def load(filepath: str | Path) -> Contents:
             arrays = {key: read() for key in array_keys}
             meta = read()
         except (EOFError, pickle.UnpicklingError) as error:
-            raise DataError(f"{path} is damaged or cut short: {error}", path=str(path)) from error
+            raise DataError(f"{path} is damaged or truncated: {error}", path=str(path)) from error
     batch = None if size is None else as_tensordict(tensors, size, None)
     return Contents(batch, arrays, meta)

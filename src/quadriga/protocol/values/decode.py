@@ -1,149 +1,165 @@
-"""From payloads back to values: a private copy of just the chosen rows.
+"""Decode payloads: a private, writable copy of exactly the chosen rows.
 
-What comes in may be read-only shared memory; what goes out shares nothing with it, so a method may
+Payloads may be read-only shared memory. A decoded value shares no memory with them, so a method may
 write into what it received.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
-from quadriga.protocol.values import jagged
-from quadriga.protocol.values.buffer_pool import empty
-from quadriga.protocol.values.field_spec import CARRIER_OF_SIZE, NUMPY_KNOWS, FieldSpec, Payload
-from quadriga.protocol.values.row_map import Ints, Rows
+from quadriga.protocol.values import buffer_pool, jagged
+from quadriga.protocol.values.field_spec import (
+    CARRIER_OF_SIZE,
+    NUMPY_KNOWS,
+    Array,
+    FieldSpec,
+    Ints,
+    Kind,
+    LocalValue,
+    ObjectArray,
+    Payload,
+    RaggedPayload,
+)
+from quadriga.protocol.values.rows import RowMap, Shard
+from quadriga.protocol.values.storage import CONTROLLER, StoredValue, snapshot
 
-_LOOP_BYTES = 4096  # runs shorter than this are gathered in one indexing call instead of a loop
-_LOOP_RUNS = 64
+# Segments are copied one by one while they are few or long. Permuted batches have many short ones,
+# which are gathered by one indexing call per shard.
+_LOOP_SEGMENTS = 64
+_LOOP_BYTES = 4096
 
 
-def decode(spec: FieldSpec, rows: Rows, payloads: Sequence[Payload]) -> tuple[Any, int]:
-    """The value of `rows` (one payload a block) and the bytes that were copied for it."""
+def decode(spec: FieldSpec, rows: RowMap, payloads: Sequence[Payload]) -> tuple[LocalValue, int]:
+    """Return the value of `rows` (one payload for each shard) and the bytes copied for it."""
     return _DECODERS[spec.kind](spec, rows, payloads)
 
 
-def _tensor(spec: FieldSpec, rows: Rows, payloads: Sequence[Payload]) -> tuple[Any, int]:
+def _tensor(spec: FieldSpec, rows: RowMap, payloads: Sequence[Array]) -> tuple[Tensor, int]:
     tensor, carrier = _empty(spec.dtype, (len(rows), *spec.tail))
-    _copy_runs(carrier, rows, payloads)
-    return place(tensor, spec.device), carrier.nbytes
+    _copy_rows(carrier, rows, payloads)
+    return _to_device(tensor, spec.device), carrier.nbytes
 
 
-def _empty(dtype: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
-    """A new tensor, and the numpy array through which its bytes are written."""
+def _empty(dtype: str, shape: tuple[int, ...]) -> tuple[Tensor, Array]:
+    """Return a new tensor, and the numpy array through which its bytes are written."""
     wanted: torch.dtype = getattr(torch, dtype)
-    if wanted in NUMPY_KNOWS:
-        tensor = empty(shape, wanted)
-        return tensor, tensor.numpy()
-    carrier = empty(shape, CARRIER_OF_SIZE[wanted.itemsize])
-    return carrier.view(wanted), carrier.numpy()
+    known = wanted in NUMPY_KNOWS
+    stored = wanted if known else CARRIER_OF_SIZE[wanted.itemsize]
+    if math.prod(shape) * stored.itemsize < buffer_pool.POOLED_BYTES:
+        tensor = torch.empty(shape, dtype=stored)
+    else:
+        tensor = buffer_pool.empty(shape, stored)
+    return (tensor if known else tensor.view(wanted)), tensor.numpy()
 
 
-def device_here(kind: str) -> torch.device:
-    """This process's current device of a kind ("cuda"); the CPU where there is none."""
+def current_device(kind: str) -> torch.device:
+    """Return the current device of a type ("cuda") in this process, the CPU if there is none."""
     module = getattr(torch, kind, None)
     if kind == "cpu" or module is None or not module.is_available():
         return torch.device("cpu")
     return torch.device(kind, module.current_device())
 
 
-def place(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """The tensor on the current device of the kind it was made on, where there is one."""
-    return tensor if device == "cpu" else tensor.to(device_here(device))
+def _to_device(tensor: Tensor, device: str) -> Tensor:
+    return tensor if device == "cpu" else tensor.to(current_device(device))
 
 
-def _copy_runs(
-    out: np.ndarray[Any, Any], rows: Rows, payloads: Sequence[np.ndarray[Any, Any]]
-) -> None:
-    """Copies each run of rows to its place in `out`."""
+def _copy_rows(out: Array, rows: RowMap, payloads: Sequence[Array]) -> None:
+    """Copy each segment to its place in `out`."""
     count = len(rows.segments)
     if count == 0 or out.size == 0:
         return
-    if count <= _LOOP_RUNS or out.nbytes >= count * _LOOP_BYTES:
-        for at, block, start, stop in runs(rows):
-            np.copyto(out[at : at + stop - start], payloads[block][start:stop])
+    if count <= _LOOP_SEGMENTS or out.nbytes >= count * _LOOP_BYTES:
+        for at, shard, start, stop in _runs(rows):
+            np.copyto(out[at : at + stop - start], payloads[shard][start:stop])
         return
-    block_of, row_of = rows.expand()
-    for b, payload in enumerate(payloads):
-        mine = np.flatnonzero(block_of == b)
-        if len(mine) == len(block_of):
+    # Segments [[1, 2, 3], [0, 0, 2]]: shard_of 1 0 0, row_of 2 0 1. Shard 0 fills out[[1, 2]] with
+    # its rows [0, 1], shard 1 fills out[[0]] with its row [2].
+    shard_of, row_of = rows.expand()
+    for number, payload in enumerate(payloads):
+        mine = np.flatnonzero(shard_of == number)
+        if len(mine) == len(shard_of):
+            # "clip" because the default mode buffers `out`; row_of is always within the payload.
             np.take(payload, row_of, axis=0, out=out, mode="clip")
         else:
             out[mine] = payload[row_of[mine]]
 
 
-def runs(rows: Rows) -> Iterator[tuple[int, int, int, int]]:
-    """`(batch row, block, first row, row after the last)` of each run."""
+def _runs(rows: RowMap) -> Iterator[tuple[int, int, int, int]]:
+    """Yield `(batch row, shard, first row, row after the last)` of each segment."""
     at = 0
-    for block, start, stop in rows.segments.tolist():
-        yield at, block, start, stop
+    for shard, start, stop in rows.segments.tolist():
+        yield at, shard, start, stop
         at += stop - start
 
 
-def _array(spec: FieldSpec, rows: Rows, payloads: Sequence[Payload]) -> tuple[Any, int]:
+def _array(spec: FieldSpec, rows: RowMap, payloads: Sequence[Array]) -> tuple[Array, int]:
     out = np.empty((len(rows), *spec.tail), dtype=np.dtype(spec.dtype))
-    _copy_runs(out, rows, payloads)
+    _copy_rows(out, rows, payloads)
     return out, out.nbytes
 
 
-def _ragged(
-    rows: Rows, payloads: Sequence[Payload], make: Callable[[int], tuple[Any, np.ndarray[Any, Any]]]
-) -> tuple[Any, Ints]:
-    """Joins ragged rows: `make(total)` gives the new value and the array to write it through."""
-    lengths = [np.diff(payloads[b][1][s : e + 1]) for _, b, s, e in runs(rows)]
-    ends = np.zeros(len(rows) + 1, dtype=np.int64)
+def _jagged(spec: FieldSpec, rows: RowMap, payloads: Sequence[RaggedPayload]) -> tuple[Tensor, int]:
+    # Rows of 3 and 1 numbers from shard 1, then a row of 2 from shard 0: ends 0 3 4 6. The values
+    # of a segment are consecutive in its shard, so each segment is one copy.
+    lengths = [np.diff(payloads[s][1][start : stop + 1]) for _, s, start, stop in _runs(rows)]
+    ends: Ints = np.zeros(len(rows) + 1, dtype=np.int64)
     if lengths:
         np.cumsum(np.concatenate(lengths), out=ends[1:])
-    value, out = make(int(ends[-1]))
-    for at, block, start, stop in runs(rows):
-        data, offsets = payloads[block]
+    values, out = _empty(spec.dtype, (int(ends[-1]), *spec.tail))
+    for at, shard, start, stop in _runs(rows):
+        data, offsets = payloads[shard]
         np.copyto(out[ends[at] : ends[at + stop - start]], data[offsets[start] : offsets[stop]])
-    return value, ends
-
-
-def _jagged(spec: FieldSpec, rows: Rows, payloads: Sequence[Payload]) -> tuple[Any, int]:
-    def make(total: int) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
-        return _empty(spec.dtype, (total, *spec.tail))
-
-    values, ends = _ragged(rows, payloads, make)
-    nested = jagged.build(place(values, spec.device), place(torch.from_numpy(ends), spec.device))
+    offsets_tensor = _to_device(torch.from_numpy(ends), spec.device)
+    nested = jagged.build(_to_device(values, spec.device), offsets_tensor)
     return nested, values.numel() * values.element_size() + ends.nbytes
 
 
-def _objects(spec: FieldSpec, rows: Rows, payloads: Sequence[Payload]) -> tuple[Any, int]:
+def _objects(
+    spec: FieldSpec, rows: RowMap, payloads: Sequence[RaggedPayload]
+) -> tuple[ObjectArray, int]:
     out = np.empty((len(rows), *spec.tail), dtype=object)
     nbytes = out.shape[0] * 8 + 8
-    for at, block, start, stop in runs(rows):
-        data, offsets = payloads[block]
-        view, ends = memoryview(data), offsets[start : stop + 1].tolist()
+    for at, shard, start, stop in _runs(rows):
+        data, offsets = payloads[shard]
+        # Slices of a memoryview are not copied before they are unpickled.
+        view, ends = data.data, offsets[start : stop + 1].tolist()
         for i in range(stop - start):
             out[at + i] = pickle.loads(view[ends[i] : ends[i + 1]])
         nbytes += ends[-1] - ends[0]
     return out, nbytes
 
 
-def _raw(spec: FieldSpec, rows: Rows, payloads: Sequence[Payload]) -> tuple[Any, int]:
+def _raw(spec: FieldSpec, rows: RowMap, payloads: Sequence[ObjectArray]) -> tuple[ObjectArray, int]:
     out = np.empty((len(rows), *spec.tail), dtype=object)
-    for at, block, start, stop in runs(rows):
-        out[at : at + stop - start] = copy.deepcopy(payloads[block][start:stop])
+    for at, shard, start, stop in _runs(rows):
+        out[at : at + stop - start] = copy.deepcopy(payloads[shard][start:stop])
     return out, out.nbytes
 
 
-def _tree(spec: FieldSpec, rows: Rows, payloads: Sequence[Payload]) -> tuple[Any, int]:
-    fields, total = {}, 0
+def _tree(
+    spec: FieldSpec, rows: RowMap, payloads: Sequence[Mapping[str, Payload]]
+) -> tuple[TensorDict, int]:
+    fields: dict[str, LocalValue] = {}
+    total = 0
     for key, child in spec.children:
         fields[key], nbytes = decode(child, rows, [payload[key] for payload in payloads])
         total += nbytes
-    return TensorDict(fields, batch_size=[len(rows), *spec.tail]), total
+    return TensorDict(dict(fields), batch_size=[len(rows), *spec.tail]), total
 
 
-_DECODERS: dict[str, Callable[[FieldSpec, Rows, Sequence[Payload]], tuple[Any, int]]] = {
+# The kind of the spec says which payloads each decoder receives.
+_DECODERS: dict[Kind, Callable[[FieldSpec, RowMap, Sequence[Any]], tuple[LocalValue, int]]] = {
     "tensor": _tensor,
     "jagged": _jagged,
     "array": _array,
@@ -151,3 +167,47 @@ _DECODERS: dict[str, Callable[[FieldSpec, Rows, Sequence[Payload]], tuple[Any, i
     "raw": _raw,
     "tree": _tree,
 }
+
+
+class EncodedTensor:
+    """An encoded tensor outside a batch: dense with any number of dimensions, jagged, or a
+    `TensorDict`. `rows`: length of dimension 0; a dense tensor is encoded as one row."""
+
+    __slots__ = ("payload", "rows", "spec")
+
+    def __init__(self, spec: FieldSpec, payload: Payload, rows: int) -> None:
+        self.spec, self.payload, self.rows = spec, payload, rows
+
+    def decode(self) -> LocalValue:
+        """Return the tensor, private to the caller."""
+        rows = RowMap.of_shard(Shard(0, self.rows, CONTROLLER))
+        value, _ = decode(self.spec, rows, [self.payload][: len(rows.shards)])
+        return value.squeeze(0) if self.spec.kind == "tensor" else value
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return EncodedTensor, (self.spec, self.payload, self.rows)
+
+
+class CopiedObject:
+    """A copy of an object that is sent within one process. Each receiver gets its own copy."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: StoredValue) -> None:
+        self.value = value
+
+    def decode(self) -> StoredValue:
+        """Return a copy for one receiver."""
+        return snapshot(self.value)
+
+
+def decode_tensor(encoded: EncodedTensor) -> LocalValue:
+    """Return the tensor. Tensors inside pickled objects are written as calls of this function."""
+    return encoded.decode()
+
+
+def decode_leaf(value: StoredValue) -> StoredValue:
+    """Decode a value outside a batch: tensors; arrays as private, writable copies."""
+    if isinstance(value, EncodedTensor | CopiedObject):
+        return value.decode()
+    return snapshot(value) if isinstance(value, np.ndarray) else value

@@ -1,25 +1,39 @@
-"""What is known of a field without its bytes, and the form in which its bytes travel.
+"""The description of a field without its bytes, and the types of values and payloads.
 
-A payload is made of numpy arrays, which pickle protocol 5 carries out of band: no byte is copied on
-the way into shared memory but once, and none to look at it there. Payloads by kind:
+A payload is the form in which the bytes of a field are stored and sent. It consists of numpy
+arrays, which pickle protocol 5 writes out of band: the bytes are copied once into shared memory and
+are read there without a copy. Payloads by kind of field:
 
-    tensor    ndarray [N, ...]; what numpy lacks (bfloat16, float8 …) as integers of its size
-    jagged    (values ndarray [total, ...], offsets [N+1] int64)
+    tensor    array [N, ...]; dtypes that numpy lacks (bfloat16, float8) as integers of their size
+    jagged    (values [total, ...], offsets int64 [N + 1])
     tree      {key: payload}: a nested TensorDict
-    array     ndarray [N, ...] that holds no objects
-    objects   (bytes uint8 [total], offsets [N+1] int64): each row pickled by itself
-    raw       object ndarray: rows that only the transport's own pickler can handle
+    array     array [N, ...] without objects
+    objects   (bytes uint8 [total], offsets int64 [N + 1]): each row is a pickle of its own
+    raw       object array: rows that only the pickler of the transport can encode
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
 
-Payload = Any
+Array: TypeAlias = NDArray[np.generic]
+ObjectArray: TypeAlias = NDArray[np.object_]
+Ints: TypeAlias = NDArray[np.int64]
+LocalValue: TypeAlias = torch.Tensor | TensorDictBase | Array
+"""The value of a field in this process. Dimension 0 is the batch."""
+
+RaggedPayload: TypeAlias = tuple[Array, Ints]
+Payload: TypeAlias = "Array | RaggedPayload | dict[str, Payload]"
+Kind = Literal["tensor", "jagged", "tree", "array", "objects", "raw"]
+
 CARRIER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Item size in bytes → the integer dtype in which numpy stores a dtype that it lacks."""
 NUMPY_KNOWS = {
     torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
@@ -28,36 +42,25 @@ NUMPY_KNOWS = {
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
-    """What is known of a field without its bytes.
+    """The description of a field without its bytes.
 
-    `tail`: shape without the batch dimension (of jagged fields: shape of `values` without its
-    first). `dtype`: torch's or numpy's name. `device`: where the tensor was made ("cpu", "cuda").
-    `children`: fields of a nested TensorDict.
+    `tail`: shape without the batch dimension; for a jagged field the shape of `values` without
+    its first dimension. `dtype`: name in torch, or `str` of the dtype in numpy. `device`: type of
+    the device on which the tensor was created ("cpu", "cuda"). `children`: fields of a nested
+    TensorDict.
     """
 
-    kind: str
+    kind: Kind
     dtype: str = ""
     tail: tuple[int, ...] = ()
     device: str = "cpu"
     children: tuple[tuple[str, FieldSpec], ...] = ()
 
-    def flat(self) -> tuple[Any, ...]:
-        """All of it as built-in values."""
-        children = tuple([(key, child.flat()) for key, child in self.children])
-        return self.kind, self.dtype, tuple(self.tail), self.device, children
-
-    @staticmethod
-    def of(flat: tuple[Any, ...]) -> FieldSpec:
-        """The spec of `flat`."""
-        kind, dtype, tail, device, children = flat
-        nested = tuple([(key, FieldSpec.of(child)) for key, child in children])
-        return FieldSpec(kind, dtype, tail, device, nested)
-
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[FieldSpec], tuple[object, ...]]:
         return FieldSpec, (self.kind, self.dtype, self.tail, self.device, self.children)
 
     def describe(self, length: int) -> tuple[str, str]:
-        """Shape and dtype as text."""
-        if self.kind == "jagged":
-            return str([length, "*", *self.tail]).replace("'", ""), self.dtype
-        return str([length, *self.tail]), self.dtype or self.kind
+        """Return shape and dtype of `length` rows as text: `("[8, *, 2]", "float32")`."""
+        ragged = ["*"] if self.kind == "jagged" else []
+        shape = ", ".join(map(str, [length, *ragged, *self.tail]))
+        return f"[{shape}]", self.dtype or self.kind

@@ -1,71 +1,85 @@
-"""Jagged nested tensors: rows of different lengths held as one `values` and one `offsets` tensor.
+"""Jagged nested tensors: rows of different lengths, stored as `values` and `offsets`.
 
-Row `i` is `values[offsets[i]:offsets[i+1]]`. Only the layout `torch.jagged` with the ragged
-dimension right after the batch dimension is supported, which is what this field uses.
+Only the layout `torch.jagged` with the ragged dimension after the batch dimension is supported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quadriga.errors import FieldError
-from quadriga.protocol.values.row_selection import RowOp, Span
+from quadriga.protocol.values.field_spec import Ints
+from quadriga.protocol.values.rows import RowRange, RowSelection
+
+# Row i is values[offsets[i] : offsets[i + 1]]. Three rows of 2, 0 and 3 numbers:
+#
+#     rows       [7, 8]   []   [4, 5, 6]
+#     values      7  8          4  5  6
+#     offsets     0        2    2        5
+#
+#     take rows [2, 0]   positions in values 2 3 4 | 0 1 → values 4 5 6 7 8, offsets 0 3 5
+#     take rows 1 … 2    values[2:5] → 4 5 6, offsets [2, 2, 5] - 2 → 0 0 3; a view
+#     concat with [[9]]  values 7 8 4 5 6 9, offsets 0 2 2 5 6: those of the second part plus 5
 
 
 def is_jagged(value: object) -> bool:
-    """True for a nested tensor of any layout (`parts` refuses those that are not jagged)."""
-    return isinstance(value, torch.Tensor) and value.is_nested
+    """Return True for a nested tensor of any layout (`parts` refuses those that are not jagged)."""
+    return isinstance(value, Tensor) and value.is_nested
 
 
-def parts(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(values [total, ...], offsets [N+1])`, no holes. Raises `FieldError` for other layouts."""
+def parts(nested: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `(values [total, ...], offsets [N + 1])` without holes.
+
+    Raises `FieldError` for a nested tensor of another layout.
+    """
     if nested.layout != torch.jagged or getattr(nested, "_ragged_idx", 1) != 1:
         raise FieldError(
-            "nested tensors travel in layout torch.jagged with the ragged dimension second; "
-            f"got layout {nested.layout}. "
+            "expected a nested tensor of layout torch.jagged whose dimension 1 is ragged, got "
+            f"layout {nested.layout}. "
             "Build it with torch.nested.nested_tensor(rows, layout=torch.jagged)"
         )
-    if nested.lengths() is not None:
+    if nested.lengths() is not None:  # type: ignore[attr-defined]  # a method of NestedTensor
         nested = nested.contiguous()
-    return nested.values(), nested.offsets()
+    return nested.values(), nested.offsets()  # type: ignore[attr-defined]  # of NestedTensor
 
 
-def build(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The nested tensor of `parts`."""
+def build(values: Tensor, offsets: Tensor) -> Tensor:
+    """Return the nested tensor of `parts`."""
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
-def row_gather(
-    offsets: np.ndarray[tuple[int], np.dtype[np.int64]],
-    rows: np.ndarray[tuple[int], np.dtype[np.int64]],
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """Positions in `values` of the chosen rows, and the offsets of the result."""
+def row_gather(offsets: Ints, rows: Ints) -> tuple[Ints, Ints]:
+    """Return the positions in `values` of the chosen rows, and the offsets of the result."""
     starts, lengths = offsets[rows], offsets[rows + 1] - offsets[rows]
     new_offsets = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(lengths, out=new_offsets[1:])
+    # Rows [2, 0]: starts 2 0, new offsets 0 3 5. The first three positions 0 1 2 are shifted by
+    # 2 - 0 = 2, the last two positions 3 4 by 0 - 3 = -3, which gives 2 3 4 0 1.
     positions = np.arange(new_offsets[-1], dtype=np.int64)
     positions += np.repeat(starts - new_offsets[:-1], lengths)
     return positions, new_offsets
 
 
-def take(nested: torch.Tensor, op: RowOp) -> torch.Tensor:
-    """The chosen rows of a nested tensor, as a nested tensor; differentiable in the values."""
+def take(nested: Tensor, selection: RowSelection) -> Tensor:
+    """Return the selected rows as a nested tensor; differentiable in the values."""
     values, offsets = parts(nested)
-    if isinstance(op, Span):
-        low, high = int(offsets[op.start]), int(offsets[op.stop])
-        return build(values[low:high], offsets[op.start : op.stop + 1] - offsets[op.start])
-    positions, new_offsets = row_gather(offsets.cpu().numpy().astype(np.int64), op.rows)
+    if isinstance(selection, RowRange):
+        low, high = int(offsets[selection.start]), int(offsets[selection.stop])
+        chosen = offsets[selection.start : selection.stop + 1]
+        return build(values[low:high], chosen - offsets[selection.start])
+    known: Ints = offsets.cpu().numpy().astype(np.int64)
+    positions, new_offsets = row_gather(known, selection.rows)
     index = torch.from_numpy(positions).to(values.device)
     return build(values[index], torch.from_numpy(new_offsets).to(offsets.device, offsets.dtype))
 
 
-def concat(parts_in_order: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of all parts one after the other."""
-    pairs = [parts(p) for p in parts_in_order]
+def concat(nested: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all nested tensors in order."""
+    pairs = [parts(part) for part in nested]
     values = torch.cat([v for v, _ in pairs])
     shifted, base = [pairs[0][1][:1]], 0
     for _, offsets in pairs:
@@ -74,8 +88,8 @@ def concat(parts_in_order: Sequence[torch.Tensor]) -> torch.Tensor:
     return build(values, torch.cat(shifted))
 
 
-def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Same row lengths and same values; NaN equals NaN."""
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether row lengths and values are equal; NaN equals NaN."""
     (values_a, offsets_a), (values_b, offsets_b) = parts(a), parts(b)
     return (
         values_a.shape == values_b.shape
@@ -85,8 +99,8 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def same_dense(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal values of two dense tensors of one shape; NaN equals NaN."""
+def same_dense(a: Tensor, b: Tensor) -> bool:
+    """Return whether two dense tensors of one shape are equal; NaN equals NaN."""
     if torch.equal(a, b):
         return True
     if not (a.is_floating_point() or a.is_complex()):

@@ -1,7 +1,6 @@
-"""References to fields that lie elsewhere, and the store that keeps them.
+"""Stored values: their handles, the store that keeps them, who wrote them, and traffic counters.
 
-The protocol knows no Ray: a backend hands it a `Store`, and a `Handle` is whatever that store
-gives back.
+The protocol does not know Ray. A backend provides a `Store`; a `Handle` is what its `put` returns.
 """
 
 from __future__ import annotations
@@ -9,25 +8,31 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
+
+StoredValue: TypeAlias = Any
+"""What was put into a store: a payload, or any picklable value of a user."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who made a value: role ("actor"), rank, method ("compute_values") and node address."""
+    """The writer of a value: role ("actor"), rank, method ("compute_values"), node address."""
 
     role: str
     rank: int
     method: str
     node: str = ""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[Origin], tuple[str, int, str, str]]:
         return Origin, (self.role, self.rank, self.method, self.node)
 
     def __str__(self) -> str:
@@ -40,7 +45,7 @@ CONTROLLER = Origin("controller", 0, "")
 
 @runtime_checkable
 class Handle(Protocol):
-    """Opaque, picklable name of one stored value. Dropping the last handle releases the value."""
+    """Opaque, picklable name of a stored value. Dropping the last handle releases the value."""
 
     @property
     def key(self) -> str:
@@ -50,76 +55,77 @@ class Handle(Protocol):
     def nbytes(self) -> int:
         """Bytes of the stored payload."""
 
-    def fetch(self) -> Any:
-        """The stored value; read-only, and not to be written into.
+    def fetch(self) -> StoredValue:
+        """Return the stored value, which must not be written into.
 
-        Raises `LostObjectError` when it is gone.
+        Raises `LostObjectError` when the value is gone.
         """
 
     @staticmethod
-    def fetch_many(handles: Sequence[Any]) -> list[Any]:
-        """The values of many handles of this class, waiting once for all of them."""
+    def fetch_many(handles: Sequence[Any]) -> list[StoredValue]:
+        """Return the values of several handles of this class, waiting once for all of them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """`(class, arguments)`, and nothing else: a module-level class called with arguments."""
+        """Return `(class, arguments)` and nothing else: a module-level class and its arguments."""
 
 
 @runtime_checkable
 class Store(Protocol):
-    """Where values lie that do not travel inside a call or a reply."""
+    """Keeps values that are not sent inside a call or a result."""
 
     @property
     def in_process(self) -> bool:
-        """True when values stay in this process's own memory."""
+        """Whether values stay in the memory of this process."""
 
-    def put(self, value: Any, nbytes: int = 0) -> Handle:
-        """Keeps a snapshot of `value` until every handle to it is dropped."""
+    def put(self, value: StoredValue, nbytes: int = 0) -> Handle:
+        """Keep a snapshot of `value` until the last handle of it is dropped."""
 
-    def put_many(self, values: Sequence[tuple[Any, int]]) -> list[Handle]:
-        """`put` of each `(value, nbytes)`. Values put together may be kept until all of their
-        handles are dropped."""
+    def put_many(self, values: Sequence[tuple[StoredValue, int]]) -> list[Handle]:
+        """Put each `(value, nbytes)`. Values that are put together may be kept until the handles
+        of all of them are dropped."""
 
-    def get_many(self, handles: Sequence[Handle]) -> list[Any]:
-        """The values of these handles, in order."""
+    def get_many(self, handles: Sequence[Handle]) -> list[StoredValue]:
+        """Return the values of these handles, in order."""
 
 
 _counter = itertools.count()
 
 
 class LocalHandle:
-    """A handle that holds its value itself; pickling it carries the value along."""
+    """A handle that contains its value. Pickling the handle pickles the value."""
 
     __slots__ = ("__weakref__", "key", "nbytes", "stored", "value")
 
-    def __init__(self, value: Any, nbytes: int, key: str = "") -> None:
+    def __init__(self, value: StoredValue, nbytes: int, key: str = "") -> None:
         self.value = value
         self.nbytes = nbytes
-        self.key = key or f"here-{os.getpid()}-{next(_counter)}"
+        self.key = key or f"local-{os.getpid()}-{next(_counter)}"
         self.stored: Handle | None = None
-        """The handle of the same value in a shared store, once it was put there."""
+        """The handle of the same value in a shared store, after it was put there."""
 
-    def fetch(self) -> Any:
+    def fetch(self) -> StoredValue:
         return self.value
 
     @staticmethod
-    def fetch_many(handles: Sequence[Any]) -> list[Any]:
+    def fetch_many(handles: Sequence[LocalHandle]) -> list[StoredValue]:
         return [handle.value for handle in handles]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[LocalHandle], tuple[StoredValue, int, str]]:
         return LocalHandle, (self.value, self.nbytes, self.key)
 
 
-def fetch_many(handles: Sequence[Handle]) -> list[Any]:
-    """The values of any handles, in order; one wait for each kind of handle among them."""
+def fetch_many(handles: Sequence[Handle]) -> list[StoredValue]:
+    """Return the values of any handles, in order, waiting once for each class of handle."""
     if not handles:
         return []
     kinds = {type(handle) for handle in handles}
     if len(kinds) == 1:
         return kinds.pop().fetch_many(handles)
-    found: list[Any] = [None] * len(handles)
+    # Values may be None, so places are filled by index and not by looking for empty ones.
+    found: list[StoredValue] = [None] * len(handles)
     for kind in kinds:
         at = [i for i, handle in enumerate(handles) if type(handle) is kind]
         for i, value in zip(at, kind.fetch_many([handles[i] for i in at]), strict=True):
@@ -127,29 +133,29 @@ def fetch_many(handles: Sequence[Handle]) -> list[Any]:
     return found
 
 
-def snapshot(value: Any) -> Any:
-    """A private copy of a payload or of any picklable value."""
+def snapshot(value: StoredValue) -> StoredValue:
+    """Return a private copy of a payload or of any value that can be copied."""
     if isinstance(value, np.ndarray) and value.dtype != object:
         return value.copy()
-    if isinstance(value, tuple):
-        return tuple(snapshot(v) for v in value)
+    if type(value) is tuple:
+        return tuple([snapshot(v) for v in value])
     if type(value) is dict:
         return {k: snapshot(v) for k, v in value.items()}
     return copy.deepcopy(value)
 
 
 class InProcessStore:
-    """Keeps values in their handles: for one process, with or without a backend."""
+    """Keeps each value in its handle: the store of a process without a backend."""
 
     in_process = True
 
-    def put(self, value: Any, nbytes: int = 0) -> Handle:
+    def put(self, value: StoredValue, nbytes: int = 0) -> Handle:
         return LocalHandle(snapshot(value), nbytes)
 
-    def put_many(self, values: Sequence[tuple[Any, int]]) -> list[Handle]:
+    def put_many(self, values: Sequence[tuple[StoredValue, int]]) -> list[Handle]:
         return [self.put(value, nbytes) for value, nbytes in values]
 
-    def get_many(self, handles: Sequence[Handle]) -> list[Any]:
+    def get_many(self, handles: Sequence[Handle]) -> list[StoredValue]:
         return fetch_many(handles)
 
 
@@ -158,21 +164,22 @@ _context_store: ContextVar[Store | None] = ContextVar("quadriga_store", default=
 
 
 def current_store() -> Store:
-    """The store that `pack_result`, `pack_argument` and `parallel_put` use here."""
+    """Return the store that `pack_result`, `pack_argument` and `parallel_put` use by default."""
     return _context_store.get() or _process_store
 
 
 class use_store:
-    """Makes `store` the current one.
+    """Make `store` the current store.
 
-    `use_store(store)` alone: for the whole process, from now on (a worker, at its start).
-    `with use_store(store):` only within the block, in this thread and the tasks it starts.
+    `use_store(store)` sets it for the whole process (a worker does so at its start).
+    `with use_store(store):` sets it within the block, for this thread and the tasks that it starts.
     """
 
     def __init__(self, store: Store) -> None:
         global _process_store
         self._store, self._before = store, _process_store
         self._tokens: list[Token[Store | None]] = []
+        # Set here and undone by `__enter__`: only then is it known that this is a `with` block.
         _process_store = store
 
     def __enter__(self) -> Self:
@@ -185,11 +192,98 @@ class use_store:
         _context_store.reset(self._tokens.pop())
 
 
-def parallel_put(objects: Sequence[Any], max_workers: int | None = None) -> list[Handle]:
-    """Puts many objects into the current store from threads; handles come back in order."""
+def parallel_put(objects: Sequence[StoredValue], max_workers: int | None = None) -> list[Handle]:
+    """Put several objects into the current store from threads. Handles are returned in order."""
     store = current_store()
     if not objects:
         return []
     workers = max_workers or min(16, len(objects))
     with ThreadPoolExecutor(max_workers=workers) as pool:
         return list(pool.map(store.put, objects))
+
+
+_known: dict[int, tuple[weakref.ref[object], tuple[Origin, ...]]] = {}
+"""id of a local value → (weak reference to it, its writers). Entries are dropped with the value."""
+
+
+class _Mark(weakref.ref[T]):
+    """A weak reference that knows the id under which its value is listed in `_known`."""
+
+    __slots__ = ("at",)
+    at: int
+
+
+def _forget(reference: weakref.ref[object]) -> None:
+    at = reference.at if isinstance(reference, _Mark) else 0
+    entry = _known.get(at)
+    # A new value may have got the id of the dead one: its entry stays.
+    if entry is not None and entry[0] is reference:
+        del _known[at]
+
+
+def mark(value: object, origins: Sequence[Origin]) -> None:
+    """Remember the writers of a local tensor or array, for as long as the value exists."""
+    if not origins:
+        return
+    reference = _Mark(value, _forget)
+    reference.at = id(value)
+    found = (origins[0],) if len(origins) == 1 else tuple(dict.fromkeys(origins))
+    _known[reference.at] = (reference, found)
+
+
+def origins_of(value: object) -> tuple[Origin, ...]:
+    """Return the writers of a local value, `()` if they are not known."""
+    entry = _known.get(id(value))
+    return entry[1] if entry is not None and entry[0]() is value else ()
+
+
+def inherit(value: T, sources: Iterable[object]) -> T:
+    """Return `value`, marked with the writers of all values from which it was computed."""
+    if _known:
+        mark(value, [origin for source in sources for origin in origins_of(source)])
+    return value
+
+
+@dataclass(slots=True)
+class Counts:
+    """`fetched_*`: rows copied into this process out of stored shards or messages, exactly those
+    rows; `stored_*`: what this process put into its store."""
+
+    fetched_bytes: int = 0
+    fetched_fields: int = 0
+    stored_bytes: int = 0
+    stored_objects: int = 0
+
+
+class Traffic:
+    """Counters of the bytes that this process received and stored. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._counts = Counts()
+        self._lock = threading.Lock()
+
+    def fetched(self, nbytes: int) -> None:
+        """Count one received field of `nbytes`."""
+        with self._lock:
+            self._counts.fetched_bytes += nbytes
+            self._counts.fetched_fields += 1
+
+    def stored(self, nbytes: int) -> None:
+        """Count one stored field of `nbytes`."""
+        with self._lock:
+            self._counts.stored_bytes += nbytes
+            self._counts.stored_objects += 1
+
+    def snapshot(self) -> Counts:
+        """Return a copy of the counts."""
+        with self._lock:
+            return replace(self._counts)
+
+    def reset(self) -> Counts:
+        """Set all counts to zero and return their previous values."""
+        with self._lock:
+            counts, self._counts = self._counts, Counts()
+            return counts
+
+
+traffic = Traffic()

@@ -1,0 +1,381 @@
+"""Which rows an operation selects, and where the rows of a remote batch are stored.
+
+Every operation that changes rows (slice, chunk, reorder, repeat, padding …) becomes a
+`RowRange` (consecutive rows in order) or `RowIndices` (any rows in any order, repeats allowed).
+
+A remote batch has a `RowMap`. No operation on it reads or moves a stored byte. Fields that were
+produced by one call share one `RowMap`, so a selection is computed once for all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from quadriga.errors import FieldError, LengthError, ProtocolError
+from quadriga.protocol.values.field_spec import Array, Ints
+from quadriga.protocol.values.storage import Origin
+
+RowIndex = slice | Sequence[int] | Sequence[bool] | Array | torch.Tensor
+"""An index that selects several rows."""
+_FEW = 4096
+"""Up to this many segments a Python loop is faster than numpy on many small arrays."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Rows `start … stop - 1`. Selecting them from a local tensor returns a view."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowIndices:
+    """Rows `rows[0], rows[1], …` ([M] int64, each within the batch). Local tensors are copied."""
+
+    rows: Ints
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+RowSelection = RowRange | RowIndices
+
+
+def from_slice(index: slice, length: int) -> RowSelection:
+    """Return the rows of a Python slice over `length` rows."""
+    start, stop, step = index.indices(length)
+    if step == 1:
+        return RowRange(start, max(start, stop))
+    return RowIndices(np.arange(start, stop, step, dtype=np.int64))
+
+
+def from_index(index: object, length: int) -> RowSelection:
+    """Return the rows of a list, tuple, range, array or tensor of row numbers, or of a bool mask.
+
+    Negative numbers count from the end. Raises IndexError for a row that does not exist and
+    `ProtocolError` for a mask of the wrong length or an index that is not one-dimensional.
+    """
+    if isinstance(index, slice):
+        return from_slice(index, length)
+    given = _as_array(index)
+    if given.ndim != 1:
+        raise ProtocolError(f"expected a one-dimensional row index, got shape {list(given.shape)}")
+    if given.dtype == np.bool_:
+        if len(given) != length:
+            raise ProtocolError(f"expected a mask of {length} rows, got {len(given)} entries")
+        return RowIndices(np.flatnonzero(given).astype(np.int64))
+    if given.dtype.kind not in "iu":
+        raise ProtocolError(f"expected row numbers or a bool mask, got dtype {given.dtype}")
+    rows = given.astype(np.int64, copy=True)
+    if rows.size:
+        low, high = int(rows.min()), int(rows.max())
+        if low < -length or high >= length:
+            bad = low if low < -length else high
+            raise IndexError(f"row {bad} of a batch of {length} rows")
+        rows[rows < 0] += length
+    return RowIndices(rows)
+
+
+def _as_array(index: object) -> Array:
+    if isinstance(index, torch.Tensor):
+        array: Array = index.detach().cpu().numpy()
+        return array
+    if isinstance(index, np.ndarray):
+        return index
+    if isinstance(index, Sequence) and not isinstance(index, str | bytes):
+        if len(index) == 0:
+            return np.empty(0, dtype=np.int64)
+        return np.asarray([i.item() if isinstance(i, torch.Tensor) else i for i in index])
+    raise ProtocolError(
+        "expected an int, a slice, a list, a numpy array or a tensor as row index, "
+        f"got {type(index).__name__}"
+    )
+
+
+def repeated(repeat_times: object, length: int) -> RowIndices:
+    """Return row `i` `repeat_times[i]` times.
+
+    Raises `FieldError` unless `repeat_times` holds integers, `LengthError` unless it holds one for
+    each row and none is negative.
+    """
+    if isinstance(repeat_times, torch.Tensor):
+        repeat_times = repeat_times.detach().cpu().numpy()
+    counts = np.asarray(list(repeat_times) if isinstance(repeat_times, Sequence) else repeat_times)
+    if counts.size == 0:
+        counts = counts.astype(np.int64)
+    if counts.ndim != 1 or counts.dtype.kind not in "iu":
+        raise FieldError(f"repeat_times: expected one integer per row, got {repeat_times!r}")
+    if len(counts) != length:
+        raise LengthError(f"repeat_times: expected {length} entries (rows), got {len(counts)}")
+    if counts.size and int(counts.min()) < 0:
+        raise LengthError(f"repeat_times: expected counts of 0 or more, got {int(counts.min())}")
+    return RowIndices(np.repeat(np.arange(length, dtype=np.int64), counts))
+
+
+def padded(length: int, size: int, candidate: str) -> RowIndices:
+    """Return all rows, then `size` times the first row ("first") or the last row (otherwise)."""
+    if size < 0:
+        raise LengthError(f"padding: expected 0 or more rows to add, got {size}")
+    if size and length == 0:
+        raise LengthError(f"padding: an empty batch has no row to repeat {size} times")
+    row = 0 if candidate == "first" else length - 1
+    added = np.full(size, row, dtype=np.int64)
+    return RowIndices(np.append(np.arange(length, dtype=np.int64), added))
+
+
+def chunk_bounds(length: int, chunks: int, uneven: bool) -> list[int]:
+    """Return the `chunks + 1` row numbers at which a batch is split.
+
+    Raises `LengthError` when `length` does not divide and `uneven` is False. With `uneven` the
+    first chunks have one row more.
+    """
+    if chunks < 1:
+        raise LengthError(f"expected at least 1 part to split a batch into, got {chunks}")
+    size, rest = divmod(length, chunks)
+    if rest and not uneven:
+        raise LengthError(
+            f"{length} rows do not divide into {chunks} equal parts: "
+            f"{length} = {chunks} × {size} + {rest}. Remove {rest} or add {chunks - rest} rows, or "
+            "allow padding with DataProto.from_dict(..., auto_padding=True) or "
+            "DataProtoConfig.auto_padding = True"
+        )
+    return [i * size + min(i, rest) for i in range(chunks + 1)]
+
+
+def row_number(index: object, length: int) -> int | None:
+    """Return the row of an int, a numpy integer, or an integer tensor or array without dimensions.
+
+    Negative numbers count from the end. Return None for any other index. Raises IndexError for a
+    row that does not exist.
+    """
+    if isinstance(index, torch.Tensor | np.ndarray):
+        if index.ndim or index.dtype in (torch.bool, np.bool_):
+            return None
+        index = index.item()
+    if isinstance(index, bool | np.bool_) or not isinstance(index, int | np.integer):
+        return None
+    row = int(index)
+    if not -length <= row < length:
+        raise IndexError(f"row {row} of a batch of {length} rows")
+    return row + length if row < 0 else row
+
+
+# A shard is the rows that one rank produced and stored. A segment is a run of consecutive rows of
+# one shard. Two ranks stored shards of 3 rows, a0 a1 a2 and b0 b1 b2; their batch has 6 rows:
+#
+#     batch row       0   1   2   3   4   5
+#     stored row     a0  a1  a2  b0  b1  b2        segments [[0, 0, 3],   shard 0, rows 0, 1, 2
+#                    └── segment ┘└── segment ┘              [1, 0, 3]]   shard 1, rows 0, 1, 2
+#
+#     take RowRange(2, 5)            a2  b0  b1              [[0, 2, 3], [1, 0, 2]]
+#     take RowIndices([5, 0, 1])     b2  a0  a1              [[1, 2, 3], [0, 0, 2]]
+#     take RowRange(3, 6)            b0  b1  b2              [[0, 0, 3]]: shard a is dropped, and b
+#                                                            gets the index 0
+#     concat of rows [0, 2), [2, 6)  a0 a1 | a2 b0 b1 b2     [[0, 0, 3], [1, 0, 3]]: the segments
+#                                                            [0, 0, 2] and [0, 2, 3] are merged
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The rows that one rank stored: a number that no other shard has, its rows, its writer."""
+
+    uid: int
+    rows: int
+    origin: Origin
+
+    @staticmethod
+    def new(rows: int, origin: Origin) -> Shard:
+        """Return a shard with a new number: 64 random bits, unique over all processes."""
+        return Shard(int.from_bytes(os.urandom(8), "little"), rows, origin)
+
+    def __reduce__(self) -> tuple[type[Shard], tuple[int, int, Origin]]:
+        return Shard, (self.uid, self.rows, self.origin)
+
+
+_Plan = tuple[Ints, tuple[int, ...]]  # segments, and the indices of the shards that they need
+Plans = dict[bytes, _Plan]
+
+
+@dataclass(frozen=True, eq=False)
+class RowMap:
+    """Where each row of a batch is stored; see the drawing above.
+
+    `segments` [S, 3] int64 in batch order: index of the shard, first row, row after the last.
+    """
+
+    shards: tuple[Shard, ...]
+    segments: Ints
+
+    @staticmethod
+    def of_shard(shard: Shard) -> RowMap:
+        """Return the map of all rows of one shard, in order."""
+        if shard.rows == 0:
+            return RowMap((), np.empty((0, 3), dtype=np.int64))
+        return RowMap((shard,), np.array([[0, 0, shard.rows]], dtype=np.int64))
+
+    @cached_property
+    def offsets(self) -> Ints:
+        """[S + 1]: the batch row at which each segment starts; the last entry is the length."""
+        ends = np.zeros(len(self.segments) + 1, dtype=np.int64)
+        np.cumsum(self.segments[:, 2] - self.segments[:, 1], out=ends[1:])
+        return ends
+
+    @cached_property
+    def content(self) -> bytes:
+        """The segments as bytes: equal for maps that differ in their shards only."""
+        return self.segments.tobytes()
+
+    def __len__(self) -> int:
+        if len(self.segments) == 1:
+            return int(self.segments[0, 2] - self.segments[0, 1])
+        return int(self.offsets[-1])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restore, (self.shards, self.content)
+
+    def expand(self) -> tuple[Ints, Ints]:
+        """Return the shard index and the row in that shard of each batch row: two arrays [N]."""
+        lengths = np.diff(self.offsets)
+        shift = np.repeat(self.segments[:, 1] - self.offsets[:-1], lengths)
+        rows = np.arange(len(self), dtype=np.int64) + shift
+        return np.repeat(self.segments[:, 0], lengths), rows
+
+    def take(
+        self, selection: RowSelection, plans: Plans | None = None
+    ) -> tuple[RowMap, tuple[int, ...]]:
+        """Return the map of the selected rows and the indices of the shards that it still needs.
+
+        The shards are renumbered in the order of those indices. `plans` caches the work within one
+        operation: maps with equal segments over different shards, which results of several calls
+        have, are computed once.
+        """
+        if isinstance(selection, RowRange) and (selection.start, selection.stop) == (0, len(self)):
+            return self, tuple(range(len(self.shards)))
+        plan = None if plans is None else plans.get(self.content)
+        if plan is None:
+            plan = _without_unused_shards(self._selected(selection))
+            if plans is not None:
+                plans[self.content] = plan
+        segments, kept = plan
+        return RowMap(tuple([self.shards[s] for s in kept]), segments), kept
+
+    def _selected(self, selection: RowSelection) -> Ints:
+        if len(selection) == 0:
+            return np.empty((0, 3), dtype=np.int64)
+        if isinstance(selection, RowRange):
+            return self._range(selection.start, selection.stop)
+        # The last segment that starts at or before a row contains that row.
+        which = self.offsets.searchsorted(selection.rows, side="right") - 1
+        shard = self.segments[which, 0]
+        row = self.segments[which, 1] + selection.rows - self.offsets[which]
+        return _runs(shard, row)
+
+    def _range(self, start: int, stop: int) -> Ints:
+        if len(self.segments) == 1:
+            shard, first_row, _ = self.segments[0].tolist()
+            return np.array([[shard, first_row + start, first_row + stop]], dtype=np.int64)
+        first = int(self.offsets.searchsorted(start, side="right")) - 1
+        last = int(self.offsets.searchsorted(stop, side="left"))
+        # [2, 5) of segments a [0, 3) and b [0, 3): a loses its first 2 rows, b its last 6 - 5 = 1.
+        segments = self.segments[first:last].copy()
+        segments[0, 1] += start - self.offsets[first]
+        segments[-1, 2] -= self.offsets[last] - stop
+        return segments
+
+
+def _restore(shards: tuple[Shard, ...], segments: bytes) -> RowMap:
+    return RowMap(shards, np.frombuffer(segments, dtype=np.int64).reshape(-1, 3))
+
+
+def concat(parts: Sequence[RowMap], share: bool = True) -> tuple[RowMap, list[tuple[int, int]]]:
+    """Concatenate maps in order.
+
+    Return the map, and for each of its shards the `(part, shard index in that part)` from which it
+    is taken. With `share` a shard that several parts name is listed once.
+    """
+    shards: list[Shard] = []
+    sources: list[tuple[int, int]] = []
+    known: dict[int, int] = {}
+    numbers: list[list[int]] = []
+    # Parts that were chunked from one batch name the same shards. A shard is known by its uid, so
+    # concatenating all chunks again gives a map with as many shards as the batch had.
+    for p, part in enumerate(parts):
+        renumbered = []
+        for s, shard in enumerate(part.shards):
+            at = known.get(shard.uid) if share else None
+            if at is None:
+                at = known[shard.uid] = len(shards)
+                shards.append(shard)
+                sources.append((p, s))
+            renumbered.append(at)
+        numbers.append(renumbered)
+    few = sum(len(part.segments) for part in parts) <= _FEW
+    join = _join_few if few else _join_many
+    return RowMap(tuple(shards), join([part.segments for part in parts], numbers)), sources
+
+
+def _join_few(segments: Sequence[Ints], numbers: Sequence[list[int]]) -> Ints:
+    """Join segments with renumbered shards; merge those that continue each other."""
+    joined: list[list[int]] = []
+    for part, renumbered in zip(segments, numbers, strict=True):
+        for shard, start, stop in part.tolist():
+            at = renumbered[shard]
+            if joined and joined[-1][0] == at and joined[-1][2] == start:
+                joined[-1][2] = stop
+            else:
+                joined.append([at, start, stop])
+    return np.array(joined, dtype=np.int64).reshape(-1, 3)
+
+
+def _join_many(segments: Sequence[Ints], numbers: Sequence[list[int]]) -> Ints:
+    """Do the same as `_join_few` in numpy, for permuted batches of many rows."""
+    pieces = []
+    for part, renumbered in zip(segments, numbers, strict=True):
+        piece = part.copy()
+        piece[:, 0] = np.array(renumbered, dtype=np.int64)[piece[:, 0]]
+        pieces.append(piece)
+    return _merge(np.concatenate(pieces))
+
+
+def _runs(shard: Ints, row: Ints) -> Ints:
+    """Return the segments of single rows: a new one wherever a row does not follow the previous.
+
+    shard [0, 0, 1], row [0, 1, 4] has a break before index 2: [[0, 0, 2], [1, 4, 5]].
+    """
+    breaks = np.flatnonzero((shard[1:] != shard[:-1]) | (row[1:] != row[:-1] + 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    ends = np.concatenate((breaks, [len(row)])) - 1
+    return np.stack((shard[starts], row[starts], row[ends] + 1), axis=1)
+
+
+def _merge(segments: Ints) -> Ints:
+    """Merge neighbouring segments that continue each other: rows [0, 2) and [2, 3) of a shard."""
+    if len(segments) < 2:
+        return segments
+    follows = (segments[1:, 0] == segments[:-1, 0]) & (segments[1:, 1] == segments[:-1, 2])
+    if not follows.any():
+        return segments
+    starts = np.concatenate(([0], np.flatnonzero(~follows) + 1))
+    ends = np.concatenate((starts[1:], [len(segments)])) - 1
+    return np.stack((segments[starts, 0], segments[starts, 1], segments[ends, 2]), axis=1)
+
+
+def _without_unused_shards(segments: Ints) -> _Plan:
+    """Renumber the shards of segments to those that are used, and return which those are."""
+    if len(segments) == 1:
+        only = int(segments[0, 0])
+        segments[0, 0] = 0
+        return segments, (only,)
+    used, renumbered = np.unique(segments[:, 0], return_inverse=True)
+    segments[:, 0] = renumbered.reshape(-1)
+    return segments, tuple(used.tolist())
