@@ -2,7 +2,7 @@
 
 One call: unpack and concatenate the results of N ranks, union with an earlier result, split for N
 ranks, pack every part, pickle every part as Ray does. The figures are means over many calls,
-garbage collection included; the heap is frozen first, as at the start of a group on Ray.
+garbage collection included; full collections are as rare as in the controller of a group on Ray.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 import time
 from typing import Any
 
-from quadriga.backends.ray.process.heap import freeze_heap
+from quadriga.backends.ray.process.memory import FULL_EVERY_IN_CONTROLLER, collect_rarely
 from quadriga.protocol import DataProto, Origin, use_store
 from quadriga.protocol.boundary import pack_argument, unpack_result
 from quadriga.protocol.columns.column import RemoteColumn
@@ -78,7 +78,7 @@ CALLS_TIMES_RANKS = 8192
 def scaling(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
     """Return microseconds per rank at 8 … `ranks` ranks, for 64 and for 1024 rows per rank."""
     found = {}
-    freeze_heap()
+    collect_rarely(FULL_EVERY_IN_CONTROLLER)
     with use_store(NoStore()):  # type: ignore[arg-type]
         for rows in (64, 1024):
             n = 8

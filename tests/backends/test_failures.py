@@ -96,7 +96,7 @@ def test_a_deadline_shows_the_stuck_stack(ray_group):
 def test_a_deadline_shows_where_a_coroutine_waits(ray_backend):
     pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
     group = ray_backend.worker_group(pool, ray_backend.class_with_args(Slow), timeout=1)
-    with pytest.raises(CallTimeoutError, match=r"await_forever passed its deadline of 1 s") as e:
+    with pytest.raises(CallTimeoutError, match=r"await_forever exceeded its deadline of 1 s") as e:
         group.await_forever(0)
     frames = [line.split(" in ")[-1] for line in e.value.stacks[0].splitlines()]
     assert frames == ["sleep", "_wait_for_weights", "await_forever"]
@@ -107,14 +107,14 @@ def test_a_deadline_shows_where_a_coroutine_waits(ray_backend):
 
 def test_a_deadline_holds_for_futures(ray_group):
     future = ray_group.stuck_on.options(timeout=1).submit(0)
-    with pytest.raises(CallTimeoutError, match=r"stuck_on passed its deadline of 1 s"):
+    with pytest.raises(CallTimeoutError, match=r"stuck_on exceeded its deadline of 1 s"):
         future.get()
 
 
 def test_a_long_wait_says_for_whom(ray_group, monkeypatch, caplog):
     from quadriga.backends.ray.calls import waiting
 
-    monkeypatch.setattr(waiting, "SPEAK_S", 1.0)
+    monkeypatch.setattr(waiting, "LOG_S", 1.0)
     with pytest.raises(CallTimeoutError):
         ray_group.stuck_on.options(timeout=2.5)(1)
     said = [record.getMessage() for record in caplog.records]
@@ -150,8 +150,8 @@ def test_peers_stuck_in_a_collective_are_cancelled_and_named_after_the_cause(col
     with pytest.raises(WorkerMethodError, match=r"^ValueError in actor\.reduce_unless") as caught:
         collective_group.reduce_unless(1)
     assert caught.value.rank == 1
-    assert "Stuck in a collective and cancelled: rank(s) 0." in str(caught.value)
-    with pytest.raises(WorkerDiedError, match=r"cannot be called: rank.* were cancelled"):
+    assert "Stuck in a collective and killed: rank(s) 0." in str(caught.value)
+    with pytest.raises(WorkerDiedError, match=r"cannot be called: rank.* were killed"):
         collective_group.reduce_unless(5)
 
 
@@ -201,7 +201,9 @@ def test_who_has_left_ray_takes_nobody_for_dead(healthy_group, monkeypatch):
 def test_a_result_of_a_dead_rank_as_an_argument(ray_backend, ray_group, healthy_group):
     """The rank that is to read it says whose result it was."""
     doomed = ray_group.die_on.submit(0)
-    with pytest.raises(WorkerMethodError, match=r"to come from critic\.die_on, rank 0 on ") as e:
+    with pytest.raises(
+        WorkerMethodError, match=r"is the result of critic\.die_on, rank 0 on "
+    ) as e:
         healthy_group.take.options(timeout=30)(doomed)
     assert isinstance(e.value.__cause__, WorkerDiedError)
 

@@ -90,14 +90,16 @@ def test_a_call_of_a_group_that_was_shut_down():
 def test_a_deadline_cuts_nothing_short_but_is_an_error_with_the_stack(caplog):
     group = start(Slow, 2)
     assert group.sleep.options(timeout=20)(0, 0.01) == [0, 1]
-    with pytest.raises(CallTimeoutError, match=r"^Slow\.sleep passed its deadline of 0\.1 s") as e:
+    with pytest.raises(
+        CallTimeoutError, match=r"^Slow\.sleep exceeded its deadline of 0\.1 s"
+    ) as e:
         group.sleep.options(timeout=0.1)(1, 0.4)
     error = e.value
     assert (error.role, error.rank, error.method) == ("Slow", 1, "sleep")
     assert error.stacks[1].splitlines()[0].endswith("in sleep")
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
-    assert "Slow.sleep on rank 1 is past its deadline of 0.1 s" in said[0]
+    assert "Slow.sleep on rank 1 exceeded its deadline of 0.1 s" in said[0]
 
 
 def test_a_deadline_of_the_group_holds_for_futures_and_the_methods_own_error_comes_first():
@@ -112,7 +114,7 @@ def test_a_deadline_of_the_group_holds_for_futures_and_the_methods_own_error_com
 def test_a_long_call_says_for_whom_it_is_waited(monkeypatch, caplog):
     from quadriga.backends.local import deadlines
 
-    monkeypatch.setattr(deadlines, "SPEAK_S", 0.1)
+    monkeypatch.setattr(deadlines, "LOG_S", 0.1)
     start(Slow, 1).sleep(0, 0.4)
     said = [record.getMessage() for record in caplog.records]
     assert said[0].startswith("waiting for Slow.sleep on rank(s) 0 for")

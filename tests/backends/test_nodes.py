@@ -59,6 +59,7 @@ def test_what_no_node_can_hold_is_refused_although_the_total_suffices(seen):
 
 def test_groups_of_one_size_are_sorted_by_the_number_in_their_nodes_address(monkeypatch):
     """10.0.0.9 comes before 10.0.0.10; groups of another size keep their place in the pool."""
+    from quadriga.backends.ray.cluster import RayNode
     from quadriga.backends.ray.placement import placement_groups as placing
 
     class Group:
@@ -66,13 +67,9 @@ def test_groups_of_one_size_are_sorted_by_the_number_in_their_nodes_address(monk
             self.node, self.bundle_count = node, bundle_count
 
     addresses = {"a": "10.0.0.10", "b": "10.0.0.9", "c": "10.0.0.1"}
-    nodes = [{"NodeID": node, "NodeManagerAddress": at} for node, at in addresses.items()]
-    table = {"bundles_to_node_id": {}}
-    monkeypatch.setattr(placing.ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(
-        placing.ray.util, "placement_group_table",
-        lambda group: {**table, "bundles_to_node_id": {0: group.node}},
-    )  # fmt: skip
+    nodes = [RayNode(node, at, 0, True, {}) for node, at in addresses.items()]
+    monkeypatch.setattr(placing, "cluster_nodes", lambda: nodes)
+    monkeypatch.setattr(placing, "nodes_of_bundles", lambda group: {0: group.node})
     groups = [Group("a", 2), Group("c", 3), Group("b", 2)]
     assert [g.node for g in placing.sort_by_node_address(groups)] == ["b", "c", "a"]
     names = [*map(placing._address_key, ["node-b", "10.0.0.2", "node-a", "10.0.0.11"])]

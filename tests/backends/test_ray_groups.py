@@ -156,7 +156,7 @@ def test_existing_workers_by_their_handles(pool):
     assert taken.worker_names == first.worker_names
     assert taken.master_port == first.master_port
     first.shutdown()
-    with pytest.raises(WorkerDiedError, match="is gone"):
+    with pytest.raises(WorkerDiedError, match="has ended"):
         RayWorkerGroup.from_detached(
             worker_handles=first.workers, ray_cls_with_init=RayClassWithInitArgs(Adder)
         )

@@ -298,23 +298,23 @@ class Arrays(Worker):
 
 
 class Cycle:
-    """Only the collector of garbage can end it."""
+    """An object that only the garbage collector can free."""
 
     def __init__(self) -> None:
         self.me = self
 
 
 class Cyclic(Worker):
-    """Leaves garbage when it is built."""
+    """Hold a cycle from its `__init__` on."""
 
     def __init__(self) -> None:
         super().__init__()
-        gc.disable()  # until `look`
-        self.lost = weakref.ref(Cycle())
+        self.held = Cycle()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def look(self):
-        """Whether the modules are frozen, and whether that garbage can be collected."""
-        gc.enable()
+        """Drop the cycle. Return how many objects are frozen, and whether the cycle was freed."""
+        watched = weakref.ref(self.held)
+        del self.held
         gc.collect()
-        return gc.get_freeze_count() > 10_000, self.lost() is None
+        return gc.get_freeze_count(), watched() is None

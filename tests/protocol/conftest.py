@@ -8,7 +8,7 @@ import pytest
 import torch
 from protocol_cases import shard
 
-from quadriga.backends.local.store import LocalStore
+from quadriga.backends.local.calls import LocalStore
 from quadriga.protocol import DataProto, DataProtoConfig, message, use_store
 
 torch.set_num_threads(1)

@@ -1,4 +1,9 @@
-"""The engines that run worker groups: `get_backend("ray")`, `get_backend("local")`."""
+"""The backends that run worker groups: `get_backend("ray")`, `get_backend("local")`.
+
+`ray` starts one actor per rank on a cluster, `local` builds all ranks in the controller's process.
+Each implements `quadriga.single_controller.backend.Backend`. A backend may import
+`single_controller`, `protocol` and `errors`, and never the other backend.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +23,14 @@ BACKENDS = {
 
 
 def register_backend(name: str, location: str) -> None:
-    """Add a backend under `name`; `location` is "module:Class" of a `Backend` to be built."""
+    """Add a backend under `name`. `location` is "module:Class" of a `Backend`."""
     BACKENDS[name] = location
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of that name; imports its engine and nothing else.
+    """Return a new backend of that name; import its libraries and no others.
 
-    Raises UnknownNameError with the nearest name.
+    Raise UnknownNameError with the nearest name.
     """
     if name not in BACKENDS:
         near = difflib.get_close_matches(name, BACKENDS, n=1)

@@ -1,24 +1,25 @@
-"""Ranks in the controller's own process: breakpoints work, nothing is started, no Ray."""
+"""Worker groups in the controller's own process: no Ray, and breakpoints work.
+
+    backend.py     LocalBackend: the `Backend` of the controller
+    group.py       LocalWorkerGroup: build the ranks of a group
+    calls.py       run calls on ranks, and the store of remote fields
+    deadlines.py   deadlines of calls that run in the thread of the caller
+
+May import `single_controller`, `protocol` and `errors`. Names load when they are first used.
+"""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from quadriga.backends.local.backend import LocalBackend as LocalBackend
-    from quadriga.backends.local.group import LocalWorkerGroup as LocalWorkerGroup
+from quadriga.lazy import lazy_names
 
 _HOME = {"LocalBackend": "backend", "LocalWorkerGroup": "group"}
 
 __all__ = list(_HOME)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if TYPE_CHECKING:
+    from quadriga.backends.local.backend import LocalBackend as LocalBackend
+    from quadriga.backends.local.group import LocalWorkerGroup as LocalWorkerGroup
+else:
+    __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -1,59 +1,99 @@
-"""Carrying calls to ranks that are objects of this process."""
+"""Running calls on ranks that are objects of this process, and the store of remote fields.
+
+Values in the store stay in this process. A handle holds its value, and the value is freed with the
+last handle.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import cast
 
 from quadriga.backends.local.deadlines import RunningCall
-from quadriga.backends.local.store import LocalStore
 from quadriga.errors import WorkerDiedError, WorkerError
-from quadriga.protocol.values.storage import use_store
+from quadriga.protocol.values.storage import (
+    Handle,
+    InProcessStore,
+    LocalHandle,
+    snapshot,
+    use_store,
+)
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.call import Call, Pending
 from quadriga.single_controller.ranks.environment import environment
 from quadriga.single_controller.ranks.rank_host import RankHost
 
 
+class CountedHandle(LocalHandle):
+    """A stored value. A pickle of the handle contains the value."""
+
+    __slots__ = ()
+
+
+class LocalStore(InProcessStore):
+    """Keep a snapshot of each value in its handle.
+
+    `bytes_held` and `objects_held` count the values whose handles exist.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_held = 0
+        self.objects_held = 0
+
+    def put(self, value: object, nbytes: int = 0) -> Handle:
+        """Store a copy of `value`."""
+        handle = CountedHandle(snapshot(value), nbytes)
+        self.bytes_held += nbytes
+        self.objects_held += 1
+        weakref.finalize(handle, self._released, nbytes).atexit = False
+        return handle
+
+    def _released(self, nbytes: int) -> None:
+        self.bytes_held -= nbytes
+        self.objects_held -= 1
+
+
 @dataclass(frozen=True)
 class LocalRank:
-    """One rank: its workers, and the environment variables they see while they run."""
+    """One rank: its workers, and the environment variables that are set while they run."""
 
     host: RankHost
     variables: dict[str, str]
 
-    def invoke(self, call: Call, timeout: float | None) -> Any:
-        """Run the call to its end. Raises CallTimeoutError if that took longer than `timeout`."""
+    def invoke(self, call: Call, timeout: float | None) -> object:
+        """Run the call to its end. Raise CallTimeoutError if that took longer than `timeout`."""
         with environment(self.variables), RunningCall(self.host, call, timeout):
             return self.host.invoke(call)
 
 
 @dataclass(frozen=True)
 class LocalPending:
-    """An answer that is here already, or the error instead of it."""
+    """The result of a call that has ended, or its error."""
 
-    value: Any = None
+    value: object = None
     error: Exception | None = None
 
     @property
-    def arrived(self) -> Any:
-        """The value; None if there is an error instead."""
+    def arrived(self) -> object:
+        """The value; None if the call failed."""
         return self.value
 
-    def result(self) -> Any:
+    def result(self) -> object:
+        """Return the value. Raise the error of the call."""
         if self.error is not None:
             raise self.error
         return self.value
 
 
 class LocalCallBackend:
-    """See `quadriga.single_controller.backend.CallBackend`."""
+    """Implement `quadriga.single_controller.backend.CallBackend` in one process."""
 
     @cached_property
     def store(self) -> LocalStore:
-        """Where batches by reference lie."""
+        """Where remote fields are stored."""
         return LocalStore()
 
     def submit(
@@ -63,37 +103,45 @@ class LocalCallBackend:
         calls: Sequence[Call],
         timeout: float | None,
     ) -> Sequence[Pending]:
-        """Run each call to its end, rank after rank; a deadline is one rank's own."""
-        answers = []
+        """Run each call to its end, rank after rank. A deadline applies to each rank by itself."""
+        results = []
         for target, call in zip(targets, calls, strict=True):
             handle = ranks.handles[target]
-            rank: LocalRank = handle.native
             try:
                 if not self.is_alive(handle):
                     raise self.death(ranks, handle)
                 with use_store(self.store):
-                    answers.append(LocalPending(rank.invoke(call, timeout)))
-            except Exception as error:  # raised where the caller waits, as with other engines
-                answers.append(LocalPending(error=error))
-        return answers
+                    results.append(LocalPending(rank_of(handle).invoke(call, timeout)))
+            except Exception as error:  # raised where the caller waits, as on the Ray backend
+                results.append(LocalPending(error=error))
+        return results
 
-    def gather(self, pendings: Sequence[Pending]) -> list[Any]:
-        """The answers in order; the first rank's error is raised."""
+    def gather(self, pendings: Sequence[Pending]) -> list[object]:
+        """Return the results in order. The first rank's error is raised."""
         return [pending.result() for pending in pendings]
 
-    def share(self, packed: Any, value: Any) -> Any:
-        """Nothing is sent anywhere."""
+    def share(self, packed: object, value: object) -> object:
+        """Return `packed`: nothing is sent to another process."""
         return packed
 
     def is_alive(self, handle: RankHandle) -> bool:
-        """A rank lives as long as this process, or until it is killed."""
-        return bool(handle.native.host.workers)
+        """Return whether the rank has its workers: until it is killed."""
+        return bool(rank_of(handle).host.workers)
+
+    def dead(self, handles: Sequence[RankHandle]) -> list[RankHandle]:
+        """Return the ranks that were killed."""
+        return [handle for handle in handles if not self.is_alive(handle)]
 
     def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError:
-        """The error for a rank that was killed; a call in flight is in the caller's own hands."""
+        """Return the error for a rank that was killed."""
         role, rank = "+".join(ranks.roles), handle.facts.rank
         return WorkerDiedError(f"{role} rank {rank} was ended.", role=role, rank=rank, method="")
 
     def kill(self, handle: RankHandle) -> None:
         """Drop the rank's workers."""
-        handle.native.host.workers.clear()
+        rank_of(handle).host.workers.clear()
+
+
+def rank_of(handle: RankHandle) -> LocalRank:
+    """Return the rank of a handle of this backend."""
+    return cast(LocalRank, handle.native)

@@ -1,9 +1,13 @@
-"""Deadlines of calls that run in the caller's own thread.
+"""Deadlines of calls that run in the thread of the caller.
 
-Nobody can take a thread away from what it runs, and a breakpoint must be able to hold it. So one
-thread of this process looks on: at the deadline it says so and writes down where the call stands;
-when the call comes back, it is an error with that stack. While a call takes long, one line a
-minute says whom the program waits for. A call that stands in a debugger is never late.
+Python cannot stop a thread from outside, and a breakpoint must be able to stop one for as long as
+the user likes. Therefore a second thread watches the calls of this process:
+
+    at the deadline            it logs a warning and records the stack of the call
+    when the call returns      the call raises CallTimeoutError with that stack
+    every 60 s of a call       it logs which rank the program waits for
+
+A call that is stopped in a debugger never exceeds its deadline.
 """
 
 from __future__ import annotations
@@ -22,15 +26,15 @@ from quadriga.single_controller.ranks.rank_host import RankHost
 
 logger = logging.getLogger("quadriga.controller")
 
-SPEAK_S = 60.0
-"""How often a long call is spoken of."""
+LOG_S = 60.0
+"""How often a long call is logged."""
 DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "pydevd_frame.py")
 
 
 class RunningCall:
-    """One call of one rank, while it runs: `with RunningCall(host, call, timeout): …`.
+    """One call of one rank while it runs: `with RunningCall(host, call, timeout): …`.
 
-    Raises CallTimeoutError at the end of the block if `timeout` seconds had passed.
+    Raise CallTimeoutError at the end of the block if it took `timeout` seconds or more.
     """
 
     def __init__(self, host: RankHost, call: Call, timeout: float | None) -> None:
@@ -40,12 +44,13 @@ class RunningCall:
         self.timeout = timeout
         self.thread = threading.get_ident()
         self.began = time.monotonic()
-        self.spoken = self.began
+        self.logged = self.began
         self.stack: str | None = None
+        """The stack at the deadline; None before."""
         self.debugged = False
 
     def __enter__(self) -> None:
-        _onlooker.watch(self)
+        _watcher.watch(self)
 
     def __exit__(
         self,
@@ -53,7 +58,7 @@ class RunningCall:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _onlooker.forget(self)
+        _watcher.forget(self)
         took = time.monotonic() - self.began
         if error is None and self.timeout is not None and took >= self.timeout:
             self._raise_if_late(self.timeout, took)
@@ -64,9 +69,9 @@ class RunningCall:
         rank = self.place.rank
         stack = self.stack or "  (it ended at that moment)"
         raise CallTimeoutError(
-            f"{self.label} passed its deadline of {timeout:g} s on rank(s) {rank}: it took "
-            f"{took:.1f} s. A local rank runs in the caller's own thread, so it was not cut "
-            f"short.\n\nStack of rank {rank} at the deadline:\n{stack}",
+            f"{self.label} exceeded its deadline of {timeout:g} s on rank(s) {rank}: it took "
+            f"{took:.1f} s. A local rank runs in the thread of the caller, so it was not "
+            f"interrupted.\n\nStack of rank {rank} at the deadline:\n{stack}",
             role=self.role,
             rank=rank,
             node=self.node,
@@ -74,65 +79,71 @@ class RunningCall:
             stacks={rank: stack},
         )
 
-    # What the onlooker does
+    # Called by the watcher
 
     def due(self) -> float:
-        """When there is something to be done next."""
-        speak = self.spoken + SPEAK_S
+        """Return when the watcher must look at this call next, as `time.monotonic()`."""
+        next_log = self.logged + LOG_S
         if self.timeout is None or self.stack is not None:
-            return speak
-        return min(speak, self.began + self.timeout)
+            return next_log
+        return min(next_log, self.began + self.timeout)
 
-    def attend(self, now: float) -> None:
-        """Note a deadline that has passed, or say who is waited for."""
+    def check(self, now: float) -> None:
+        """Record a deadline that was exceeded, or log that the program waits for this rank."""
         frame = sys._current_frames().get(self.thread)
         self.debugged = self.debugged or _in_debugger(frame)
         late = self.timeout is not None and now - self.began >= self.timeout
         if late and self.stack is None:
             self.stack = _stack(frame)
-        elif now - self.spoken < SPEAK_S:
+        elif now - self.logged < LOG_S:
             return
-        self.spoken = now
+        self.logged = now
         if self.debugged:
             return
         rank, waited = self.place.rank, now - self.began
         if late:
             logger.warning(
-                "%s on rank %d is past its deadline of %g s after %.0f s and goes on, because a "
-                "local call cannot be cut short; it stands at\n%s",
+                "%s on rank %d exceeded its deadline of %g s after %.0f s and continues, because a "
+                "local call cannot be interrupted; it is at\n%s",
                 self.label, rank, self.timeout, waited, _stack(frame),
             )  # fmt: skip
         else:
             logger.warning("waiting for %s on rank(s) %d for %.0f s", self.label, rank, waited)
 
 
-class _Onlooker:
-    """The thread that looks at running calls. Consumes: the calls that run. Waits for: the next
-    time that one of them is due. Unblocked by: a call that is due sooner."""
+class _Watcher:
+    """The thread that looks at running calls.
+
+    Consumes: the calls that run. Waits for: the next time that one of them is due. Unblocked by: a
+    new call that is due sooner.
+    """
 
     def __init__(self) -> None:
-        self.start_afresh()
+        self.reset()
 
-    def start_afresh(self) -> None:
-        """Also in a forked child, where the parent's lock and thread are of no use."""
+    def reset(self) -> None:
+        """Start with no call. A forked child calls it: the parent's thread does not exist there,
+        and its lock may be held for ever."""
         self._calls: dict[int, RunningCall] = {}
         self._changed = threading.Condition()
         self._next = float("inf")
         self._thread: threading.Thread | None = None
 
     def watch(self, call: RunningCall) -> None:
+        """Look at a call until `forget`."""
         due = call.due()
         with self._changed:
             self._calls[id(call)] = call
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
-                    target=self._run, name="quadriga-onlooker", daemon=True
+                    target=self._run, name="quadriga-deadlines", daemon=True
                 )
                 self._thread.start()
             elif due < self._next:
                 self._changed.notify()
 
     def forget(self, call: RunningCall) -> None:
+        """Stop looking at a call."""
         with self._changed:
             self._calls.pop(id(call), None)
 
@@ -142,13 +153,14 @@ class _Onlooker:
                 now = time.monotonic()
                 for call in self._calls.values():
                     if call.due() <= now:
-                        call.attend(now)
+                        call.check(now)
                 self._next = min((call.due() for call in self._calls.values()), default=now + 60)
+                # Releases the lock while it waits.
                 self._changed.wait(max(0.0, self._next - time.monotonic()))
 
 
-_onlooker = _Onlooker()
-os.register_at_fork(after_in_child=_onlooker.start_afresh)
+_watcher = _Watcher()
+os.register_at_fork(after_in_child=_watcher.reset)
 
 
 def _in_debugger(frame: FrameType | None) -> bool:
@@ -160,7 +172,7 @@ def _in_debugger(frame: FrameType | None) -> bool:
 
 
 def _stack(frame: FrameType | None) -> str:
-    """From the innermost frame down to the worker's method."""
+    """Return the frames from the innermost one out to the worker's method."""
     lines = []
     while frame is not None and frame.f_code.co_filename != rank_host.__file__:
         code = frame.f_code

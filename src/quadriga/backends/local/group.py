@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from quadriga.backends.local.calls import LocalCallBackend, LocalRank
+from quadriga.backends.local.calls import LocalCallBackend, LocalRank, rank_of
 from quadriga.errors import ConfigError, DispatchError, PlacementError
 from quadriga.protocol.values.storage import use_store
 from quadriga.single_controller.backend import RankFacts, RankHandle, RankSet
@@ -26,16 +25,11 @@ from quadriga.single_controller.worker_group import MethodFactory, WorkerGroup
 MACHINE_OPTIONS = (
     "bin_pack", "device_name", "master_port_range", "namespace", "register_center", "start_timeout",
 )  # fmt: skip
-"""Options of other engines that have no meaning, and no effect, in one process."""
+"""Options of other backends that have no effect in one process."""
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """Builds one worker per rank of the pool, here.
-
-    `sharing_with`: another group, whose places are used instead of a pool's. Options that concern
-    machines (`MACHINE_OPTIONS`) are accepted, so that a program may run on either backend;
-    `detached=True` raises PlacementError, an option that no backend knows ConfigError.
-    """
+    """Build one worker per rank of the pool, in this process."""
 
     def __init__(
         self,
@@ -50,8 +44,24 @@ class LocalWorkerGroup(WorkerGroup):
         detached: bool = False,
         sharing_with: WorkerGroup | None = None,
         method_factory: MethodFactory = BoundMethod,
-        **machine_options: Any,
+        **machine_options: object,
     ) -> None:
+        """Args:
+        resource_pool: one rank per place.
+        cls_with_init: the worker class with its arguments, or several roles.
+        backend: the backend that builds the group.
+        name_prefix: start of the names of the ranks.
+        role: the name of a class that is one role by itself, in messages.
+        worker_env: environment variables that are set while the workers run.
+        timeout: default deadline of a call in seconds.
+        detached: must be False.
+        sharing_with: another group, whose places are used instead of a pool's.
+        method_factory: makes the group's methods.
+        machine_options: `MACHINE_OPTIONS`, so that a program may run on either backend.
+
+        Raise PlacementError for `detached=True` or a pool of another backend, ConfigError for an
+        option that no backend has.
+        """
         _check_options(machine_options, detached)
         local = _local_places(resource_pool, sharing_with)
         backend = backend or LocalCallBackend()
@@ -87,19 +97,19 @@ class LocalWorkerGroup(WorkerGroup):
 def _local_places(
     pool: ResourcePool | None, sharing_with: WorkerGroup | None
 ) -> list[tuple[int, int]]:
-    """For each rank its number on its node, and how many ranks that node has."""
+    """Return (local rank, local world size) of each rank."""
     if sharing_with is not None:
-        places = [handle.native.host.place for handle in sharing_with._ranks.handles]
+        places = [rank_of(handle).host.place for handle in sharing_with._ranks.handles]
         return [(place.local_rank, place.local_world_size) for place in places]
     if pool is None:
         raise DispatchError("A local group needs a resource_pool, or a group to share with.")
     return list(zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True))
 
 
-def _check_options(given: Mapping[str, Any], detached: bool) -> None:
+def _check_options(given: Mapping[str, object], detached: bool) -> None:
     if detached:
         raise PlacementError(
-            "A local group lives and dies with its controller; detached=True needs backend=ray."
+            "A local group ends with its controller; detached=True needs backend=ray."
         )
     for name in given:
         if name not in MACHINE_OPTIONS:

@@ -1,9 +1,38 @@
-"""Worker groups on Ray: the only place that imports ray. Names load when first used."""
+"""Worker groups on Ray. Only this package imports ray; its names load when they are first used.
+
+    backend.py   RayBackend: the `Backend` of the controller
+    group.py     RayWorkerGroup: start or attach the ranks of a group
+    cluster.py   the connection to Ray, and types for what Ray leaves untyped
+    calls/       submit calls, wait for results, store large fields
+    process/     the process of one rank
+    health/      liveness of ranks and nodes, stacks, errors
+    placement/   pools, placement groups, classes with their actor options
+
+May import `single_controller`, `protocol` and `errors`. Imports of modules: `cluster` ← `process`
+(except `start`) ← `health` ← `calls` ← `process.start` ← `placement` ← `group` ← `backend`.
+"""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from quadriga.lazy import lazy_names
+
+_HOME = {
+    "RayBackend": "backend",
+    "RayClassWithInitArgs": "placement.class_with_args",
+    "RayResourcePool": "placement.pool",
+    "RayWorkerGroup": "group",
+    "SubRayResourcePool": "placement.pool",
+    "create_colocated_worker_cls": "placement.class_with_args",
+    "create_colocated_worker_cls_fused": "placement.class_with_args",
+    "create_colocated_worker_raw_cls": "placement.class_with_args",
+    "ensure_ray": "cluster",
+    "merge_resource_pool": "placement.pool",
+    "split_resource_pool": "placement.pool",
+}
+
+__all__ = list(_HOME)
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.backend import RayBackend as RayBackend
@@ -18,42 +47,12 @@ if TYPE_CHECKING:
     from quadriga.backends.ray.placement.class_with_args import (
         create_colocated_worker_cls_fused as create_colocated_worker_cls_fused,
     )
-    from quadriga.backends.ray.placement.pool import RayResourcePool as RayResourcePool
-    from quadriga.backends.ray.placement.pool import SubRayResourcePool as SubRayResourcePool
-    from quadriga.single_controller.placement.resource_pool import (
-        merge_resource_pool as merge_resource_pool,
-    )
-    from quadriga.single_controller.placement.resource_pool import (
-        split_resource_pool as split_resource_pool,
-    )
-    from quadriga.single_controller.ranks.class_with_args import (
+    from quadriga.backends.ray.placement.class_with_args import (
         create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
     )
-
-_HERE = "quadriga.backends.ray."
-
-_HOME = {
-    "RayBackend": _HERE + "backend",
-    "RayClassWithInitArgs": _HERE + "placement.class_with_args",
-    "RayResourcePool": _HERE + "placement.pool",
-    "RayWorkerGroup": _HERE + "group",
-    "SubRayResourcePool": _HERE + "placement.pool",
-    "create_colocated_worker_cls": _HERE + "placement.class_with_args",
-    "create_colocated_worker_cls_fused": _HERE + "placement.class_with_args",
-    "create_colocated_worker_raw_cls": "quadriga.single_controller.ranks.class_with_args",
-    "ensure_ray": _HERE + "cluster",
-    "merge_resource_pool": "quadriga.single_controller.placement.resource_pool",
-    "split_resource_pool": "quadriga.single_controller.placement.resource_pool",
-}
-
-__all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    from quadriga.backends.ray.placement.pool import RayResourcePool as RayResourcePool
+    from quadriga.backends.ray.placement.pool import SubRayResourcePool as SubRayResourcePool
+    from quadriga.backends.ray.placement.pool import merge_resource_pool as merge_resource_pool
+    from quadriga.backends.ray.placement.pool import split_resource_pool as split_resource_pool
+else:
+    __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -1,4 +1,4 @@
-"""The Ray backend: ranks are actors, calls are actor tasks, batches by reference are objects."""
+"""The Ray backend: ranks are actors, calls are actor tasks, remote fields are Ray objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
 
 
 class RayBackend(RayCallBackend):
-    """See `quadriga.single_controller.backend.Backend`."""
+    """Implement `quadriga.single_controller.backend.Backend` on Ray.
+
+    Options that are passed through (`**options`) are typed where they are read: `ensure_ray`,
+    `RayResourcePool`, `RayWorkerGroup`.
+    """
 
     name = "ray"
 
@@ -29,14 +33,18 @@ class RayBackend(RayCallBackend):
         self._pools: list[RayResourcePool] = []
 
     def start(self, **options: Any) -> None:
-        """Connect to Ray (see `ensure_ray`); `shutdown` ends what this started."""
+        """Connect to Ray (see `ensure_ray`). `shutdown` ends what this started."""
         self._session = ensure_ray(**options)
 
     def shutdown(self) -> None:
-        """Give back the places of the pools made here, and end Ray if `start` started it."""
+        """Release the pools that were made here, and shut Ray down if `start` started it.
+
+        Pools of detached groups stay: those groups outlive this driver.
+        """
         if ray.is_initialized():
             for pool in self._pools:
-                pool.release()
+                if not pool.detached:
+                    pool.release()
         self._pools.clear()
         if self._session is not None:
             self._session.close()
@@ -44,8 +52,11 @@ class RayBackend(RayCallBackend):
     def resource_pool(
         self, process_on_nodes: Sequence[int], name: str | None = None, **options: Any
     ) -> RayResourcePool:
-        """A `RayResourcePool` of this backend, for one group unless `max_colocate_count` says
-        more. `shutdown` gives its places back."""
+        """Return a `RayResourcePool`, which `shutdown` releases.
+
+        It is for one group unless `max_colocate_count` says otherwise. `name`: its name in
+        messages. `options`: further arguments of `RayResourcePool`.
+        """
         options.setdefault("max_colocate_count", 1)
         pool = RayResourcePool(process_on_nodes, **options)
         pool.label = name or pool.label
@@ -53,26 +64,28 @@ class RayBackend(RayCallBackend):
         return pool
 
     def check_placement(self, pools: Iterable[ResourcePool]) -> None:
-        """Raises PlacementError, naming a pool and what it lacks, unless all pools fit on the
-        nodes of the cluster together. The first of them that is used places all."""
+        """Raise PlacementError unless all pools fit on the nodes of the cluster together.
+
+        The error names a pool and what it lacks. The first of the pools that is used places all.
+        """
         asked = (pool.roots() for pool in pools if isinstance(pool, RayResourcePool))
         ours = tuple({id(root): root for roots in asked for root in roots}.values())
         check_feasible([pool.needs() for pool in ours], alive_nodes())
         for pool in ours:
             pool.placed_together = ours
 
-    def class_with_args(self, cls: type, *args: Any, **kwargs: Any) -> RayClassWithInitArgs:
-        """A `RayClassWithInitArgs`."""
+    def class_with_args(self, cls: type, *args: object, **kwargs: object) -> RayClassWithInitArgs:
+        """Return a worker class with its arguments."""
         return RayClassWithInitArgs(cls, *args, **kwargs)
 
     def colocate(self, classes: Mapping[str, ClassWithInitArgs]) -> RayColocatedClass:
-        """Several roles in one process."""
+        """Return several roles that share one process."""
         return RayColocatedClass(dict(classes))
 
     def worker_group(
         self, pool: ResourcePool | None, cls: ClassWithInitArgs, **options: Any
-    ) -> Any:
-        """Start a `RayWorkerGroup`. Raises PlacementError for a pool of another backend."""
+    ) -> RayWorkerGroup:
+        """Start a `RayWorkerGroup`. Raise PlacementError for a pool of another backend."""
         if not isinstance(pool, RayResourcePool | None):
             raise PlacementError(
                 f"A group on Ray needs a pool on Ray (backend.resource_pool), got {pool!r}.",

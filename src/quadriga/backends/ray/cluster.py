@@ -1,29 +1,92 @@
-"""Starting Ray quietly, and ending only what was started here."""
+"""The connection to Ray: start or join a cluster, and typed access to what Ray leaves untyped."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import ray
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    Ref: TypeAlias = ray.ObjectRef[object]
+    """Ray's reference to one object. At run time `ray.ObjectRef` cannot be subscripted."""
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_USAGE_STATS_PROMPT_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
-    # By default Ray deletes what nobody names any more once in a second. Until then new objects go
-    # into memory that was never touched, which takes several times as long to fill.
+    # By default Ray deletes unreferenced objects once a second. Until then new objects are written
+    # to pages of shared memory that were never touched, which takes several times as long.
     "RAY_free_objects_period_milliseconds": "10",
 }
-"""Where the user has not set them."""
+"""Ray settings of a cluster that is started here. Variables that the user has set stay."""
+
+
+class RemoteMethod(Protocol):
+    """A method of an actor, as Ray offers it on a handle."""
+
+    def remote(self, *args: object) -> Ref:
+        """Submit one task."""
+
+    def options(self, **options: object) -> RemoteMethod:
+        """Return the same method with other task options (`name`, `num_returns`, …)."""
+
+
+class TwoReturns(Protocol):
+    """A method of an actor that was given `num_returns=2`."""
+
+    def remote(self, *args: object) -> tuple[Ref, Ref]:
+        """Submit one task."""
+
+
+class RankActor(Protocol):
+    """The actor of one rank: the methods of `process.rank_process.RankProcess`."""
+
+    @property
+    def quadriga_prepare(self) -> RemoteMethod: ...
+    @property
+    def quadriga_setup(self) -> RemoteMethod: ...
+    @property
+    def quadriga_facts(self) -> RemoteMethod: ...
+    @property
+    def quadriga_invoke(self) -> RemoteMethod: ...
+    @property
+    def quadriga_invoke_apart(self) -> RemoteMethod: ...
+    @property
+    def quadriga_coroutines(self) -> RemoteMethod: ...
+
+
+class ActorFactory(Protocol):
+    """An actor class, as `ray.remote(cls)` returns it."""
+
+    def options(self, **options: object) -> ActorFactory:
+        """Return the same class with other actor options."""
+
+    def remote(self, *args: object) -> RankActor:
+        """Start one actor."""
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """One node of the cluster, as Ray's control store (GCS) records it."""
+
+    node_id: str
+    address: str
+    port: int
+    """The port that the node's raylet listens on."""
+    alive: bool
+    resources: Mapping[str, float]
 
 
 @dataclass
 class RaySession:
-    """A connection to Ray. `started`: it was made here, and `close` ends it."""
+    """A connection to Ray. `started`: this session made the connection, and `close` ends it."""
 
     started: bool
 
@@ -41,19 +104,27 @@ def ensure_ray(
     address: str | None = None,
     namespace: str | None = None,
     log_to_driver: bool = True,
-    **options: Any,
+    **options: object,
 ) -> RaySession:
-    """Connect to Ray, starting a cluster of this machine where none is given.
+    """Connect to Ray. Without an address, start a cluster of this machine alone.
 
-    `object_store_memory`: bytes. `address`: of a running cluster, "auto" for the one of this
-    machine; RAY_ADDRESS counts as given. An existing connection is used as it is. `options` go to
-    `ray.init`.
+    Args:
+        num_cpus: CPUs of a cluster that is started here.
+        num_gpus: GPUs of a cluster that is started here.
+        object_store_memory: bytes of its object store.
+        address: address of a running cluster; "auto" for the one on this machine. RAY_ADDRESS is
+            used if it is set.
+        namespace: Ray namespace of named actors.
+        log_to_driver: print the output of the workers here.
+        options: further arguments of `ray.init`.
+
+    An existing connection is used unchanged.
     """
     if ray.is_initialized():
         return RaySession(started=False)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "namespace": namespace,
         "log_to_driver": log_to_driver,
         "logging_level": logging.ERROR,
@@ -63,7 +134,7 @@ def ensure_ray(
     if address:
         settings["address"] = address
     else:
-        # "local" starts a cluster even where somebody else's runs on this machine.
+        # "local" starts a cluster even if another one runs on this machine.
         settings.update(
             address="local",
             num_cpus=num_cpus,
@@ -71,7 +142,41 @@ def ensure_ray(
             object_store_memory=object_store_memory,
             include_dashboard=False,
         )
-    # Ray announces its token authentication at warning level on every start.
+    # Ray logs its token authentication at warning level on every start.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    ray.init(**settings)
+    ray.init(**settings)  # type: ignore[arg-type]  # settings of several types in one dict
     return RaySession(started=True)
+
+
+def cluster_nodes() -> list[RayNode]:
+    """Return every node that Ray's control store knows, dead ones included."""
+    return [
+        RayNode(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            int(node["NodeManagerPort"]),
+            bool(node["Alive"]),
+            dict(node["Resources"]),
+        )
+        for node in ray.nodes()  # type: ignore[no-untyped-call]  # untyped in Ray
+    ]
+
+
+def free_resources() -> dict[str, float]:
+    """Return the resources of the cluster that no process holds."""
+    return dict(ray.available_resources())  # type: ignore[no-untyped-call]  # untyped in Ray
+
+
+def node_address() -> str:
+    """Return the address by which other machines of the cluster reach this one."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # untyped in Ray
+
+
+def this_node() -> str:
+    """Return Ray's id of the node that this process runs on."""
+    return ray.get_runtime_context().get_node_id()
+
+
+def kill_actor(actor: RankActor) -> None:
+    """End the process of an actor at once."""
+    ray.kill(cast("ActorHandle[object]", actor))

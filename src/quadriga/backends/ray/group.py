@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from quadriga.backends.ray.calls.submission import RayCallBackend
 from quadriga.backends.ray.placement.class_with_args import RayClassWithInitArgs
-from quadriga.backends.ray.placement.placement_groups import local_places
+from quadriga.backends.ray.placement.placement_groups import Strategy, local_places
 from quadriga.backends.ray.placement.pool import RayResourcePool
 from quadriga.backends.ray.process.register_center import start_register_center
-from quadriga.backends.ray.process.start import RankPlan, class_roles, devices_of, start_ranks
+from quadriga.backends.ray.process.start import (
+    RankPlan,
+    class_roles,
+    devices_of,
+    facts_of,
+    start_ranks,
+)
 from quadriga.errors import DispatchError, WorkerDiedError
 from quadriga.protocol.values.storage import use_store
-from quadriga.single_controller.backend import RankFacts, RankHandle, RankSet
+from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.bound_method import BoundMethod
 from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
 from quadriga.single_controller.ranks.environment import RankEnvironment
 from quadriga.single_controller.worker_group import MethodFactory, WorkerGroup
 
+if TYPE_CHECKING:
+    from quadriga.backends.ray.cluster import RankActor
+
 START_TIMEOUT_S = 1800.0
-ATTACH_TIMEOUT_S = 60.0
 
 
 class RayWorkerGroup(WorkerGroup):
-    """Starts one actor per rank of the pool, or takes over actors that exist.
-
-    `role`: what messages call a class that is one role by itself. `worker_env`: environment
-    variables of each process, set before the worker's modules load. `timeout`: default deadline
-    of a call in seconds. `start_timeout`: seconds for all `__init__`s. `bin_pack`: STRICT_PACK,
-    else PACK. `sharing_with`: another group of the same size; rank i runs on the node and the
-    devices of its rank i, and no pool is needed. `register_center`: also start an actor named
-    `{prefix}_register_center` that tells rank 0's address to whoever asks (see that module).
-    `master_port_range`: (first, last + 1), where rank 0 may choose its port, for firewalls.
-    """
+    """Start one actor per rank of a pool, or attach to actors that exist."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class RayWorkerGroup(WorkerGroup):
         name_prefix: str | None = None,
         detached: bool = False,
         worker_names: Sequence[str] | None = None,
-        worker_handles: Sequence[Any] | None = None,
+        worker_handles: Sequence[RankActor] | None = None,
         device_name: str = "cuda",
         worker_env: Mapping[str, str] | None = None,
         *,
@@ -60,6 +60,27 @@ class RayWorkerGroup(WorkerGroup):
         backend: RayCallBackend | None = None,
         method_factory: MethodFactory = BoundMethod,
     ) -> None:
+        """Args:
+        resource_pool: one rank per place.
+        ray_cls_with_init: the worker class with its arguments, or several roles.
+        bin_pack: STRICT_PACK (each part of the pool on one node), else PACK.
+        name_prefix: start of the names of the actors; six random characters by default.
+        detached: the actors, and the places of the pool, outlive this driver.
+        worker_names: attach to actors of these names.
+        worker_handles: attach to these actors.
+        device_name: "cuda" or "npu".
+        worker_env: environment variables of each process, set before the worker's modules load.
+        role: the name of a class that is one role by itself, in messages.
+        timeout: default deadline of a call in seconds.
+        start_timeout: seconds for all `__init__`s.
+        sharing_with: a group of the same size instead of a pool; rank i runs on the node and the
+            devices of its rank i.
+        namespace: Ray namespace of the actors.
+        register_center: also start an actor `{prefix}_register_center` that knows rank 0's address.
+        master_port_range: (first, last + 1), where rank 0 may reserve its port, for firewalls.
+        backend: the backend that started the group.
+        method_factory: makes the group's methods.
+        """
         backend = backend or RayCallBackend()
         use_store(backend.store)
         if ray_cls_with_init is None:
@@ -78,6 +99,8 @@ class RayWorkerGroup(WorkerGroup):
             if sharing_with is not None:
                 plans = planner.beside(sharing_with)
             elif resource_pool is not None:
+                if detached:
+                    resource_pool.detach()
                 plans = planner.in_pool(resource_pool, "STRICT_PACK" if bin_pack else "PACK")
             else:
                 raise DispatchError(
@@ -99,13 +122,14 @@ class RayWorkerGroup(WorkerGroup):
         cls,
         name_prefix: str | None = None,
         worker_names: Sequence[str] | None = None,
-        worker_handles: Sequence[Any] | None = None,
+        worker_handles: Sequence[RankActor] | None = None,
         ray_cls_with_init: ClassWithInitArgs | None = None,
         **kwargs: Any,
     ) -> RayWorkerGroup:
-        """Take over ranks that another program started, by their names or handles.
+        """Attach to ranks that another program started, by their names or handles.
 
-        Raises WorkerDiedError if one of them does not exist.
+        `kwargs`: further arguments of the class. Raise WorkerDiedError if a rank does not exist,
+        CallTimeoutError if one is busy for longer than a minute.
         """
         return cls(
             None,
@@ -118,7 +142,7 @@ class RayWorkerGroup(WorkerGroup):
 
 
 class _Planner:
-    """Says for each rank its name, place and Ray options."""
+    """Plan for each rank its name, place and Ray options."""
 
     def __init__(
         self,
@@ -133,12 +157,12 @@ class _Planner:
         self.prefix = prefix
         self.worker_env = dict(worker_env)
         self.device_name = device_name
-        self.lifetime: dict[str, Any] = {"lifetime": "detached"} if detached else {}
+        self.lifetime: dict[str, object] = {"lifetime": "detached"} if detached else {}
         if namespace is not None:
             self.lifetime["namespace"] = namespace
 
-    def in_pool(self, pool: RayResourcePool, strategy: str) -> list[RankPlan]:
-        """One plan per place of the pool."""
+    def in_pool(self, pool: RayResourcePool, strategy: Strategy) -> list[RankPlan]:
+        """Plan one rank per place of the pool."""
         groups = pool.get_placement_groups(strategy, device_name=self.device_name)
         bundles = [pool.bundle_of_rank(rank) for rank in range(pool.world_size)]
         local = local_places([(groups[group], bundle) for group, bundle in bundles])
@@ -156,23 +180,24 @@ class _Planner:
         return plans
 
     def beside(self, other: WorkerGroup) -> list[RankPlan]:
-        """One plan per rank of another group: same node, same devices."""
-        actors = other.workers
-        facts = [handle.facts for handle in other._ranks.handles]
-        nodes = [fact.node_id for fact in facts]
+        """Plan one rank per rank of another group, on its node and devices."""
+        handles = other._ranks.handles
+        sizes = Counter(handle.facts.node_id for handle in handles)
+        numbers: Counter[str] = Counter()
         plans = []
-        for rank, actor in enumerate(actors):
-            local_rank = nodes[:rank].count(nodes[rank])
-            place = self._place(rank, len(actors), local_rank, nodes.count(nodes[rank]))
-            options = self.cls.actor_options(sharing_with=actor)
-            plans.append(self._plan(place, f"shared:{rank}", options, devices_of(facts[rank])))
+        for rank, handle in enumerate(handles):
+            node = handle.facts.node_id
+            place = self._place(rank, len(handles), numbers[node], sizes[node])
+            numbers[node] += 1
+            options = self.cls.options_on_node(node)
+            plans.append(self._plan(place, f"shared:{rank}", options, devices_of(handle.facts)))
         return plans
 
     def _place(self, rank: int, world: int, local_rank: int, local_size: int) -> RankEnvironment:
         return RankEnvironment(rank, world, local_rank, local_size, group_prefix=self.prefix)
 
     def _plan(
-        self, place: RankEnvironment, suffix: str, options: dict[str, Any], own: dict[str, str]
+        self, place: RankEnvironment, suffix: str, options: dict[str, object], own: dict[str, str]
     ) -> RankPlan:
         name = f"{self.prefix}{self.cls.cls.__name__}_{suffix}"
         return RankPlan(name, place, {**options, **self.lifetime}, {**self.worker_env, **own})
@@ -183,27 +208,20 @@ def _as_ray(cls: ClassWithInitArgs) -> RayClassWithInitArgs:
 
 
 def _attach(
-    names: Sequence[str] | None, actors: Sequence[Any] | None, namespace: str | None
+    names: Sequence[str] | None, actors: Sequence[RankActor] | None, namespace: str | None
 ) -> list[RankHandle]:
-    """Handles of ranks that exist, in the order of their ranks."""
+    """Return handles of ranks that exist, in the order of their ranks."""
+    found: list[Any] = list(actors or [])
     if actors is None:
-        actors = []
         for name in names or []:
             try:
-                actors.append(ray.get_actor(name, namespace=namespace))
+                found.append(ray.get_actor(name, namespace=namespace))
             except ValueError as error:
                 raise WorkerDiedError(
                     f"No worker named {name!r} lives in the Ray namespace "
                     f"{namespace or ray.get_runtime_context().namespace!r}.",
-                    rank=len(actors),
+                    rank=len(found),
                 ) from error
-    try:
-        facts: list[RankFacts] = ray.get(
-            [actor.quadriga_facts.remote() for actor in actors], timeout=ATTACH_TIMEOUT_S
-        )
-    except ray.exceptions.RayActorError as error:
-        raise WorkerDiedError(f"A worker of the detached group is gone: {error}") from error
-    handles = [
-        RankHandle(actor, fact.name, fact) for actor, fact in zip(actors, facts, strict=True)
-    ]
+    facts = facts_of(found)
+    handles = [RankHandle(actor, fact.name, fact) for actor, fact in zip(found, facts, strict=True)]
     return sorted(handles, key=lambda handle: handle.facts.rank)

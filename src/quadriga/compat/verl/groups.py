@@ -1,4 +1,4 @@
-"""verl's classes and functions around worker groups, over ours."""
+"""verl's classes and functions for worker groups, resource pools and ports."""
 
 from __future__ import annotations
 
@@ -8,42 +8,35 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from quadriga.backends.ray import RayResourcePool
-from quadriga.backends.ray import RayWorkerGroup as OurRayWorkerGroup
-from quadriga.backends.ray.health.liveness import node_address
+from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
+from quadriga.backends.ray.calls.submission import RayPending
+from quadriga.backends.ray.cluster import node_address
 from quadriga.backends.ray.placement.placement_groups import alive_nodes, sort_by_node_address
 from quadriga.errors import PlacementError, UnknownNameError
+from quadriga.single_controller import ClassWithInitArgs, WorkerGroup
 from quadriga.single_controller.bound_method import BoundMethod
+from quadriga.single_controller.call import Pending
 from quadriga.single_controller.placement.feasibility import check_feasible
 from quadriga.single_controller.ranks.environment import ReservedPort
+
+RoleT = TypeVar("RoleT")
+WorkerT = TypeVar("WorkerT")
 
 sort_placement_group_by_node_ip = sort_by_node_address
 
 
-@dataclass
-class DistRankInfo:
-    """Coordinates of a rank."""
+class PlacementGroup(Protocol):
+    """The attribute of Ray's placement groups that is used here."""
 
-    tp_rank: int
-    dp_rank: int
-    pp_rank: int
-    cp_rank: int
-
-
-@dataclass
-class DistGlobalInfo:
-    """Sizes of the dimensions."""
-
-    tp_size: int
-    dp_size: int
-    pp_size: int
-    cp_size: int
+    @property
+    def bundle_count(self) -> int: ...
 
 
 class WorkerHelper:
-    """Address and free port of this process's machine."""
+    """Address of this node, and a port that is free on it."""
 
     @staticmethod
     def _get_node_ip() -> str:
@@ -56,48 +49,53 @@ class WorkerHelper:
         return reserved.port
 
     def get_available_master_addr_port(self) -> tuple[str, str]:
-        """(address, free port)."""
+        """Return (address of this node, free port)."""
         return self._get_node_ip(), str(self._get_free_port())
 
-    get_availale_master_addr_port = get_available_master_addr_port
+    get_availale_master_addr_port = get_available_master_addr_port  # verl's spelling
 
 
 def get_random_string(length: int) -> str:
-    """Letters and digits."""
+    """Return a random string of letters and digits."""
     return "".join(random.choices(string.ascii_letters + string.digits, k=length))
 
 
 def get_master_addr_port(master_port_range: Sequence[int] | None = None) -> tuple[str, str]:
-    """(address, free port) of this machine; `master_port_range`: (first, last + 1)."""
+    """Return (address of this node, free port).
+
+    `master_port_range`: (first, last + 1), the ports to choose from; None: any port. Raise
+    PlacementError if none of them is free.
+    """
     reserved = ReservedPort.choose(master_port_range)
     reserved.release()
     return node_address(), str(reserved.port)
 
 
-WITHOUT_EFFECT = ("profile_steps", "worker_nsight_options", "use_gpu", "master_addr")
+IGNORED_OPTIONS = ("profile_steps", "worker_nsight_options", "use_gpu", "master_addr")
 
 
-class RayWorkerGroup(OurRayWorkerGroup):
-    """Takes verl's keywords, and hands out Ray's own references where verl does.
+class RayWorkerGroup(QuadrigaRayWorkerGroup):
+    """A Ray worker group that accepts verl's keywords and returns Ray's object references.
 
-    `master_port` asks for that one port. `profile_steps`, `worker_nsight_options`, `master_addr`
-    and the register center's time-out have no effect.
+    `master_port` asks rank 0 to use that port. `profile_steps`, `worker_nsight_options`,
+    `use_gpu`, `master_addr` and `ray_wait_register_center_timeout` are accepted and ignored.
     """
 
     def __init__(
         self,
         resource_pool: RayResourcePool | None = None,
-        ray_cls_with_init: Any = None,
+        ray_cls_with_init: ClassWithInitArgs | None = None,
         bin_pack: bool = True,
         name_prefix: str | None = None,
         detached: bool = False,
         worker_names: Sequence[str] | None = None,
-        worker_handles: Sequence[Any] | None = None,
+        worker_handles: Sequence[object] | None = None,
         ray_wait_register_center_timeout: int = 300,
         **kwargs: Any,
     ) -> None:
-        for without_effect in WITHOUT_EFFECT:
-            kwargs.pop(without_effect, None)
+        for option in IGNORED_OPTIONS:
+            kwargs.pop(option, None)
+        # Rank 0 chooses a port of a range; a range of one port fixes it.
         port = kwargs.pop("master_port", None)
         if port is not None:
             kwargs["master_port_range"] = (int(port), int(port) + 1)
@@ -112,49 +110,66 @@ class RayWorkerGroup(OurRayWorkerGroup):
             **kwargs,
         )
 
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """As the group's own, giving Ray object references."""
-        return [pending.ref for pending in super().execute_all_async(method_name, *args, **kwargs)]
+    # verl returns Ray's object references where Quadriga returns `Pending` objects.
 
-    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """As the group's own."""
-        return self._wait(super().execute_all_async(method_name, *args, **kwargs))
+    def execute_all_async(  # type: ignore[override]  # see above
+        self, method_name: str, *args: object, **kwargs: object
+    ) -> list[object]:
+        """Call any method by name on every rank. Return one Ray object reference per rank."""
+        return [_reference(p) for p in self.call_all_async(method_name, *args, **kwargs)]
 
-    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """As the group's own, giving a Ray object reference."""
-        return super().execute_rank_zero_async(method_name, *args, **kwargs).ref
+    def execute_rank_zero_async(  # type: ignore[override]  # see above
+        self, method_name: str, *args: object, **kwargs: object
+    ) -> object:
+        """Call any method by name on rank 0. Return a Ray object reference."""
+        return _reference(self.call_rank_zero_async(method_name, *args, **kwargs))
 
-    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """As the group's own."""
-        return self._wait([super().execute_rank_zero_async(method_name, *args, **kwargs)])[0]
+    execute_all = execute_all_async  # type: ignore[assignment]  # see above
+    execute_rank_zero = execute_rank_zero_async  # type: ignore[assignment]  # see above
+
+
+def _reference(pending: Pending) -> object:
+    """Return the Ray object reference of a pending result of a Ray group."""
+    if not isinstance(pending, RayPending):
+        raise TypeError(f"expected a RayPending, got {type(pending).__name__}")
+    return pending.ref
 
 
 def func_generator(
-    self: Any,
+    self: WorkerGroup,
     method_name: str,
-    dispatch_fn: Callable[..., Any],
-    collect_fn: Callable[..., Any],
-    execute_fn: Callable[..., Any],
+    dispatch_fn: Callable[..., object],
+    collect_fn: Callable[..., object],
+    execute_fn: Callable[..., object],
     blocking: bool,
-) -> Any:
-    """The bound method of that name: splitting, running and joining are its own business."""
-    method = getattr(self, method_name)
+) -> Callable[..., object]:
+    """Return the group's method of that name, or its `submit` if `blocking` is false.
+
+    The three functions are ignored: the method dispatches, runs and collects by its own record.
+    Raise UnknownNameError if the group has no such method.
+    """
+    method: object = getattr(self, method_name)
     if not isinstance(method, BoundMethod):
-        raise UnknownNameError(f"{method_name!r} is no registered method of {self}.")
+        raise UnknownNameError(
+            f"{method_name!r} is not a registered method of {self}. Mark it with @register."
+        )
     return method if blocking else method.submit
 
 
 @dataclass
-class ResourcePoolManager:
-    """Pools by name, and the pool of each role."""
+class ResourcePoolManager(Generic[RoleT]):
+    """Create resource pools by name, and find the pool of a role.
+
+    `resource_pool_spec`: pool name → ranks per node. `mapping`: role → pool name.
+    """
 
     resource_pool_spec: dict[str, list[int]]
-    mapping: Mapping[Any, str]
+    mapping: Mapping[RoleT, str]
     max_colocate_count: int = 3
     resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
 
     def create_resource_pool(self) -> None:
-        """Make every pool. Raises PlacementError unless all fit on the nodes together."""
+        """Create every pool. Raise PlacementError unless all fit on the nodes at the same time."""
         pools = {
             name: RayResourcePool(
                 ranks,
@@ -167,12 +182,12 @@ class ResourcePoolManager:
         check_feasible([pool.needs() for pool in pools.values()], alive_nodes())
         self.resource_pool_dict.update(pools)
 
-    def get_resource_pool(self, role: Any) -> RayResourcePool:
-        """The pool of a role."""
+    def get_resource_pool(self, role: RoleT) -> RayResourcePool:
+        """Return the pool of a role."""
         return self.resource_pool_dict[self.mapping[role]]
 
     def get_n_gpus(self) -> int:
-        """Ranks over all pools."""
+        """Return the number of ranks in all pools."""
         return sum(map(sum, self.resource_pool_spec.values()))
 
 
@@ -180,11 +195,14 @@ def extract_pg_from_exist(
     resource_pools: Mapping[str, RayResourcePool],
     src_role_names: Sequence[str],
     resource_pool: RayResourcePool,
-) -> list[Any]:
-    """Placement groups of existing pools, one for each node of `resource_pool`, largest first.
+) -> list[PlacementGroup]:
+    """Choose placement groups of existing pools, one for each node of `resource_pool`.
 
-    Raises PlacementError if they do not suffice.
+    Only pools of `src_role_names` are considered. Raise PlacementError if their placement groups do
+    not have enough bundles.
     """
+    # Largest first: resource_pool.store [1, 3] with groups of 4 and 2 bundles gives node 1
+    # (3 ranks) the group of 4, then node 0 (1 rank) the group of 2; returned in node order.
     found = [
         group
         for name, pool in resource_pools.items()
@@ -193,25 +211,26 @@ def extract_pg_from_exist(
     ]
     found.sort(key=lambda group: group.bundle_count, reverse=True)
     wanted = sorted(enumerate(resource_pool.store), key=lambda pair: pair[1], reverse=True)
-    chosen: dict[int, Any] = {}
+    chosen: dict[int, PlacementGroup] = {}
     for (index, count), group in zip(wanted, found, strict=False):
         if count <= group.bundle_count:
             chosen[index] = group
     if len(chosen) < len(wanted):
         raise PlacementError(
-            f"The pools of {list(src_role_names)} have {[g.bundle_count for g in found]} places, "
-            f"{resource_pool!r} wants {resource_pool.store}.",
+            f"{resource_pool!r} needs placement groups with {resource_pool.store} bundles; those "
+            f"of {list(src_role_names)} have {[g.bundle_count for g in found]}. Use larger pools.",
             wanted=resource_pool.store,
         )
     return [chosen[index] for index in range(len(wanted))]
 
 
 def check_workers_alive(
-    workers: Sequence[Any], is_alive: Callable[[Any], bool], gap_time: float = 1.0
+    workers: Sequence[WorkerT], is_alive: Callable[[WorkerT], bool], gap_time: float = 1.0
 ) -> None:
-    """Look every `gap_time` seconds; interrupts the main thread when a worker is gone."""
+    """Check every `gap_time` seconds. Interrupt the main thread once a worker is not alive."""
     import _thread
 
+    # verl calls this in a thread. Only the main thread can be interrupted from another one.
     while all(map(is_alive, workers)):
         time.sleep(gap_time)
     if threading.main_thread().is_alive():

@@ -1,26 +1,45 @@
-"""The store of the Ray backend: values lie in Ray's object store, counted by Ray's references.
+"""Ray's object store as the `Store` of the protocol, and the result of a rank's task.
 
-Every object costs its owner and each process that holds a reference some tenths of a millisecond
-in bookkeeping, so the fields of one shard are put together into one object. On one node that
-changes nothing for a reader: it sees shared memory, and copies only what it reads. To another node
-the object travels whole; in a cluster of several, fields of `ALONE_BYTES` or more are objects of
-their own, so that reading a small field never fetches a large one.
+    task of a rank ──► first return:  Result(value, place)      the controller fetches it
+                   └─► second return: (field, field, …)          readers fetch it, by handle
+
+**One object for a shard.** Every object costs its owner, and each process that holds a reference,
+some tenths of a millisecond. The fields of one shard are therefore put together into one object.
+On one node a reader maps shared memory and copies only the fields that it reads. To another node an
+object is sent as a whole, so in a cluster of several nodes a field of `ALONE_BYTES` or more is an
+object of its own: reading a small field never fetches a large one.
+
+**Ownership.** An object that a worker puts belongs to the worker: each process that learns of it
+tells the worker when it drops its reference, and the object is lost if the worker dies. A return of
+a task belongs to the caller from the start. A method whose results have large fields is therefore
+called with two returns, the result and its fields. An empty second return is not free (a tiny call
+on 8 ranks took a third longer), so the first call of a method has one return; its large fields, if
+there are any, are put by the worker, and every later call of that method has two.
 """
 
 from __future__ import annotations
 
+import pickle
+import sys
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import ray
 
+from quadriga.backends.ray.cluster import cluster_nodes
 from quadriga.errors import LostObjectError
 from quadriga.protocol.values.storage import Handle, fetch_many
 
+if TYPE_CHECKING:
+    from quadriga.backends.ray.cluster import Ref
+    from quadriga.protocol.message import Message
+
 ALONE_BYTES = 16 * 2**20
 BUNDLE_BYTES = 64 * 2**20
-"""What was put together is also freed together, so even on one node no more than this is."""
+"""Fields of one object are freed together, so an object holds no more than this on one node too."""
+RETURNED_BYTES = 100 * 1024
+"""Ray sends smaller returns through the memory of the caller; such fields are put instead."""
 
 _LOST = (
     ray.exceptions.ObjectLostError,
@@ -31,23 +50,23 @@ _WHOLE = -1
 
 
 class Place:
-    """Where an object lies. `ref`: Ray's reference; None while the object is the second return of
-    a task under way, whose reference only the caller has (`replies.py`)."""
+    """Where an object is stored. `ref` is None while the object is the second return of a running
+    task: only the caller has that reference, and sets it when the result arrives (`opened`)."""
 
     __slots__ = ("ref",)
 
-    def __init__(self, ref: Any = None) -> None:
+    def __init__(self, ref: Ref | None = None) -> None:
         self.ref = ref
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Place, (self.ref,)
 
 
 class RayHandle:
-    """A value in Ray's store: all of an object, or one of the values that were put together.
+    """A value in Ray's store: a whole object, or one of the values that were put together.
 
-    Pickled inside a call, a reply or another object, it passes a Ray reference on; the object is
-    released when the last process drops the last reference.
+    Pickled inside a call, a result or another object, it passes on a Ray reference. Ray releases
+    the object when the last process drops its last reference.
     """
 
     __slots__ = ("index", "nbytes", "place")
@@ -59,40 +78,57 @@ class RayHandle:
 
     @property
     def key(self) -> str:
-        return f"{self.place.ref.hex()}:{self.index}"
+        """The reference and the position in the object."""
+        return f"{self._ref().hex()}:{self.index}"
 
-    def fetch(self) -> Any:
+    def fetch(self) -> object:
+        """Return the value. Raise `LostObjectError` if it is gone."""
         return self.fetch_many([self])[0]
 
     @staticmethod
-    def fetch_many(handles: Sequence[Any]) -> list[Any]:
-        """Views of shared memory, one `ray.get` for all. Raises `LostObjectError` when one is gone:
-        its owner, the process that put it, has died."""
-        found = [handle.place.ref for handle in handles]
+    def fetch_many(handles: Sequence[RayHandle]) -> list[object]:
+        """Return the values as views of shared memory, with one `ray.get` for all of them.
+
+        Raise `LostObjectError` if one is gone because the process that owned it died.
+        """
+        found = [handle._ref() for handle in handles]
         refs = list(dict.fromkeys(found))
         try:
             objects = dict(zip(refs, ray.get(refs), strict=True))
         except _LOST as error:
-            raise LostObjectError(f"an object in Ray's store is gone: {error}") from error
+            raise LostObjectError(f"An object of Ray's store is lost: {error}") from error
         return [
-            objects[ref] if handle.index == _WHOLE else objects[ref][handle.index]
-            for ref, handle in zip(found, handles, strict=True)
+            _item(objects[ref], handle.index) for ref, handle in zip(found, handles, strict=True)
         ]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def _ref(self) -> Ref:
+        if self.place.ref is None:
+            raise LostObjectError("This field is part of a result that has not been received.")
+        return self.place.ref
+
+    def __reduce__(self) -> tuple[object, ...]:
         return RayHandle, (self.place, self.nbytes, self.index)
 
 
+def _item(stored: object, index: int) -> object:
+    if index == _WHOLE:
+        return stored
+    assert isinstance(stored, tuple)
+    return stored[index]
+
+
 class RayStore:
-    """Puts values into Ray's object store; this process owns what it puts."""
+    """Put values into Ray's object store. The process that puts a value owns it."""
 
     in_process = False
 
-    def put(self, value: Any, nbytes: int = 0) -> Handle:
+    def put(self, value: object, nbytes: int = 0) -> Handle:
+        """Store one value as an object of its own."""
         return RayHandle(Place(ray.put(value)), nbytes)
 
-    def put_many(self, values: Sequence[tuple[Any, int]]) -> list[Handle]:
-        handles: list[Handle | None] = [None] * len(values)
+    def put_many(self, values: Sequence[tuple[object, int]]) -> list[Handle]:
+        """Store `(value, nbytes)` pairs, small values together; handles come back in order."""
+        handles: dict[int, Handle] = {}
         for bundle in _bundles([nbytes for _, nbytes in values], alone_bytes()):
             if len(bundle) == 1:
                 handles[bundle[0]] = self.put(*values[bundle[0]])
@@ -100,26 +136,37 @@ class RayStore:
             place = Place(ray.put(tuple(values[i][0] for i in bundle)))
             for index, i in enumerate(bundle):
                 handles[i] = RayHandle(place, values[i][1], index)
-        return [handle for handle in handles if handle is not None]
+        return [handles[i] for i in range(len(values))]
 
-    def get_many(self, handles: Sequence[Handle]) -> list[Any]:
+    def get_many(self, handles: Sequence[Handle]) -> list[object]:
+        """Return the values of these handles, in order."""
         return fetch_many(handles)
 
 
 @cache
 def alone_bytes() -> int:
-    """From which size on a value is an object of its own; asks for the nodes once a process."""
-    nodes = sum(node["Alive"] for node in ray.nodes())
+    """Return the size from which on a value is an object of its own.
+
+    The nodes of the cluster are counted once per process.
+    """
+    nodes = sum(node.alive for node in cluster_nodes())
     return BUNDLE_BYTES if nodes == 1 else ALONE_BYTES
 
 
 def _bundles(sizes: Sequence[int], alone: int) -> list[list[int]]:
-    """Which values become one object, by index: those of `alone` bytes or more each one, others up
-    to `BUNDLE_BYTES`."""
+    """Return the indices of the values that become one object.
+
+    A value of `alone` bytes or more is one object. Smaller ones are put together, in order, up to
+    `BUNDLE_BYTES`. With alone = 16 MB and bundles of 64 MB:
+
+        sizes   [30 MB, 15 MB, 15 MB, 70 MB, 15 MB, 15 MB, 15 MB]
+        result  [[3], [0], [1, 2, 4, 5], [6]]
+    """
     bundles: list[list[int]] = []
     room = 0
     for i, size in enumerate(sizes):
         if size >= alone:
+            # In front, so that the last bundle is the one that still has room.
             bundles.insert(0, [i])
         elif bundles and size <= room:
             bundles[-1].append(i)
@@ -128,3 +175,85 @@ def _bundles(sizes: Sequence[int], alone: int) -> list[list[int]]:
             bundles.append([i])
             room = BUNDLE_BYTES - size
     return bundles
+
+
+class Result:
+    """The first return of a task: a value whose handles point to `place`."""
+
+    __slots__ = ("place", "value")
+
+    def __init__(self, value: object, place: Place) -> None:
+        self.value = value
+        self.place = place
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Result, (self.value, self.place)
+
+
+class ResultStore(RayStore):
+    """The store of one result: collects fields until the result itself is complete."""
+
+    def __init__(self) -> None:
+        self._place = Place()
+        self._fields: list[object] = []
+        self._nbytes = 0
+
+    def put_many(self, values: Sequence[tuple[object, int]]) -> list[Handle]:
+        """Keep small values for the object of the result; put large ones at once."""
+        return [self._keep(value, nbytes) for value, nbytes in values]
+
+    def _keep(self, value: object, nbytes: int) -> Handle:
+        if nbytes >= alone_bytes() or self._nbytes + nbytes > BUNDLE_BYTES:
+            return self.put(value, nbytes)
+        self._fields.append(value)
+        self._nbytes += nbytes
+        return RayHandle(self._place, nbytes, len(self._fields) - 1)
+
+    def returns(self, value: object, apart: bool) -> tuple[object, object]:
+        """Return the first and the second return of the task.
+
+        The second is None without `apart`, and if the fields are small: those are put here.
+        """
+        if not self._fields:
+            # Bytes are always a pickle (see `opened`), so a user's bytes are pickled as well.
+            plain = type(value) is bytes or is_plain_batch(value)
+            return pickle.dumps(value) if plain else value, None
+        fields, result = tuple(self._fields), Result(value, self._place)
+        if apart and self._nbytes >= RETURNED_BYTES:
+            return result, fields
+        self._place.ref = ray.put(fields)
+        return result, None
+
+
+def opened(returned: object, fields: Ref | None) -> object:
+    """Return the value of a task.
+
+    `returned`: its first return. `fields`: the reference to its second return, None if the task
+    had one return.
+    """
+    if type(returned) is bytes:
+        return pickle.loads(returned)
+    if not isinstance(returned, Result):
+        return returned
+    if returned.place.ref is None:
+        returned.place.ref = fields
+    return returned.value
+
+
+def packed_batch(value: object) -> Message | None:
+    """Return `value` if it is a packed batch, else None."""
+    # While a process has not loaded this module, no value can be a packed batch.
+    module = sys.modules.get("quadriga.protocol.message")
+    if module is None or type(value) is not module.Message:
+        return None
+    return cast("Message", value)
+
+
+def is_plain_batch(value: object) -> bool:
+    """Return whether a packed value is a batch of small fields, without references or objects.
+
+    Python's own pickler takes less than half the time of Ray's for such a batch: Ray's calls Python
+    for every object, to find references and code that must be sent.
+    """
+    batch = packed_batch(value)
+    return batch is not None and batch.is_plain

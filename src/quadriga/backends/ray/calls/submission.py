@@ -1,99 +1,47 @@
-"""Carrying calls to Ray actors and their answers back."""
+"""Sending calls to the actors of ranks: `RayCallBackend`.
+
+A call is packed once for all ranks that receive the same arguments. How it is sent depends on what
+it holds:
+
+    numbers, short strings, batches of small fields    bytes of Python's own pickler
+    anything else                                      the `Call`, pickled by Ray for each rank
+    the same, for a rank with coroutine methods        a reference to the `Call` in the store
+    an argument above `BIG` that several ranks get     a reference to the argument in the store
+"""
 
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import ray
-from ray.exceptions import RayTaskError
 
-from quadriga.backends.ray.calls.plain import is_plain
-from quadriga.backends.ray.calls.results import RayMethod, opened
-from quadriga.backends.ray.calls.sharing import RayShared, share
-from quadriga.backends.ray.calls.store import RayStore
-from quadriga.backends.ray.calls.waiting import RayBatch
-from quadriga.backends.ray.health.failures import DEAD, died
-from quadriga.backends.ray.health.liveness import rank_alive
+from quadriga.backends.ray.calls.store import RayStore, is_plain_batch, packed_batch
+from quadriga.backends.ray.calls.waiting import RayBatch, RayPending
+from quadriga.backends.ray.health.failures import died
+from quadriga.backends.ray.health.nodes import dead_ranks, rank_alive
 from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
-from quadriga.errors import QuadrigaError, WorkerDiedError, WorkerError
+from quadriga.errors import WorkerError
+from quadriga.protocol.containers import PLAIN_TYPES
 from quadriga.single_controller.backend import RankHandle, RankSet
-from quadriga.single_controller.call import Call, Pending
+from quadriga.single_controller.call import Call, Pending, SharedArgument
 
+if TYPE_CHECKING:
+    from quadriga.backends.ray.cluster import RankActor, Ref, TwoReturns
 
-class RayPending:
-    """One rank's answer. Where the call was made it knows its peers, so that a failure of any
-    of them ends the wait; when it travels, only the reference does."""
-
-    __slots__ = ("batch", "fields", "index", "ref", "source")
-
-    def __init__(
-        self,
-        ref: Any,
-        fields: Any = None,
-        batch: RayBatch | None = None,
-        index: int = 0,
-        source: str = "",
-    ) -> None:
-        self.ref = ref
-        self.fields = fields
-        """The second return of the task, where it has one."""
-        self.batch = batch
-        self.index = index
-        self.source = source
-        """Whose answer it is, where the batch is not known."""
-
-    @property
-    def arrived(self) -> Any:
-        """The value if it was waited for already, else None."""
-        known = self.batch is not None and self.batch.values is not None
-        return self.batch.values[self.index] if known else None
-
-    def result(self) -> Any:
-        """Wait for the value; raises what the worker raised."""
-        if self.batch is not None:
-            return self.batch.gather()[self.index]
-        return opened(_value(self.ref, self.source), self.fields)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        source = self.source
-        if self.batch is not None:
-            facts = self.batch.handles[self.index].facts
-            source = f"{self.batch.label}, rank {facts.rank} on {facts.node}"
-        return RayPending, (self.ref, self.fields, None, 0, source)
-
-
-def _packed(call: Call, with_ticket: bool) -> Any:
-    """What is sent for a call.
-
-    One of plain data is pickled here, once for all ranks that receive the same. One that has a
-    ticket is read by the rank itself: if it cannot be, the ranks' calls after it have their turn
-    all the same.
-    """
-    if all(map(is_plain, (*call.args, *call.kwargs.values()))):
-        return pickle.dumps(call)
-    send_code_of_loaded_files()
-    return RayShared(ray.put(call)) if with_ticket else call
-
-
-def _value(ref: Any, source: str) -> Any:
-    """A value that another process asked for; this process knows nothing of the rank."""
-    try:
-        return ray.get(ref)
-    except RayTaskError as error:
-        if isinstance(error.cause, QuadrigaError):
-            raise error.cause from error
-        raise
-    except DEAD as error:
-        raise WorkerDiedError(
-            f"An argument was to come from {source}, whose process is gone."
-        ) from error
+BIG = 100 * 1024
+"""Bytes. Ray sends a smaller argument inside the call and stores a larger one once per call."""
+SAMPLED_ITEMS = 64
+"""How many items of a container are measured."""
+_SHORT = 1000
+"""Length of a string that Python's pickler copies as fast as Ray's does."""
 
 
 class RayCallBackend:
-    """See `quadriga.single_controller.backend.CallBackend`."""
+    """Implement `quadriga.single_controller.backend.CallBackend` on Ray actors."""
 
     @cached_property
     def store(self) -> RayStore:
@@ -107,11 +55,12 @@ class RayCallBackend:
         calls: Sequence[Call],
         timeout: float | None,
     ) -> Sequence[Pending]:
-        """One actor task per rank, named "role.method"."""
+        """Submit one actor task per rank, named "role.method"."""
         label = f"{calls[0].role}.{calls[0].method}"
         handles = [ranks.handles[target] for target in targets]
-        refs, fields = [], []
-        packed: dict[int, Any] = {}
+        refs: list[Ref] = []
+        fields: list[Ref | None] = []
+        packed: dict[int, object] = {}
         for handle, call in zip(handles, calls, strict=True):
             key = id(call)
             if key not in packed:
@@ -133,32 +82,128 @@ class RayCallBackend:
             for index, (ref, apart) in enumerate(zip(refs, fields, strict=True))
         ]
 
-    def gather(self, pendings: Sequence[Pending]) -> list[Any]:
-        """All answers of one submission; the first failure is raised as soon as it is known."""
-        batches = {id(p.batch): p.batch for p in pendings if isinstance(p, RayPending)}
-        values = {key: batch.gather() for key, batch in batches.items() if batch}
-        return [
-            values[id(p.batch)][p.index] if isinstance(p, RayPending) and p.batch else p.result()
-            for p in pendings
-        ]
+    def gather(self, pendings: Sequence[Pending]) -> list[object]:
+        """Return all results. The first failure of any of them is raised as soon as it is known."""
+        RayPending.wait_all([p for p in pendings if isinstance(p, RayPending)])
+        return [pending.result() for pending in pendings]
 
-    def share(self, packed: Any, value: Any) -> Any:
-        """What is packed, stored once if it is big."""
-        return share(packed, value)
+    def share(self, packed: object, value: object) -> object:
+        """Return `packed`, or a reference to it in the store if several ranks should not each get
+        a copy. Batches are small here: their fields are in the store already."""
+        return RayShared(ray.put(packed)) if estimate(value) > BIG else packed
 
     def is_alive(self, handle: RankHandle) -> bool:
-        """Whether Ray knows of no death and the rank's node answers."""
+        """Return whether the rank's process exists: Ray's record of the actor decides."""
         return rank_alive(handle)
 
+    def dead(self, handles: Sequence[RankHandle]) -> list[RankHandle]:
+        """Return those of many ranks whose process has ended, with one probe per node."""
+        return dead_ranks(handles)
+
     def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError | None:
-        """The error for a rank that is gone, with what it wrote last."""
+        """Return the error for a rank whose process has ended, with its last lines of output."""
         if not ray.is_initialized():
             return None
         labels = [batch.label for batch in list(ranks.in_flight) if batch.waits_for(handle)]
         idle = f"{'+'.join(ranks.roles)}."
-        reason = ranks.broken or "its process is gone"
+        reason = ranks.broken or "its process has ended"
         return died(handle, labels[0] if labels else idle, reason)
 
     def kill(self, handle: RankHandle) -> None:
         """End the rank's process at once."""
         ray.kill(handle.native)
+
+
+class RayMethod:
+    """How one method of one rank is called. Kept by the handle: making one takes 20 µs."""
+
+    __slots__ = ("_actor", "_apart", "_invoke", "_label", "has_large_fields")
+
+    def __init__(self, actor: RankActor, label: str) -> None:
+        self._actor, self._label = actor, label
+        self._invoke = actor.quadriga_invoke.options(name=label)
+        self._apart: TwoReturns | None = None
+        self.has_large_fields = False
+        """Whether a result of this method had fields in the store (see `store`)."""
+
+    def send(self, *arguments: object) -> tuple[Ref, Ref | None]:
+        """Submit the task; return the references to its first and, if it has one, second return."""
+        if not self.has_large_fields:
+            return self._invoke.remote(*arguments), None
+        if self._apart is None:
+            method = self._actor.quadriga_invoke_apart.options(name=self._label, num_returns=2)
+            self._apart = cast("TwoReturns", method)
+        return self._apart.remote(*arguments)
+
+
+class RayShared(SharedArgument):
+    """A value in Ray's store that several ranks receive."""
+
+    __slots__ = ("ref",)
+
+    def __init__(self, ref: Ref) -> None:
+        self.ref = ref
+
+    def open(self) -> object:
+        """Return the value."""
+        return ray.get(self.ref)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return RayShared, (self.ref,)
+
+
+def _packed(call: Call, with_ticket: bool) -> object:
+    """Return what is sent for a call.
+
+    A call with a ticket is opened by the rank itself and not by Ray: if an argument cannot be read
+    there, the calls after it still get their turn.
+    """
+    values = (*call.args, *call.kwargs.values())
+    if all(map(is_plain, values)):
+        return pickle.dumps(call)
+    if not all(map(_has_no_code, values)):
+        send_code_of_loaded_files()
+    return RayShared(ray.put(call)) if with_ticket else call
+
+
+def is_plain(value: object) -> bool:
+    """Return whether Python's own pickler can pickle a value as well as Ray's, in half the time.
+
+    True for numbers, short strings and batches of small fields: they hold no reference, and no code
+    that must be sent.
+    """
+    if type(value) in PLAIN_TYPES:
+        return not isinstance(value, str | bytes) or len(value) < _SHORT
+    return is_plain_batch(value)
+
+
+def _has_no_code(value: object) -> bool:
+    """Return whether a value cannot hold functions or classes of the user's files."""
+    return is_plain(value) or is_batch_of_data(value)
+
+
+def is_batch_of_data(value: object) -> bool:
+    """Return whether a packed value is a batch of tensors, arrays and handles of Ray's store."""
+    batch = packed_batch(value)
+    if batch is None or batch.kind is not None:
+        return False
+    entries = (*batch.tensors.values(), *batch.arrays.values())
+    return all(entry.spec.kind != "raw" for entry in entries) and all(
+        type(item) in PLAIN_TYPES for item in batch.meta.values()
+    )
+
+
+def estimate(value: object, depth: int = 3) -> int:
+    """Return the bytes of a value, roughly: strings, arrays, and containers of them."""
+    nbytes = getattr(value, "nbytes", None)
+    if isinstance(nbytes, int):
+        return nbytes
+    if isinstance(value, str | bytes | bytearray):
+        return len(value)
+    if depth == 0 or not isinstance(value, list | tuple | dict | set):
+        return sys.getsizeof(value, 0)
+    items = list(value.values()) if isinstance(value, dict) else list(value)
+    if not items:
+        return 0
+    sample = items[:SAMPLED_ITEMS]
+    return sum(estimate(item, depth - 1) for item in sample) * len(items) // len(sample)

@@ -1,33 +1,142 @@
-"""Our errors for Ray's."""
+"""Ray's errors as ours, and what a failure does to the peers of the rank that failed."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
+import ray
 from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
+    GetTimeoutError,
     RayError,
     RaySystemError,
     RayTaskError,
     WorkerCrashedError,
 )
 
-from quadriga.backends.ray.health.stacks import last_lines
-from quadriga.errors import QuadrigaError, WorkerDiedError, WorkerError, WorkerMethodError
+from quadriga.backends.ray.health.nodes import actor_alive
+from quadriga.backends.ray.health.stacks import in_collective, last_lines, stacks_of
+from quadriga.errors import QuadrigaError, WorkerDiedError, WorkerMethodError
 from quadriga.single_controller.backend import RankHandle
 
+if TYPE_CHECKING:
+    from quadriga.backends.ray.cluster import Ref
+
 DEAD = (ActorDiedError, ActorUnavailableError, WorkerCrashedError)
+GRACE_S = 0.5
+"""How long after a failure other ranks may still report that they failed earlier."""
+DEATH_GRACE_S = 3.0
+"""The same if a collective failed. The likely cause is the death of a peer, and Ray may learn of
+that death later than the collective does."""
+STUCK_S = 2.0
+"""A peer that is at one place of a collective for this long is stuck there."""
 
 
-def order_of_failure(error: WorkerError) -> tuple[int, float]:
-    """Sort key: a death explains the errors its peers raise in a collective, so it comes first;
-    then whoever raised first."""
+class FailedCall:
+    """A call that one rank has failed: find the failure that explains the others.
+
+    A rank that dies makes its peers fail in a collective, and their errors may arrive first. So the
+    others get a grace, and a death counts before an error, an early error before a late one.
+    """
+
+    def __init__(
+        self,
+        refs: Sequence[Ref],
+        handles: Sequence[RankHandle],
+        fields: Sequence[Ref | None],
+        label: str,
+    ) -> None:
+        """`refs`, `handles`, `fields`: of each rank, as in `waiting.RayBatch`."""
+        self._refs = list(refs)
+        self._handles = handles
+        self._fields = fields
+        self._label = label
+        self.killed: list[RankHandle] = []
+        """Peers that were stuck in a collective."""
+
+    def first_failure(self, index: int, error: RayError) -> QuadrigaError:
+        """Return the failure that came first, with a note on the peers that have not ended.
+
+        `index`: the rank for which Ray has `error`. Peers stuck in a collective are killed.
+        """
+        failures, running = self._failures(GRACE_S)
+        if not failures:
+            failures = [translate(error, self._handles[index], self._label)]
+        first = min(failures, key=_order)
+        if not isinstance(first, WorkerDiedError) and _from_collective(first):
+            failures, running = self._await_death()
+            first = min([*failures, first], key=_order)
+        note = self._release(running) if running else ""
+        if note:
+            first.args = (f"{first.args[0]}\n\n{note}",)
+        return first
+
+    def _failures(self, grace: float) -> tuple[list[QuadrigaError], list[RankHandle]]:
+        """Return the failures so far, and the ranks that still run the call."""
+        ray.wait(self._refs, num_returns=len(self._refs), timeout=grace, fetch_local=False)
+        failures: list[QuadrigaError] = []
+        running: list[RankHandle] = []
+        for i, (ref, handle) in enumerate(zip(self._refs, self._handles, strict=True)):
+            try:
+                ray.get(ref, timeout=0)
+            except GetTimeoutError:
+                running.append(handle)
+            except RayError as found:
+                failures.append(translate(found, handle, self._label))
+                self._read_failure_of_fields(i)
+        return failures, running
+
+    def _read_failure_of_fields(self, index: int) -> None:
+        """Read the second return of a failed task: Ray logs errors that no process reads."""
+        fields = self._fields[index] if self._fields else None
+        if fields is not None:
+            with suppress(RayError):
+                ray.get(fields, timeout=0)
+
+    def _await_death(self) -> tuple[list[QuadrigaError], list[RankHandle]]:
+        """Wait until Ray knows of a dead peer, after a collective has failed."""
+        deadline = time.monotonic() + DEATH_GRACE_S
+        while True:
+            failures, running = self._failures(0.0)
+            dead = [handle for handle in self._handles if not actor_alive(handle.native)]
+            if dead and not any(isinstance(f, WorkerDiedError) for f in failures):
+                failures.append(died(dead[0], self._label, "its process has ended"))
+            if dead or time.monotonic() > deadline:
+                return failures, running
+            time.sleep(0.1)
+
+    def _release(self, running: list[RankHandle]) -> str:
+        """Kill peers that are stuck. Return a note on the peers."""
+        self.killed = kill_stuck_peers(running)
+        lines = []
+        if self.killed:
+            ranks = ", ".join(str(h.facts.rank) for h in self.killed)
+            lines.append(f"Stuck in a collective and killed: rank(s) {ranks}.")
+        others = [str(h.facts.rank) for h in running if h not in self.killed]
+        if others:
+            lines.append(f"Still running the same call: rank(s) {', '.join(others)}.")
+        return "\n".join(lines)
+
+
+def _order(error: QuadrigaError) -> tuple[int, float]:
     return (0 if isinstance(error, WorkerDiedError) else 1, getattr(error, "raised_at", 0.0))
 
 
-def translate(error: RayError, handle: RankHandle, label: str, there: bool = False) -> Any:
-    """Our error for one of Ray's; `label` is "role.method". `there`: it was raised by the rank."""
+def translate(
+    error: RayError, handle: RankHandle, label: str, in_rank: bool = False
+) -> QuadrigaError:
+    """Return our error for one of Ray's.
+
+    Args:
+        error: what `ray.get` raised.
+        handle: the rank whose task it was.
+        label: "role.method".
+        in_rank: the rank raised it, and not this process.
+    """
     role, _, method = label.rpartition(".")
     facts = handle.facts
     details = {"role": role, "rank": facts.rank, "node": facts.node, "method": method}
@@ -36,11 +145,11 @@ def translate(error: RayError, handle: RankHandle, label: str, there: bool = Fal
         if isinstance(cause, QuadrigaError):
             return cause
         if isinstance(cause, RayError):
-            return translate(cause, handle, label, there=True)
+            return translate(cause, handle, label, in_rank=True)
         return WorkerMethodError(
             f"{type(cause).__name__} around {label}, rank {facts.rank} on {facts.node}: "
-            f"{_first_line(cause)}. The arguments could not be read there, or the result could "
-            "not be pickled.",
+            f"{_first_line(cause)}. The rank could not read the arguments, or could not pickle "
+            "the result.",
             remote_traceback=str(error),
             **details,
         )
@@ -48,8 +157,8 @@ def translate(error: RayError, handle: RankHandle, label: str, there: bool = Fal
         place = f"rank {facts.rank} on {facts.node}"
         what = (
             f"An argument of {label} could not be read by {place}"
-            if there
-            else f"A result of {label} from {place} could not be read here"
+            if in_rank
+            else f"A result of {label} from {place} could not be read by this process"
         )
         return WorkerMethodError(
             f"{what}: {_last_line(error)}", remote_traceback=str(error), **details
@@ -64,8 +173,10 @@ def translate(error: RayError, handle: RankHandle, label: str, there: bool = Fal
 
 
 def died(handle: RankHandle, label: str, reason: str) -> WorkerDiedError:
-    """The error for a process that is gone, with the last lines it wrote. `label`: "role.method",
-    the method left empty if the rank was idle."""
+    """Return the error for a process that has ended, with its last lines of output.
+
+    `label`: "role.method", with an empty method if the rank was idle.
+    """
     role, _, method = label.rpartition(".")
     facts = handle.facts
     call = f"{method} was in flight" if method else "no call was in flight"
@@ -79,16 +190,40 @@ def died(handle: RankHandle, label: str, reason: str) -> WorkerDiedError:
     )
 
 
+def _from_collective(error: QuadrigaError) -> bool:
+    """Return whether a collective reported the error, which a peer's death may have caused."""
+    text = f"{error} {getattr(error, 'remote_traceback', '')}".lower()
+    return any(word in text for word in ("gloo", "nccl", "torch.distributed", "torch/distributed"))
+
+
+def kill_stuck_peers(running: Sequence[RankHandle]) -> list[RankHandle]:
+    """Kill the ranks that wait in a collective which a failed rank will never join; return them.
+
+    No exception reaches a thread inside a collective, which ends after its own timeout (half an
+    hour by default). A rank is stuck if two stacks, two seconds apart, show the same place.
+    """
+    before = stacks_of(running)
+    suspects = [h for h in running if in_collective(before[h.facts.rank])]
+    if not suspects:
+        return []
+    time.sleep(STUCK_S)
+    after = stacks_of(suspects)
+    stuck = [h for h in suspects if after[h.facts.rank] == before[h.facts.rank]]
+    for handle in stuck:
+        ray.kill(handle.native)
+    return stuck
+
+
 def _reason(error: RayError) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
-    text = " ".join(telling[:2]) if telling else (lines[0] if lines else type(error).__name__)
-    # Ray appends a list of everything that can end a process; the log lines below say more.
+    chosen = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
+    text = " ".join(chosen[:2]) if chosen else (lines[0] if lines else type(error).__name__)
+    # Ray appends a list of everything that can end a process; the lines of the log say more.
     return text.partition(" Some common causes include")[0]
 
 
 def _last_line(error: RayError) -> str:
-    """Of a traceback in text the error itself."""
+    """Return the last line of a traceback, which is the error itself."""
     return str(error).strip().splitlines()[-1].strip()
 
 

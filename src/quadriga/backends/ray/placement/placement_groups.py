@@ -6,60 +6,73 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, TypeAlias
 
 import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from quadriga.backends.ray.cluster import cluster_nodes, free_resources
 from quadriga.errors import PlacementError
 from quadriga.single_controller.placement.feasibility import NodeResources
 
 logger = logging.getLogger("quadriga.controller")
 
+Strategy: TypeAlias = Literal["STRICT_PACK", "PACK", "STRICT_SPREAD", "SPREAD"]
+"""How Ray places the bundles of one group; STRICT_PACK: all on one node."""
+
 PLACE_TIMEOUT_S = 120.0
-SPEAK_S = 10.0
+LOG_S = 10.0
+"""After how long a wait for places is logged."""
 
 
 @dataclass(frozen=True)
-class PoolWants:
-    """What one pool asks for."""
+class PoolRequest:
+    """What one pool asks Ray for."""
 
     label: str
-    """What messages call it."""
+    """The name of the pool in messages."""
     name_prefix: str
     store: tuple[int, ...]
     """Processes on each node."""
     bundle: dict[str, float]
-    """What one process asks for."""
+    """Resources of one process."""
     detached: bool
+    """The groups outlive this driver."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one pool wants on one node; `place` is (pool, node) by number."""
+    """What one pool asks for on one node; `place` is (number of the pool, number of the node)."""
 
-    pool: PoolWants
+    pool: PoolRequest
     place: tuple[int, int]
     count: int
 
     @property
     def size(self) -> tuple[float, ...]:
+        """Sort key: devices first, because they are scarcer than CPUs."""
         bundle = self.pool.bundle
-        scarce = bundle.get("GPU", 0) + bundle.get("NPU", 0)
-        return scarce * self.count, bundle["CPU"] * self.count
+        devices = bundle.get("GPU", 0) + bundle.get("NPU", 0)
+        return devices * self.count, bundle["CPU"] * self.count
 
 
 def place(
-    pools: Sequence[PoolWants], strategy: str, name: str | None, timeout: float
+    pools: Sequence[PoolRequest], strategy: Strategy, name: str | None, timeout: float
 ) -> list[list[PlacementGroup]]:
-    """Make the placement groups of all pools: for each pool one group a node.
+    """Make the placement groups of all pools: for each pool one group per node.
 
     Ray gives each group the node that suits it best at that moment. Larger groups are therefore
-    placed before smaller ones are asked for: else a small one may take the room that only the
-    large one needed. Raises PlacementError after `timeout` seconds; nothing is kept then.
+    placed before smaller ones are asked for. With two free nodes of 2 and 8 GPUs and the pools [2]
+    and [8]:
+
+        asked for in the order of the pools    [2] may get 2 GPUs of the large node; [8] never fits
+        asked for by size                      [8] gets the large node, then [2] the small one
+
+    Raise PlacementError after `timeout` seconds; no group is kept then.
     """
     parts = [
         _Part(pool, (number, node), count)
@@ -83,51 +96,56 @@ def place(
     ]
 
 
-def _make(part: _Part, strategy: str, name: str | None) -> PlacementGroup:
+def _make(part: _Part, strategy: Strategy, name: str | None) -> PlacementGroup:
     prefix = name or f"{part.pool.name_prefix}{uuid.uuid4().hex[:6]}:"
-    return placement_group(
+    group: PlacementGroup = placement_group(
         bundles=[dict(part.pool.bundle) for _ in range(part.count)],
         strategy=strategy,
         name=f"{prefix}{part.place[1]}",
         lifetime="detached" if part.pool.detached else None,
     )
+    return group
 
 
-def _await(groups: list[PlacementGroup], pool: PoolWants, deadline: float) -> bool:
+def _await(groups: list[PlacementGroup], pool: PoolRequest, deadline: float) -> bool:
+    """Wait until all groups are placed; return False if the deadline is exceeded."""
     ready = [group.ready() for group in groups]
-    spoken = False
+    logged = False
     while (left := deadline - time.monotonic()) > 0:
         try:
-            ray.get(ready, timeout=min(SPEAK_S, left))
+            ray.get(ready, timeout=min(LOG_S, left))
             return True
         except GetTimeoutError:
-            if not spoken:
+            if not logged:
                 logger.warning("pool %s waits for places; free now: %s", pool.label, _free_text())
-                spoken = True
+                logged = True
     return False
 
 
-def _no_room(pool: PoolWants, timeout: float) -> PlacementError:
+def _no_room(pool: PoolRequest, timeout: float) -> PlacementError:
     return PlacementError(
         f"Pool {pool.label!r} {list(pool.store)}: its places were not free within "
         f"{timeout:.0f} s. Each process asks for {pool.bundle}; free now: {_free_text()}. Other "
         "jobs, or other pools of this one, hold the rest.",
         pool=pool.label,
         wanted=pool.bundle,
-        available=ray.available_resources(),
+        available=free_resources(),
     )
 
 
 def sort_by_node_address(groups: Sequence[PlacementGroup]) -> list[PlacementGroup]:
-    """In the order of their nodes' addresses, so that a rank keeps its node over restarts."""
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    """Return the groups by the address of their node, so that a rank keeps its node at a restart.
 
-    def key(group: PlacementGroup) -> tuple[Any, ...]:
-        table = ray.util.placement_group_table(group)
-        nodes = table["bundles_to_node_id"]
-        return _address_key(addresses.get(nodes[0], "")), nodes[0]
+    Only groups of one size are sorted among themselves, because group i of a pool must have the
+    size of node i. With the sizes [2, 3, 2] on the nodes 10.0.0.10, 10.0.0.1 and 10.0.0.9 the
+    result has the nodes 10.0.0.9, 10.0.0.1 and 10.0.0.10.
+    """
+    addresses = {node.node_id: node.address for node in cluster_nodes()}
 
-    # Groups of different sizes keep their places: only groups of one size change among themselves.
+    def key(group: PlacementGroup) -> tuple[_AddressKey, str]:
+        node_id = nodes_of_bundles(group)[0]
+        return _address_key(addresses.get(node_id, "")), node_id
+
     result = list(groups)
     for size in {group.bundle_count for group in groups}:
         slots = [i for i, group in enumerate(groups) if group.bundle_count == size]
@@ -137,33 +155,56 @@ def sort_by_node_address(groups: Sequence[PlacementGroup]) -> list[PlacementGrou
     return result
 
 
+def nodes_of_bundles(group: PlacementGroup) -> Mapping[int, str]:
+    """Return the node id of each bundle of a group that has been placed."""
+    nodes: Mapping[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    return nodes
+
+
 def local_places(places: Sequence[tuple[PlacementGroup, int]]) -> list[tuple[int, int]]:
-    """For each rank's (placement group, bundle): its number among the ranks of that group on its
-    node, and how many those are. A PACK group may lie on several nodes."""
-    nodes = {
-        group.id: ray.util.placement_group_table(group)["bundles_to_node_id"] for group, _ in places
-    }
+    """Return (local rank, local world size) of each rank, from its (placement group, bundle).
+
+    Local are the ranks of one placement group on one node. A PACK group may be on several nodes:
+    with bundles on the nodes [a, a, b, a] the result is [(0, 3), (1, 3), (0, 1), (2, 3)].
+    """
+    groups = {group.id: group for group, _ in places}
+    nodes = {group_id: nodes_of_bundles(group) for group_id, group in groups.items()}
     keys = [(group.id, nodes[group.id].get(bundle)) for group, bundle in places]
-    return [(keys[:rank].count(key), keys.count(key)) for rank, key in enumerate(keys)]
+    sizes = Counter(keys)
+    numbers: Counter[object] = Counter()
+    local = []
+    for key in keys:
+        local.append((numbers[key], sizes[key]))
+        numbers[key] += 1
+    return local
 
 
-def _address_key(address: str) -> tuple[Any, ...]:
+_AddressKey: TypeAlias = tuple[int, tuple[int, ...], str]
+
+
+def _address_key(address: str) -> _AddressKey:
+    """Sort IPv4 addresses by their numbers, and before names."""
     parts = address.split(".")
     if all(part.isdigit() for part in parts):
-        return (0, *map(int, parts))
-    return (1, address)
+        return 0, tuple(map(int, parts)), ""
+    return 1, (), address
 
 
 def alive_nodes() -> list[NodeResources]:
-    """The nodes of the cluster with what each has in all."""
-    return [
-        NodeResources(node["NodeManagerAddress"], dict(node["Resources"]))
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    """Return the living nodes of the cluster with all that each has, in use or not.
+
+    Raise PlacementError if this process is not connected to Ray.
+    """
+    if not ray.is_initialized():
+        raise PlacementError(
+            "This process is not connected to Ray, so the nodes of the cluster are not known. Call "
+            'get_backend("ray").start() first, or use pools of the local backend '
+            '(get_backend("local").resource_pool) with backend=local.'
+        )
+    return [NodeResources(node.address, node.resources) for node in cluster_nodes() if node.alive]
 
 
 def _free_text() -> str:
-    free = ray.available_resources()
+    free = free_resources()
     shown = [f"{kind} {free[kind]:g}" for kind in ("CPU", "GPU", "NPU") if free.get(kind)]
     return ", ".join(shown) or "nothing"

@@ -1,4 +1,4 @@
-"""`RayResourcePool`: places on Ray nodes, one placement group a node."""
+"""`RayResourcePool`: places on Ray nodes, with one placement group per node."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from quadriga.backends.ray.placement.placement_groups import (
     PLACE_TIMEOUT_S,
-    PoolWants,
+    PoolRequest,
+    Strategy,
     alive_nodes,
     place,
 )
 from quadriga.errors import PlacementError
 from quadriga.single_controller.placement.feasibility import PoolNeeds, check_feasible
 from quadriga.single_controller.placement.resource_pool import ResourcePool, check_mergeable
+from quadriga.single_controller.placement.resource_pool import (
+    merge_resource_pool as merge_resource_pool,
+)
+from quadriga.single_controller.placement.resource_pool import (
+    split_resource_pool as split_resource_pool,
+)
 
 _ALIKE = ("use_gpu", "accelerator_type", "max_colocate_count", "n_gpus_per_node", "detached")
 TRACE = 1e-4
 """How much of an accelerator type's resource a bundle asks for: enough to choose the node."""
 _placing = threading.Lock()
-"""Groups may be started from several threads; a pool is placed once."""
+"""Held while a pool is placed: several threads may start groups on one pool."""
 
 
 class RayResourcePool(ResourcePool):
@@ -49,24 +56,24 @@ class RayResourcePool(ResourcePool):
         self.accelerator_type = accelerator_type
         self.pgs: list[PlacementGroup] | None = None
         self.placed_together: tuple[RayResourcePool, ...] = ()
-        """Pools that must fit beside each other: the first that is placed places all."""
+        """Pools that were checked together: the first that is placed places all of them."""
 
     def needs(self, device_name: str = "cuda", torn: bool = False) -> PoolNeeds:
-        """What this pool asks of the nodes. `torn`: its places may lie on any of them (PACK)."""
+        """Return what this pool asks of the nodes. `torn`: its places may be on any node (PACK)."""
         store = [1] * self.world_size if torn else self.store
         return PoolNeeds(self.label, tuple(store), self.bundle(device_name))
 
     def get_placement_groups(
         self,
-        strategy: str = "STRICT_PACK",
+        strategy: Strategy = "STRICT_PACK",
         name: str | None = None,
         device_name: str = "cuda",
         timeout: float = PLACE_TIMEOUT_S,
     ) -> list[PlacementGroup]:
-        """One placement group a node, made at the first call, in the order of node addresses.
+        """Return one placement group per node, in the order of the nodes' addresses.
 
-        Raises PlacementError if the nodes cannot hold them, before anything is made, or if they
-        are not free within `timeout` seconds.
+        The first call makes them. Raise PlacementError if the nodes cannot hold them, before any
+        group is made, or if the places are not free within `timeout` seconds.
         """
         with _placing:
             if self.pgs is None:
@@ -74,28 +81,44 @@ class RayResourcePool(ResourcePool):
                 pools = companions or [self]
                 torn = strategy != "STRICT_PACK"
                 check_feasible([pool.needs(device_name, torn) for pool in pools], alive_nodes())
-                wants = [pool.wants(device_name) for pool in pools]
-                for pool, groups in zip(pools, place(wants, strategy, name, timeout), strict=True):
+                requests = [pool.request(device_name) for pool in pools]
+                placed = place(requests, strategy, name, timeout)
+                for pool, groups in zip(pools, placed, strict=True):
                     pool.pgs = groups
             return self.pgs or []
 
-    def wants(self, device_name: str) -> PoolWants:
-        """What is asked of Ray for this pool."""
+    def request(self, device_name: str) -> PoolRequest:
+        """Return what is asked of Ray for this pool."""
         store, bundle = tuple(self.store), self.bundle(device_name)
-        return PoolWants(self.label, self.name_prefix, store, bundle, self.detached)
+        return PoolRequest(self.label, self.name_prefix, store, bundle, self.detached)
 
     def roots(self) -> tuple[RayResourcePool, ...]:
-        """The pools whose places this one uses: itself, or those that it is a part of."""
+        """Return the pools whose places this one uses: itself, or those that it is a part of."""
         return (self,)
 
+    def detach(self) -> None:
+        """Have the places outlive this driver, for a group with `detached=True`.
+
+        Raise PlacementError if they exist already and end with the driver.
+        """
+        for root in self.roots():
+            if root.pgs is not None and not root.detached:
+                raise PlacementError(
+                    f"A detached group cannot use pool {root.label!r}: its placement groups exist "
+                    "and end with this driver. Make the pool with detached=True.",
+                    pool=root.label,
+                )
+        for pool in (self, *self.roots()):
+            pool.detached = True
+
     def release(self) -> None:
-        """Give the places back; what still runs there is ended."""
+        """Remove the placement groups. Processes that still run there are ended."""
         for group in self.pgs or []:
             remove_placement_group(group)
         self.pgs = None
 
     def bundle(self, device_name: str) -> dict[str, float]:
-        """What one process asks for."""
+        """Return the resources that one process asks for."""
         bundle: dict[str, float] = {"CPU": self.max_colocate_count}
         if self.use_gpu:
             bundle["NPU" if device_name == "npu" else "GPU"] = 1
@@ -104,16 +127,16 @@ class RayResourcePool(ResourcePool):
         return bundle
 
     def part(self, start: int, count: int) -> SubRayResourcePool:
-        """`count` places from place `start` on."""
+        """Return a pool of `count` places, from place `start` on."""
         return SubRayResourcePool(self, start, count)
 
     def merged_with(self, other: ResourcePool) -> MergedRayResourcePool:
-        """The places of both. Raises PlacementError if their settings differ."""
+        """Return the places of both pools. Raise PlacementError if their settings differ."""
         return MergedRayResourcePool(self, other)
 
 
 class SubRayResourcePool(RayResourcePool):
-    """A stretch of another pool's places: `count` of them from place `start` on."""
+    """`count` places of another pool, from place `start` on."""
 
     def __init__(self, parent: RayResourcePool, start: int, count: int) -> None:
         self.parent = parent
@@ -134,12 +157,12 @@ class SubRayResourcePool(RayResourcePool):
 
     def get_placement_groups(
         self,
-        strategy: str = "STRICT_PACK",
+        strategy: Strategy = "STRICT_PACK",
         name: str | None = None,
         device_name: str = "cuda",
         timeout: float = PLACE_TIMEOUT_S,
     ) -> list[PlacementGroup]:
-        """The parent's placement groups, all of them; `bundle_of_rank` says which are ours."""
+        """Return all placement groups of the parent; `bundle_of_rank` says which ones are used."""
         return self.parent.get_placement_groups(strategy, name, device_name, timeout)
 
     def bundle_of_rank(self, rank: int) -> tuple[int, int]:
@@ -147,7 +170,7 @@ class SubRayResourcePool(RayResourcePool):
 
 
 class MergedRayResourcePool(RayResourcePool):
-    """The places of two pools, the first pool's before the second's."""
+    """The places of two pools: the first pool's, then the second's."""
 
     def __init__(self, first: RayResourcePool, second: ResourcePool) -> None:
         if not isinstance(second, RayResourcePool):
@@ -170,12 +193,12 @@ class MergedRayResourcePool(RayResourcePool):
 
     def get_placement_groups(
         self,
-        strategy: str = "STRICT_PACK",
+        strategy: Strategy = "STRICT_PACK",
         name: str | None = None,
         device_name: str = "cuda",
         timeout: float = PLACE_TIMEOUT_S,
     ) -> list[PlacementGroup]:
-        """The first pool's groups, then the second's."""
+        """Return the first pool's groups, then the second's."""
         return [
             *self.first.get_placement_groups(strategy, name, device_name, timeout),
             *self.second.get_placement_groups(strategy, name, device_name, timeout),

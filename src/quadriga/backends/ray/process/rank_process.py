@@ -1,13 +1,17 @@
 """The actor of one rank.
 
-It is light: the user's worker class, and what it imports, is loaded by `quadriga_setup`, so that
-all ranks' processes start side by side. Steps, each sent without waiting for the one before:
+The actor class itself is light. The user's worker class, and what it imports, is loaded by
+`quadriga_setup`, so that the processes of all ranks start side by side:
 
-    __init__           nothing
-    quadriga_prepare   environment variables of the user; rank 0 chooses address and port
-    quadriga_setup     waits for rank 0's choice; builds the workers
-    quadriga_invoke    one call, under the Ray task name "role.method"
-    quadriga_invoke_apart   the same with two returns (see `replies.py`)
+    controller                 rank 0                    rank 1 … n-1
+    create actors ───────────► __init__                  __init__                does nothing
+    quadriga_prepare ────────► sets variables,           sets variables
+                               reserves a port ──┐
+    quadriga_setup ──────────► builds workers ◄──┴─────► builds workers
+    quadriga_invoke ─────────► one call                  one call      (Ray task "role.method")
+
+The controller sends all of these without waiting. Ray hands rank 0's address and port, the result
+of its `quadriga_prepare`, to every `quadriga_setup` as an argument.
 """
 
 from __future__ import annotations
@@ -21,14 +25,19 @@ import pickle
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import IO, TYPE_CHECKING
 
 import ray
 from ray import cloudpickle
 
-from quadriga.backends.ray.process.heap import freeze_heap, keep_freed_memory
+from quadriga.backends.ray.cluster import node_address
+from quadriga.backends.ray.process.memory import (
+    FULL_EVERY_IN_RANK,
+    collect_rarely,
+    keep_freed_memory,
+)
 from quadriga.single_controller.backend import RankFacts
 from quadriga.single_controller.call import Call, SharedArgument, unpack_results
 from quadriga.single_controller.placement.devices import visible_devices
@@ -37,14 +46,18 @@ from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs, 
 from quadriga.single_controller.ranks.environment import RankEnvironment, ReservedPort
 from quadriga.single_controller.ranks.rank_host import RankHost
 
+if TYPE_CHECKING:
+    from quadriga.backends.ray.calls.store import ResultStore
+
 STACK_SIGNAL = signal.SIGUSR2
 
 
 class RankProcess:
-    """Hosts the workers of one rank; see the module's docstring."""
+    """Host the workers of one rank. See the docstring of the module."""
 
     _host: RankHost
     _facts: RankFacts
+    _result_store: Callable[[], ResultStore]
 
     def quadriga_prepare(
         self,
@@ -54,28 +67,48 @@ class RankProcess:
         choose: bool,
         port_range: Sequence[int] | None = None,
     ) -> tuple[str, str]:
-        """Set the user's environment variables and make importable what the controller can
-        import; rank 0 also chooses (address, port), within `port_range` (first, last + 1)."""
+        """Set up the process, before any module of the user is loaded.
+
+        Args:
+            variables: environment variables of the user.
+            search_path: where the controller finds modules.
+            preload: modules to import first.
+            choose: reserve a port, because this is rank 0.
+            port_range: (first, last + 1), the ports that may be reserved.
+
+        Returns:
+            (address, port) of rank 0, two empty strings for other ranks.
+        """
         os.environ.update(variables)
         keep_freed_memory()
+        collect_rarely(FULL_EVERY_IN_RANK)
         sys.path.extend(path for path in search_path if path not in sys.path)
         for module in preload:
             importlib.import_module(module)
-        self._stack_file = open_stack_file()
+        self._stack_file, self._stack_path = open_stack_file()
         if not choose:
             return "", ""
+        # The port stays reserved for the life of the process: a worker may call
+        # `init_process_group` at any time, and until then no other process may take the port.
         self._port = ReservedPort.choose(port_range)
-        return ray.util.get_node_ip_address(), str(self._port.port)
+        return node_address(), str(self._port.port)
 
     def quadriga_setup(
         self,
         place: RankEnvironment,
         rendezvous: tuple[str, str],
         prepared: tuple[str, str],
-        payload: tuple[Any, Mapping[str, ClassWithInitArgs]],
+        payload: tuple[object, Mapping[str, ClassWithInitArgs]],
     ) -> RankFacts:
-        """Build the workers. `rendezvous`: what rank 0's `quadriga_prepare` returned, `prepared`:
-        what this rank's did. `payload`: the modes a user has added, then the roles."""
+        """Build the workers.
+
+        Args:
+            place: rank, world size, … without rank 0's address.
+            rendezvous: result of rank 0's `quadriga_prepare`.
+            prepared: result of this rank's `quadriga_prepare`. It orders the two: Ray does not
+                unpickle `payload`, which imports the user's modules, before this is known.
+            payload: the dispatch modes that the user has added, then the roles.
+        """
         address, port = rendezvous
         place = replace(place, master_address=address, master_port=port)
         os.environ.update(place.variables())
@@ -83,120 +116,121 @@ class RankProcess:
         self._facts = RankFacts(
             rank=place.rank,
             world_size=place.world_size,
-            node=ray.util.get_node_ip_address(),
+            node=node_address(),
             pid=os.getpid(),
             master_address=address,
             master_port=port,
             group_prefix=place.group_prefix,
             log_path=_log_path(),
             node_id=context.get_node_id(),
-            stack_path=self._stack_file.name,
+            stack_path=self._stack_path,
             name=context.get_actor_name() or "",
             devices=visible_devices(),
             interleaves=isinstance(self, AsyncRankProcess),
         )
         self._use_store()
-        freeze_heap(collect=False)  # modules only: no worker has been built
         self._host = RankHost(place, self._facts.node, _survives_pickling)
         self._host.build(payload[1])
         return self._facts
 
     def quadriga_facts(self) -> RankFacts:
-        """Where this rank lives."""
+        """Return where this rank runs."""
         return self._facts
 
     def quadriga_roles(self) -> dict[str, type]:
-        """The roles that this process hosts, with their classes."""
+        """Return the roles that this process hosts, with their classes."""
         return {role: type(worker) for role, worker in self._host.workers.items()}
 
-    def quadriga_invoke(self, call: Call | bytes) -> Any:
-        """Run one call, pickled or not."""
+    def quadriga_invoke(self, call: Call | bytes) -> object:
+        """Run one call, which may be pickled; return its result."""
         return self._invoke(_unpickled(call), apart=False)[0]
 
-    def quadriga_invoke_apart(self, call: Call | bytes) -> Any:
-        """The same; large fields of the reply are a return of their own."""
+    def quadriga_invoke_apart(self, call: Call | bytes) -> object:
+        """Run one call; return its result and, as a second return, its large fields."""
         return self._invoke(_unpickled(call), apart=True)
 
-    def _invoke(self, call: Call, apart: bool) -> tuple[Any, Any]:
-        store = self._reply_store()
-        return store.reply(self._host.invoke(call, store), apart)
+    def _invoke(self, call: Call, apart: bool) -> tuple[object, object]:
+        store = self._result_store()
+        return store.returns(self._host.invoke(call, store), apart)
 
     def _use_store(self) -> None:
-        from quadriga.backends.ray.calls.results import ReplyStore
-        from quadriga.backends.ray.calls.store import RayStore
+        # Imported here because these modules load numpy, whose thread pools read the environment
+        # variables that `quadriga_prepare` has set by now.
+        from quadriga.backends.ray.calls.store import RayStore, ResultStore
         from quadriga.protocol.values.storage import use_store
 
         use_store(RayStore())
-        self._reply_store = ReplyStore
+        self._result_store = ResultStore
 
 
 class AsyncRankProcess(RankProcess):
-    """For classes with coroutine methods: those interleave on the actor's event loop."""
+    """Host workers with coroutine methods, which interleave on the actor's event loop."""
 
     def __init__(self) -> None:
-        # Arguments are waited for in a thread, which Ray takes for a wait inside the loop.
+        # Arguments are waited for in a thread, but Ray warns as if that were inside the loop.
         os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
 
     async def quadriga_invoke(
         self, call: Call | bytes | SharedArgument, ticket: Ticket | None = None
-    ) -> Any:
-        """Run one call; other calls go on while a coroutine method waits."""
+    ) -> object:
+        """Run one call; other calls run while a coroutine method waits."""
         return (await self._invoke_async(call, ticket, apart=False))[0]
 
     async def quadriga_invoke_apart(
         self, call: Call | bytes | SharedArgument, ticket: Ticket | None = None
-    ) -> Any:
-        """The same; large fields of the reply are a return of their own."""
+    ) -> object:
+        """Run one call; the result's large fields are a second return."""
         return await self._invoke_async(call, ticket, apart=True)
 
     async def _invoke_async(
         self, call: Call | bytes | SharedArgument, ticket: Ticket | None, apart: bool
-    ) -> tuple[Any, Any]:
-        def opened() -> Call:
+    ) -> tuple[object, object]:
+        def open_call() -> Call:
             return _unpickled(call.open() if isinstance(call, SharedArgument) else call)
 
-        store = self._reply_store()
-        return store.reply(await self._host.invoke_async(opened, ticket, store), apart)
+        store = self._result_store()
+        return store.returns(await self._host.invoke_async(open_call, ticket, store), apart)
 
     async def quadriga_coroutines(self) -> str:
-        """Where the coroutine methods of this rank wait, innermost frame first."""
+        """Return where the coroutine methods of this rank wait, innermost frame first."""
         return "\n\n".join(filter(None, map(_waiting_at, self._host.awaited)))
 
 
-def _unpickled(call: Call | bytes) -> Call:
-    if isinstance(call, Call):
-        return call
-    loaded: Call = pickle.loads(call)
-    return loaded
+def _unpickled(call: object) -> Call:
+    """Return a call that was sent as it is or as bytes."""
+    if isinstance(call, bytes):
+        call = pickle.loads(call)
+    assert isinstance(call, Call)
+    return call
 
 
-def _waiting_at(awaitable: Any) -> str:
-    """The frames of a coroutine from where it waits out to the worker's method."""
+def _waiting_at(awaitable: Awaitable[object]) -> str:
+    """Return the frames of a coroutine, from where it waits out to the worker's method."""
     frames = []
-    waiter: Any = awaitable.get_coro() if isinstance(awaitable, asyncio.Task) else awaitable
+    waiter: object = awaitable.get_coro() if isinstance(awaitable, asyncio.Task) else awaitable
     while (frame := getattr(waiter, "cr_frame", None)) is not None:
         code = frame.f_code
         frames.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
-        waiter = waiter.cr_await
+        waiter = getattr(waiter, "cr_await", None)
     return "\n".join(reversed(frames))
 
 
-def rank_process_class(name: str, classes: Mapping[str, type]) -> type:
-    """The actor class of a group: named like the user's class, with its public methods.
+def rank_process_class(name: str, classes: Mapping[str, type]) -> type[RankProcess]:
+    """Return the actor class of a group, named like the user's class and with its public methods.
 
-    The methods are for those who hold an actor handle and call it directly. With several roles
+    The methods are for code that holds an actor handle and calls it directly. With several roles
     they are named `<role>_<method>`.
     """
-    members: dict[str, Any] = {"__module__": "quadriga.ranks", "__doc__": f"A rank of {name}."}
+    members: dict[str, object] = {"__module__": "quadriga.ranks", "__doc__": f"A rank of {name}."}
     methods = [
-        (role, method, function)
+        (role, method)
         for role, cls in classes.items()
-        for method, function in inspect.getmembers(cls, inspect.isfunction)
+        for method, _ in inspect.getmembers(cls, inspect.isfunction)
         if not method.startswith("__")
     ]
     is_async = any(map(_has_coroutines, roles_of(dict(classes)).values()))
     forwarder = _async_forwarder if is_async else _forwarder
-    for role, method, _ in methods:
+    for role, method in methods:
         prefix = f"{role}_" if len(classes) > 1 else ""
         members.setdefault(prefix + method, forwarder(role, method))
     return type(name, (AsyncRankProcess if is_async else RankProcess,), members)
@@ -206,16 +240,16 @@ def _has_coroutines(cls: type) -> bool:
     return bool(inspect.getmembers(cls, inspect.iscoroutinefunction))
 
 
-def _forwarder(role: str, method: str) -> Any:
-    def forward(self: RankProcess, *args: Any, **kwargs: Any) -> Any:
+def _forwarder(role: str, method: str) -> Callable[..., object]:
+    def forward(self: RankProcess, *args: object, **kwargs: object) -> object:
         return unpack_results([self._host.invoke(Call(role, method, args, kwargs))])[0]
 
     forward.__name__ = forward.__qualname__ = method
     return forward
 
 
-def _async_forwarder(role: str, method: str) -> Any:
-    async def forward(self: AsyncRankProcess, *args: Any, **kwargs: Any) -> Any:
+def _async_forwarder(role: str, method: str) -> Callable[..., Awaitable[object]]:
+    async def forward(self: AsyncRankProcess, *args: object, **kwargs: object) -> object:
         call = Call(role, method, args, kwargs)
         return unpack_results([await self._host.invoke_async(lambda: call)])[0]
 
@@ -223,14 +257,22 @@ def _async_forwarder(role: str, method: str) -> Any:
     return forward
 
 
-def open_stack_file() -> Any:
-    """On STACK_SIGNAL this process writes the stacks of its threads there, whatever it is doing,
-    even inside C code that holds the interpreter."""
+def open_stack_file() -> tuple[IO[str], str]:
+    """Return a file and its path, where this process writes its stacks on STACK_SIGNAL.
+
+    `faulthandler` writes them whatever the process is doing, also inside C code that holds the
+    interpreter. On Linux the file has no name in the file system: a process that is killed cannot
+    delete one. Its path is that of the open descriptor, `/proc/<pid>/fd/<number>`.
+    """
     file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - open for the life of the process
-        "w", prefix=f"quadriga-stack-{os.getpid()}-", suffix=".txt"
+        "w", prefix=f"quadriga-stack-{os.getpid()}-", suffix=".txt", delete=False
     )
+    path, descriptor = file.name, f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    if os.path.exists(descriptor):
+        os.unlink(path)
+        path = descriptor
     faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
-    return file
+    return file, path
 
 
 def _log_path() -> str | None:
@@ -243,6 +285,7 @@ def _log_path() -> str | None:
 
 def _survives_pickling(error: Exception) -> bool:
     try:
-        return isinstance(cloudpickle.loads(cloudpickle.dumps(error)), Exception)
-    except Exception:  # whatever a user's exception does when it is pickled
+        data = cloudpickle.dumps(error)  # type: ignore[no-untyped-call]  # untyped in Ray
+        return isinstance(cloudpickle.loads(data), Exception)
+    except Exception:  # anything that a user's exception may raise when it is pickled
         return False

@@ -1,4 +1,4 @@
-"""How the processes of a group come to be: all at once, then built side by side."""
+"""Starting the processes of a group: all at once, and built side by side."""
 
 from __future__ import annotations
 
@@ -6,19 +6,29 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from quadriga.backends.ray.calls.waiting import RayBatch
-from quadriga.backends.ray.process.heap import freeze_heap
+from quadriga.backends.ray.cluster import kill_actor
+from quadriga.backends.ray.process.memory import FULL_EVERY_IN_CONTROLLER, collect_rarely
 from quadriga.backends.ray.process.rank_process import rank_process_class
 from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
-from quadriga.errors import ConfigError
+from quadriga.errors import CallTimeoutError, ConfigError, WorkerDiedError
 from quadriga.single_controller.backend import RankFacts, RankHandle
 from quadriga.single_controller.dispatch.builtin_modes import Dispatch, Execute
+from quadriga.single_controller.dispatch.modes import DispatchMode, ExecuteMode
 from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs, roles_of
 from quadriga.single_controller.ranks.environment import RankEnvironment, preloaded
+
+if TYPE_CHECKING:
+    from quadriga.backends.ray.cluster import ActorFactory, RankActor, Ref
+
+SINGLE_START_TIMEOUT_S = 1800.0
+ATTACH_TIMEOUT_S = 60.0
+"""How long an existing rank may be busy when it is asked where it runs."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +37,25 @@ class RankPlan:
 
     name: str
     place: RankEnvironment
-    options: dict[str, Any]
+    options: dict[str, object]
+    """Options of the Ray actor."""
     variables: dict[str, str]
+    """Environment variables of the process."""
 
 
 class UserModes:
-    """The modes a user has added. They register themselves where they are unpickled, which comes
-    before the worker classes that name them."""
+    """The dispatch and execute modes that the user has added.
 
-    def __init__(self, dispatch: Sequence[Any], execute: Sequence[Any]) -> None:
+    They register themselves when they are unpickled. In a rank's payload they come before the
+    worker classes, whose decorators name them.
+    """
+
+    def __init__(self, dispatch: Sequence[DispatchMode], execute: Sequence[ExecuteMode]) -> None:
         Dispatch.adopt(dispatch)
         Execute.adopt(execute)
         self.dispatch, self.execute = tuple(dispatch), tuple(execute)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return UserModes, (self.dispatch, self.execute)
 
 
@@ -52,39 +67,44 @@ def start_ranks(
     named: bool = True,
     port_range: Sequence[int] | None = None,
 ) -> list[RankHandle]:
-    """Start one process per plan and build its workers. `port_range`: where rank 0 may choose its
-    port, (first, last + 1).
+    """Start one process per plan and build its workers.
 
-    Raises WorkerInitError for the first `__init__` that raised, ConfigError for a name that is
-    taken, CallTimeoutError after `timeout` seconds. Nothing is left running after a failure.
+    Args:
+        plans: one per rank, in order.
+        roles: the classes that every process builds, by role.
+        class_name: what Ray calls the actor class.
+        timeout: seconds for all `__init__`s.
+        named: give the actors the names of the plans.
+        port_range: (first, last + 1), where rank 0 may reserve its port.
+
+    Raise WorkerInitError for the first `__init__` that raised, ConfigError for a name that is
+    taken, CallTimeoutError after `timeout` seconds. No process is left after a failure.
     """
+    collect_rarely(FULL_EVERY_IN_CONTROLLER)
     classes = {role: member.cls for role, member in roles.items()}
-    actor_class = ray.remote(rank_process_class(class_name, classes))
+    factory = cast("ActorFactory", ray.remote(rank_process_class(class_name, classes)))
     send_code_of_loaded_files()
     payload = ray.put((UserModes(Dispatch.added(), Execute.added()), dict(roles)))
     search_path = [path for path in sys.path if os.path.isdir(path)]
-    actors: list[Any] = []
+    actors: list[RankActor] = []
     try:
         for plan in plans:
             name = {"name": plan.name} if named else {}
-            actors.append(actor_class.options(**plan.options, **name).remote())
+            actors.append(factory.options(**plan.options, **name).remote())
         prepared = [
             actor.quadriga_prepare.remote(
                 plan.variables, search_path, preloaded(), plan.place.rank == 0, port_range
             )
             for actor, plan in zip(actors, plans, strict=True)
         ]
-        # Taking its own rank's answer too keeps the payload, and the modules that it imports,
-        # from being loaded before that rank is prepared.
         ready = [
             actor.quadriga_setup.remote(plan.place, prepared[0], mine, payload)
             for actor, plan, mine in zip(actors, plans, prepared, strict=True)
         ]
-        freeze_heap()  # while the ranks start
-        facts: list[RankFacts] = _wait(ready, plans, actors, next(iter(roles)), timeout)
+        facts = _wait(ready, plans, actors, next(iter(roles)), timeout)
     except BaseException as error:
         for actor in actors:
-            ray.kill(actor)
+            kill_actor(actor)
         if isinstance(error, ValueError) and "name" in str(error) and "taken" in str(error):
             raise ConfigError(
                 f"An actor named {plans[len(actors)].name!r} exists already in this Ray "
@@ -98,36 +118,70 @@ def start_ranks(
 
 
 def _wait(
-    ready: list[Any], plans: Sequence[RankPlan], actors: list[Any], role: str, timeout: float
+    ready: list[Ref],
+    plans: Sequence[RankPlan],
+    actors: Sequence[RankActor],
+    role: str,
+    timeout: float,
 ) -> list[RankFacts]:
+    """Wait for every `quadriga_setup`, with handles that do not know their process yet."""
     unknown = [
         RankHandle(actor, p.name, RankFacts(p.place.rank, p.place.world_size, "?", 0, "", ""))
         for actor, p in zip(actors, plans, strict=True)
     ]
-    return RayBatch(ready, unknown, f"{role}.__init__", timeout).gather()
+    facts = RayBatch(ready, unknown, f"{role}.__init__", timeout).gather()
+    return cast(list[RankFacts], facts)
 
 
-def start_single(member: ClassWithInitArgs, options: dict[str, Any], sharing_with: Any) -> Any:
-    """Start one rank outside a group; returns its actor handle.
+def start_single(
+    member: ClassWithInitArgs, options: dict[str, object], sharing_with: RankActor | None
+) -> RankActor:
+    """Start one rank outside a group and return its actor handle.
 
-    Its place is read from `runtime_env["env_vars"]` of the options, as for a worker outside Ray.
+    Its rank and world size are read from `runtime_env["env_vars"]` of the options, as for a worker
+    outside Ray.
     """
-    variables = dict((options.get("runtime_env") or {}).get("env_vars") or {})
+    runtime_env = cast(Mapping[str, Mapping[str, str]], options.get("runtime_env") or {})
+    variables = dict(runtime_env.get("env_vars") or {})
     if sharing_with is not None:
-        facts = ray.get(sharing_with.quadriga_facts.remote(), timeout=60)
-        variables.update(devices_of(facts))
+        variables.update(devices_of(facts_of([sharing_with])[0]))
     place = RankEnvironment.read(variables)
     plan = RankPlan("", place, options, variables)
-    role = next(iter(member.roles))
-    handle = start_ranks([plan], member.roles, member.cls.__name__ or role, 1800.0, named=False)
-    return handle[0].native
+    name = member.cls.__name__ or next(iter(member.roles))
+    handles = start_ranks([plan], member.roles, name, SINGLE_START_TIMEOUT_S, named=False)
+    return cast("RankActor", handles[0].native)
+
+
+def facts_of(actors: Sequence[RankActor], timeout: float = ATTACH_TIMEOUT_S) -> list[RankFacts]:
+    """Ask ranks where they run.
+
+    Raise CallTimeoutError if one of them runs a call for longer than `timeout` seconds,
+    WorkerDiedError if one of them has ended.
+    """
+    refs = [actor.quadriga_facts.remote() for actor in actors]
+    try:
+        return cast(list[RankFacts], ray.get(refs, timeout=timeout))
+    except GetTimeoutError:
+        ready = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
+        busy = [actor for actor, ref in zip(actors, refs, strict=True) if ref not in ready]
+        raise CallTimeoutError(
+            f"{len(busy)} of {len(actors)} existing ranks did not say within {timeout:g} s where "
+            f"they run, because each of them runs a call: {busy}. Attach to them when their calls "
+            "have ended.",
+            method="quadriga_facts",
+            stacks={},
+        ) from None
+    except RayActorError as error:
+        raise WorkerDiedError(
+            f"One of {len(actors)} existing ranks has ended: {error}", method="quadriga_facts"
+        ) from error
 
 
 def devices_of(facts: RankFacts) -> dict[str, str]:
-    """The variable that shows a process the devices of an existing rank."""
+    """Return the variable that shows a process the devices of an existing rank."""
     return {} if facts.devices is None else {"CUDA_VISIBLE_DEVICES": facts.devices}
 
 
 def class_roles(roles: Mapping[str, ClassWithInitArgs]) -> dict[str, type]:
-    """Every role a process of these classes hosts."""
+    """Return every role that a process of these classes hosts."""
     return roles_of({role: member.cls for role, member in roles.items()})

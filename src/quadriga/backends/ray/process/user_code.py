@@ -1,4 +1,4 @@
-"""Code of users' files that no worker could import by name: it travels with what uses it."""
+"""Code of the user's files that workers cannot import by name: it is sent with what uses it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import sysconfig
 import weakref
 from types import ModuleType
-from typing import Any
 
 from ray import cloudpickle
 
@@ -17,22 +16,23 @@ _INSTALLED = tuple(
     for kind in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 _seen: weakref.WeakSet[ModuleType] = weakref.WeakSet()
-_latest: tuple[int, Any] = (0, None)
-"""How many modules there were at the last look, and which had been loaded last."""
+_latest: tuple[int, ModuleType | None] = (0, None)
+"""At the last look: how many modules there were, and which had been loaded last."""
 
 
 def send_code_of_loaded_files() -> None:
-    """From now on pickle by value the functions and classes of modules that were loaded by path.
+    """Have functions and classes of modules that were loaded by path pickled by value from now on.
 
-    A module whose name leads an importer to another file, or to none, exists in this process only:
-    a function or class of it would be looked up in vain by a worker. Looks again whenever modules
-    have been loaded since, and at no module twice.
+    If the name of a module leads the importers to another file, or to none, the module exists in
+    this process only, and a worker could not look up its functions and classes. The function looks
+    again whenever modules have been loaded since, and at no module twice.
     """
     global _latest
     modules = sys.modules
-    if _latest == (len(modules), modules[next(reversed(modules))]):
+    newest = len(modules), modules[next(reversed(modules))]
+    if _latest == newest:
         return
-    _latest = (len(modules), modules[next(reversed(modules))])
+    _latest = newest
     roots = {os.path.abspath(path) for path in sys.path}
     for name, module in list(modules.items()):
         if not isinstance(module, ModuleType) or module in _seen:
@@ -40,12 +40,12 @@ def send_code_of_loaded_files() -> None:
         _seen.add(module)
         file = module.__dict__.get("__file__")
         if file and _is_users(name, file) and not _found_by_name(name, file, roots):
-            cloudpickle.register_pickle_by_value(module)
+            cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]  # untyped
 
 
 def _is_users(name: str, file: str) -> bool:
     if name in ("__main__", "__mp_main__") or name.partition(".")[0] == "quadriga":
-        return False  # cloudpickle sends what is defined in __main__ by value anyway
+        return False  # cloudpickle pickles what `__main__` defines by value without our help
     return os.path.isabs(file) and file.endswith(".py") and not file.startswith(_INSTALLED)
 
 
@@ -59,9 +59,9 @@ def _found_by_name(name: str, file: str, roots: set[str]) -> bool:
 
 
 def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
-    """What the importers say of a name, as if it had not been imported yet."""
+    """Return what the importers find for a name, as if it had not been imported yet."""
     parent = name.rpartition(".")[0]
-    path: Any = getattr(sys.modules.get(parent), "__path__", ()) if parent else None
+    path = getattr(sys.modules.get(parent), "__path__", ()) if parent else None
     for finder in sys.meta_path:
         try:
             spec = finder.find_spec(name, path)

@@ -11,10 +11,9 @@ import ray
 import torch
 from field_workers import WIDTH, AsyncEcho, Echo, Fields, Interleaving, Mine, fields
 
-from quadriga.backends.ray.calls import results as replies
 from quadriga.backends.ray.calls import store
-from quadriga.backends.ray.calls.plain import is_plain, is_plain_batch
-from quadriga.backends.ray.calls.results import Reply, ReplyStore, opened
+from quadriga.backends.ray.calls.store import Result, ResultStore, is_plain_batch, opened
+from quadriga.backends.ray.calls.submission import is_plain
 from quadriga.errors import LostObjectError, WorkerMethodError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.protocol.boundary import pack_argument
@@ -206,15 +205,15 @@ def put(monkeypatch):
     """What was put, in order; a reference is its number."""
     kept: list[object] = []
     monkeypatch.setattr(store.ray, "put", lambda value: kept.append(value) or len(kept) - 1)
-    monkeypatch.setattr(replies, "alone_bytes", lambda: 16 * MB)
+    monkeypatch.setattr(store, "alone_bytes", lambda: 16 * MB)
     return kept
 
 
 def test_fields_that_are_put_together_are_one_return(put):
-    kept = ReplyStore()
+    kept = ResultStore()
     handles = kept.put_many([("a", 60 * KB), ("b", 20 * MB), ("c", 15 * MB)])
     handles += kept.put_many([("d", 50 * MB), ("e", 15 * MB)])
-    first, second = kept.reply("value", apart=True)
+    first, second = kept.returns("value", apart=True)
     assert second == ("a", "c", "e") and put == ["b", "d"]
     assert opened(first, "second return") == "value"
     assert [handle.place.ref for handle in handles] == ["second return", 0, "second return", 1,
@@ -223,46 +222,46 @@ def test_fields_that_are_put_together_are_one_return(put):
 
 
 def test_what_fills_the_bundle_goes_alone(put):
-    kept = ReplyStore()
+    kept = ResultStore()
     kept.put_many([(i, 15 * MB) for i in range(6)])
-    assert kept.reply(None, apart=True)[1] == (0, 1, 2, 3) and put == [4, 5]
+    assert kept.returns(None, apart=True)[1] == (0, 1, 2, 3) and put == [4, 5]
 
 
 @pytest.mark.parametrize(("apart", "nbytes"), [(False, MB), (True, 99 * KB)])
 def test_without_a_second_return_or_when_small_fields_are_put(put, apart, nbytes):
-    kept = ReplyStore()
+    kept = ResultStore()
     (handle,) = kept.put_many([("a", nbytes)])
-    first, second = kept.reply("value", apart)
+    first, second = kept.returns("value", apart)
     assert second is None and put == [("a",)] and handle.place.ref == 0
     assert opened(first, "unused") == "value" and handle.place.ref == 0
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_reply_without_fields_is_its_value(put, apart):
-    assert ReplyStore().reply("value", apart) == ("value", None)
+    assert ResultStore().returns("value", apart) == ("value", None)
     assert opened("value", None) == "value" and not put
 
 
 @pytest.mark.parametrize(("name", "plain"), [(name, name in PLAIN) for name in BATCHES])
 def test_what_python_alone_pickles(put, name, plain):
     """Anything else may hold references, or code that has to be sent along."""
-    packed = pack_argument(BATCHES[name](), ReplyStore())
+    packed = pack_argument(BATCHES[name](), ResultStore())
     assert is_plain_batch(packed) == is_plain(packed) == plain
-    assert not is_plain_batch([packed]) and not is_plain(b"bytes") and not is_plain("s" * 1000)
+    assert not is_plain_batch([packed]) and is_plain(b"bytes") and not is_plain("s" * 1000)
 
 
 def test_a_single_put_outlives_the_reply(put):
-    kept = ReplyStore()
+    kept = ResultStore()
     handle = kept.put("a", MB)
-    assert handle.place.ref == 0 and kept.reply("value", True) == ("value", None)
+    assert handle.place.ref == 0 and kept.returns("value", True) == ("value", None)
 
 
 def test_a_reply_is_pickled_with_one_place(put):
-    kept = ReplyStore()
+    kept = ResultStore()
     handles = kept.put_many([("a", MB), ("b", MB)])
-    first, _ = kept.reply(handles, apart=True)
+    first, _ = kept.returns(handles, apart=True)
     back = pickle.loads(pickle.dumps(first))
-    assert isinstance(back, Reply) and back.place.ref is None
+    assert isinstance(back, Result) and back.place.ref is None
     a, b = opened(back, "there")
     assert (a.place.ref, a.index, b.place.ref, b.index) == ("there", 0, "there", 1)
     assert handles[0].place.ref is None
