@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from threading import RLock
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
@@ -12,6 +14,7 @@ from quadriga.errors import WorkerError
 from quadriga.single_controller.call import Call, Pending
 from quadriga.single_controller.placement.rank_layout import GroupLayout
 from quadriga.single_controller.placement.resource_pool import ResourcePool
+from quadriga.single_controller.ranks.call_order import Ticket
 from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
 from quadriga.single_controller.watch import Watch
 
@@ -47,7 +50,10 @@ class RankFacts:
 
 @dataclass
 class RankHandle:
-    """One rank, as the controller refers to it."""
+    """One rank, as the controller refers to it.
+
+    A copy in another process is a sender of its own: it numbers its calls from 0.
+    """
 
     native: Any  # an actor handle of Ray, or an object of the local backend
     """The backend's own handle."""
@@ -59,6 +65,15 @@ class RankHandle:
     """Identifies this handle among all handles of the rank, in the tickets of its calls."""
     sent: int = 0
     """The number of calls with tickets that were sent through this handle."""
+
+    def next_ticket(self) -> Ticket:
+        """Return the ticket of the next call. Hold `RankSet.lock` until the call is sent."""
+        ticket = self.sender, self.sent
+        self.sent += 1
+        return ticket
+
+    def __reduce__(self) -> tuple[type[RankHandle], tuple[object, str, RankFacts]]:
+        return RankHandle, (self.native, self.name, self.facts)
 
 
 @dataclass(eq=False)
@@ -76,14 +91,28 @@ class RankSet:
     """(role, mesh name) → mesh, for meshes that were queried."""
     rank_layouts: dict[str, GroupLayout] = field(default_factory=dict)
     """role → layout, for layouts that were queried."""
-    watch: Watch[RankSet] | None = None
     broken: str | None = None
     """The reason why every further call fails, None if calls can succeed."""
+    watch: Watch[RankSet] | None = None
     in_flight: WeakSet[Any] = field(default_factory=WeakSet)  # each backend stores its own type
     """The submissions whose results may still be waited for."""
+    lock: AbstractContextManager[object] = field(default_factory=RLock)
+    """Held while one call is sent to all its ranks.
+
+    Two threads then send their calls in the same order to every rank. Without the lock, rank 0
+    could run `a` before `b` and rank 1 `b` before `a`, and collectives in them would deadlock.
+    """
 
     def __len__(self) -> int:
         return len(self.handles)
+
+    def __getstate__(self) -> dict[str, object]:
+        # What remains belongs to this process: its thread, its waits, its lock.
+        local = ("watch", "in_flight", "lock")
+        return {name: value for name, value in vars(self).items() if name not in local}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state, watch=None, in_flight=WeakSet(), lock=RLock())
 
 
 @runtime_checkable
@@ -104,7 +133,9 @@ class CallBackend(Protocol):
     ) -> Sequence[Pending]:
         """Send `calls[i]` to rank `targets[i]`. Do not wait for the results.
 
-        A wait that is not over `timeout` seconds after the submission raises CallTimeoutError.
+        Encode all calls before the first is sent: if one cannot be encoded, no rank may run. Hold
+        `ranks.lock` while they are sent. A wait that is not over `timeout` seconds after the
+        submission raises CallTimeoutError.
         """
         ...
 

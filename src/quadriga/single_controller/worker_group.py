@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quadriga.errors import (
@@ -22,6 +22,7 @@ from quadriga.single_controller.dispatch.modes import MethodRecord
 from quadriga.single_controller.dispatch.register import registered_methods
 from quadriga.single_controller.named_calls import NamedCalls
 from quadriga.single_controller.placement.rank_layout import GroupLayout
+from quadriga.single_controller.ranks.worker import reraise_in_property
 from quadriga.single_controller.watch import Watch, forget
 
 MethodFactory = Callable[["WorkerGroup", str, MethodRecord], Callable[..., object]]
@@ -47,30 +48,43 @@ class WorkerGroup(NamedCalls):
         self._ranks = ranks
         self._role = role
         self._method_factory = method_factory
-        self._offered = {}
         self._views: dict[str, WorkerGroup] = {}
         self._bind()
 
     def _bind(self) -> None:
         """Make each registered method an attribute."""
-        roles = self._ranks.roles
-        for role in roles if self._role is None else (self._role,):
-            prefix = f"{role}_" if self._role is None else ""
-            for name, record in registered_methods(roles[role]).items():
-                offered = prefix + name
-                # `type(self)`: attributes of the instance are methods of other roles.
-                if hasattr(type(self), offered):
-                    raise DispatchError(
-                        f"{roles[role].__name__}.{name} cannot be bound: a worker group has "
-                        f"{offered!r} itself. Rename the method."
-                    )
-                self._offered[offered] = role, name
-                self.__dict__[offered] = self._method_factory(self, role, record)
+        self._offered = self.bound_names(self._ranks.roles, self._role)
+        for offered, (role, name) in self._offered.items():
+            record = registered_methods(self._ranks.roles[role])[name]
+            self.__dict__[offered] = self._method_factory(self, role, record)
+
+    @classmethod
+    def bound_names(
+        cls, roles: Mapping[str, type], role: str | None = None
+    ) -> dict[str, tuple[str, str]]:
+        """Return the names that a group of these worker classes offers, as name → (role, method).
+
+        `role` as in `__init__`. Backends call this before they start a process. Raise DispatchError
+        for a method with the name of an attribute of the group.
+        """
+        names: dict[str, tuple[str, str]] = {}
+        for each in roles if role is None else (role,):
+            prefix = f"{each}_" if role is None else ""
+            for name in registered_methods(roles[each]):
+                for offered in (prefix + name, name):  # `name` in the view of the role
+                    if hasattr(cls, offered):
+                        raise DispatchError(
+                            f"{roles[each].__name__}.{name} cannot be bound: a worker group has "
+                            f"{offered!r} itself. Rename the method."
+                        )
+                names[prefix + name] = each, name
+        return names
 
     def __getattr__(self, name: str) -> Any:  # a registered method, which no type can name here
         # Before `__init__` has run (copy, pickle) there are no methods to name.
         if name.startswith("__") or "_offered" not in self.__dict__:
             raise AttributeError(name)
+        reraise_in_property(self, name)
         known = sorted(n for n in self._offered if not n.startswith("_"))
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""

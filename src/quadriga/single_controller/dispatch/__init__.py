@@ -1,6 +1,7 @@
 """How a call is split over ranks and how its results are joined.
 
 - `modes`: the registries `Dispatch` and `Execute`, and the record that `@register` attaches.
+- `padding`: fill a batch up so that it divides, and remove the added rows from the results.
 - `batch_modes`: split and join batches by rank or by the data-parallel ranks of a mesh.
 - `megatron_modes`: split by a tp × cp × dp × pp layout of the ranks.
 - `builtin_modes`: the table of the modes that come with the package.

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -70,10 +69,7 @@ def collect_by_mesh(mesh_name: str, view: GroupView, outputs: object) -> object:
     """Join the results of the collecting ranks in the order of data-parallel ranks."""
     if not isinstance(outputs, list):
         return outputs
-    chosen = select_parts(
-        view, view.dispatch_info(mesh_name), view.collect_info(mesh_name), outputs
-    )
-    return join(view, chosen)
+    return join_parts(view, view.dispatch_info(mesh_name), view.collect_info(mesh_name), outputs)
 
 
 def split_by_part(
@@ -91,13 +87,24 @@ def split_by_part(
     )
 
 
+def join_parts(
+    view: GroupView,
+    part_of_rank: Sequence[int],
+    collects: Sequence[bool],
+    outputs: Sequence[object],
+) -> object:
+    """Join the results of the collecting ranks, one batch per part, in the order of the parts."""
+    chosen = select_parts(view, part_of_rank, collects, outputs)
+    return join(view, list(chosen.values()), list(chosen))
+
+
 def select_parts(
     view: GroupView,
     part_of_rank: Sequence[int],
     collects: Sequence[bool],
     outputs: Sequence[object],
-) -> list[object]:
-    """Return the results of the collecting ranks, one per part, in the order of the parts.
+) -> dict[int, object]:
+    """Return the results of the collecting ranks as part → result, in the order of the parts.
 
     `part_of_rank` and `collects` have one entry per rank of the group, `outputs` one per executing
     rank. Raise MeshError if two ranks collect for one part.
@@ -113,7 +120,7 @@ def select_parts(
                 "the ranks that share a data-parallel rank may register is_collect=True."
             )
         chosen[part] = output
-    return [chosen[part] for part in sorted(chosen)]
+    return {part: chosen[part] for part in sorted(chosen)}
 
 
 def check_mesh(mesh_name: str, dp_ranks: Sequence[int], collects: Sequence[bool]) -> None:
@@ -172,9 +179,9 @@ def split_arguments(
 ) -> Split:
     """Split every batch into `parts` parts of equal length. Repeat any other value.
 
-    A batch with padding enabled is filled with copies of its own rows. The number of rows that
-    were added is stored in `view.memo` for `join`. Raise LengthError if another batch does not
-    divide, or if two batches of the call need different padding.
+    A batch with padding enabled is filled with copies of its own rows, which `join` removes (see
+    `padding`). Raise LengthError if another batch does not divide, or if two batches of the call
+    need different padding.
     """
     if not args and not kwargs:
         return (), {}
@@ -188,19 +195,18 @@ def split_arguments(
 def _split(view: GroupView, parts: int, where: str, value: object) -> Sequence[object]:
     if not is_batch(value):
         return [value] * parts
-    from quadriga.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor
+    from quadriga.protocol import DataProto, DataProtoFuture
 
     if isinstance(value, DataProtoFuture):
         arrived = value.arrived()
         # Parts of a received batch are sent as their own rows, parts of a future as the whole
         # future, of which the rank takes its rows.
         return (value if arrived is None or len(arrived) % parts else arrived).chunk(parts)
+    if len(value) % parts and isinstance(value, DataProto) and value.is_padding_enabled():
+        from quadriga.single_controller.dispatch.padding import add_padding
+
+        value = add_padding(view, where, value, parts)
     rows = len(value)
-    pad = -rows % parts
-    if pad and isinstance(value, DataProto) and value.is_padding_enabled():
-        _agree_on_padding(view, parts, where, rows, pad)
-        value, _ = pad_dataproto_to_divisor(value, parts)
-        rows += pad
     if rows % parts:
         raise LengthError(
             f"{view.method}: {where} has {rows} rows, which do not divide into {parts} equal "
@@ -213,32 +219,14 @@ def _split(view: GroupView, parts: int, where: str, value: object) -> Sequence[o
     return list(value.split(rows // parts)) if rows else [value] * parts
 
 
-@dataclass(frozen=True)
-class _Padding:
-    """The padding of the batches of one call: `pad` rows after `rows` rows."""
-
-    rows: int
-    pad: int
-
-
-def _agree_on_padding(view: GroupView, parts: int, where: str, rows: int, pad: int) -> None:
-    """Record the padding of a call. All padded batches of a call must have the same length."""
-    seen = view.memo.setdefault("padding", _Padding(rows, pad))
-    if isinstance(seen, _Padding) and seen != _Padding(rows, pad):
-        raise LengthError(
-            f"{view.method}: {where} has {rows} rows and needs {pad} padding rows for {parts} "
-            f"parts, another batch of the same call has {seen.rows} rows and needs {seen.pad}. "
-            "Batches of one padded call must have the same length."
-        )
-
-
 # Join
 
 
-def join(view: GroupView, outputs: Sequence[object]) -> object:
-    """Join one batch per part in order and remove the padding. Return None if all are None.
+def join(view: GroupView, outputs: Sequence[object], parts: Sequence[int] | None = None) -> object:
+    """Join batches in order and remove the padding. Return None if all outputs are None.
 
-    Raise DispatchError if the ranks returned anything else, or batches of different classes.
+    `parts`: the part of which each output is the result; None: 0, 1, 2, …. Raise DispatchError if
+    the ranks returned anything else, or batches of different classes.
     """
     if all(output is None for output in outputs):
         return None
@@ -249,10 +237,10 @@ def join(view: GroupView, outputs: Sequence[object]) -> object:
 
         protos = [output for output in outputs if isinstance(output, DataProto)]
         if len(protos) == len(outputs):
-            return _without_padding(view, DataProto.concat(protos))
+            return DataProto.concat(_without_padding(view, protos, parts))
         tensordicts = [output for output in outputs if isinstance(output, TensorDict)]
         if len(tensordicts) == len(outputs):
-            return _without_padding(view, TensorDict.cat(tensordicts, dim=0))
+            return TensorDict.cat(_without_padding(view, tensordicts, parts), dim=0)
         futures = [output for output in outputs if isinstance(output, DataProtoFuture)]
         if len(futures) == len(outputs):
             return DataProtoFuture.concat(futures)
@@ -266,14 +254,17 @@ def join(view: GroupView, outputs: Sequence[object]) -> object:
 BatchT = TypeVar("BatchT", "DataProto", "TensorDict")
 
 
-def _without_padding(view: GroupView, joined: BatchT) -> BatchT:
+def _without_padding(
+    view: GroupView, outputs: list[BatchT], parts: Sequence[int] | None
+) -> list[BatchT]:
     padding = view.memo.get("padding")
-    if not isinstance(padding, _Padding):
-        return joined
-    factor, rest = divmod(len(joined), padding.rows + padding.pad)
-    if rest or not factor:
-        return joined
-    # A method may return several rows for each row that it received (a rollout with n samples per
-    # prompt): the rows made from padding are then the last pad · factor.
-    kept: BatchT = joined[: padding.rows * factor]
-    return kept
+    if padding is None:
+        return outputs
+    from quadriga.single_controller.dispatch.padding import Padding, remove_padding
+
+    if not isinstance(padding, Padding):  # a dispatch function of the user's uses the same key
+        return outputs
+    return [
+        remove_padding(view, padding, part, output)
+        for part, output in zip(parts or range(len(outputs)), outputs, strict=True)
+    ]

@@ -26,7 +26,11 @@ from collections.abc import Sequence
 
 from quadriga.errors import DispatchError, LengthError
 from quadriga.single_controller.call import Arguments, GroupView, KeywordArguments, Split
-from quadriga.single_controller.dispatch.batch_modes import join, select_parts, split_by_part
+from quadriga.single_controller.dispatch.batch_modes import (
+    join_parts,
+    select_parts,
+    split_by_part,
+)
 from quadriga.single_controller.dispatch.modes import DispatchMode, dispatch_one_to_all
 from quadriga.single_controller.placement.rank_layout import GroupLayout
 
@@ -59,7 +63,8 @@ def dispatch_dp_batches(view: GroupView, *args: object, **kwargs: object) -> Spl
 
 def collect_dp_batches(view: GroupView, outputs: Sequence[object]) -> object:
     """Join one batch per data-parallel rank in order."""
-    return join(view, collect_dp_list(view, outputs))
+    layout = view.rank_layout
+    return join_parts(view, dp_parts(layout), dp_collects(layout), outputs)
 
 
 def dispatch_dp_lists(view: GroupView, *args: object, **kwargs: object) -> Split:
@@ -69,7 +74,8 @@ def dispatch_dp_lists(view: GroupView, *args: object, **kwargs: object) -> Split
 
 def collect_dp_list(view: GroupView, outputs: Sequence[object]) -> list[object]:
     """Return one result per data-parallel rank."""
-    return select_parts(view, dp_parts(view.rank_layout), dp_collects(view.rank_layout), outputs)
+    layout = view.rank_layout
+    return _selected(view, dp_parts(layout), dp_collects(layout), outputs)
 
 
 def dispatch_pp_as_dp_batches(view: GroupView, *args: object, **kwargs: object) -> Split:
@@ -79,7 +85,8 @@ def dispatch_pp_as_dp_batches(view: GroupView, *args: object, **kwargs: object) 
 
 def collect_pp_as_dp_batches(view: GroupView, outputs: Sequence[object]) -> object:
     """Join one batch per data-parallel rank and pipeline stage, in the order of dispatch."""
-    return join(view, collect_pp_as_dp_list(view, outputs))
+    layout = view.rank_layout
+    return join_parts(view, pp_as_dp_parts(layout), pp_as_dp_collects(layout), outputs)
 
 
 def dispatch_pp_as_dp_lists(view: GroupView, *args: object, **kwargs: object) -> Split:
@@ -90,7 +97,7 @@ def dispatch_pp_as_dp_lists(view: GroupView, *args: object, **kwargs: object) ->
 def collect_pp_as_dp_list(view: GroupView, outputs: Sequence[object]) -> list[object]:
     """Return one result per data-parallel rank and pipeline stage."""
     layout = view.rank_layout
-    return select_parts(view, pp_as_dp_parts(layout), pp_as_dp_collects(layout), outputs)
+    return _selected(view, pp_as_dp_parts(layout), pp_as_dp_collects(layout), outputs)
 
 
 def collect_pp_stages(view: GroupView, outputs: Sequence[object]) -> list[object]:
@@ -98,7 +105,13 @@ def collect_pp_stages(view: GroupView, outputs: Sequence[object]) -> list[object
     layout = view.rank_layout
     stages = [rank.pp_rank for rank in layout.ranks]
     first = [r.tp_rank == 0 and r.dp_rank == 0 and r.cp_rank == 0 for r in layout.ranks]
-    return select_parts(view, stages, first, outputs)
+    return _selected(view, stages, first, outputs)
+
+
+def _selected(
+    view: GroupView, parts: list[int], collects: list[bool], outputs: Sequence[object]
+) -> list[object]:
+    return list(select_parts(view, parts, collects, outputs).values())
 
 
 def _lists(

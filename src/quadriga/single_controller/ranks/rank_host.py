@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from typing import Any, TypedDict, TypeVar
 
 from quadriga.errors import (
@@ -55,6 +56,9 @@ class RankHost:
         node: The address of its node, for error messages.
         survives: `survives(error)` returns whether an exception of the user can be pickled, sent to
             the controller and unpickled there.
+        max_concurrency: How many calls `invoke_async` runs at the same time; None: no limit. A call
+            that waits for its turn or for its arguments does not count, because the calls that it
+            waits for could not run otherwise.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class RankHost:
         place: RankEnvironment,
         node: str,
         survives: Callable[[Exception], bool] = lambda error: True,
+        max_concurrency: int | None = None,
     ) -> None:
         self.place = place
         self.node = node
@@ -69,6 +74,9 @@ class RankHost:
         self.workers: dict[str, Any] = {}  # a class of the user's need not be a `Worker`
         self._loop: asyncio.AbstractEventLoop | None = None
         self._order = CallOrder()
+        self._slots: AbstractAsyncContextManager[None] = nullcontext()
+        if max_concurrency is not None:
+            self._slots = asyncio.Semaphore(max_concurrency)
         self.awaited: set[Awaitable[object]] = set()
         """The coroutine methods that have started and not ended."""
 
@@ -112,21 +120,23 @@ class RankHost:
         which may differ from the order of arrival. Arguments are unpacked in a thread: an argument
         may be a result of this process that the loop has not sent yet.
         """
-        # The turn ends when the method has started, so that coroutine methods can interleave.
-        async with self._order.turn(ticket):
-            call, args, kwargs = await asyncio.to_thread(self._prepare, opened)
+        async with AsyncExitStack() as slot:
+            # The turn ends when the method has started, so that coroutine methods can interleave.
+            async with self._order.turn(ticket):
+                call, args, kwargs = await asyncio.to_thread(self._prepare, opened)
+                await slot.enter_async_context(self._slots)
+                try:
+                    value = self._method(call)(*args, **kwargs)
+                except Exception as error:
+                    raise self.failure(call, error) from error
             try:
-                value = self._method(call)(*args, **kwargs)
+                if inspect.isawaitable(value):
+                    value = await self._await(value)
+                # The backend encodes the result after this coroutine has ended, while the loop
+                # runs the next method, which may write into the same buffer.
+                return self._result(call, _copied(value), store)
             except Exception as error:
                 raise self.failure(call, error) from error
-        try:
-            if inspect.isawaitable(value):
-                value = await self._await(value)
-            # The backend encodes the result after this coroutine has ended, while the loop runs
-            # the next method, which may write into the same buffer.
-            return self._result(call, _copied(value), store)
-        except Exception as error:
-            raise self.failure(call, error) from error
 
     def _prepare(self, opened: Callable[[], Call]) -> tuple[Call, Arguments, KeywordArguments]:
         call = opened()
@@ -154,6 +164,8 @@ class RankHost:
         try:
             method: Callable[..., object] = getattr(worker, call.method)
         except AttributeError:
+            if hasattr(type(worker), call.method):
+                raise  # by a property
             known = sorted(name for name in dir(type(worker)) if not name.startswith("_"))
             raise UnregisteredMethodError(
                 f"{type(worker).__name__} has no method {call.method!r}. It has {known}.",
@@ -216,7 +228,7 @@ class RankHost:
         """Return the error that the controller raises for `error`, which a method raised."""
         kind: type[WorkerMethodError | CollectiveError] = WorkerMethodError
         title = f"{type(error).__name__} in {call.label}"
-        text = str(error)
+        text = _text(error)
         # A local group of several ranks sets this text as MASTER_PORT. torch's error quotes it.
         if LOCAL_PORT in text:
             kind = CollectiveError
@@ -288,6 +300,13 @@ def _in_thread(run: Callable[[], T]) -> T:
     if failed:
         raise failed[0]
     return outcome[0]
+
+
+def _text(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception as second:  # the traceback of `error` must be shown in any case
+        return f"(its __str__ raised {type(second).__name__})"
 
 
 def _traceback_text(error: BaseException) -> str:

@@ -16,6 +16,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def reraise_in_property(instance: object, name: str) -> None:
+    """Evaluate a property again that has raised AttributeError, so that its own error is raised.
+
+    For `__getattr__`, which Python calls for an attribute that does not exist, and also after a
+    property has raised AttributeError. Python has dropped that error by then. Example: a property
+    that reads `self.config.model` before `config` is set would be reported as missing itself.
+    """
+    for base in type(instance).__mro__:
+        if name in vars(base):
+            getattr(vars(base)[name], "__get__", lambda *args: None)(instance, type(instance))
+
+
 class RegisteredMeshes(TypedDict):
     """Every mesh that a worker has registered."""
 
@@ -119,6 +131,7 @@ class Worker:
             ) from None
 
     def __getattr__(self, name: str) -> Any:  # a sibling, whose class no type can name here
+        reraise_in_property(self, name)
         # Not `self._siblings`: while a worker is unpickled that would come back here without end.
         siblings = self.__dict__.get("_siblings")
         if siblings and name in siblings:

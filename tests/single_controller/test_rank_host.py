@@ -1,0 +1,116 @@
+"""Calls on the workers of one rank, without a backend."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from quadriga.backends.local import LocalWorkerGroup
+from quadriga.errors import UnregisteredMethodError, WorkerInitError, WorkerMethodError
+from quadriga.single_controller import ClassWithInitArgs, ResourcePool, Worker
+from quadriga.single_controller.call import Call
+from quadriga.single_controller.ranks.environment import RankEnvironment
+from quadriga.single_controller.ranks.rank_host import RankHost
+
+
+class Steps(Worker):
+    """Records when each of its methods starts and ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.running, self.most, self.started = 0, 0, []
+
+    async def step(self, i):
+        self.started.append(i)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0.01)
+        self.running -= 1
+
+
+def host_of(cls, *args, **options):
+    host = RankHost(RankEnvironment(), "node", **options)
+    host.build({"role": ClassWithInitArgs(cls, *args)})
+    return host
+
+
+@pytest.mark.parametrize(("limit", "most"), [(None, 6), (2, 2), (1, 1)])
+def test_calls_that_wait_for_their_turn_do_not_count_as_running(limit, most):
+    """The first call arrives last. With a limit of 1, the others must leave it the slot."""
+    host = host_of(Steps, max_concurrency=limit)
+
+    async def calls():
+        arrivals = [5, 4, 3, 2, 1, 0]
+        tasks = [
+            host.invoke_async(lambda i=i: Call("role", "step", (i,)), ("sender", i))
+            for i in arrivals
+        ]
+        await asyncio.wait_for(asyncio.gather(*tasks), timeout=5)
+
+    asyncio.run(calls())
+    worker = host.workers["role"]
+    assert (worker.most, worker.started) == (most, [0, 1, 2, 3, 4, 5])
+
+
+class Broken(Worker):
+    """Has properties and methods that raise."""
+
+    @property
+    def model(self):
+        return self.config.model  # no such attribute
+
+    def use_model(self):
+        return self.model
+
+    def fail(self, error):
+        raise error
+
+    @property
+    def method_by_property(self):
+        return self.config.method
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class UnprintableInit(Worker):
+    def __init__(self):
+        raise Unprintable
+
+
+def test_an_attribute_error_inside_a_property_is_raised_as_it_is():
+    with pytest.raises(AttributeError, match="'Broken' object has no attribute 'config'"):
+        Broken().model  # noqa: B018
+    with pytest.raises(AttributeError, match="'Broken' object has no attribute 'nothing'"):
+        Broken().nothing  # noqa: B018
+    host = host_of(Broken)
+    with pytest.raises(WorkerMethodError, match="no attribute 'config'"):
+        host.invoke(Call("role", "use_model"))
+    with pytest.raises(WorkerMethodError, match="no attribute 'config'"):
+        host.invoke(Call("role", "method_by_property"))
+    with pytest.raises(WorkerMethodError, match="has no method 'nothing'"):
+        host.invoke(Call("role", "nothing"))
+
+
+def test_an_attribute_error_inside_a_property_of_a_group_is_raised_as_it_is():
+    class Group(LocalWorkerGroup):
+        @property
+        def schedule(self):
+            return self.no_such_method
+
+    group = Group(ResourcePool([1]), ClassWithInitArgs(Steps))
+    with pytest.raises(UnregisteredMethodError, match="no registered method 'no_such_method'"):
+        group.schedule  # noqa: B018
+
+
+def test_an_exception_without_text_does_not_hide_its_traceback():
+    host = host_of(Broken)
+    with pytest.raises(WorkerMethodError, match=r"Unprintable in role\.fail, rank 0") as caught:
+        host.invoke(Call("role", "fail", (Unprintable(),)))
+    assert isinstance(caught.value.cause, Unprintable)
+    assert "raise error" in caught.value.remote_traceback
+    with pytest.raises(WorkerInitError, match="raise Unprintable"):
+        host_of(UnprintableInit)
