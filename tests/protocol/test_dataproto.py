@@ -269,7 +269,7 @@ def test_union_of_batches_with_one_half(form):
     assert rows(DataProto().union(form(six()))) == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.uint16])
 def test_rows_of_large_local_tensors(dtype):
     """The results are large enough to use memory of the buffer pool."""
     value = (torch.arange(3 * 2**21) % 5).view(3, 2**21).to(dtype)

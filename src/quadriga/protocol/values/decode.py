@@ -6,6 +6,7 @@ write into what it received.
 
 from __future__ import annotations
 
+import ast
 import copy
 import math
 import pickle
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from quadriga.protocol.values import buffer_pool, jagged
@@ -104,9 +105,17 @@ def _runs(rows: RowMap) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _array(spec: FieldSpec, rows: RowMap, payloads: Sequence[Array]) -> tuple[Array, int]:
-    out = np.empty((len(rows), *spec.tail), dtype=np.dtype(spec.dtype))
-    _copy_rows(out, rows, payloads)
+    out: Array = np.empty((len(rows), *spec.tail), dtype=dtype_of(spec.dtype))
+    structured = out.dtype.names is not None
+    _copy_rows(out.view(f"V{out.dtype.itemsize}") if structured else out, rows, payloads)
     return out, out.nbytes
+
+
+def dtype_of(text: str) -> np.dtype[np.generic]:
+    """Return the numpy dtype of `encode.dtype_text`: "<f4", or the fields of a structure."""
+    if text.startswith("["):
+        return np.lib.format.descr_to_dtype(ast.literal_eval(text))
+    return np.dtype(text)
 
 
 def _jagged(spec: FieldSpec, rows: RowMap, payloads: Sequence[RaggedPayload]) -> tuple[Tensor, int]:
@@ -150,12 +159,15 @@ def _raw(spec: FieldSpec, rows: RowMap, payloads: Sequence[ObjectArray]) -> tupl
 def _tree(
     spec: FieldSpec, rows: RowMap, payloads: Sequence[Mapping[str, Payload]]
 ) -> tuple[TensorDict, int]:
-    fields: dict[str, LocalValue] = {}
+    fields: dict[str, object] = {}
     total = 0
     for key, child in spec.children:
-        fields[key], nbytes = decode(child, rows, [payload[key] for payload in payloads])
+        value, nbytes = decode(child, rows, [payload[key] for payload in payloads])
         total += nbytes
-    return TensorDict(dict(fields), batch_size=[len(rows), *spec.tail]), total
+        # Objects are entries of a TensorDict only as a stack of non-tensors.
+        stacked = child.kind in ("objects", "raw") and isinstance(value, np.ndarray)
+        fields[key] = NonTensorStack(*map(NonTensorData, value)) if stacked else value
+    return TensorDict(fields, batch_size=[len(rows), *spec.tail]), total
 
 
 # The kind of the spec says which payloads each decoder receives.

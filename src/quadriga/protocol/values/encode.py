@@ -8,19 +8,18 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorStack, TensorDictBase
 from torch import Tensor
 
 from quadriga.errors import FieldError
 from quadriga.protocol.values import jagged, operations
-from quadriga.protocol.values.decode import CopiedObject, EncodedTensor, decode_tensor
+from quadriga.protocol.values.decode import CopiedObject, EncodedTensor, decode_tensor, dtype_of
 from quadriga.protocol.values.field_spec import (
     CARRIER_OF_SIZE,
     NUMPY_KNOWS,
     Array,
     FieldSpec,
     LocalValue,
-    ObjectArray,
     Payload,
 )
 from quadriga.protocol.values.storage import StoredValue, snapshot
@@ -37,10 +36,7 @@ def encode(value: object, key: str) -> Encoded:
     for sparse and quantized tensors and for anything that is not a field.
     """
     if isinstance(value, np.ndarray):
-        if value.dtype == object:
-            return _encode_objects(value)
-        data = np.ascontiguousarray(value).reshape(value.shape)
-        return FieldSpec("array", data.dtype.str, data.shape[1:]), data, int(data.nbytes)
+        return _encode_array(value, key)
     if isinstance(value, Tensor):
         return _encode_jagged(value, key) if value.is_nested else _encode_dense(value, key)
     if isinstance(value, TensorDictBase):
@@ -50,6 +46,40 @@ def encode(value: object, key: str) -> Encoded:
         f"got {type(value).__name__}",
         field=key,
     )
+
+
+def _encode_array(value: Array, key: str) -> Encoded:
+    # Subclasses have more than their items (a mask, attributes), which would be lost. A memmap has
+    # not: it is an array whose memory is a file.
+    if type(value) not in (np.ndarray, np.memmap):
+        raise FieldError(
+            f"field '{key}' is a {type(value).__name__}; only plain numpy arrays can be sent. "
+            "Convert it first (np.asarray), and send a mask as a field of its own",
+            field=key,
+        )
+    if value.dtype == object:
+        return _encode_objects(value)
+    name = dtype_text(value.dtype, key)
+    data = np.ascontiguousarray(value).reshape(value.shape)
+    # Structured items are sent as raw bytes, so that no step depends on their fields.
+    payload = data if data.dtype.names is None else data.view(f"V{data.dtype.itemsize}")
+    return FieldSpec("array", name, data.shape[1:]), payload, int(data.nbytes)
+
+
+def dtype_text(dtype: np.dtype[np.generic], key: str) -> str:
+    """Return a numpy dtype as text that `decode.dtype_of` reads.
+
+    Raises `FieldError` for a dtype whose items are not plain bytes: variable-length strings,
+    structures that contain objects, dtypes of other libraries.
+    """
+    text = dtype.str if dtype.names is None else repr(np.lib.format.dtype_to_descr(dtype))
+    if dtype.hasobject or dtype_of(text) != dtype:
+        raise FieldError(
+            f"field '{key}' is an array of dtype {dtype!r}, whose items cannot be sent as bytes. "
+            "Convert it first: to dtype object (astype(object)), or to a dtype of numpy",
+            field=key,
+        )
+    return text
 
 
 def _encode_dense(value: Tensor, key: str) -> Encoded:
@@ -69,11 +99,11 @@ def host_array(value: Tensor) -> Array:
     value = value.detach()
     if value.device.type != "cpu":
         value = value.cpu()
-    value = value.resolve_conj().resolve_neg().contiguous()
+    value = value.resolve_conj().resolve_neg()
     if value.dtype not in NUMPY_KNOWS:
         # bfloat16 has 2 bytes per item: its bytes are viewed as int16, and viewed back on arrival.
         value = value.view(CARRIER_OF_SIZE[value.element_size()])
-    array: Array = value.numpy()
+    array: Array = value.contiguous().numpy()
     return array
 
 
@@ -89,7 +119,7 @@ def _encode_jagged(value: Tensor, key: str) -> Encoded:
 
 
 def _encode_tree(value: TensorDictBase, key: str) -> Encoded:
-    encoded = {str(k): encode(v, f"{key}.{k}") for k, v in value.items()}
+    encoded = {str(k): _encode_entry(v, f"{key}.{k}") for k, v in value.items()}
     spec = FieldSpec(
         "tree",
         tail=tuple(value.batch_size[1:]),
@@ -99,7 +129,14 @@ def _encode_tree(value: TensorDictBase, key: str) -> Encoded:
     return spec, payload, sum(size for _, _, size in encoded.values())
 
 
-def _encode_objects(value: ObjectArray) -> Encoded:
+def _encode_entry(value: object, key: str) -> Encoded:
+    """Encode one entry of a `TensorDict`; a `NonTensorStack` as the object array of its rows."""
+    if isinstance(value, NonTensorStack):
+        return _encode_objects(operations.object_array(value.tolist()))
+    return encode(value, key)
+
+
+def _encode_objects(value: Array) -> Encoded:
     """Pickle each row by itself, so that a part of the batch is decoded from its own rows only."""
     file = io.BytesIO()
     pickler = _RowPickler(file, protocol=5)

@@ -74,7 +74,18 @@ def take(nested: Tensor, selection: RowSelection) -> Tensor:
     known: Ints = offsets.cpu().numpy().astype(np.int64)
     positions, new_offsets = row_gather(known, selection.rows)
     index = torch.from_numpy(positions).to(values.device)
-    return build(values[index], torch.from_numpy(new_offsets).to(offsets.device, offsets.dtype))
+    return build(
+        select_rows(values, index),
+        torch.from_numpy(new_offsets).to(offsets.device, offsets.dtype),
+    )
+
+
+def select_rows(value: Tensor, rows: Tensor) -> Tensor:
+    """Return the chosen rows of a dense tensor of any dtype; differentiable."""
+    try:
+        return value[rows]
+    except NotImplementedError:  # float4: torch cannot index it, so its bytes are indexed
+        return value.view(torch.uint8)[rows].view(value.dtype)
 
 
 def concat(nested: Sequence[Tensor]) -> Tensor:
@@ -101,8 +112,13 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 def same_dense(a: Tensor, b: Tensor) -> bool:
     """Return whether two dense tensors of one shape are equal; NaN equals NaN."""
-    if torch.equal(a, b):
-        return True
+    if a.dtype == torch.complex32:
+        a, b = a.to(torch.complex64), b.to(torch.complex64)
+    try:
+        if torch.equal(a, b):
+            return True
+    except NotImplementedError:  # float4: torch cannot compare it, so its bytes are compared
+        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     if not (a.is_floating_point() or a.is_complex()):
         return False
     return bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from quadriga.errors import FieldError
 from quadriga.protocol.values import buffer_pool, jagged
-from quadriga.protocol.values.field_spec import Array, LocalValue, ObjectArray
+from quadriga.protocol.values.field_spec import (
+    CARRIER_OF_SIZE,
+    NUMPY_KNOWS,
+    Array,
+    LocalValue,
+    ObjectArray,
+)
 from quadriga.protocol.values.rows import RowRange, RowSelection
 
 
@@ -70,8 +76,12 @@ def _take_rows(value: Tensor, rows: Tensor) -> Tensor:
     shape = (len(rows), *value.shape[1:])
     large = math.prod(shape) * value.element_size() >= buffer_pool.POOLED_BYTES
     if not large or not buffer_pool.is_poolable(value):
-        return value[rows]
-    return torch.index_select(value, 0, rows, out=buffer_pool.empty(shape, value.dtype))
+        return jagged.select_rows(value, rows)
+    # torch has no index_select for some dtypes that numpy lacks: their bytes are selected.
+    known = value.dtype in NUMPY_KNOWS
+    items = value if known else value.view(CARRIER_OF_SIZE[value.element_size()])
+    chosen = torch.index_select(items, 0, rows, out=buffer_pool.empty(shape, items.dtype))
+    return chosen if known else chosen.view(value.dtype)
 
 
 def _concat_rows(parts: Sequence[Tensor]) -> Tensor:
@@ -98,17 +108,22 @@ def row(value: LocalValue, index: int) -> object:
 
 
 def concat(values: Sequence[LocalValue], key: str) -> LocalValue:
-    """Return the rows of all values in order.
+    """Return the rows of all values in order, as new memory even for a single value.
 
     Raises `FieldError` naming `key` when types, dtypes or shapes do not fit together.
     """
     if len(values) == 1:
-        return values[0]
+        only = values[0]
+        return only.copy() if isinstance(only, np.ndarray) else clone(only)
     arrays = [value for value in values if isinstance(value, np.ndarray)]
     tensors = [value for value in values if isinstance(value, Tensor)]
     try:
         if len(arrays) == len(values):
-            return np.concatenate(arrays, axis=0)
+            masked = any(isinstance(array, np.ma.MaskedArray) for array in arrays)
+            # np.concatenate would return a masked array without its mask.
+            numpy_module = np.ma if masked else np
+            joined_arrays: Array = numpy_module.concatenate(arrays, axis=0)
+            return joined_arrays
         if any(jagged.is_jagged(value) for value in tensors):
             return jagged.concat(_all_tensors(values, tensors))
         if tensors:
