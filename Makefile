@@ -1,11 +1,11 @@
-# Two words do everything: `make demo`, `make test`. The rest is below.
+# `make demo` trains a small model. `make test` runs linter, type checker and tests.
 #
-#   PYTHON=python3.12          another interpreter (3.11 or newer)
-#   VENV=.venv                 where the environment lies
-#   PIP_ARGS="…"               anything for pip, an index of one's own for instance
+#   PYTHON=python3.12          the interpreter (3.11 or newer)
+#   VENV=.venv                 the folder of the virtual environment
+#   PIP_ARGS="…"               options of pip, for example the URL of a package index
 #   DEMO_ARGS="seed=1 …"       settings of `quadriga demo`
-#   TEST_ARGS="-k name -x"     anything for pytest
-#   BENCH_ARGS="--quick"       anything for the benchmarks: --peer-python of verl's environment
+#   TEST_ARGS="-k name -x"     options of pytest
+#   BENCH_ARGS="--quick"       options of the benchmarks, for example --peer-python
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
-PUBLIC := $(foreach room,errors config protocol algorithms observability single_controller,-p quadriga.$(room))
+PUBLIC := $(foreach package,errors config protocol algorithms observability single_controller,-p quadriga.$(package))
 
 .PHONY: demo test check lint types bench nightly clean distclean
 .DEFAULT_GOAL := test
@@ -55,16 +55,16 @@ distclean: clean
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "Quadriga needs Python 3.11 or newer, and $(PYTHON) is not; set PYTHON=…"; exit 1; }
-	@echo "making the environment in $(VENV)"
+	  || { echo "Quadriga needs Python 3.11 or newer; $(PYTHON) is older. Set PYTHON=…"; exit 1; }
+	@echo "creating the virtual environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing Quadriga and what it needs (minutes the first time)"
+	@echo "installing Quadriga and its dependencies (takes minutes the first time)"
 	@$(PIP) -e .
 	@touch $@
 
 $(INSTALLED_DEV): pyproject.toml constraints.txt | $(INSTALLED)
-	@echo "installing what the tests need"
+	@echo "installing the dependencies of the tests"
 	@$(PIP) -e '.[dev,math,lora]'
 	@touch $@

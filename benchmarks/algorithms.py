@@ -1,11 +1,11 @@
-"""The maths of Quadriga beside verl 0.9.1's, in one run: advantages, balancing, log-probabilities.
+"""Speed of Quadriga's algorithms and verl 0.9.1's: advantages, balancing, log-probabilities.
 
     python benchmarks/algorithms.py --peer-python /path/to/verl-env/bin/python --out result.json
-    python benchmarks/algorithms.py --quick          # smoke test, seconds, no figures
+    python benchmarks/algorithms.py --quick          # smoke test of a few seconds, no comparison
 
-Both sides make the same inputs from one seed, are warmed, and take turns, so that a slow minute of
-the machine hits both. Every number is a median. Compare ratios of one run.
-Memory is the peak above what was in use before, of one call in a process of its own.
+Both sides make the same inputs from one seed, run once before the measurement, and alternate, so
+that a change in the load of the machine affects both. Every number is a median. Compare ratios of
+one run only. Memory is the peak of one call in a new process, above the memory in use before it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from plane.measure import machine, reset_peak  # noqa: E402
 
 Result = dict[str, Any]
 SETTLING_S = 0.05
-# Ours must be so many times faster than verl.
+# Quadriga must be faster than verl by these factors.
 SPEED_GOALS = {
     "gae": 10.0,
     "reinforce_plus_plus": 10.0,
@@ -41,7 +41,10 @@ SPEED_GOALS = {
 
 
 class Peer:
-    """A peer in its own Python, asked over pipes; `script` lies in `maths/`."""
+    """A process that runs the peer's code with its own Python. `script`: a file in `maths/`.
+
+    Requests and results are lines of JSON, sent over pipes.
+    """
 
     def __init__(self, python: str, threads: int, script: str = "peer.py") -> None:
         self._process = subprocess.Popen(
@@ -54,40 +57,43 @@ class Peer:
         )
 
     def ask(self, **request: str) -> Result:
-        """One request, one answer; ends the program if the peer died."""
+        """Send a request and return its result. Exit if the process of the peer has ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
-            if line.startswith("answer "):
-                answer: Result = json.loads(line.removeprefix("answer "))
-                return answer
-        raise SystemExit(f"the peer ended at {request}")
+            if line.startswith("result "):
+                result: Result = json.loads(line.removeprefix("result "))
+                return result
+        raise SystemExit(f"the process of the peer ended during the request {request}")
 
     def close(self) -> None:
-        """End the peer's process."""
+        """End the process of the peer."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=30)
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Wall time of one call."""
+    """Return the wall time of one call in seconds."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def settled(measure: Callable[[], float]) -> float:
-    """The measurement that follows `SETTLING_S` of others."""
+    """Repeat the measurement for `SETTLING_S` seconds and return the one after that."""
     end = time.perf_counter() + SETTLING_S
     while time.perf_counter() < end:
         measure()
     return measure()
 
 
-def take_turns(calls: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """Median of each over `repeats` rounds in which everyone has a turn, after one to warm up."""
+def alternate(calls: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """Return the median of each measurement over `repeats` rounds, after one round that is dropped.
+
+    A round takes every measurement once.
+    """
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(repeats + 1):
         for name, call in calls.items():
@@ -98,23 +104,24 @@ def take_turns(calls: dict[str, Callable[[], float]], repeats: int) -> dict[str,
 
 
 def compare_speed(name: str, ours: Callable[[], Any], peer: Peer | None, repeats: int) -> Result:
-    """Milliseconds of both, and how many times faster ours is.
+    """Return the milliseconds of both sides and the factor by which Quadriga is faster.
 
-    A turn begins with calls that do not count, for `SETTLING_S`: they wake the side's threads, fill
-    the caches, and wait out the other side's threads, which spin for a while after their work.
+    Each measurement is preceded by `SETTLING_S` seconds of calls that are not counted. They start
+    the threads of this side, fill the caches, and outlast the busy-waiting of the other side's
+    threads after their work.
     """
 
-    def our_turn() -> float:
+    def our_seconds() -> float:
         return settled(lambda: seconds(ours))
 
-    def peer_turn() -> float:
+    def peer_seconds() -> float:
         assert peer is not None
         return settled(lambda: float(peer.ask(time=name)["seconds"]))
 
-    calls: dict[str, Callable[[], float]] = {"ours": our_turn}
+    calls: dict[str, Callable[[], float]] = {"ours": our_seconds}
     if peer is not None:
-        calls["peer"] = peer_turn
-    medians = take_turns(calls, repeats)
+        calls["peer"] = peer_seconds
+    medians = alternate(calls, repeats)
     result = {f"{side}_ms": round(1e3 * value, 3) for side, value in medians.items()}
     if peer is not None:
         result["times_faster"] = round(medians["peer"] / medians["ours"], 2)
@@ -122,7 +129,7 @@ def compare_speed(name: str, ours: Callable[[], Any], peer: Peer | None, repeats
 
 
 def balance_spreads(name: str, ours: Callable[[], Any], peer: Peer | None) -> Result:
-    """Largest minus smallest part of both, in tokens."""
+    """Return for both sides the largest minus the smallest partition, in tokens."""
     lengths, _ = inputs.balance_lengths(name)
     totals = [sum(lengths[i] for i in part) for part in ours()]
     result: Result = {"ours_spread": max(totals) - min(totals)}
@@ -132,7 +139,7 @@ def balance_spreads(name: str, ours: Callable[[], Any], peer: Peer | None) -> Re
 
 
 def peak_megabytes(form: str) -> float:
-    """Peak of one forward and backward pass, in a fresh process that first ran a small one."""
+    """Return the peak memory of one forward and backward pass, measured in a new process."""
     done = subprocess.run(
         [sys.executable, __file__, "--peak-of", form], capture_output=True, text=True, timeout=600
     )
@@ -142,7 +149,7 @@ def peak_megabytes(form: str) -> float:
 
 
 def print_peak(form: str) -> None:
-    """Run in the fresh process: measure and print, in MB."""
+    """Measure and print the peak in MB. Runs in the new process, after a small pass."""
     import torch
 
     from maths.ours import logits_call
@@ -157,7 +164,7 @@ def print_peak(form: str) -> None:
 
 
 def log_prob_forms(peer: Peer | None, repeats: int) -> Result:
-    """Seconds, peak megabytes and gradients of the three forms (and seconds of verl's fused op)."""
+    """Return seconds, peak megabytes and gradient errors of the three forms, and verl's seconds."""
     from maths.ours import FORMS, logits_call
 
     runs = {form: logits_call(form) for form in FORMS}
@@ -175,7 +182,7 @@ def log_prob_forms(peer: Peer | None, repeats: int) -> Result:
     }
     if peer is not None:
         calls["peer_fused"] = lambda: float(peer.ask(time="log_prob")["seconds"])
-    medians = take_turns(calls, repeats)
+    medians = alternate(calls, repeats)
     peaks = {form: peak_megabytes(form) for form in FORMS}
     return {
         "seconds": {name: round(value, 4) for name, value in medians.items()},
@@ -185,7 +192,7 @@ def log_prob_forms(peer: Peer | None, repeats: int) -> Result:
 
 
 def goals(speeds: dict[str, Result], logits: Result) -> dict[str, Result]:
-    """Every figure beside its goal."""
+    """Return every figure with its goal."""
     found: dict[str, Result] = {}
 
     def add(name: str, value: float, goal: float, at_least: bool = True) -> None:
@@ -208,7 +215,7 @@ def goals(speeds: dict[str, Result], logits: Result) -> dict[str, Result]:
 
 
 def run(peer: Peer | None, repeats: int) -> Result:
-    """Everything."""
+    """Run all comparisons."""
     from maths.ours import advantage_call, balance_call
 
     speeds: dict[str, Result] = {}
@@ -230,7 +237,7 @@ def run(peer: Peer | None, repeats: int) -> Result:
 
 
 def main() -> None:
-    """Parse, run, print JSON; a missed goal is told, not hidden, and sets the exit code to 1."""
+    """Run and print JSON. The exit code is 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--peer-python", help="a Python that has verl 0.9.1")
     parser.add_argument("--out", type=Path)

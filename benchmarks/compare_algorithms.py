@@ -1,10 +1,10 @@
-"""Values and gradients of Quadriga's maths beside verl 0.9.1's and TRL's, on the same random batch.
+"""Compare values and gradients of Quadriga's algorithms with verl 0.9.1 and TRL on random batches.
 
     python benchmarks/compare_algorithms.py --peer-python /path/to/verl-env/bin/python
     python benchmarks/compare_algorithms.py --trl-python /path/to/trl-env/bin/python
 
-Everything runs in float64. Where the two are known to differ, the reason is in `EXPLAINED`; the
-exit code is 1 if a difference is not explained, or if an explained one is not there.
+Everything runs in float64. `EXPLAINED` lists the known differences with their reasons. The exit
+code is 1 if another difference is found, or if a listed difference is not found.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.path.insert(0, str(HERE))
 
 from algorithms import Peer  # noqa: E402
 from maths.comparison import Comparison  # noqa: E402
-from maths.trl_cases import our_trl_side, trl_cases  # noqa: E402
+from maths.trl_cases import quadriga_side, trl_cases  # noqa: E402
 from quadriga.algorithms.advantages import compute_advantages  # noqa: E402
 from quadriga.algorithms.aggregation import AGGREGATIONS, aggregate, count_mask  # noqa: E402
 from quadriga.algorithms.importance import (  # noqa: E402
@@ -42,11 +42,18 @@ from quadriga.algorithms.value_loss import value_loss  # noqa: E402
 from quadriga.models.log_prob import log_probs_and_entropy  # noqa: E402
 
 TOLERANCE = 1e-6
-ONE = "A group of one: verl subtracts nothing, so the raw reward is the advantage; here it is 0."
-ROW = "A sample without tokens: verl counts it in its group's statistics; here it is no member."
+ONE = (
+    "A prompt group with one sample: verl subtracts no baseline, so the advantage is the reward. "
+    "Quadriga returns 0."
+)
+ROW = (
+    "A sample without tokens: verl counts it in the statistics of its prompt group. Quadriga does "
+    "not."
+)
 SELECTED = (
-    "verl takes mean, covariance and the largest tokens of the current log-probabilities of one "
-    "micro-batch; here of the old ones over the whole batch, so that splitting changes nothing."
+    "verl takes mean, covariance and largest tokens from the current log-probabilities of one "
+    "micro-batch. Quadriga takes them from the old log-probabilities of the whole batch, so that "
+    "the result does not depend on the micro-batches."
 )
 EXPLAINED = {
     "grpo, groups of one": ONE,
@@ -54,25 +61,29 @@ EXPLAINED = {
     "opo, groups of one": ONE,
     "reinforce_plus_plus_baseline, groups of one": ONE,
     "grpo, empty samples": ROW,
-    "gpg, zero-one rewards": "verl's α is B / (samples of non-zero reward), which a shift of all "
-    "rewards changes; here, as in the paper, it is B / (samples in groups with a signal).",
-    "k3": "verl holds k3 within 10; here that is `low_var_kl`, and `k3` is the plain estimator.",
+    "gpg, zero-one rewards": "verl's α is B / (samples with a non-zero reward), which changes when "
+    "a constant is added to all rewards. Quadriga's is that of the paper: B / (samples in prompt "
+    "groups with unequal rewards).",
+    "k3": "verl clamps k3 to ±10. Quadriga's `low_var_kl` does too; its `k3` is not clamped.",
     "kl_cov": SELECTED,
-    "geo_mean, token-mean": "verl averages over samples whatever the aggregation; here the "
-    "aggregation is obeyed, and `seq-mean-token-mean` is the paper's.",
-    "sapo, token-mean": "verl always aggregates SAPO by `seq-mean-token-mean`; here the setting is "
-    "obeyed.",
-    "gdpo, one component": "verl whitens the sum over tokens, so that long answers weigh more; "
-    "here over samples, as in the paper.",
-    "mismatch, perplexity ratio": "verl takes the mean of the responses' ratios; here their "
-    "geometric mean, in which a ratio and its inverse cancel.",
-    "importance token mask": "verl's interval starts at the bound given; here at 1/upper unless "
-    "`lower` is given, so the case without `lower` differs.",
+    "geo_mean, token-mean": "verl ignores the aggregation mode and averages over samples. Quadriga "
+    "follows the mode; `seq-mean-token-mean` gives the loss of the paper.",
+    "sapo, token-mean": "verl always aggregates SAPO by `seq-mean-token-mean`. Quadriga follows "
+    "the aggregation mode.",
+    "gdpo, one component": "verl whitens the sum over tokens, so that long responses weigh more. "
+    "Quadriga whitens it over samples, as in the paper.",
+    "mismatch, perplexity ratio": "verl takes the arithmetic mean of the responses' ratios. "
+    "Quadriga takes the geometric mean, in which a ratio and its inverse cancel.",
+    "importance token mask": "verl's interval starts at the given bound. Quadriga's starts at "
+    "1/upper unless `lower` is given; this case does not give it.",
 }
 
 
 def make_batch(variant: str) -> dict[str, Tensor | list[str]]:
-    """24 samples of up to 12 tokens in 6 groups, with holes in the mask; log-ratios up to 0.9."""
+    """Return 24 samples of up to 12 tokens in 6 prompt groups, with zeros inside the mask.
+
+    Log-ratios have a standard deviation of 0.3. `variant` names what is special about the batch.
+    """
     rng = np.random.default_rng(7)
     count, width = 24, 12
     mask = (np.arange(width)[None] < rng.integers(1, width + 1, count)[:, None]).astype(np.int64)
@@ -85,8 +96,8 @@ def make_batch(variant: str) -> dict[str, Tensor | list[str]]:
         mask[3] = 0
     if variant == "zero-one rewards":
         rewards = np.zeros((count, width))
-        rewards[:, 0] = np.arange(count) % 3 == 0  # two groups all right, four all wrong
-        rewards[1, 0] = 1.0  # and one of those has a signal
+        rewards[:, 0] = np.arange(count) % 3 == 0  # reward 1 in two prompt groups, 0 in four
+        rewards[1, 0] = 1.0  # unequal rewards in one of the four
     else:
         rewards = rng.normal(size=(count, width)) * mask
     old = -rng.exponential(1.0, (count, width))
@@ -117,7 +128,7 @@ PAPER = "seq-mean-token-mean"
 
 
 def advantage_cases() -> list[Comparison]:
-    """Estimators, and where groups or samples are odd."""
+    """Return the cases of estimators, with special prompt groups and samples."""
 
     def case(name: str, options: dict[str, Any] | None = None, batch: str = "usual") -> Comparison:
         title = name if batch == "usual" else f"{name}, {batch}"
@@ -140,7 +151,7 @@ def advantage_cases() -> list[Comparison]:
 
 
 def loss_cases() -> list[Comparison]:
-    """Policy and value losses, aggregations."""
+    """Return the cases of policy losses, aggregations and the value loss."""
     modes = ("token-mean", "token-sum", "seq-mean-token-sum", PAPER)
     cov = {"kl_cov_ratio": 0.1, "ppo_kl_coef": 0.5}
     band = {**CLIP, "clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 1.0}
@@ -166,7 +177,7 @@ def loss_cases() -> list[Comparison]:
 
 
 def distance_cases() -> list[Comparison]:
-    """KL estimators and importance weights."""
+    """Return the cases of KL estimators and importance weights."""
 
     def weights(level: str, threshold: str, **options: Any) -> Comparison:
         given = {"level": level, "mode": "truncate", "upper": 1.4, **options}
@@ -185,7 +196,7 @@ def distance_cases() -> list[Comparison]:
 
 
 def measure_cases() -> list[Comparison]:
-    """From logits; of the mismatch; of the adaptive KL controller."""
+    """Return the cases of logits, of the rollout mismatch and of the adaptive KL controller."""
     return [
         Comparison("log-probability", "logits", "log_prob"),
         Comparison("entropy", "logits", "entropy"),
@@ -196,7 +207,7 @@ def measure_cases() -> list[Comparison]:
 
 
 def measured(case: Comparison, t: dict[str, Any]) -> dict[str, Tensor]:
-    """Our side of a case of `measure_cases`."""
+    """Compute a case of `measure_cases` with Quadriga."""
     mask = t["mask"]
     if case.kind.endswith("logits"):
         logits = t["logits"].clone().requires_grad_()
@@ -218,10 +229,10 @@ def measured(case: Comparison, t: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def ours(case: Comparison, t: dict[str, Any]) -> dict[str, Tensor]:
-    """Our side of a case: {"value": …} and, where there is one, {"grad": …}."""
+    """Compute a case with Quadriga. Return {"value": …}, and {"grad": …} if it has a gradient."""
     mask = t["mask"]
     if case.kind == "trl":
-        return our_trl_side(case, t)
+        return quadriga_side(case, t)
     if case.kind in ("logits", "trl logits", "mismatch", "controller"):
         return measured(case, t)
     if case.kind == "advantage":
@@ -280,7 +291,7 @@ def ours(case: Comparison, t: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def theirs(peer: Peer, cases: list[Comparison], batch: dict[str, Any]) -> tuple[Any, Any]:
-    """(arrays by "case|key", failures by case) of verl."""
+    """Compute the cases with a peer. Return (arrays by "case|key", errors by case)."""
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "in.npz", Path(folder) / "out.npz"
         arrays = {k: v.numpy() for k, v in batch.items() if isinstance(v, Tensor)}
@@ -290,13 +301,13 @@ def theirs(peer: Peer, cases: list[Comparison], batch: dict[str, Any]) -> tuple[
             groups=np.array(batch["groups"]),
             cases=json.dumps([case.request() for case in cases]),
         )
-        answer = peer.ask(compare=str(source), to=str(target))
+        result = peer.ask(compare=str(source), to=str(target))
         with np.load(target) as found:
-            return {key: found[key] for key in found.files}, answer["failed"]
+            return {key: found[key] for key in found.files}, result["failed"]
 
 
-def judge(case: Comparison, mine: dict[str, Tensor], found: Any, failed: Any) -> tuple[str, str]:
-    """(verdict, detail) of one case."""
+def compare(case: Comparison, mine: dict[str, Tensor], found: Any, failed: Any) -> tuple[str, str]:
+    """Return (outcome, details) of one case. An outcome in capitals is an error."""
     if case.id in failed:
         return "PEER FAILED", failed[case.id]
     gaps = {
@@ -311,22 +322,22 @@ def judge(case: Comparison, mine: dict[str, Tensor], found: Any, failed: Any) ->
 
 
 def compare_all(peer: Peer, everything: list[Comparison]) -> int:
-    """A line for each case; returns how many went wrong."""
+    """Print a line for each case. Return the number of errors."""
     wrong = 0
     for variant in dict.fromkeys(case.batch for case in everything):
         cases = [case for case in everything if case.batch == variant]
         batch = make_batch(variant)
         found, failed = theirs(peer, cases, batch)
         for case in cases:
-            verdict, detail = judge(case, ours(case, batch), found, failed)
-            wrong += verdict.isupper()
-            print(f"{verdict:<12} {case.id:<45} {detail}")
+            outcome, detail = compare(case, ours(case, batch), found, failed)
+            wrong += outcome.isupper()
+            print(f"{outcome:<12} {case.id:<45} {detail}")
     peer.close()
     return wrong
 
 
 def main() -> None:
-    """Compare everything that the given peers have."""
+    """Compare with the given peers."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--peer-python", help="a Python that has verl 0.9.1")
     parser.add_argument("--trl-python", help="a Python that has trl 1.16")

@@ -1,13 +1,13 @@
-"""Quadriga's controller beside raw Ray and beside verl 0.9.1, in one run.
+"""Speed of Quadriga's controller, of raw Ray and of verl 0.9.1: calls, starts, imports.
 
     python benchmarks/controller.py --peer-python /path/to/verl-env/bin/python --out result.json
-    python benchmarks/controller.py --quick          # smoke test, seconds, exit code 0
+    python benchmarks/controller.py --quick          # smoke test of a few seconds, exit code 0
 
-Each case of each system runs in a process of its own; numbers are medians over rounds. Calls of
-Quadriga and of raw Ray are timed in turns inside one process, so that their ratio survives a slow
-minute of the machine; so are verl's, in a process of its own. Compare ratios of one run only. A
-start is timed from the moment when Ray runs and the driver has imported what it needs, to the
-answer of the first call.
+Each case of each system runs in a new process; numbers are medians over rounds. Calls of Quadriga
+and of raw Ray alternate inside one process, so that a change in the load of the machine affects
+both; calls of verl and of raw Ray alternate in another process. Compare ratios of one run only.
+The time of a start begins when Ray runs and the driver has imported its modules, and ends with the
+result of the first call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNUSED = (
     "torch", "tensordict", "transformers", "tokenizers", "pandas", "pyarrow", "hydra", "omegaconf",
     "tensorboard", "datasets", "scipy", "sklearn", "peft", "rich", "wandb", "vllm", "verl",
 )  # fmt: skip
-"""What a process has no use for whose worker uses nothing of it."""
+"""Libraries that a worker process should not import if its worker does not use them."""
 RAY = {
     "include_dashboard": False,
     "log_to_driver": False,
@@ -40,7 +40,7 @@ RAY = {
 
 
 def timed(steps: dict[str, Callable[[], Any]], times: int) -> dict[str, float]:
-    """Median seconds of each step, the steps taking turns."""
+    """Return the median seconds of each step. The steps alternate."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
@@ -56,9 +56,9 @@ def timed(steps: dict[str, Callable[[], Any]], times: int) -> dict[str, float]:
 
 
 def ours_group(ranks: int, with_torch: bool = True) -> Callable[[], Any]:
-    """What starts a group, all imports done."""
+    """Return a function that starts a group. Its imports are done before it is called."""
     from quadriga.backends import get_backend
-    from quadriga.backends.ray import RayWorkerGroup  # noqa: F401 - imported before the clock runs
+    from quadriga.backends.ray import RayWorkerGroup  # noqa: F401 - imported before the measurement
     from quadriga.single_controller import Dispatch, Worker, register
 
     class Trivial(Worker):
@@ -98,7 +98,7 @@ def ours_start(ranks: int, times: int) -> dict[str, float]:
 
 
 def ours_modules(ranks: int, times: int) -> dict[str, Any]:
-    """What a process imports whose worker uses nothing, beside a raw Ray actor that does so."""
+    """Count the modules of a process whose worker uses no library, and of a raw Ray actor."""
     import ray
 
     group = ours_group(1, with_torch=False)()
@@ -109,7 +109,7 @@ def ours_modules(ranks: int, times: int) -> dict[str, Any]:
             return list(sys.modules)
 
     bare = Bare.remote()
-    for _ in range(2):  # Ray itself imports more for the first answer that a process gives
+    for _ in range(2):  # Ray imports more modules for the first result of a process
         ours = set(group.modules()[0])
         raw = set(ray.get(bare.modules.remote()))
     beyond = {name.partition(".")[0] for name in ours - raw}
@@ -141,7 +141,7 @@ def raw_actors(ranks: int) -> list[Any]:
 
 
 def raw_call(ranks: int) -> Callable[[], Any]:
-    """A call of all ranks of a group, written by hand; starts the group."""
+    """Start actors and return a function that calls a method of all of them with raw Ray."""
     import ray
 
     actors = raw_actors(ranks)
@@ -161,7 +161,7 @@ def raw_start(ranks: int, times: int) -> dict[str, float]:
 
 
 def peer_group(ranks: int) -> Callable[[], Any]:
-    """What starts a group, all imports done."""
+    """Return a function that starts a group. Its imports are done before it is called."""
     import ray
     from verl.single_controller.base import Worker
     from verl.single_controller.base.decorator import Dispatch, register
@@ -202,7 +202,7 @@ def peer_start(ranks: int, times: int) -> dict[str, float]:
 
 
 def imports(package: str, times: int) -> dict[str, Any]:
-    """Seconds of `import package` above an empty interpreter."""
+    """Return the seconds of `import package`, without those of starting an empty interpreter."""
 
     def run(code: str) -> Callable[[], Any]:
         return lambda: subprocess.run([sys.executable, "-c", code], check=True)
@@ -242,7 +242,7 @@ QUICK = (("calls", 2, 20), ("start", 2, 1), ("imports", 0, 2), ("modules", 0, 1)
 
 
 def run_case(system: str, case: str, ranks: int, times: int, python: str) -> dict[str, Any]:
-    """One process; stops with its last lines when it fails."""
+    """Run one case in a new process. Exit with the end of its output if it fails."""
     command = [python, __file__, "--case", f"{system}:{case}:{ranks}:{times}"]
     environment = {
         **os.environ,
@@ -259,7 +259,7 @@ def run_case(system: str, case: str, ranks: int, times: int, python: str) -> dic
 
 
 def collect(cases: Any, rounds: int, peer_python: str | None) -> dict[str, dict[str, Any]]:
-    """`{case: {what: value}}`: medians over the rounds; lists of names are the same in each."""
+    """Run all cases. Return {case: {figure: value}} with medians over the rounds."""
     seen: dict[str, dict[str, list[Any]]] = {}
     for number in range(rounds):
         for case, ranks, times in cases:
@@ -273,19 +273,20 @@ def collect(cases: Any, rounds: int, peer_python: str | None) -> dict[str, dict[
                     label = name if case != "imports" else f"{system}_{name}"
                     seen.setdefault(key, {}).setdefault(label, []).append(value)
     return {
-        key: {name: middle(values) for name, values in found.items()} for key, found in seen.items()
+        key: {name: median_or_union(values) for name, values in found.items()}
+        for key, found in seen.items()
     }
 
 
-def middle(values: list[Any]) -> Any:
-    """The median of numbers; of lists of names every name that was seen."""
+def median_or_union(values: list[Any]) -> Any:
+    """Return the median of numbers, or the union of lists of names."""
     if isinstance(values[0], list):
         return sorted({name for names in values for name in names})
     return statistics.median(values)
 
 
 def goals(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Every figure beside its goal."""
+    """Return every figure with its goal."""
     found: dict[str, dict[str, Any]] = {}
 
     def add(name: str, value: float, goal: float, at_least: bool = False) -> None:
@@ -314,8 +315,8 @@ def goals(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def beside_verl(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Empty calls as multiples of raw Ray, each measured in turns inside its own process."""
+def multiples_of_raw_ray(results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Return the time of an empty call of Quadriga and of verl, divided by that of raw Ray."""
     found = {}
     for ranks in (2, 8):
         calls = results.get(f"calls_{ranks}", {})
@@ -326,12 +327,14 @@ def beside_verl(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Parse, run, print JSON; a missed goal is told, not hidden, and sets the exit code to 1."""
+    """Run and print JSON. The exit code is 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--peer-python", help="a Python that has verl 0.9.1; without it, no peer")
+    parser.add_argument(
+        "--peer-python", help="a Python with verl 0.9.1; without it, verl is left out"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="small and once: does it run?")
-    parser.add_argument("--out", help="write the JSON there too")
+    parser.add_argument("--quick", action="store_true", help="small sizes, one round, exit code 0")
+    parser.add_argument("--out", help="also write the JSON to this file")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
@@ -349,7 +352,7 @@ def main() -> None:
             "load_before": before,
         },
         "measured": results,
-        "empty_call_beside_verl": beside_verl(results),
+        "empty_call_beside_verl": multiples_of_raw_ray(results),
         "goals": goals(results),
     }
     text = json.dumps(report, indent=2)

@@ -1,11 +1,12 @@
-"""Quadriga's data plane beside raw Ray by reference and beside verl 0.9.1, in one run.
+"""Speed of Quadriga's data plane, of raw Ray by reference and of verl 0.9.1.
 
     python benchmarks/data_plane.py --peer-python /path/to/verl-env/bin/python --out result.json
-    python benchmarks/data_plane.py --quick          # smoke test, seconds, no figures
+    python benchmarks/data_plane.py --quick          # smoke test of a few seconds, no comparison
 
-Each case of each system runs in a process of its own; every number is a median. Systems take turns
-within a round, so that a slow minute of the machine hits all of them. Every system is warm: the
-store's memory has been touched before the first measured step. Compare ratios of one run.
+Each case of each system runs in a new process; every number is a median. Systems alternate within a
+round, so that a change in the load of the machine affects all of them. Every system runs warm-up
+steps first, so that the memory of the store is touched before the measurement. Compare ratios of
+one run only.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """`systems` run `name` with these sizes; `key` names the result."""
+    """`systems` run the case `name` with these sizes. `key` is the name of the result."""
 
     key: str
     name: str
@@ -68,11 +69,11 @@ QUICK = (
 
 
 def run_case(case: Case, system: str, peer_python: str | None) -> Result:
-    """One process; raises with its last lines when it fails."""
+    """Run one case in a new process. Exit with the end of its output if it fails."""
     python = sys.executable
     environment = {
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_free_objects_period_milliseconds": "10",  # as Quadriga's clusters: for all systems
+        "RAY_free_objects_period_milliseconds": "10",  # Quadriga's setting, for all systems
         "PYTHONPATH": str(HERE),
         "OMP_NUM_THREADS": "1",
     }
@@ -96,7 +97,7 @@ def run_case(case: Case, system: str, peer_python: str | None) -> Result:
 
 
 def median_of(rounds: list[Result]) -> Result:
-    """Number by number; anything else as the last round had it."""
+    """Return the median of each number. Other values are those of the last round."""
     joined: Result = {}
     for key, last in rounds[-1].items():
         if isinstance(last, int | float):
@@ -109,7 +110,7 @@ def median_of(rounds: list[Result]) -> Result:
 
 
 def collect(cases: tuple[Case, ...], rounds: int, peer_python: str | None) -> dict[str, Result]:
-    """`{case: {system: numbers}}`."""
+    """Run all cases. Return {case: {system: numbers}}."""
     found: dict[str, dict[str, list[Result]]] = {}
     for number in range(rounds):
         for case in cases:
@@ -127,12 +128,14 @@ def collect(cases: tuple[Case, ...], rounds: int, peer_python: str | None) -> di
 
 
 def main() -> None:
-    """Measure, print JSON; a missed goal is told, not hidden, and sets the exit code to 1."""
+    """Run and print JSON. The exit code is 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--peer-python", help="a Python that has verl 0.9.1; without it, no peer")
+    parser.add_argument(
+        "--peer-python", help="a Python with verl 0.9.1; without it, verl is left out"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="each case runs this many times")
     parser.add_argument("--only", help="cases whose key contains this")
-    parser.add_argument("--out", type=Path, help="write the JSON here as well")
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--quick", action="store_true", help="small sizes, one round: a smoke test")
     options = parser.parse_args()
     before = machine()

@@ -8,7 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Comparison:
-    """A case that both sides compute; `peer` is the peer's name where it differs."""
+    """A case that both sides compute.
+
+    `kind` says what `name` is: an estimator, a loss, a KL estimator and so on. `options` are its
+    settings, `mode` the aggregation and `batch` the variant of the batch. `peer` and `peer_options`
+    are the peer's name and settings, if they differ.
+    """
 
     id: str
     kind: str
@@ -21,11 +26,11 @@ class Comparison:
     batch: str = "usual"
 
     def request(self) -> dict[str, Any]:
-        """What the peer is told."""
+        """Return the case in the form that is sent to the peer."""
         options = self.options if self.peer_options is None else self.peer_options
-        asked = {"id": self.id, "kind": self.kind, "name": self.name, "mode": self.mode}
+        case = {"id": self.id, "kind": self.kind, "name": self.name, "mode": self.mode}
         return {
-            **asked,
+            **case,
             "options": options,
             "threshold": self.threshold,
             "peer": self.peer or self.name,

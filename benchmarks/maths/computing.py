@@ -1,4 +1,4 @@
-"""What every peer does with a file of cases: compute each, keep what failed."""
+"""Compute a file of cases with a peer. Used by the scripts of all peers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ Tensors = dict[str, torch.Tensor]
 def compute_cases(
     source: str, target: str, compute: Callable[[dict[str, Any], Tensors, Any], Tensors]
 ) -> dict[str, Any]:
-    """Run `compute(case, tensors, groups)` for every case of `source`; write values and gradients
-    to `target`. The answer names what failed, and how."""
+    """Run `compute(case, tensors, groups)` for every case of `source`.
+
+    Write values and gradients to `target`. Return `{"failed": {case: error}}`.
+    """
     data = np.load(source, allow_pickle=False)
     tensors = {k: torch.from_numpy(data[k]) for k in data.files if k not in ("cases", "groups")}
     groups = data["groups"].astype(object)
@@ -25,7 +27,7 @@ def compute_cases(
     for case in json.loads(str(data["cases"])):
         try:
             outcome = compute(case, tensors, groups)
-        except Exception as error:  # whatever the peer raises is a result of the comparison
+        except Exception as error:  # an error of the peer is a result too
             failed[case["id"]] = f"{type(error).__name__}: {error}"
             continue
         for key, value in outcome.items():

@@ -1,4 +1,4 @@
-"""Inputs that both sides of a comparison make for themselves, from the same seed. Numpy only."""
+"""Inputs of the speed comparison. Both sides make them from the same seed; needs numpy only."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ ADVANTAGES = ("gae", "reinforce_plus_plus", "grpo", "rloo")
 BALANCES = {"balance_1024_to_64": (1024, 64), "balance_4096_to_256": (4096, 256)}
 SAMPLES, TOKENS, GROUP = 1024, 2048, 8
 GAMMA, LAM = 0.99, 0.95
-# Log-probability and entropy: tokens × words × hidden size.
-LOGIT_TOKENS, WORDS, HIDDEN = 2048, 32768, 256
+# Sizes for log-probability and entropy: tokens, vocabulary, hidden size.
+LOGIT_TOKENS, VOCABULARY, HIDDEN = 2048, 32768, 256
 
 
 def advantage_inputs() -> dict[str, np.ndarray]:
-    """1024 responses of 1 to 2048 tokens, 8 a prompt; a reward at the last token."""
+    """Return 1024 responses of 1 to 2048 tokens, 8 per prompt, with a reward at the last token."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, TOKENS + 1, SAMPLES)
     mask = (np.arange(TOKENS)[None] < lengths[:, None]).astype(np.int64)
@@ -25,18 +25,18 @@ def advantage_inputs() -> dict[str, np.ndarray]:
 
 
 def balance_lengths(name: str) -> tuple[list[int], int]:
-    """(token counts of a long-tailed batch, number of parts)."""
+    """Return (token counts of a long-tailed batch, number of partitions)."""
     count, parts = BALANCES[name]
     rng = np.random.default_rng(count)
     return np.clip(rng.lognormal(6.5, 0.8, count), 16, 8192).astype(int).tolist(), parts
 
 
 def logit_inputs() -> dict[str, np.ndarray]:
-    """Hidden states, head weight, labels, and the weights of a policy-gradient loss."""
+    """Return hidden states, head weight, labels, and the advantages of a policy-gradient loss."""
     rng = np.random.default_rng(1)
     return {
         "hidden": rng.normal(size=(LOGIT_TOKENS, HIDDEN)).astype(np.float32),
-        "weight": (0.05 * rng.normal(size=(WORDS, HIDDEN))).astype(np.float32),
-        "labels": rng.integers(0, WORDS, LOGIT_TOKENS),
+        "weight": (0.05 * rng.normal(size=(VOCABULARY, HIDDEN))).astype(np.float32),
+        "labels": rng.integers(0, VOCABULARY, LOGIT_TOKENS),
         "advantages": rng.normal(size=LOGIT_TOKENS).astype(np.float32),
     }

@@ -1,4 +1,4 @@
-"""Quadriga's side: one callable a piece of work, on the inputs of `inputs.py`."""
+"""Quadriga's side of the speed comparison: functions to measure, on the inputs of `inputs.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMS = ("naive", "linear", "folded")
 
 
 def advantage_call(name: str) -> Callable[[], Any]:
-    """One call of the estimator."""
+    """Return a function that computes advantages with an estimator."""
     data = inputs.advantage_inputs()
     rewards, values, mask = (torch.from_numpy(data[k]) for k in ("rewards", "values", "mask"))
     return lambda: compute_advantages(
@@ -32,16 +32,17 @@ def advantage_call(name: str) -> Callable[[], Any]:
 
 
 def balance_call(name: str) -> Callable[[], Any]:
-    """One partition, parts of unequal size."""
+    """Return a function that balances a batch over partitions of unequal sizes."""
     lengths, parts = inputs.balance_lengths(name)
     return lambda: get_seqlen_balanced_partitions(lengths, parts, equal_size=False)
 
 
 def logits_call(form: str) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Log-probability, entropy, a policy-gradient loss with entropy bonus, and its backward pass.
+    """Return a function that computes a policy-gradient loss from hidden states, and its gradients.
 
-    naive: logits, log-softmax, gather. linear: `linear_log_probs`. folded: `linear_loss`.
-    Returns the gradients of hidden states and weight.
+    The loss needs log-probabilities and entropies. Forms: "naive" (logits, log-softmax, gather),
+    "linear" (`linear_log_probs`), "folded" (`linear_loss`). The function returns the gradients of
+    hidden states and weight.
     """
     data = {key: torch.from_numpy(value) for key, value in inputs.logit_inputs().items()}
     hidden, weight, labels = data["hidden"], data["weight"], data["labels"]

@@ -1,7 +1,8 @@
 """verl 0.9.1's side of `algorithms.py` and `compare_algorithms.py`, run by its own Python.
 
-It answers lines of JSON on standard input, one line each: {"time": name} with seconds (and the
-spread of a partition), {"compare": input.npz, "to": output.npz} with what it could compute.
+Reads requests from standard input, one line of JSON each, and prints one result for each:
+{"time": name} → seconds, and the spread of a partition;
+{"compare": input.npz, "to": output.npz} → the errors; values and gradients are in output.npz.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import inputs  # beside this file, which is on the path when it runs as a script
+import inputs  # in the folder of this script, which is on the path
 import torch
 from computing import Tensors, compute_cases
 
 
 def advantage_call(name: str) -> Callable[[], Any]:
-    """One call of verl's estimator, on fresh copies where it writes into its inputs."""
+    """Return a function that computes advantages with verl's estimator."""
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo import core_algos
 
@@ -35,7 +36,7 @@ def advantage_call(name: str) -> Callable[[], Any]:
 
 
 def balance_call(name: str) -> Callable[[], Any]:
-    """verl's Karmarkar–Karp, parts of unequal size."""
+    """Return a function that balances by verl's Karmarkar–Karp; partitions differ in size."""
     from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
     lengths, parts = inputs.balance_lengths(name)
@@ -43,7 +44,7 @@ def balance_call(name: str) -> Callable[[], Any]:
 
 
 def logits_call() -> Callable[[], Any]:
-    """verl's fused op: log-probability, entropy, and the backward pass."""
+    """Return a function that runs verl's fused operator and its backward pass."""
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
     data = {key: torch.from_numpy(value) for key, value in inputs.logit_inputs().items()}
@@ -60,7 +61,7 @@ def logits_call() -> Callable[[], Any]:
 
 
 def timed(calls: dict[str, Callable[[], Any]], name: str) -> dict[str, float]:
-    """Seconds of one call; made ready and warmed the first time it is asked for."""
+    """Return the seconds of one call. The first request for `name` also runs it once before."""
     if name not in calls:
         if name in inputs.BALANCES:
             calls[name] = balance_call(name)
@@ -69,16 +70,16 @@ def timed(calls: dict[str, Callable[[], Any]], name: str) -> dict[str, float]:
         calls[name]()
     start = time.perf_counter()
     result = calls[name]()
-    answer = {"seconds": time.perf_counter() - start}
+    measured = {"seconds": time.perf_counter() - start}
     if name in inputs.BALANCES:
         lengths, _ = inputs.balance_lengths(name)
         totals = [sum(lengths[i] for i in part) for part in result]
-        answer["spread"] = max(totals) - min(totals)
-    return answer
+        measured["spread"] = max(totals) - min(totals)
+    return measured
 
 
 def loss_config(options: dict[str, Any]) -> Any:
-    """verl's actor settings with the given numbers."""
+    """Return verl's actor configuration with the given settings."""
     from verl.workers.config import ActorConfig, PolicyLossConfig
 
     named = {k: v for k, v in options.items() if k.startswith(("clip_cov", "kl_cov", "ppo_kl"))}
@@ -93,7 +94,7 @@ def loss_config(options: dict[str, Any]) -> Any:
 
 
 def compare(source: str, target: str) -> dict[str, Any]:
-    """Every case of `source` by verl, written to `target`."""
+    """Compute every case of `source` with verl and write the results to `target`."""
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo import core_algos
 
@@ -106,11 +107,11 @@ def compare(source: str, target: str) -> dict[str, Any]:
 def compare_one(
     core: Any, algo_config: Any, case: dict[str, Any], t: dict[str, torch.Tensor], groups: Any
 ) -> dict[str, torch.Tensor]:
-    """One case: {"value": …} and, where there is one, {"grad": …}."""
+    """Compute one case. Return {"value": …}, and {"grad": …} if it has a gradient."""
     kind, name, options = case["kind"], case["name"], case["options"]
     mask = t["mask"]
     if kind in ("logits", "mismatch", "controller"):
-        return measured(core, case, t)
+        return other_case(core, case, t)
     if kind == "importance":
         from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
@@ -150,7 +151,7 @@ def compare_one(
 def advantage(
     core: Any, algo_config: Any, case: dict[str, Any], t: dict[str, torch.Tensor], groups: Any
 ) -> dict[str, torch.Tensor]:
-    """An estimator's advantages and returns."""
+    """Compute advantages and returns of an estimator."""
     name, options, mask = case["name"], case["options"], t["mask"]
     arguments: dict[str, Any] = {
         "token_level_rewards": t["rewards"].clone(),
@@ -168,8 +169,8 @@ def advantage(
     return {"value": value * mask, "returns": returns * mask}
 
 
-def measured(core: Any, case: dict[str, Any], t: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """From logits; of the mismatch; of the adaptive KL controller."""
+def other_case(core: Any, case: dict[str, Any], t: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Compute a case of logits, of the rollout mismatch or of the adaptive KL controller."""
     from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
     from verl.utils import torch_functional
 
@@ -198,16 +199,16 @@ def measured(core: Any, case: dict[str, Any], t: dict[str, torch.Tensor]) -> dic
 
 
 def main() -> None:
-    """Answer requests until standard input ends."""
+    """Process requests until standard input ends."""
     calls: dict[str, Callable[[], Any]] = {}
     for line in sys.stdin:
         request = json.loads(line)
         if "time" in request:
-            answer: dict[str, Any] = timed(calls, request["time"])
+            result: dict[str, Any] = timed(calls, request["time"])
         else:
             torch.set_default_dtype(torch.float64)
-            answer = compare(request["compare"], request["to"])
-        print("answer " + json.dumps(answer), flush=True)
+            result = compare(request["compare"], request["to"])
+        print("result " + json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The losses that TRL has too, as both sides' settings say them, and our side of each."""
+"""The losses that TRL has too, with the settings of both sides, computed with Quadriga."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_DUAL_CLIP = {"clip_ratio_c": 1e9}
 
 
 def trl_cases() -> list[Comparison]:
-    """`name` is TRL's loss type, `peer` our loss's name."""
+    """Return the cases. `name` is TRL's loss type, `peer` the name of Quadriga's loss."""
 
     def case(
         title: str, name: str, loss: str, mode: str, mine: dict[str, Any], more: dict[str, Any]
@@ -48,8 +48,8 @@ def trl_cases() -> list[Comparison]:
     ]  # fmt: skip
 
 
-def our_trl_side(case: Comparison, t: dict[str, Any]) -> dict[str, Tensor]:
-    """Value and gradient of the loss that `case.peer` names."""
+def quadriga_side(case: Comparison, t: dict[str, Any]) -> dict[str, Tensor]:
+    """Compute value and gradient of the loss `case.peer` with Quadriga."""
     mask, log_prob = t["mask"], t["log_prob"].clone().requires_grad_()
     settings = dict(case.options)
     beta, length = settings.pop("beta", 0.0), settings.pop("loss_scale_length", None)

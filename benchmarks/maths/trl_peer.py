@@ -1,6 +1,6 @@
-"""TRL's side of `compare_algorithms.py`, run by its own Python; JSON lines as `peer.py` has them.
+"""TRL's side of `compare_algorithms.py`, run by its own Python. Requests are those of `peer.py`.
 
-Its losses live in a method of the trainer, which is called here on a stand-in that has nothing but
+TRL's losses are in a method of its trainer. This script calls the method on an object that has only
 the settings that the method reads.
 """
 
@@ -13,11 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from computing import Tensors, compute_cases  # beside this file, which runs as a script
+from computing import Tensors, compute_cases  # in the folder of this script, which is on the path
 
 
-def stand_in(case: dict[str, Any], log_prob: torch.Tensor) -> SimpleNamespace:
-    """What `GRPOTrainer._compute_loss` reads of its trainer."""
+def fake_trainer(case: dict[str, Any], log_prob: torch.Tensor) -> SimpleNamespace:
+    """Return an object with the attributes that `GRPOTrainer._compute_loss` reads."""
     options = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0, **case["options"]}
     read = ("epsilon_low", "epsilon_high", "beta")
     return SimpleNamespace(
@@ -49,7 +49,7 @@ def stand_in(case: dict[str, Any], log_prob: torch.Tensor) -> SimpleNamespace:
 
 
 def compare_one(case: dict[str, Any], t: Tensors, groups: Any) -> Tensors:
-    """One case: value and gradient."""
+    """Compute value and gradient of one case."""
     from trl.trainer.grpo_trainer import GRPOTrainer
     from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
@@ -63,10 +63,10 @@ def compare_one(case: dict[str, Any], t: Tensors, groups: Any) -> Tensors:
         (grad,) = torch.autograd.grad((values * mask * t["values"]).sum(), logits)
         return {"value": values * mask, "grad": grad}
     log_prob = t["log_prob"].clone().requires_grad_()
-    nothing = mask[:, :0]
+    empty = mask[:, :0]
     inputs = {
-        "prompt_ids": nothing,
-        "prompt_mask": nothing,
+        "prompt_ids": empty,
+        "prompt_mask": empty,
         "completion_ids": mask,
         "completion_mask": mask,
         "advantages": t["baselines"],
@@ -74,18 +74,18 @@ def compare_one(case: dict[str, Any], t: Tensors, groups: Any) -> Tensors:
         "ref_per_token_logps": t["values"],
         "num_items_in_batch": mask.sum(),
     }
-    loss = GRPOTrainer._compute_loss(stand_in(case, log_prob), None, inputs)
+    loss = GRPOTrainer._compute_loss(fake_trainer(case, log_prob), None, inputs)
     (grad,) = torch.autograd.grad(loss, log_prob)
     return {"value": loss, "grad": grad}
 
 
 def main() -> None:
-    """Answer requests until standard input ends."""
+    """Process requests until standard input ends."""
     torch.set_default_dtype(torch.float64)
     for line in sys.stdin:
         request = json.loads(line)
-        answer = compute_cases(request["compare"], request["to"], compare_one)
-        print("answer " + json.dumps(answer), flush=True)
+        result = compute_cases(request["compare"], request["to"], compare_one)
+        print("result " + json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every figure that the project promises of its data plane, beside its goal."""
+"""The figures of the data plane and their goals."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ FIVE_CALLS = {
     "five_calls_64MB_2": ("five_calls_4MB_2", 6),
     "five_calls_256MB_4": ("five_calls_16MB_4", 8),
 }
-"""The step, the same step of a batch 16 times as small, and how many times verl is to be beaten."""
+"""Case → (the same case with a batch 16 times smaller, required factor over verl)."""
 
 
 class Goals:
-    """Figures of `{case: {system: numbers}}`; those of systems that did not run are left out."""
+    """Compute figures from {case: {system: numbers}}. Systems that did not run are left out."""
 
     def __init__(self, results: dict[str, Result]) -> None:
         self.results = results
         self.found: dict[str, Result] = {}
 
     def system(self, case: str, name: str) -> Result | None:
-        """The numbers of one system, None where it did not run."""
+        """Return the numbers of one system, None if it did not run."""
         return self.results.get(case, {}).get(name)
 
     def at_most(self, name: str, value: float, goal: float) -> None:
@@ -33,8 +33,8 @@ class Goals:
     def equal(self, name: str, value: float, goal: float) -> None:
         self._add(name, value, f"exactly {goal}", value == goal)
 
-    def told(self, name: str, value: float) -> None:
-        """A figure to report, with no goal."""
+    def reported(self, name: str, value: float) -> None:
+        """Report a figure without a goal."""
         self._add(name, value, "reported", True)
 
     def _add(self, name: str, value: float, goal: str, met: bool) -> None:
@@ -42,7 +42,7 @@ class Goals:
 
 
 def goals(results: dict[str, Result]) -> dict[str, Result]:
-    """`{figure: {"value", "goal", "met"}}`."""
+    """Return {figure: {"value", "goal", "met"}}."""
     table = Goals(results)
     for case, (small, faster) in FIVE_CALLS.items():
         _five_calls(table, case, small, faster)
@@ -79,8 +79,10 @@ def _five_calls(table: Goals, case: str, small_case: str, faster: float) -> None
 
 
 def _put_get(table: Goals) -> None:
-    """`put` and `get`; and with every field read into private memory after it, which verl's `get`
-    has done already."""
+    """Compare `put` and `get` with verl, without and with reading every field into private memory.
+
+    verl's `get` always does the latter.
+    """
     case = "put_get_117MB"
     ours = table.system(case, "ours")
     for system, name, goal in (("peer", "verl", 20), ("peer_numpy", "verl_numpy_mode", 4)):
@@ -105,8 +107,10 @@ def _fan_out(table: Goals, case: str) -> None:
 
 
 def _scaling(table: Goals) -> None:
-    """Microseconds of the controller per rank: the same at 8 and at 1024 ranks, and the same for
-    16 times the bytes."""
+    """Compare the controller's microseconds per rank at 8 and 1024 ranks, and for more rows.
+
+    Both ratios should be near 1.
+    """
     by_size: dict[int, dict[int, float]] = {}
     for key, numbers in (table.system("scaling", "scaling") or {}).items():
         ranks, rows = (int(word) for word in key.split() if word.isdigit())
@@ -116,7 +120,7 @@ def _scaling(table: Goals) -> None:
     small, large = by_size[min(by_size)], by_size[max(by_size)]
     few, many = min(large), max(large)
     for ranks in (few, many):
-        table.told(f"scaling: us_per_rank_at_{ranks}_ranks", large[ranks])
+        table.reported(f"scaling: us_per_rank_at_{ranks}_ranks", large[ranks])
     growth = max(size[many] / size[few] for size in (small, large))
     table.at_most(f"scaling: us_per_rank_at_{many}_over_{few}_ranks", growth, 1.5)
     worst = max(large[ranks] / small[ranks] for ranks in large)

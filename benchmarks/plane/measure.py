@@ -1,4 +1,4 @@
-"""Wall time, controller CPU and controller memory of repeated steps."""
+"""Measure wall time, CPU time and memory of the controller over repeated steps."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ def _status(name: str) -> int:
 
 
 def reset_peak() -> int:
-    """Starts a new memory peak; gives the memory in use now, in bytes."""
+    """Reset the memory peak of this process. Return the memory in use now, in bytes."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     return _status("VmRSS")
 
 
 WARM = 12
-"""Steps before the measured ones. Ray's store grows into memory that was never touched, at several
-times the cost, until it has come round; all systems are measured after that."""
+"""Steps before the measured ones. Ray's store writes several times more slowly to memory that was
+never touched; after these steps all of its memory has been touched."""
 
 
 def repeat(step: Callable[[], Any], times: int, warmup: int = WARM) -> dict[str, float]:
-    """Medians over `times` runs: `wall_s`, `cpu_s` (this process, all threads), and
-    `extra_bytes`, the memory peak over all runs above what was in use before them."""
+    """Run `step` `warmup` + `times` times and return medians over the last `times` runs.
+
+    `wall_s`: seconds. `cpu_s`: CPU seconds of all threads of this process. `extra_bytes`: the
+    memory peak of all runs above the memory in use before them.
+    """
     for _ in range(warmup):
         step()
     before = reset_peak()
@@ -51,7 +54,7 @@ def repeat(step: Callable[[], Any], times: int, warmup: int = WARM) -> dict[str,
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were taken on."""
+    """Return the properties of this machine that affect the figures."""
     import platform
 
     return {

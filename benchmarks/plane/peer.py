@@ -1,4 +1,4 @@
-"""verl's side of the data-plane benchmark; runs in an environment of its own (verl 0.9.1)."""
+"""verl's side of the data-plane benchmark. Runs in an environment with verl 0.9.1."""
 
 from __future__ import annotations
 

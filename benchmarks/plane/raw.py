@@ -1,4 +1,4 @@
-"""Raw Ray by reference: what one would write by hand for exactly these calls and nothing else."""
+"""Raw Ray's side of the data-plane benchmark: hand-written code for these calls only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
 
 def view(array: np.ndarray) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray's memory is read-only, and nothing here writes
+        warnings.simplefilter("ignore")  # Ray's memory is read-only, and this code only reads
         return torch.from_numpy(array)
 
 
@@ -48,7 +48,7 @@ class Role:
         return batch
 
     def receive(self, start: int, stop: int, *parts: Arrays) -> int:
-        """The rows `start:stop` of the joined parts, copied."""
+        """Copy the rows `start:stop` of the concatenated parts. Return the number of bytes."""
         rows = [len(part["input_ids"]) for part in parts]
         ends = np.cumsum([0, *rows])
         total = 0
@@ -62,8 +62,11 @@ class Role:
 
 
 def start(ranks: int, store_bytes: int) -> None:
-    """A cluster as Quadriga starts it: what nobody names is deleted at once, not once in a second,
-    so that new objects go into memory that is warm. Both systems run on such a one."""
+    """Start a cluster with Quadriga's setting for the deletion of objects, for both systems.
+
+    Objects without references are deleted after 10 ms instead of 1 s, so that new objects reuse
+    memory that was touched before.
+    """
     os.environ.setdefault("RAY_free_objects_period_milliseconds", "10")
     ray.init(
         address="local",
@@ -103,7 +106,7 @@ def five_calls(megabytes: int, ranks: int, times: int, blocking: bool = True) ->
 
 
 def five_calls_pipelined(megabytes: int, ranks: int, times: int) -> dict[str, Any]:
-    """The same without waiting between calls: no error is seen before the end."""
+    """Run the five calls without waiting between them. An error is raised at the end only."""
     return five_calls(megabytes, ranks, times, blocking=False)
 
 

@@ -1,4 +1,4 @@
-"""One case of one system in a process of its own: `run.py SYSTEM CASE MEGABYTES RANKS TIMES`."""
+"""Run one case of one system: `run.py SYSTEM CASE MEGABYTES RANKS TIMES`. Prints one JSON line."""
 
 from __future__ import annotations
 

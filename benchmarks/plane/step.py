@@ -1,5 +1,7 @@
-"""The work of the five-call step: trivial compute, real bytes. Needs torch only, so that every
-system under test runs the same lines."""
+"""The work of the five-call step: trivial computation on tensors of realistic sizes.
+
+It imports only torch, so that all systems run the same code.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ ROW_BYTES = 32 * TOKENS  # three int64 [T], one int64 [T/2], two float32 [T/2]
 
 
 def rows_for(megabytes: int, ranks: int) -> int:
-    """Rows of a batch of that size, a multiple of the ranks."""
+    """Return the number of rows of a batch of that size, a multiple of the number of ranks."""
     rows = megabytes * 2**20 // ROW_BYTES
     return max(rows // ranks, 1) * ranks
 
 
 def rollout(rows: int) -> dict[str, torch.Tensor]:
-    """What generation returns for `rows` prompts."""
+    """Return the fields that generation produces for `rows` prompts."""
     ids = torch.full((rows, TOKENS), 7, dtype=torch.int64)
     return {
         "input_ids": ids,
@@ -27,12 +29,12 @@ def rollout(rows: int) -> dict[str, torch.Tensor]:
 
 
 def log_prob(responses: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Reads the responses, writes a float of their shape."""
+    """Read the responses and return a float field of their shape."""
     return {"old_log_probs": responses.float().neg_()}
 
 
 def values(responses: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Reads the responses, writes a float of their shape."""
+    """Read the responses and return a float field of their shape."""
     return {"values": responses.float()}
 
 
@@ -40,5 +42,5 @@ FIELDS = ("input_ids", "attention_mask", "position_ids", "responses", "old_log_p
 
 
 def update(fields: list[torch.Tensor]) -> float:
-    """Reads every byte of every field."""
+    """Read every byte of every field."""
     return float(sum(float(field.sum()) for field in fields))

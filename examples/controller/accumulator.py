@@ -1,4 +1,4 @@
-"""Four ranks, each with a state of its own. Run: python examples/controller/accumulator.py [ray]"""
+"""Four ranks, each with its own state. Run: python examples/controller/accumulator.py [ray]"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quadriga.single_controller import Dispatch, Worker, register
 
 
 class Accumulator(Worker):
-    """Keeps a sum that starts at the rank's number."""
+    """Keep a sum that starts at the number of the rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -17,13 +17,13 @@ class Accumulator(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def add(self, x: int) -> int:
-        """Add x; every rank answers."""
+        """Add x on every rank and return the sum of the rank."""
         self.value += x
         return self.value
 
 
-def main(engine: str = "local") -> list[int]:
-    backend = get_backend(engine)
+def main(backend_name: str = "local") -> list[int]:
+    backend = get_backend(backend_name)
     backend.start(num_cpus=4)
     pool = backend.resource_pool([4], use_gpu=False)
     group = backend.worker_group(pool, backend.class_with_args(Accumulator))

@@ -1,4 +1,4 @@
-"""A data-parallel forward over two workers: by hand, then as a group's method.
+"""A data-parallel forward pass on two ranks: split by hand, then split by the dispatch mode.
 
 Run: python examples/controller/data_parallel.py [ray]
 """
@@ -15,7 +15,7 @@ from quadriga.single_controller import Dispatch, Worker, register
 
 
 class Linear(Worker):
-    """The same layer on every rank."""
+    """A linear layer with the same weights on every rank."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -24,12 +24,12 @@ class Linear(Worker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def forward_part(self, data: DataProto) -> DataProto:
-        """One part per rank, split by the caller."""
+        """Run the layer on one part. The caller passes one part per rank."""
         return self._forward(data)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def forward(self, data: DataProto) -> DataProto:
-        """The whole batch, split and joined by the mode."""
+        """Run the layer on a batch, which the dispatch mode splits and joins."""
         return self._forward(data)
 
     def _forward(self, data: DataProto) -> DataProto:
@@ -37,8 +37,8 @@ class Linear(Worker):
             return DataProto.from_dict(tensors={"y": self.layer(data.batch["x"]).squeeze(-1)})
 
 
-def main(engine: str = "local") -> tuple[torch.Tensor, torch.Tensor]:
-    backend = get_backend(engine)
+def main(backend_name: str = "local") -> tuple[torch.Tensor, torch.Tensor]:
+    backend = get_backend(backend_name)
     backend.start(num_cpus=2)
     pool = backend.resource_pool([2], use_gpu=False)
     group = backend.worker_group(pool, backend.class_with_args(Linear, 3))
@@ -47,8 +47,8 @@ def main(engine: str = "local") -> tuple[torch.Tensor, torch.Tensor]:
     parts = batch.chunk(2)
     by_hand = DataProto.concat(group.forward_part(parts)).batch["y"]
     as_method = group.forward(batch).batch["y"]
-    print("by hand: ", by_hand.tolist())
-    print("as group:", as_method.tolist())
+    print("split by hand:", by_hand.tolist())
+    print("split by mode:", as_method.tolist())
     group.shutdown()
     backend.shutdown()
     return by_hand, as_method

@@ -33,12 +33,12 @@ class Critic(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def value_of_own_actor(self, x: int) -> int:
-        """Roles of one process see each other."""
+        """Call the other role of this process."""
         return self.value(self.actor.act(x))
 
 
-def main(engine: str = "local") -> dict[str, list[int]]:
-    backend = get_backend(engine)
+def main(backend_name: str = "local") -> dict[str, list[int]]:
+    backend = get_backend(backend_name)
     backend.start(num_cpus=2)
     roles = {
         "actor": backend.class_with_args(Actor),
@@ -57,7 +57,7 @@ def main(engine: str = "local") -> dict[str, list[int]]:
     seen = {
         "both in one method": group.act_and_value(1),
         "one role alone": group.actor.act(1),
-        "a role through its sibling": group.critic.value_of_own_actor(1),
+        "a role that calls its sibling": group.critic.value_of_own_actor(1),
     }
     for what, values in seen.items():
         print(f"{what}: {values}")

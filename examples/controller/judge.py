@@ -1,4 +1,4 @@
-"""A user's own file: a role that the package does not know, and the worker that plays it."""
+"""A file of a user: a new role and its worker class."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ JUDGE = Role.add("Judge")
 
 
 class JudgeWorker(Worker):
-    """Prefers answers that end early."""
+    """Judge short responses to be better."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_judgement(self, data: DataProto) -> DataProto:
-        """`judgement` [B]: minus the length of the response."""
+        """Return `judgement` [B]: minus the number of tokens of each response."""
         lengths = data.batch["response_mask"].sum(-1)
         return DataProto.from_dict(tensors={"judgement": (0 - lengths).to(torch.float32)})

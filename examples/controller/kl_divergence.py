@@ -1,4 +1,4 @@
-"""A method added to the actor: how far the policy is from its reference, token by token.
+"""A subclass of the actor's worker with a method for the KL divergence from the reference policy.
 
 Run: python examples/controller/kl_divergence.py [ray]
 """
@@ -23,7 +23,7 @@ from quadriga.workers import ActorRolloutRefWorker
 class ActorWithKL(ActorRolloutRefWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     def compute_kl(self, data: DataProto) -> DataProto:
-        """`kl` [B, R]: the k3 estimate of KL(actor | reference) at each response token."""
+        """Return `kl` [B, R]: the k3 estimate of KL(actor ‖ reference) of each response token."""
         mine = self.compute_log_prob(data).batch["old_log_probs"]
         reference = self.compute_ref_log_prob(data).batch["ref_log_prob"]
         kl = kl_estimate(mine, reference, "k3") * data.batch["response_mask"]
@@ -31,7 +31,7 @@ class ActorWithKL(ActorRolloutRefWorker):
 
 
 def sample_batch(rows: int = 4, prompt: int = 3, response: int = 2) -> DataProto:
-    """Rows of token ids as a rollout would have left them."""
+    """Return a batch with the fields of a rollout and random token ids."""
     torch.manual_seed(0)
     ids = torch.randint(5, 20, (rows, prompt + response))
     ones = torch.ones_like(ids)
@@ -46,7 +46,7 @@ def sample_batch(rows: int = 4, prompt: int = 3, response: int = 2) -> DataProto
     )
 
 
-def main(engine: str = "local") -> torch.Tensor:
+def main(backend_name: str = "local") -> torch.Tensor:
     with tempfile.TemporaryDirectory() as folder:
         shape = TinyModel(
             hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=64
@@ -56,7 +56,7 @@ def main(engine: str = "local") -> torch.Tensor:
         config = dataclasses.replace(
             config, model=dataclasses.replace(config.model or ModelConfig(), path=f"{folder}/model")
         )
-        backend = get_backend(engine)
+        backend = get_backend(backend_name)
         backend.start(num_cpus=1)
         pool = backend.resource_pool([1], use_gpu=False)
         actor = backend.worker_group(
@@ -66,7 +66,7 @@ def main(engine: str = "local") -> torch.Tensor:
         )
         actor.init_model()
         kl: torch.Tensor = actor.compute_kl(sample_batch()).batch["kl"]
-        print("KL of an untrained actor from its reference:", kl.abs().max().item())
+        print("largest KL of an untrained actor from its reference:", kl.abs().max().item())
         actor.shutdown()
         backend.shutdown()
     return kl

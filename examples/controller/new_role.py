@@ -1,4 +1,4 @@
-"""A role from a user's own file (judge.py), placed on a pool of its own.
+"""A role from a file of a user (judge.py), placed on its own resource pool.
 
 Run: python examples/controller/new_role.py [ray]
 """
@@ -18,7 +18,7 @@ from quadriga.trainer.placement import ResourcePoolManager
 
 
 def load(path: Path) -> ModuleType:
-    """A file as a module, without any search path."""
+    """Load a file as a module without changing `sys.path`."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise FileNotFoundError(path)
@@ -28,9 +28,9 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def main(engine: str = "local") -> list[float]:
+def main(backend_name: str = "local") -> list[float]:
     judge = load(Path(__file__).with_name("judge.py"))
-    backend = get_backend(engine)
+    backend = get_backend(backend_name)
     backend.start(num_cpus=2)
     pools = ResourcePoolManager(
         {"judges": [2]}, {judge.JUDGE: "judges"}, backend, {"use_gpu": False}
@@ -44,7 +44,7 @@ def main(engine: str = "local") -> list[float]:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
     data = DataProto.from_dict(tensors={"response_mask": mask})
     judged: list[float] = group.compute_judgement(data).batch["judgement"].tolist()
-    print(f"{judge.JUDGE} says:", judged)
+    print("judgements:", judged)
     group.shutdown()
     backend.shutdown()
     return judged

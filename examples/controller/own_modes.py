@@ -1,4 +1,4 @@
-"""Modes of one's own: even ranks only, the first half of the ranks, and parts balanced by length.
+"""User-defined modes: even ranks only, the first half of the ranks, and equal tokens per rank.
 
 Run: python examples/controller/own_modes.py [ray]
 """
@@ -6,7 +6,6 @@ Run: python examples/controller/own_modes.py [ray]
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 
@@ -20,22 +19,22 @@ from quadriga.single_controller import (
     register_dispatch_mode,
     register_execute_mode,
 )
-from quadriga.single_controller.call import GroupView
+from quadriga.single_controller.call import GroupView, Split
 
 
-def to_even_ranks(group: GroupView, items: list[Any]) -> tuple[Any, dict[str, Any]]:
-    """One item for each even rank, None for the others."""
+def to_even_ranks(group: GroupView, items: list[int]) -> Split:
+    """Send one item to each even rank and None to the others."""
     left = iter(items)
     return ([next(left) if rank % 2 == 0 else None for rank in range(group.world_size)],), {}
 
 
-def from_even_ranks(group: GroupView, outputs: list[Any]) -> list[Any]:
-    """What the even ranks answered."""
+def from_even_ranks(group: GroupView, outputs: list[int | None]) -> list[int | None]:
+    """Return the results of the even ranks."""
     return outputs[::2]
 
 
-def balance(group: GroupView, data: DataProto) -> tuple[Any, dict[str, Any]]:
-    """Equal tokens per rank instead of neighbouring rows."""
+def balance(group: GroupView, data: DataProto) -> Split:
+    """Send about the same number of tokens to each rank, and store the order of the rows."""
     lengths = data.batch["attention_mask"].sum(-1).tolist()
     partitions = get_seqlen_balanced_partitions(lengths, group.world_size, equal_size=True)
     group.memo["order"] = [row for part in partitions for row in part]
@@ -43,7 +42,9 @@ def balance(group: GroupView, data: DataProto) -> tuple[Any, dict[str, Any]]:
 
 
 def restore(group: GroupView, outputs: list[DataProto]) -> DataProto:
-    """Rows back where the caller had them."""
+    """Concatenate the results and restore the order of the rows."""
+    # order [2, 0, 1]: the joined rows are rows 2, 0 and 1 of the caller. Its argsort [1, 2, 0] is
+    # the position of the caller's rows 0, 1 and 2 among the joined rows.
     joined = DataProto.concat(outputs)
     joined.reorder(torch.tensor(group.memo["order"]).argsort())
     return joined
@@ -57,25 +58,25 @@ FIRST_HALF = register_execute_mode("FIRST_HALF", lambda group: range(group.world
 class Counter(Worker):
     @register(dispatch_mode=EVEN)
     def double(self, x: int | None) -> int | None:
-        """Odd ranks have nothing to do."""
+        """Double x. Odd ranks receive None."""
         return None if x is None else 2 * x
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=FIRST_HALF)
     def who(self) -> int:
-        """Ranks 0 and 1 of four."""
+        """Return the rank. Runs on ranks 0 and 1 of four."""
         return self.rank
 
     @register(dispatch_mode=BALANCED)
     def count(self, data: DataProto) -> DataProto:
-        """Tokens of each row, and of all rows of this rank."""
+        """Return the tokens of each row, and of all rows of its rank."""
         tokens = data.batch["attention_mask"].sum(-1)
         return DataProto.from_dict(
             tensors={"tokens": tokens, "of_rank": torch.full_like(tokens, int(tokens.sum()))}
         )
 
 
-def main(engine: str = "local") -> tuple[list[int], list[int], DataProto]:
-    backend = get_backend(engine)
+def main(backend_name: str = "local") -> tuple[list[int], list[int], DataProto]:
+    backend = get_backend(backend_name)
     backend.start(num_cpus=4)
     pool = backend.resource_pool([4], use_gpu=False)
     group = backend.worker_group(pool, backend.class_with_args(Counter))

@@ -1,4 +1,4 @@
-"""Ten samples on four ranks: filled up to twelve for the call, ten come back.
+"""Ten samples on four ranks: padded to twelve for the call, ten are returned.
 
 Run: python examples/controller/padding.py [ray]
 """
@@ -18,13 +18,13 @@ from quadriga.single_controller import Dispatch, Worker, register
 class Square(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def square(self, data: DataProto) -> DataProto:
-        """Also says how many rows this rank had."""
+        """Return the squares, and for each row the number of rows of its rank."""
         rows = torch.full((len(data),), len(data))
         return DataProto.from_dict(tensors={"y": data.batch["x"] ** 2, "rows_of_rank": rows})
 
 
-def main(engine: str = "local") -> DataProto:
-    backend = get_backend(engine)
+def main(backend_name: str = "local") -> DataProto:
+    backend = get_backend(backend_name)
     backend.start(num_cpus=4)
     pool = backend.resource_pool([4], use_gpu=False)
     group = backend.worker_group(pool, backend.class_with_args(Square))

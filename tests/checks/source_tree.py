@@ -1,4 +1,4 @@
-"""The project's Python files as syntax trees, for checks that read code instead of running it."""
+"""The project's Python files as syntax trees, for checks that read the code without running it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PYTHON_FOLDERS = ("src", "tests", "benchmarks", "examples")
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file. `name` is its path from the project's root."""
+    """One Python file. `name` is its path relative to the root of the project."""
 
     name: str
     text: str
@@ -28,6 +28,28 @@ class SourceFile:
     @property
     def lines(self) -> int:
         return len(self.text.splitlines())
+
+    @property
+    def is_package(self) -> bool:
+        return self.name.endswith("/__init__.py")
+
+    @property
+    def folder(self) -> str:
+        return self.name.rpartition("/")[0]
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, or one name imported from a module.
+
+    `import a.b` has module "a.b" and name None; `from a.b import c` has module "a.b" and name "c".
+    `module` is absolute. `types_only` is true under `if TYPE_CHECKING:`.
+    """
+
+    line: int
+    module: str
+    name: str | None = None
+    types_only: bool = False
 
 
 def read(path: Path) -> SourceFile:
@@ -44,35 +66,64 @@ def all_python_files() -> list[SourceFile]:
 
 
 def module_name(file: SourceFile) -> str:
-    """`src/quadriga/config/plan.py` → `quadriga.config.plan`; a package is its folder's name."""
+    """`src/quadriga/config/plan.py` → `quadriga.config.plan`; a package has its folder's name."""
     parts = Path(file.name).with_suffix("").parts[1:]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(file: SourceFile) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import, those inside functions and under TYPE_CHECKING too."""
+def imports(file: SourceFile) -> Iterator[Import]:
+    """Yield every import of the file, those in functions and under TYPE_CHECKING included.
+
+    `import_module("a.b")`, `__import__("a.b")` and `find_spec("a.b")` count as `import a.b`.
+    """
     own = module_name(file)
-    package = own if file.name.endswith("__init__.py") else own.rpartition(".")[0]
-    for node in ast.walk(file.tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from ((node.lineno, name) for name in _from_import(node, package))
-        elif isinstance(node, ast.Call):
-            yield from _dynamic_import(node)
+    yield from _imports_in(file.tree, own if file.is_package else own.rpartition(".")[0], False)
 
 
-def _from_import(node: ast.ImportFrom, package: str) -> list[str]:
-    if node.level:
-        above = package.split(".")[: len(package.split(".")) - node.level + 1]
-        base = ".".join([*above, *([node.module] if node.module else [])])
+def imports_of(file: SourceFile) -> Iterator[tuple[int, str]]:
+    """Yield (line, module) of every import. `from quadriga import config` gives quadriga.config."""
+    seen: set[tuple[int, str]] = set()
+    for found in imports(file):
+        top_level = found.module == "quadriga" and found.name is not None
+        entry = found.line, f"quadriga.{found.name}" if top_level else found.module
+        if entry not in seen:
+            seen.add(entry)
+            yield entry
+
+
+def _imports_in(node: ast.AST, package: str, types_only: bool) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        yield from (Import(node.lineno, a.name, None, types_only) for a in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = _absolute(node, package)
+        yield from (Import(node.lineno, base, a.name, types_only) for a in node.names)
+    elif isinstance(node, ast.Call):
+        yield from _dynamic_import(node, types_only)
+    if isinstance(node, ast.If) and _is_type_checking(node.test):
+        for child in node.body:
+            yield from _imports_in(child, package, True)
+        for child in node.orelse:
+            yield from _imports_in(child, package, types_only)
     else:
-        base = node.module or ""
-    # `from quadriga import config` names a module by its alias
-    return [f"{base}.{alias.name}" for alias in node.names] if base == "quadriga" else [base]
+        for child in ast.iter_child_nodes(node):
+            yield from _imports_in(child, package, types_only)
 
 
-def _dynamic_import(node: ast.Call) -> Iterator[tuple[int, str]]:
+def _is_type_checking(test: ast.expr) -> bool:
+    """True for `TYPE_CHECKING` and `typing.TYPE_CHECKING`."""
+    return "TYPE_CHECKING" in (getattr(test, "id", ""), getattr(test, "attr", ""))
+
+
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    """The module of `from ..a import b`, seen from a module of `package`."""
+    if not node.level:
+        return node.module or ""
+    parts = package.split(".")
+    above = parts[: len(parts) - node.level + 1]
+    return ".".join([*above, node.module] if node.module else above)
+
+
+def _dynamic_import(node: ast.Call, types_only: bool) -> Iterator[Import]:
     called = (
         node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     )
@@ -80,4 +131,4 @@ def _dynamic_import(node: ast.Call) -> Iterator[tuple[int, str]]:
         return
     first = node.args[0]
     if isinstance(first, ast.Constant) and isinstance(first.value, str):
-        yield node.lineno, first.value
+        yield Import(node.lineno, first.value, None, types_only)

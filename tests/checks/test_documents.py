@@ -1,4 +1,4 @@
-"""What the documents say is true: links lead somewhere, commands are read by the program."""
+"""Links in the documents have targets, and the program accepts the commands they show."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def documents() -> list[Path]:
 
 
 def broken_links(text: str, folder: Path) -> list[str]:
-    """Relative targets that do not exist, headings within a page included."""
+    """Relative links whose file or heading does not exist."""
     broken = []
     for match in LINK.finditer(text):
         target, _, heading = match["target"].partition("#")
@@ -36,41 +36,41 @@ def broken_links(text: str, folder: Path) -> list[str]:
 
 
 def headings(text: str) -> set[str]:
-    """A page's anchors, as they are made of its headings."""
+    """The anchors of a page: `## Two words` has the anchor `two-words`."""
     titles = re.findall(r"^#+\s+(.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def commands(text: str) -> list[str]:
-    """`quadriga …` lines of the code blocks, continued lines joined, prompts and paths removed."""
+    """The `quadriga …` lines of the code blocks, with continued lines joined, without prompts."""
     joined = "\n".join(BLOCK.findall(text)).replace("\\\n", " ")
     lines = (re.sub(r"^\s*(\$ )?(\.venv/bin/)?", "", line) for line in joined.splitlines())
     return [line for line in lines if line.startswith("quadriga ")]
 
 
 def check_command(line: str) -> None:
-    """Raise unless the program reads this line: command, options and every setting."""
+    """Raise an error unless the program accepts the command, its options and every setting."""
     words = shlex.split(line, comments=True)[1:]
     words = words[: next((i for i, word in enumerate(words) if word in "|>&&;"), len(words))]
     if "--help" in words or "--version" in words:
         return
-    read = parse(words)
-    if read.command.settings is not None:
-        load_config(read.command.settings, read.overrides)
+    parsed = parse(words)
+    if parsed.command.settings is not None:
+        load_config(parsed.command.settings, parsed.overrides)
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(path):
+def test_links_have_targets(path):
     assert broken_links(path.read_text(), path.parent) == []
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_commands_are_read(path):
+def test_commands_are_accepted(path):
     for line in commands(path.read_text()):
         check_command(line)
 
 
-def test_planted_faults_are_seen(tmp_path):
+def test_planted_faults_are_reported(tmp_path):
     assert broken_links("see [x](absent.md)", tmp_path) == ["absent.md"]
     assert broken_links("# A b\n[x](#a-b) [y](#c)", tmp_path) == ["#c"]
     assert commands("```bash\n$ quadriga train \\\n  data.sede=1\n```") == [

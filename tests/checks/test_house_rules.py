@@ -1,4 +1,4 @@
-"""Rules that are about the tree as a whole."""
+"""Rules for the tree as a whole: file names, error handlers, no traces of a machine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from source_tree import PACKAGE, ROOT, SourceFile, all_python_files, package_fil
 
 SUFFIXES = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".cfg", ".ini", ".sh", ""}
 MACHINE = re.compile(
-    r"(?<![\w.])/(home|Users|work|opt|root|mnt|scratch|data\d*)/[\w.-]+"  # a person's folders
-    r"|https?://[\w.-]*(pypi|index|mirror|proxy|artifactory|nexus)[\w.-]*"  # a registry
+    r"(?<![\w.])/(home|Users|work|opt|root|mnt|scratch|data\d*)/[\w.-]+"  # folders of a user
+    r"|https?://[\w.-]*(pypi|index|mirror|proxy|artifactory|nexus)[\w.-]*"  # a package registry
     r"|--(extra-)?index-url[ =]+http",
     re.IGNORECASE,
 )
@@ -22,7 +22,7 @@ MODULE_WORDS = {"utils", "util", "helpers", "helper", "misc", "common"}
 
 
 def tracked_files() -> list[Path]:
-    """Files of the project: git's list, or the whole tree where git is not there."""
+    """Files of the project: those that git lists, or the whole tree if git is not available."""
     command = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -31,13 +31,13 @@ def tracked_files() -> list[Path]:
     return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 
 
-def machine_words(text: str) -> list[str]:
-    """Paths of somebody's machine and names of package registries."""
+def machine_traces(text: str) -> list[str]:
+    """Absolute paths of a machine and addresses of package registries."""
     return [match.group(0) for match in MACHINE.finditer(text)]
 
 
 def broad_handlers(file: SourceFile) -> list[str]:
-    """`except Exception:` that neither raises again nor says on its line why it need not."""
+    """`except Exception:` without a `raise` and without a comment that gives the reason."""
     return [
         f"{file.name}:{node.lineno}"
         for node in ast.walk(file.tree)
@@ -48,16 +48,16 @@ def broad_handlers(file: SourceFile) -> list[str]:
     ]
 
 
-def test_no_module_without_a_concept():
+def test_no_module_is_named_utils():
     names = [p.relative_to(ROOT) for p in PACKAGE.rglob("*") if p.stem in MODULE_WORDS]
     assert names == []
 
 
-def test_no_path_of_a_machine_and_no_registry():
+def test_no_paths_of_a_machine_and_no_registries():
     faults = {}
     for path in tracked_files():
         if path.suffix in SUFFIXES and path != Path(__file__).resolve():
-            found = machine_words(path.read_text(encoding="utf-8", errors="replace"))
+            found = machine_traces(path.read_text(encoding="utf-8", errors="replace"))
             if found:
                 faults[path.relative_to(ROOT).as_posix()] = found
     assert faults == {}
@@ -72,32 +72,36 @@ def test_no_path_of_a_machine_and_no_registry():
         "http://pypi.corp/",
     ],
 )
-def test_planted_machine_words_are_seen(text):
-    assert machine_words(text)
+def test_planted_paths_of_a_machine_are_reported(text):
+    assert machine_traces(text)
 
 
 @pytest.mark.parametrize("text", ["runs/run", "/tmp/x", "arxiv.org/abs/2409.19256", "a/work/b"])
 def test_ordinary_paths_pass(text):
-    assert machine_words(text) == []
+    assert machine_traces(text) == []
 
 
-def test_errors_are_not_swallowed():
-    assert [fault for file in package_files() for fault in broad_handlers(file)] == []
+def test_errors_are_not_ignored():
+    faults = [fault for file in package_files() for fault in broad_handlers(file)]
+    assert not faults, "\n".join(faults)
 
 
-def test_a_planted_swallower_is_seen():
+def test_a_planted_handler_is_reported():
     text = "try:\n    x()\nexcept Exception:\n    pass\n"
     assert broad_handlers(SourceFile("src/quadriga/x.py", text))
-    for better in (text.replace("pass", "raise"), text.replace("n:\n", "n:  # it is shipped\n")):
+    for better in (
+        text.replace("pass", "raise"),
+        text.replace("n:\n", "n:  # returned\n"),
+    ):
         assert broad_handlers(SourceFile("src/quadriga/x.py", better)) == []
 
 
-def test_test_files_have_names_of_their_own():
+def test_names_of_test_files_are_unique():
     names = Counter(p.name for p in (ROOT / "tests").rglob("*.py") if p.name != "conftest.py")
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_no_notes_to_self():
+def test_no_open_tasks_in_comments():
     faults = [
         f"{file.name}:{number}"
         for file in all_python_files()

@@ -1,4 +1,4 @@
-"""Imports point down the floors of docs/architecture.md, and some libraries have one home."""
+"""Imports point down the layers of docs/architecture.md; some libraries are used in one package."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import re
 import pytest
 from source_tree import ROOT, SourceFile, imports_of, module_name, package_files
 
-FLOORS = (
-    ("errors",),
+# From bottom to top. A package imports from the layers below its own only.
+LAYERS = (
+    ("errors", "lazy"),
     ("config",),
     ("protocol", "algorithms", "observability"),
     ("single_controller", "parallel"),
@@ -20,9 +21,10 @@ FLOORS = (
     ("trainer",),
     ("compat", "cli", "testing"),
 )
-FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 
-HOMES = {
+# Library → the modules that may import it.
+ALLOWED_IN = {
     "ray": (r"quadriga\.backends\.ray(\..*)?",),
     "vllm": (r"quadriga\.rollout\.vllm",),
     "sglang": (r"quadriga\.rollout\.sglang",),
@@ -32,58 +34,72 @@ HOMES = {
 }
 
 
-def room_of(module: str) -> str | None:
-    """`quadriga.config.plan` → `config`; None for what is no room of the package."""
+def package_of(module: str) -> str | None:
+    """`quadriga.config.plan` → `config`; None for a module outside quadriga."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and parts[0] == "quadriga" else None
 
 
-def floor_faults(file: SourceFile) -> list[str]:
-    """Imports from the same floor's neighbours or from above."""
-    own = room_of(module_name(file))
-    if own is None or own.startswith("_"):  # quadriga/__init__.py gathers names from every floor
+def layer_faults(file: SourceFile) -> list[str]:
+    """Imports from the same layer or from a layer above."""
+    own = package_of(module_name(file))
+    if own is None or own.startswith("_"):  # quadriga/__init__.py re-exports names of every layer
         return []
     faults = []
     for line, imported in imports_of(file):
-        other = room_of(imported)
+        other = package_of(imported)
         if other is None or other == own or other.startswith("__"):
             continue
-        if other not in FLOOR_OF or own not in FLOOR_OF:
-            faults.append(f"{file.name}:{line} imports {imported}: no floor for {own} or {other}")
-        elif FLOOR_OF[other] >= FLOOR_OF[own]:
+        if other not in LAYER_OF or own not in LAYER_OF:
+            faults.append(f"{file.name}:{line} imports {imported}: no layer for {own} or {other}")
+        elif LAYER_OF[other] >= LAYER_OF[own]:
             faults.append(f"{file.name}:{line} {own} imports {imported}, which is not below it")
     return faults
 
 
-def home_faults(file: SourceFile) -> list[str]:
-    """Imports of a library outside its home."""
+def library_faults(file: SourceFile) -> list[str]:
+    """Imports of a library in a module that may not import it."""
     module = module_name(file)
     return [
-        f"{file.name}:{line} imports {imported}; its home is {' or '.join(HOMES[library])}"
+        f"{file.name}:{line} imports {imported}; allowed in {' or '.join(ALLOWED_IN[library])}"
         for line, imported in imports_of(file)
-        if (library := imported.split(".")[0]) in HOMES
-        and not any(re.fullmatch(home, module) for home in HOMES[library])
+        if (library := imported.split(".")[0]) in ALLOWED_IN
+        and not any(re.fullmatch(allowed, module) for allowed in ALLOWED_IN[library])
     ]
 
 
 def test_imports_point_down():
-    assert [fault for file in package_files() for fault in floor_faults(file)] == []
+    faults = [fault for file in package_files() for fault in layer_faults(file)]
+    assert not faults, "\n".join(faults)
 
 
-def test_libraries_stay_in_their_homes():
-    assert [fault for file in package_files() for fault in home_faults(file)] == []
+def test_libraries_are_imported_where_they_are_allowed():
+    faults = [fault for file in package_files() for fault in library_faults(file)]
+    assert not faults, "\n".join(faults)
 
 
-def test_every_room_has_a_floor():
-    rooms = {room_of(module_name(f)) for f in package_files()} - {None}
-    assert rooms - set(FLOOR_OF) == set()
+def test_every_package_has_a_layer():
+    packages = {package_of(module_name(f)) for f in package_files()} - {None}
+    assert packages - set(LAYER_OF) == set()
 
 
-def test_floors_are_those_of_the_architecture_page():
-    text = (ROOT / "docs/architecture.md").read_text()
-    block = text.split("enforces it):")[1].split("Ray is imported")[0]
-    written = [tuple(line.split()) for line in block.splitlines() if line.strip()]
-    assert written == list(FLOORS)
+def layers_on_page(text: str) -> list[tuple[str, ...]]:
+    """The block of the page that begins with the lowest layer, one layer per line."""
+    lines = [tuple(line.split()) for line in text.splitlines()]
+    start = lines.index(LAYERS[0])
+    end = next(i for i in range(start, len(lines)) if not lines[i] or lines[i][0] == "```")
+    return lines[start:end]
+
+
+def test_the_architecture_page_lists_the_same_layers():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    assert layers_on_page(text) == list(LAYERS)
+
+
+def test_another_list_of_layers_would_be_seen():
+    block = "\n".join("   ".join(packages) for packages in LAYERS)
+    assert layers_on_page(f"Text.\n\n```text\n{block}\n```\n") == list(LAYERS)
+    assert layers_on_page(f"Text.\n\n{block.replace('cli', '')}\n\nText.") != list(LAYERS)
 
 
 PLANTED = [
@@ -99,8 +115,8 @@ PLANTED = [
 
 
 @pytest.mark.parametrize(("name", "text"), PLANTED)
-def test_a_planted_violation_is_seen(name, text):
-    assert len(floor_faults(SourceFile(name, text))) == 1
+def test_a_planted_violation_is_reported(name, text):
+    assert len(layer_faults(SourceFile(name, text))) == 1
 
 
 @pytest.mark.parametrize(
@@ -113,8 +129,8 @@ def test_a_planted_violation_is_seen(name, text):
         ("src/quadriga/backends/local/x.py", "importlib.import_module('ray')"),
     ],
 )
-def test_a_planted_stray_library_is_seen(name, text):
-    assert len(home_faults(SourceFile(name, text))) == 1
+def test_a_planted_import_of_a_library_is_reported(name, text):
+    assert len(library_faults(SourceFile(name, text))) == 1
 
 
 @pytest.mark.parametrize(
@@ -129,6 +145,6 @@ def test_a_planted_stray_library_is_seen(name, text):
         ("src/quadriga/rollout/vllm.py", "import vllm"),
     ],
 )
-def test_what_is_allowed_passes(name, text):
+def test_allowed_imports_pass(name, text):
     file = SourceFile(name, text)
-    assert floor_faults(file) + home_faults(file) == []
+    assert layer_faults(file) + library_faults(file) == []

@@ -1,4 +1,4 @@
-"""Public names are promises: they are pinned here, and those of the package load lazily."""
+"""The public names exist, and those of the package are imported when they are first used."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_package_names_load(name):
     assert name in dir(quadriga)
 
 
-def test_another_name_is_an_attribute_error():
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'Data'"):
         _ = quadriga.Data
 
@@ -123,8 +123,8 @@ HEAVY = ("torch", "ray", "transformers", "tensordict", "matplotlib", "pandas", "
 LIGHT = ("rich", "hydra", "omegaconf", "numpy", "yaml")
 
 
-def loaded_by(module: str, watched: tuple[str, ...]) -> str:
-    """Which of the watched libraries a fresh interpreter holds after importing `module`."""
+def imported_by(module: str, watched: tuple[str, ...]) -> str:
+    """The watched libraries that are in sys.modules after `import module` in a new process."""
     code = f"import sys, {module}; print([m for m in {watched!r} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
@@ -133,8 +133,8 @@ def loaded_by(module: str, watched: tuple[str, ...]) -> str:
 
 
 @pytest.mark.parametrize("module", ["quadriga", "quadriga.errors", "quadriga.config.schema"])
-def test_the_package_loads_no_library_at_all(module):
-    assert loaded_by(module, HEAVY + LIGHT) == "[]"
+def test_the_package_imports_no_library(module):
+    assert imported_by(module, HEAVY + LIGHT) == "[]"
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,9 @@ def test_the_package_loads_no_library_at_all(module):
         "quadriga.observability.plots",
     ],
 )
-def test_settings_and_commands_load_nothing_heavy(module):
-    assert loaded_by(module, HEAVY) == "[]"
+def test_settings_and_commands_import_nothing_heavy(module):
+    assert imported_by(module, HEAVY) == "[]"
 
 
-def test_a_heavy_import_would_be_seen():
-    assert loaded_by("numpy", ("numpy",)) == "['numpy']"
+def test_an_imported_library_is_reported():
+    assert imported_by("numpy", ("numpy",)) == "['numpy']"

@@ -1,4 +1,4 @@
-"""Nothing grows past the size at which a concept wants a name of its own."""
+"""Files, functions and classes stay below their size limits."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import ast
 
 from source_tree import SourceFile, all_python_files, package_files
 
-FILE_LINES, FILE_WALL = 400, 500
+FILE_LINES, LONG_FILE_LINES = 400, 500
 FUNCTION_LINES = 60
 CLASS_LINES = 300
-SHORT = 15  # at least half of all functions are under this
+SHORT = 15  # at least half of all functions have fewer lines
 
+# Files that may have LONG_FILE_LINES lines, and why.
 LONGER_FILES: dict[str, str] = {
-    "src/quadriga/config/schema.py": "every setting in one place",
+    "src/quadriga/config/schema.py": "all settings in one file",
 }
 
 
 def functions(file: SourceFile) -> list[tuple[str, int]]:
-    """(name, lines) of every function; decorators do not count."""
+    """(name, lines) of every function, without decorators."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     return [(n.name, lines_of(n)) for n in ast.walk(file.tree) if isinstance(n, kinds)]
 
@@ -27,7 +28,7 @@ def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int
 
 
 def size_faults(file: SourceFile) -> list[str]:
-    limit = FILE_WALL if file.name in LONGER_FILES else FILE_LINES
+    limit = LONG_FILE_LINES if file.name in LONGER_FILES else FILE_LINES
     faults = [f"{file.name}: {file.lines} lines > {limit}"] if file.lines > limit else []
     faults += [
         f"{file.name}: {name} has {lines} lines > {FUNCTION_LINES}"
@@ -43,7 +44,8 @@ def size_faults(file: SourceFile) -> list[str]:
 
 
 def test_files_functions_and_classes_are_small():
-    assert [fault for file in all_python_files() for fault in size_faults(file)] == []
+    faults = [fault for file in all_python_files() for fault in size_faults(file)]
+    assert not faults, "\n".join(faults)
 
 
 def test_half_of_the_functions_are_short():
@@ -57,7 +59,7 @@ def test_exceptions_are_needed_and_few():
     assert [name for name in LONGER_FILES if sizes.get(name, 0) <= 350] == []
 
 
-def test_planted_giants_are_seen():
+def test_planted_faults_are_reported():
     long_function = "def f():\n" + "    x = 1\n" * FUNCTION_LINES
     long_class = "class C:\n" + "    x = 1\n" * CLASS_LINES
     for text in (long_function, long_class, "x = 1\n" * (FILE_LINES + 1)):

@@ -1,4 +1,4 @@
-"""verl's algorithm functions under their own names give our numbers."""
+"""verl's algorithm functions return the numbers of `quadriga.algorithms`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import quadriga.compat.verl  # noqa: F401 - puts the names in place
+import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
 from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
 from quadriga.errors import InputError, UnknownNameError
 
@@ -18,7 +18,7 @@ MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]])
 INDEX = np.array(["p", "p", "q", "q"], dtype=object)
 
 
-def test_advantages_under_their_names():
+def test_advantages_by_hand():
     from verl.trainer.ppo import core_algos
 
     adv, returns = core_algos.compute_grpo_outcome_advantage(REWARDS, MASK, INDEX)
@@ -35,7 +35,7 @@ def test_advantages_under_their_names():
     assert torch.equal(gae, ours)
 
 
-def test_every_estimator_that_we_have_has_a_name():
+def test_every_estimator_has_a_verl_name():
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator
 
     ours = {name for name, entry in ADVANTAGES.items() if entry.origin == "built-in"}
@@ -43,12 +43,12 @@ def test_every_estimator_that_we_have_has_a_name():
     assert {e.value for e in AdvantageEstimator} <= set(ADV_ESTIMATOR_REGISTRY)
 
 
-def test_a_users_estimator_serves_our_trainer_too():
+def test_an_estimator_with_verls_signature_works_in_quadrigas_trainer():
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn, register_adv_est
 
     @register_adv_est("mine")
     def mine(token_level_rewards, response_mask, index, config=None, **kwargs):
-        """Reward times group number."""
+        """Reward times the number of the prompt group."""
         scores = (token_level_rewards * response_mask).sum(-1) * torch.as_tensor(index)
         advantages = scores[:, None] * response_mask
         return advantages, advantages
@@ -99,7 +99,7 @@ SEEN = torch.tensor([[1, 1, 1], [1, 1, 0]])
 
 
 def actor_config(**more):
-    """As verl's actor settings, with what a test changes."""
+    """verl's actor settings with the changes of a test."""
     given = {
         "clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0,
         "tau_pos": 1.0, "tau_neg": 1.05, "global_batch_info": {},
@@ -128,7 +128,7 @@ def test_the_clipped_policy_loss_by_hand():
     ]  # fmt: skip
 
 
-def test_a_policy_loss_is_a_part_of_the_whole_batchs_times_the_ranks():
+def test_a_policy_loss_is_its_share_of_the_global_loss_times_the_ranks():
     from verl.trainer.ppo import core_algos
 
     whole = actor_config(global_batch_info={"dp_size": 2, "batch_num_tokens": 10})
@@ -141,14 +141,14 @@ def test_a_policy_loss_is_a_part_of_the_whole_batchs_times_the_ranks():
     assert halved.item() == pytest.approx((0.8 + 2.5 + 0.5 - 2 * 0.9 - 2 * 0.6) / 10)
 
 
-def test_every_policy_loss_that_we_have_has_a_name():
+def test_every_policy_loss_has_a_verl_name():
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 
     from quadriga.algorithms.policy_losses import ALIASES, POLICY_LOSSES
 
     ours = {name for name, entry in POLICY_LOSSES.items() if entry.origin == "built-in"}
     named = {ALIASES.get(name, name) for name in POLICY_LOSS_REGISTRY}
-    # gspo_token is what verl calls gspo; the other two have no function there.
+    # verl calls gspo_token "gspo" and does not have the other two.
     assert ours - named == {"gspo_token", "policy_gradient", "decoupled_ppo"}
     for name, function in POLICY_LOSS_REGISTRY.items():
         log_prob = NEW.clone().requires_grad_()
@@ -160,14 +160,14 @@ def test_every_policy_loss_that_we_have_has_a_name():
         get_policy_loss_fn("theirs")
 
 
-def test_what_kl_cov_reports_is_a_distance():
+def test_kl_cov_reports_the_mean_absolute_log_ratio():
     from verl.trainer.ppo.core_algos import compute_policy_loss_kl_cov
 
     _, metrics = compute_policy_loss_kl_cov(OLD, NEW, ADV, SEEN, "token-mean", actor_config())
     assert metrics == {"actor/ppo_kl": pytest.approx((0.2 + 0.5 + 0.0 + 0.2 + 0.6) / 5)}
 
 
-def test_a_users_policy_loss_in_verls_form():
+def test_a_policy_loss_with_verls_signature():
     from verl.trainer.ppo.core_algos import (
         POLICY_LOSS_REGISTRY,
         get_policy_loss_fn,

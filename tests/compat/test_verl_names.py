@@ -1,4 +1,4 @@
-"""Code written for verl's names runs on our classes."""
+"""Code that imports verl's names runs on Quadriga's classes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import pytest
 import torch
 from verl_names import PUBLIC
 
-import quadriga.compat.verl  # noqa: F401 - puts the names in place
+import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
 from quadriga.compat.verl.names import MODULES
-from quadriga.errors import ConflictError, LengthError
+from quadriga.errors import ConflictError, FieldError, LengthError
 
-# The public names that verl 0.9.1 defines in these modules and that Quadriga leaves out, with the
-# reason in docs/concepts/migration.md.
+# Public names of these modules of verl 0.9.1 that Quadriga leaves out. docs/concepts/migration.md
+# gives the reasons.
 LEFT_OUT = {
     "verl.protocol": "BatchData serialize_single_tensor serialize_tensordict "
     "deserialize_single_tensor deserialize_tensordict",
@@ -46,7 +46,7 @@ def test_every_name_can_be_imported(module):
         loaded.no_such_name  # noqa: B018
 
 
-def test_names_are_our_own_objects():
+def test_names_are_quadrigas_objects():
     from verl import DataProto
     from verl.single_controller.base.decorator import Dispatch, register
     from verl.single_controller.ray import RayClassWithInitArgs
@@ -61,16 +61,16 @@ def test_names_are_our_own_objects():
     assert RayClassWithInitArgs is quadriga.backends.ray.RayClassWithInitArgs
 
 
-def test_left_out_names_are_not_there_by_accident_and_the_page_tells_them():
+def test_the_migration_page_lists_the_names_that_are_left_out():
     page = (Path(__file__).parents[2] / "docs" / "concepts" / "migration.md").read_text()
     for module, names in LEFT_OUT.items():
         assert not set(names.split()) & set(MODULES[module])
         for name in names.split():
-            assert told(name, page), name
+            assert is_on_page(name, page), name
 
 
-def told(name: str, page: str) -> bool:
-    """Whether the page has the name, or a pattern such as `serialize_*` or `loss_{a,b}` of it."""
+def is_on_page(name: str, page: str) -> bool:
+    """Whether the page has the name or a pattern of it, such as `serialize_*` or `loss_{a,b}`."""
     patterns = re.findall(r"`([\w*]+(?:\{[\w,]+\})?)`", page)
     for pattern in patterns:
         head, _, choices = pattern.rstrip("}").partition("{")
@@ -80,12 +80,12 @@ def told(name: str, page: str) -> bool:
 
 
 @pytest.mark.parametrize("module", PUBLIC)
-def test_every_public_name_of_verl_is_ours_or_left_out(module):
+def test_every_public_name_of_verl_is_provided_or_left_out(module):
     missing = set(PUBLIC[module].split()) - set(MODULES[module])
     assert missing == set(LEFT_OUT.get(module, "").split())
 
 
-def test_importing_the_names_loads_nothing():
+def test_importing_the_modules_imports_no_library():
     code = (
         "import sys, quadriga.compat.verl, verl.utils.device, verl.single_controller.ray.base\n"
         "print([m for m in ('torch', 'ray', 'tensordict') if m in sys.modules])"
@@ -94,7 +94,7 @@ def test_importing_the_names_loads_nothing():
     assert run.stdout.strip() == "[]", run.stderr
 
 
-def test_an_imported_verl_is_left_alone(tmp_path):
+def test_an_imported_verl_is_not_replaced(tmp_path):
     (tmp_path / "verl").mkdir()
     (tmp_path / "verl" / "__init__.py").write_text("MINE = 1\n")
     code = (
@@ -107,10 +107,10 @@ def test_an_imported_verl_is_left_alone(tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env
     )
-    assert run.stdout.startswith("1 verl has been imported already"), run.stderr
+    assert run.stdout.startswith("1 verl is imported already"), run.stderr
 
 
-def test_own_modes_in_verls_words():
+def test_dispatch_functions_of_verl():
     from verl.protocol import DataProto
     from verl.single_controller.base.decorator import (
         DISPATCH_MODE_FN_REGISTRY,
@@ -149,11 +149,15 @@ def test_functional():
     assert not ray_noset_visible_devices({})
 
     @auto_await
-    async def answer():
+    async def number():
         await asyncio.sleep(0)
         return 42
 
-    assert answer() == 42
+    async def awaited():
+        return await number()
+
+    assert number() == 42
+    assert asyncio.run(awaited()) == 42
 
 
 def test_device():
@@ -216,17 +220,17 @@ def test_padding_of_tensordicts():
     assert tu.get(td, "uid", "none") == "none"
 
 
-def test_rows_made_of_dicts():
+def test_a_tensordict_of_dicts():
     from verl.utils import tensordict_utils as tu
 
-    rows = [{"ids": torch.arange(n), "s": torch.tensor(n), "who": str(n)} for n in (2, 3)]
+    rows = [{"ids": torch.arange(n), "s": torch.tensor(n), "name": str(n)} for n in (2, 3)]
     td = tu.list_of_dict_to_tensordict(rows)
     assert lengths_of(td["ids"]) == [2, 3]
     assert td["s"].tolist() == [2, 3]
-    assert tu.get(td, "who") == ["2", "3"]
+    assert tu.get(td, "name") == ["2", "3"]
 
 
-def test_rows_ragged_in_their_last_dimension():
+def test_rows_that_differ_in_their_last_dimension():
     from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
 
     nested = nested_tensor_from_tensor_list([torch.ones(4, 2), torch.ones(4, 3)])
@@ -260,8 +264,64 @@ def test_dynamic_batches():
     assert sb.restore_dynamic_batch(joined, rows).tolist() == [0, 1, 2, 3]
 
 
+def test_rows_of_a_group_stay_in_one_micro_batch():
+    from verl.utils import seqlen_balancing as sb
+    from verl.utils import tensordict_utils as tu
+
+    lengths = torch.tensor([1, 1, 4, 4, 2, 2])
+    mask = (torch.arange(4)[None] < lengths[:, None]).long()
+    batch = tu.get_tensordict({"attention_mask": mask, "row": torch.arange(6)})
+    parts, rows = sb.rearrange_micro_batches(
+        batch, max_token_len=8, num_batches_divided_by=3, force_group_size=2
+    )
+    assert rows == [[2, 3], [4, 5], [0, 1]]  # largest workload first
+    assert [part["row"].tolist() for part in parts] == rows
+    with pytest.raises(LengthError, match="6 rows, which do not divide into groups"):
+        sb.rearrange_micro_batches(batch, max_token_len=8, force_group_size=4)
+
+
+def test_names_of_verls_worker(monkeypatch):
+    from verl.single_controller.base import Worker
+
+    import quadriga.single_controller
+
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.5")
+    monkeypatch.setenv("MASTER_PORT", "2345")
+    worker = Worker()
+    assert isinstance(worker, quadriga.single_controller.Worker)
+    assert worker.get_master_addr_port() == ("10.0.0.5", "2345")
+    worker._register_dispatch_collect_info("actor", 0, False)
+    assert worker.query_collect_info("actor") is False
+    assert worker.fused_worker_dict == {}
+    assert worker.get_fused_worker_by_name("critic") is None
+
+
+def test_a_fused_class_has_verls_names():
+    from verl.single_controller.base import ClassWithInitArgs, Worker
+    from verl.single_controller.ray.base import create_colocated_worker_raw_cls
+
+    class Actor(Worker):
+        pass
+
+    fused = create_colocated_worker_raw_cls({"actor": ClassWithInitArgs(Actor)})()
+    assert isinstance(fused.actor, Actor)
+    assert fused.actor.get_fused_worker_by_name("actor") is fused.actor
+    assert fused.get_fused_worker_by_name("critic") is None
+
+
+def test_a_tensordict_of_unequal_kinds_is_not_concatenated():
+    from verl.utils import tensordict_utils as tu
+
+    tensors = tu.get_tensordict({"a": torch.arange(2)})
+    objects = tu.get_tensordict({"a": ["x", "y"]})
+    with pytest.raises(FieldError, match="one kind in all TensorDicts"):
+        tu.concat_tensordict([tensors, objects])
+    with pytest.raises(ConflictError, match="'a' differs"):
+        tu.assert_tensordict_eq(tensors, objects)
+
+
 def test_a_worker_written_for_verl_runs_on_ray(tmp_path):
-    """The whole way, in a program of its own: its module imports verl, in the workers as well."""
+    """A program whose module imports verl, in the controller and in the workers."""
     (tmp_path / "their_worker.py").write_text(
         "import torch\n"
         "from verl import DataProto\n"
@@ -273,6 +333,8 @@ def test_a_worker_written_for_verl_runs_on_ray(tmp_path):
         "        self.scale = scale\n"
         "    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)\n"
         "    def double(self, data):\n"
+        "        critic = self.get_fused_worker_by_name('critic')\n"
+        "        assert self.fused_worker_dict['critic'] is critic\n"
         "        data.batch['a'] = data.batch['a'] * self.scale\n"
         "        return data\n"
         "    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)\n"

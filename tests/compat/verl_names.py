@@ -1,6 +1,6 @@
-"""The public names that verl 0.9.1 defines at the top level of the modules that we stand in for.
+"""The public names that verl 0.9.1 defines at the top level of the modules that Quadriga replaces.
 
-Read from its source once; constants of its own (loggers, folders) are not among them.
+The list was read from verl's source. It leaves out constants such as loggers and folders.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every example of the controller runs, and does what it says."""
+"""Every example in examples/controller runs and returns what its docstring says."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FOLDER = Path(__file__).parents[2] / "examples" / "controller"
 
 
 @pytest.fixture(scope="module", params=["local", "ray"])
-def engine(request):
-    """Both backends. The examples share one Ray, and bring files that its workers must receive."""
+def backend_name(request):
+    """Both backends. All examples run on one Ray cluster, which receives their files."""
     backend = get_backend(request.param)
     backend.start(num_cpus=4, object_store_memory=150 * 2**20)
     yield request.param
@@ -39,46 +39,46 @@ def example(monkeypatch):
             registry.remove(mode.name)
 
 
-def test_accumulator(example, engine):
-    assert example("accumulator").main(engine) == [1, 2, 3, 4]
+def test_accumulator(example, backend_name):
+    assert example("accumulator").main(backend_name) == [1, 2, 3, 4]
 
 
-def test_data_parallel(example, engine):
-    by_hand, as_method = example("data_parallel").main(engine)
+def test_data_parallel(example, backend_name):
+    by_hand, as_method = example("data_parallel").main(backend_name)
     assert by_hand.shape == (4,)
     assert by_hand.tolist() == as_method.tolist()
 
 
-def test_padding(example, engine):
-    result = example("padding").main(engine)
+def test_padding(example, backend_name):
+    result = example("padding").main(backend_name)
     assert result.batch["y"].tolist() == [i * i for i in range(10)]
     assert result.batch["rows_of_rank"].tolist() == [3] * 10
 
 
-def test_own_modes(example, engine):
-    doubled, half, counted = example("own_modes").main(engine)
+def test_own_modes(example, backend_name):
+    doubled, half, counted = example("own_modes").main(backend_name)
     assert doubled == [20, 40]
     assert half == [0, 1]
     assert counted.batch["tokens"].tolist() == [8, 7, 1, 2, 6, 3, 5, 4]
     assert counted.batch["of_rank"].tolist() == [9] * 8  # 8+1, 7+2, 6+3, 5+4
 
 
-def test_kl_divergence(example, engine):
-    kl = example("kl_divergence").main(engine)
+def test_kl_divergence(example, backend_name):
+    kl = example("kl_divergence").main(backend_name)
     assert kl.shape == (4, 2)
     assert kl.abs().max() < 1e-6
 
 
-def test_new_role(example, engine):
-    assert example("new_role").main(engine) == [-2.0, -1.0, -3.0, 0.0]
+def test_new_role(example, backend_name):
+    assert example("new_role").main(backend_name) == [-2.0, -1.0, -3.0, 0.0]
 
 
-def test_fused_roles(example, engine):
-    seen = example("fused_roles").main(engine)
+def test_fused_roles(example, backend_name):
+    seen = example("fused_roles").main(backend_name)
     assert list(seen.values()) == [[10, 20], [1, 2], [10, 20]]
 
 
-def test_as_a_newcomer_runs_one():
+def test_an_example_runs_as_a_script():
     run = subprocess.run(
         [sys.executable, str(FOLDER / "accumulator.py"), "ray"],
         capture_output=True, text=True, timeout=150,

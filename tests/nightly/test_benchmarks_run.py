@@ -1,4 +1,4 @@
-"""Every benchmark still runs, at small sizes and without peers; what they print is JSON."""
+"""Every benchmark runs at small sizes, without peers, and prints its goals as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", ["algorithms", "controller", "data_plane"])
-def test_a_quick_benchmark(name):
+def test_quick_benchmark(name):
     done = subprocess.run(
         [sys.executable, f"benchmarks/{name}.py", "--quick"],
         cwd=ROOT, capture_output=True, text=True,

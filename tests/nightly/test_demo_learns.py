@@ -1,4 +1,4 @@
-"""The demo, whole, as a newcomer runs it: reinforcement teaches what imitation did not."""
+"""`quadriga demo` from start to end: reinforcement learning improves on imitation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 @pytest.mark.parametrize("setting", ["seed=0", "seed=1", "seed=2", "adv_estimator=gae"])
 def test_the_demo_learns(tmp_path, setting):
-    """Accuracy on held-out problems, greedy."""
+    """Greedy accuracy on the validation problems rises from below 0.6 to above 0.9."""
     done = subprocess.run(
         [sys.executable, "-m", "quadriga.cli.main", "demo", setting],
         cwd=tmp_path, capture_output=True, text=True,

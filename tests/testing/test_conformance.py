@@ -1,4 +1,4 @@
-"""The project's own modes, meshes and backends obey the laws of the kit, and the kit can tell."""
+"""The built-in modes, meshes and backends satisfy the laws of the kit; faulty ones do not."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_modes(subject, law):
     law.check(subject)
 
 
-def test_every_mode_but_the_reserved_one_is_a_subject():
+def test_every_mode_except_the_reserved_one_is_checked():
     assert {s.mode.name for s in SUBJECTS} == {m.name for m in Dispatch} - {"DIRECT_ROLLOUT_METHOD"}
 
 
@@ -95,19 +95,19 @@ def subject(request):
 
 
 @pytest.fixture
-def hurry(monkeypatch):
-    """The local backend sees at once that a call is late."""
+def short_deadlines(monkeypatch):
+    """Late calls take 0.4 s: the local backend reports an exceeded deadline at once."""
     monkeypatch.setattr(backend_laws, "LATE_S", 0.4)
 
 
 @pytest.mark.parametrize("law", BACKEND_LAWS, ids=str)
 def test_backends(subject, law, request):
     if subject.backend.name == "local":
-        request.getfixturevalue("hurry")
+        request.getfixturevalue("short_deadlines")
     law.check(subject)
 
 
-# A kit that finds nothing wrong proves nothing: modes and a backend with one fault each.
+# The kit must find faults: modes, meshes and backends with one fault each.
 
 
 def faulty(name, dispatch_fn=None, collect_fn=None):
@@ -186,7 +186,7 @@ def test_the_kit_finds_faulty_modes_of_meshes(mode, law):
     assert law in caught.value.laws
 
 
-# One fault a backend. Each is put into the local one, where everything is at hand.
+# Local backends with one fault each.
 
 
 class Faulty(LocalBackend):
@@ -197,19 +197,19 @@ class Faulty(LocalBackend):
             if tampered is not None:
                 setattr(self, method, tampered)
 
-    def submit_with(self, answer, ranks, targets, calls):
-        """`answer(rank, call)` for each rank, instead of what the backend does."""
+    def submit_with(self, run, ranks, targets, calls):
+        """Use `run(rank, call)` as the result of each rank."""
         return [
-            LocalPending(answer(ranks.handles[t].native, call))
+            LocalPending(run(ranks.handles[t].native, call))
             for t, call in zip(targets, calls, strict=True)
         ]
 
 
-class Unfinished(Faulty):
+class Incomplete(Faulty):
     share = None
 
 
-class Misplaced(Faulty):
+class WrongRank(Faulty):
     def faulty_worker_group(self, pool, cls, **options):
         group = LocalBackend.worker_group(self, pool, cls, **options)
         for handle in group._ranks.handles:
@@ -217,7 +217,7 @@ class Misplaced(Faulty):
         return group
 
 
-class Mixed(Faulty):
+class SwapsRanks(Faulty):
     def faulty_submit(self, ranks, targets, calls, timeout):
         return LocalBackend.submit(self, ranks, targets, list(calls)[::-1], timeout)
 
@@ -232,7 +232,7 @@ class KeepsPadding(Faulty):
         return self.submit_with(unless_padded, ranks, targets, calls)
 
 
-class Shares(Faulty):
+class SharesMemory(Faulty):
     def faulty_submit(self, ranks, targets, calls, timeout):
         return self.submit_with(
             lambda rank, call: getattr(rank.host.workers[call.role], call.method)(
@@ -262,13 +262,13 @@ class NeverAwaits(Faulty):
     def faulty_submit(self, ranks, targets, calls, timeout):
         def started(rank, call):
             if call.method == "later":
-                return "a coroutine that nobody awaited"
+                return "a coroutine that was not awaited"
             return rank.invoke(call, timeout)
 
         return self.submit_with(started, ranks, targets, calls)
 
 
-class Apart(Faulty):
+class NoSiblings(Faulty):
     def faulty_worker_group(self, pool, cls, **options):
         group = LocalBackend.worker_group(self, pool, cls, **options)
         for handle in group._ranks.handles:
@@ -277,22 +277,22 @@ class Apart(Faulty):
         return group
 
 
-class Untyped(Faulty):
+class UntypedErrors(Faulty):
     def faulty_submit(self, ranks, targets, calls, timeout):
-        def plainly(rank, call):
+        def untyped(rank, call):
             if call.method == "fail":
                 raise RuntimeError("something went wrong")
             return rank.invoke(call, timeout)
 
-        return self.submit_with(plainly, ranks, targets, calls)
+        return self.submit_with(untyped, ranks, targets, calls)
 
 
-class Patient(Faulty):
+class NoDeadlines(Faulty):
     def faulty_submit(self, ranks, targets, calls, timeout):
         return LocalBackend.submit(self, ranks, targets, calls, None)
 
 
-class FailsPlainly(Faulty):
+class UntypedStart(Faulty):
     def faulty_worker_group(self, pool, cls, **options):
         try:
             return LocalBackend.worker_group(self, pool, cls, **options)
@@ -300,7 +300,7 @@ class FailsPlainly(Faulty):
             raise RuntimeError("could not start") from error
 
 
-class Nameless(Faulty):
+class NoNames(Faulty):
     def faulty_worker_group(self, pool, cls, **options):
         class Group(LocalWorkerGroup):
             def __getattr__(self, name):
@@ -309,44 +309,44 @@ class Nameless(Faulty):
         return Group(pool, cls, backend=self, **options)
 
 
-class Immortal(Faulty):
+class NeverEnds(Faulty):
     def faulty_kill(self, handle):
         pass
 
 
 FAULTS = {
-    "protocol": Unfinished,
-    "places": Misplaced,
-    "modes": Mixed,
+    "protocol": Incomplete,
+    "places": WrongRank,
+    "modes": SwapsRanks,
     "padding": KeepsPadding,
-    "mutation": Shares,
+    "mutation": SharesMemory,
     "futures": LosesFutures,
     "coroutines": NeverAwaits,
-    "roles": Apart,
-    "errors": Untyped,
-    "deadlines": Patient,
-    "failed start": FailsPlainly,
-    "names": Nameless,
-    "end": Immortal,
+    "roles": NoSiblings,
+    "errors": UntypedErrors,
+    "deadlines": NoDeadlines,
+    "failed start": UntypedStart,
+    "names": NoNames,
+    "end": NeverEnds,
 }
 
 
 @pytest.mark.parametrize("law", BACKEND_LAWS, ids=str)
-def test_the_kit_finds_faulty_backends(law, monkeypatch, hurry):
+def test_the_kit_finds_faulty_backends(law, monkeypatch, short_deadlines):
     from quadriga.single_controller import WorkerGroup
 
-    # The law of the end waits for an end that does not come.
+    # Without this, the law "end" waits 60 s for ranks that do not end.
     monkeypatch.setattr(WorkerGroup._block_until_no_worker_alive, "__defaults__", (0.2,))
     laws = {one.name: one for one in BACKEND_LAWS}
     with BackendUnderTest(FAULTS[law.name]()) as subject:
-        with pytest.raises(Exception):  # noqa: B017 - whatever a broken backend does
+        with pytest.raises(Exception):  # noqa: B017 - a faulty backend may raise any error
             law.check(subject)
-        # The fault is where it should be: the backend is not broken altogether.
+        # The fault breaks this law only; another law still holds.
         laws["names" if law.name in ("coroutines", "mutation") else "coroutines"].check(subject)
 
 
-def test_the_report_names_every_broken_law(hurry):
+def test_the_report_names_every_broken_law(short_deadlines):
     with pytest.raises(LawBroken, match="The backend 'local' breaks") as caught:
-        check_backend(Mixed())
+        check_backend(SwapsRanks())
     assert "modes" in caught.value.laws
     assert "coroutines" not in caught.value.laws

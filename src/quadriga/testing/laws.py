@@ -1,23 +1,24 @@
-"""What a law is, and checking many at once."""
+"""`Law`: a named statement with a function that checks it. And the check of many laws at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from quadriga.errors import QuadrigaError
 
 SubjectT = TypeVar("SubjectT")
+ErrorT = TypeVar("ErrorT", bound=Exception)
 
 
 class LawBroken(QuadrigaError, AssertionError):
-    """A law of the kit does not hold. Attribute `laws`: the names of those that are broken."""
+    """A law of the kit does not hold. Attribute `laws`: the names of the broken laws."""
 
 
 @dataclass(frozen=True)
 class Law(Generic[SubjectT]):
-    """A named statement, and a function that raises `LawBroken` where it is not true."""
+    """A named statement, and a function that raises `LawBroken` if it does not hold."""
 
     name: str
     statement: str
@@ -28,17 +29,17 @@ class Law(Generic[SubjectT]):
 
 
 def law(name: str, statement: str) -> Callable[[Callable[[SubjectT], None]], Law[SubjectT]]:
-    """Make a law of a function."""
+    """Return a decorator that makes a law of a check function."""
     return lambda function: Law(name, statement, function)
 
 
 def check_all(laws: Iterable[Law[SubjectT]], subject: SubjectT, title: str) -> None:
-    """Check every law. Raises LawBroken with all that do not hold, the first one's cause kept."""
+    """Check every law. Raise LawBroken, which lists all broken laws, from the first error."""
     broken: list[tuple[Law[SubjectT], Exception]] = []
     for one in laws:
         try:
             one.check(subject)
-        except Exception as error:  # whatever the subject does belongs into the report
+        except Exception as error:  # any error of the subject breaks the law and is reported
             broken.append((one, error))
     if broken:
         lines = [
@@ -51,22 +52,19 @@ def check_all(laws: Iterable[Law[SubjectT]], subject: SubjectT, title: str) -> N
         ) from broken[0][1]
 
 
-def expect(seen: Any, wanted: Any, what: str) -> None:
-    """Raises LawBroken unless `seen` equals `wanted`."""
-    if seen != wanted:
-        raise LawBroken(f"{what}: expected {wanted!r}, got {seen!r}")
+def expect(seen: object, expected: object, what: str) -> None:
+    """Raise LawBroken unless `seen` equals `expected`."""
+    if seen != expected:
+        raise LawBroken(f"{what}: expected {expected!r}, got {seen!r}")
 
 
-def expect_raises(
-    run: Callable[[], Any], kinds: type[Exception] | tuple[type[Exception], ...], what: str
-) -> Any:
-    """Raises LawBroken unless `run` raises one of `kinds`; returns the error."""
+def expect_raises(run: Callable[[], object], kind: type[ErrorT], what: str) -> ErrorT:
+    """Return the error that `run` raises. Raise LawBroken if it does not raise one of `kind`."""
     try:
         value = run()
-    except kinds as error:
+    except kind as error:
         return error
-    names = [k.__name__ for k in (kinds if isinstance(kinds, tuple) else (kinds,))]
-    raise LawBroken(f"{what}: expected {' or '.join(names)}, got the value {value!r}")
+    raise LawBroken(f"{what}: expected {kind.__name__}, got the value {value!r}")
 
 
 def _first_line(error: Exception) -> str:

@@ -1,11 +1,11 @@
-"""The workers that the laws of backends start."""
+"""The worker classes that the laws of backends start."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from quadriga.errors import ConfigError
 from quadriga.single_controller import (
@@ -18,9 +18,11 @@ from quadriga.single_controller import (
 if TYPE_CHECKING:
     from quadriga.protocol import DataProto
 
+ValueT = TypeVar("ValueT")
+
 
 class Probe(Worker):
-    """One role of the process. Holds a number and a mesh in which all ranks share one part."""
+    """One role of the process. It has a number, and a mesh in which all ranks share one part."""
 
     def __init__(self, number: int = 0) -> None:
         super().__init__()
@@ -31,74 +33,74 @@ class Probe(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def place(self) -> tuple[int, int, int, int]:
-        """rank, world size, local rank, local world size."""
+        """Return (rank, world size, local rank, local world size)."""
         return self.rank, self.world_size, self.local_rank, self.local_world_size
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def variables(self) -> tuple[str, str, str, str]:
-        """What the environment says."""
+        """Return the environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         rank, world_size, address, port = (os.environ.get(name, "") for name in names)
         return rank, world_size, address, port
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def add(self, x: int) -> int:
-        """The number, x and the rank, added."""
+        """Return the sum of the number, x and the rank."""
         return self.number + x + self.rank
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def each(self, x: Any) -> tuple[int, Any]:
-        """The rank and its entry."""
+    def each(self, x: ValueT) -> tuple[int, ValueT]:
+        """Return the rank and its entry of the argument."""
         return self.rank, x
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def first(self) -> int:
-        """Rank 0."""
+        """Return the number of the executing rank, which is 0."""
         return self.rank
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def later(self) -> int:
-        """As a coroutine."""
+        """Return the rank from a coroutine."""
         await asyncio.sleep(0.001)
         return self.rank
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def double(self, data: DataProto) -> DataProto:
-        """In place."""
+        """Double the rows in place."""
         data.batch["row"] *= 2
         return data
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("all"))
     def spoil(self, data: DataProto) -> DataProto:
-        """All ranks get one shared part, and every rank changes it."""
+        """Change the part in place that all ranks share."""
         data.batch["row"] += 1
         return data
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def total(self, data: DataProto) -> int:
-        """The sum of this rank's rows."""
+        """Return the sum of the rows of this rank."""
         return int(data.batch["row"].sum())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fail(self, rank: int) -> int:
-        """Raise on one rank."""
+        """Raise KeyError on one rank."""
         if self.rank == rank:
             raise KeyError("planted")
         return self.rank
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait(self, rank: int, seconds: float) -> int:
-        """Take that long on one rank."""
+        """Sleep on one rank."""
         if self.rank == rank:
             time.sleep(seconds)
         return self.rank
 
 
 class Sibling(Worker):
-    """Another role of the same process."""
+    """Another role in the same process."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def ask(self, x: int) -> int:
-        """What the other role says."""
-        answer: int = self.sibling("probe").add(x)
-        return answer
+        """Return the result of `add` of the other role."""
+        result: int = self.sibling("probe").add(x)
+        return result

@@ -4,9 +4,17 @@
     from verl import DataProto
     from verl.single_controller.base.decorator import Dispatch, register
 
-From then on the modules in `names.MODULES` give Quadriga's classes and functions, in this process
-and in the worker processes that it starts. An installed verl is neither imported nor changed; its
-other modules are out of reach for the process. Names load when they are first used.
+After the import, the modules in `names.MODULES` provide Quadriga's classes and functions, in this
+process and in the worker processes that it starts. An installed verl is neither imported nor
+changed; its other modules cannot be imported in such a process. A name is imported when it is first
+used.
+
+    names           the table of all names
+    core_algos      advantages, KL, value loss, loss aggregation      policy_losses   policy losses
+    decorator       dispatch and collect functions                    worker          Worker
+    groups          worker groups, resource pools, ports              device          accelerators
+    balancing       sequence-length balancing                         tensordicts     TensorDicts
+    functional      small helper functions                            config          settings
 """
 
 from __future__ import annotations
@@ -14,55 +22,60 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType
-from typing import Any
 
 from quadriga.compat.verl.names import MODULES
 from quadriga.errors import ConfigError
-from quadriga.single_controller.ranks.preload import preload_in_workers
+from quadriga.single_controller.ranks.environment import preload_in_workers
 
 VERSION = "0.9.1+quadriga"
 
 
 class AliasModule(ModuleType):
-    """A module whose names live elsewhere: `homes` maps each name to "module:attribute"."""
+    """A module whose names are defined in other modules.
 
-    def __init__(self, name: str, homes: dict[str, str]) -> None:
+    `sources` maps each name to "module:attribute". The source is imported when the name is read.
+    """
+
+    def __init__(self, name: str, sources: dict[str, str]) -> None:
         super().__init__(name, f"Quadriga's names under {name}. See quadriga.compat.verl.")
-        self._homes = homes
-        self.__all__ = [public for public in homes if not public.startswith("_")]
+        self._sources = sources
+        self.__all__ = [public for public in sources if not public.startswith("_")]
 
-    def __getattr__(self, name: str) -> Any:
-        homes: dict[str, str] = self.__dict__.get("_homes", {})
-        if name not in homes:
+    def __getattr__(self, name: str) -> object:
+        sources: dict[str, str] = self.__dict__.get("_sources", {})
+        if name not in sources:
             raise AttributeError(
-                f"{self.__name__!r} has no {name!r} in Quadriga. It has: {', '.join(homes)}."
+                f"{self.__name__!r} has no {name!r} in Quadriga. It has: {', '.join(sources)}."
             )
-        module, _, attribute = homes[name].partition(":")
-        value = getattr(importlib.import_module(module), attribute)
+        module, _, attribute = sources[name].partition(":")
+        value: object = getattr(importlib.import_module(module), attribute)
         setattr(self, name, value)
         return value
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._homes})
+        return sorted({*super().__dir__(), *self._sources})
 
 
 def install() -> None:
-    """Put the modules in place. Raises ConfigError if verl itself has been imported before."""
+    """Add the modules to `sys.modules`. Raise ConfigError if verl itself is imported already."""
     loaded = sys.modules.get("verl")
     if isinstance(loaded, AliasModule):
         return
     if loaded is not None:
         raise ConfigError(
-            "verl has been imported already in this process; import quadriga.compat.verl before "
-            "it, or leave it out.",
+            "verl is imported already in this process. Import quadriga.compat.verl before the "
+            "first import of verl, or do not import it.",
             key="quadriga.compat.verl",
         )
     packages = {name.rpartition(".")[0] for name in MODULES}
-    for name, homes in MODULES.items():
-        module = AliasModule(name, homes)
+    for name, sources in MODULES.items():
+        module = AliasModule(name, sources)
+        # A module with a `__path__` is a package: `import verl.utils.device` then looks up
+        # `verl.utils` in sys.modules and does not search the disk.
         if name in packages or any(other.startswith(f"{name}.") for other in MODULES):
             module.__path__ = []
         sys.modules[name] = module
+    # `import a.b` binds only `a`; the attribute `b` of `a` is what `a.b` reads afterwards.
     for name in MODULES:
         parent, _, child = name.rpartition(".")
         if parent:

@@ -1,20 +1,25 @@
-"""verl's algorithm functions under their own names, over ours.
+"""verl's algorithm functions under verl's names, computed by `quadriga.algorithms`.
 
-Deviations are those of `quadriga.algorithms`: a sample without any response token is not a member
-of its group, and equal rewards give exactly zero.
+Two results differ from verl, as everywhere in `quadriga.algorithms`: a sample without response
+tokens is not a member of its prompt group, and a prompt group with equal rewards gets advantages of
+exactly 0.
+
+Shapes: B samples, T response tokens. Rewards, values, log-probabilities and masks are [B, T].
+`index` holds for each sample the id of its prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, StrEnum
-from typing import Any, TypeVar
+from typing import TypeAlias, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from quadriga.algorithms import kl as kl_room
+from quadriga.algorithms import kl
 from quadriga.algorithms.advantages import (
     ADVANTAGES,
     compute_advantages,
@@ -23,15 +28,23 @@ from quadriga.algorithms.advantages import (
 from quadriga.algorithms.aggregation import aggregate, count_mask
 from quadriga.algorithms.groups import Groups
 from quadriga.algorithms.value_loss import value_loss
+from quadriga.compat.verl.config import VerlConfig, number, setting
 from quadriga.errors import InputError, UnknownNameError
 
-Registered = TypeVar("Registered")
-Advantages = tuple[Tensor, Tensor]
-EstimatorFn = Callable[..., Advantages]
+EntryT = TypeVar("EntryT")
+Advantages: TypeAlias = tuple[Tensor, Tensor]
+"""(advantages, returns), each [B, T]."""
+EstimatorFn: TypeAlias = Callable[..., Advantages]
+PromptIds: TypeAlias = Sequence[object] | NDArray[np.generic] | Tensor
+
+
+class _Settings(TypedDict, total=False):
+    norm_adv_by_std: bool
+    f_norm: float
 
 
 class AdvantageEstimator(StrEnum):
-    """The estimators that Quadriga has, under verl's names."""
+    """The advantage estimators of Quadriga that verl has too, under verl's names."""
 
     GAE = "gae"
     GRPO = "grpo"
@@ -54,7 +67,7 @@ def compute_gae_advantage_return(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> Advantages:
-    """GAE, whitened."""
+    """Compute GAE advantages, whitened over the batch, and their returns."""
     return compute_advantages(
         "gae",
         token_level_rewards_BT=token_level_rewards,
@@ -65,7 +78,9 @@ def compute_gae_advantage_return(
     )
 
 
-def _by_group(name: str, rewards: Tensor, mask: Tensor, index: Any, **settings: Any) -> Advantages:
+def _from_prompt_groups(
+    name: str, rewards: Tensor, mask: Tensor, index: PromptIds, **settings: Unpack[_Settings]
+) -> Advantages:
     return compute_advantages(
         name,
         token_level_rewards_BT=rewards,
@@ -78,13 +93,13 @@ def _by_group(name: str, rewards: Tensor, mask: Tensor, index: Any, **settings: 
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Any,
+    index: PromptIds,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
+    config: VerlConfig = None,
 ) -> Advantages:
-    """GRPO. `epsilon` is always 1e-6."""
-    return _by_group(
+    """Compute GRPO advantages. `epsilon` is ignored: Quadriga always uses 1e-6."""
+    return _from_prompt_groups(
         "grpo", token_level_rewards, response_mask, index, norm_adv_by_std=norm_adv_by_std_in_grpo
     )
 
@@ -95,14 +110,14 @@ compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Any,
+    index: PromptIds,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
+    config: VerlConfig = None,
 ) -> Advantages:
-    """Pass@k: only the best sample of a group learns."""
+    """Compute pass@k advantages: only the best sample of a prompt group gets one."""
     by_std = norm_adv_by_std_in_grpo
-    return _by_group(
+    return _from_prompt_groups(
         "grpo_passk", token_level_rewards, response_mask, index, norm_adv_by_std=by_std
     )
 
@@ -110,12 +125,12 @@ def compute_grpo_passk_outcome_advantage(
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Any,
+    index: PromptIds,
     epsilon: float = 1e-6,
-    config: Any = None,
+    config: VerlConfig = None,
 ) -> Advantages:
-    """RLOO."""
-    return _by_group("rloo", token_level_rewards, response_mask, index)
+    """Compute RLOO advantages."""
+    return _from_prompt_groups("rloo", token_level_rewards, response_mask, index)
 
 
 compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
@@ -124,47 +139,49 @@ compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
 def compute_opo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Any,
+    index: PromptIds,
     epsilon: float = 1e-6,
-    config: Any = None,
+    config: VerlConfig = None,
 ) -> Advantages:
-    """OPO."""
-    return _by_group("opo", token_level_rewards, response_mask, index)
+    """Compute OPO advantages."""
+    return _from_prompt_groups("opo", token_level_rewards, response_mask, index)
 
 
 def compute_gpg_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Any,
+    index: PromptIds,
     epsilon: float = 1e-6,
     f_norm: float = 1.0,
     alpha: float = 1.0,
-    config: Any = None,
+    config: VerlConfig = None,
 ) -> Advantages:
-    """GPG. `alpha` is computed from the batch, as there."""
-    return _by_group("gpg", token_level_rewards, response_mask, index, f_norm=f_norm)
+    """Compute GPG advantages. `alpha` is ignored and computed from the batch, as in verl."""
+    return _from_prompt_groups("gpg", token_level_rewards, response_mask, index, f_norm=f_norm)
 
 
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Any,
+    index: PromptIds,
     epsilon: float = 1e-6,
-    config: Any = None,
+    config: VerlConfig = None,
 ) -> Advantages:
-    """REINFORCE++ with the group's mean as baseline."""
-    return _by_group("reinforce_plus_plus_baseline", token_level_rewards, response_mask, index)
+    """Compute REINFORCE++ advantages with the mean of the prompt group as baseline."""
+    return _from_prompt_groups(
+        "reinforce_plus_plus_baseline", token_level_rewards, response_mask, index
+    )
 
 
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, config: Any = None, **_: Any
+    token_level_rewards: Tensor, response_mask: Tensor, config: VerlConfig = None, **_: object
 ) -> Advantages:
-    """REINFORCE++; `config.gamma` is the discount."""
+    """Compute REINFORCE++ advantages. `config.gamma` is the discount factor, 1 by default."""
     return compute_advantages(
         "reinforce_plus_plus",
         token_level_rewards_BT=token_level_rewards,
         response_mask_BT=response_mask,
-        gamma=float(setting(config, "gamma", 1.0)),
+        gamma=number(config, "gamma", 1.0),
     )
 
 
@@ -172,10 +189,10 @@ def compute_remax_outcome_advantage(
     token_level_rewards: Tensor,
     reward_baselines: Tensor,
     response_mask: Tensor,
-    config: Any = None,
-    **_: Any,
+    config: VerlConfig = None,
+    **_: object,
 ) -> Advantages:
-    """ReMax."""
+    """Compute ReMax advantages. `reward_baselines` [B]: rewards of the greedy responses."""
     return compute_advantages(
         "remax",
         token_level_rewards_BT=token_level_rewards,
@@ -187,18 +204,26 @@ def compute_remax_outcome_advantage(
 def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Any,
+    index: PromptIds,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-    non_tensor_batch: Mapping[str, Any] | None = None,
-    batch: Any = None,
+    config: VerlConfig = None,
+    non_tensor_batch: Mapping[str, ArrayLike] | None = None,
+    batch: object = None,
 ) -> Advantages:
-    """GDPO; the components are the columns of `non_tensor_batch` that `config.gdpo_reward_keys`
-    names. Raises InputError without them."""
-    keys = setting(config, "gdpo_reward_keys", None)
+    """Compute GDPO advantages.
+
+    The reward components are the columns of `non_tensor_batch` that `config.gdpo_reward_keys`
+    lists, weighted by `config.gdpo_reward_weights`. Raise InputError if the keys or the columns
+    are missing.
+    """
+    keys: Sequence[str] | None = setting(config, "gdpo_reward_keys")
     if not keys or non_tensor_batch is None:
-        raise InputError("GDPO needs config.gdpo_reward_keys and the batch's columns of that name.")
+        raise InputError(
+            "GDPO reads its reward components from the columns of non_tensor_batch that "
+            f"config.gdpo_reward_keys lists; got keys={keys!r} and "
+            f"non_tensor_batch={'None' if non_tensor_batch is None else 'given'}. Pass both."
+        )
     columns = [np.asarray(non_tensor_batch[key], dtype=np.float64) for key in keys]
     return compute_advantages(
         "gdpo",
@@ -207,7 +232,7 @@ def compute_gdpo_outcome_advantage(
         group_ids=np.asarray(index),
         reward_components_BK=torch.from_numpy(np.stack(columns, axis=1)),
         norm_adv_by_std=norm_adv_by_std_in_grpo,
-        reward_weights=setting(config, "gdpo_reward_weights", None),
+        reward_weights=setting(config, "gdpo_reward_weights"),
     )
 
 
@@ -230,19 +255,24 @@ ADV_ESTIMATOR_REGISTRY: dict[str, EstimatorFn] = {
 def register_adv_est(
     name_or_enum: str | AdvantageEstimator,
 ) -> Callable[[EstimatorFn], EstimatorFn]:
-    """Add an estimator of verl's form; our trainer can use it under its name too.
+    """Return a decorator that adds an estimator with verl's signature under a name.
 
-    It is called with `token_level_rewards`, `response_mask`, `index` (the group of each sample)
-    and `config=None`. Raises InputError if the name is taken.
+    Quadriga's trainer can use the estimator too (`algorithm.adv_estimator=<name>`). It passes
+    `token_level_rewards`, `response_mask`, `index` (int array [B], the prompt group of each
+    sample) and `config=None`. The decorator raises InputError if the name is taken.
     """
     name = _name(name_or_enum)
 
     def add(function: EstimatorFn) -> EstimatorFn:
         known = ADV_ESTIMATOR_REGISTRY.get(name)
         if known not in (None, function):
-            raise InputError(f"The advantage estimator {name!r} is registered already.", name=name)
+            raise InputError(
+                f"The advantage estimator {name!r} is registered already. Choose another name.",
+                name=name,
+            )
         ADV_ESTIMATOR_REGISTRY[name] = function
 
+        # `register_advantage` reads the names of the parameters to find the inputs of an estimator.
         def adapter(
             token_level_rewards_BT: Tensor, response_mask_BT: Tensor, groups: Groups
         ) -> Advantages:
@@ -253,6 +283,7 @@ def register_adv_est(
                 config=None,
             )
 
+        # Registering the same function again is allowed, but the trainer accepts a name only once.
         if name not in ADVANTAGES:
             register_advantage(name, formula=(function.__doc__ or "").partition("\n")[0])(adapter)
         return function
@@ -261,12 +292,12 @@ def register_adv_est(
 
 
 def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> EstimatorFn:
-    """The estimator of that name. Raises UnknownNameError."""
+    """Return the estimator of that name. Raise UnknownNameError if there is none."""
     return registered(ADV_ESTIMATOR_REGISTRY, _name(name_or_enum), "advantage estimator")
 
 
-def registered(registry: dict[str, Registered], name: str, kind: str) -> Registered:
-    """`registry[name]`. Raises UnknownNameError that names what is known."""
+def registered(registry: Mapping[str, EntryT], name: str, kind: str) -> EntryT:
+    """Return `registry[name]`. Raise UnknownNameError, which lists the known names."""
     if name not in registry:
         raise UnknownNameError(
             f"No {kind} {name!r}. Known: {', '.join(registry)}.",
@@ -277,34 +308,32 @@ def registered(registry: dict[str, Registered], name: str, kind: str) -> Registe
     return registry[name]
 
 
-# KL and losses
-
-
-class AdaptiveKLController(kl_room.AdaptiveKLController):
-    """A coefficient that steers KL towards a target."""
+class AdaptiveKLController(kl.AdaptiveKLController):
+    """Adapt the KL coefficient so that KL approaches `target_kl` (arXiv 1909.08593)."""
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
         super().__init__(init_kl_coef, target_kl, horizon)
 
 
-FixedKLController = kl_room.FixedKLController
+FixedKLController = kl.FixedKLController
 
 
-def get_kl_controller(kl_ctrl: Any) -> kl_room.KLController:
-    """The controller that a config with `type`, `kl_coef`, `target_kl`, `horizon` asks for."""
-    settings = {
-        key: float(setting(kl_ctrl, key, None))
-        for key in ("target_kl", "horizon")
-        if setting(kl_ctrl, key, None) is not None
-    }
-    return kl_room.make_kl_controller(
-        setting(kl_ctrl, "type", "fixed"), kl_coef=setting(kl_ctrl, "kl_coef", 0.0), **settings
+def get_kl_controller(kl_ctrl: VerlConfig) -> kl.KLController:
+    """Make a KL controller from the settings `type`, `kl_coef`, `target_kl` and `horizon`."""
+    given = {key: number(kl_ctrl, key) for key in ("target_kl", "horizon")}
+    return kl.make_kl_controller(
+        setting(kl_ctrl, "type", "fixed"),
+        kl_coef=number(kl_ctrl, "kl_coef", 0.0),
+        **{key: value for key, value in given.items() if value is not None},
     )
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """KL of each token by an estimator's name ("kl", "abs", "mse", "low_var_kl", "k3+", …)."""
-    return kl_room.kl_estimate(logprob, ref_logprob, kl_penalty)
+    """Estimate KL(π ‖ π_ref) for each token; [B, T].
+
+    `kl_penalty` names the estimator: "kl", "abs", "mse", "low_var_kl", "k3+" and so on.
+    """
+    return kl.kl_estimate(logprob, ref_logprob, kl_penalty)
 
 
 kl_penalty_forward = kl_penalty
@@ -313,7 +342,7 @@ kl_penalty_forward = kl_penalty
 def compute_rewards(
     token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float
 ) -> Tensor:
-    """Scores minus the log ratio to the reference, scaled."""
+    """Return `token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)`; [B, T]."""
     return token_level_scores - (old_log_prob - ref_log_prob) * kl_ratio
 
 
@@ -326,7 +355,14 @@ def agg_loss(
     global_batch_size: int | None = None,
     loss_scale_factor: int | None = None,
 ) -> Tensor:
-    """The loss of a micro-batch as its part of the whole batch's, times `dp_size`."""
+    """Aggregate the token losses of a micro-batch to its share of the global loss, times `dp_size`.
+
+    `batch_num_tokens` and `global_batch_size` count the tokens and sequences of the global batch;
+    None: those of `loss_mask`.
+    """
+    # Token losses 1 3 | 5 of two sequences, "token-mean": (1 + 3 + 5) / 3 = 3. With dp_size=2 and
+    # batch_num_tokens=6, this rank holds half of the tokens: 2 · 9 / 6 = 3, and the mean over both
+    # ranks, which data-parallel training takes of the gradients, is the loss of the whole batch.
     tokens, sequences = count_mask(loss_mask)
     total = aggregate(
         loss_mat,
@@ -346,9 +382,12 @@ def compute_value_loss(
     response_mask: Tensor,
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
-    **scale: Any,
+    **scale: int,
 ) -> tuple[Tensor, Tensor]:
-    """(clipped value loss, share of tokens where the clip decided)."""
+    """Return the clipped value loss and the fraction of tokens whose loss is the clipped one.
+
+    `scale` holds the other arguments of `agg_loss`.
+    """
     result = value_loss(vpreds, values, returns, response_mask, cliprange_value=cliprange_value)
     loss = agg_loss(result.loss_BT, response_mask, loss_agg_mode, **scale)
     clipped = result.metrics["vf_clipfrac"]
@@ -357,11 +396,3 @@ def compute_value_loss(
 
 def _name(name_or_enum: str | Enum) -> str:
     return str(name_or_enum.value if isinstance(name_or_enum, Enum) else name_or_enum)
-
-
-def setting(config: Any, key: str, default: Any) -> Any:
-    """A setting of a mapping or an object; `default` where it is missing or None."""
-    if config is None:
-        return default
-    found = config.get(key, default) if hasattr(config, "get") else getattr(config, key, default)
-    return default if found is None else found

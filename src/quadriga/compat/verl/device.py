@@ -1,9 +1,10 @@
-"""verl's questions about the accelerator, over PyTorch's."""
+"""verl's functions for the accelerator, based on PyTorch and `quadriga.parallel.device`."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from types import ModuleType
+from typing import Protocol
 
 import torch
 
@@ -21,7 +22,10 @@ is_cuda_available = torch.cuda.is_available()
 
 
 def is_torch_npu_available(check_device: bool = True) -> bool:
-    """Whether an Ascend device can be used (`check_device=False`: whether its library is there)."""
+    """Return whether an Ascend device is available.
+
+    With `check_device=False`, return whether torch_npu is imported.
+    """
     npu = getattr(torch, "npu", None)
     return npu is not None and (not check_device or bool(npu.is_available()))
 
@@ -29,33 +33,34 @@ def is_torch_npu_available(check_device: bool = True) -> bool:
 is_npu_available = is_torch_npu_available()
 
 
-def get_torch_device() -> Any:
-    """The module of torch for the device kind: `torch.cuda`, `torch.npu`, `torch.cpu`."""
-    return getattr(torch, get_device_name())
+def get_torch_device() -> ModuleType:
+    """Return the torch module of the device type: `torch.cuda`, `torch.npu` or `torch.cpu`."""
+    module: ModuleType = getattr(torch, get_device_name())
+    return module
 
 
 def get_device_id() -> int:
-    """Index of the current device; 0 on CPU."""
+    """Return the index of the current device, 0 on a CPU."""
     return 0 if get_device_name() == "cpu" else int(get_torch_device().current_device())
 
 
 def get_nccl_backend() -> str:
-    """The collective library of the device kind."""
+    """Return the collective library of the device type: "nccl", "hccl" or "gloo"."""
     return _COLLECTIVES[get_device_name()]
 
 
 def get_resource_name() -> str:
-    """What Ray calls the device kind."""
+    """Return Ray's resource name of the device type: "GPU", "NPU" or "CPU"."""
     return _RESOURCES[get_device_name()]
 
 
 def get_visible_devices_keyword() -> str:
-    """The variable that lists the visible devices."""
+    """Return the environment variable that lists the visible devices."""
     return _VARIABLES[get_device_name()]
 
 
 def get_vendor() -> str:
-    """Who made the device: nvidia, amd, ascend or cpu."""
+    """Return the vendor of the device: "nvidia", "amd", "ascend" or "cpu"."""
     name = get_device_name()
     if name == "cuda":
         return "amd" if torch.version.hip else "nvidia"
@@ -63,7 +68,7 @@ def get_vendor() -> str:
 
 
 def get_device_capability(device_id: int = 0) -> tuple[int | None, int | None]:
-    """(major, minor) of a CUDA device; (None, None) elsewhere."""
+    """Return (major, minor) of a CUDA device, (None, None) for other device types."""
     if get_device_name() != "cuda":
         return None, None
     major, minor = torch.cuda.get_device_capability(device_id)
@@ -71,35 +76,39 @@ def get_device_capability(device_id: int = 0) -> tuple[int | None, int | None]:
 
 
 def is_device_available() -> bool:
-    """Whether there is any accelerator."""
+    """Return whether this process can see an accelerator."""
     return get_device_name() != "cpu"
 
 
 def is_support_ipc() -> bool:
-    """Whether processes can share device memory."""
+    """Return whether processes can share device memory through IPC handles."""
     return get_device_name() == "cuda"
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the current device."""
+    """Seed the random generator of the current device."""
     device = get_torch_device()
     getattr(device, "manual_seed", torch.manual_seed)(seed)
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seed all devices."""
+    """Seed the random generators of all devices."""
     device = get_torch_device()
     getattr(device, "manual_seed_all", torch.manual_seed)(seed)
 
 
 def set_expandable_segments(enable: bool) -> None:
-    """Let CUDA's allocator grow its segments; nothing on other devices."""
+    """Set `expandable_segments` of the CUDA allocator. Other device types ignore it."""
     if get_device_name() == "cuda":
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{enable}"
 
 
-def auto_set_device(config: Any) -> None:
-    """Write the device kind into `config.trainer.device` where it names another accelerator."""
-    trainer = getattr(config, "trainer", None)
+class _TrainerSettings(Protocol):
+    device: str
+
+
+def auto_set_device(config: object) -> None:
+    """Set `config.trainer.device` to the device type of this process, unless it is "cpu"."""
+    trainer: _TrainerSettings | None = getattr(config, "trainer", None)
     if trainer is not None and getattr(trainer, "device", "auto") not in ("cpu", get_device_name()):
         trainer.device = get_device_name()

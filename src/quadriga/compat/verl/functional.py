@@ -1,4 +1,4 @@
-"""Small functions of verl's utility modules."""
+"""Small functions from verl's utility modules, under verl's names."""
 
 from __future__ import annotations
 
@@ -6,55 +6,67 @@ import asyncio
 import concurrent.futures
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 from quadriga import protocol
 from quadriga.errors import ConflictError
 from quadriga.single_controller.ranks.environment import environment
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+P = ParamSpec("P")
+ValueT = TypeVar("ValueT")
+
 
 def temp_env_var(key: str, value: str) -> AbstractContextManager[None]:
-    """Set an environment variable for the length of a `with` block."""
+    """Set an environment variable within a `with` block."""
     return environment({key: value})
 
 
-def rename_dict(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every key with the prefix in front, unless it has it already."""
+def rename_dict(data: Mapping[str, ValueT], prefix: str = "") -> dict[str, ValueT]:
+    """Return the dict with `prefix` added to every key that does not begin with it."""
     return {key if key.startswith(prefix) else f"{prefix}{key}": v for key, v in data.items()}
 
 
 def append_to_dict(
-    data: dict[str, list[Any]], new_data: Mapping[str, Any], prefix: str = ""
+    data: dict[str, list[object]], new_data: Mapping[str, object], prefix: str = ""
 ) -> None:
-    """Append each value to the list under its key, or extend the list by a list."""
+    """Append each value of `new_data` to the list under its key. A list extends it."""
     for key, value in new_data.items():
         name = key if not prefix or key.startswith(prefix) else f"{prefix}/{key}"
         entries = data.setdefault(name, [])
         entries.extend(value) if isinstance(value, list) else entries.append(value)
 
 
-def union_two_dict(dict1: dict[str, Any], dict2: Mapping[str, Any]) -> dict[str, Any]:
-    """`dict1`, with what `dict2` adds. Raises ConflictError where they differ."""
+def union_two_dict(dict1: dict[str, ValueT], dict2: Mapping[str, ValueT]) -> dict[str, ValueT]:
+    """Add the entries of `dict2` to `dict1` in place and return it.
+
+    Raise ConflictError if both have different values under one key.
+    """
     for key, value in dict2.items():
         if key in dict1 and dict1[key] != value:
             raise ConflictError(
-                f"Both dicts hold {key!r}, with different values: {dict1[key]!r} and {value!r}.",
+                f"Both dicts have the key {key!r}, with different values: {dict1[key]!r} and "
+                f"{value!r}. Remove or rename one of them.",
                 field=key,
             )
         dict1[key] = value
     return dict1
 
 
-def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Dicts of equal keys, turned inside out."""
+def list_of_dict_to_dict_of_list(
+    list_of_dict: Sequence[Mapping[str, ValueT]],
+) -> dict[str, list[ValueT]]:
+    """Return for each key the list of its values. All dicts have the keys of the first one."""
     keys: Iterable[str] = list_of_dict[0] if list_of_dict else ()
     return {key: [entry[key] for entry in list_of_dict] for key in keys}
 
 
-def convert_to_regular_types(obj: Any) -> Any:
-    """Mappings and sequences of any kind as dicts and lists."""
+def convert_to_regular_types(obj: object) -> object:
+    """Convert mappings to dicts and sequences to lists, recursively. Strings stay as they are."""
     if isinstance(obj, Mapping):
         return {key: convert_to_regular_types(value) for key, value in obj.items()}
     if isinstance(obj, Sequence) and not isinstance(obj, str | bytes):
@@ -62,8 +74,11 @@ def convert_to_regular_types(obj: Any) -> Any:
     return obj
 
 
-def parallel_put(data_list: Sequence[Any], max_workers: int | None = None) -> list[Any]:
-    """Put objects into the store from threads; gives Ray references where Ray keeps them."""
+def parallel_put(data_list: Sequence[object], max_workers: int | None = None) -> list[object]:
+    """Put objects into Ray's object store from threads and return their object references.
+
+    An object that the store keeps inside its handle is returned as that handle.
+    """
     from quadriga.backends.ray.calls.store import RayStore
 
     with protocol.use_store(RayStore()):
@@ -72,7 +87,7 @@ def parallel_put(data_list: Sequence[Any], max_workers: int | None = None) -> li
 
 
 def get_event_loop() -> asyncio.AbstractEventLoop:
-    """This thread's event loop, a new one if it has none."""
+    """Return the running event loop of this thread, or set and return a new one."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -81,30 +96,37 @@ def get_event_loop() -> asyncio.AbstractEventLoop:
         return loop
 
 
-def auto_await(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A coroutine function that may be called from anywhere: inside a running loop it gives the
-    coroutine, elsewhere it runs it to its end."""
+def auto_await(
+    func: Callable[P, ValueT | Coroutine[object, object, ValueT]],
+) -> Callable[P, ValueT | Coroutine[object, object, ValueT]]:
+    """Make a coroutine function callable with and without a running event loop.
+
+    Inside a running loop the call returns the coroutine, to be awaited. Without one it runs the
+    coroutine to its end and returns the result. Results of plain functions are returned unchanged.
+    """
 
     @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> ValueT | Coroutine[object, object, ValueT]:
         result = func(*args, **kwargs)
         if not inspect.iscoroutine(result):
             return result
+        coroutine = cast("Coroutine[object, object, ValueT]", result)
         try:
             asyncio.get_running_loop()
-        except RuntimeError:
+        except RuntimeError:  # no loop runs in this thread
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                return pool.submit(asyncio.run, result).result()
-        return result
+                return pool.submit(asyncio.run, coroutine).result()
+        return coroutine
 
     return call
 
 
-def all_gather_data_proto(data: Any, process_group: Any) -> None:
-    """Every rank's rows in every rank, in place, in the order of ranks."""
+def all_gather_data_proto(data: protocol.DataProto, process_group: ProcessGroup) -> None:
+    """Replace the rows of `data`, in place, by those of all ranks, in the order of ranks."""
     import torch.distributed as dist
 
-    gathered: list[Any] = [None] * dist.get_world_size(process_group)
+    # On the CPU, because objects are gathered as pickled bytes.
+    gathered: list[protocol.DataProto] = [data] * dist.get_world_size(process_group)
     dist.all_gather_object(gathered, data.to("cpu"), group=process_group)
     joined = protocol.DataProto.concat(gathered)
     data.batch, data.non_tensor_batch = joined.batch, joined.non_tensor_batch

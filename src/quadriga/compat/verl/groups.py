@@ -8,11 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from quadriga.backends.ray import RayResourcePool
 from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
-from quadriga.backends.ray.calls.submission import RayPending
 from quadriga.backends.ray.cluster import node_address
 from quadriga.backends.ray.placement.placement_groups import alive_nodes, sort_by_node_address
 from quadriga.errors import PlacementError, UnknownNameError
@@ -21,6 +20,9 @@ from quadriga.single_controller.bound_method import BoundMethod
 from quadriga.single_controller.call import Pending
 from quadriga.single_controller.placement.feasibility import check_feasible
 from quadriga.single_controller.ranks.environment import ReservedPort
+
+if TYPE_CHECKING:
+    from quadriga.backends.ray.cluster import RankActor
 
 RoleT = TypeVar("RoleT")
 WorkerT = TypeVar("WorkerT")
@@ -89,7 +91,7 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup):
         name_prefix: str | None = None,
         detached: bool = False,
         worker_names: Sequence[str] | None = None,
-        worker_handles: Sequence[object] | None = None,
+        worker_handles: Sequence[RankActor] | None = None,
         ray_wait_register_center_timeout: int = 300,
         **kwargs: Any,
     ) -> None:
@@ -128,10 +130,17 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup):
     execute_rank_zero = execute_rank_zero_async  # type: ignore[assignment]  # see above
 
 
+@runtime_checkable
+class _RayPending(Protocol):
+    """A `Pending` of the Ray backend."""
+
+    ref: object
+    """Ray's object reference."""
+
+
 def _reference(pending: Pending) -> object:
-    """Return the Ray object reference of a pending result of a Ray group."""
-    if not isinstance(pending, RayPending):
-        raise TypeError(f"expected a RayPending, got {type(pending).__name__}")
+    if not isinstance(pending, _RayPending):
+        raise TypeError(f"expected a Pending of the Ray backend, got {type(pending).__name__}")
     return pending.ref
 
 

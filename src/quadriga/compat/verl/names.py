@@ -1,11 +1,11 @@
-"""Which verl name is which of ours: one literal table per module."""
+"""The table of verl's names: for each of its modules, name → "module:attribute" of Quadriga."""
 
 from __future__ import annotations
 
 PROTOCOL = "quadriga.protocol"
 CONTROLLER = "quadriga.single_controller"
 RAY = "quadriga.backends.ray"
-HERE = "quadriga.compat.verl"
+COMPAT = "quadriga.compat.verl"
 
 _PROTOCOL_NAMES = (
     "DataProto",
@@ -56,11 +56,10 @@ _RAY_OWN = (
     "RayResourcePool",
     "SubRayResourcePool",
     "create_colocated_worker_cls",
-    "create_colocated_worker_cls_fused",
-    "create_colocated_worker_raw_cls",
     "merge_resource_pool",
     "split_resource_pool",
 )
+_FUSED = ("create_colocated_worker_cls_fused", "create_colocated_worker_raw_cls")
 _RAY_SHIMS = (
     "RayWorkerGroup",
     "ResourcePoolManager",
@@ -185,78 +184,82 @@ def _all_in(module: str, *names: str) -> dict[str, str]:
 
 
 _BASE = {
-    **_all_in(CONTROLLER, "ClassWithInitArgs", "ResourcePool", "Worker", "WorkerGroup"),
+    **_all_in(CONTROLLER, "ClassWithInitArgs", "ResourcePool", "WorkerGroup"),
+    **_all_in(f"{COMPAT}.worker", "Worker"),
 }
 
-# What those modules import for themselves, and others then import from there.
+# Names that a module of verl imports from another one and that users import from there.
 _DEVICE_AGAIN = ("get_resource_name", "get_torch_device", "get_visible_devices_keyword")
 _DECORATOR_AGAIN = {
     **_all_in(CONTROLLER, "Dispatch", "get_predefined_dispatch_fn"),
-    **_all_in(f"{HERE}.decorator", "MAGIC_ATTR", "get_predefined_execute_fn"),
+    **_all_in(f"{COMPAT}.decorator", "MAGIC_ATTR", "get_predefined_execute_fn"),
 }
 
 MODULES: dict[str, dict[str, str]] = {
     "verl": {
         **_all_in(PROTOCOL, "DataProto"),
-        **_all_in(f"{HERE}.device", "is_npu_available"),
+        **_all_in(f"{COMPAT}.device", "is_npu_available"),
     },
     "verl.protocol": {
         **_all_in(PROTOCOL, *_PROTOCOL_NAMES),
         **_all_in(
-            f"{HERE}.functional",
+            f"{COMPAT}.functional",
             "all_gather_data_proto",
             "list_of_dict_to_dict_of_list",
             "union_two_dict",
         ),
-        **_all_in(f"{HERE}.device", "get_device_id", "get_torch_device"),
+        **_all_in(f"{COMPAT}.device", "get_device_id", "get_torch_device"),
     },
     "verl.single_controller": _BASE,
     "verl.single_controller.base": _BASE,
     "verl.single_controller.base.decorator": {
         **_all_in(PROTOCOL, "DataProtoFuture"),
         **_all_in(CONTROLLER, *_DECORATOR_OWN),
-        **_all_in(f"{HERE}.decorator", *_DECORATOR_SHIMS),
+        **_all_in(f"{COMPAT}.decorator", *_DECORATOR_SHIMS),
     },
     "verl.single_controller.base.worker": {
-        **_all_in(CONTROLLER, "Dispatch", "Execute", "Worker", "register"),
-        **_all_in(f"{HERE}.device", *_DEVICE_AGAIN),
-        **_all_in(f"{HERE}.groups", "DistGlobalInfo", "DistRankInfo", "WorkerHelper"),
+        **_all_in(CONTROLLER, "Dispatch", "Execute", "register"),
+        **_all_in(f"{COMPAT}.device", *_DEVICE_AGAIN),
+        **_all_in(f"{COMPAT}.groups", "WorkerHelper"),
+        **_all_in(f"{COMPAT}.worker", "DistGlobalInfo", "DistRankInfo", "Worker"),
     },
     "verl.single_controller.base.worker_group": {
         **_DECORATOR_AGAIN,
         **_all_in(CONTROLLER, "ClassWithInitArgs", "ResourcePool", "WorkerGroup"),
-        **_all_in(f"{HERE}.groups", "check_workers_alive"),
+        **_all_in(f"{COMPAT}.groups", "check_workers_alive"),
     },
     "verl.single_controller.ray": {
         **_all_in(RAY, *_RAY_OWN),
-        **_all_in(f"{HERE}.groups", "RayWorkerGroup", "ResourcePoolManager"),
+        **_all_in(f"{COMPAT}.groups", "RayWorkerGroup", "ResourcePoolManager"),
+        **_all_in(f"{COMPAT}.worker", *_FUSED),
     },
     "verl.single_controller.ray.base": {
         **_DECORATOR_AGAIN,
         **_all_in(PROTOCOL, "DataProto"),
-        **_all_in(CONTROLLER, "ClassWithInitArgs", "ResourcePool", "Worker", "WorkerGroup"),
-        **_all_in(f"{HERE}.device", "get_device_name"),
-        **_all_in(f"{HERE}.functional", "temp_env_var"),
+        **_all_in(CONTROLLER, "ClassWithInitArgs", "ResourcePool", "WorkerGroup"),
+        **_all_in(f"{COMPAT}.device", "get_device_name"),
+        **_all_in(f"{COMPAT}.functional", "temp_env_var"),
         **_all_in(RAY, *_RAY_OWN),
-        **_all_in(f"{HERE}.groups", *_RAY_SHIMS),
+        **_all_in(f"{COMPAT}.groups", *_RAY_SHIMS),
+        **_all_in(f"{COMPAT}.worker", "Worker", *_FUSED),
     },
     "verl.utils": {},
     "verl.utils.ray_utils": {
         **_all_in(CONTROLLER, "ray_noset_visible_devices"),
-        **_all_in(f"{HERE}.functional", "auto_await", "get_event_loop", "parallel_put"),
+        **_all_in(f"{COMPAT}.functional", "auto_await", "get_event_loop", "parallel_put"),
     },
-    "verl.utils.device": _all_in(f"{HERE}.device", *_DEVICE),
-    "verl.utils.py_functional": _all_in(f"{HERE}.functional", *_FUNCTIONAL),
+    "verl.utils.device": _all_in(f"{COMPAT}.device", *_DEVICE),
+    "verl.utils.py_functional": _all_in(f"{COMPAT}.functional", *_FUNCTIONAL),
     "verl.utils.seqlen_balancing": {
         **_all_in(PROTOCOL, "DataProto"),
-        **_all_in(f"{HERE}.device", "get_device_name"),
-        **_all_in(f"{HERE}.balancing", *_BALANCING),
+        **_all_in(f"{COMPAT}.device", "get_device_name"),
+        **_all_in(f"{COMPAT}.balancing", *_BALANCING),
     },
-    "verl.utils.tensordict_utils": _all_in(f"{HERE}.tensordicts", *_TENSORDICT),
+    "verl.utils.tensordict_utils": _all_in(f"{COMPAT}.tensordicts", *_TENSORDICT),
     "verl.trainer": {},
     "verl.trainer.ppo": {},
     "verl.trainer.ppo.core_algos": {
-        **_all_in(f"{HERE}.core_algos", *_CORE),
-        **_all_in(f"{HERE}.policy_losses", *_LOSSES),
+        **_all_in(f"{COMPAT}.core_algos", *_CORE),
+        **_all_in(f"{COMPAT}.policy_losses", *_LOSSES),
     },
 }

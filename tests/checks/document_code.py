@@ -1,0 +1,91 @@
+"""The Python blocks of a page, run as a reader would run them: top to bottom, in one namespace.
+
+Markers are HTML comments on a line of their own:
+
+- `<!-- needs: ray -->` anywhere in a page: its blocks start Ray. Blocks of other pages must not
+  import it.
+- `<!-- not run: reason -->` before a block: the block is a fragment that cannot run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+FENCE = re.compile(r"^```(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+PYTHON = ("python", "python3", "py", "pycon")
+NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.*?) -->\s*\Z", re.DOTALL)
+NEEDS_RAY = "<!-- needs: ray -->"
+TIME_LIMIT_S, RAY_TIME_LIMIT_S = 60, 170
+RAY_WITHOUT_MARKER = "this page imports ray; mark it with <!-- needs: ray -->"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced Python block. `line` is that of its first statement, counted from 1.
+
+    `not_run` is the reason why the block cannot run, None for a block that runs.
+    """
+
+    line: int
+    code: str
+    not_run: str | None = None
+
+
+def python_blocks(text: str) -> list[Block]:
+    """Return the Python blocks of a page in order."""
+    blocks = []
+    for match in FENCE.finditer(text):
+        if match["language"].lower() in PYTHON:
+            marker = NOT_RUN.search(text, 0, match.start())
+            reason = marker["reason"].strip() if marker else None
+            line = text.count("\n", 0, match.start("code")) + 1
+            blocks.append(Block(line, match["code"], reason))
+    return blocks
+
+
+def as_script(text: str) -> str:
+    """Return a page as a program: its blocks at their own lines, everything else left blank.
+
+    A traceback of the program then shows the line numbers of the page.
+    """
+    lines = [""] * text.count("\n")
+    for block in python_blocks(text):
+        if block.not_run is None:
+            code = block.code.splitlines()
+            lines[block.line - 1 : block.line - 1 + len(code)] = code
+    if NEEDS_RAY not in text:
+        lines += ["import sys", f"assert 'ray' not in sys.modules, {RAY_WITHOUT_MARKER!r}"]
+    return "\n".join(lines) + "\n"
+
+
+def run_page(page: Path, folder: Path) -> str:
+    """Run the blocks of a page in `folder` by a process of its own. Return its errors, "" if none.
+
+    A process that exceeds the time limit is an error as well.
+    """
+    text = page.read_text(encoding="utf-8")
+    script = folder / f"{page.stem}.py"
+    script.write_text(as_script(text), encoding="utf-8")
+    limit = RAY_TIME_LIMIT_S if NEEDS_RAY in text else TIME_LIMIT_S
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    try:
+        done = subprocess.run(
+            [sys.executable, script.name],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+        )
+    except subprocess.TimeoutExpired as error:
+        return f"time limit of {limit} s exceeded\n{_text(error.stdout)}{_text(error.stderr)}"
+    return (done.stderr or f"exit code {done.returncode}") if done.returncode else ""
+
+
+def _text(output: str | bytes | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""

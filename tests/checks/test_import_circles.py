@@ -1,0 +1,125 @@
+"""No two modules of the package import each other, not even for their types."""
+
+from __future__ import annotations
+
+import pytest
+from import_graph import circles, describe, import_graph
+from source_tree import SourceFile, package_files
+
+
+def graph_of(**texts):
+    """The graph of files given as `folder__module="text"`; `__` stands for a slash."""
+    files = [
+        SourceFile(f"src/quadriga/{name.replace('__', '/')}.py", text)
+        for name, text in texts.items()
+    ]
+    inits = [
+        SourceFile(f"{file.folder}/__init__.py", "") for file in files if "INIT" not in file.name
+    ]
+    files = [SourceFile(file.name.replace("INIT", "__init__"), file.text) for file in files]
+    known = {file.name for file in files}
+    return import_graph([*files, *(init for init in inits if init.name not in known)])
+
+
+def test_no_import_circle():
+    graph = import_graph(package_files())
+    found = [describe(graph, circle) for circle in circles(graph)]
+    assert not found, "\n\n".join(found)
+
+
+LAZY = (
+    "from typing import TYPE_CHECKING\n"
+    "if TYPE_CHECKING:\n"
+    "    from quadriga.p.a import A as A\n"
+    "    from quadriga.p.b import B as B\n"
+    "else:\n"
+    "    __getattr__, __dir__ = lazy_names(__name__, {})\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("texts", "circle"),
+    [
+        pytest.param(
+            {"p__a": "from quadriga.p.b import B", "p__b": "import quadriga.p.a"},
+            ["quadriga.p.a", "quadriga.p.b"],
+            id="two modules",
+        ),
+        pytest.param(
+            {
+                "p__a": "if TYPE_CHECKING:\n    from quadriga.p.b import B\n",
+                "p__b": "def f():\n    from quadriga.p import a\n",
+            },
+            ["quadriga.p.a", "quadriga.p.b"],
+            id="types one way, inside a function the other way",
+        ),
+        pytest.param(
+            {
+                "p__a": "from . import b",
+                "p__b": "from quadriga.q import c",
+                "q__c": "import_module('quadriga.p.a')",
+            },
+            ["quadriga.p.a", "quadriga.p.b", "quadriga.q.c"],
+            id="three modules",
+        ),
+        pytest.param(
+            {
+                "p__INIT": LAZY,
+                "p__a": "from quadriga.p import B",
+                "p__b": "from quadriga.p import A",
+            },
+            ["quadriga.p.a", "quadriga.p.b"],
+            id="names re-exported by their own package",
+        ),
+        pytest.param(
+            {"p__INIT": "from quadriga.p.a import A\nX = 1\n", "p__a": "from quadriga.p import X"},
+            ["quadriga.p", "quadriga.p.a"],
+            id="a name that the package itself defines",
+        ),
+    ],
+)
+def test_a_planted_circle_is_found(texts, circle):
+    graph = graph_of(**texts)
+    assert circles(graph) == [circle]
+    assert len(describe(graph, circle).splitlines()) == len(circle)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        pytest.param({"p__a": "import quadriga.p.b", "p__b": "import torch"}, id="one way"),
+        pytest.param(
+            {
+                "p__INIT": LAZY.partition("else")[0] + "def __getattr__(name): ...\n",
+                "p__a": "import quadriga.p",
+            },
+            id="__getattr__ as a function",
+        ),
+        pytest.param(
+            {"p__INIT": LAZY, "p__a": "from quadriga.p import B", "p__b": "import os"},
+            id="lazy re-exports are no edges",
+        ),
+        pytest.param(
+            {
+                "p__INIT": "from quadriga.p.a import A as A\nfrom quadriga.p.b import B as B\n",
+                "p__a": "from quadriga.p import B",
+                "p__b": "x = 1",
+            },
+            id="a re-exported name leads to the module that defines it",
+        ),
+        pytest.param(
+            {"q__INIT": LAZY, "r__c": "from quadriga.q import A", "p__a": "A = 1", "p__b": ""},
+            id="a name re-exported from another package",
+        ),
+    ],
+)
+def test_a_graph_without_a_circle_passes(texts):
+    assert circles(graph_of(**texts)) == []
+
+
+def test_each_group_of_modules_is_reported_once():
+    graph = {
+        "a": {"b": "", "c": ""}, "b": {"a": "", "c": ""}, "c": {"a": ""},
+        "d": {"e": ""}, "e": {"d": "", "a": ""},
+    }  # fmt: skip
+    assert circles(graph) == [["a", "b"], ["d", "e"]]
