@@ -18,7 +18,6 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
-PUBLIC := $(foreach package,errors config protocol algorithms observability single_controller,-p quadriga.$(package))
 
 .PHONY: demo test check lint types bench nightly clean distclean
 .DEFAULT_GOAL := test
@@ -37,7 +36,7 @@ lint: $(INSTALLED_DEV)
 	@$(BIN)/ruff format --quiet --check .
 
 types: $(INSTALLED_DEV)
-	@$(BIN)/mypy --strict --no-error-summary $(PUBLIC)
+	@$(BIN)/mypy --strict --no-error-summary -p quadriga
 
 bench: $(INSTALLED_DEV)
 	@for script in algorithms controller data_plane; do \
