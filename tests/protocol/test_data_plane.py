@@ -211,10 +211,10 @@ def prompts_of_pairs() -> DataProto:
 
 def test_ranks_that_share_a_part_share_one_object(groups):
     """2 data-parallel ranks of 2 ranks each: two objects, each stored once and read by two."""
-    group, data = groups("ray", 4), prompts_of_pairs()
-    group.receive_in_pairs(data)
+    group = groups("ray", 4)
+    group.receive_in_pairs(prompts_of_pairs())
     traffic.reset()
-    joined = group.receive_in_pairs(data)
+    joined = group.receive_in_pairs(prompts_of_pairs())
     counts = traffic.reset()
     assert (counts.stored_objects, counts.stored_bytes) == (2, 8 * BIG_ROW)
     assert counts.fetched_bytes == 0
@@ -268,6 +268,21 @@ def test_large_local_fields_are_stored_once_per_part(groups):
     data.meta_info["tensor"] = torch.zeros(1)
     groups("ray", 4).scribble(data)
     assert traffic.reset().stored_bytes == 12 * BIG_ROW
+
+
+def test_four_calls_of_several_groups_store_a_local_field_once(groups):
+    data = prompts_of_pairs()
+    traffic.reset()
+    four, three = groups("ray", 4), groups("ray", 3)
+    found = [four.read(data, ["big"]), four.read(data.select(["big"]), ["big"])]
+    assert traffic.reset().stored_bytes == 8 * BIG_ROW
+    assert [rows for _, rows in found[1]] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    data.batch["big"].add_(1)
+    assert four.read(data, ["big"])[3][1] == [7, 8]
+    assert traffic.reset().stored_bytes == 8 * BIG_ROW
+    meta = {"list": [], "tensor": torch.zeros(1)}
+    three.scribble(DataProto.from_dict({"big": data.batch["big"]}, meta_info=meta))
+    assert four.read(data, ["big"])[0][1] == [1, 2]
 
 
 def test_a_dead_owner_is_named(plane_backends, groups):
@@ -356,11 +371,11 @@ def test_500_steps_leave_no_bytes_in_the_store_of_a_backend(groups, plane_backen
         assert data.batch["small"].tolist() == [0, 10, 20]
 
     step()
-    baseline, remembered = steady(measure), len(storage._known)
+    baseline, remembered = steady(measure), len(storage._writers)
     kept = group.generate(prompts(3))
     assert wait_for_more(measure, baseline) > baseline
     del kept
     for _ in range(500):
         step()
     assert wait_until_down_to(measure, baseline) <= baseline
-    assert len(storage._known) <= remembered
+    assert len(storage._writers) <= remembered

@@ -11,6 +11,7 @@ backend.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = [
     "unpack_argument",
     "unpack_result",
     "use_store",
+    "wait_for_arguments",
 ]
 
 
@@ -41,6 +43,11 @@ class Deferred(ABC):
     @abstractmethod
     def get(self) -> Any:
         """Wait for the value."""
+
+    @staticmethod
+    @abstractmethod
+    def wait_all(values: Sequence[Deferred]) -> None:
+        """Wait for several values at once. Raises the first failure of any of them."""
 
 
 def pack_argument(value: object, store: Store | None = None) -> object:
@@ -60,6 +67,24 @@ def pack_result(value: object, origin: Origin, store: Store | None = None) -> ob
     method received and did not read are sent as the references that they were.
     """
     return _pack(value, origin, store or current_store())
+
+
+def wait_for_arguments(values: Iterable[object]) -> None:
+    """Wait for all futures among the arguments of a call, before the first of them is unpacked.
+
+    Raises the first failure of any of them, also while another will never return. Finds futures
+    among the arguments and in the lists, tuples and dicts among them, not deeper.
+    """
+    found: list[Deferred] = []
+    for value in values:
+        items: Iterable[object] = (value,)
+        if isinstance(value, list | tuple):
+            items = value
+        elif isinstance(value, dict):
+            items = value.values()
+        found += [item for item in items if isinstance(item, Deferred)]
+    if len(found) > 1:
+        found[0].wait_all(found)
 
 
 def unpack_argument(value: object) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,7 +20,8 @@ class PendingValue(Protocol):
     """The result of one rank. Picklable.
 
     A class that may know its result without waiting has an attribute `arrived`: the packed result,
-    None until it is known.
+    None until it is known. A class that can wait for several results at once has a static method
+    `wait_all(pendings)`, which raises the first failure of any of them.
     """
 
     def result(self) -> Any:
@@ -65,10 +66,27 @@ class DataProtoFuture(Deferred):
         self.parts = parts
 
     def get(self) -> Any:
-        """Wait for every result, join them and return this part. Raises the first error."""
+        """Wait for all results at once, join them and return this part.
+
+        Raises the first failure of any rank, also while other ranks are still running.
+        """
+        self.wait_all([self])
         return self._joined([pending.result() for pending in self.pending])
 
     result = get
+
+    @staticmethod
+    def wait_all(values: Sequence[Deferred]) -> None:
+        """Wait for the results of several futures at once. Raises the first failure of any."""
+        kinds: dict[type, list[PendingValue]] = {}
+        for pending in _leaves(
+            [future for future in values if isinstance(future, DataProtoFuture)]
+        ):
+            kinds.setdefault(type(pending), []).append(pending)
+        for kind, pendings in kinds.items():
+            wait_all = getattr(kind, "wait_all", None)
+            if wait_all is not None:
+                wait_all(pendings)
 
     def arrived(self) -> DataProto | None:
         """Return the batch if all ranks have returned it and this process knows that, else None.
@@ -115,6 +133,15 @@ class DataProtoFuture(Deferred):
     def __repr__(self) -> str:
         path = "".join(f", part {part.index} of {part.count}" for part in self.parts)
         return f"DataProtoFuture({len(self.pending)} results{path})"
+
+
+def _leaves(values: Sequence[PendingValue]) -> Iterator[PendingValue]:
+    """Yield the results of ranks that futures, and futures of futures, wait for."""
+    for value in values:
+        if isinstance(value, DataProtoFuture):
+            yield from _leaves(value.pending)
+        else:
+            yield value
 
 
 def _join(results: list[Any]) -> Any:

@@ -21,9 +21,10 @@ from quadriga.protocol.columns import contents as halves
 from quadriga.protocol.columns.column import Column, RemoteColumn, is_remote, local_value
 from quadriga.protocol.columns.contents import Contents, MetaInfo
 from quadriga.protocol.containers import PLAIN_TYPES, walk
+from quadriga.protocol.values import stored_once
 from quadriga.protocol.values.decode import current_device, decode, decode_leaf
 from quadriga.protocol.values.encode import encode, encode_leaf
-from quadriga.protocol.values.field_spec import FieldSpec, Payload
+from quadriga.protocol.values.field_spec import FieldSpec, LocalValue, Payload
 from quadriga.protocol.values.rows import RowMap, Shard
 from quadriga.protocol.values.storage import (
     CONTROLLER,
@@ -95,27 +96,34 @@ def pack(contents: Contents, kind: type[object] | None, origin: Origin, store: S
     `origin`.
     """
     row_map = columns.row_map_of_shard(contents.rows, origin)
-    waiting: list[tuple[RemoteColumn, Payload, int]] = []
+    waiting: list[tuple[RemoteColumn, LocalValue, Payload, int]] = []
+    # A result is stored for its receivers only: a method rarely returns the same tensor twice.
+    reuse = origin is CONTROLLER
 
     def entry(key: str, column: Column) -> Inline | RemoteColumn:
         if is_remote(column):
             return _pass_on(key, column, store)
-        spec, payload, nbytes = encode(local_value(column), key)
+        value = local_value(column)
+        spec, payload, nbytes = encode(value, key)
         if nbytes <= INLINE_BYTES or spec.kind == "raw" or not row_map.shards:
             # The payload may share memory with the live tensor, and is pickled later or never.
             private = spec.kind != "raw" or store.in_process
             return Inline(spec, snapshot(payload) if private else payload, nbytes)
-        stored = RemoteColumn(spec, row_map, ())
-        waiting.append((stored, payload, nbytes))
+        handle = stored_once.find(value, spec, payload, store) if reuse else None
+        stored = RemoteColumn(spec, row_map, () if handle is None else (handle,))
+        if handle is None:
+            waiting.append((stored, value, payload, nbytes))
         return stored
 
     message = _message(contents, kind, row_map, entry, store.in_process)
     # One call for all large fields of the message: a store may put them into one object.
     if waiting:
-        handles = store.put_many([(payload, nbytes) for _, payload, nbytes in waiting])
-        for (stored, _, nbytes), handle in zip(waiting, handles, strict=True):
+        handles = store.put_many([(payload, nbytes) for _, _, payload, nbytes in waiting])
+        for (stored, value, _, nbytes), handle in zip(waiting, handles, strict=True):
             stored.handles = (handle,)
             traffic.stored(nbytes)
+            if reuse:
+                stored_once.remember(value, stored.spec, handle, store)
     return message
 
 

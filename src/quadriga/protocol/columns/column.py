@@ -16,11 +16,11 @@ from typing import TypeAlias, TypeGuard
 import numpy as np
 
 from quadriga.errors import FieldError, LostObjectError
-from quadriga.protocol.values import operations, rows
+from quadriga.protocol.values import operations, rows, stored_once
 from quadriga.protocol.values.decode import decode
 from quadriga.protocol.values.encode import encode
 from quadriga.protocol.values.field_spec import FieldSpec, LocalValue, Payload
-from quadriga.protocol.values.rows import Plans, RowMap, RowSelection, Shard
+from quadriga.protocol.values.rows import Plans, RowMap, RowRange, RowSelection, Shard
 from quadriga.protocol.values.storage import (
     CONTROLLER,
     Handle,
@@ -231,7 +231,10 @@ def take(columns: Columns, selection: RowSelection, cache: TakeCache) -> dict[st
 
 def take_local(value: LocalValue, selection: RowSelection) -> LocalValue:
     """Return the selected rows of a local value."""
-    return inherit(operations.take(value, selection), (value,))
+    taken = inherit(operations.take(value, selection), (value,))
+    if isinstance(selection, RowRange):
+        stored_once.note_part(taken, value, selection)
+    return taken
 
 
 def concat(parts: Sequence[Columns]) -> dict[str, Column]:

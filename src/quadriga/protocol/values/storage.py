@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -71,7 +71,11 @@ class Handle(Protocol):
 
 @runtime_checkable
 class Store(Protocol):
-    """Keeps values that are not sent inside a call or a result."""
+    """Keeps values that are not sent inside a call or a result.
+
+    A class of which several instances share their values has an attribute `session`: handles of
+    stores with equal sessions may be used for each other.
+    """
 
     @property
     def in_process(self) -> bool:
@@ -202,44 +206,63 @@ def parallel_put(objects: Sequence[StoredValue], max_workers: int | None = None)
         return list(pool.map(store.put, objects))
 
 
-_known: dict[int, tuple[weakref.ref[object], tuple[Origin, ...]]] = {}
-"""id of a local value → (weak reference to it, its writers). Entries are dropped with the value."""
+class _Reference(weakref.ref[object]):
+    """A weak reference that knows the id of its value and the map that lists it."""
 
-
-class _Mark(weakref.ref[T]):
-    """A weak reference that knows the id under which its value is listed in `_known`."""
-
-    __slots__ = ("at",)
+    __slots__ = ("at", "entries")
     at: int
+    entries: dict[int, tuple[weakref.ref[object], Any]]
 
 
 def _forget(reference: weakref.ref[object]) -> None:
-    at = reference.at if isinstance(reference, _Mark) else 0
-    entry = _known.get(at)
+    assert isinstance(reference, _Reference)
+    entry = reference.entries.get(reference.at)
     # A new value may have got the id of the dead one: its entry stays.
     if entry is not None and entry[0] is reference:
-        del _known[at]
+        del reference.entries[reference.at]
+
+
+class IdentityMap(Generic[T]):
+    """Data about tensors and arrays, by identity, for as long as they exist.
+
+    A `WeakKeyDictionary` compares and hashes its keys, which arrays and tensors do not allow.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[object], T]] = {}
+
+    def __setitem__(self, value: object, data: T) -> None:
+        reference = _Reference(value, _forget)
+        reference.at, reference.entries = id(value), self._entries
+        self._entries[reference.at] = reference, data
+
+    def get(self, value: object) -> T | None:
+        """Return the data about a value, None if there is none."""
+        entry = self._entries.get(id(value))
+        return entry[1] if entry is not None and entry[0]() is value else None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+_writers: IdentityMap[tuple[Origin, ...]] = IdentityMap()
 
 
 def mark(value: object, origins: Sequence[Origin]) -> None:
     """Remember the writers of a local tensor or array, for as long as the value exists."""
-    if not origins:
-        return
-    reference = _Mark(value, _forget)
-    reference.at = id(value)
-    found = (origins[0],) if len(origins) == 1 else tuple(dict.fromkeys(origins))
-    _known[reference.at] = (reference, found)
+    if origins:
+        one = len(origins) == 1
+        _writers[value] = (origins[0],) if one else tuple(dict.fromkeys(origins))
 
 
 def origins_of(value: object) -> tuple[Origin, ...]:
     """Return the writers of a local value, `()` if they are not known."""
-    entry = _known.get(id(value))
-    return entry[1] if entry is not None and entry[0]() is value else ()
+    return _writers.get(value) or ()
 
 
 def inherit(value: T, sources: Iterable[object]) -> T:
     """Return `value`, marked with the writers of all values from which it was computed."""
-    if _known:
+    if len(_writers):
         mark(value, [origin for source in sources for origin in origins_of(source)])
     return value
 

@@ -122,6 +122,12 @@ class RayStore:
 
     in_process = False
 
+    @property
+    def session(self) -> object:
+        """The driver and the cluster whose objects this store keeps: equal for equal objects."""
+        context = ray.get_runtime_context()
+        return context.get_node_id(), context.get_job_id()
+
     def put(self, value: object, nbytes: int = 0) -> Handle:
         """Store one value as an object of its own."""
         return RayHandle(Place(ray.put(value)), nbytes)
