@@ -1,4 +1,4 @@
-"""A tiny task and model for whole runs of a few steps."""
+"""A tiny task and a tiny model, for complete runs of a few steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @dataclass(frozen=True)
 class Task:
-    """Files and model that `tiny_task` made."""
+    """The folder with the data files and the model of `tiny_task`."""
 
     folder: Path
 
@@ -55,7 +55,7 @@ def tiny_task(tmp_path_factory: pytest.TempPathFactory) -> Task:
 
 @pytest.fixture
 def train_overrides(tiny_task: Task, tmp_path: Path) -> list[str]:
-    """Two steps of eight prompts, two samples each, on the local backend."""
+    """Settings of two steps of eight prompts with two responses each, on the local backend."""
     return [
         f"actor_rollout_ref.model.path={tiny_task.model}",
         f"data.train_files={tiny_task.data('train')}",
@@ -77,7 +77,7 @@ def train_overrides(tiny_task: Task, tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def run(train_overrides: list[str]):
-    """run("a=b", …) -> the metrics of each step (a list of dicts)."""
+    """run("a=b", …) trains with these settings and returns the metrics of each step."""
     from quadriga.observability.jsonl import read_jsonl
     from quadriga.trainer.main import run_training
 

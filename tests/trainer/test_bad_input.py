@@ -1,4 +1,4 @@
-"""A user's mistake is one line that names it, with exit code 2, before any worker starts."""
+"""A mistake of the user gives one line that names it and exit code 2, before a worker starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quadriga.cli.main import main
 
 @pytest.fixture
 def refused(train_overrides, capsys, monkeypatch):
-    """refused("a=b", …) -> the one line that `quadriga train` answers; no worker was built."""
+    """refused("a=b", …) returns the line that `quadriga train` prints; no worker is built."""
     import quadriga.single_controller.ranks.worker as worker
 
     def no_worker(*_args, **_kwargs):
@@ -31,11 +31,11 @@ def refused(train_overrides, capsys, monkeypatch):
     return _refused
 
 
-def test_a_missing_data_file(refused, tmp_path) -> None:
+def test_a_missing_data_file_is_named(refused, tmp_path) -> None:
     assert str(tmp_path / "gone.parquet") in refused(f"data.train_files=[{tmp_path}/gone.parquet]")
 
 
-def test_a_row_without_prompt(refused, tmp_path) -> None:
+def test_a_row_without_a_prompt_is_named(refused, tmp_path) -> None:
     file = tmp_path / "rows.jsonl"
     good = {"prompt": "1+1?", "data_source": "x", "reward_model": {"ground_truth": "2"}}
     file.write_text(json.dumps(good) + "\n" + json.dumps({"question": "?"}) + "\n")
@@ -44,12 +44,12 @@ def test_a_row_without_prompt(refused, tmp_path) -> None:
     assert f"{file}, row 1" in line and "'prompt'" in line
 
 
-def test_a_folder_that_is_not_a_model(refused, tmp_path) -> None:
+def test_a_folder_without_a_model_is_named(refused, tmp_path) -> None:
     line = refused(f"actor_rollout_ref.model.path={tmp_path}")
     assert str(tmp_path) in line and "config.json" in line
 
 
-def test_a_batch_that_does_not_divide(refused) -> None:
+def test_a_batch_size_that_does_not_divide_by_the_ranks_is_named(refused) -> None:
     line = refused(
         "data.train_batch_size=9", "actor_rollout_ref.rollout.n=1", "trainer.n_gpus_per_node=2",
         "trainer.backend=ray", "algorithm.adv_estimator=reinforce_plus_plus",
@@ -58,7 +58,7 @@ def test_a_batch_that_does_not_divide(refused) -> None:
     assert "9" in line and "2" in line and "data.train_batch_size" in line
 
 
-def test_a_typo_in_a_setting(refused) -> None:
+def test_a_misspelt_setting_gives_the_nearest_name(refused) -> None:
     line = refused("algorithm.adv_estimater=grpo")
     assert "algorithm.adv_estimater" in line and "algorithm.adv_estimator" in line
 
@@ -74,15 +74,15 @@ def test_a_typo_in_a_setting(refused) -> None:
         ("trainer.loggers=[jsonll]", "jsonl"),
     ],
 )
-def test_a_name_that_no_table_has(refused, setting, near) -> None:
+def test_an_unknown_choice_gives_the_nearest_name(refused, setting, near) -> None:
     assert near in refused(setting)
 
 
-def test_a_missing_reward_file(refused, tmp_path) -> None:
+def test_a_missing_reward_file_is_named(refused, tmp_path) -> None:
     assert "gone.py" in refused(f"reward.path={tmp_path}/gone.py")
 
 
-def test_more_workers_than_the_machine_can_place(train_overrides) -> None:
+def test_more_ranks_than_the_node_can_hold_are_reported(train_overrides) -> None:
     more = ["trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=4"]
     done = subprocess.run(
         [sys.executable, "-m", "quadriga.cli.main", "train", *train_overrides, *more],
@@ -97,6 +97,6 @@ def test_more_workers_than_the_machine_can_place(train_overrides) -> None:
     assert "4" in lines[0] and "CPU" in lines[0]
 
 
-def test_nothing_is_left_behind_by_a_refusal(refused, tmp_path) -> None:
+def test_a_refused_run_leaves_no_run_folder(refused, tmp_path) -> None:
     refused("algorithm.adv_estimator=nothing")
     assert not (tmp_path / "run").exists()

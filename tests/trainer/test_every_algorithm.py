@@ -1,4 +1,4 @@
-"""Each entry of each table takes a step of a real run, reached by settings alone."""
+"""Every entry of every registry takes a step of a real run; settings alone select it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quadriga.algorithms.policy_losses import POLICY_LOSSES
 ACTOR = "actor_rollout_ref.actor"
 RULE = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Differs from sample to sample, so that every group has signal."""
+    """Differs from response to response, so that prompt groups have different scores."""
     digits = sum(map(ord, solution_str)) % 7 / 7
     return {"score": digits, "form": digits, "length": float(len(solution_str))}
 '''
@@ -35,7 +35,7 @@ def my_loss(log_prob_BT, advantages_BT, response_mask_BT):
 
 @pytest.fixture
 def step(run, tmp_path):
-    """step("a=b", …) -> the metrics of one training step."""
+    """step("a=b", …) runs one training step and returns its metrics."""
     rule = tmp_path / "rule.py"
     rule.write_text(RULE)
 
@@ -52,13 +52,13 @@ def step(run, tmp_path):
 
 
 def moved(metrics: dict[str, float]) -> bool:
-    """The step changed the policy by a finite, non-zero gradient."""
+    """Return whether the gradient of the step is finite and not zero."""
     norm = metrics["actor/grad_norm"]
     return math.isfinite(norm) and norm > 0
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
-def test_advantage(step, name) -> None:
+def test_every_advantage_estimator_trains(step, name) -> None:
     assert moved(step(f"algorithm.adv_estimator={name}",
                       "algorithm.reward_components=[form,length]"))  # fmt: skip
 
@@ -81,11 +81,11 @@ def test_advantage(step, name) -> None:
     ],
     ids=["dr_grpo", "gdpo", "gpg", "gae", "kl_cov", "gspo"],
 )  # fmt: skip
-def test_algorithms_with_their_own_numbers(step, overrides) -> None:
+def test_algorithms_train_with_the_settings_of_their_papers(step, overrides) -> None:
     assert moved(step(*overrides))
 
 
-def test_over_long_filter_and_penalty(step) -> None:
+def test_the_length_penalty_and_the_filter_of_truncated_responses_run(step) -> None:
     metrics = step("algorithm.overlong.enable=true", "algorithm.overlong.buffer_length=4",
                    "algorithm.overlong.drop_truncated=true")  # fmt: skip
     assert metrics["response_length/clip_ratio"] > 0
@@ -93,23 +93,23 @@ def test_over_long_filter_and_penalty(step) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
-def test_policy_loss(step, name) -> None:
+def test_every_policy_loss_trains(step, name) -> None:
     assert moved(step(f"{ACTOR}.policy_loss.name={name}"))
 
 
 @pytest.mark.parametrize("mode", sorted(AGGREGATIONS))
-def test_aggregation(step, mode) -> None:
+def test_every_aggregation_trains(step, mode) -> None:
     assert moved(step(f"{ACTOR}.loss_agg_mode={mode}"))
 
 
 @pytest.mark.parametrize("kind", sorted(KL_ESTIMATORS))
-def test_kl_in_the_loss(step, kind) -> None:
+def test_every_kl_estimator_gives_a_finite_loss(step, kind) -> None:
     metrics = step(f"{ACTOR}.use_kl_loss=true", f"'{ACTOR}.kl_loss_type=\"{kind}\"'".strip("'"))
     assert math.isfinite(metrics["actor/kl_loss"])
 
 
-def test_kl_over_the_vocabulary_beside_the_policy(run, tmp_path) -> None:
-    """The estimate k3 has its mean; the fused output layer changes nothing."""
+def test_kl_over_the_vocabulary_agrees_with_k3_and_with_the_fused_head(run, tmp_path) -> None:
+    """k3 is an unbiased estimate of it; the fused output layer computes the same numbers."""
     rule, found = tmp_path / "rule.py", {}
     rule.write_text(RULE)
     for kind, more in {
@@ -125,7 +125,7 @@ def test_kl_over_the_vocabulary_beside_the_policy(run, tmp_path) -> None:
             f"{ACTOR}.kl_loss_coef=0",
             f"{ACTOR}.kl_loss_type={'full' if kind == 'fused' else kind}",
             f"{ACTOR}.optim.lr=1e-2",
-            f"{ACTOR}.ppo_mini_batch_size=8",  # measured at the policy that sampled
+            f"{ACTOR}.ppo_mini_batch_size=8",  # one optimizer step, with the weights that sampled
             "actor_rollout_ref.rollout.n=16",
             f"reward.path={rule}",
             f"trainer.default_local_dir={tmp_path / kind}",
@@ -138,7 +138,7 @@ def test_kl_over_the_vocabulary_beside_the_policy(run, tmp_path) -> None:
         assert fused[name] == pytest.approx(full[name], rel=1e-4, abs=1e-6), name
 
 
-def test_a_reference_on_a_pool_of_its_own_cannot_be_beside_the_policy(train_overrides) -> None:
+def test_kl_over_the_vocabulary_needs_policy_and_reference_on_one_pool(train_overrides) -> None:
     from quadriga.config.loading import load_config
     from quadriga.config.schema import TrainConfig
     from quadriga.errors import ConfigError
@@ -158,30 +158,28 @@ def test_a_reference_on_a_pool_of_its_own_cannot_be_beside_the_policy(train_over
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
-def test_rollout_correction(step, level, mode) -> None:
+def test_every_rollout_correction_has_weight_one_without_mismatch(step, level, mode) -> None:
     metrics = step(f"algorithm.rollout_correction.level={level}",
                    f"algorithm.rollout_correction.mode={mode}")  # fmt: skip
     assert metrics["actor/importance_weight"] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_adaptive_kl_in_the_reward(step) -> None:
+def test_kl_in_the_reward_is_zero_while_the_policy_is_the_reference(step) -> None:
     metrics = step("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive")
-    assert metrics["reward/kl_penalty"] == pytest.approx(
-        0.0, abs=1e-5
-    )  # the policy is the reference
+    assert metrics["reward/kl_penalty"] == pytest.approx(0.0, abs=1e-5)
 
 
-def test_refilling_keeps_whole_groups_with_signal(step) -> None:
+def test_refilling_fills_the_batch_with_complete_prompt_groups(step) -> None:
     metrics = step("algorithm.filter_groups.enable=true", "algorithm.filter_groups.mode=refill")
     assert metrics["batch/sequences"] == 16
     assert metrics["group/kept"] == 8
 
 
-def test_masked_groups_leave_the_gradient_of_the_others(step) -> None:
+def test_masking_zero_variance_groups_leaves_a_gradient(step) -> None:
     assert moved(step("algorithm.filter_groups.enable=true"))
 
 
-def test_a_users_file_adds_an_estimator_and_a_loss(step, tmp_path) -> None:
+def test_a_file_of_the_user_adds_an_estimator_and_a_loss(step, tmp_path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(USER_FILE)
     metrics = step(

@@ -1,4 +1,4 @@
-"""Whole runs of two steps: what they leave behind, and that backends agree."""
+"""Complete runs of two steps: the files they write, and that backends compute the same."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from quadriga.config.schema import GenerateConfig, TrainConfig
 
 USER_REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """The share of digits in the answer: easy to raise, so that learning shows at once."""
+    """The share of digits in the response, which a policy can raise within a few steps."""
     return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
 '''
 
 
 def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Metrics that do not tell the time."""
+    """Return the metrics that do not depend on time."""
     clocks = ("time/", "perf/", "progress/")
     return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
 
 
-def test_a_run_leaves_its_folder_and_a_model_that_answers(run, train_overrides, tmp_path) -> None:
+def test_a_run_writes_its_folder_and_a_model_that_generates(run, train_overrides, tmp_path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from quadriga.trainer.generate import run_generation
@@ -62,14 +62,14 @@ def test_every_metric_of_a_run_is_documented(run) -> None:
     assert undescribed({name for row in rows for name in row if name != "step"}) == []
 
 
-def test_the_first_ratio_is_one_and_rollout_agrees_with_training(run) -> None:
+def test_the_first_ratio_is_one_and_rollout_log_probs_equal_those_of_training(run) -> None:
     first = run("actor_rollout_ref.actor.ppo_mini_batch_size=8")[1]
     assert first["actor/ratio_max"] == pytest.approx(1.0, abs=1e-5)
     assert first["actor/ratio_min"] == pytest.approx(1.0, abs=1e-5)
     assert first["mismatch/max"] < 1e-4
 
 
-def test_a_reward_that_can_be_raised_is_raised(run, tmp_path) -> None:
+def test_training_raises_a_reward_that_is_easy_to_raise(run, tmp_path) -> None:
     rule = tmp_path / "rule.py"
     rule.write_text(USER_REWARD)
     rows = run(
@@ -85,7 +85,9 @@ def test_a_reward_that_can_be_raised_is_raised(run, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
-def test_ray_with_one_rank_gives_the_numbers_of_local(run, tmp_path, estimator) -> None:
+def test_ray_with_one_rank_computes_the_numbers_of_the_local_backend(
+    run, tmp_path, estimator
+) -> None:
     more = [f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.actor.use_kl_loss=true"]
     local = timeless(run(*more))
     ray = timeless(run(*more, "trainer.backend=ray", "trainer.num_cpus=2",
@@ -110,9 +112,11 @@ def halved(log_prob_BT, advantages_BT, *, scale=1.0):
 """
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["plain", "own file, KL over the vocabulary"])
-def test_two_ranks_take_the_steps_of_one(run, tmp_path, own) -> None:
-    """With one mini-batch a step: of several, each rank gives its share of rows to each."""
+@pytest.mark.parametrize(
+    "own", [False, True], ids=["built-in", "file of the user, KL over the vocabulary"]
+)
+def test_two_ranks_compute_the_steps_of_one_rank(run, tmp_path, own) -> None:
+    """With one mini-batch per step. With several, other rows form each mini-batch on two ranks."""
     names = ["reward/mean", "actor/loss", "actor/grad_norm", "critic/advantages/max_abs"]
     rule, more = tmp_path / "rule.py", []
     rule.write_text(USER_REWARD)
@@ -138,7 +142,7 @@ def test_two_ranks_take_the_steps_of_one(run, tmp_path, own) -> None:
         ), name
 
 
-def test_the_same_seed_gives_the_same_run_and_another_seed_another(run, tmp_path) -> None:
+def test_equal_seeds_give_equal_runs_and_different_seeds_different_runs(run, tmp_path) -> None:
     first, again, other = (
         timeless(run(f"trainer.seed={seed}", f"trainer.default_local_dir={tmp_path / name}"))
         for seed, name in ((1, "a"), (1, "b"), (2, "c"))
@@ -156,13 +160,15 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(run, train_overrides) -> N
     assert run("trainer.overwrite=true")
 
 
-def test_config_of_the_run_is_the_config_that_ran(run, train_overrides, tmp_path: Path) -> None:
+def test_the_settings_in_the_run_folder_are_those_of_the_run(
+    run, train_overrides, tmp_path: Path
+) -> None:
     run()
     again = load_config(TrainConfig, file=tmp_path / "run" / "config.yaml")
     assert again == load_config(TrainConfig, train_overrides)
 
 
-def test_a_resumed_run_takes_the_steps_of_an_undisturbed_one(run, tmp_path) -> None:
+def test_a_resumed_run_computes_the_steps_of_an_uninterrupted_run(run, tmp_path) -> None:
     more = ("actor_rollout_ref.actor.use_kl_loss=true", "algorithm.adv_estimator=gae")
     whole = timeless(run("trainer.total_training_steps=4", *more))
     half = f"trainer.default_local_dir={tmp_path / 'half'}"
@@ -175,5 +181,5 @@ def test_a_resumed_run_takes_the_steps_of_an_undisturbed_one(run, tmp_path) -> N
     assert clean == again
 
 
-def test_a_run_without_a_checkpoint_starts_from_the_beginning(run) -> None:
+def test_resuming_without_a_checkpoint_starts_at_step_one(run) -> None:
     assert [row["step"] for row in run("trainer.resume_mode=auto")] == [0, 1, 2]

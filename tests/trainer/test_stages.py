@@ -1,8 +1,6 @@
-"""What the controller does to a batch between reward and advantage, on batches made by hand."""
+"""The stages between reward and advantage, on batches that are made by hand."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +8,11 @@ import torch
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import AlgorithmConfig
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, DataProtoFuture, fields
 from quadriga.trainer import stages
 
-# Groups a (both wrong, one of them long), b (one right), c (both right), two samples each.
+# Three prompt groups of two responses: a (both wrong, one of them long), b (one right), c (both
+# right).
 SCORES = [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
 LENGTHS = [1, 4, 4, 2, 3, 3]
 FINISHED = [1, 0, 0, 1, 1, 1]
@@ -26,14 +25,15 @@ def batch() -> DataProto:
     scores[range(6), [length - 1 for length in LENGTHS]] = torch.tensor(SCORES)
     return DataProto.from_dict(
         {
-            "response_mask": mask,
-            "token_level_scores": scores,
-            "finished": torch.tensor(FINISHED),
-            "old_log_probs": -torch.ones(6, 4),
-            "rollout_log_probs": -torch.ones(6, 4) - mask * torch.tensor(2.0).log(),
-            "ref_log_prob": -torch.ones(6, 4),
+            fields.RESPONSE_MASK: mask,
+            fields.TOKEN_LEVEL_SCORES: scores,
+            fields.FINISHED: torch.tensor(FINISHED),
+            fields.SEQUENCE_LENGTH: torch.tensor([9, 1, 8, 2, 3, 7]),
+            fields.OLD_LOG_PROBS: -torch.ones(6, 4),
+            fields.ROLLOUT_LOG_PROBS: -torch.ones(6, 4) - mask * torch.tensor(2.0).log(),
+            fields.REF_LOG_PROB: -torch.ones(6, 4),
         },
-        {"uid": np.array(GROUPS, dtype=object)},
+        {fields.UID: np.array(GROUPS, dtype=object)},
     )
 
 
@@ -42,59 +42,59 @@ def algorithm(*overrides: str) -> AlgorithmConfig:
 
 
 def kept(data: DataProto) -> list[int]:
-    return data.batch["response_mask"].sum(-1).tolist()
+    """Response tokens under the mask, per row."""
+    return data.batch[fields.RESPONSE_MASK].sum(-1).tolist()
 
 
-def test_by_default_every_token_stays() -> None:
-    data = batch()
-    stages.drop_cut_off(data, algorithm())
-    metrics = stages.drop_dead_groups(data, algorithm())
+def test_by_default_no_token_is_masked() -> None:
+    data, _ = stages.mask_truncated(batch(), algorithm())
+    data, metrics = stages.mask_zero_variance_groups(data, algorithm())
     assert kept(data) == LENGTHS
     assert metrics["group/total"] == 3 and metrics["group/dead"] == 2
     assert metrics["group/dead_at_top"] == metrics["group/dead_at_bottom"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("mode", ["mask", "refill"])
-def test_groups_without_signal_get_weight_zero(mode: str) -> None:
-    """Refilling drops them; those that it keeps to fill up the batch must not count either."""
-    data = batch()
+def test_zero_variance_groups_are_masked(mode: str) -> None:
+    """Also with refilling, which keeps some of them if too few prompt groups have signal."""
     chosen = algorithm("filter_groups.enable=true", f"filter_groups.mode={mode}")
-    stages.drop_dead_groups(data, chosen)
+    assert kept(stages.mask_zero_variance_groups(batch(), chosen).batch) == [0, 0, 4, 2, 0, 0]
+
+
+def test_a_length_penalty_does_not_make_a_group_informative() -> None:
+    """In group a both responses are wrong; one gets a penalty, and the group is masked all the
+    same."""
+    config = algorithm("overlong.enable=true", "overlong.buffer_length=2",
+                       "filter_groups.enable=true")  # fmt: skip
+    data, _ = stages.mask_zero_variance_groups(batch(), config)
+    data, _ = stages.shape_scores(data, config)
     assert kept(data) == [0, 0, 4, 2, 0, 0]
+    rewards = data.batch[fields.TOKEN_LEVEL_REWARDS].sum(-1)
+    assert rewards.tolist() == [0, 0, -1, 1, 0, 0]
 
 
-def test_penalties_are_no_signal() -> None:
-    """Group a is all wrong: that one of its answers is long does not bring it to life."""
-    data, config = batch(), algorithm("overlong.enable=true", "overlong.buffer_length=2",
-                                      "filter_groups.enable=true")  # fmt: skip
-    stages.drop_dead_groups(data, config)
-    stages.shape_scores(data, config)
-    assert kept(data) == [0, 0, 4, 2, 0, 0]
-    assert data.batch["token_level_rewards"].sum(-1).tolist() == [0, 0, -1, 1, 0, 0]
-
-
-def test_responses_that_were_cut_off_are_no_members() -> None:
-    """Without its cut-off answer, group b has one right answer and nothing to compare it with."""
-    data = batch()
+def test_a_truncated_response_does_not_count_in_its_group() -> None:
+    """Without its truncated response, group b has one response and so no variance."""
     config = algorithm("overlong.drop_truncated=true", "filter_groups.enable=true")
-    stages.drop_cut_off(data, config)
+    data, _ = stages.mask_truncated(batch(), config)
     assert kept(data) == [1, 0, 0, 2, 3, 3]
-    metrics = stages.drop_dead_groups(data, config)
+    data, metrics = stages.mask_zero_variance_groups(data, config)
     assert metrics["group/dead"] == 3
     assert kept(data) == [0] * 6
 
 
-def test_a_batch_without_tokens_has_no_groups_and_no_advantages() -> None:
+def test_a_batch_without_tokens_gets_zero_advantages() -> None:
     data, config = batch(), algorithm("adv_estimator=grpo", "filter_groups.enable=true")
-    data.batch["response_mask"] = torch.zeros(6, 4, dtype=torch.int64)
-    assert stages.drop_dead_groups(data, config) == {}
-    stages.shape_scores(data, config)
-    stages.estimate_advantages(data, config)
-    assert not data.batch["advantages"].any()
+    data.batch[fields.RESPONSE_MASK] = torch.zeros(6, 4, dtype=torch.int64)
+    data, metrics = stages.mask_zero_variance_groups(data, config)
+    assert metrics == {}
+    data, _ = stages.shape_scores(data, config)
+    data, _ = stages.estimate_advantages(data, config)
+    assert not data.batch[fields.ADVANTAGES].any()
 
 
 @pytest.mark.parametrize(
-    ("overrides", "want"),
+    ("overrides", "weight"),
     [
         (["level=token"], 2.0),
         (["level=geometric", "upper=1.5"], 1.5),
@@ -102,10 +102,101 @@ def test_a_batch_without_tokens_has_no_groups_and_no_advantages() -> None:
         (["level=token", "upper=1.5", "mode=mask"], 0.0),
     ],
 )
-def test_corrections_reach_their_settings(overrides: list[str], want: float) -> None:
-    data = batch()
+def test_the_rollout_correction_uses_its_settings(overrides: list[str], weight: float) -> None:
     config = algorithm(*[f"rollout_correction.{part}" for part in overrides])
-    metrics: dict[str, Any] = stages.correct_mismatch(data, config.rollout_correction)
-    mask = data.batch["response_mask"].bool()
-    assert data.batch["rollout_is_weights"][mask].tolist() == pytest.approx([want] * sum(LENGTHS))
+    data, metrics = stages.correct_mismatch(batch(), config.rollout_correction)
+    weights = data.batch[fields.ROLLOUT_IS_WEIGHTS][data.batch[fields.RESPONSE_MASK].bool()]
+    assert weights.tolist() == pytest.approx([weight] * sum(LENGTHS))
     assert metrics["mismatch/k1"] == pytest.approx(-0.6931472)
+
+
+def test_balancing_gives_each_rank_the_same_number_of_tokens() -> None:
+    data, metrics = stages.balance_over_ranks(batch(), 3)
+    lengths = data.batch[fields.SEQUENCE_LENGTH]
+    assert lengths.view(3, 2).sum(-1).tolist() == [10, 10, 10]
+    assert metrics == {"batch/token_spread": 0.0}
+    assert sorted(lengths.tolist()) == [1, 2, 3, 7, 8, 9]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_batch_that_cannot_be_balanced_keeps_its_order(ranks: int) -> None:
+    data, metrics = stages.balance_over_ranks(batch(), ranks)
+    assert data.batch[fields.SEQUENCE_LENGTH].tolist() == [9, 1, 8, 2, 3, 7]
+    assert metrics == {}
+
+
+def test_expanded_prompts_have_one_uid_per_prompt_and_one_seed_per_row() -> None:
+    prompts = DataProto.from_dict({fields.INPUT_IDS: torch.tensor([[1], [2]])})
+    rows = stages.expand_prompts(prompts, n=2, step=7, seed=0).batch
+    assert rows.batch[fields.INPUT_IDS].flatten().tolist() == [1, 1, 2, 2]
+    assert rows.non_tensor_batch[fields.UID].tolist() == ["7-0-0", "7-0-0", "7-0-1", "7-0-1"]
+    seeds = rows.batch[fields.SAMPLE_SEED]
+    assert seeds.dtype == torch.int64 and len(set(seeds.tolist())) == 4
+    other = stages.expand_prompts(prompts, n=2, step=7, seed=0, turn=1).batch
+    assert not set(seeds.tolist()) & set(other.batch[fields.SAMPLE_SEED].tolist())
+
+
+class Rollout:
+    """A rollout of two ranks that returns each row's first token as its response."""
+
+    world_size = 2
+
+    def generate_sequences(self, inputs: DataProto) -> DataProto:
+        assert len(inputs) % self.world_size == 0
+        ids = inputs.batch[fields.INPUT_IDS]
+        return DataProto.from_dict({fields.INPUT_IDS: ids, fields.RESPONSES: ids[:, :1]})
+
+
+def test_generation_takes_any_number_of_rows_and_keeps_other_fields() -> None:
+    ids = torch.tensor([[5, 6], [7, 8], [9, 1]])
+    rows = DataProto.from_dict(
+        {
+            fields.INPUT_IDS: ids,
+            fields.ATTENTION_MASK: torch.ones_like(ids),
+            fields.SAMPLE_SEED: torch.arange(3),
+            fields.REWARD_BASELINES: torch.tensor([0.1, 0.2, 0.3]),
+        },
+        {fields.UID: np.array(["a", "b", "c"], dtype=object)},
+    )
+    batch = stages.generate(rows, Rollout(), "train").batch
+    assert batch.batch[fields.RESPONSES].flatten().tolist() == [5, 7, 9]
+    assert batch.batch[fields.REWARD_BASELINES].tolist() == pytest.approx([0.1, 0.2, 0.3])
+    assert batch.non_tensor_batch[fields.UID].tolist() == ["a", "b", "c"]
+    assert set(batch.batch.keys()) == {
+        fields.INPUT_IDS, fields.RESPONSES, fields.REWARD_BASELINES,
+    }  # fmt: skip
+
+
+def test_the_baseline_of_a_prompt_is_the_score_of_its_greedy_response() -> None:
+    greedy = DataProto.from_dict({fields.TOKEN_LEVEL_SCORES: torch.tensor([[0, 1.0], [0.5, 0]])})
+    rows = stages.add_baselines(batch()[:4], greedy).batch
+    assert rows.batch[fields.REWARD_BASELINES].tolist() == [1.0, 1.0, 0.5, 0.5]
+
+
+class Pending:
+    """A future of one batch."""
+
+    def __init__(self, value: DataProto) -> None:
+        self.value = value
+
+    def result(self) -> DataProto:
+        return self.value
+
+
+@pytest.mark.parametrize("returns", ["batch", "future"])
+def test_rows_are_scored_once_by_a_function_that_returns_a_batch_or_a_future(returns: str) -> None:
+    calls = []
+
+    def reward(data: DataProto) -> DataProto | DataProtoFuture:
+        calls.append(len(data))
+        scored = DataProto.from_dict({fields.TOKEN_LEVEL_SCORES: torch.ones(len(data), 4)})
+        return scored if returns == "batch" else DataProtoFuture([Pending(scored)])
+
+    reward.metrics = {"reward/raised": 2.0}
+    data = batch()
+    data.pop([fields.TOKEN_LEVEL_SCORES])
+    for _ in range(2):
+        data, metrics = stages.score_responses(data, reward)
+        assert metrics == {"reward/raised": 2.0}
+    assert calls == [6]
+    assert data.batch[fields.TOKEN_LEVEL_SCORES].sum() == 24

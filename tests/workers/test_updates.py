@@ -1,4 +1,4 @@
-"""Updates against a stand-in engine that records what it is given."""
+"""Updates with a training engine that records the mini-batches it gets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quadriga.config.schema import ActorConfig
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, fields
 from quadriga.workers.updates import mini_batches, update_policy
 
 
@@ -21,24 +21,25 @@ class Recorder:
 
     def train_step(self, mini_batch, loss_fn, **_settings):
         self.seen.append(mini_batch)
-        log_probs = torch.zeros(mini_batch["response_mask"].shape, requires_grad=True)
+        log_probs = torch.zeros(mini_batch[fields.RESPONSE_MASK].shape, requires_grad=True)
         loss, _ = loss_fn({"log_probs": log_probs}, mini_batch)
         loss.backward()
         return {"loss": float(loss.detach()), "grad": float(log_probs.grad.sum())}
 
 
 def rows(mask: torch.Tensor) -> DataProto:
+    """A batch of the fields that `update_policy` needs; row i has advantage i + 1."""
     size, length = mask.shape
     ids = torch.zeros(size, length + 2, dtype=torch.int64)
     return DataProto.from_dict(
         {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "position_ids": ids,
-            "responses": torch.zeros(size, length, dtype=torch.int64),
-            "response_mask": mask,
-            "old_log_probs": torch.zeros(size, length),
-            "advantages": torch.arange(1.0, size + 1)[:, None].expand(size, length).clone(),
+            fields.INPUT_IDS: ids,
+            fields.ATTENTION_MASK: torch.ones_like(ids),
+            fields.POSITION_IDS: ids,
+            fields.RESPONSES: torch.zeros(size, length, dtype=torch.int64),
+            fields.RESPONSE_MASK: mask,
+            fields.OLD_LOG_PROBS: torch.zeros(size, length),
+            fields.ADVANTAGES: torch.arange(1.0, size + 1)[:, None].expand(size, length).clone(),
         }
     )
 
@@ -58,31 +59,44 @@ def update(mask: torch.Tensor, mini: int) -> tuple[Recorder, DataProto]:
     return engine, report
 
 
-def test_a_mini_batch_takes_the_mean_over_its_own_tokens() -> None:
+def test_the_loss_of_a_mini_batch_is_the_mean_over_its_own_tokens() -> None:
     engine, report = update(torch.tensor([[1, 1], [1, 0], [1, 1], [0, 0]]), mini=2)
-    assert [len(seen["response_mask"]) for seen in engine.seen] == [2, 2]
-    # ratio 1: the gradient of each token is -A / tokens; rows have A = 1, 2 and then 3, 4
+    assert [len(seen[fields.RESPONSE_MASK]) for seen in engine.seen] == [2, 2]
+    # The ratio is 1, so the gradient of each token is −A / tokens. Mini-batch 1 has tokens with
+    # A = 1, 1, 2 and mini-batch 2 with A = 3, 3.
     wanted = (-(1 + 1 + 2) / 3 - (3 + 3) / 2) / 2
     assert report.meta_info["metrics"]["actor/grad"] == pytest.approx(wanted)
     assert report.meta_info["metrics"]["actor/optimizer_steps"] == 2.0
 
 
-def test_a_mini_batch_without_tokens_takes_no_step() -> None:
+def test_a_mini_batch_without_tokens_takes_no_optimizer_step() -> None:
     engine, report = update(torch.tensor([[0, 0], [0, 0], [1, 1], [1, 1]]), mini=2)
     assert len(engine.seen) == 1
     assert report.meta_info["metrics"]["actor/optimizer_steps"] == 1.0
 
 
-def test_a_batch_without_any_token_is_no_error() -> None:
+def test_a_batch_without_tokens_takes_no_optimizer_step() -> None:
     engine, report = update(torch.zeros(4, 2, dtype=torch.int64), mini=2)
     assert engine.seen == []
     assert report.meta_info["metrics"] == {"actor/optimizer_steps": 0.0}
 
 
-def test_mini_batches_cover_every_row_once_an_epoch() -> None:
-    given = {"response_mask": torch.ones(5, 1), "row": torch.arange(5)}
+def test_the_report_has_one_row_of_partials_per_rank() -> None:
+    _, report = update(torch.ones(4, 2, dtype=torch.int64), mini=2)
+    joined = DataProto.concat([report, report])
+    assert [len(partials) for partials in joined.non_tensor_batch[fields.PARTIALS]] == [2, 2]
+
+
+def test_mini_batches_cover_every_row_once_per_epoch() -> None:
+    given = {fields.RESPONSE_MASK: torch.ones(5, 1), "row": torch.arange(5)}
     parts = [m["row"].tolist() for m in mini_batches(given, size=2, epochs=2)]
     assert parts == [[0, 1], [2, 3], [4]] * 2
     shuffled = [m["row"].tolist() for m in mini_batches(given, size=5, epochs=2, shuffle=True)]
     assert [sorted(part) for part in shuffled] == [[0, 1, 2, 3, 4]] * 2
     assert shuffled[0] != shuffled[1]
+
+
+def test_a_rank_without_rows_gets_one_empty_mini_batch() -> None:
+    """All ranks count the tokens of a mini-batch together, so none may leave one out."""
+    given = {fields.RESPONSE_MASK: torch.ones(0, 3)}
+    assert [len(m[fields.RESPONSE_MASK]) for m in mini_batches(given, size=2, epochs=1)] == [0]

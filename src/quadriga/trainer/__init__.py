@@ -1,0 +1,17 @@
+"""The trainers and the commands built on them. The algorithm is `ppo.RayPPOTrainer.fit`.
+
+The loop:
+
+    ppo.py          `RayPPOTrainer`: PPO and related algorithms; `fit` reads like the algorithm
+    sft.py          `SFTTrainer`: supervised fine-tuning
+    stages.py       what each step of the loop does on the controller
+    sampling.py     from prompts to the batch of a step
+    validation.py   accuracy on validation data
+    dataflow.py     which fields each stage reads and writes, and the check of their order
+    placement.py    `Role`, `ResourcePoolManager`: which role runs on which pool
+    run/            what surrounds the loop: checks, loaders, worker groups, checkpoints, records
+
+Commands: main.py (`quadriga train`), sft.py, generate.py, make_data.py, demo.py.
+
+This package may import every package of Quadriga except `compat`, `cli` and `testing`.
+"""

@@ -1,9 +1,9 @@
-"""`quadriga demo`: the whole way, small enough for a laptop.
+"""`quadriga demo`: data, a tiny model, a warm start and reinforcement learning, on a laptop.
 
-    problems ─► tiny model ─► SFT warm start ─► reinforcement ─► a model that answers
+    problems ─► tiny model ─► supervised warm start ─► reinforcement learning ─► trained model
 
-Each stage is an ordinary command with ordinary settings; they are printed, so that any stage can
-be run again by hand and changed.
+Each part is an ordinary command with ordinary settings. The demo prints these commands, so that
+each part can be repeated with other settings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ArithmeticDataConfig, DemoConfig, SFTConfig, TrainConfig
@@ -21,12 +21,18 @@ from quadriga.trainer.main import run_training
 from quadriga.trainer.make_data import run_make_data
 from quadriga.trainer.sft import SFTResult, run_sft
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WITHOUT_CRITIC = ("algorithm.filter_groups.enable=true",)
+WITH_CRITIC = ("critic.optim.lr=5e-4", "algorithm.lam=0.95")
+
 
 @dataclass(frozen=True)
-class Stage:
+class DemoCommand:
     """One command of the demo: `quadriga <command> <overrides>`."""
 
-    command: str
+    command: Literal["data make", "sft", "train"]
     overrides: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -34,36 +40,40 @@ class Stage:
 
 
 def run_demo(config: DemoConfig) -> None:
-    """Run every stage, then show answers before and after.
+    """Run every command, then print responses from before and after reinforcement learning.
 
     Raises:
-        InputError: a folder or setting that does not fit; nothing was started.
+        InputError: a folder or a setting does not fit. Nothing was started.
     """
     from rich.console import Console
 
     console = Console(highlight=False)
     began = time.perf_counter()
     folder = Path(config.output)
-    data, sft, train = (plan(config, folder) for plan in (data_stage, sft_stage, train_stage))
+    data, sft, train = (
+        command(config, folder) for command in (data_command, sft_command, train_command)
+    )
 
-    _announce(console, "1/3  problems, and a model that knows nothing", data)
+    _announce(console, "1/3  arithmetic problems, and a model with random weights", data)
     run_make_data(load_config(ArithmeticDataConfig, data.overrides))
-    _announce(console, "2/3  warm start: imitating worked examples by hasty teachers", sft)
+    _announce(
+        console, "2/3  warm start: supervised steps on worked examples, most of them wrong", sft
+    )
     warm = run_sft(load_config(SFTConfig, sft.overrides))
-    _announce(console, "3/3  reinforcement: nothing but right and wrong", train)
+    _announce(console, "3/3  reinforcement learning: the reward is 1 for the right number", train)
     run_training(load_config(TrainConfig, train.overrides))
 
     show_answers(console, folder / "train" / "samples.jsonl")
-    _farewell(console, folder, warm, time.perf_counter() - began)
+    _summary(console, folder, warm, time.perf_counter() - began)
 
 
-def data_stage(config: DemoConfig, folder: Path) -> Stage:
-    """Problems of one to three steps and a fresh model of a million parameters.
+def data_command(config: DemoConfig, folder: Path) -> DemoCommand:
+    """Make problems of one to three steps, and a model of a million parameters.
 
-    Most worked examples come from hasty teachers, who take the first step's result for the answer:
-    imitation learns to reckon from them, and nothing but the reward can teach more care.
+    Four of five worked examples stop after the first step and give its result as the answer. A
+    model that imitates them solves mostly one-step problems; the reward teaches it the others.
     """
-    return Stage(
+    return DemoCommand(
         "data make",
         (
             f"output={folder / 'data'}",
@@ -83,9 +93,9 @@ def data_stage(config: DemoConfig, folder: Path) -> Stage:
     )
 
 
-def sft_stage(config: DemoConfig, folder: Path) -> Stage:
-    """A warm start by imitation."""
-    return Stage(
+def sft_command(config: DemoConfig, folder: Path) -> DemoCommand:
+    """Train the model on the worked examples."""
+    return DemoCommand(
         "sft",
         (
             f"model.path={folder / 'base'}",
@@ -103,10 +113,10 @@ def sft_stage(config: DemoConfig, folder: Path) -> Stage:
     )
 
 
-def train_stage(config: DemoConfig, folder: Path) -> Stage:
-    """Group-relative policy optimisation, or PPO with a critic (`adv_estimator=gae`)."""
+def train_command(config: DemoConfig, folder: Path) -> DemoCommand:
+    """Train with GRPO, or with PPO and a critic (`adv_estimator=gae`)."""
     with_critic = config.adv_estimator == "gae"
-    return Stage(
+    return DemoCommand(
         "train",
         (
             f"algorithm.adv_estimator={config.adv_estimator}",
@@ -119,16 +129,12 @@ def train_stage(config: DemoConfig, folder: Path) -> Stage:
             "actor_rollout_ref.actor.ppo_mini_batch_size=16",
             *_optimizer("actor_rollout_ref.actor.optim", "3e-4", warmup=5),
             "actor_rollout_ref.actor.policy_loss.clip_ratio_high=0.28",
-            *(CRITIC if with_critic else GROUPS),
+            *(WITH_CRITIC if with_critic else WITHOUT_CRITIC),
             "trainer.total_training_steps=90",
             "trainer.test_freq=10",
             *_shared(config, folder / "train"),
         ),
     )
-
-
-GROUPS = ("algorithm.filter_groups.enable=true",)
-CRITIC = ("critic.optim.lr=5e-4", "algorithm.lam=0.95")
 
 
 def _optimizer(prefix: str, lr: str, warmup: int) -> tuple[str, ...]:
@@ -151,19 +157,22 @@ def _shared(config: DemoConfig, folder: Path) -> tuple[str, ...]:
     )
 
 
-def show_answers(console: Any, samples: Path, count: int = 4) -> None:
-    """The same held-out problems before and after, side by side."""
+def show_answers(console: Console, samples: Path, count: int = 4) -> None:
+    """Print a table of `count` validation problems with the first and the last response to each."""
     from rich.table import Table
     from rich.text import Text
 
-    held_out = [s for s in read_samples(samples) if s.split == "val"]
-    first = min(s.step for s in held_out)
-    last = max(s.step for s in held_out)
-    table = Table(title="held-out answers before and after reinforcement", title_justify="left")
+    validation = [s for s in read_samples(samples) if s.split == "val"]
+    first = min(s.step for s in validation)
+    last = max(s.step for s in validation)
+    table = Table(
+        title="responses to validation problems, before and after reinforcement learning",
+        title_justify="left",
+    )
     for column in ("problem", "before", "after", "truth"):
         table.add_column(column)
-    before = [s for s in held_out if s.step == first][:count]
-    after = [s for s in held_out if s.step == last][:count]
+    before = [s for s in validation if s.step == first][:count]
+    after = [s for s in validation if s.step == last][:count]
     for old, new in zip(before, after, strict=True):
         problem = old.prompt.removeprefix("user: ")
         cells = (problem, _marked(old), _marked(new), str(old.ground_truth))
@@ -175,16 +184,18 @@ def _marked(sample: Sample) -> str:
     return f"{'✓' if sample.reward > 0 else '✗'} {sample.response}"
 
 
-def _announce(console: Any, title: str, stage: Stage) -> None:
+def _announce(console: Console, title: str, command: DemoCommand) -> None:
     console.print(f"\n{title}", style="bold")
-    console.print(f"$ {stage}", style="dim", markup=False, soft_wrap=True)
+    console.print(f"$ {command}", style="dim", markup=False, soft_wrap=True)
 
 
-def _farewell(console: Any, folder: Path, warm: SFTResult, seconds: float) -> None:
-    accuracy = "" if warm.accuracy is None else f", from {warm.accuracy:.0%} after the warm start"
-    console.print(f"whole demo: {seconds:.0f}s{accuracy}")
+def _summary(console: Console, folder: Path, warm: SFTResult, seconds: float) -> None:
+    accuracy = (
+        "" if warm.accuracy is None else f"; accuracy after the warm start {warm.accuracy:.0%}"
+    )
+    console.print(f"time of the demo: {seconds:.0f}s{accuracy}")
     question = "Tom has 3 apples. He buys 4 more. How many apples does Tom have now?"
-    console.print("ask it something:")
+    console.print("try the model:")
     console.print(
         f'  quadriga generate model.path={folder / "train" / "model"} prompt="{question}"',
         soft_wrap=True,

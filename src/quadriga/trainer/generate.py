@@ -1,38 +1,50 @@
-"""`quadriga generate`: answers from a model folder, for one prompt or for files of them."""
+"""`quadriga generate`: responses of a model folder to one prompt, or to files of prompts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from quadriga.config.schema import GenerateConfig
 from quadriga.errors import ConfigError
-from quadriga.trainer.preflight import check_files
+from quadriga.protocol import fields
+from quadriga.trainer.run.preflight import check_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from quadriga.data import PromptLoader
+
+Messages = Sequence[Mapping[str, object]]
+"""A chat: messages with `role` and `content`."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One prompt's answers."""
+    """One prompt and the responses to it."""
 
-    prompt: Any
+    prompt: Messages
     responses: list[str]
 
 
 def run_generation(config: GenerateConfig) -> list[Answer]:
-    """Answer every prompt `n` times, in order; write them to `output` if one is given.
+    """Generate `n` responses per prompt, and write them to `output` if it is set.
+
+    Returns:
+        One entry per prompt, in the order of the prompts.
 
     Raises:
-        ConfigError: neither or both of `prompt` and `data_files` are given, or `output` has an
-            ending that is not known.
-        ModelError: the folder is not a model.
+        ConfigError: neither or both of `prompt` and `data_files` are set, or the suffix of
+            `output` is unknown.
+        ModelError: the folder holds no model.
     """
     from quadriga.models import check_model_folder
 
     if (config.prompt is None) == (not config.data_files):
-        raise ConfigError("give either prompt=… or data_files=[…], and not both")
+        raise ConfigError("set either prompt=… or data_files=[…], and not both")
     if config.output is not None and Path(config.output).suffix not in _WRITERS:
         raise ConfigError(f"output must end in one of {sorted(_WRITERS)}, got {config.output!r}")
     check_files(config.data_files, "data_files", needed=False)
@@ -46,7 +58,7 @@ def run_generation(config: GenerateConfig) -> list[Answer]:
 
 
 def main_generation(config: GenerateConfig) -> list[Answer]:
-    """The field's name for `run_generation`."""
+    """Call `run_generation`; verl has this name for it."""
     return run_generation(config)
 
 
@@ -54,54 +66,57 @@ def _answers(config: GenerateConfig) -> Iterator[Answer]:
     from quadriga.models import load_tokenizer
     from quadriga.parallel.device import get_device_name
     from quadriga.rollout import build_rollout
-    from quadriga.trainer.stages import expand_prompts, generation_inputs
-    from quadriga.workers.generation import generate_batch, sampling_params
+    from quadriga.trainer.stages import expand_prompts
+    from quadriga.workers.generation import generate_batch, generation_inputs, sampling_params
 
     device = get_device_name() if config.device == "auto" else config.device
     tokenizer = load_tokenizer(
         config.model.tokenizer_path or config.model.path,
         trust_remote_code=config.model.trust_remote_code,
     )
+    # One process and one model: the engine is called directly, without a worker group.
     engine = build_rollout("hf", config.model, device=device)
     for number, prompts in enumerate(_prompt_batches(config, tokenizer)):
-        rows = expand_prompts(prompts, n=config.n, step=number, seed=config.seed)
+        rows = expand_prompts(prompts, n=config.n, step=number, seed=config.seed).batch
         batch = generate_batch(
             engine,
             generation_inputs(rows),
             sampling_params(
                 config.sampling, config.model, max_new_tokens=config.max_response_length
             ),
-        )
+        ).batch
+        pairs = zip(batch[fields.RESPONSES], batch[fields.RESPONSE_MASK], strict=True)
         texts = [
-            tokenizer.decode(ids[mask.bool()], skip_special_tokens=True)
-            for ids, mask in zip(
-                batch.batch["responses"], batch.batch["response_mask"], strict=True
-            )
+            str(tokenizer.decode(ids[mask.bool()], skip_special_tokens=True)) for ids, mask in pairs
         ]
-        for i, raw in enumerate(prompts.non_tensor_batch["raw_prompt"]):
-            yield Answer(raw, texts[i * config.n : (i + 1) * config.n])
+        for i, messages in enumerate(prompts.non_tensor_batch[fields.RAW_PROMPT]):
+            yield Answer(messages, texts[i * config.n : (i + 1) * config.n])
 
 
-def _prompt_batches(config: GenerateConfig, tokenizer: Any) -> Iterator[Any]:
+def _prompt_batches(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase) -> PromptLoader:
     from quadriga.data import PromptDataset, PromptLoader
 
-    options = {"prompt_key": config.prompt_key, "max_prompt_length": config.max_prompt_length}
+    key, length = config.prompt_key, config.max_prompt_length
     if config.prompt is not None:
-        row = {config.prompt_key: [{"role": "user", "content": config.prompt}]}
-        dataset = PromptDataset.from_rows([row], tokenizer, **options)
+        row = {key: [{"role": "user", "content": config.prompt}]}
+        dataset = PromptDataset.from_rows(
+            [row], tokenizer, prompt_key=key, max_prompt_length=length
+        )
     else:
-        dataset = PromptDataset(config.data_files, tokenizer, **options)
-    yield from PromptLoader(dataset, config.batch_size, shuffle=False, drop_last=False)
+        dataset = PromptDataset(
+            config.data_files, tokenizer, prompt_key=key, max_prompt_length=length
+        )
+    return PromptLoader(dataset, config.batch_size, shuffle=False, drop_last=False)
 
 
-def _write_jsonl(answers: list[Answer], path: Path) -> None:
+def _write_jsonl(answers: Sequence[Answer], path: Path) -> None:
     with path.open("w", encoding="utf-8") as file:
         for answer in answers:
             row = {"prompt": answer.prompt, "responses": answer.responses}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def _write_parquet(answers: list[Answer], path: Path) -> None:
+def _write_parquet(answers: Sequence[Answer], path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

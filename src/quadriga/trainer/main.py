@@ -1,16 +1,19 @@
-"""`quadriga train`: check everything, start the backend, run the trainer, close what was opened."""
+"""`quadriga train`: check the settings, run the trainer, close what it started.
+
+A file of its own, because it is the entry point that programs import: `run_training(config)`.
+"""
 
 from __future__ import annotations
 
 from quadriga.config.schema import TrainConfig
-from quadriga.trainer.preflight import check_train_config
+from quadriga.trainer.run.preflight import check_train_config
 
 
 def run_training(config: TrainConfig) -> None:
-    """Run PPO's family as `config` says.
+    """Run PPO or a related algorithm as `config` says.
 
     Raises:
-        InputError: settings, files, model folders or machines do not fit. Nothing was started.
+        InputError: settings, files, model folders or nodes do not fit. Nothing was started.
     """
     check_train_config(config)
     from quadriga.trainer.ppo import RayPPOTrainer

@@ -9,10 +9,10 @@ from quadriga.config.schema import ArithmeticDataConfig
 
 
 def run_make_data(config: ArithmeticDataConfig) -> None:
-    """Write the data, and the model where `model_output` is given; say where they lie.
+    """Write the data files, and a model if `model_output` is set. Print their paths.
 
     Raises:
-        InputError: settings that no problems or no model can have.
+        InputError: no problems or no model can have these settings.
     """
     from quadriga.data import ArithmeticTask, write_arithmetic
 
@@ -41,12 +41,12 @@ def run_make_data(config: ArithmeticDataConfig) -> None:
     ):
         print(f"{path}  {rows} problems")
     if config.model_output is not None:
-        parameters = _make_model(config, files.sft)
+        parameters = _make_model(config, config.model_output, files.sft)
         print(f"{config.model_output}  {parameters:,} parameters")
 
 
-def _make_model(config: ArithmeticDataConfig, demonstrations: Path) -> int:
-    """Write the model and a tokenizer trained on the demonstrations."""
+def _make_model(config: ArithmeticDataConfig, folder: str, demonstrations: Path) -> int:
+    """Write the model, with a tokenizer trained on the demonstrations. Return its size."""
     from pyarrow.parquet import read_table
 
     from quadriga.models import TinyModel, write_tiny_model
@@ -63,5 +63,4 @@ def _make_model(config: ArithmeticDataConfig, demonstrations: Path) -> int:
         initializer_range=config.initializer_range,
         tie_word_embeddings=config.tie_word_embeddings,
     )
-    assert config.model_output is not None
-    return write_tiny_model(config.model_output, texts, shape, seed=config.seed)
+    return write_tiny_model(folder, texts, shape, seed=config.seed)

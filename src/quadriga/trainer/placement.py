@@ -1,19 +1,25 @@
-"""Which roles there are, and which pool of processes each runs on."""
+"""The roles, and the pool of processes on which each role runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from quadriga.config.schema import Options
 from quadriga.errors import ConfigError, UnknownNameError
+
+if TYPE_CHECKING:
+    from quadriga.single_controller import Backend, ResourcePool
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a worker is for. The set is open: `Role.add("Judge")` makes `Role.Judge`.
+    """What a worker is for. Users can add roles: `Role.add("Judge")` makes `Role.Judge`.
 
-    `key` is the role's name in settings, groups and messages (`actor_rollout_ref`).
+    Attributes:
+        name: the attribute of `Role`, `ActorRolloutRef`.
+        key: the name in settings, worker groups and messages, `actor_rollout_ref`.
     """
 
     name: str
@@ -29,26 +35,33 @@ class Role:
 
     @classmethod
     def add(cls, name: str, key: str | None = None) -> Role:
-        """Make the role `Role.<name>`; asking again for the same role gives the same one.
+        """Add the role `Role.<name>` and return it. A role that exists already is returned.
+
+        Args:
+            name: an identifier that is not an attribute of `Role` yet.
+            key: its key; None: `name` in snake case.
 
         Raises:
-            ConfigError: the name is taken by another key, or is no identifier.
+            ConfigError: the role exists with another key, or `name` cannot be used.
         """
         role = cls(name, key if key is not None else _snake_case(name))
         known = _ROLES.get(name)
         if known is None and (not name.isidentifier() or hasattr(cls, name)):
             raise ConfigError(
-                f"a role's name must be a free identifier, got {name!r}; choose another name"
+                f"the name of a role must be an identifier that Role does not use yet, got "
+                f"{name!r}; choose another name"
             )
         if known is not None and known != role:
-            raise ConfigError(f"role {name} exists with key {known.key!r}, not {role.key!r}")
+            raise ConfigError(
+                f"role {name} exists with key {known.key!r} and cannot get key {role.key!r}"
+            )
         _ROLES[name] = role
         setattr(cls, name, role)
         return role
 
     @classmethod
     def all(cls) -> Iterator[Role]:
-        """Every role, in the order in which they were added."""
+        """Return every role, in the order in which they were added."""
         return iter(tuple(_ROLES.values()))
 
     def __str__(self) -> str:
@@ -59,6 +72,8 @@ def _snake_case(name: str) -> str:
     return "".join("_" + c.lower() if c.isupper() and i else c.lower() for i, c in enumerate(name))
 
 
+# A registry beside the class attributes, because `Role.all` must also list roles of users, in the
+# order in which they were added.
 _ROLES: dict[str, Role] = {}
 for _name, _key in {
     "Actor": "actor",
@@ -77,16 +92,20 @@ class ResourcePoolManager:
     """Pools by name, and the pool of each role.
 
     Args:
-        resource_pool_spec: pool name → ranks on each node, `{"global": [8, 8]}`.
+        resource_pool_spec: pool name → number of ranks on each node, `{"global": [8, 8]}`.
         mapping: role → pool name.
         backend: the backend that makes the pools; None: Ray.
+        pool_options: keyword arguments of `Backend.resource_pool`, the same for all pools.
+
+    Raises:
+        UnknownNameError: a role is mapped to a pool that `resource_pool_spec` does not name.
     """
 
     resource_pool_spec: Mapping[str, list[int]]
     mapping: Mapping[Role, str]
-    backend: Any = None
-    pool_options: Mapping[str, Any] = field(default_factory=dict)
-    resource_pool_dict: dict[str, Any] = field(default_factory=dict, init=False)
+    backend: Backend | None = None
+    pool_options: Options = field(default_factory=dict)
+    resource_pool_dict: dict[str, ResourcePool] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         for role, pool in self.mapping.items():
@@ -99,38 +118,48 @@ class ResourcePoolManager:
                 )
 
     def create_resource_pool(self) -> None:
-        """Make every pool, after checking that the machines can hold all of them together.
+        """Make every pool, after a check that the nodes can hold all of them together.
 
         Raises:
-            PlacementError: a pool does not fit; names it and what it lacks. Nothing was started.
+            PlacementError: names a pool that does not fit and what it lacks. Nothing was started.
         """
         backend = self._backend()
         pools = {
             name: backend.resource_pool(list(ranks), name_prefix=name, **self.pool_options)
             for name, ranks in self.resource_pool_spec.items()
         }
+        # All pools at once: two pools that fit alone may not fit together.
         backend.check_placement(list(pools.values()))
         self.resource_pool_dict.update(pools)
 
-    def get_resource_pool(self, role: Role) -> Any:
-        """The pool of `role`.
+    def pool_name(self, role: Role) -> str:
+        """Return the name of the pool of `role`.
 
         Raises:
-            UnknownNameError: the role has no pool.
+            UnknownNameError: the role is not mapped to a pool.
         """
         if role not in self.mapping:
             raise UnknownNameError(
-                f"role {role} has no pool; mapped roles: {[str(r) for r in self.mapping]}",
+                f"role {role} is not mapped to a pool; mapped roles: "
+                f"{[str(r) for r in self.mapping]}",
                 name=str(role),
                 known=[str(r) for r in self.mapping],
             )
-        return self.resource_pool_dict[self.mapping[role]]
+        return self.mapping[role]
+
+    def get_resource_pool(self, role: Role) -> ResourcePool:
+        """Return the pool of `role`, after `create_resource_pool`.
+
+        Raises:
+            UnknownNameError: the role is not mapped to a pool.
+        """
+        return self.resource_pool_dict[self.pool_name(role)]
 
     def get_n_gpus(self) -> int:
-        """Ranks over all pools (on a GPU machine: GPUs)."""
+        """Return the number of ranks over all pools; with accelerators, one GPU per rank."""
         return sum(sum(ranks) for ranks in self.resource_pool_spec.values())
 
-    def _backend(self) -> Any:
+    def _backend(self) -> Backend:
         if self.backend is None:
             from quadriga.backends import get_backend
 

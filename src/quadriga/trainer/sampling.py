@@ -1,85 +1,77 @@
-"""From prompts to the answers that a step trains on.
+"""From prompts to the responses that a step trains on.
 
-consumes      prompts; with refilling, more prompts from the same stream
-produces      `rollout.n` rows a prompt, whole groups, in an order that gives ranks equal tokens
-waits for     the rollout; with refilling also for the rewards, since they decide what is kept
+consumes      prompts; with refilling, more prompts from the same iterator
+produces      `rollout.n` rows per prompt, complete prompt groups, in an order that gives each
+              rank about equally many tokens
+waits for     the rollout; with refilling also the rewards, which decide what stays
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+
+import numpy as np
 
 from quadriga.algorithms.advantages import get_advantage
 from quadriga.algorithms.dynamic_sampling import dynamic_sampling
 from quadriga.config.schema import TrainConfig
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, fields
 from quadriga.trainer import stages
-
-Reward = Callable[[DataProto], DataProto]
+from quadriga.trainer.dataflow import refills
+from quadriga.trainer.stages import BatchReward, Metrics, StageResult
+from quadriga.workers.roles import RolloutGroup
 
 
 class Sampler:
-    """Draws a step's batch.
+    """Draws the batch of a step.
 
     Args:
-        rollout: the group that generates. reward_fn: scores a batch.
-        stream: batches of prompts without end; refilling draws on it.
-        balance_over: ranks to balance tokens over; 1 leaves the order as it is.
+        rollout: the worker group that generates.
+        reward: scores a batch, where sampling depends on scores.
+        stream: batches of prompts without end; refilling draws more of them.
+        train_ranks: number of ranks that the batch is balanced over.
     """
 
     def __init__(
         self,
         config: TrainConfig,
-        rollout: Any,
-        reward_fn: Reward,
+        rollout: RolloutGroup,
+        reward: BatchReward,
         stream: Iterator[DataProto],
-        balance_over: int,
+        train_ranks: int,
     ) -> None:
         self.config = config
         self.rollout = rollout
-        self.reward_fn = reward_fn
+        self.reward = reward
         self.stream = stream
-        self.balance_over = balance_over
-        filter_groups = config.algorithm.filter_groups
-        self.refills = filter_groups.enable and filter_groups.mode == "refill"
+        self.train_ranks = train_ranks
         estimator = get_advantage(config.algorithm.adv_estimator)
         self.with_baselines = estimator.needs_baseline_scores
 
-    def draw(self, prompts: DataProto, step: int) -> tuple[DataProto, dict[str, float]]:
-        """A step's batch, and metrics. Scores are in it already if they decided what to keep."""
-        batch, metrics = self._generate(prompts, step, 0), {}
-        if self.refills:
-            batch, metrics = self._refill(batch, len(prompts), step)
-        if self.balance_over > 1:
-            batch, spread = stages.balance_over_ranks(batch, self.balance_over)
+    def draw(self, prompts: DataProto, step: int) -> StageResult:
+        """Return the batch of a step and metrics. With refilling the rows are scored already."""
+        batch = self._generate(prompts, step, turn=0)
+        metrics: Metrics = {}
+        if refills(self.config):
+            batch, metrics = self.refill(batch, len(prompts), step)
+        if self.config.trainer.balance_batch:
+            batch, spread = stages.balance_over_ranks(batch, self.train_ranks)
             metrics |= spread
-        return batch, metrics
+        return StageResult(batch, metrics)
 
-    def _generate(self, prompts: DataProto, step: int, turn: int) -> DataProto:
-        settings = self.config.actor_rollout_ref.rollout
-        rows = stages.expand_prompts(
-            prompts, n=settings.n, step=step, seed=self.config.trainer.seed, turn=turn
-        )
-        batch = stages.answer(self.rollout, rows, "train")
-        if self.with_baselines:
-            greedy = stages.answer(self.rollout, stages.one_row_each(rows, settings.n), "greedy")
-            scores = self.reward_fn(greedy).batch["token_level_scores"].sum(-1)
-            batch.batch["reward_baselines"] = scores.repeat_interleave(settings.n)
-        return batch
+    def refill(self, batch: DataProto, wanted: int, step: int) -> StageResult:
+        """Keep the prompt groups whose scores differ, and draw more until there are `wanted`
+        (DAPO, arXiv 2503.14476, section 3.2).
 
-    def _refill(
-        self, batch: DataProto, wanted: int, step: int
-    ) -> tuple[DataProto, dict[str, float]]:
-        """Keep groups with signal and draw more until there are `wanted`, or the bound is reached
-        (DAPO, arXiv 2503.14476, section 3.2)."""
+        Stops at `filter_groups.max_num_gen_batches` draws, however many groups there are then.
+        """
         settings = self.config.algorithm.filter_groups
-        batch = batch.union(self.reward_fn(batch))
+        batch = stages.score_responses(batch, self.reward).batch
         turn = 1
         while True:
             decision = dynamic_sampling(
-                batch.batch["token_level_scores"].sum(-1),
-                batch.non_tensor_batch["uid"],
+                batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1),
+                batch.non_tensor_batch[fields.UID],
                 wanted_groups=wanted,
                 mode="refill",
                 gen_batches=turn,
@@ -89,7 +81,23 @@ class Sampler:
             batch = batch.select_idxs(decision.rows)
             if decision.action == "train":
                 drawn = {name: decision.metrics[name] for name in ("kept", "gen_batches")}
-                return batch, {f"group/{name}": value for name, value in drawn.items()}
+                return StageResult(batch, {f"group/{name}": v for name, v in drawn.items()})
+            # `turn` is part of the seed, so that a prompt that is drawn twice in one step does
+            # not sample the same responses again.
             more = self._generate(next(self.stream), step, turn)
-            batch = DataProto.concat([batch, more.union(self.reward_fn(more))])
+            batch = DataProto.concat([batch, stages.score_responses(more, self.reward).batch])
             turn += 1
+
+    def _generate(self, prompts: DataProto, step: int, turn: int) -> DataProto:
+        n = self.config.actor_rollout_ref.rollout.n
+        seed = self.config.trainer.seed
+        rows = stages.expand_prompts(prompts, n=n, step=step, seed=seed, turn=turn).batch
+        if self.with_baselines:
+            rows = stages.add_baselines(rows, self._score_greedy(rows, n)).batch
+        return stages.generate(rows, self.rollout, "train").batch
+
+    def _score_greedy(self, rows: DataProto, n: int) -> DataProto:
+        """One greedy response per prompt, scored; `n` neighbouring rows have the same prompt."""
+        first_of_each = rows.select_idxs(np.arange(0, len(rows), n))
+        greedy = stages.generate(first_of_each, self.rollout, "greedy").batch
+        return stages.score_responses(greedy, self.reward).batch

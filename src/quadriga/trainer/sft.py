@@ -1,7 +1,11 @@
-"""Supervised fine-tuning: the warm start of reinforcement learning, over the same workers.
+"""Supervised fine-tuning, with the same workers as reinforcement learning.
 
-The loop consumes rows with answers, in the loader's order. With held-out prompts it measures
-greedy accuracy every `test_freq` steps, and stops once `stop_at_accuracy` is reached.
+consumes      batches of prompts with given responses, in the order of the loader
+produces      metrics and samples in the run folder, and the trained model
+waits for     each update, since the next one needs its weights
+
+With validation prompts the loop measures greedy accuracy every `test_freq` steps, and stops as
+soon as it reaches `stop_at_accuracy`.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from quadriga.config.schema import (
     ActorConfig,
@@ -19,28 +23,51 @@ from quadriga.config.schema import (
     SFTConfig,
 )
 from quadriga.protocol import DataProto
-from quadriga.trainer.groups import WATCH_S, one_pool, open_backend, threads_per_rank
-from quadriga.trainer.ingredients import make_reward, prompt_dataset
+from quadriga.trainer.dataflow import check_dataflow, sft_dataflow
 from quadriga.trainer.placement import Role
-from quadriga.trainer.preflight import check_sft_config
-from quadriga.trainer.record import RunRecord
+from quadriga.trainer.run.groups import (
+    ALIVENESS_CHECK_S,
+    StartedGroups,
+    close_on_error,
+    one_pool,
+    open_backend,
+    threads_per_rank,
+)
+from quadriga.trainer.run.ingredients import make_reward, prompt_dataset
+from quadriga.trainer.run.preflight import check_sft_config
+from quadriga.trainer.run.record import RunRecord
 from quadriga.trainer.validation import Validator
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from quadriga.data import PromptLoader
+    from quadriga.single_controller import WorkerGroup
+    from quadriga.workers.roles import SFTGroup
 
 
 @dataclass(frozen=True)
 class SFTResult:
-    """Where the model lies, and what was reached. `accuracy` is None without held-out data."""
+    """The folder of the trained model, the steps that were taken, and the accuracy of the last
+    validation (None without validation data)."""
 
     model_path: str
     steps: int
     accuracy: float | None
 
 
+@dataclass(frozen=True)
+class SFTGroups(StartedGroups):
+    """The one worker group of a run, as the trainer calls it."""
+
+    policy: SFTGroup
+
+
 def run_sft(config: SFTConfig) -> SFTResult:
-    """`quadriga sft`.
+    """Run `quadriga sft`.
 
     Raises:
-        InputError: settings, files, model folders or machines do not fit. Nothing was started.
+        InputError: settings, files, model folders or nodes do not fit. Nothing was started.
     """
     check_sft_config(config)
     trainer = SFTTrainer(config)
@@ -52,12 +79,16 @@ def run_sft(config: SFTConfig) -> SFTResult:
 
 
 class SFTTrainer:
-    """Mean negative log-probability of answer tokens, over all ranks."""
+    """Minimises the mean of −log p over the response tokens of a batch, over all ranks.
+
+    `init_workers` starts the worker group, `fit` runs the loop, `close` stops the group.
+    """
 
     def __init__(self, config: SFTConfig) -> None:
         from quadriga.data import SFTDataset, SFTLoader
         from quadriga.models import load_tokenizer
 
+        check_dataflow(sft_dataflow())
         self.config = config
         model, data = config.model, config.data
         self.tokenizer = load_tokenizer(
@@ -75,30 +106,37 @@ class SFTTrainer:
             shuffle=data.shuffle,
             seed=config.trainer.seed,
         )
-        self.held_out = _held_out(config, self.tokenizer)
+        self.val_loader = _validation_loader(config, self.tokenizer)
         self.reward_fn = make_reward(config.reward, self.tokenizer)
-        self.worker: Any = None
-        self.group: Any = None
-        self.backend: Any = None
         self.step = 0
+        self._groups: SFTGroups | None = None
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps, unless `stop_at_accuracy` ends the run before."""
+        """The number of optimizer steps, unless `stop_at_accuracy` ends the run earlier."""
         return (
             self.config.trainer.total_training_steps
             or len(self.loader) * self.config.trainer.total_epochs
         )
 
-    def init_workers(self) -> None:
-        """Start the ranks and load the model."""
+    def init_workers(self) -> SFTGroups:
+        """Start the ranks, load the model, and return the worker group.
+
+        A group that is started already is returned as it is.
+
+        Raises:
+            PlacementError: the nodes cannot hold the ranks. Nothing was started.
+            WorkerError: a rank failed while it started.
+        """
+        if self._groups is None:
+            self._groups = self._start()
+        return self._groups
+
+    def _start(self) -> SFTGroups:
         from quadriga.single_controller import ClassWithInitArgs
         from quadriga.workers import RankRuntime, SFTWorker
 
         trainer = self.config.trainer
-        self.backend = open_backend(trainer)
-        manager = one_pool(trainer, [Role.ActorRollout], self.backend)
-        manager.create_resource_pool()
         runtime = RankRuntime(
             device=trainer.device,
             threads=threads_per_rank(trainer),
@@ -106,39 +144,47 @@ class SFTTrainer:
             total_steps=self.total_steps,
             max_response_length=trainer.max_response_length,
         )
-        self.group = self.backend.worker_group(
-            manager.get_resource_pool(Role.ActorRollout),
-            ClassWithInitArgs(
-                SFTWorker, config=_worker_config(self.config), role="actor_rollout", runtime=runtime
-            ),
-            timeout=trainer.call_timeout_s,
+        worker = ClassWithInitArgs(
+            SFTWorker, config=_worker_config(self.config), role="actor_rollout", runtime=runtime
         )
-        self.group.start_worker_aliveness_check(WATCH_S)
-        self.worker = self.group
-        self.worker.init_model()
+        backend = open_backend(trainer)
+        with close_on_error(backend) as groups:
+            manager = one_pool(trainer, [Role.ActorRollout], backend)
+            manager.create_resource_pool()
+            group: WorkerGroup = backend.worker_group(
+                manager.get_resource_pool(Role.ActorRollout),
+                worker,
+                timeout=trainer.call_timeout_s,
+            )
+            groups.append(group)
+            group.start_worker_aliveness_check(ALIVENESS_CHECK_S)
+            group.init_model()
+            return SFTGroups(backend=backend, groups=groups, policy=group)
 
     def fit(self) -> SFTResult:
-        """The loop."""
-        settings = self.config.trainer
+        """Run the loop: update, and where it is due sync weights and validate."""
+        settings, policy = self.config.trainer, self.init_workers().policy
         with RunRecord.open(self.config, self.total_steps, self.tokenizer) as record:
-            validator = Validator(settings.seed, self.held_out, self.worker, self.reward_fn, record)
+            validator = Validator(settings.seed, self.val_loader, policy, self.reward_fn, record)
             for rows in self.schedule():
                 with record.span("step"):
-                    record.add_worker(self.worker.update_sft(rows))
-                due = settings.test_freq > 0 and self.step % settings.test_freq == 0
-                if due or self.step == self.total_steps:
+                    record.log_update(policy.update_sft(rows))
+                last = self.step == self.total_steps
+                due = last or (settings.test_freq > 0 and self.step % settings.test_freq == 0)
+                if due:
                     with record.span("sync_weights"):
-                        self.worker.sync_weights()
-                reached = validator.run(step=self.step, due=due or self.step == self.total_steps)
+                        policy.sync_weights()
+                metrics = validator.run(step=self.step, due=due)
                 record.end_step(self.step)
-                if self._good_enough(reached):
+                if self._reached_goal(metrics):
                     break
-            path = str(record.folder.path / "model")
-            self.worker.export_hf(path)
+            path = str(record.folder.model)
+            policy.export_hf(path)
             return SFTResult(path, self.step, validator.last.get("val/accuracy"))
 
     def schedule(self) -> Iterator[DataProto]:
-        """Batches of rows, epoch after epoch; counts `step`."""
+        """Yield one batch of rows per step, epoch after epoch, and count `step`."""
+        # 7 steps with 3 batches per epoch take 3 epochs; the last one is left after one batch.
         for _ in range(math.ceil(self.total_steps / max(1, len(self.loader)))):
             for rows in self.loader:
                 if self.step >= self.total_steps:
@@ -147,13 +193,12 @@ class SFTTrainer:
                 yield rows
 
     def close(self) -> None:
-        """Stop what was started."""
-        if self.group is not None:
-            self.group.shutdown()
-        if self.backend is not None:
-            self.backend.shutdown()
+        """Stop the worker group, if it is started."""
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
 
-    def _good_enough(self, metrics: dict[str, float]) -> bool:
+    def _reached_goal(self, metrics: dict[str, float]) -> bool:
         goal = self.config.trainer.stop_at_accuracy
         return goal is not None and metrics.get("val/accuracy", -1.0) >= goal
 
@@ -170,14 +215,16 @@ def _worker_config(config: SFTConfig) -> ActorRolloutRefConfig:
     )
 
 
-def _held_out(config: SFTConfig, tokenizer: Any) -> Any:
-    """A loader over the first `val_size` held-out prompts, or None."""
-    from quadriga.data import PromptDataset, PromptLoader
+def _validation_loader(
+    config: SFTConfig, tokenizer: PreTrainedTokenizerBase
+) -> PromptLoader | None:
+    """A loader of the first `val_size` validation prompts as one batch, or None without files."""
+    from quadriga.data import PromptLoader
 
     if not config.data.val_files:
         return None
     data = DataConfig(prompt_key=config.data.prompt_key, max_prompt_length=config.data.max_length)
-    prompts = prompt_dataset(PromptDataset, config.data.val_files, data, tokenizer)
+    prompts = prompt_dataset(config.data.val_files, data, tokenizer)
     return PromptLoader(
         prompts.head(config.trainer.val_size),
         config.trainer.val_size,

@@ -1,14 +1,26 @@
-"""What each step of the loop does on the controller. Every stage takes a batch and gives one back.
+"""What each step of the training loop does on the controller, one function per stage.
 
-Batches here are by reference: a stage that reads a field fetches that field, and the comments of
-each function say which. `metrics` are plain floats.
+Convention. A stage takes a batch, then its settings. It returns `StageResult(batch, metrics)`:
+
+- `batch` holds the fields of the given batch and those that the stage writes. A stage that adds
+  or replaces fields returns the given batch; a stage that changes rows returns a new one. Callers
+  go on with the returned batch.
+- `metrics` maps names to floats and may be empty.
+
+    batch = record.log_stage(stages.shape_scores(batch, config.algorithm))
+
+Batches are by reference: a stage fetches the fields that it reads and no others.
+`trainer.dataflow` declares what each stage reads and writes; the names of fields, with their
+shapes, are in `protocol.fields`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 
 from quadriga.algorithms.advantages import compute_advantages, get_advantage
 from quadriga.algorithms.importance import importance_correction, mismatch_metrics
@@ -24,48 +36,202 @@ from quadriga.algorithms.shaping import (
 )
 from quadriga.config.schema import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
 from quadriga.parallel.balancing import get_seqlen_balanced_partitions
-from quadriga.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from quadriga.protocol import (
+    DataProto,
+    DataProtoFuture,
+    fields,
+    pad_dataproto_to_divisor,
+    unpad_dataproto,
+)
+from quadriga.trainer.dataflow import ESTIMATOR_FIELDS
+from quadriga.workers.generation import SamplingMode, generation_inputs
+from quadriga.workers.method_fields import GENERATE_SEQUENCES
+from quadriga.workers.roles import RolloutGroup
+
+Metrics = dict[str, float]
 
 
-def expand_prompts(prompts: DataProto, *, n: int, step: int, seed: int, turn: int = 0) -> DataProto:
-    """`n` rows a prompt, neighbours, with the group's `uid` and a `sample_seed` for each row.
+class StageResult(NamedTuple):
+    """What every stage returns: the batch to go on with, and metrics by name."""
 
-    The seed of a row depends on the run's seed, the step, the turn (a step may draw several
-    times), the prompt's place and the sample's number, and on nothing else: not on ranks, not on
-    how a batch is cut.
+    batch: DataProto
+    metrics: Metrics
+
+
+class BatchReward(Protocol):
+    """A reward function for whole batches, on the controller.
+
+    It reads the responses and returns a batch with `token_level_scores` [B, R] float32, and
+    `reward_components` [B, K] where the settings name components. A function that submits the
+    scoring to a worker group may return the future of that batch.
     """
-    import torch
 
+    def __call__(self, data: DataProto, /) -> DataProto | DataProtoFuture:
+        """Score every row of `data`."""
+        ...
+
+
+@runtime_checkable
+class HasMetrics(Protocol):
+    """A reward function that keeps metrics of its last call, such as `rewards.RewardManager`."""
+
+    metrics: dict[str, float]
+
+
+# From prompts to scored responses.
+
+
+def expand_prompts(
+    prompts: DataProto, *, n: int, step: int, seed: int, turn: int = 0
+) -> StageResult:
+    """Repeat each prompt `n` times and write `uid` and `sample_seed`.
+
+    The rows of a prompt group are neighbours. Two prompts, n = 2, step 7, turn 0:
+
+        row   prompt   uid       sample_seed
+        0     a        "7-0-0"   s0
+        1     a        "7-0-0"   s1
+        2     b        "7-0-1"   s2
+        3     b        "7-0-1"   s3
+
+    Args:
+        n: responses per prompt.
+        step: number of the training step.
+        seed: seed of the run.
+        turn: number of the draw within the step; a step with refilling draws several times.
+    """
     count = len(prompts)
     batch = prompts.repeat(repeat_times=n, interleave=True)
-    batch.non_tensor_batch["uid"] = np.repeat(
+    batch.non_tensor_batch[fields.UID] = np.repeat(
         np.array([f"{step}-{turn}-{i}" for i in range(count)], dtype=object), n
     )
+    # A row's seed depends on (seed, step, turn) and on the number of the row, and on nothing
+    # else. The tokens that a row samples are therefore the same for any number of ranks and any
+    # split of the batch.
     streams = np.random.SeedSequence([seed, step, turn]).generate_state(count * n, dtype=np.uint64)
-    batch.batch["sample_seed"] = torch.from_numpy((streams >> np.uint64(1)).astype(np.int64))
-    return batch
+    # torch has no uint64 arithmetic; dropping the lowest bit makes the seeds fit int64.
+    seeds = (streams >> np.uint64(1)).astype(np.int64)
+    batch.batch[fields.SAMPLE_SEED] = torch.from_numpy(seeds)
+    return StageResult(batch, {})
 
 
-def balance_over_ranks(batch: DataProto, dp_size: int) -> tuple[DataProto, dict[str, float]]:
-    """Reorder rows so that each of `dp_size` equal parts holds about equally many tokens.
+def generate(rows: DataProto, rollout: RolloutGroup, mode: SamplingMode) -> StageResult:
+    """Generate one response per row, for any number of rows.
 
-    Reads `sequence_length` [B] only.
+    The prompts' tensors are replaced by those of the sequences; other fields stay.
     """
-    lengths = batch.batch["sequence_length"]
-    if dp_size == 1 or len(batch) % dp_size:
-        return batch, {}
-    partitions = get_seqlen_balanced_partitions(lengths.tolist(), dp_size, equal_size=True)
-    tokens = [int(lengths[part].sum()) for part in partitions]
+    # The rollout's ranks take equal parts, so rows are added up to a multiple of their number and
+    # the responses to them are dropped.
+    inputs, extra = pad_dataproto_to_divisor(generation_inputs(rows, mode), rollout.world_size)
+    generated = unpad_dataproto(rollout.generate_sequences(inputs), extra)
+    replaced = {*GENERATE_SEQUENCES.reads, *GENERATE_SEQUENCES.writes}
+    kept = [key for key in _keys(rows) if key not in replaced]
+    return StageResult(rows.select(batch_keys=kept, meta_info_keys=[]).union(generated), {})
+
+
+def add_baselines(rows: DataProto, greedy: DataProto) -> StageResult:
+    """Write `reward_baselines` from the scores of one greedy response per prompt.
+
+    Rows 0 … n−1 belong to row 0 of `greedy`, rows n … 2n−1 to row 1, and so on.
+    """
+    # P counts prompts here: one greedy row per prompt.
+    score_P = greedy.batch[fields.TOKEN_LEVEL_SCORES].sum(-1)
+    per_prompt = len(rows) // len(greedy)
+    rows.batch[fields.REWARD_BASELINES] = score_P.repeat_interleave(per_prompt)
+    return StageResult(rows, {})
+
+
+def score_responses(batch: DataProto, reward: BatchReward) -> StageResult:
+    """Write `token_level_scores` [B, R], unless an earlier stage of the step has scored the rows.
+
+    The metrics are those of the reward function's last call.
+    """
+    if fields.TOKEN_LEVEL_SCORES not in _keys(batch):
+        scored = reward(batch)
+        batch = batch.union(scored.get() if isinstance(scored, DataProtoFuture) else scored)
+    return StageResult(batch, dict(reward.metrics) if isinstance(reward, HasMetrics) else {})
+
+
+def balance_over_ranks(batch: DataProto, ranks: int) -> StageResult:
+    """Reorder rows so that the `ranks` equal parts of the batch hold about equally many tokens.
+
+    The batch stays as it is with one rank, or if its rows do not divide by the number of ranks.
+    """
+    # The only field that is fetched; the others are reordered by reference.
+    lengths_B = batch.batch[fields.SEQUENCE_LENGTH]
+    if ranks == 1 or len(batch) % ranks:
+        return StageResult(batch, {})
+    partitions = get_seqlen_balanced_partitions(lengths_B.tolist(), ranks, equal_size=True)
+    tokens = [int(lengths_B[part].sum()) for part in partitions]
     order = np.concatenate([np.asarray(part) for part in partitions])
     spread = (max(tokens) - min(tokens)) / max(1, max(tokens))
-    return batch.select_idxs(order), {"batch/token_spread": spread}
+    return StageResult(batch.select_idxs(order), {"batch/token_spread": spread})
 
 
-def shape_scores(batch: DataProto, config: AlgorithmConfig) -> dict[str, float]:
-    """Over-long penalty, clipping and whitening: `token_level_scores` → `token_level_rewards`."""
-    scores = batch.batch["token_level_scores"]
-    mask = batch.batch["response_mask"]
-    metrics: dict[str, float] = {}
+# From scores to advantages.
+
+
+def measure_batch(batch: DataProto) -> StageResult:
+    """Measure scores, response lengths and the share of truncated responses."""
+    length_B = batch.batch[fields.RESPONSE_MASK].sum(-1).float()
+    score_B = batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1)
+    metrics = {
+        "reward/mean": float(score_B.mean()),
+        "reward/max": float(score_B.max()),
+        "reward/min": float(score_B.min()),
+        "response_length/mean": float(length_B.mean()),
+        "response_length/max": float(length_B.max()),
+        "response_length/clip_ratio": float((batch.batch[fields.FINISHED] == 0).float().mean()),
+        "batch/sequences": float(len(batch)),
+        "batch/tokens": float(batch.batch[fields.SEQUENCE_LENGTH].sum()),
+    }
+    return StageResult(batch, metrics)
+
+
+def mask_truncated(batch: DataProto, config: AlgorithmConfig) -> StageResult:
+    """Set the mask of truncated responses to 0, if `overlong.drop_truncated` says so.
+
+    Such a response takes no part in the update and does not count in its prompt group.
+    """
+    if config.overlong.drop_truncated:
+        mask = batch.batch[fields.RESPONSE_MASK]
+        kept = drop_truncated(mask, batch.batch[fields.FINISHED] == 0)
+        batch.batch[fields.RESPONSE_MASK] = kept.to(mask.dtype)
+    return StageResult(batch, {})
+
+
+def mask_zero_variance_groups(batch: DataProto, config: AlgorithmConfig) -> StageResult:
+    """Measure prompt groups whose scores are all equal; mask them if `filter_groups` is enabled.
+
+    The scores are those of the reward function, before penalties: a difference in length or KL
+    alone is no signal. Responses without tokens do not count. Four rows, two prompt groups:
+
+        uid     score   tokens   signal   mask afterwards
+        "a"     1       3        yes      kept
+        "a"     0       2        yes      kept
+        "b"     1       3        no       0: of group b only this row counts
+        "b"     0       0        -        0 already
+    """
+    mask = batch.batch[fields.RESPONSE_MASK]
+    present_B = mask.any(-1)
+    if not present_B.any():
+        return StageResult(batch, {})
+    score_B = batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1)[present_B]
+    uid = batch.non_tensor_batch[fields.UID][present_B.numpy()]
+    metrics = {f"group/{k}": v for k, v in dead_group_metrics(score_B, uid).items()}
+    if config.filter_groups.enable:
+        kept_B = present_B.clone()
+        kept_B[present_B] = informative_groups(score_B, uid)
+        batch.batch[fields.RESPONSE_MASK] = mask * kept_B.to(mask.dtype)[:, None]
+    return StageResult(batch, metrics)
+
+
+def shape_scores(batch: DataProto, config: AlgorithmConfig) -> StageResult:
+    """Write `token_level_rewards`: the scores after length penalty, clipping and whitening."""
+    scores = batch.batch[fields.TOKEN_LEVEL_SCORES]
+    mask = batch.batch[fields.RESPONSE_MASK]
+    metrics: Metrics = {}
+    # The penalty comes before clipping and whitening, which act on the complete reward.
     if config.overlong.enable:
         penalty = overlong_penalty(
             mask.sum(-1),
@@ -75,39 +241,37 @@ def shape_scores(batch: DataProto, config: AlgorithmConfig) -> dict[str, float]:
         )
         scores = add_to_last_token(scores, mask, penalty)
         metrics["reward/overlong_penalty"] = float(penalty.mean())
-    batch.batch["token_level_rewards"] = shape_rewards(
+    batch.batch[fields.TOKEN_LEVEL_REWARDS] = shape_rewards(
         scores, mask, clip=config.reward_clip, whiten=config.whiten_rewards
     )
-    return metrics
+    return StageResult(batch, metrics)
 
 
-def penalise_kl(batch: DataProto, controller: KLController, estimator: str) -> dict[str, float]:
-    """Subtract β·KL(policy ‖ reference) from each token's reward, and let β adapt.
-
-    Reads `old_log_probs`, `ref_log_prob`, `response_mask`; changes `token_level_rewards`.
-    """
+def penalise_kl(batch: DataProto, controller: KLController, estimator: str) -> StageResult:
+    """Subtract β·KL(policy ‖ reference) from the reward of each token, then adapt β."""
+    # β of this step is read before the update: the controller changes it for the next step.
     beta = controller.value
-    batch.batch["token_level_rewards"], kl = penalise_rewards(
-        batch.batch["token_level_rewards"],
-        batch.batch["old_log_probs"],
-        batch.batch["ref_log_prob"],
-        batch.batch["response_mask"],
+    batch.batch[fields.TOKEN_LEVEL_REWARDS], kl = penalise_rewards(
+        batch.batch[fields.TOKEN_LEVEL_REWARDS],
+        batch.batch[fields.OLD_LOG_PROBS],
+        batch.batch[fields.REF_LOG_PROB],
+        batch.batch[fields.RESPONSE_MASK],
         kl_coef=beta,
         kl_penalty=estimator,
     )
     controller.update(kl, n_steps=len(batch))
-    return {"reward/kl_penalty": kl, "reward/kl_coef": beta}
+    return StageResult(batch, {"reward/kl_penalty": kl, "reward/kl_coef": beta})
 
 
-def correct_mismatch(batch: DataProto, config: RolloutCorrectionConfig) -> dict[str, float]:
-    """How far rollout and training log-probabilities lie apart, and weights that make up for it.
+def correct_mismatch(batch: DataProto, config: RolloutCorrectionConfig) -> StageResult:
+    """Measure how far training and rollout log-probabilities differ.
 
-    Reads `old_log_probs`, `rollout_log_probs`, `response_mask`; writes `rollout_is_weights` where
-    the correction is on.
+    With a correction level, write importance weights of training against rollout to
+    `rollout_is_weights`.
     """
-    old = batch.batch["old_log_probs"]
-    rollout = batch.batch["rollout_log_probs"]
-    mask = batch.batch["response_mask"]
+    old = batch.batch[fields.OLD_LOG_PROBS]
+    rollout = batch.batch[fields.ROLLOUT_LOG_PROBS]
+    mask = batch.batch[fields.RESPONSE_MASK]
     metrics = mismatch_metrics(old, rollout, mask)
     if config.level != "none":
         correction = importance_correction(
@@ -120,131 +284,64 @@ def correct_mismatch(batch: DataProto, config: RolloutCorrectionConfig) -> dict[
             lower=config.lower,
             normalise=config.normalise,
         )
-        batch.batch["rollout_is_weights"] = correction.weights_BT
+        batch.batch[fields.ROLLOUT_IS_WEIGHTS] = correction.weights_BT
         metrics.update(correction.metrics)
-    return {f"mismatch/{name.removeprefix('mismatch_')}": v for name, v in metrics.items()}
+    return StageResult(
+        batch, {f"mismatch/{k.removeprefix('mismatch_')}": v for k, v in metrics.items()}
+    )
 
 
-def drop_cut_off(batch: DataProto, config: AlgorithmConfig) -> None:
-    """Take responses that ran into the length limit out of update and groups, where asked to.
+def estimate_advantages(batch: DataProto, config: AlgorithmConfig) -> StageResult:
+    """Write `advantages` and `returns` by the estimator that the settings name.
 
-    Reads `finished`; changes `response_mask`.
+    Also reads those of `ESTIMATOR_FIELDS` that the estimator asks for.
     """
-    if config.overlong.drop_truncated:
-        mask = batch.batch["response_mask"]
-        kept = drop_truncated(mask, batch.batch["finished"] == 0)
-        batch.batch["response_mask"] = kept.to(mask.dtype)
-
-
-def drop_dead_groups(batch: DataProto, config: AlgorithmConfig) -> dict[str, float]:
-    """Measure groups whose scores are all equal; give them weight zero where asked to.
-
-    By the reward function's scores, before penalties: length and KL alone are no signal. Responses
-    without tokens are no members. Reads `token_level_scores`; changes `response_mask`.
-    """
-    mask = batch.batch["response_mask"]
-    present_B = mask.any(-1)
-    if not present_B.any():
-        return {}
-    scores = batch.batch["token_level_scores"].sum(-1)[present_B]
-    uid = batch.non_tensor_batch["uid"][present_B.numpy()]
-    metrics = {f"group/{k}": v for k, v in dead_group_metrics(scores, uid).items()}
-    if config.filter_groups.enable:
-        alive_B = present_B.clone()
-        alive_B[present_B] = informative_groups(scores, uid)
-        batch.batch["response_mask"] = mask * alive_B.to(mask.dtype)[:, None]
-    return metrics
-
-
-_INPUT_FIELDS = {
-    "values_BT": "values",
-    "reward_baselines_B": "reward_baselines",
-    "reward_components_BK": "reward_components",
-    "old_log_prob_BT": "old_log_probs",
-}
-
-
-def estimate_advantages(batch: DataProto, config: AlgorithmConfig) -> dict[str, float]:
-    """`advantages` and `returns` by the estimator that the settings name.
-
-    Reads `token_level_rewards`, `response_mask`, and whichever of `_INPUT_FIELDS` the estimator
-    needs.
-    """
-    entry = get_advantage(config.adv_estimator)
-    mask = batch.batch["response_mask"]
+    needs = get_advantage(config.adv_estimator).needs
+    mask = batch.batch[fields.RESPONSE_MASK]
     advantages, returns = compute_advantages(
         config.adv_estimator,
-        token_level_rewards_BT=batch.batch["token_level_rewards"],
+        token_level_rewards_BT=batch.batch[fields.TOKEN_LEVEL_REWARDS],
         response_mask_BT=mask,
-        group_ids=batch.non_tensor_batch["uid"],
-        **{name: batch.batch[key] for name, key in _INPUT_FIELDS.items() if name in entry.needs},
+        group_ids=batch.non_tensor_batch[fields.UID],
+        **{name: batch.batch[key] for name, key in ESTIMATOR_FIELDS.items() if name in needs},
         gamma=config.gamma,
         lam=config.lam,
         norm_adv_by_std=config.norm_adv_by_std,
         whiten_advantages=config.whiten_advantages,
         **config.options,
     )
-    batch.batch["advantages"] = advantages
-    batch.batch["returns"] = returns
-    kept = mask.bool()
-    chosen = advantages[kept]
-    if not chosen.numel():
-        return {"critic/advantages/mean": 0.0, "critic/advantages/max_abs": 0.0}
-    return {
-        "critic/advantages/mean": float(chosen.mean()),
-        "critic/advantages/max_abs": float(chosen.abs().max()),
-    }
+    batch.batch[fields.ADVANTAGES] = advantages
+    batch.batch[fields.RETURNS] = returns
+    chosen = advantages[mask.bool()]
+    metrics = {"critic/advantages/mean": 0.0, "critic/advantages/max_abs": 0.0}
+    if chosen.numel():
+        metrics = {
+            "critic/advantages/mean": float(chosen.mean()),
+            "critic/advantages/max_abs": float(chosen.abs().max()),
+        }
+    return StageResult(batch, metrics)
 
 
-def select_update_tokens(batch: DataProto, config: ActorConfig) -> None:
-    """`selected_tokens` for losses that choose tokens over the whole batch (Clip-Cov, KL-Cov)."""
+def select_update_tokens(batch: DataProto, config: ActorConfig) -> StageResult:
+    """Write `selected_tokens`, for losses that choose tokens over the whole batch (Clip-Cov,
+    KL-Cov).
+
+    The choice is made here and not in the update, because a rank has only its part of the batch.
+    """
     if get_policy_loss(config.policy_loss.name).select is None:
-        return
+        return StageResult(batch, {})
     selected = select_tokens(
         config.policy_loss.name,
-        old_log_prob_BT=batch.batch["old_log_probs"],
-        advantages_BT=batch.batch["advantages"],
-        response_mask_BT=batch.batch["response_mask"],
+        old_log_prob_BT=batch.batch[fields.OLD_LOG_PROBS],
+        advantages_BT=batch.batch[fields.ADVANTAGES],
+        response_mask_BT=batch.batch[fields.RESPONSE_MASK],
         **config.policy_loss.options,
     )
     if selected is not None:
-        batch.batch["selected_tokens"] = selected
+        batch.batch[fields.SELECTED_TOKENS] = selected
+    return StageResult(batch, {})
 
 
-def batch_metrics(batch: DataProto) -> dict[str, float]:
-    """Lengths, rewards and how many responses were cut off. Reads `response_mask` and scores."""
-    mask = batch.batch["response_mask"]
-    length_B = mask.sum(-1).float()
-    score_B = batch.batch["token_level_scores"].sum(-1)
-    return {
-        "reward/mean": float(score_B.mean()),
-        "reward/max": float(score_B.max()),
-        "reward/min": float(score_B.min()),
-        "response_length/mean": float(length_B.mean()),
-        "response_length/max": float(length_B.max()),
-        "response_length/clip_ratio": float((batch.batch["finished"] == 0).float().mean()),
-        "batch/sequences": float(len(batch)),
-        "batch/tokens": float(batch.batch["sequence_length"].sum()),
-    }
-
-
-GENERATION_FIELDS = ["input_ids", "attention_mask", "sample_seed"]
-
-
-def answer(rollout: Any, rows: DataProto, sampling: str) -> DataProto:
-    """One response a row, any number of rows. `sampling`: "train", "val" or "greedy"."""
-    inputs, extra = pad_dataproto_to_divisor(generation_inputs(rows, sampling), rollout.world_size)
-    generated = unpad_dataproto(rollout.generate_sequences(inputs), extra)
-    return rows.select(batch_keys=[], meta_info_keys=[]).union(generated)
-
-
-def generation_inputs(rows: DataProto, sampling: str = "train") -> DataProto:
-    """Just what `generate_sequences` reads."""
-    inputs = rows.select(batch_keys=GENERATION_FIELDS, non_tensor_batch_keys=[], meta_info_keys=[])
-    inputs.meta_info["sampling"] = sampling
-    return inputs
-
-
-def one_row_each(rows: DataProto, n: int) -> DataProto:
-    """The first of each prompt's `n` rows."""
-    return rows.select_idxs(np.arange(0, len(rows), n))
+def _keys(batch: DataProto) -> Sequence[str]:
+    """The names of the tensor fields. A batch without tensors has no `batch`."""
+    return [] if batch.batch is None else [str(key) for key in batch.batch.keys()]  # noqa: SIM118

@@ -1,48 +1,56 @@
-"""Held-out accuracy: greedy answers (or as `rollout.val_sampling` says), scored like training."""
+"""Validation: responses to prompts that are not trained on, scored by the training reward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from quadriga.protocol import DataProto
+from quadriga.protocol import fields
 from quadriga.trainer import stages
+from quadriga.trainer.stages import BatchReward, Metrics
 
 if TYPE_CHECKING:
-    from quadriga.trainer.record import RunRecord
+    from quadriga.data import PromptLoader
+    from quadriga.trainer.run.record import RunRecord
+    from quadriga.workers.roles import RolloutGroup
 
 
 class Validator:
-    """Answers every held-out prompt once and records mean score and samples."""
+    """Generates one response per validation prompt and records the mean score and samples.
+
+    Sampling is that of `rollout.val_sampling`, greedy by default. Without a loader `run` does
+    nothing.
+    """
 
     def __init__(
         self,
         seed: int,
-        loader: Any | None,
-        rollout: Any,
-        reward_fn: Callable[[DataProto], DataProto],
+        loader: PromptLoader | None,
+        rollout: RolloutGroup,
+        reward: BatchReward,
         record: RunRecord,
     ) -> None:
         self.seed = seed
         self.loader = loader
         self.rollout = rollout
-        self.reward_fn = reward_fn
+        self.reward = reward
         self.record = record
-        self.last: dict[str, float] = {}
+        self.last: Metrics = {}
 
-    def run(self, *, step: int, due: bool) -> dict[str, float]:
-        """Validate if due and if there is held-out data. Returns the metrics, empty if not."""
+    def run(self, *, step: int, due: bool) -> Metrics:
+        """Validate if `due`, and if there is validation data. Return the metrics, else {}."""
         if not due or self.loader is None:
             return {}
         scores: list[float] = []
         with self.record.span("validate"):
             for number, prompts in enumerate(self.loader):
-                rows = stages.expand_prompts(prompts, n=1, step=number, seed=self.seed)
-                answered = stages.answer(self.rollout, rows, "val")
-                answered = answered.union(self.reward_fn(answered))
-                scores += answered.batch["token_level_scores"].sum(-1).tolist()
+                # The seeds depend on the number of the batch and not on the training step, so
+                # that validations of different steps sample with the same random numbers.
+                rows = stages.expand_prompts(prompts, n=1, step=number, seed=self.seed).batch
+                batch = stages.generate(rows, self.rollout, "val").batch
+                batch = stages.score_responses(batch, self.reward).batch
+                scores += batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1).tolist()
                 if number == 0:
-                    self.record.samples(step, answered, split="val")
+                    self.record.log_samples(step, batch, split="val")
         self.last = {"val/accuracy": sum(scores) / len(scores), "val/samples": float(len(scores))}
-        self.record.validation(step, self.last)
+        self.record.log_validation(step, self.last)
         return self.last

@@ -1,17 +1,27 @@
-"""One class a role, whatever engine runs under it. Names load when they are first used."""
+"""The workers: one class per role. A worker runs in every rank of a worker group.
+
+    actor_rollout_ref.py   the policy: actor, rollout and reference
+    critic.py              the value model
+    sft.py                 the policy, trained on given responses
+    roles.py               typed protocols: what the worker group of each role offers
+    method_fields.py       the fields that each method reads and writes
+    updates.py             one update: epochs, mini-batches, optimizer steps
+    objectives.py          the losses of an update, combined from `algorithms`
+    generation.py          from prompts to a batch with responses
+    runtime.py             settings of a run that every rank needs, and the setup of a rank
+
+This package may import every package below it in the import order: `engines`, `rollout`,
+`weight_sync`, `checkpoint`, `models`, `algorithms`, `protocol`, `single_controller`, `config`. It
+must not import `trainer`. Names load on first use, so importing this package loads no other.
+"""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
-    from quadriga.workers.critic import CriticWorker
-    from quadriga.workers.runtime import RankRuntime
-    from quadriga.workers.sft import SFTWorker
+from quadriga.lazy import lazy_names
 
-_HOMES = {
+_HOME = {
     "ActorRolloutRefWorker": "actor_rollout_ref",
     "CriticWorker": "critic",
     "RankRuntime": "runtime",
@@ -20,8 +30,10 @@ _HOMES = {
 
 __all__ = ["ActorRolloutRefWorker", "CriticWorker", "RankRuntime", "SFTWorker"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+if TYPE_CHECKING:
+    from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
+    from quadriga.workers.critic import CriticWorker
+    from quadriga.workers.runtime import RankRuntime
+    from quadriga.workers.sft import SFTWorker
+else:
+    __getattr__, __dir__ = lazy_names(__name__, _HOME)

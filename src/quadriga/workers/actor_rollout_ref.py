@@ -1,47 +1,49 @@
-"""The policy in its three uses: it learns (actor), it answers (rollout), it stays (reference).
+"""The worker of the policy, which has three uses: actor, rollout and reference.
 
-One process may hold all three. The trained parameters are sharded by the training engine; the
-rollout engine holds its own copy, brought up to date by `sync_weights` and proved equal by digest.
+One process may have all three. The training engine shards the trained parameters over the ranks.
+The rollout engine holds its own copy; `sync_weights` updates that copy and compares a digest of
+every tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 from quadriga.config.schema import ActorRolloutRefConfig, SamplingConfig
 from quadriga.errors import ConfigError, WorkerError
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import (
     Dispatch,
     Worker,
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from quadriga.workers.method_fields import COMPUTE_LOG_PROB, COMPUTE_REF_LOG_PROB
 from quadriga.workers.runtime import RankRuntime, prepare_rank
 
 if TYPE_CHECKING:
     from quadriga.engines.base import TrainEngine
     from quadriga.rollout.base import RolloutEngine
 
-_USES = {
-    "actor": {"actor"},
-    "rollout": {"rollout"},
-    "ref": {"ref"},
-    "actor_rollout": {"actor", "rollout"},
-    "actor_rollout_ref": {"actor", "rollout", "ref"},
+Use = Literal["actor", "rollout", "ref"]
+
+_USES: dict[str, frozenset[Use]] = {
+    "actor": frozenset({"actor"}),
+    "rollout": frozenset({"rollout"}),
+    "ref": frozenset({"ref"}),
+    "actor_rollout": frozenset({"actor", "rollout"}),
+    "actor_rollout_ref": frozenset({"actor", "rollout", "ref"}),
 }
-_LOG_PROB_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
 
 
 class ActorRolloutRefWorker(Worker):
-    """A rank of the policy.
+    """The policy in one rank.
 
     Args:
         config: settings of model, actor, rollout and reference.
-        role: which uses this worker has: `actor`, `rollout`, `ref`, `actor_rollout` or
+        role: the uses of this worker: `actor`, `rollout`, `ref`, `actor_rollout` or
             `actor_rollout_ref`.
-        runtime: run-wide facts.
+        runtime: settings of the run that are the same for all roles.
 
     Raises:
         ConfigError: `role` is none of these.
@@ -52,7 +54,9 @@ class ActorRolloutRefWorker(Worker):
     ) -> None:
         super().__init__()
         if role not in _USES:
-            raise ConfigError(f"role must be one of {sorted(_USES)}, got {role!r}")
+            raise ConfigError(
+                f"ActorRolloutRefWorker: role must be one of {sorted(_USES)}, got {role!r}"
+            )
         self.config = config
         self.role = role
         self.runtime = runtime or RankRuntime()
@@ -61,16 +65,18 @@ class ActorRolloutRefWorker(Worker):
         self.ref: TrainEngine | None = None
         self.rollout: RolloutEngine | None = None
         self.weight_version = 0
+        # Each use has a mesh of its own, so that a use can get another layout of the same ranks.
+        # All meshes are pure data parallel: rank r has data-parallel rank r and returns its result.
         for mesh_name in sorted(_USES[role]):
             self._register_dispatch_collect_info(mesh_name, dp_rank=self.rank, is_collect=True)
 
-    def uses(self, use: str) -> bool:
-        """Whether this worker is an `actor`, a `rollout`, a `ref`."""
+    def uses(self, use: Use) -> bool:
+        """Return whether this worker is used as `use`."""
         return use in _USES[self.role]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load what the role needs, and give the rollout the actor's weights."""
+        """Load the engines that the role needs, and copy the actor's weights to the rollout."""
         from quadriga.engines import build_engine
         from quadriga.rollout import build_rollout
 
@@ -103,10 +109,10 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sync_weights(self) -> int:
-        """Bring the rollout's weights to the actor's. Returns the new version.
+        """Copy the actor's weights to the rollout engine. Return the new weight version.
 
         Raises:
-            WorkerError: the digests differ afterwards; names the first tensor that does.
+            WorkerError: a digest differs after the copy; the message names the first such tensor.
         """
         from quadriga.weight_sync import sync_weights
 
@@ -116,23 +122,25 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Answer each prompt once.
+        """Sample one response per row.
 
-        Reads `input_ids`, `attention_mask` [B, P] and `sample_seed` [B]; `meta_info["sampling"]`
-        is "train" (also if absent), "val" or "greedy". Writes prompts, responses, response_mask,
-        rollout_log_probs, input_ids, attention_mask, position_ids, sequence_length [B] (tokens),
-        finished [B] (1: ended by itself, 0: cut off) and weight_version [B].
+        Args:
+            prompts: the fields `GENERATE_SEQUENCES.reads`; `meta_info["sampling"]` is "train"
+                (the default), "val" or "greedy".
+
+        Returns:
+            The fields `GENERATE_SEQUENCES.writes`.
         """
         from quadriga.workers.generation import generate_batch, sampling_params
 
         settings = self.config.rollout
-        kinds = {
+        modes = {
             "train": settings.sampling,
             "val": settings.val_sampling,
             "greedy": SamplingConfig(temperature=0.0),
         }
         sampling = sampling_params(
-            kinds[prompts.meta_info.get("sampling", "train")],
+            modes[prompts.meta_info.get("sampling", "train")],
             self.config.model,
             max_new_tokens=self.runtime.max_response_length,
         )
@@ -140,29 +148,44 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` [B, R] float32 under the actor as it is now."""
+        """Compute `old_log_probs` and `entropys` [B, R] float32 with the actor's current weights.
+
+        Reads the fields `COMPUTE_LOG_PROB.reads`.
+        """
         outputs = self._engine("actor").forward(
-            _fields(data, _LOG_PROB_FIELDS), temperature=self._temperature(), entropy=True
+            {key: data.batch[key] for key in COMPUTE_LOG_PROB.reads},
+            temperature=self._temperature(),
+            entropy=True,
         )
         return DataProto.from_dict(
-            tensors={"old_log_probs": outputs["log_probs"], "entropys": outputs["entropy"]}
+            tensors={
+                fields.OLD_LOG_PROBS: outputs["log_probs"],
+                fields.ENTROPYS: outputs["entropy"],
+            }
         )
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """`ref_log_prob` [B, R] float32 under the reference."""
+        """Compute `ref_log_prob` [B, R] float32 with the reference policy.
+
+        Reads the fields `COMPUTE_REF_LOG_PROB.reads`.
+        """
         outputs = self._engine("ref").forward(
-            _fields(data, _LOG_PROB_FIELDS), temperature=self._temperature()
+            {key: data.batch[key] for key in COMPUTE_REF_LOG_PROB.reads},
+            temperature=self._temperature(),
         )
-        return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})
+        return DataProto.from_dict(tensors={fields.REF_LOG_PROB: outputs["log_probs"]})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     def update_actor(self, data: DataProto) -> DataProto:
-        """Epochs × mini-batches of the policy loss. Returns `meta_info["metrics"]`.
+        """Minimise the policy loss: epochs × mini-batches, one optimizer step each.
 
-        Reads the log-prob fields, `old_log_probs`, `advantages`, and `ref_log_prob`,
-        `rollout_is_weights` where the settings use them. With `kl_loss_type=full` the reference
-        is computed beside the policy, so it must be loaded in this worker.
+        Reads the fields `UPDATE_ACTOR.reads`, and of `UPDATE_ACTOR.reads_if_present` those that
+        the batch has. With `kl_loss_type=full` this worker must hold the reference too, because
+        the loss needs the logits of both models for each micro-batch.
+
+        Returns:
+            The metrics of the update; see `quadriga.workers.updates.update_policy`.
         """
         from quadriga.workers.updates import update_policy
 
@@ -174,20 +197,24 @@ class ActorRolloutRefWorker(Worker):
             temperature=self._temperature(),
             length_scale=self.runtime.max_response_length,
             world_size=self.world_size,
+            # The weight version grows with every update, so that each update shuffles its
+            # mini-batches in another order.
             seed=self.runtime.seed + self.weight_version,
             reference=self._engine("ref") if self.config.actor.reads_full_kl else None,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
-        """Each rank saves its shard under `path`."""
+        """Save the shard of this rank under `path`."""
         self._engine("actor").save(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str, weight_version: int = 0) -> None:
-        """Load what `save_checkpoint` saved, and bring the rollout up to date.
+        """Load a folder of `save_checkpoint`, and copy the weights to the rollout engine.
 
-        `weight_version`: the version these weights had when they were saved.
+        Args:
+            path: the folder.
+            weight_version: the version that these weights had when they were saved.
         """
         self._engine("actor").load(path)
         self.weight_version = weight_version
@@ -196,34 +223,43 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_hf(self, path: str) -> None:
-        """Write the actor as an ordinary Hugging Face folder, tokenizer included."""
+        """Write the actor as a Hugging Face folder with its tokenizer."""
         self._engine("actor").save_hf(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_mode(self) -> None:
-        """Make room for generation: the trainer's state leaves the device where settings say so."""
+        """Free device memory for generation: offload the training engine, resume the rollout."""
         if self.actor is not None:
             self.actor.offload()
         self._rollout().resume()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def trainer_mode(self) -> None:
-        """Make room for training: the rollout's memory is given back."""
+        """Free device memory for training: release the rollout, reload the training engine."""
         if self.rollout is not None:
             self.rollout.release()
         self._engine("actor").reload()
 
     def _temperature(self) -> float:
-        """Log-probabilities are those of the distribution that was sampled from."""
+        """Return the temperature at which log-probabilities are computed.
+
+        It is the sampling temperature, so that old and rollout log-probabilities are of the same
+        distribution. Greedy decoding (temperature 0) has no such distribution; 1 is used then.
+        """
         temperature = self.config.rollout.sampling.temperature
         return temperature if temperature > 0 else 1.0
 
-    def _engine(self, use: str) -> TrainEngine:
+    def _engine(self, use: Literal["actor", "ref"]) -> TrainEngine:
         engine = self.actor if use == "actor" else self.ref
         if engine is None:
+            remedy = (
+                "call init_model first"
+                if self.uses(use)
+                else f"build the worker with a role that includes {use!r}"
+            )
             raise WorkerError(
-                f"role {self.role!r} has no loaded {use}: "
-                + ("call init_model first" if self.uses(use) else f"give it a role with {use!r}"),
+                f"rank {self.rank} with role {self.role!r} has no training engine for {use!r}: "
+                + remedy,
                 role=self.role,
                 rank=self.rank,
             )
@@ -231,14 +267,14 @@ class ActorRolloutRefWorker(Worker):
 
     def _rollout(self) -> RolloutEngine:
         if self.rollout is None:
+            remedy = (
+                "call init_model first"
+                if self.uses("rollout")
+                else "build the worker with a role that includes 'rollout'"
+            )
             raise WorkerError(
-                f"role {self.role!r} has no rollout engine: "
-                + ("call init_model first" if self.uses("rollout") else "it does not generate"),
+                f"rank {self.rank} with role {self.role!r} has no rollout engine: {remedy}",
                 role=self.role,
                 rank=self.rank,
             )
         return self.rollout
-
-
-def _fields(data: DataProto, keys: list[str]) -> Mapping[str, Any]:
-    return {key: data.batch[key] for key in keys}

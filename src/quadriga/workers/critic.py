@@ -1,4 +1,4 @@
-"""The value model."""
+"""The worker of the value model."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from typing import TYPE_CHECKING
 
 from quadriga.config.schema import CriticConfig
 from quadriga.errors import WorkerError
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import (
     Dispatch,
     Worker,
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from quadriga.workers.method_fields import COMPUTE_VALUES
 from quadriga.workers.runtime import RankRuntime, prepare_rank
 
 if TYPE_CHECKING:
     from quadriga.engines.base import TrainEngine
 
-_VALUE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
-
 
 class CriticWorker(Worker):
-    """A rank of the value model.
+    """The value model in one rank.
 
     Args:
-        config: settings, with `model.path`, `ppo_mini_batch_size` and `ppo_epochs` filled in.
-        responses_per_prompt: sequences a prompt; mini-batches are counted in prompts.
-        runtime: run-wide facts.
+        config: settings of the critic. `model.path`, `ppo_mini_batch_size` and `ppo_epochs` must
+            be set; the trainer takes them from the actor where the user gave none.
+        responses_per_prompt: sequences per prompt. `ppo_mini_batch_size` counts prompts.
+        runtime: settings of the run that are the same for all roles.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CriticWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load the model and its value head."""
+        """Load the model with its value head."""
         from quadriga.engines import build_engine
 
         self.critic = build_engine(
@@ -60,38 +60,50 @@ class CriticWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
     def compute_values(self, data: DataProto) -> DataProto:
-        """`values` [B, R] float32: of the state in which each response token is chosen."""
-        outputs = self._engine().forward({key: data.batch[key] for key in _VALUE_FIELDS})
-        return DataProto.from_dict(tensors={"values": outputs["values"]})
+        """Compute `values` [B, R] float32: the value of the state before each response token.
+
+        Reads the fields `COMPUTE_VALUES.reads`.
+        """
+        outputs = self._engine().forward({key: data.batch[key] for key in COMPUTE_VALUES.reads})
+        return DataProto.from_dict(tensors={fields.VALUES: outputs["values"]})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
     def update_critic(self, data: DataProto) -> DataProto:
-        """Epochs × mini-batches of the value loss. Reads `values`, `returns`."""
+        """Minimise the value loss: epochs × mini-batches, one optimizer step each.
+
+        Reads the fields `UPDATE_CRITIC.reads`.
+
+        Returns:
+            The metrics of the update; see `quadriga.workers.updates.update_values`.
+        """
         from quadriga.workers.updates import update_values
 
-        prompts_a_step = self.config.ppo_mini_batch_size or len(data) * self.world_size
+        prompts_per_step = self.config.ppo_mini_batch_size or len(data) * self.world_size
         return update_values(
             self._engine(),
             data,
             self.config,
-            mini_batch_rows=max(1, prompts_a_step * self.responses_per_prompt // self.world_size),
+            mini_batch_rows=max(1, prompts_per_step * self.responses_per_prompt // self.world_size),
             epochs=self.config.ppo_epochs or 1,
             length_scale=self.runtime.max_response_length,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
-        """Each rank saves its shard under `path`."""
+        """Save the shard of this rank under `path`."""
         self._engine().save(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        """Load what `save_checkpoint` saved."""
+        """Load a folder of `save_checkpoint`."""
         self._engine().load(path)
 
     def _engine(self) -> TrainEngine:
         if self.critic is None:
             raise WorkerError(
-                "the critic has no model yet: call init_model first", role="critic", rank=self.rank
+                f"rank {self.rank} with role 'critic' has no training engine: call init_model "
+                "first",
+                role="critic",
+                rank=self.rank,
             )
         return self.critic

@@ -1,47 +1,76 @@
-"""From prompts to a batch with responses: the engine-neutral half of `generate_sequences`."""
+"""From prompts to a batch with responses: the part of `generate_sequences` that fits any engine."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from quadriga.config.schema import ModelConfig, SamplingConfig
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, fields
+from quadriga.workers.method_fields import GENERATE_SEQUENCES
 
 if TYPE_CHECKING:
     from quadriga.rollout.base import RolloutEngine, SamplingParams
+
+SamplingMode = Literal["train", "val", "greedy"]
+"""Which settings sample: `rollout.sampling`, `rollout.val_sampling`, or temperature 0."""
+
+
+def generation_inputs(rows: DataProto, mode: SamplingMode = "train") -> DataProto:
+    """Return a batch of the fields `GENERATE_SEQUENCES.reads`, with the sampling mode."""
+    inputs = rows.select(
+        batch_keys=GENERATE_SEQUENCES.reads, non_tensor_batch_keys=[], meta_info_keys=[]
+    )
+    inputs.meta_info["sampling"] = mode
+    return inputs
 
 
 def generate_batch(
     engine: RolloutEngine, prompts: DataProto, sampling: SamplingParams
 ) -> DataProto:
-    """Generate, and lay the results out as fields of a batch.
+    """Generate one response per row and lay the sequences out as fields.
+
+    Two rows, P = 3, R = 4; "." is padding, "e" the end token. The second response is cut at the
+    length limit:
+
+                          prompt   response
+        input_ids         . p p    r r e .
+                          p p p    r r r r
+        attention_mask    0 1 1    1 1 1 0
+                          1 1 1    1 1 1 1
+        position_ids      0 0 1    2 3 4 4
+                          0 1 2    3 4 5 6
+        sequence_length   5        finished   1
+                          7                   0
 
     Args:
-        prompts: `input_ids`, `attention_mask` [B, P] int64, left-padded; `sample_seed` [B] int64.
+        prompts: the fields `GENERATE_SEQUENCES.reads`: `input_ids`, `attention_mask` [B, P] int64,
+            padded on the left, and `sample_seed` [B] int64.
 
     Returns:
-        The fields that `ActorRolloutRefWorker.generate_sequences` names, [B, …];
-        R is `sampling.max_new_tokens`.
+        The fields `GENERATE_SEQUENCES.writes`; R is `sampling.max_new_tokens`.
     """
     import torch
 
-    prompt_ids, prompt_mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
-    out = engine.generate(prompt_ids, prompt_mask, sampling, prompts.batch["sample_seed"])
+    prompt_ids = prompts.batch[fields.INPUT_IDS]
+    prompt_mask = prompts.batch[fields.ATTENTION_MASK]
+    out = engine.generate(prompt_ids, prompt_mask, sampling, prompts.batch[fields.SAMPLE_SEED])
     attention_mask = torch.cat([prompt_mask, out.response_mask], dim=1)
     finished = [reason == "stop" for reason in out.finish_reason]
     return DataProto.from_dict(
         tensors={
-            "prompts": prompt_ids,
-            "responses": out.response_ids,
-            "response_mask": out.response_mask,
-            "rollout_log_probs": out.rollout_log_probs,
-            "input_ids": torch.cat([prompt_ids, out.response_ids], dim=1),
-            "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
-            "sequence_length": attention_mask.sum(-1),
-            "finished": torch.tensor(finished, dtype=torch.int64),
-            "weight_version": torch.full((len(prompt_ids),), engine.version),
+            fields.PROMPTS: prompt_ids,
+            fields.RESPONSES: out.response_ids,
+            fields.RESPONSE_MASK: out.response_mask,
+            fields.ROLLOUT_LOG_PROBS: out.rollout_log_probs,
+            fields.INPUT_IDS: torch.cat([prompt_ids, out.response_ids], dim=1),
+            fields.ATTENTION_MASK: attention_mask,
+            # The sum is -1 at padding on the left. No position embedding has that index, and the
+            # attention mask hides whatever is at position 0 there.
+            fields.POSITION_IDS: (attention_mask.cumsum(-1) - 1).clamp(min=0),
+            fields.SEQUENCE_LENGTH: attention_mask.sum(-1),
+            fields.FINISHED: torch.tensor(finished, dtype=torch.int64),
+            fields.WEIGHT_VERSION: torch.full((len(prompt_ids),), engine.version),
         }
     )
 
@@ -49,7 +78,8 @@ def generate_batch(
 def sampling_params(
     settings: SamplingConfig, model: ModelConfig, *, max_new_tokens: int
 ) -> SamplingParams:
-    """The settings as an engine takes them, with the model's own padding and end tokens."""
+    """Return the settings in the form that rollout engines take, with the padding and end tokens
+    of the model."""
     from quadriga.rollout.base import SamplingParams
 
     pad, ends = special_tokens(model)
@@ -65,8 +95,8 @@ def sampling_params(
 
 @lru_cache(maxsize=8)
 def special_tokens(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
-    """(padding token, end tokens) of a model's tokenizer."""
-    from quadriga.models.end_tokens import end_token_ids
+    """Return (padding token, end tokens) of a model's tokenizer, as token ids."""
+    from quadriga.models.folder import end_token_ids
     from quadriga.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(

@@ -1,8 +1,9 @@
-"""What an update minimises: losses of `algorithms`, put together as the settings say.
+"""The objectives of the updates: losses of `algorithms`, combined as the settings say.
 
-An objective is called once a micro-batch and gives that part's share of the mini-batch's loss:
-sums over its rows, divided by counts of the whole mini-batch over all ranks. Shares add up to the
-same gradient however rows were cut. Metrics gather in `partials`, as sums that can be joined.
+An objective is called once per micro-batch. It returns the share of that micro-batch in the loss
+of the mini-batch: sums over its rows, divided by the counts of the whole mini-batch on all ranks.
+The shares add up to the same gradient however the rows are split. Metrics that are not sums are
+collected in `partials` as totals with weights, which the controller merges.
 """
 
 from __future__ import annotations
@@ -19,56 +20,64 @@ from quadriga.algorithms.kl import kl_loss
 from quadriga.algorithms.partial import Partial
 from quadriga.algorithms.policy_losses import compute_policy_loss, get_policy_loss
 from quadriga.algorithms.value_loss import value_loss
-from quadriga.config.schema import ActorConfig, CriticConfig, PolicyLossConfig
+from quadriga.config.schema import ActorConfig, CriticConfig, Options, PolicyLossConfig
+from quadriga.protocol import fields
 
 if TYPE_CHECKING:
     from quadriga.engines.base import Outputs, TrainEngine
 
 Loss = tuple[Tensor, Mapping[str, Tensor | float]]
+"""The loss of a micro-batch, and metrics that the engine sums over micro-batches and ranks."""
+
+Partials = Mapping[str, Partial]
+"""The metrics of one micro-batch by name, as totals with weights."""
 
 
 @dataclass(frozen=True)
 class BatchCounts:
-    """Response tokens, and sequences that have any, of a mini-batch over all ranks."""
+    """Response tokens, and sequences with at least one, of a mini-batch over all ranks."""
 
     tokens: float
     sequences: float
 
     @classmethod
     def of(cls, response_mask_BT: Tensor, engine: TrainEngine) -> BatchCounts:
-        """Count this rank's rows and add up the ranks. Every rank calls this together."""
+        """Count the rows of this rank and add the counts of all ranks.
+
+        Waits for: the other ranks. Every rank must call this for the same mini-batch.
+        """
         tokens, sequences = count_mask(response_mask_BT)
         return cls(engine.global_count(tokens), engine.global_count(sequences))
 
 
 class PolicyObjective:
-    """Policy loss, minus entropy bonus, plus KL to the reference. Weights per token where given."""
+    """Policy loss − entropy bonus + KL to the reference, for each token; then aggregated."""
 
     def __init__(self, config: ActorConfig, counts: BatchCounts, length_scale: float) -> None:
         self.config = config
         self.counts = counts
         self.length_scale = length_scale
         self.settings = loss_settings(config.policy_loss)
-        self.partials: list[Mapping[str, Partial]] = []
+        self.partials: list[Partials] = []
 
     @property
     def reads_entropy(self) -> bool:
-        """Whether the engine must compute entropy with a gradient."""
+        """Whether the engine must compute the entropy with its gradient."""
         loss = get_policy_loss(self.config.policy_loss.name)
         return self.config.entropy_coeff != 0 or loss.needs_entropy
 
     def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
-        mask = micro["response_mask"]
+        mask = micro[fields.RESPONSE_MASK]
         policy = compute_policy_loss(
             self.config.policy_loss.name,
             log_prob_BT=outputs["log_probs"],
-            old_log_prob_BT=micro["old_log_probs"],
-            advantages_BT=micro["advantages"],
+            old_log_prob_BT=micro[fields.OLD_LOG_PROBS],
+            advantages_BT=micro[fields.ADVANTAGES],
             response_mask_BT=mask,
-            rollout_log_prob_BT=micro.get("rollout_log_probs"),
+            rollout_log_prob_BT=micro.get(fields.ROLLOUT_LOG_PROBS),
             entropy_BT=outputs.get("entropy"),
-            selected_BT=micro.get("selected_tokens"),
-            importance_weights_BT=micro.get("rollout_is_weights"),
+            selected_BT=micro.get(fields.SELECTED_TOKENS),
+            importance_weights_BT=micro.get(fields.ROLLOUT_IS_WEIGHTS),
             **self.settings,
         )
         loss_BT = policy.loss_BT
@@ -81,7 +90,7 @@ class PolicyObjective:
         if self.config.use_kl_loss:
             kl = kl_loss(
                 outputs["log_probs"],
-                micro.get("ref_log_prob"),
+                micro.get(fields.REF_LOG_PROB),
                 mask,
                 kl_loss_coef=self.config.kl_loss_coef,
                 kl_loss_type=self.config.kl_loss_type,
@@ -103,8 +112,8 @@ class PolicyObjective:
         )
 
 
-def loss_settings(policy_loss: PolicyLossConfig) -> dict[str, object]:
-    """The clip settings, which any loss may be given, and the loss's own options."""
+def loss_settings(policy_loss: PolicyLossConfig) -> Options:
+    """Return the clip settings, which every loss accepts, and the options of the chosen loss."""
     return {
         "clip_ratio_low": policy_loss.clip_ratio_low,
         "clip_ratio_high": policy_loss.clip_ratio_high,
@@ -120,14 +129,14 @@ class ValueObjective:
         self.config = config
         self.counts = counts
         self.length_scale = length_scale
-        self.partials: list[Mapping[str, Partial]] = []
+        self.partials: list[Partials] = []
 
     def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
-        mask = micro["response_mask"]
+        mask = micro[fields.RESPONSE_MASK]
         value = value_loss(
             values_BT=outputs["values"],
-            old_values_BT=micro["values"],
-            returns_BT=micro["returns"],
+            old_values_BT=micro[fields.VALUES],
+            returns_BT=micro[fields.RETURNS],
             response_mask_BT=mask,
             cliprange_value=self.config.cliprange_value,
         )
@@ -144,16 +153,15 @@ class ValueObjective:
 
 
 class SupervisedObjective:
-    """Mean negative log-probability of answer tokens over the whole batch, nats."""
+    """Mean of −log p over the response tokens of the whole mini-batch, in nats."""
 
     def __init__(self, counts: BatchCounts) -> None:
         self.counts = counts
 
     def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
-        mask = micro["response_mask"]
         loss = aggregate(
             -outputs["log_probs"],
-            mask,
+            micro[fields.RESPONSE_MASK],
             "token-mean",
             global_tokens=self.counts.tokens,
             global_sequences=self.counts.sequences,

@@ -1,27 +1,32 @@
-"""What every rank needs to know besides its role's own settings, and how a rank gets ready."""
+"""The settings of a run that every rank needs, whatever its role, and the setup of a rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quadriga.config.schema import DeviceName
+
 
 @dataclass(frozen=True)
 class RankRuntime:
-    """Run-wide facts a rank needs. Made once on the controller, the same for every role."""
+    """Settings of the run that are the same for all roles. The controller makes them once."""
 
-    device: str = "auto"  # auto | cpu | cuda | npu
-    threads: int | None = None  # CPU threads a rank; None: leave as the process has it
+    device: DeviceName = "auto"
+    threads: int | None = None  # CPU threads per rank; None: do not change the process's setting
     seed: int = 0
-    total_steps: int | None = None  # optimizer steps of the run, for schedules
-    max_response_length: int = 512
-    user_files: tuple[str, ...] = ()  # files that add estimators, losses, dispatch modes
+    total_steps: int | None = None  # optimizer steps of the run, for learning-rate schedules
+    max_response_length: int = 512  # tokens
+    user_files: tuple[str, ...] = ()  # files that register estimators, losses, dispatch modes
 
 
 def prepare_rank(runtime: RankRuntime) -> str:
-    """Threads, seeds, process group, user's files. Returns the device's name ("cpu", "cuda" …).
+    """Set threads and seed, join the process group, load the user's files.
 
-    Consumes: the rank's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
-    Waits for: every other rank of the group, to form the process group.
+    Consumes: the environment of the rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+    Waits for: the other ranks of the worker group, which form the process group together.
+
+    Returns:
+        The name of the device: "cpu", "cuda" or "npu".
     """
     import torch
 
@@ -33,9 +38,13 @@ def prepare_rank(runtime: RankRuntime) -> str:
     silence_libraries()
     if runtime.threads is not None:
         set_threads(runtime.threads)
+    # Every rank uses the same seed: a value head with random initial weights must be equal on all
+    # ranks before it is sharded.
     torch.manual_seed(runtime.seed)
     device = get_device_name() if runtime.device == "auto" else runtime.device
     init_distributed(device)
+    # The registries are per process: what a user's file registered on the controller is not
+    # known here until the file is loaded here too.
     for path in runtime.user_files:
         load_user_file(path)
     return device

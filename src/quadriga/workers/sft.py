@@ -1,28 +1,33 @@
-"""The policy, learning from given answers."""
+"""The worker of supervised fine-tuning: the policy, trained on given responses.
+
+It has a file of its own because each role has: it adds one method to the worker of the policy.
+"""
 
 from __future__ import annotations
 
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import make_nd_compute_dataproto_dispatch_fn, register
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
+from quadriga.workers.method_fields import UPDATE_SFT
 
 
 class SFTWorker(ActorRolloutRefWorker):
-    """An actor (and rollout, for held-out accuracy) that also takes supervised steps."""
+    """An actor that takes supervised steps, with a rollout for the validation accuracy."""
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     def update_sft(self, data: DataProto) -> DataProto:
-        """One optimizer step of −mean log-probability over answer tokens of all ranks.
+        """Take one optimizer step on the mean of −log p over the response tokens of all ranks.
 
-        Reads input_ids, attention_mask, position_ids, responses, response_mask. Returns
-        `meta_info["metrics"]` with `sft/loss`, nats a token.
+        Reads the fields `UPDATE_SFT.reads`.
+
+        Returns:
+            `meta_info["metrics"]`: `sft/loss`, nats per token, and the metrics of the engine.
         """
         from quadriga.workers.objectives import BatchCounts, SupervisedObjective
-        from quadriga.workers.updates import MODEL_FIELDS
 
         engine = self._engine("actor")
-        rows = {key: data.batch[key] for key in MODEL_FIELDS}
-        objective = SupervisedObjective(BatchCounts.of(rows["response_mask"], engine))
+        rows = {key: data.batch[key] for key in UPDATE_SFT.reads}
+        objective = SupervisedObjective(BatchCounts.of(rows[fields.RESPONSE_MASK], engine))
         metrics = engine.train_step(
             rows, objective, micro_batch_size=self.config.actor.ppo_micro_batch_size_per_gpu
         )

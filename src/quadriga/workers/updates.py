@@ -1,8 +1,8 @@
-"""One update of policy or value model: epochs, mini-batches, one optimizer step each."""
+"""One update of the policy or the value model: epochs × mini-batches, one optimizer step each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,22 +10,12 @@ import torch
 from torch import Tensor
 
 from quadriga.config.schema import ActorConfig, CriticConfig
-from quadriga.protocol import DataProto
-from quadriga.workers.objectives import BatchCounts, PolicyObjective, ValueObjective
+from quadriga.protocol import DataProto, fields
+from quadriga.workers.method_fields import UPDATE_ACTOR, UPDATE_CRITIC
+from quadriga.workers.objectives import BatchCounts, Partials, PolicyObjective, ValueObjective
 
 if TYPE_CHECKING:
-    from quadriga.algorithms.partial import Partial
     from quadriga.engines.base import TrainEngine
-
-MODEL_FIELDS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
-POLICY_FIELDS = (*MODEL_FIELDS, "old_log_probs", "advantages")
-OPTIONAL_POLICY_FIELDS = (
-    "ref_log_prob",
-    "rollout_is_weights",
-    "rollout_log_probs",
-    "selected_tokens",
-)
-VALUE_FIELDS = (*MODEL_FIELDS, "values", "returns")
 
 
 def update_policy(
@@ -40,18 +30,26 @@ def update_policy(
     seed: int,
     reference: TrainEngine | None = None,
 ) -> DataProto:
-    """Run the policy's optimizer steps on this rank's rows; every rank calls this together.
+    """Run the optimizer steps of the policy on the rows of this rank.
 
-    `reference`: the engine beside which each micro-batch is computed, for KL over the vocabulary.
+    Waits for: the other ranks, at each optimizer step. Every rank must call this together.
+
+    Args:
+        data: the fields `UPDATE_ACTOR.reads` and `UPDATE_ACTOR.reads_if_present`.
+        responses_per_prompt: rows per prompt; `ppo_mini_batch_size` counts prompts over all ranks.
+        temperature: the sampling temperature of the rollout.
+        length_scale: tokens by which `seq-mean-token-sum-norm` divides, unless a setting does.
+        seed: of the order of the rows where `config.shuffle` is set.
+        reference: the engine of the reference policy, for KL over the vocabulary.
 
     Returns:
-        `meta_info["metrics"]`, each the mean over the optimizer steps and the same on every rank,
-        and one row of `partials`, this rank's share of the metrics that are to be joined.
+        `meta_info["metrics"]`: means over the optimizer steps, equal on all ranks; and one row of
+        `partials` with the metrics of this rank that are still to be merged with other ranks'.
     """
-    optional = [key for key in OPTIONAL_POLICY_FIELDS if key in data.batch.keys()]  # noqa: SIM118
-    rows = {key: data.batch[key] for key in (*POLICY_FIELDS, *optional)}
+    present = [key for key in UPDATE_ACTOR.reads_if_present if key in data.batch.keys()]  # noqa: SIM118
+    rows = {key: data.batch[key] for key in (*UPDATE_ACTOR.reads, *present)}
     steps: list[dict[str, float]] = []
-    partials: list[Mapping[str, Partial]] = []
+    partials: list[Partials] = []
     for mini in mini_batches(
         rows,
         size=max(1, config.ppo_mini_batch_size * responses_per_prompt // world_size),
@@ -59,13 +57,13 @@ def update_policy(
         shuffle=config.shuffle,
         seed=seed,
     ):
-        counts = BatchCounts.of(mini["response_mask"], engine)
-        if counts.tokens == 0:  # on every rank alike: nothing to learn from, so no step
+        counts = BatchCounts.of(mini[fields.RESPONSE_MASK], engine)
+        # The count is the same on all ranks, so all of them skip the step together. A rank that
+        # skipped alone would leave the others waiting in a collective.
+        if counts.tokens == 0:
             continue
         objective = PolicyObjective(
-            config,
-            counts=counts,
-            length_scale=config.loss_scale_length or length_scale,
+            config, counts=counts, length_scale=config.loss_scale_length or length_scale
         )
         steps.append(
             engine.train_step(
@@ -90,19 +88,25 @@ def update_values(
     epochs: int,
     length_scale: int,
 ) -> DataProto:
-    """The value model's counterpart of `update_policy`."""
-    rows = {key: data.batch[key] for key in VALUE_FIELDS}
+    """Run the optimizer steps of the value model on the rows of this rank.
+
+    Waits for: the other ranks, at each optimizer step. Every rank must call this together.
+
+    Args:
+        data: the fields `UPDATE_CRITIC.reads`.
+        mini_batch_rows: rows of this rank per optimizer step.
+
+    Returns:
+        As `update_policy`.
+    """
+    rows = {key: data.batch[key] for key in UPDATE_CRITIC.reads}
     steps: list[dict[str, float]] = []
-    partials: list[Mapping[str, Partial]] = []
+    partials: list[Partials] = []
     for mini in mini_batches(rows, size=mini_batch_rows, epochs=epochs):
-        counts = BatchCounts.of(mini["response_mask"], engine)
-        if counts.tokens == 0:
+        counts = BatchCounts.of(mini[fields.RESPONSE_MASK], engine)
+        if counts.tokens == 0:  # on all ranks, see `update_policy`
             continue
-        objective = ValueObjective(
-            config,
-            counts=counts,
-            length_scale=length_scale,
-        )
+        objective = ValueObjective(config, counts=counts, length_scale=length_scale)
         steps.append(
             engine.train_step(mini, objective, micro_batch_size=config.ppo_micro_batch_size_per_gpu)
         )
@@ -113,26 +117,35 @@ def update_values(
 def mini_batches(
     rows: Mapping[str, Tensor], *, size: int, epochs: int, shuffle: bool = False, seed: int = 0
 ) -> Iterator[dict[str, Tensor]]:
-    """`epochs` times all rows, `size` at a time; the last one of an epoch may be smaller."""
-    count = len(rows["response_mask"])
+    """Yield all rows `epochs` times, `size` rows at a time.
+
+    The last mini-batch of an epoch may be smaller: 5 rows with size 2 give rows 0 1, 2 3 and 4.
+    `shuffle` draws a new order for each epoch from `seed`.
+    """
+    count = len(rows[fields.RESPONSE_MASK])
+    # A generator of its own: the process-wide one is also used by the engine, and its state
+    # would then depend on what ran before.
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
         order = torch.randperm(count, generator=generator) if shuffle else torch.arange(count)
-        for part in order.split(size):
+        # A rank without rows yields one empty mini-batch, since all ranks count tokens together.
+        for start in range(0, max(count, 1), size):
+            part = order[start : start + size]
             yield {key: value[part] for key, value in rows.items()}
 
 
 def _report(
-    steps: list[dict[str, float]], partials: list[Mapping[str, Partial]], prefix: str
+    steps: Sequence[Mapping[str, float]], partials: list[Partials], prefix: str
 ) -> DataProto:
     means = {
         prefix + key: sum(step[key] for step in steps) / len(steps)
         for key in (steps[0] if steps else ())
     }
+    # The batch of one row makes the reports of the ranks join like any result: row r is rank r's.
     row = np.empty(1, dtype=object)
     row[0] = partials
     return DataProto.from_dict(
         tensors={},
-        non_tensors={"partials": row},
+        non_tensors={fields.PARTIALS: row},
         meta_info={"metrics": {**means, prefix + "optimizer_steps": float(len(steps))}},
     )

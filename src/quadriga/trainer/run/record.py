@@ -1,11 +1,11 @@
-"""What a run writes down: metrics, samples, spans, the terminal's lines, the plot at the end."""
+"""What a run writes: metrics, samples, times, the lines of the terminal, and the final plot."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 from quadriga.algorithms.partial import merge_partials
 from quadriga.config.schema import SFTConfig, TrainConfig
@@ -15,20 +15,28 @@ from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.samples import Sample, SampleLog
 from quadriga.observability.timing import Timer
 from quadriga.observability.trackers import RunInfo, Trackers
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, fields
+from quadriga.trainer.stages import StageResult
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _TITLES = {"TrainConfig": "train", "SFTConfig": "sft"}
 
 
 class RunRecord:
-    """One run's record. `with RunRecord.open(...)`: closed, and its plot drawn, however it ends."""
+    """The record of one run.
+
+    As a context manager, `with RunRecord.open(...)`, it closes its files however the run ends,
+    and draws the learning curve if the run ends without an error.
+    """
 
     def __init__(
         self,
         config: TrainConfig | SFTConfig,
         folder: RunFolder,
         total_steps: int,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         first_step: int = 0,
     ) -> None:
         self.folder = folder
@@ -36,8 +44,8 @@ class RunRecord:
         self.tokenizer = tokenizer
         self.samples_kept = config.trainer.samples_per_step
         self.span = Timer()
-        self.spent: dict[str, float] = {}
-        self.last: dict[str, float] = {}
+        self.spent: dict[str, float] = {}  # seconds by span, over the whole run
+        self.last: dict[str, float] = {}  # metrics of the last step
         self._metrics = MetricSet()
         self._samples = SampleLog(folder.samples)
         self._began = time.perf_counter()
@@ -51,13 +59,15 @@ class RunRecord:
         cls,
         config: TrainConfig | SFTConfig,
         total_steps: int,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         resume_after: int | None = None,
     ) -> RunRecord:
-        """Make the run folder and everything in it that is written as the run goes.
+        """Make the run folder and open the files in it.
 
-        `resume_after`: go on in the folder after this step; what was written of later ones goes.
+        Args:
+            resume_after: continue the run in the folder after this step. What the folder holds
+                of later steps is removed, because the resumed run writes those steps again.
 
         Raises:
             ConfigError: the folder holds another run.
@@ -83,26 +93,38 @@ class RunRecord:
     ) -> None:
         self._trackers.close()
         self._samples.close()
+        # The plot reads the metrics file, which is complete only after the trackers are closed.
         if error is None:
             plot_learning_curve(self.folder.metrics, self.folder.plot)
             self._closing_table()
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Metrics of the step under way."""
+        """Add metrics to the current step."""
         self._metrics.add(metrics)
 
-    def add_worker(self, report: DataProto) -> None:
-        """What the ranks report of an update: `meta_info["metrics"]`, and partial sums to join.
+    def log_stage(self, result: StageResult) -> DataProto:
+        """Add the metrics of a stage to the current step and return the batch of the stage."""
+        self._metrics.add(result.metrics)
+        return result.batch
 
-        Numbers in `metrics` are the same on every rank, or one a rank, joined as their kind says.
+    def log_update(self, report: DataProto) -> None:
+        """Add the metrics that the ranks return from an update to the current step.
+
+        Args:
+            report: `meta_info["metrics"]` has numbers, or lists with one number per rank, which
+                are reduced by the kind of the metric; `partials` has one row per rank of totals
+                and weights, which are merged here.
         """
         self._metrics.add(report.meta_info.get("metrics", {}))
-        if "partials" in report.non_tensor_batch:
-            parts = [part for rank in report.non_tensor_batch["partials"] for part in rank]
-            self._metrics.add(merge_partials(parts))
+        if fields.PARTIALS in report.non_tensor_batch:
+            # A mean of means would be wrong: rank 0 with 2 tokens of loss 1.0 and rank 1 with 6
+            # tokens of loss 2.0 report totals 2 and 12 with weights 2 and 6, and 14 / 8 = 1.75.
+            per_rank = report.non_tensor_batch[fields.PARTIALS]
+            self._metrics.add(merge_partials([part for rank in per_rank for part in rank]))
 
     def end_step(self, step: int) -> None:
-        """Hand the step's metrics to every tracker."""
+        """Pass the metrics of the step to every tracker and begin the next step."""
+        # Taken together, so that a time belongs to the same step as the metrics beside it.
         metrics = self._metrics.take()
         times = self.span.take()
         for name, seconds in times.items():
@@ -114,22 +136,19 @@ class RunRecord:
         self._trackers.log(step, {**metrics, **times})
         self.last = metrics
 
-    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A validation's metrics; the one before the first step is logged by itself, as step 0."""
+    def log_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a validation. The one before the first step is logged as step 0."""
         self.add(metrics)
         if step == 0:
             self.end_step(0)
 
-    def samples(self, step: int, batch: DataProto, *, split: str = "train") -> None:
-        """Keep the first `samples_per_step` answers of a batch, as text."""
+    def log_samples(
+        self, step: int, batch: DataProto, *, split: Literal["train", "val"] = "train"
+    ) -> None:
+        """Write the first `samples_per_step` responses of a batch as text."""
         kept = batch.slice(0, min(self.samples_kept, len(batch)))
         if len(kept):
             self._samples.write(read_samples(kept, step, split, self.tokenizer))
-
-    def note(self, text: str) -> None:
-        """A line for whoever watches."""
-        if self._trackers.console is not None:
-            self._trackers.console.note(text)
 
     def _closing_table(self) -> None:
         console = self._trackers.console
@@ -154,28 +173,32 @@ class RunRecord:
 
 def _accuracy_row(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     accuracy = metrics.get("val/accuracy")
-    return [] if accuracy is None else [("held-out accuracy", f"{accuracy:.1%}")]
+    return [] if accuracy is None else [("validation accuracy", f"{accuracy:.1%}")]
 
 
-def read_samples(batch: DataProto, step: int, split: str, tokenizer: Any) -> Iterator[Sample]:
-    """The rows of a (small) batch as text. Fetches responses, mask and scores of these rows."""
-    fields = batch.batch
-    rewards = fields["token_level_scores"].sum(-1).tolist()
-    others = batch.non_tensor_batch
-    for i, (ids, mask) in enumerate(zip(fields["responses"], fields["response_mask"], strict=True)):
+def read_samples(
+    batch: DataProto, step: int, split: Literal["train", "val"], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Sample]:
+    """Yield the rows of a batch as text. Fetches the fields of all rows, so the batch should be
+    small."""
+    tensors, arrays = batch.batch, batch.non_tensor_batch
+    rewards = tensors[fields.TOKEN_LEVEL_SCORES].sum(-1).tolist()
+    responses, masks = tensors[fields.RESPONSES], tensors[fields.RESPONSE_MASK]
+    truths = arrays[fields.REWARD_MODEL] if fields.REWARD_MODEL in arrays else [None] * len(batch)
+    sources = arrays[fields.DATA_SOURCE] if fields.DATA_SOURCE in arrays else [None] * len(batch)
+    for i, (ids, mask) in enumerate(zip(responses, masks, strict=True)):
         kept = ids[mask.bool()]
-        truth = others["reward_model"][i] if "reward_model" in others else None
         yield Sample(
             step=step,
             split=split,
-            prompt=_prompt_text(others["raw_prompt"][i]),
-            response=tokenizer.decode(kept, skip_special_tokens=True),
+            prompt=_prompt_text(arrays[fields.RAW_PROMPT][i]),
+            response=str(tokenizer.decode(kept, skip_special_tokens=True)),
             reward=rewards[i],
-            ground_truth=(truth or {}).get("ground_truth"),
-            data_source=others["data_source"][i] if "data_source" in others else None,
+            ground_truth=(truths[i] or {}).get("ground_truth"),
+            data_source=sources[i],
             response_tokens=len(kept),
         )
 
 
-def _prompt_text(messages: Any) -> str:
+def _prompt_text(messages: Sequence[Mapping[str, object]]) -> str:
     return "\n".join(f"{m['role']}: {m['content']}" for m in messages)

@@ -1,10 +1,9 @@
-"""Where a run goes on: the newest complete checkpoint, and what the controller keeps in it."""
+"""Resuming a run: which checkpoint is loaded, and what the controller stores in it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from quadriga.checkpoint.folders import latest_checkpoint, read_marker
 from quadriga.config.schema import TrainerConfig
@@ -14,24 +13,25 @@ from quadriga.observability.run_folder import CHECKPOINTS
 
 @dataclass(frozen=True)
 class ControllerState:
-    """What the controller must know to go on as if it had never stopped."""
+    """The state of the controller that a resumed run needs to repeat the steps of an
+    uninterrupted one."""
 
     step: int
     loader: dict[str, int]
-    kl_controller: dict[str, Any]
+    kl_controller: dict[str, float]
 
-    def as_info(self) -> dict[str, Any]:
-        """As plain JSON values, for the checkpoint's marker."""
+    def as_info(self) -> dict[str, object]:
+        """Return the state as JSON values, for the marker of the checkpoint."""
         return asdict(self)
 
 
 def checkpoint_to_resume(trainer: TrainerConfig) -> Path | None:
-    """The folder that `trainer.resume_mode` means, or None for a fresh start.
+    """Return the folder that `trainer.resume_mode` names, or None for a fresh start.
 
-    "auto": the newest complete checkpoint of the run folder, if there is one.
+    "auto" names the newest complete checkpoint of the run folder, if there is one.
 
     Raises:
-        CheckpointError: the folder that was named is not there.
+        CheckpointError: the named folder does not exist.
     """
     if trainer.resume_mode == "disable":
         return None
@@ -40,23 +40,24 @@ def checkpoint_to_resume(trainer: TrainerConfig) -> Path | None:
     path = Path(trainer.resume_mode)
     if not path.is_dir():
         raise CheckpointError(
-            f"trainer.resume_mode={path}: no such folder; give disable, auto, or a checkpoint's "
-            "folder",
+            f"trainer.resume_mode={path}: no such folder; set it to disable, auto, or the folder "
+            "of a checkpoint",
             path=str(path),
         )
     return path
 
 
 def read_state(checkpoint: Path) -> ControllerState:
-    """The controller's part of a checkpoint.
+    """Read the controller's state from a checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is not complete, or is not a training run's.
+        CheckpointError: the checkpoint is incomplete, or was not written by a training run.
     """
     info = read_marker(checkpoint)
     try:
         return ControllerState(**info)
     except TypeError as error:
         raise CheckpointError(
-            f"{checkpoint} holds no training run's state: {error}", path=str(checkpoint)
+            f"{checkpoint} does not hold the state of a training run: {error}",
+            path=str(checkpoint),
         ) from error

@@ -1,4 +1,4 @@
-"""Everything that can be found wrong before a worker starts, found before a worker starts."""
+"""Checks that run before any process starts: settings, names, files and folders."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from quadriga.errors import ConfigError, DataError
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
 from quadriga.rollout import ROLLOUTS
-from quadriga.trainer.resuming import checkpoint_to_resume
+from quadriga.trainer.run.resuming import checkpoint_to_resume
 
 
 def check_train_config(config: TrainConfig) -> None:
-    """Settings against each other, then files and folders.
+    """Check the settings of `quadriga train` against each other, then files and folders.
 
     Raises:
-        InputError: names the first thing that does not fit.
+        InputError: names the first setting, file or folder that does not fit.
     """
+    # The user's files come first: they register names that the settings may use.
     for path in config.algorithm.user_files:
         load_user_file(path)
     check_train_settings(config, known_names())
@@ -45,10 +46,10 @@ def check_train_config(config: TrainConfig) -> None:
 
 
 def check_sft_config(config: SFTConfig) -> None:
-    """The same for `quadriga sft`.
+    """Check the settings of `quadriga sft`, then files and folders.
 
     Raises:
-        InputError: names the first thing that does not fit.
+        InputError: names the first setting, file or folder that does not fit.
     """
     from quadriga.models import check_model_folder
 
@@ -62,7 +63,7 @@ def check_sft_config(config: SFTConfig) -> None:
 
 
 def known_names() -> KnownNames:
-    """The registries' names, user's additions included, for the settings' checks."""
+    """Return the names in all registries, with those that users have added."""
     return KnownNames(
         estimators=frozenset(ADVANTAGES),
         estimators_with_values=frozenset(k for k, e in ADVANTAGES.items() if e.needs_values),
@@ -76,7 +77,11 @@ def known_names() -> KnownNames:
 
 
 def check_files(files: Iterable[str], setting: str, *, needed: bool) -> None:
-    """Every file exists; at least one if needed."""
+    """Check that every file exists and, if `needed`, that there is at least one.
+
+    Raises:
+        DataError: names the setting and the file.
+    """
     files = list(files)
     if needed and not files:
         raise DataError(f"{setting} is empty: give at least one .parquet or .jsonl file")
@@ -86,7 +91,11 @@ def check_files(files: Iterable[str], setting: str, *, needed: bool) -> None:
 
 
 def check_models(config: TrainConfig) -> None:
-    """The actor's folder, and the critic's if it has one of its own."""
+    """Check the folder of the actor's model, and of the critic's if it has one of its own.
+
+    Raises:
+        ModelError: names the folder and what it lacks.
+    """
     from quadriga.models import check_model_folder
 
     check_model_folder(config.actor_rollout_ref.model.path)
@@ -95,18 +104,26 @@ def check_models(config: TrainConfig) -> None:
 
 
 def check_components(config: TrainConfig) -> None:
-    """An estimator that reads reward components is given their names."""
+    """Check that reward components are named if the advantage estimator reads them.
+
+    Raises:
+        ConfigError: they are not.
+    """
     name = config.algorithm.adv_estimator
     if get_advantage(name).needs_components and not config.algorithm.reward_components:
         raise ConfigError(
             f"algorithm.adv_estimator={name} reads reward components: name them in "
-            "algorithm.reward_components, and return them in the reward function's dict",
+            "algorithm.reward_components, and return them in the dict of the reward function",
             key="algorithm.reward_components",
         )
 
 
 def check_reward(reward: RewardConfig) -> None:
-    """A user's reward file exists and holds the function."""
+    """Check that the user's reward file exists and has the function, if the settings name one.
+
+    Raises:
+        InputError: it does not.
+    """
     from quadriga.rewards import load_reward_function
 
     if reward.path is not None:

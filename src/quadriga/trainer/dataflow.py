@@ -1,0 +1,288 @@
+"""Which fields each stage of a training step reads and writes, for the chosen settings.
+
+    stages = step_dataflow(config)     # in the order in which a step runs them
+    check_dataflow(stages)             # every field that is read is written by an earlier stage
+
+Trainers run the check before they start any process. The fields of worker methods are declared
+beside the workers (`workers.method_fields`); those of the controller's stages are declared here.
+Stages have the names of the functions and methods that run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from quadriga.algorithms.advantages import get_advantage
+from quadriga.algorithms.policy_losses import get_policy_loss
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError
+from quadriga.protocol import fields
+from quadriga.protocol.fields import StageFields
+from quadriga.workers.method_fields import (
+    COMPUTE_LOG_PROB,
+    COMPUTE_REF_LOG_PROB,
+    COMPUTE_VALUES,
+    GENERATE_SEQUENCES,
+    UPDATE_ACTOR,
+    UPDATE_CRITIC,
+    UPDATE_SFT,
+)
+
+_MASK, _SCORES = fields.RESPONSE_MASK, fields.TOKEN_LEVEL_SCORES
+
+LOAD_PROMPTS = StageFields(
+    "PromptLoader",
+    writes=(
+        fields.INPUT_IDS,
+        fields.ATTENTION_MASK,
+        fields.POSITION_IDS,
+        fields.RAW_PROMPT,
+        fields.INDEX,
+        fields.DATA_SOURCE,
+        fields.REWARD_MODEL,
+        fields.EXTRA_INFO,
+    ),
+)
+LOAD_DEMONSTRATIONS = StageFields(
+    "SFTLoader",
+    writes=(
+        fields.PROMPTS,
+        fields.RESPONSES,
+        fields.RESPONSE_MASK,
+        fields.INPUT_IDS,
+        fields.ATTENTION_MASK,
+        fields.POSITION_IDS,
+    ),
+)
+EXPAND_PROMPTS = StageFields("expand_prompts", writes=(fields.UID, fields.SAMPLE_SEED))
+ADD_BASELINES = StageFields("add_baselines", reads=(_SCORES,), writes=(fields.REWARD_BASELINES,))
+REFILL = StageFields("refill", reads=(_SCORES, fields.UID))
+BALANCE_OVER_RANKS = StageFields("balance_over_ranks", reads=(fields.SEQUENCE_LENGTH,))
+MEASURE_BATCH = StageFields(
+    "measure_batch", reads=(_MASK, _SCORES, fields.FINISHED, fields.SEQUENCE_LENGTH)
+)
+MASK_TRUNCATED = StageFields("mask_truncated", reads=(_MASK, fields.FINISHED), writes=(_MASK,))
+SHAPE_SCORES = StageFields(
+    "shape_scores", reads=(_SCORES, _MASK), writes=(fields.TOKEN_LEVEL_REWARDS,)
+)
+PENALISE_KL = StageFields(
+    "penalise_kl",
+    reads=(fields.TOKEN_LEVEL_REWARDS, fields.OLD_LOG_PROBS, fields.REF_LOG_PROB, _MASK),
+    writes=(fields.TOKEN_LEVEL_REWARDS,),
+)
+SELECT_UPDATE_TOKENS = StageFields(
+    "select_update_tokens",
+    reads=(fields.OLD_LOG_PROBS, fields.ADVANTAGES, _MASK),
+    writes=(fields.SELECTED_TOKENS,),
+)
+LOG_UPDATE = StageFields("log_update", reads=(fields.PARTIALS,))
+LOG_SAMPLES = StageFields(
+    "log_samples",
+    reads=(fields.RESPONSES, _MASK, _SCORES, fields.RAW_PROMPT),
+    reads_if_present=(fields.REWARD_MODEL, fields.DATA_SOURCE),
+)
+
+ESTIMATOR_FIELDS = {
+    "values_BT": fields.VALUES,
+    "reward_baselines_B": fields.REWARD_BASELINES,
+    "reward_components_BK": fields.REWARD_COMPONENTS,
+    "old_log_prob_BT": fields.OLD_LOG_PROBS,
+}
+"""Parameter of an advantage estimator → the field that it is read from, where it has one."""
+
+
+def needs_critic(config: TrainConfig) -> bool:
+    """Return whether the advantage estimator reads values."""
+    return get_advantage(config.algorithm.adv_estimator).needs_values
+
+
+def reads_ref_log_prob(config: TrainConfig) -> bool:
+    """Return whether a stage reads the reference's log-probabilities of the sampled tokens."""
+    actor = config.actor_rollout_ref.actor
+    return config.algorithm.use_kl_in_reward or (actor.use_kl_loss and not actor.reads_full_kl)
+
+
+def needs_reference(config: TrainConfig) -> bool:
+    """Return whether the workers of the policy must hold the reference policy too."""
+    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def refills(config: TrainConfig) -> bool:
+    """Return whether more prompts are drawn in place of zero-variance prompt groups."""
+    settings = config.algorithm.filter_groups
+    return settings.enable and settings.mode == "refill"
+
+
+def step_dataflow(config: TrainConfig, *, custom_reward: bool = False) -> tuple[StageFields, ...]:
+    """Return the stages of one step of `RayPPOTrainer.fit`, in order.
+
+    `custom_reward`: the trainer was given a reward function of the user instead of the settings.
+    """
+    algorithm, critic = config.algorithm, needs_critic(config)
+    score = _score_responses(config, custom_reward)
+    # With refilling the scores decide which rows stay in the batch, so they are computed before
+    # the roles see it. Otherwise they are computed while the roles evaluate the batch.
+    scores_early = refills(config)
+    stages = (
+        (LOAD_PROMPTS, True),
+        (EXPAND_PROMPTS, True),
+        (_greedy_branch(score), get_advantage(algorithm.adv_estimator).needs_baseline_scores),
+        (GENERATE_SEQUENCES, True),
+        (score, scores_early),
+        (REFILL, scores_early),
+        (BALANCE_OVER_RANKS, config.trainer.balance_batch),
+        (COMPUTE_LOG_PROB, True),
+        (COMPUTE_REF_LOG_PROB, reads_ref_log_prob(config)),
+        (COMPUTE_VALUES, critic),
+        (score, not scores_early),
+        (MEASURE_BATCH, True),
+        (MASK_TRUNCATED, algorithm.overlong.drop_truncated),
+        (_mask_zero_variance_groups(config), True),
+        (SHAPE_SCORES, True),
+        (PENALISE_KL, algorithm.use_kl_in_reward),
+        (_correct_mismatch(config), True),
+        (_estimate_advantages(config), True),
+        (SELECT_UPDATE_TOKENS, _selects_tokens(config)),
+        (UPDATE_CRITIC, critic),
+        (LOG_UPDATE, critic),
+        (_update_actor(config), True),
+        (LOG_UPDATE, True),
+        (LOG_SAMPLES, True),
+    )
+    return tuple(stage for stage, runs in stages if runs)
+
+
+def validation_dataflow(
+    config: TrainConfig, *, custom_reward: bool = False
+) -> tuple[StageFields, ...]:
+    """Return the stages of `Validator.run`, in order."""
+    score = _score_responses(config, custom_reward)
+    return (LOAD_PROMPTS, EXPAND_PROMPTS, GENERATE_SEQUENCES, score, LOG_SAMPLES)
+
+
+def sft_dataflow() -> tuple[StageFields, ...]:
+    """Return the stages of one step of `SFTTrainer.fit`, in order."""
+    return (LOAD_DEMONSTRATIONS, UPDATE_SFT)
+
+
+def check_dataflow(stages: Iterable[StageFields]) -> None:
+    """Check that every field that a stage reads is written by an earlier stage.
+
+    Raises:
+        ConfigError: names the stage, the field, and the stages that would write it.
+    """
+    present: set[str] = set()
+    passed: list[str] = []
+    for stage in stages:
+        for name in stage.reads:
+            if name not in present:
+                raise ConfigError(_missing(stage, name, passed), field=name)
+        # A stage that drops and writes one field replaces it, so the writes come last.
+        present = (present - set(stage.drops)) | set(stage.writes)
+        passed.append(stage.name)
+
+
+def _missing(stage: StageFields, name: str, passed: Sequence[str]) -> str:
+    field = fields.BY_NAME.get(name)
+    writers = f" (written by {' or '.join(field.written_by)})" if field else ""
+    return (
+        f"stage {stage.name} reads field {name!r}{writers}, but with these settings no earlier "
+        f"stage writes it; earlier stages: {', '.join(passed) or 'none'}"
+    )
+
+
+# Stages whose fields depend on the settings.
+
+
+def _score_responses(config: TrainConfig, custom_reward: bool) -> StageFields:
+    """The reward function of the settings (`rewards.RewardManager`), or one of the user.
+
+    Nothing is known of a user's function, except that it must write the scores: it is taken to
+    read nothing and to write the reward components.
+    """
+    if custom_reward:
+        return StageFields("score_responses", writes=(_SCORES, fields.REWARD_COMPONENTS))
+    components = (fields.REWARD_COMPONENTS,) if config.algorithm.reward_components else ()
+    return StageFields(
+        "score_responses",
+        reads=(fields.RESPONSES, _MASK, fields.REWARD_MODEL),
+        reads_if_present=(fields.DATA_SOURCE, fields.EXTRA_INFO),
+        writes=(_SCORES, *components),
+    )
+
+
+def _greedy_branch(score: StageFields) -> StageFields:
+    """Greedy responses for reward baselines: stages on rows of their own, of which only the
+    baselines reach the batch of the step."""
+    parts = (GENERATE_SEQUENCES, score, ADD_BASELINES)
+    return branch(ADD_BASELINES.name, parts, writes=ADD_BASELINES.writes)
+
+
+def branch(name: str, parts: Sequence[StageFields], writes: tuple[str, ...]) -> StageFields:
+    """Return stages that run on a copy of the batch as one stage that adds the fields `writes`.
+
+    It reads from the batch what no earlier part of the branch has written:
+
+        parts (reads → writes)    a → b,   b → c
+        branch with writes = c    a → c
+    """
+    made: set[str] = set()
+    reads: dict[str, None] = {}
+    for part in parts:
+        reads |= dict.fromkeys(key for key in part.reads if key not in made)
+        made |= set(part.writes)
+    return StageFields(name, reads=tuple(reads), writes=writes)
+
+
+def _mask_zero_variance_groups(config: TrainConfig) -> StageFields:
+    """Measures zero-variance prompt groups always, and masks them where the settings say so."""
+    return StageFields(
+        "mask_zero_variance_groups",
+        reads=(_MASK, _SCORES, fields.UID),
+        writes=(_MASK,) if config.algorithm.filter_groups.enable else (),
+    )
+
+
+def _correct_mismatch(config: TrainConfig) -> StageFields:
+    """Measures rollout against training always, and writes weights where the settings say so."""
+    corrects = config.algorithm.rollout_correction.level != "none"
+    return StageFields(
+        "correct_mismatch",
+        reads=(fields.OLD_LOG_PROBS, fields.ROLLOUT_LOG_PROBS, _MASK),
+        writes=(fields.ROLLOUT_IS_WEIGHTS,) if corrects else (),
+    )
+
+
+def _estimate_advantages(config: TrainConfig) -> StageFields:
+    """Reads the inputs that the chosen estimator asks for."""
+    needs = get_advantage(config.algorithm.adv_estimator).needs
+    inputs = tuple(field for parameter, field in ESTIMATOR_FIELDS.items() if parameter in needs)
+    return StageFields(
+        "estimate_advantages",
+        reads=(fields.TOKEN_LEVEL_REWARDS, _MASK, fields.UID, *inputs),
+        writes=(fields.ADVANTAGES, fields.RETURNS),
+    )
+
+
+def _update_actor(config: TrainConfig) -> StageFields:
+    """`UPDATE_ACTOR` with the optional fields that the chosen loss cannot do without."""
+    actor = config.actor_rollout_ref.actor
+    loss = get_policy_loss(actor.policy_loss.name)
+    optional = (
+        (fields.REF_LOG_PROB, actor.use_kl_loss and not actor.reads_full_kl),
+        (fields.ROLLOUT_IS_WEIGHTS, config.algorithm.rollout_correction.level != "none"),
+        (fields.ROLLOUT_LOG_PROBS, loss.needs_rollout_log_probs),
+        (fields.SELECTED_TOKENS, _selects_tokens(config)),
+    )
+    needed = tuple(field for field, is_needed in optional if is_needed)
+    return StageFields(
+        UPDATE_ACTOR.name,
+        reads=(*UPDATE_ACTOR.reads, *needed),
+        reads_if_present=tuple(f for f in UPDATE_ACTOR.reads_if_present if f not in needed),
+        writes=UPDATE_ACTOR.writes,
+    )
+
+
+def _selects_tokens(config: TrainConfig) -> bool:
+    loss = get_policy_loss(config.actor_rollout_ref.actor.policy_loss.name)
+    return loss.select is not None

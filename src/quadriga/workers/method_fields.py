@@ -1,0 +1,61 @@
+"""The fields that each method of the built-in workers reads from its batch and returns.
+
+The methods select their inputs with these tuples, and `trainer.dataflow` checks with them, before
+a run starts, that an earlier stage writes every field that a method reads.
+"""
+
+from __future__ import annotations
+
+from quadriga.protocol import fields
+from quadriga.protocol.fields import StageFields
+
+MODEL_INPUTS = (
+    fields.INPUT_IDS,
+    fields.ATTENTION_MASK,
+    fields.POSITION_IDS,
+    fields.RESPONSES,
+    fields.RESPONSE_MASK,
+)
+"""What a training engine needs for a forward pass over sequences."""
+
+GENERATE_SEQUENCES = StageFields(
+    "generate_sequences",
+    reads=(fields.INPUT_IDS, fields.ATTENTION_MASK, fields.SAMPLE_SEED),
+    writes=(
+        fields.PROMPTS,
+        fields.RESPONSES,
+        fields.RESPONSE_MASK,
+        fields.ROLLOUT_LOG_PROBS,
+        fields.INPUT_IDS,
+        fields.ATTENTION_MASK,
+        fields.POSITION_IDS,
+        fields.SEQUENCE_LENGTH,
+        fields.FINISHED,
+        fields.WEIGHT_VERSION,
+    ),
+    drops=(fields.SAMPLE_SEED,),
+)
+COMPUTE_LOG_PROB = StageFields(
+    "compute_log_prob", reads=MODEL_INPUTS, writes=(fields.OLD_LOG_PROBS, fields.ENTROPYS)
+)
+COMPUTE_REF_LOG_PROB = StageFields(
+    "compute_ref_log_prob", reads=MODEL_INPUTS, writes=(fields.REF_LOG_PROB,)
+)
+COMPUTE_VALUES = StageFields("compute_values", reads=MODEL_INPUTS, writes=(fields.VALUES,))
+UPDATE_CRITIC = StageFields(
+    "update_critic",
+    reads=(*MODEL_INPUTS, fields.VALUES, fields.RETURNS),
+    writes=(fields.PARTIALS,),
+)
+UPDATE_ACTOR = StageFields(
+    "update_actor",
+    reads=(*MODEL_INPUTS, fields.OLD_LOG_PROBS, fields.ADVANTAGES),
+    reads_if_present=(
+        fields.REF_LOG_PROB,
+        fields.ROLLOUT_IS_WEIGHTS,
+        fields.ROLLOUT_LOG_PROBS,
+        fields.SELECTED_TOKENS,
+    ),
+    writes=(fields.PARTIALS,),
+)
+UPDATE_SFT = StageFields("update_sft", reads=MODEL_INPUTS)

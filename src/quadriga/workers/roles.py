@@ -1,0 +1,226 @@
+"""What the worker group of each role offers to the controller, as typed protocols.
+
+A `WorkerGroup` gets its methods from the worker class at run time, so neither an editor nor mypy
+can see them. The trainer therefore declares its groups with the protocols below:
+
+    actor: ActorGroup
+    actor.update_actor(batch)                # DataProto: the joined result of all ranks
+    actor.update_actor.submit(batch)         # DataProtoFuture: does not wait
+    actor.update_actor.options(timeout=60)   # the same method with a deadline of 60 s
+
+Each member names the worker method that the ranks run. The last block of this file makes mypy
+compare every member with that method, so that a method with another signature is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
+
+from quadriga.protocol import DataProto
+
+if TYPE_CHECKING:
+    from quadriga.protocol import DataProtoFuture
+
+ArgumentsP = ParamSpec("ArgumentsP")
+ResultT = TypeVar("ResultT")
+ResultT_co = TypeVar("ResultT_co", covariant=True)
+WorkerT = TypeVar("WorkerT")
+
+
+class GroupMethod(Protocol[ArgumentsP, ResultT_co]):
+    """A method of a worker group: one call runs a worker method on the ranks.
+
+    The dispatch mode of the method says how arguments are split and results are joined. Methods
+    that take a batch return one joined batch; methods with mode ONE_TO_ALL return a list with one
+    result per rank.
+    """
+
+    def __call__(self, *args: ArgumentsP.args, **kwargs: ArgumentsP.kwargs) -> ResultT_co:
+        """Run the method on the ranks and wait for the result.
+
+        Raises:
+            WorkerMethodError: the method raised on a rank.
+            WorkerDiedError: the process of a rank ended.
+            CallTimeoutError: the deadline is exceeded.
+        """
+        ...
+
+    def submit(self, *args: ArgumentsP.args, **kwargs: ArgumentsP.kwargs) -> DataProtoFuture:
+        """Start the call and return a future of its result without waiting."""
+        ...
+
+    def options(self, timeout: float | None = None) -> GroupMethod[ArgumentsP, ResultT_co]:
+        """Return the same method with a deadline of `timeout` seconds per call."""
+        ...
+
+
+class RoleGroup(Protocol):
+    """What the group of every role offers."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        ...
+
+    @property
+    def init_model(self) -> GroupMethod[[], list[None]]:
+        """Load the model on every rank: `ActorRolloutRefWorker.init_model`,
+        `CriticWorker.init_model`."""
+        ...
+
+
+class RolloutGroup(RoleGroup, Protocol):
+    """The policy as it generates responses."""
+
+    @property
+    def generate_sequences(self) -> GroupMethod[[DataProto], DataProto]:
+        """Sample one response per row: `ActorRolloutRefWorker.generate_sequences`."""
+        ...
+
+
+class ActorGroup(RoleGroup, Protocol):
+    """The policy as it is trained."""
+
+    @property
+    def compute_log_prob(self) -> GroupMethod[[DataProto], DataProto]:
+        """Compute `old_log_probs` and `entropys`: `ActorRolloutRefWorker.compute_log_prob`."""
+        ...
+
+    @property
+    def update_actor(self) -> GroupMethod[[DataProto], DataProto]:
+        """Run the optimizer steps of one batch: `ActorRolloutRefWorker.update_actor`."""
+        ...
+
+    @property
+    def sync_weights(self) -> GroupMethod[[], list[int]]:
+        """Copy the actor's weights to the rollout engine; returns the weight version of each
+        rank: `ActorRolloutRefWorker.sync_weights`."""
+        ...
+
+    @property
+    def save_checkpoint(self) -> GroupMethod[[str], list[None]]:
+        """Save one shard per rank under a folder: `ActorRolloutRefWorker.save_checkpoint`."""
+        ...
+
+    @property
+    def load_checkpoint(self) -> GroupMethod[[str, int], list[None]]:
+        """Load a folder of `save_checkpoint` and set the weight version:
+        `ActorRolloutRefWorker.load_checkpoint`."""
+        ...
+
+    @property
+    def export_hf(self) -> GroupMethod[[str], list[None]]:
+        """Write a Hugging Face folder: `ActorRolloutRefWorker.export_hf`."""
+        ...
+
+
+class RefGroup(RoleGroup, Protocol):
+    """The frozen reference policy."""
+
+    @property
+    def compute_ref_log_prob(self) -> GroupMethod[[DataProto], DataProto]:
+        """Compute `ref_log_prob`: `ActorRolloutRefWorker.compute_ref_log_prob`."""
+        ...
+
+
+class CriticGroup(RoleGroup, Protocol):
+    """The value model."""
+
+    @property
+    def compute_values(self) -> GroupMethod[[DataProto], DataProto]:
+        """Compute `values`: `CriticWorker.compute_values`."""
+        ...
+
+    @property
+    def update_critic(self) -> GroupMethod[[DataProto], DataProto]:
+        """Run the optimizer steps of one batch: `CriticWorker.update_critic`."""
+        ...
+
+    @property
+    def save_checkpoint(self) -> GroupMethod[[str], list[None]]:
+        """Save one shard per rank under a folder: `CriticWorker.save_checkpoint`."""
+        ...
+
+    @property
+    def load_checkpoint(self) -> GroupMethod[[str], list[None]]:
+        """Load a folder of `save_checkpoint`: `CriticWorker.load_checkpoint`."""
+        ...
+
+
+class SFTGroup(RolloutGroup, Protocol):
+    """The policy as it is trained on given responses."""
+
+    @property
+    def update_sft(self) -> GroupMethod[[DataProto], DataProto]:
+        """Run one optimizer step on one batch: `SFTWorker.update_sft`."""
+        ...
+
+    @property
+    def sync_weights(self) -> GroupMethod[[], list[int]]:
+        """Copy the actor's weights to the rollout engine: `ActorRolloutRefWorker.sync_weights`."""
+        ...
+
+    @property
+    def export_hf(self) -> GroupMethod[[str], list[None]]:
+        """Write a Hugging Face folder: `ActorRolloutRefWorker.export_hf`."""
+        ...
+
+
+def methods_of(roles: Iterable[type]) -> list[str]:
+    """Return the names of the worker methods that these protocols ask for, sorted."""
+    bases = [base for role in roles for base in role.__mro__]
+    members = {
+        name
+        for base in bases
+        for name, member in vars(base).items()
+        if isinstance(member, property)
+    }
+    return sorted(members - {"world_size"})
+
+
+if TYPE_CHECKING:
+    # mypy derives the type of each group method from the worker method and compares it with the
+    # protocol. Nothing of this block exists at run time.
+    from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
+    from quadriga.workers.critic import CriticWorker
+    from quadriga.workers.sft import SFTWorker
+
+    def joined(
+        method: Callable[Concatenate[WorkerT, ArgumentsP], ResultT],
+    ) -> GroupMethod[ArgumentsP, ResultT]:
+        """The group method of a worker method whose results are joined into one."""
+
+    def per_rank(
+        method: Callable[Concatenate[WorkerT, ArgumentsP], ResultT],
+    ) -> GroupMethod[ArgumentsP, list[ResultT]]:
+        """The group method of a worker method with mode ONE_TO_ALL."""
+
+    class _OfPolicy:
+        world_size = 1
+        init_model = per_rank(ActorRolloutRefWorker.init_model)
+        generate_sequences = joined(ActorRolloutRefWorker.generate_sequences)
+        compute_log_prob = joined(ActorRolloutRefWorker.compute_log_prob)
+        compute_ref_log_prob = joined(ActorRolloutRefWorker.compute_ref_log_prob)
+        update_actor = joined(ActorRolloutRefWorker.update_actor)
+        sync_weights = per_rank(ActorRolloutRefWorker.sync_weights)
+        save_checkpoint = per_rank(ActorRolloutRefWorker.save_checkpoint)
+        load_checkpoint = per_rank(ActorRolloutRefWorker.load_checkpoint)
+        export_hf = per_rank(ActorRolloutRefWorker.export_hf)
+
+    class _OfCritic:
+        world_size = 1
+        init_model = per_rank(CriticWorker.init_model)
+        compute_values = joined(CriticWorker.compute_values)
+        update_critic = joined(CriticWorker.update_critic)
+        save_checkpoint = per_rank(CriticWorker.save_checkpoint)
+        load_checkpoint = per_rank(CriticWorker.load_checkpoint)
+
+    class _OfSFT(_OfPolicy):
+        update_sft = joined(SFTWorker.update_sft)
+
+    _actor: ActorGroup = _OfPolicy()
+    _rollout: RolloutGroup = _OfPolicy()
+    _ref: RefGroup = _OfPolicy()
+    _critic: CriticGroup = _OfCritic()
+    _sft: SFTGroup = _OfSFT()

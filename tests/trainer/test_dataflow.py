@@ -1,0 +1,280 @@
+"""Declared fields of all stages: the check of their order, and the comparison with a real step."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from field_access import FieldAccess
+
+from quadriga.algorithms.advantages import ADVANTAGES
+from quadriga.algorithms.policy_losses import POLICY_LOSSES
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError
+from quadriga.protocol import fields
+from quadriga.protocol.fields import StageFields
+from quadriga.trainer import dataflow, stages
+from quadriga.trainer.ppo import RayPPOTrainer
+from quadriga.trainer.run.ingredients import load_ingredients
+from quadriga.trainer.run.record import RunRecord
+from quadriga.trainer.sampling import Sampler
+from quadriga.workers import ActorRolloutRefWorker, CriticWorker, SFTWorker
+
+ACTOR = "actor_rollout_ref.actor"
+DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
+
+# Settings that together run every stage, each with every field that it can read and write.
+VARIANTS = {
+    "grpo": ["algorithm.adv_estimator=grpo"],
+    "gae, KL in the loss": ["algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=true"],
+    "gae, KL in the reward": ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"],
+    "KL over the vocabulary": [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full"],
+    "remax": ["algorithm.adv_estimator=remax"],
+    "gdpo": ["algorithm.adv_estimator=gdpo", "algorithm.reward_components=[form,length]"],
+    "clip_cov, corrected": [
+        f"{ACTOR}.policy_loss.name=clip_cov", "algorithm.rollout_correction.level=token",
+    ],
+    # Long responses, so that an untrained model ends some of them: without any the step is empty.
+    "truncated": [
+        "algorithm.overlong.drop_truncated=true", "algorithm.overlong.enable=true",
+        "algorithm.overlong.buffer_length=4", "data.max_response_length=96",
+    ],
+    "masked": ["algorithm.filter_groups.enable=true"],
+    "refilled": ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.mode=refill"],
+    "decoupled_ppo": [f"{ACTOR}.policy_loss.name=decoupled_ppo"],
+    "old log-probabilities in the estimator": ["algorithm.adv_estimator=reads_old"],
+}  # fmt: skip
+
+RULE = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Differs from response to response, so that prompt groups have different scores."""
+    digits = sum(map(ord, solution_str)) % 7 / 7
+    return {"score": digits, "form": digits, "length": float(len(solution_str))}
+'''
+
+
+@pytest.fixture(autouse=True)
+def estimator_of_old_log_probs(monkeypatch):
+    """A user's estimator that reads old log-probabilities, which no built-in one does."""
+    from quadriga.algorithms.advantages import register_advantage
+
+    monkeypatch.setattr("quadriga.algorithms.advantages.ADVANTAGES", dict(ADVANTAGES))
+
+    @register_advantage("reads_old", formula="A = r")
+    def reads_old(token_level_rewards_BT, response_mask_BT, old_log_prob_BT):
+        advantages = token_level_rewards_BT.sum(-1, keepdim=True) * response_mask_BT
+        return advantages, advantages + 0 * old_log_prob_BT
+
+
+def config_of(*overrides: str) -> TrainConfig:
+    return load_config(TrainConfig, ["algorithm.adv_estimator=grpo", *overrides])
+
+
+def names(flow: tuple[StageFields, ...]) -> list[str]:
+    return [stage.name for stage in flow]
+
+
+# The check.
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_field_that_is_read_is_written_earlier(variant: str) -> None:
+    config = config_of(*VARIANTS[variant])
+    dataflow.check_dataflow(dataflow.step_dataflow(config))
+    dataflow.check_dataflow(dataflow.validation_dataflow(config))
+
+
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"gdpo"}))
+def test_every_estimator_has_its_inputs(name: str) -> None:
+    config = config_of(f"algorithm.adv_estimator={name}")
+    dataflow.check_dataflow(dataflow.step_dataflow(config))
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_every_policy_loss_has_its_inputs(name: str) -> None:
+    config = config_of(f"{ACTOR}.policy_loss.name={name}")
+    dataflow.check_dataflow(dataflow.step_dataflow(config))
+
+
+def test_supervised_fine_tuning_has_its_inputs() -> None:
+    dataflow.check_dataflow(dataflow.sft_dataflow())
+
+
+MOVES = [
+    ("compute_log_prob", "correct_mismatch", "old_log_probs"),
+    ("compute_values", "estimate_advantages", "values"),
+    ("compute_ref_log_prob", "update_actor", "ref_log_prob"),
+    ("score_responses", "measure_batch", "token_level_scores"),
+    ("generate_sequences", "balance_over_ranks", "sequence_length"),
+    ("expand_prompts", "generate_sequences", "sample_seed"),
+    ("shape_scores", "estimate_advantages", "token_level_rewards"),
+    ("estimate_advantages", "update_critic", "returns"),
+    ("update_critic", "log_update", "partials"),
+]
+
+
+@pytest.mark.parametrize(("writer", "reader", "field"), MOVES)
+@pytest.mark.parametrize("broken", ["too late", "never"])
+def test_a_stage_that_runs_before_its_input_is_reported(writer, reader, field, broken) -> None:
+    flow = dataflow.step_dataflow(config_of(*VARIANTS["gae, KL in the loss"]))
+    moved = [stage for stage in flow if stage.name == writer]
+    rest = [stage for stage in flow if stage.name != writer]
+    if broken == "too late":
+        place = next(i for i, stage in enumerate(rest) if stage.name == reader)
+        rest = [*rest[: place + 1], *moved, *rest[place + 1 :]]
+    message = rf"stage {reader} reads field '{field}' \(written by .*{writer}.*\), but"
+    with pytest.raises(ConfigError, match=message):
+        dataflow.check_dataflow(rest)
+
+
+def test_a_field_that_generation_drops_cannot_be_read_later() -> None:
+    late = StageFields("late", reads=(fields.SAMPLE_SEED,))
+    flow = (*dataflow.step_dataflow(config_of()), late)
+    with pytest.raises(ConfigError, match="stage late reads field 'sample_seed'"):
+        dataflow.check_dataflow(flow)
+
+
+def test_a_branch_reads_what_its_parts_do_not_make() -> None:
+    parts = [StageFields("one", ("a",), ("b",)), StageFields("two", ("b", "d"), ("c",))]
+    assert dataflow.branch("both", parts, ("c",)) == StageFields("both", ("a", "d"), ("c",))
+
+
+def test_the_trainer_checks_before_it_loads_or_starts_anything() -> None:
+    config = config_of("algorithm.adv_estimator=gdpo")  # reads components that nothing writes
+    with pytest.raises(ConfigError, match="estimate_advantages reads field 'reward_components'"):
+        RayPPOTrainer(config)
+
+
+# The declarations against each other.
+
+
+def all_stages() -> list[StageFields]:
+    flows = [dataflow.step_dataflow(config_of(*overrides)) for overrides in VARIANTS.values()]
+    stages_ = [stage for flow in flows for stage in flow]
+    # In a step the baselines are one stage with the branch that makes them; here it is taken apart.
+    apart = [stage for stage in stages_ if stage.name != dataflow.ADD_BASELINES.name]
+    return [*apart, dataflow.ADD_BASELINES, *dataflow.sft_dataflow()]
+
+
+def test_readers_and_writers_of_the_list_of_fields_are_those_of_the_stages() -> None:
+    readers: dict[str, set[str]] = {name: set() for name in fields.BY_NAME}
+    writers: dict[str, set[str]] = {name: set() for name in fields.BY_NAME}
+    for stage in all_stages():
+        for name in (*stage.reads, *stage.reads_if_present):
+            readers[name].add(stage.name)
+        for name in stage.writes:
+            writers[name].add(stage.name)
+    for field in fields.BY_NAME.values():
+        assert set(field.read_by) == readers[field.name], field.name
+        reserved = {"compute_rm_score"}  # no built-in worker has this method
+        assert set(field.written_by) - reserved == writers[field.name], field.name
+
+
+def test_stages_have_the_names_of_functions_and_methods() -> None:
+    homes = (stages, ActorRolloutRefWorker, CriticWorker, SFTWorker, Sampler, RunRecord)
+    loaders = {"PromptLoader", "SFTLoader"}
+    unknown = {
+        stage.name for stage in all_stages() if not any(hasattr(home, stage.name) for home in homes)
+    }
+    assert unknown == loaders
+
+
+def test_the_page_on_architecture_has_the_table_of_fields() -> None:
+    """Write the output of `python -m quadriga.protocol.fields` between the two comments."""
+    text = DOCS.read_text(encoding="utf-8")
+    table = text.split("<!-- fields: begin -->\n")[1].split("<!-- fields: end -->")[0]
+    assert table.strip() == fields.markdown_table().strip()
+
+
+# The declarations against a real step.
+
+
+def test_the_loaders_write_the_declared_fields(train_overrides: list[str]) -> None:
+    prompts = next(iter(load_ingredients(load_config(TrainConfig, train_overrides)).train_loader))
+    written = {*prompts.batch.keys(), *prompts.non_tensor_batch}
+    assert written == set(dataflow.LOAD_PROMPTS.writes)
+
+
+@pytest.fixture
+def accessed(train_overrides, tmp_path):
+    """accessed("a=b", …) -> the dataflow of these settings, and the accesses of a real step."""
+    rule = tmp_path / "rule.py"
+    rule.write_text(RULE)
+
+    def _accessed(*more: str) -> tuple[tuple[StageFields, ...], FieldAccess]:
+        overrides = [*train_overrides, f"reward.path={rule}", "trainer.total_training_steps=1",
+                     "trainer.val_before_train=false", "data.val_files=[]", *more]  # fmt: skip
+        config = load_config(TrainConfig, overrides)
+        flow = dataflow.step_dataflow(config)
+        access = FieldAccess(names(flow))
+        trainer = RayPPOTrainer(config)
+        try:
+            trainer.init_workers()
+            with pytest.MonkeyPatch.context() as patch:
+                access.watch(patch)
+                trainer.fit()
+        finally:
+            trainer.close()
+        return flow, access
+
+    return _accessed
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if "estimator" not in v])
+def test_a_real_step_accesses_the_declared_fields(accessed, variant: str) -> None:
+    flow, access = accessed(*VARIANTS[variant])
+    present: set[str] = set()
+    for stage in flow:
+        if stage.name == dataflow.ADD_BASELINES.name:
+            stage = dataflow.ADD_BASELINES  # the parts of the branch are recorded by themselves
+        expected = {*stage.reads, *(set(stage.reads_if_present) & present)}
+        if stage is not dataflow.LOAD_PROMPTS:
+            assert access.reads[stage.name] == expected, f"reads of {stage.name}"
+            assert access.writes[stage.name] == set(stage.writes), f"writes of {stage.name}"
+        present |= set(stage.writes)
+
+
+def test_a_real_step_runs_the_stages_in_the_declared_order(accessed) -> None:
+    flow, access = accessed(*VARIANTS["gae, KL in the loss"])
+    assert list(access.order) == list(dict.fromkeys(names(flow)[1:]))
+
+
+def test_an_undeclared_access_is_recorded(accessed, monkeypatch) -> None:
+    """The recorder sees a stage that reads and writes more than it declares."""
+    module = {"__name__": stages.__name__, "fields": fields, "measure": stages.measure_batch}
+    exec(
+        "def measure_batch(batch):\n"
+        "    batch.batch[fields.VALUES] = batch.batch[fields.ENTROPYS]\n"
+        "    return measure(batch)\n",
+        module,
+    )
+    monkeypatch.setattr(stages, "measure_batch", module["measure_batch"])
+    _, access = accessed()
+    assert access.reads["measure_batch"] - set(dataflow.MEASURE_BATCH.reads) == {fields.ENTROPYS}
+    assert access.writes["measure_batch"] == {fields.VALUES}
+
+
+# The names.
+
+
+def spelt_names(source: str) -> list[str]:
+    """Field names that a source spells as a text in `batch[…]`; `outputs[…]` is an engine's."""
+    return [
+        node.slice.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.slice, ast.Constant)
+        and node.slice.value in fields.BY_NAME
+        and not (isinstance(node.value, ast.Name) and node.value.id == "outputs")
+    ]
+
+
+def test_fields_are_named_by_constants() -> None:
+    package = Path(stages.__file__).parents[1]
+    files = [*(package / "workers").rglob("*.py"), *(package / "trainer").rglob("*.py")]
+    # make_data.py reads a column of a data file, which is no field of a batch.
+    spelt = {file.name: spelt_names(file.read_text()) for file in files if file.stem != "make_data"}
+    assert {name: found for name, found in spelt.items() if found} == {}
+    assert spelt_names("a = batch.batch['values'] + outputs['values']") == ["values"]

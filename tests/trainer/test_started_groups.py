@@ -1,0 +1,108 @@
+"""Worker groups of a run: they are watched, and a start that fails stops what it has started."""
+
+from __future__ import annotations
+
+import pytest
+
+from quadriga.backends import get_backend
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError, UnknownNameError, WorkerDiedError, WorkerMethodError
+from quadriga.protocol import DataProto
+from quadriga.single_controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup, register
+from quadriga.single_controller.watch import raise_if_broken
+from quadriga.trainer.placement import ResourcePoolManager, Role
+from quadriga.trainer.run import groups
+
+
+class Idle(Worker):
+    """A worker in place of any role."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None: ...
+
+
+class Failing(Worker):
+    """A worker whose model cannot be loaded."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        raise RuntimeError("no model")
+
+
+def start(manager: ResourcePoolManager, *overrides: str) -> groups.PPOGroups:
+    config = load_config(
+        TrainConfig,
+        ["trainer.backend=local", "algorithm.adv_estimator=gae", "trainer.call_timeout_s=5",
+         *overrides],
+    )  # fmt: skip
+    return groups.start_groups(
+        config, total_steps=1, role_worker_mapping={}, resource_pool_manager=manager
+    )
+
+
+def use_workers(monkeypatch: pytest.MonkeyPatch, critic: type[Worker]) -> None:
+    """Start `Idle` for the policy and `critic` for the critic."""
+    classes = {Role.ActorRollout: Idle, Role.Critic: critic}
+    built = {role: ClassWithInitArgs(cls) for role, cls in classes.items()}
+    monkeypatch.setattr(groups, "role_classes", lambda *_: built)
+
+
+def two_pools() -> ResourcePoolManager:
+    return ResourcePoolManager(
+        {"a": [1], "b": [1]}, {Role.ActorRollout: "a", Role.Critic: "b"}, get_backend("local")
+    )
+
+
+def test_the_death_of_a_process_that_no_call_waits_for_ends_the_run(monkeypatch) -> None:
+    monkeypatch.setattr(groups, "ALIVENESS_CHECK_S", 0.05)
+    use_workers(monkeypatch, critic=Idle)
+    started = start(two_pools())
+    try:
+        assert len(started.groups) == 2
+        for group in started.groups:
+            assert group._ranks.watch is not None
+        dead = started.critic._ranks
+        dead.backend.kill(dead.handles[0])
+        dead.watch._thread.join(timeout=10)
+        with pytest.raises(WorkerDiedError) as caught:
+            started.actor.init_model()
+        assert caught.value.role == "critic"
+    finally:
+        started.close()
+    raise_if_broken()
+
+
+def test_a_start_that_fails_stops_the_groups_that_it_has_started(monkeypatch) -> None:
+    stopped: list[WorkerGroup] = []
+    original = WorkerGroup.shutdown
+    monkeypatch.setattr(
+        WorkerGroup, "shutdown", lambda group: (stopped.append(group), original(group))
+    )
+    use_workers(monkeypatch, critic=Failing)
+    with pytest.raises(WorkerMethodError, match="no model"):
+        start(two_pools())
+    assert [group.roles for group in stopped] == [("actor_rollout",), ("critic",)]
+
+
+def test_a_role_without_a_pool_is_named() -> None:
+    only_policy = ResourcePoolManager({"a": [1]}, {Role.ActorRollout: "a"}, get_backend("local"))
+    with pytest.raises(UnknownNameError, match="role critic is not mapped to a pool"):
+        start(only_policy)
+
+
+class HalfCritic(Idle):
+    """A critic that computes values and cannot be updated."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, data: DataProto) -> DataProto:
+        return data
+
+
+def test_a_worker_class_without_a_method_of_its_role_is_named() -> None:
+    config = load_config(TrainConfig, ["algorithm.adv_estimator=gae"])
+    mapping = {Role.Critic: HalfCritic}
+    with pytest.raises(
+        ConfigError, match=r"calls load_checkpoint, save_checkpoint, update_critic, but HalfCritic"
+    ):
+        groups.role_classes(config, Role.ActorRollout, 1, mapping)

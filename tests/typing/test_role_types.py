@@ -1,0 +1,93 @@
+"""mypy accepts right calls of worker groups, and reports wrong calls and changed signatures."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+WORKERS = ROOT / "src" / "quadriga" / "workers"
+
+# Errors in the package itself are found when the package is checked. The libraries are left out,
+# which makes the check four times as fast: no call below depends on their types.
+SETTINGS = f"""
+[mypy]
+strict = true
+mypy_path = {ROOT / "src"}
+[mypy-quadriga.*]
+follow_imports = silent
+[mypy-torch.*,tensordict.*,transformers.*,numpy.*,ray.*,rich.*,omegaconf.*,hydra.*,pyarrow.*]
+follow_imports = skip
+"""
+REPORT = re.compile(r"^(?P<file>[^:]+):(?P<line>\d+): error: .*\[(?P<code>[\w-]+)\]$", re.MULTILINE)
+EXPECTED = re.compile(r"# error: (?P<code>[\w-]+)$")
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory: pytest.TempPathFactory):
+    """check(*arguments of mypy) -> {(file name, line, code)} of all reported errors."""
+    folder = tmp_path_factory.mktemp("mypy")
+    settings = folder / "mypy.ini"
+    settings.write_text(SETTINGS)
+    command = [sys.executable, "-m", "mypy", "--config-file", str(settings),
+               "--cache-dir", str(folder / "cache"), "--show-error-codes"]  # fmt: skip
+
+    def _check(*arguments: str) -> set[tuple[str, int, str]]:
+        done = subprocess.run(
+            [*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode in (0, 1), done.stdout + done.stderr
+        return {
+            (Path(found["file"]).name, int(found["line"]), found["code"])
+            for found in REPORT.finditer(done.stdout)
+        }
+
+    return _check
+
+
+def test_right_calls_are_accepted_and_wrong_calls_are_reported(check) -> None:
+    lines = (FOLDER / "wrong_calls.py").read_text().splitlines()
+    expected = {
+        ("wrong_calls.py", number, found["code"])
+        for number, line in enumerate(lines, start=1)
+        if (found := EXPECTED.search(line))
+    }
+    assert len(expected) > 20
+    assert check(str(FOLDER / "right_calls.py"), str(FOLDER / "wrong_calls.py")) == expected
+
+
+# Changes of a worker's signature → the protocol that no longer holds for it. A change must alter
+# the size of the file: mypy's cache takes a file of the same date and size for unchanged.
+CHANGES = {
+    "argument": ("critic.py", "def update_critic(self, data: DataProto)",
+                 "def update_critic(self, data: str)", "_critic: CriticGroup"),
+    "result": ("actor_rollout_ref.py", "def sync_weights(self) -> int",
+               "def sync_weights(self) -> list[int]", "_actor: ActorGroup"),
+    "one more argument": ("actor_rollout_ref.py", "def compute_ref_log_prob(self, data: DataProto)",
+                          "def compute_ref_log_prob(self, data: DataProto, scale: float)",
+                          "_ref: RefGroup"),
+    "one argument less": ("actor_rollout_ref.py", "(self, path: str, weight_version: int = 0)",
+                          "(self, path: str)", "_actor: ActorGroup"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_worker_with_another_signature_is_reported(check, tmp_path, change: str) -> None:
+    file, before, after, protocol = CHANGES[change]
+    text = (WORKERS / file).read_text()
+    assert before in text
+    changed = tmp_path / file
+    changed.write_text(text.replace(before, after))
+    lines = (WORKERS / "roles.py").read_text().splitlines()
+    number = next(i for i, line in enumerate(lines, start=1) if line.strip().startswith(protocol))
+    reported = check("--shadow-file", str(WORKERS / file), str(changed), str(WORKERS / "roles.py"))
+    assert ("roles.py", number, "assignment") in reported
+
+
+def test_the_protocols_hold_for_the_workers(check) -> None:
+    assert check(str(WORKERS / "roles.py")) == set()
