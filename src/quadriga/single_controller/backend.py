@@ -154,6 +154,10 @@ class CallBackend(Protocol):
         """Return whether the process of a rank exists. Takes seconds at most."""
         ...
 
+    def dead(self, handles: Sequence[RankHandle]) -> list[RankHandle]:
+        """Return the ranks whose process has ended. Costs one check per node, not per rank."""
+        ...
+
     def death(self, ranks: RankSet, handle: RankHandle) -> WorkerError | None:
         """Return the error for a rank whose process has ended.
 

@@ -252,13 +252,4 @@ def send_calls(
     label = calls[0].label
     if ranks.broken:
         raise WorkerDiedError(f"{label} cannot be called: {ranks.broken}", method=label)
-    try:
-        return ranks.backend.submit(ranks, targets, calls, timeout or ranks.timeout)
-    except (TypeError, AttributeError) as error:
-        # cloudpickle raises these two types for an object that it cannot pickle.
-        if "pickle" not in str(error) and "serialize" not in str(error):
-            raise
-        raise DispatchError(
-            f"{label}: an argument cannot be sent to the workers: {str(error).splitlines()[0]}. "
-            "Pass data that can be pickled, or let the worker build the object itself."
-        ) from error
+    return ranks.backend.submit(ranks, targets, calls, timeout or ranks.timeout)

@@ -240,7 +240,8 @@ class WorkerGroup(NamedCalls):
         deadline = time.monotonic() + timeout
         waiting = list(self._ranks.handles)
         while True:
-            waiting = [h for h in waiting if self._ranks.backend.is_alive(h) != alive]
+            dead = {id(handle) for handle in self._ranks.backend.dead(waiting)}
+            waiting = [handle for handle in waiting if (id(handle) in dead) == alive]
             if not waiting:
                 return
             if time.monotonic() > deadline:
@@ -275,7 +276,6 @@ class WorkerGroup(NamedCalls):
 
 def find_death(ranks: RankSet) -> WorkerError | None:
     """Return the error for the first rank that has ended, None if all are alive."""
-    for handle in ranks.handles:
-        if not ranks.backend.is_alive(handle):
-            return ranks.backend.death(ranks, handle)
+    for handle in ranks.backend.dead(ranks.handles):
+        return ranks.backend.death(ranks, handle)
     return None

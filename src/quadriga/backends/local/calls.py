@@ -81,6 +81,14 @@ class LocalPending:
         """The value; None if the call failed."""
         return self.value
 
+    def done(self) -> bool:
+        """Return True: a local call ends before `submit` returns."""
+        return True
+
+    def cancel(self) -> bool:
+        """Return False: nothing is left that could be dropped."""
+        return False
+
     def result(self) -> object:
         """Return the value. Raise the error of the call."""
         if self.error is not None:
@@ -103,18 +111,26 @@ class LocalCallBackend:
         calls: Sequence[Call],
         timeout: float | None,
     ) -> Sequence[Pending]:
-        """Run each call to its end, rank after rank. A deadline applies to each rank by itself."""
-        results = []
-        for target, call in zip(targets, calls, strict=True):
-            handle = ranks.handles[target]
-            try:
-                if not self.is_alive(handle):
-                    raise self.death(ranks, handle)
-                with use_store(self.store):
-                    results.append(LocalPending(rank_of(handle).invoke(call, timeout)))
-            except Exception as error:  # raised where the caller waits, as on the Ray backend
-                results.append(LocalPending(error=error))
-        return results
+        """Run each call to its end, rank after rank. A deadline applies to each rank by itself.
+
+        As on Ray, a rank runs one call at a time: the call of another thread waits.
+        """
+        with ranks.lock:
+            return [
+                self._run(ranks, ranks.handles[target], call, timeout)
+                for target, call in zip(targets, calls, strict=True)
+            ]
+
+    def _run(
+        self, ranks: RankSet, handle: RankHandle, call: Call, timeout: float | None
+    ) -> LocalPending:
+        try:
+            if not self.is_alive(handle):
+                raise self.death(ranks, handle)
+            with use_store(self.store):
+                return LocalPending(rank_of(handle).invoke(call, timeout))
+        except Exception as error:  # raised where the caller waits, as on the Ray backend
+            return LocalPending(error=error)
 
     def gather(self, pendings: Sequence[Pending]) -> list[object]:
         """Return the results in order. The first rank's error is raised."""

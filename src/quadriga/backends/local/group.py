@@ -70,17 +70,13 @@ class LocalWorkerGroup(WorkerGroup):
         classes = cls_with_init.roles
         if role is not None and not cls_with_init.shares_process:
             classes = {role: cls_with_init}
+        role_classes = roles_of({name: member.cls for name, member in classes.items()})
+        single = None if cls_with_init.shares_process else next(iter(classes))
+        self.bound_names(role_classes, single)  # raises before anything is built
         self._ports: list[ReservedPort] = []
         places = self._places(local, prefix)
         handles = [_build(place, classes, dict(worker_env or {}), prefix) for place in places]
-        ranks = RankSet(
-            backend,
-            handles,
-            roles_of({name: member.cls for name, member in classes.items()}),
-            prefix,
-            timeout,
-        )
-        single = None if cls_with_init.shares_process else next(iter(classes))
+        ranks = RankSet(backend, handles, role_classes, prefix, timeout)
         super().__init__(ranks, single, method_factory)
 
     def _places(self, local: Sequence[tuple[int, int]], prefix: str) -> list[RankEnvironment]:

@@ -89,6 +89,8 @@ class RayWorkerGroup(WorkerGroup):
         roles = cls.roles
         if role is not None and not cls.shares_process:
             roles = {role: cls}
+        single = None if cls.shares_process else next(iter(roles))
+        self.bound_names(class_roles(roles), single)  # raises before anything is started
         self.resource_pool = resource_pool
         if worker_names is not None or worker_handles is not None:
             handles = _attach(worker_names, worker_handles, namespace)
@@ -114,7 +116,6 @@ class RayWorkerGroup(WorkerGroup):
                 facts = [handle.facts for handle in handles]
                 self.register_center = start_register_center(prefix, facts, detached, namespace)
         ranks = RankSet(backend, handles, class_roles(roles), prefix, timeout)
-        single = None if cls.shares_process else next(iter(roles))
         super().__init__(ranks, single, method_factory)
 
     @classmethod

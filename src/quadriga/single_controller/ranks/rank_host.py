@@ -105,7 +105,7 @@ class RankHost:
             method = self._method(call)
             args, kwargs = self._arguments(call)
             value = method(*args, **kwargs)
-            if inspect.isawaitable(value):  # also a plain method that returns a coroutine
+            if _is_awaitable(value):  # also a plain method that returns a coroutine
                 value = self._run(value)
             return self._result(call, value, store)
         except Exception as error:
@@ -130,7 +130,7 @@ class RankHost:
                 except Exception as error:
                     raise self.failure(call, error) from error
             try:
-                if inspect.isawaitable(value):
+                if _is_awaitable(value):
                     value = await self._await(value)
                 # The backend encodes the result after this coroutine has ended, while the loop
                 # runs the next method, which may write into the same buffer.
@@ -190,6 +190,9 @@ class RankHost:
             def unpack(value: object) -> object:
                 return value if isinstance(value, deferred) else boundary.unpack_argument(value)
 
+        else:
+            boundary.wait_for_arguments((*args, *kwargs.values()))
+
         return (
             tuple(unpack(value) for value in args),
             {name: unpack(value) for name, value in kwargs.items()},
@@ -244,6 +247,14 @@ class RankHost:
             **self._details(call.role, call.method, error, remote),
         )
 
+    def unreadable(self, role: str, method: str, error: Exception) -> WorkerMethodError:
+        """Return the error for a call that was received and could not be decoded."""
+        return WorkerMethodError(
+            f"An argument of {role}.{method} could not be read by rank {self.place.rank} on "
+            f"{self.node}: {type(error).__name__}: {_text(error)}",
+            **self._details(role, method, error, _traceback_text(error)),
+        )
+
     def _init_failure(self, role: str, error: Exception) -> WorkerInitError | CollectiveError:
         failed = self.failure(Call(role, "__init__"), error)
         if isinstance(failed, CollectiveError):
@@ -281,6 +292,14 @@ def _copied_leaf(value: object) -> object:
         return copy.deepcopy(value)
     except Exception:  # not every object that can be pickled can be copied
         return value
+
+
+def _is_awaitable(value: object) -> bool:
+    """Return whether a method returned something to await. The future of a call is a result."""
+    if not inspect.isawaitable(value):
+        return False
+    boundary = boundary_for(())
+    return boundary is None or not isinstance(value, boundary.Deferred)
 
 
 def _in_thread(run: Callable[[], T]) -> T:

@@ -1,30 +1,35 @@
 """Sending calls to the actors of ranks: `RayCallBackend`.
 
-A call is packed once for all ranks that receive the same arguments. How it is sent depends on what
-it holds:
+A call is encoded once for all ranks that receive the same arguments, and every call of a submission
+is encoded before the first is sent: an argument that cannot be pickled is an error before any rank
+runs. How a call is sent depends on what it holds:
 
     numbers, short strings, batches of small fields    bytes of Python's own pickler
-    anything else                                      the `Call`, pickled by Ray for each rank
-    the same, for a rank with coroutine methods        a reference to the `Call` in the store
+    anything else                                      `PickledCall`: bytes, buffers, references
+    more than `BIG`, for a rank with coroutine methods a reference to the call in the store
     an argument above `BIG` that several ranks get     a reference to the argument in the store
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
+from ray import cloudpickle
 
 from quadriga.backends.ray.calls.store import RayStore, is_plain_batch, packed_batch
 from quadriga.backends.ray.calls.waiting import RayBatch, RayPending
 from quadriga.backends.ray.health.failures import died
 from quadriga.backends.ray.health.nodes import dead_ranks, rank_alive
 from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
-from quadriga.errors import WorkerError
+from quadriga.errors import DispatchError, WorkerError
 from quadriga.protocol.containers import PLAIN_TYPES
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.call import Call, Pending, SharedArgument
@@ -56,25 +61,26 @@ class RayCallBackend:
         timeout: float | None,
     ) -> Sequence[Pending]:
         """Submit one actor task per rank, named "role.method"."""
-        label = f"{calls[0].role}.{calls[0].method}"
+        label = calls[0].label
         handles = [ranks.handles[target] for target in targets]
+        encoded: dict[tuple[int, bool], object] = {}
+        for handle, call in zip(handles, calls, strict=True):
+            key = id(call), handle.facts.interleaves
+            if key not in encoded:
+                encoded[key] = _encoded(call, handle.facts.interleaves)
         refs: list[Ref] = []
         fields: list[Ref | None] = []
-        packed: dict[int, object] = {}
-        for handle, call in zip(handles, calls, strict=True):
-            key = id(call)
-            if key not in packed:
-                packed[key] = _packed(call, handle.facts.interleaves)
-            method = handle.methods.get(label)
-            if method is None:
-                method = handle.methods[label] = RayMethod(handle.native, label)
-            arguments = [packed[key]]
-            if handle.facts.interleaves:
-                arguments.append((handle.sender, handle.sent))
-                handle.sent += 1
-            ref, apart = method.send(*arguments)
-            refs.append(ref)
-            fields.append(apart)
+        with ranks.lock:
+            for handle, call in zip(handles, calls, strict=True):
+                method = handle.methods.get(label)
+                if method is None:
+                    method = handle.methods[label] = RayMethod(handle.native, label)
+                arguments = [encoded[id(call), handle.facts.interleaves]]
+                if handle.facts.interleaves:
+                    arguments.append(handle.next_ticket())
+                ref, apart = method.send(*arguments)
+                refs.append(ref)
+                fields.append(apart)
         batch = RayBatch(refs, handles, label, timeout, ranks, fields)
         ranks.in_flight.add(batch)
         return [
@@ -137,33 +143,134 @@ class RayMethod:
 
 
 class RayShared(SharedArgument):
-    """A value in Ray's store that several ranks receive."""
+    """A value in Ray's store. `label`: (role, method) if the value is a call."""
 
-    __slots__ = ("ref",)
+    __slots__ = ("label", "ref")
 
-    def __init__(self, ref: Ref) -> None:
+    def __init__(self, ref: Ref, label: tuple[str, str] = ("", "")) -> None:
         self.ref = ref
+        self.label = label
 
     def open(self) -> object:
         """Return the value."""
         return ray.get(self.ref)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return RayShared, (self.ref,)
+        return RayShared, (self.ref, self.label)
 
 
-def _packed(call: Call, with_ticket: bool) -> object:
+class PickledCall(SharedArgument):
+    """A call that was pickled here. The rank unpickles it, and not Ray.
+
+    `buffers` are the large arrays of the call, which Ray sends without copying them. `refs` are the
+    references in it: Ray must see them to keep their objects, so they are not in the bytes.
+    """
+
+    __slots__ = ("buffers", "data", "label", "refs")
+
+    def __init__(
+        self,
+        label: tuple[str, str],
+        data: bytes,
+        buffers: Sequence[pickle.PickleBuffer],
+        refs: Sequence[Ref],
+    ) -> None:
+        self.label = label
+        """(role, method), for the error if the call cannot be unpickled."""
+        self.data, self.buffers, self.refs = data, buffers, refs
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the bytes and buffers."""
+        return len(self.data) + sum(buffer.raw().nbytes for buffer in self.buffers)
+
+    def open(self) -> object:
+        """Return the call."""
+        _unpickling.refs = self.refs
+        try:
+            return pickle.loads(self.data, buffers=self.buffers)
+        finally:
+            _unpickling.refs = ()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PickledCall, (self.label, self.data, self.buffers, self.refs)
+
+
+class _Unpickling(threading.local):
+    """The references of the call that this thread unpickles."""
+
+    refs: Sequence[Ref] = ()
+
+
+_unpickling = _Unpickling()
+
+
+def _reference(index: int) -> Ref:
+    return _unpickling.refs[index]
+
+
+class _CallPickler(cloudpickle.Pickler):
+    """Pickle a call. Its references are collected in `refs` and replaced by their numbers."""
+
+    def __init__(
+        self, file: io.BytesIO, buffer_callback: Callable[[pickle.PickleBuffer], None]
+    ) -> None:
+        super().__init__(  # type: ignore[no-untyped-call]  # cloudpickle has no types
+            file, protocol=5, buffer_callback=buffer_callback
+        )
+        self.refs: list[Ref] = []
+
+    def reducer_override(self, value: object) -> Any:  # as cloudpickle returns it
+        """Return how `value` is pickled. Called for every object that is not of a builtin type."""
+        if isinstance(value, ray.ObjectRef):
+            self.refs.append(value)
+            return _reference, (len(self.refs) - 1,)
+        return super().reducer_override(value)  # type: ignore[no-untyped-call]  # cloudpickle
+
+
+def _encoded(call: Call, with_ticket: bool) -> object:
     """Return what is sent for a call.
 
-    A call with a ticket is opened by the rank itself and not by Ray: if an argument cannot be read
-    there, the calls after it still get their turn.
+    Raise DispatchError if an argument cannot be pickled. A call with a ticket must arrive soon
+    after it was sent, because the calls after it wait for it (`ranks/call_order.py`). Ray delivers
+    a task when its large arguments have arrived, so they go to the store, and the rank fetches
+    them.
     """
     values = (*call.args, *call.kwargs.values())
     if all(map(is_plain, values)):
-        return pickle.dumps(call)
+        data = pickle.dumps(call)
+        return RayShared(ray.put(data)) if with_ticket and len(data) > BIG else data
     if not all(map(_has_no_code, values)):
         send_code_of_loaded_files()
-    return RayShared(ray.put(call)) if with_ticket else call
+    call = replace(
+        call,
+        args=tuple(map(_top_level, call.args)),
+        kwargs={name: _top_level(value) for name, value in call.kwargs.items()},
+    )
+    buffers: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    pickler = _CallPickler(file, buffers.append)
+    try:
+        pickler.dump(call)  # type: ignore[no-untyped-call]  # cloudpickle has no types
+    except Exception as error:
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
+        raise DispatchError(
+            f"{call.label}: an argument cannot be sent to the workers: {first_line}. Pass data "
+            "that can be pickled, or let the worker build the object itself."
+        ) from error
+    pickled = PickledCall((call.role, call.method), file.getvalue(), buffers, pickler.refs)
+    if with_ticket and pickled.nbytes > BIG:
+        return RayShared(ray.put(pickled), pickled.label)
+    return pickled
+
+
+def _top_level(value: object) -> object:
+    """Return an argument for a reference among the arguments that is opened by the rank.
+
+    As in Ray itself, a method receives the object of a reference that is an argument, and the
+    reference of one inside another argument.
+    """
+    return RayShared(value) if isinstance(value, ray.ObjectRef) else value
 
 
 def is_plain(value: object) -> bool:

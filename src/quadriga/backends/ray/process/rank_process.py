@@ -58,6 +58,8 @@ class RankProcess:
     _host: RankHost
     _facts: RankFacts
     _result_store: Callable[[], ResultStore]
+    _max_concurrency: int | None = None
+    """How many calls run at the same time, where Ray does not limit it."""
 
     def quadriga_prepare(
         self,
@@ -129,7 +131,7 @@ class RankProcess:
             interleaves=isinstance(self, AsyncRankProcess),
         )
         self._use_store()
-        self._host = RankHost(place, self._facts.node, _survives_pickling)
+        self._host = RankHost(place, self._facts.node, _survives_pickling, self._max_concurrency)
         self._host.build(payload[1])
         return self._facts
 
@@ -141,17 +143,30 @@ class RankProcess:
         """Return the roles that this process hosts, with their classes."""
         return {role: type(worker) for role, worker in self._host.workers.items()}
 
-    def quadriga_invoke(self, call: Call | bytes) -> object:
-        """Run one call, which may be pickled; return its result."""
-        return self._invoke(_unpickled(call), apart=False)[0]
+    def quadriga_invoke(self, sent: bytes | SharedArgument) -> object:
+        """Run one call; return its result."""
+        return self._invoke(sent, apart=False)[0]
 
-    def quadriga_invoke_apart(self, call: Call | bytes) -> object:
+    def quadriga_invoke_apart(self, sent: bytes | SharedArgument) -> object:
         """Run one call; return its result and, as a second return, its large fields."""
-        return self._invoke(_unpickled(call), apart=True)
+        return self._invoke(sent, apart=True)
 
-    def _invoke(self, call: Call, apart: bool) -> tuple[object, object]:
+    def _invoke(self, sent: bytes | SharedArgument, apart: bool) -> tuple[object, object]:
         store = self._result_store()
-        return store.returns(self._host.invoke(call, store), apart)
+        return store.returns(self._host.invoke(self._call(sent), store), apart)
+
+    def _call(self, sent: object) -> Call:
+        """Return a call from what was sent for it: bytes, or an object that opens to it."""
+        role, method = getattr(sent, "label", ("", ""))
+        try:
+            while isinstance(sent, SharedArgument):
+                sent = sent.open()
+            if isinstance(sent, bytes):
+                sent = pickle.loads(sent)
+        except Exception as error:
+            raise self._host.unreadable(role, method, error) from error
+        assert isinstance(sent, Call)
+        return sent
 
     def _use_store(self) -> None:
         # Imported here because these modules load numpy, whose thread pools read the environment
@@ -166,42 +181,33 @@ class RankProcess:
 class AsyncRankProcess(RankProcess):
     """Host workers with coroutine methods, which interleave on the actor's event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_concurrency: int | None = None) -> None:
+        self._max_concurrency = max_concurrency
         # Arguments are waited for in a thread, but Ray warns as if that were inside the loop.
         os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
 
     async def quadriga_invoke(
-        self, call: Call | bytes | SharedArgument, ticket: Ticket | None = None
+        self, sent: bytes | SharedArgument, ticket: Ticket | None = None
     ) -> object:
         """Run one call; other calls run while a coroutine method waits."""
-        return (await self._invoke_async(call, ticket, apart=False))[0]
+        return (await self._invoke_async(sent, ticket, apart=False))[0]
 
     async def quadriga_invoke_apart(
-        self, call: Call | bytes | SharedArgument, ticket: Ticket | None = None
+        self, sent: bytes | SharedArgument, ticket: Ticket | None = None
     ) -> object:
         """Run one call; the result's large fields are a second return."""
-        return await self._invoke_async(call, ticket, apart=True)
+        return await self._invoke_async(sent, ticket, apart=True)
 
     async def _invoke_async(
-        self, call: Call | bytes | SharedArgument, ticket: Ticket | None, apart: bool
+        self, sent: bytes | SharedArgument, ticket: Ticket | None, apart: bool
     ) -> tuple[object, object]:
-        def open_call() -> Call:
-            return _unpickled(call.open() if isinstance(call, SharedArgument) else call)
-
         store = self._result_store()
-        return store.returns(await self._host.invoke_async(open_call, ticket, store), apart)
+        result = await self._host.invoke_async(lambda: self._call(sent), ticket, store)
+        return store.returns(result, apart)
 
     async def quadriga_coroutines(self) -> str:
         """Return where the coroutine methods of this rank wait, innermost frame first."""
         return "\n\n".join(filter(None, map(_waiting_at, self._host.awaited)))
-
-
-def _unpickled(call: object) -> Call:
-    """Return a call that was sent as it is or as bytes."""
-    if isinstance(call, bytes):
-        call = pickle.loads(call)
-    assert isinstance(call, Call)
-    return call
 
 
 def _waiting_at(awaitable: Awaitable[object]) -> str:

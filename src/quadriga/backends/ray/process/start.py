@@ -14,7 +14,11 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from quadriga.backends.ray.calls.waiting import RayBatch
 from quadriga.backends.ray.cluster import kill_actor
 from quadriga.backends.ray.process.memory import FULL_EVERY_IN_CONTROLLER, collect_rarely
-from quadriga.backends.ray.process.rank_process import rank_process_class
+from quadriga.backends.ray.process.rank_process import (
+    AsyncRankProcess,
+    RankProcess,
+    rank_process_class,
+)
 from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
 from quadriga.errors import CallTimeoutError, ConfigError, WorkerDiedError
 from quadriga.single_controller.backend import RankFacts, RankHandle
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import ActorFactory, RankActor, Ref
 
 SINGLE_START_TIMEOUT_S = 1800.0
+UNLIMITED = 2**20
+"""`max_concurrency` of Ray for ranks that count their running calls themselves."""
 ATTACH_TIMEOUT_S = 60.0
 """How long an existing rank may be busy when it is asked where it runs."""
 
@@ -82,7 +88,8 @@ def start_ranks(
     """
     collect_rarely(FULL_EVERY_IN_CONTROLLER)
     classes = {role: member.cls for role, member in roles.items()}
-    factory = cast("ActorFactory", ray.remote(rank_process_class(class_name, classes)))
+    rank_class = rank_process_class(class_name, classes)
+    factory = cast("ActorFactory", ray.remote(rank_class))
     send_code_of_loaded_files()
     payload = ray.put((UserModes(Dispatch.added(), Execute.added()), dict(roles)))
     search_path = [path for path in sys.path if os.path.isdir(path)]
@@ -90,7 +97,8 @@ def start_ranks(
     try:
         for plan in plans:
             name = {"name": plan.name} if named else {}
-            actors.append(factory.options(**plan.options, **name).remote())
+            options, arguments = _concurrency(rank_class, plan.options)
+            actors.append(factory.options(**options, **name).remote(*arguments))
         prepared = [
             actor.quadriga_prepare.remote(
                 plan.variables, search_path, preloaded(), plan.place.rank == 0, port_range
@@ -115,6 +123,21 @@ def start_ranks(
         RankHandle(actor, plan.name, fact)
         for actor, plan, fact in zip(actors, plans, facts, strict=True)
     ]
+
+
+def _concurrency(
+    rank_class: type[RankProcess], options: Mapping[str, object]
+) -> tuple[dict[str, object], tuple[object, ...]]:
+    """Return the options and the arguments of the actor of a rank.
+
+    Ray would count a call that waits for the call before it as a running one. With
+    `max_concurrency=1`, a small call that overtakes a large one would keep it from running for
+    ever. A rank with coroutine methods therefore counts its running calls itself.
+    """
+    if not issubclass(rank_class, AsyncRankProcess):
+        return dict(options), ()
+    limit = options.get("max_concurrency")
+    return {**options, "max_concurrency": UNLIMITED}, (limit,)
 
 
 def _wait(

@@ -1,0 +1,158 @@
+"""Calls that are sent to several ranks: all or none, in one order, from any thread and process."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from order_workers import Interleaver, Recorder, Shutdown
+
+from quadriga.errors import DispatchError
+from quadriga.protocol import DataProto
+from quadriga.single_controller.call import Call
+
+BALLAST = np.zeros(2**18)
+"""An argument of 2 MiB, above what Ray sends inside a call."""
+FIELDS = DataProto.from_dict({f"field {i}": torch.zeros(1, 2**13) for i in range(16)})
+"""A batch of 512 KiB, of which each field is small enough to be sent inside the call."""
+
+
+@pytest.fixture(scope="module", params=[Recorder, Interleaver], ids=["plain", "coroutines"])
+def group(request, ray_backend):
+    pool = ray_backend.resource_pool([4], use_gpu=False)
+    started = ray_backend.worker_group(pool, ray_backend.class_with_args(request.param))
+    yield started
+    started.shutdown()
+    pool.release()
+
+
+@pytest.fixture(autouse=True)
+def nothing_recorded(request):
+    if "group" in request.fixturenames:
+        request.getfixturevalue("group").recorded()
+
+
+class RaisesWhenPickled:
+    def __reduce__(self):
+        raise ValueError("planted")
+
+
+@pytest.mark.parametrize("wrong", [threading.Lock, RaisesWhenPickled], ids=["lock", "raises"])
+def test_no_rank_runs_if_an_argument_of_one_rank_cannot_be_pickled(group, wrong):
+    with pytest.raises(DispatchError, match=r"record_each: an argument cannot be sent"):
+        group.record_each([1, [2], wrong(), 4])
+    assert group.recorded() == [[]] * 4
+    group.record_each([1, 2, 3, 4])
+    assert group.recorded() == [[1], [2], [3], [4]]
+
+
+def test_threads_send_their_calls_to_all_ranks_in_one_order(group):
+    def send(thread):
+        return [group.record((thread, i), *[BALLAST, FIELDS][: i % 3]) for i in range(25)]
+
+    with ThreadPoolExecutor(4) as pool:
+        futures = [future for sent in pool.map(send, range(4)) for future in sent]
+    for future in futures:
+        future.get()
+    seen = group.recorded()
+    assert sorted(seen[0]) == [(thread, i) for thread in range(4) for i in range(25)]
+    assert seen == [seen[0]] * 4
+    for thread in range(4):
+        assert [i for t, i in seen[0] if t == thread] == list(range(25))
+
+
+def test_a_reference_to_an_object_arrives_as_the_object(group):
+    import ray
+
+    double = ray.remote(num_cpus=0)(lambda x: 2 * x)
+    reference = ray.put(5)
+    assert group.what(reference) == [(5, None)] * 4
+    assert group.what(value=double.remote(reference)) == [(10, None)] * 4
+    assert group.what(1, nested=[reference]) == [(1, "ObjectRef")] * 4
+    array = group.what(ray.put(BALLAST))[0][0]
+    assert array.shape == BALLAST.shape
+
+
+def test_a_group_that_was_sent_to_another_process_is_called_from_both(group, start_on_ray):
+    group.start_worker_aliveness_check(5.0)  # its thread stays in this process
+    other = start_on_ray(Recorder, 1)
+    called = other.call_other.submit(group, ["b0", "b1", "b2"])
+    for i in range(3):
+        group.record(f"a{i}").get()
+    assert called.get() == [[[None] * 4] * 3]
+    group.record("a3").get()
+    assert other.call_other(group, ["b3"]) == [[[None] * 4]]
+    for seen in group.recorded():
+        assert [value for value in seen if value[0] == "a"] == ["a0", "a1", "a2", "a3"]
+        assert [value for value in seen if value[0] == "b"] == ["b0", "b1", "b2", "b3"]
+    group.stop_worker_aliveness_check()
+
+
+@pytest.fixture
+def limited(request, ray_backend):
+    pool = ray_backend.resource_pool([2], use_gpu=False)
+    cls = ray_backend.class_with_args(Interleaver)
+    if request.param is not None:
+        cls.update_options({"max_concurrency": request.param})
+    started = ray_backend.worker_group(pool, cls, timeout=30)
+    yield started
+    started.shutdown()
+    pool.release()
+
+
+@pytest.mark.parametrize("limited", [None], indirect=True)
+def test_cancelled_calls_keep_no_other_call_waiting(limited):
+    import ray
+
+    limited.record("first").get()
+    for _ in range(2):
+        futures = [limited.record_later(i, seconds=0.02) for i in range(12)]
+        for i in (3, 4, 11):
+            for pending in futures[i].pending:
+                ray.cancel(pending.ref)
+        assert futures[10].get() == [10, 10]
+        assert limited.record_later("after").get() == ["after", "after"]
+    limited.recorded()
+
+
+@pytest.mark.parametrize("limited", [1, 2, 4], indirect=True)
+def test_small_calls_that_overtake_a_large_one_leave_it_room(limited, request):
+    limit = request.node.callspec.params["limited"]
+    futures = []
+    for i in range(3):
+        futures.append(limited.record_later(("large", i), FIELDS, seconds=0.01))
+        futures += [limited.record_later(("small", i, j), seconds=0.01) for j in range(8)]
+    for future in futures:
+        future.get()
+    order = [("large", i) if j < 0 else ("small", i, j) for i in range(3) for j in range(-1, 8)]
+    assert limited.recorded() == [order, order]
+    assert max(limited.most_running()) <= limit
+
+
+@pytest.mark.parametrize("limited", [1], indirect=True)
+def test_a_call_that_arrives_last_finds_a_free_slot(limited):
+    import ray
+
+    rank = limited.workers[0]
+    calls = [Call("Interleaver", "record_later", (i,)) for i in range(3)]
+    refs = [
+        rank.quadriga_invoke.remote(pickle.dumps(calls[i]), ("another sender", i))
+        for i in (2, 1, 0)
+    ]
+    ray.get(refs, timeout=10)
+    assert limited.recorded()[0] == [0, 1, 2]
+
+
+def test_a_reserved_name_is_refused_before_any_worker_is_built(backend, tmp_path):
+    pool = backend.resource_pool([1], use_gpu=False)
+    for cls in (
+        backend.class_with_args(Shutdown, str(tmp_path / "built")),
+        backend.colocate({"a": backend.class_with_args(Shutdown, str(tmp_path / "built"))}),
+    ):
+        with pytest.raises(DispatchError, match="a worker group has 'shutdown' itself"):
+            backend.worker_group(pool, cls)
+    assert list(tmp_path.iterdir()) == []
