@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import ray
 import torch
 from protocol_cases import shard
 
+from quadriga.backends import get_backend
 from quadriga.backends.local.calls import LocalStore
 from quadriga.protocol import DataProto, DataProtoConfig, message, use_store
 
@@ -35,3 +37,19 @@ def form(request: pytest.FixtureRequest, store: LocalStore) -> Callable[[DataPro
     if request.param == "local":
         return lambda data: data
     return lambda data: shard(data, 3)
+
+
+@pytest.fixture(scope="module")
+def plane_backends():
+    started = not ray.is_initialized()
+    if started:
+        ray.init(
+            address="local", num_cpus=16, object_store_memory=200 * 2**20, include_dashboard=False,
+            logging_level="error",
+        )  # fmt: skip
+    backend = get_backend("ray")
+    backend.start()
+    yield {"ray": backend, "local": get_backend("local")}
+    backend.shutdown()
+    if started:
+        ray.shutdown()

@@ -13,7 +13,6 @@ import torch
 from plane_workers import WIDTH, Plane, bag, is_unchanged, spoil
 from protocol_cases import ARRAYS, TENSORS, same_value
 
-from quadriga.backends import get_backend
 from quadriga.errors import LostObjectError, WorkerMethodError
 from quadriga.protocol import DataProto, message, parallel_put, use_store
 from quadriga.protocol.columns.remote_batch import RemoteBatch
@@ -21,22 +20,6 @@ from quadriga.protocol.values import storage
 from quadriga.protocol.values.storage import traffic
 
 BIG_ROW = 4 * WIDTH
-
-
-@pytest.fixture(scope="module")
-def plane_backends():
-    started = not ray.is_initialized()
-    if started:
-        ray.init(
-            address="local", num_cpus=16, object_store_memory=200 * 2**20, include_dashboard=False,
-            logging_level="error",
-        )  # fmt: skip
-    backend = get_backend("ray")
-    backend.start()
-    yield {"ray": backend, "local": get_backend("local")}
-    backend.shutdown()
-    if started:
-        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ _HOME = {
     "DataProtoFuture": "future",
     "DataProtoItem": "columns.contents",
     "Origin": "values.storage",
+    "as_completed": "future",
     "collate_fn": "batch_shapes",
     "current_store": "values.storage",
     "fold_batch_dim": "batch_shapes",
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from quadriga.protocol.dataproto import DataProto as DataProto
     from quadriga.protocol.dataproto import DataProtoConfig as DataProtoConfig
     from quadriga.protocol.future import DataProtoFuture as DataProtoFuture
+    from quadriga.protocol.future import as_completed as as_completed
     from quadriga.protocol.ops.join import union_numpy_dict as union_numpy_dict
     from quadriga.protocol.ops.join import union_tensor_dict as union_tensor_dict
     from quadriga.protocol.values.storage import Origin as Origin

@@ -46,7 +46,7 @@ class Deferred(ABC):
 
     @staticmethod
     @abstractmethod
-    def wait_all(values: Sequence[Deferred]) -> None:
+    def wait_all(values: Sequence[Deferred], timeout: float | None = None) -> None:
         """Wait for several values at once. Raises the first failure of any of them."""
 
 

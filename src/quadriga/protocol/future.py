@@ -1,27 +1,40 @@
-"""`DataProtoFuture`: the result of a call that may not have returned yet."""
+"""`DataProtoFuture`: the result of a call that may not have returned yet.
+
+`future.get(timeout=2.0)`, `await future`, `future.done()` and `future.cancel()` work as in
+`concurrent.futures` and Ray; `as_completed(futures)` yields futures in the order in which they end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
 
-from quadriga.errors import FieldError, LengthError
+from quadriga.errors import CallTimeoutError, FieldError, LengthError
 from quadriga.protocol.boundary import Deferred, unpack_result
 from quadriga.protocol.dataproto import DataProto, DataProtoConfig
 from quadriga.protocol.message import Message
 from quadriga.protocol.values.rows import chunk_bounds
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+"""Pauses between two looks at pending values whose class cannot wait for several."""
 
 
 @runtime_checkable
 class PendingValue(Protocol):
     """The result of one rank. Picklable.
 
-    A class that may know its result without waiting has an attribute `arrived`: the packed result,
-    None until it is known. A class that can wait for several results at once has a static method
-    `wait_all(pendings)`, which raises the first failure of any of them.
+    A class of pending values may also have
+
+    - `arrived`: the packed result if this process knows it without waiting, else None;
+    - `done() -> bool`: whether the result, or the error instead of it, exists;
+    - `cancel() -> bool`: drop the call if it has not started; False if it cannot be dropped;
+    - `wait_all(pendings, timeout=None)`, a static method: wait for several at once, so that the
+      first failure of any of them ends the wait. Raises `CallTimeoutError` after `timeout` seconds.
     """
 
     def result(self) -> Any:
@@ -65,28 +78,49 @@ class DataProtoFuture(Deferred):
         self.collect_fn = collect_fn
         self.parts = parts
 
-    def get(self) -> Any:
+    def get(self, timeout: float | None = None) -> Any:
         """Wait for all results at once, join them and return this part.
 
-        Raises the first failure of any rank, also while other ranks are still running.
+        Raises the first failure of any rank, also while other ranks are still running, and
+        `CallTimeoutError` after `timeout` seconds; the call goes on, and `get` may be called again.
         """
-        self.wait_all([self])
+        self.wait_all([self], timeout)
         return self._joined([pending.result() for pending in self.pending])
 
     result = get
 
+    def done(self) -> bool:
+        """Return whether `get` returns or raises without waiting for a rank."""
+        return all(map(_is_done, _leaves(self.pending)))
+
+    def cancel(self) -> bool:
+        """Drop the calls that ranks have not started; calls that have started go on.
+
+        Returns whether any may have been dropped. `get` then raises, unless all have started.
+        """
+        dropped = list(map(_cancel, _leaves(self.pending)))
+        return any(dropped)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """Wait for the result in a thread, so that the event loop goes on."""
+        return asyncio.to_thread(self.get).__await__()
+
     @staticmethod
-    def wait_all(values: Sequence[Deferred]) -> None:
+    def wait_all(values: Sequence[Deferred], timeout: float | None = None) -> None:
         """Wait for the results of several futures at once. Raises the first failure of any."""
+        expires = None if timeout is None else time.monotonic() + timeout
         kinds: dict[type, list[PendingValue]] = {}
         for pending in _leaves(
             [future for future in values if isinstance(future, DataProtoFuture)]
         ):
             kinds.setdefault(type(pending), []).append(pending)
         for kind, pendings in kinds.items():
+            left = None if expires is None else max(0.0, expires - time.monotonic())
             wait_all = getattr(kind, "wait_all", None)
             if wait_all is not None:
-                wait_all(pendings)
+                wait_all(pendings, timeout=left)
+            elif left is not None:
+                _poll(pendings, left)
 
     def arrived(self) -> DataProto | None:
         """Return the batch if all ranks have returned it and this process knows that, else None.
@@ -142,6 +176,50 @@ def _leaves(values: Sequence[PendingValue]) -> Iterator[PendingValue]:
             yield from _leaves(value.pending)
         else:
             yield value
+
+
+def as_completed(
+    futures: Iterable[DataProtoFuture], timeout: float | None = None
+) -> Iterator[DataProtoFuture]:
+    """Yield futures in the order in which they end, failed ones included.
+
+    Raises `CallTimeoutError` if some have not ended `timeout` seconds after the first iteration.
+    """
+    expires = None if timeout is None else time.monotonic() + timeout
+    waiting, pause = list(futures), _FIRST_PAUSE_S
+    while waiting:
+        late = expires is not None and time.monotonic() >= expires
+        ended = [future.done() for future in waiting]
+        yield from [future for future, end in zip(waiting, ended, strict=True) if end]
+        waiting = [future for future, end in zip(waiting, ended, strict=True) if not end]
+        if any(ended):
+            pause = _FIRST_PAUSE_S
+        elif late:
+            raise CallTimeoutError(f"{len(waiting)} futures have no result after {timeout:g} s")
+        else:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def _is_done(pending: PendingValue) -> bool:
+    done: Callable[[], bool] | None = getattr(pending, "done", None)
+    return True if done is None else done()
+
+
+def _cancel(pending: PendingValue) -> bool:
+    cancel: Callable[[], bool] | None = getattr(pending, "cancel", None)
+    return False if cancel is None else cancel()
+
+
+def _poll(pendings: Sequence[PendingValue], timeout: float) -> None:
+    expires, pause = time.monotonic() + timeout, _FIRST_PAUSE_S
+    while not all(map(_is_done, pendings)):
+        if time.monotonic() >= expires:
+            raise CallTimeoutError(
+                f"The future has no result after {timeout:.3g} s. The call goes on."
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 def _join(results: list[Any]) -> Any:

@@ -250,10 +250,28 @@ class RayPending:
         assert self.values is not None
         return self.values[0]
 
+    def done(self) -> bool:
+        """Return whether the value, or the error instead of it, exists."""
+        known = self.values if self.batch is None else self.batch.values
+        return known is not None or bool(ray.wait(self.refs, timeout=0, fetch_local=False)[0])
+
+    def cancel(self) -> bool:
+        """Drop the call if its rank has not started it. Return False if the result exists."""
+        if self.done():
+            return False
+        ray.cancel(self.ref)
+        return True
+
     @staticmethod
-    def wait_all(pendings: Sequence[RayPending]) -> None:
-        """Wait until every value is known. The first failure of any of them is raised."""
-        wait_for(list({id(p.batch or p): p.batch or p for p in pendings}.values()))
+    def wait_all(pendings: Sequence[RayPending], timeout: float | None = None) -> None:
+        """Wait until every value is known. The first failure of any of them is raised.
+
+        Raise CallTimeoutError after `timeout` seconds; the calls go on.
+        """
+        awaited: list[Awaited] = list({id(p.batch or p): p.batch or p for p in pendings}.values())
+        if timeout is not None and any(a.values is None for a in awaited):
+            awaited.append(_Limit(timeout))
+        wait_for(awaited)
 
     def keep(self, values: list[object]) -> None:
         """Open the value. Used where the batch is not known."""
@@ -287,6 +305,32 @@ class RayPending:
             expires = self.batch.expires
         left = None if expires is None else max(0.0, expires - time.monotonic())
         return RayPending, (self.ref, self.fields, None, 0, source, left)
+
+
+class _Limit:
+    """Ends a wait after some seconds: what `get(timeout=…)` of a future adds to its results."""
+
+    def __init__(self, timeout: float) -> None:
+        self.expires: float | None = time.monotonic() + timeout
+        self.values: list[object] | None = None
+        self.refs: list[Ref] = []
+        self._timeout = timeout
+
+    def raise_failure(self, index: int, error: RayError) -> NoReturn:
+        """Raise the error; there is no result that could fail."""
+        raise error
+
+    def raise_if_late(self) -> None:
+        """Raise CallTimeoutError."""
+        raise CallTimeoutError(
+            f"The future has no result after {self._timeout:.3g} s. The call goes on."
+        )
+
+    def look(self) -> None:
+        """Check nothing."""
+
+    def keep(self, values: list[object]) -> None:
+        """Keep nothing."""
 
 
 def wait_for(awaited: Sequence[Awaited]) -> None:

@@ -1,0 +1,130 @@
+"""Futures: waiting with a limit, in an event loop, in the order of completion; cancelling."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import torch
+
+from quadriga.errors import CallTimeoutError
+from quadriga.protocol import DataProto, DataProtoFuture, as_completed
+from quadriga.single_controller import Dispatch, Worker, register
+
+
+def batch(n: int = 4) -> DataProto:
+    return DataProto.from_dict({"x": torch.arange(n)})
+
+
+class Later:
+    """A pending result that exists after some seconds."""
+
+    def __init__(self, seconds: float, value: object = None) -> None:
+        self.at, self.value, self.cancelled = time.monotonic() + seconds, value, False
+
+    def done(self) -> bool:
+        return time.monotonic() >= self.at
+
+    def cancel(self) -> bool:
+        self.cancelled = not self.done()
+        return self.cancelled
+
+    def result(self) -> object:
+        time.sleep(max(0.0, self.at - time.monotonic()))
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+class Plain:
+    """A pending result that can only be waited for."""
+
+    def result(self) -> DataProto:
+        return batch()
+
+
+def test_get_with_a_limit_raises_and_may_be_called_again():
+    future = DataProtoFuture([Later(0.0, batch()), Later(0.3, batch())])
+    started = time.monotonic()
+    with pytest.raises(CallTimeoutError, match=r"no result after 0\.05 s.*goes on"):
+        future.get(timeout=0.05)
+    assert time.monotonic() - started < 0.25 and not future.done()
+    assert len(future.get(timeout=5)) == 8 and future.done()
+    assert len(DataProtoFuture([Plain()]).get(timeout=0.1)) == 4
+
+
+def test_futures_are_awaited_side_by_side():
+    async def both():
+        futures = [DataProtoFuture([Later(0.2, batch(n))]) for n in (1, 2)]
+        return await asyncio.gather(*futures), await futures[0].chunk(1)[0]
+
+    started = time.monotonic()
+    (one, two), again = asyncio.run(both())
+    assert [len(one), len(two), len(again)] == [1, 2, 1]
+    assert time.monotonic() - started < 0.39
+
+
+def test_futures_are_yielded_in_the_order_in_which_they_end():
+    slow, failed, fast = (
+        DataProtoFuture([Later(seconds, value)])
+        for seconds, value in ((0.3, batch()), (0.15, ValueError("worker")), (0.0, batch()))
+    )
+    found = list(as_completed([slow, failed, fast]))
+    assert found[0] is fast and found[1] is failed and found[2] is slow
+    with pytest.raises(ValueError, match="worker"):
+        found[1].get()
+    with pytest.raises(CallTimeoutError, match=r"1 futures have no result after 0\.05 s"):
+        list(as_completed([fast, DataProtoFuture([Later(9)])], timeout=0.05))
+
+
+def test_a_future_of_futures_is_done_and_cancelled_with_its_parts():
+    parts = [Later(9), Later(0)]
+    joined = DataProtoFuture.concat([DataProtoFuture([part]).chunk(2)[0] for part in parts])
+    assert not joined.done() and joined.cancel()
+    assert [part.cancelled for part in parts] == [True, False]
+    assert DataProtoFuture([parts[1]]).done() and not DataProtoFuture([parts[1]]).cancel()
+
+
+class Sleeper(Worker):
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def sleep(self, data, seconds):
+        time.sleep(seconds)
+        return data
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def returns_a_future(self):
+        return DataProtoFuture([Plain()])
+
+
+def test_futures_of_the_local_backend_are_done(plane_backends):
+    host = plane_backends["local"]
+    pool = host.resource_pool([2], use_gpu=False)
+    group = host.worker_group(pool, host.class_with_args(Sleeper))
+    future = group.sleep.submit(batch(), 0)
+    assert future.done() and not future.cancel() and len(future.get(timeout=1)) == 4
+    assert len(group.returns_a_future()[0]) == 4
+
+
+def test_futures_of_the_ray_backend(plane_backends):
+    host = plane_backends["ray"]
+    pool = host.resource_pool([2], use_gpu=False)
+    group = host.worker_group(pool, host.class_with_args(Sleeper))
+    group.sleep(batch(), 0.0)
+    slow, fast = group.sleep.submit(batch(), 1.0), None
+    started = time.monotonic()
+    with pytest.raises(CallTimeoutError, match=r"no result after 0\.1 s"):
+        slow.get(timeout=0.1)
+    assert time.monotonic() - started < 0.8 and not slow.done()
+    waiting = group.sleep.submit(batch(), 0.0)
+    assert waiting.cancel()
+    assert len(asyncio.run(_await(slow))) == 4 and slow.done()
+    with pytest.raises(Exception, match=r"[Cc]ancel"):
+        waiting.get(timeout=20)
+    fast = group.sleep.submit(batch(), 0.0)
+    assert [len(future.get()) for future in as_completed([fast], timeout=20)] == [4]
+    pool.release()
+
+
+async def _await(future):
+    return await future
