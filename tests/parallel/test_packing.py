@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.masking_utils import (
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from quadriga.errors import ProtocolError, ShapeError
 from quadriga.parallel.packing import first_row_with_same_prompt, pack_rows
@@ -39,7 +43,7 @@ def test_prompts_with_different_masks_are_different():
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("window", [None, 3])
 def test_packed_attention_equals_attention_of_single_rows(split, window):
-    from quadriga.engines.packed_attention import packed_attention
+    from quadriga.engines.packed_attention import packed_attention, packed_mask
 
     packed = pack_rows(IDS, MASK, TARGETS, split_attention=split)
     assert len(packed.attention_blocks.blocks) == (2 if split else 1)
@@ -53,12 +57,15 @@ def test_packed_attention_equals_attention_of_single_rows(split, window):
             seen = tokens[first : column + 1]
             scores = torch.einsum("hd,thd->ht", q[token], k[seen]) / 2.0
             expected[token] = torch.einsum("ht,thd->hd", scores.softmax(-1), v[seen])
+    mask = packed_mask(mask_function=causal_mask_function)
+    if window is not None:
+        function = sliding_window_causal_mask_function(window)
+        mask = packed_mask(mask_function=function, local_size=window)
     found, _ = packed_attention(
         torch.nn.Module(),
         *(x.transpose(0, 1)[None] for x in (q, k, v)),
-        None,
+        mask,
         attention_blocks=packed.attention_blocks,
-        sliding_window=window,
     )
     assert torch.allclose(found[0], expected, atol=1e-6)
 

@@ -1,20 +1,27 @@
-"""Load a model for a training engine: dtype, dropout, activation checkpointing, weight names."""
+"""Load a model for a training engine: dtype, activation checkpointing, weight names."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from quadriga.config.schema import ModelConfig
 from quadriga.engines.base import HeadKind
+from quadriga.errors import ModelError
 from quadriga.models.loading import load_causal_lm, load_value_model
 
 
 def load_model(
     config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool
 ) -> PreTrainedModel:
-    """Load the model of a folder on the CPU, without dropout.
+    """Load the model of a folder on the CPU, in evaluation mode.
+
+    Evaluation mode is without dropout: the first probability ratio is exactly 1.
 
     A model that is trained has float32 parameters at least. In bfloat16 (8 bits of precision) a
     step of 1e-3 of a weight would be rounded away: 1.0 + 0.001 = 1.0.
@@ -33,29 +40,32 @@ def load_model(
     )
     # `fully_shard` renames the class, and exports must contain the original name.
     model.config.architectures = [type(model).__name__]
-    _disable_dropout(model)
     if config.gradient_checkpointing and trained:
-        _enable_checkpointing(model)
-        model.train()  # checkpointing is active in training mode only
+        _checkpoint_layers(model)
     return model
 
 
-def _enable_checkpointing(model: PreTrainedModel) -> None:
-    # Newer versions of transformers have a new name for this method.
-    new_name = getattr(model, "activation_checkpointing_enable", None)
-    (new_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    """Keep only the inputs of each layer for the backward pass, which computes the layer again.
 
+    Transformers checkpoints layers in training mode only. In that mode some models drop whole
+    layers, add noise to their router, or read dropout probabilities from their config. The model
+    stays in evaluation mode, so that a log-probability is a function of the weights.
 
-def _disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0.
-
-    A log-probability must be a function of the weights: the first probability ratio is exactly 1.
+    Raises:
+        ModelError: the model does not say what its layers are.
     """
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010  # not declared by nn.Module
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} does not support activation checkpointing; set "
+            "model.gradient_checkpointing=false",
+            path=model.config.name_or_path,
+        )
+    for layer in layers:
+        # Only the instance's `forward` is replaced: hooks and weight names do not change.
+        recomputed = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = recomputed
 
 
 def saved_buffer_names(model: nn.Module) -> set[str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quadriga.algorithms.full_kl import kl_full
+from quadriga.engines.aligned_rows import left_align
 from quadriga.engines.base import Batch, HeadKind, Outputs
 from quadriga.engines.fused_head import MIN_FUSED_LOGITS, FusedHead, fusable_layer
 from quadriga.engines.micro_batches import dummy_batch
@@ -174,6 +175,9 @@ class TokenModel:
         arguments: dict[str, Tensor | AttentionBlocks] = {
             "input_ids": packed.input_ids,
             "position_ids": packed.position_ids,
+            # With a mask [1, N], the model builds masks from token indices alone. Without one, it
+            # would look for packed rows in the position ids by rules of its own.
+            "attention_mask": torch.ones_like(packed.input_ids),
             "attention_blocks": packed.attention_blocks,
         }
         if self.head == "value":
@@ -185,28 +189,14 @@ class TokenModel:
         return ModelInputs(arguments, packed.labels, lambda x: x[0], packed.unpack)
 
     def _padded_inputs(self, rows: Batch) -> ModelInputs:
-        # P = R = 3. The output at a column predicts the token of the next column, so the targets in
-        # columns 3 4 5 are predicted at columns 2 3 4: `x[:, P − 1 : −1]`.
-        #
-        #             prompt  | response | response_mask   targets    predicted at columns
-        #   row 0   · 11 12   | 21 22 ·      1 1 0         21 22        2 3
-        #   row 1   · 11 12   | 31  · ·      1 0 0         31           2
-        #   row 2  13 14 15   | 41 42 43     1 0 1         41 43        2 4
-        names = ("input_ids", "attention_mask", "response_mask")
-        ids, attention, mask = (rows[name].to(self.device) for name in names)
-        start = ids.shape[1] - mask.shape[1]
-        is_target = mask.bool()
-
-        def unpack(values: Tensor) -> Tensor:
-            return values.new_zeros(is_target.shape).masked_scatter(is_target, values)
-
-        arguments: dict[str, Tensor | AttentionBlocks] = {
-            "input_ids": ids,
-            "attention_mask": attention,
-            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
-        }
+        aligned = left_align(rows["input_ids"], rows["attention_mask"], rows["response_mask"])
+        aligned = aligned.to(self.device)
+        row, column = aligned.predictors
         return ModelInputs(
-            arguments, ids[:, start:][is_target], lambda x: x[:, start - 1 : -1][is_target], unpack
+            {"input_ids": aligned.input_ids},
+            aligned.labels,
+            lambda x: x[row, column],
+            aligned.unpack,
         )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.errors import ModelError
+from quadriga.models.architectures import check_architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,11 +60,13 @@ def check_model_folder(
     tokenizer files.
 
     Args:
-        weights: also require the weights.
+        weights: also require the weights, and an architecture that is not refused
+            (`check_architecture`).
         tokenizer: also require the tokenizer.
 
     Raises:
-        ModelError: the folder is not a model folder. Names the folder and the missing file.
+        ModelError: the folder is not a model folder, or its architecture is refused. Names the
+            folder and the missing file.
     """
     folder = local_folder(path)
     if not str(path):
@@ -81,6 +84,7 @@ def check_model_folder(
     if not (trust_remote_code and "auto_map" in config):
         _check_known(folder, model_type)
     if weights:
+        check_architecture(model_type, str(folder))
         _check_weights(folder)
     if tokenizer and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(

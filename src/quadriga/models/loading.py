@@ -6,6 +6,7 @@ the folder and what is missing. `check_model_folder` does the same check without
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from quadriga.errors import ModelError
 from quadriga.models.folder import check_model_folder, local_folder
 from quadriga.observability.quiet import quiet_libraries
 from quadriga.parallel.device import DTYPES, ComputeDtypeName
+
+_log = logging.getLogger(__name__)
 
 AutoModelClass = type[AutoModelForCausalLM] | type[AutoModelForTokenClassification]
 Dtype = ComputeDtypeName | torch.dtype
@@ -153,12 +156,20 @@ def _load(
         model, info = auto_class.from_pretrained(  # type: ignore[misc]  # output_loading_info: a pair
             folder,
             dtype=_torch_dtype(dtype),
-            attn_implementation=attn_implementation,
+            # None: SDPA if the model supports it, else its own attention (for example with capped
+            # scores, sinks or ALiBi).
+            attn_implementation=None if attn_implementation == "sdpa" else attn_implementation,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
             **({} if config is None else {"config": config}),
         )
+    used = model.config._attn_implementation
+    if used != attn_implementation:
+        _log.warning(
+            "%s in %s does not support attn_implementation=%s; using %s",
+            type(model).__name__, folder, attn_implementation, used,
+        )  # fmt: skip
     return model.eval(), set(info["missing_keys"])
 
 

@@ -96,18 +96,12 @@ class AttentionBlock:
             self.mask.to(device, non_blocking=True),
         )
 
-    def sliding_window_mask(self, window: int) -> Tensor:
-        """Return the mask [b or 1, 1, Lq, Lk] of causal attention to the last `window` tokens.
-
-        The query's own token counts as one of them.
-        """
+    def query_columns(self) -> Tensor:
+        """Return the columns [b or 1, Lq] of the query slots in their own rows."""
         device = self.queries.device
         first = torch.zeros(1, dtype=torch.int64, device=device)
         first = first if self.first_query is None else self.first_query
-        query = first[:, None] + torch.arange(self.queries.shape[1], device=device)
-        key = torch.arange(self.keys.shape[1], device=device)
-        distance = query[:, None, :, None] - key
-        return (distance >= 0) & (distance < window)
+        return first[:, None] + torch.arange(self.queries.shape[1], device=device)
 
 
 @dataclass(frozen=True)

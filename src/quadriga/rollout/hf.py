@@ -6,20 +6,21 @@ rows that have ended leave the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from quadriga.config.schema import DtypeName, ModelConfig
 from quadriga.errors import ModelError, ShapeError
+from quadriga.models.architectures import architecture_of
 from quadriga.models.loading import load_causal_lm
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device
 from quadriga.parallel.packing import first_row_with_same_prompt
 from quadriga.rollout.base import FinishReason, RolloutOutput, SamplingParams, tensor_digest
-from quadriga.rollout.kv_cache import growing_cache, select_rows
+from quadriga.rollout.kv_cache import growing_cache, reorder_cache, sees_all_tokens
 from quadriga.rollout.sampling import draw
 
 COMPACT_BELOW = 0.75
@@ -59,6 +60,8 @@ class HFRollout:
         )
         self._move(self.device)
         self.module.requires_grad_(False)
+        self.prompts = architecture_of(self.module.config).prompts
+        self.parameters = set(inspect.signature(self.module.forward).parameters)
         self._version = -1
 
     @property
@@ -87,7 +90,7 @@ class HFRollout:
         log_probs = torch.zeros(count, width)
         stopped = torch.zeros(count, dtype=torch.bool)
         with torch.inference_mode():
-            for rows in torch.split(torch.arange(count), self.micro_batch_size):
+            for rows in self._micro_batches(attention_mask):
                 generation = _Generation(self, sampling, sample_seeds[rows].to(self.device))
                 generation.prefill(prompt_ids[rows], attention_mask[rows])
                 generation.decode()
@@ -96,6 +99,23 @@ class HFRollout:
             "stop" if row_stopped else "length" for row_stopped in stopped.tolist()
         )
         return RolloutOutput(ids, mask, log_probs, reasons)
+
+    def _micro_batches(self, attention_mask: Tensor) -> Iterator[Tensor]:
+        """Yield the row indices of each micro-batch.
+
+        A model that cannot compute prompts of different lengths together gets equal lengths.
+        """
+        # Prompt lengths 3 5 3 3 and two rows a micro-batch:
+        #
+        #   mixed lengths   0 1   2 3
+        #   equal lengths   0 2   3   1     the rows of length 3, then those of length 5
+        rows = torch.arange(len(attention_mask))
+        if self.prompts == "mixed lengths":
+            yield from torch.split(rows, self.micro_batch_size)
+            return
+        lengths = attention_mask.sum(1).cpu()
+        for length in torch.unique(lengths):
+            yield from torch.split(rows[lengths == length], self.micro_batch_size)
 
     # Weights
 
@@ -141,17 +161,25 @@ class HFRollout:
 #   row 2     · 13 14 15      13 14 15                  3
 #
 # Column 0 is padding in every row, so `prompt_width` is 3. The prefill runs the distinct prompts
-# (row 0 and row 2) and gives row 0 1 2 the cache rows 0 0 1. `attention_bias` has 3 + 3 columns: a
-# large negative number at the padding (row 0 and 1, column 0), else 0. When token t is appended it
-# is in column 3 + t, and the model attends to the first 3 + t + 1 columns.
+# (row 0 and row 2) and gives row 0 1 2 the cache rows 0 0 1. `visible` has 3 + 3 columns and is
+# False at the padding (row 0 and 1, column 0). When token t is appended it is in column 3 + t, and
+# the model receives the first 3 + t + 1 columns.
 #
 # Compaction after row 1 ended: 2 of 3 rows are running, and 2 ≤ 0.75 · 3.
 #
 #              before     after
 #   active      0 1 2      0 2      rows of the micro-batch to which the tensors below belong
-#   seeds       s s s      s s      `seeds`, `positions`, `attention_bias` and the cache have one
-#   positions   3 3 4      3 4      row for each active row; `ids`, `log_probs`, `lengths` and
-#                                   `stopped` keep all rows and are indexed by `active`
+#   seeds       s s s      s s      `seeds`, `positions`, `mask` and the cache have one row for each
+#   positions   3 3 4      3 4      active row; `ids`, `log_probs`, `lengths` and `stopped` keep all
+#                                   rows and are indexed by `active`
+#
+# `mask` tells the model which columns to hide. Its form depends on the layers of the model:
+#
+# - None: no row has padding.
+# - a bias [b, 1, 1, columns], a large negative number where `visible` is False: every layer attends
+#   to all tokens before the query. Layers use it as it is, and it is made once.
+# - `visible` [b, columns]: some layers have windows, chunks, ALiBi or a recurrent state. The model
+#   makes the mask of each kind of layer from it, for every token.
 
 
 class _Generation:
@@ -159,6 +187,7 @@ class _Generation:
 
     def __init__(self, engine: HFRollout, sampling: SamplingParams, seeds: Tensor) -> None:
         self.model = engine.module
+        self.parameters = engine.parameters
         self.device = engine.device
         self.sampling = sampling
         self.seeds = seeds
@@ -180,28 +209,49 @@ class _Generation:
         owner = first_row_with_same_prompt(prompts, valid)
         distinct, prompt_of_row = torch.unique(owner, return_inverse=True)
         prompt_of_row = prompt_of_row.to(self.device)
-        attention = valid[distinct].to(self.device)
-        self.cache: Cache = growing_cache(self.model.config.get_text_config().num_hidden_layers)
-        logits: Tensor = self.model(
-            input_ids=prompts[distinct].to(self.device),
-            attention_mask=attention,
-            position_ids=(attention.cumsum(1) - 1).clamp(min=0),
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        select_rows(self.cache, prompt_of_row)
+        prompt_mask = valid[distinct].to(self.device)
+        self.cache = growing_cache(self.model.config)
+        padded = not bool(valid.all())
+        logits = self._run(
+            prompts[distinct].to(self.device),
+            prompt_mask if padded else None,
+            (prompt_mask.cumsum(1) - 1).clamp(min=0),
+        )
+        reorder_cache(self.cache, prompt_of_row)
         self.logits = logits.index_select(0, prompt_of_row)
-        self.positions = attention.sum(1).index_select(0, prompt_of_row)
-        self.prompt_width = attention.shape[1]
-        width = self.prompt_width + self.sampling.max_new_tokens
-        self.attention_bias = torch.zeros(
-            len(prompt_of_row), 1, 1, width, dtype=logits.dtype, device=self.device
+        self.positions = prompt_mask.sum(1).index_select(0, prompt_of_row)
+        self.prompt_width = prompt_mask.shape[1]
+        self.mask = self._decoding_mask(prompt_mask, prompt_of_row) if padded else None
+
+    def _decoding_mask(self, prompt_mask: Tensor, prompt_of_row: Tensor) -> Tensor:
+        """Return `visible` [b, columns] or a bias [b, 1, 1, columns] for all columns to come."""
+        new = prompt_mask.new_ones(len(prompt_of_row), self.sampling.max_new_tokens)
+        visible = torch.cat([prompt_mask.index_select(0, prompt_of_row), new], 1)
+        takes_bias = (
+            bool(getattr(self.model, "_supports_attention_backend", False))
+            and self.model.config._attn_implementation in ("eager", "sdpa")
+            and sees_all_tokens(self.cache)
         )
-        padding = ~attention.index_select(0, prompt_of_row)
-        self.attention_bias[:, 0, 0, : self.prompt_width].masked_fill_(
-            padding, torch.finfo(logits.dtype).min
-        )
+        if not takes_bias:
+            return visible
+        dtype = self.logits.dtype
+        bias = torch.zeros(visible.shape, dtype=dtype, device=self.device)
+        return bias.masked_fill_(~visible, torch.finfo(dtype).min)[:, None, None]
+
+    def _run(self, ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
+        """Run the model on new tokens [b, added] of each active row; return the last logits."""
+        arguments: dict[str, object] = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": positions,
+            "past_key_values": self.cache,
+            "cache_params": self.cache,
+            "use_cache": True,
+            "logits_to_keep": 1,
+        }
+        known = {name: value for name, value in arguments.items() if name in self.parameters}
+        logits: Tensor = self.model(**known).logits
+        return logits[:, -1]
 
     def decode(self) -> None:
         """Sample a token for each active row and run the model on it, until every row has ended."""
@@ -230,18 +280,14 @@ class _Generation:
         self.active = self.active[kept]
         self.seeds = self.seeds[kept]
         self.positions = self.positions[kept]
-        self.attention_bias = self.attention_bias[kept]
-        select_rows(self.cache, kept)
+        if self.mask is not None:
+            self.mask = self.mask[kept]
+        reorder_cache(self.cache, kept)
 
     def _step(self, token: Tensor, columns: int) -> None:
         """Run the model on one new token of each active row; `columns` includes that token."""
-        self.logits = self.model(
-            input_ids=token[:, None],
-            attention_mask=self.attention_bias[..., :columns],
-            position_ids=self.positions[:, None],
-            past_key_values=self.cache,
-            use_cache=True,
-        ).logits[:, -1]
+        mask = None if self.mask is None else self.mask[..., :columns]
+        self.logits = self._run(token[:, None], mask, self.positions[:, None])
         self.positions = self.positions + 1
 
     def collect(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

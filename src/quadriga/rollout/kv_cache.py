@@ -3,14 +3,24 @@
 Appending a token writes in place. The dynamic cache of transformers copies the whole cache for
 every token.
 
-Shapes: b rows, H heads, `length` columns in use, D head size.
+Shapes: b rows, H heads, `length` columns in use, `seen` of them that the next query can see, D head
+size.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 # Growth for a prompt of 3 tokens and 64 spare columns:
 #
@@ -21,28 +31,42 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 #
 # Removing rows: three rows, and row 1 has ended.
 #
-#              buffer before     select_rows([0, 2])
+#              buffer before     reorder_cache([0, 2])
 #   row 0      a0 a1 a2 · ·      a0 a1 a2 · ·
 #   row 1      b0 b1 b2 · ·      c0 c1 c2 · ·
 #   row 2      c0 c1 c2 · ·
 #
 # Repeating rows, after the prefill of two distinct prompts that three rows use:
-# select_rows([0, 0, 1]) gives a, a, b.
+# reorder_cache([0, 0, 1]) gives a, a, b.
+#
+# Sliding window of 3 (a token and the two before it), 5 columns in use, one token is appended:
+#
+#   column            0  1  2  3  4  5
+#   returned                   3  4  5      views of the buffer; the older columns stay in it
+#   get_mask_sizes(1) = (3, 3): the mask has 3 columns, and its first is column 3
 
 _SPARE_COLUMNS = 64
 
+CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
+"""A layer with keys and values, with a recurrent state, or without either."""
+
 
 class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as a base class
-    """Keys and values [b, H, length, D] of one layer, in buffers with spare columns."""
+    """Keys and values [b, H, length, D] of one layer, in buffers with spare columns.
 
-    is_sliding = False
+    Args:
+        window: the tokens that a query can see, itself included. None: all tokens before it.
+    """
+
     is_compileable = False
     keys: Tensor
     values: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, window: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers has no annotations here
         self.length = 0
+        self.window = window
+        self.is_sliding = window is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate buffers for the first tokens, whose shape and dtype they take."""
@@ -53,27 +77,33 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append columns [b, H, added, D]; return all columns in use."""
+        """Append columns [b, H, added, D]; return the columns that the added tokens can see."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         added = key_states.shape[2]
-        end = self.length + added
+        start, end = self._first_seen(), self.length + added
         if end > self.keys.shape[2]:
             self.keys = _resized(self.keys[:, :, : self.length], added)
             self.values = _resized(self.values[:, :, : self.length], added)
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.keys[:, :, start:end], self.values[:, :, start:end]
 
-    def select_rows(self, rows: Tensor) -> None:
+    def _first_seen(self) -> int:
+        """Return the first column that the next token can see."""
+        return 0 if self.window is None else max(0, self.length + 1 - self.window)
+
+    def reorder_cache(self, rows: Tensor) -> None:
         """Keep only `rows`, in their order. A row may be repeated."""
-        self.keys = _resized(self.keys[:, :, : self.length], 0, rows)
-        self.values = _resized(self.values[:, :, : self.length], 0, rows)
+        if self.is_initialized:
+            self.keys = _resized(self.keys[:, :, : self.length], 0, rows)
+            self.values = _resized(self.values[:, :, : self.length], 0, rows)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (columns of the mask for `query_length` new tokens, offset of the first)."""
-        return self.length + query_length, 0
+        start = self._first_seen()
+        return self.length + query_length - start, start
 
     def get_seq_length(self) -> int:
         """Return the number of columns in use."""
@@ -99,13 +129,32 @@ def _resized(old: Tensor, added: int, rows: Tensor | None = None) -> Tensor:
     return new
 
 
-def growing_cache(layers: int) -> Cache:
-    """Return an empty cache for a model of `layers` layers."""
-    return Cache(layers=[GrowingCacheLayer() for _ in range(layers)])
-
-
-def select_rows(cache: Cache, rows: Tensor) -> None:
+def reorder_cache(cache: Cache, rows: Tensor) -> None:
     """Keep only `rows` in every layer, in their order. A row may be repeated."""
     for layer in cache.layers:
-        assert isinstance(layer, GrowingCacheLayer)
-        layer.select_rows(rows)
+        layer.reorder_cache(rows)  # type: ignore[arg-type]  # LongTensor
+
+
+def growing_cache(config: PreTrainedConfig) -> Cache:
+    """Return an empty cache for a model of this config.
+
+    Transformers chooses the kind of each layer. Growing layers take the place of its full and
+    sliding-window layers; layers with a recurrent state stay as they are.
+    """
+    layers = DynamicCache(config=config).layers
+    return Cache(layers=[_growing_layer(layer) for layer in layers])
+
+
+def _growing_layer(layer: CacheLayer) -> CacheLayer:
+    if type(layer) is DynamicLayer:
+        return GrowingCacheLayer()
+    if type(layer) is DynamicSlidingWindowLayer:
+        return GrowingCacheLayer(layer.sliding_window)
+    return layer
+
+
+def sees_all_tokens(cache: Cache) -> bool:
+    """Return whether every layer holds keys and values and sees all tokens before the query."""
+    return all(
+        isinstance(layer, GrowingCacheLayer) and layer.window is None for layer in cache.layers
+    )

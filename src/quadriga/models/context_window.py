@@ -1,0 +1,121 @@
+"""How many tokens a model can compute, and whether prompts and responses fit.
+
+Reads config.json only, so settings can be checked before a worker starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quadriga.errors import ModelError
+from quadriga.models.folder import local_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+RopeParameters = Mapping[str, object]
+"""The settings of one rotary embedding."""
+
+# Names of the setting in configs that do not map it to `max_position_embeddings`.
+_WINDOW_NAMES = ("max_position_embeddings", "max_seq_len", "model_max_length", "context_length")
+
+# Rotary embeddings that are stretched to a multiple of the window that config.json names.
+_STRETCHED = ("linear", "yarn", "llama3")
+
+# Rotary embeddings whose frequencies change once one row of a batch is longer than this limit. The
+# numbers of the other rows then change as well, so rows longer than the limit are refused.
+_CHANGING = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class ContextWindow:
+    """The largest number of tokens of a sequence, and what says so."""
+
+    tokens: int
+    source: str
+
+
+def context_window(config: PreTrainedConfig) -> ContextWindow | None:
+    """Return the context window of a model; None if it has no limit (recurrence, ALiBi)."""
+    text = config.get_text_config()
+    windows = [w for w in (_position_window(text), _rope_window(text), _sparse_window(text)) if w]
+    return min(windows, key=lambda window: window.tokens, default=None)
+
+
+def _position_window(text: PreTrainedConfig) -> ContextWindow | None:
+    if getattr(text, "alibi", False):
+        return None
+    # Some configs name the window after stretching, and some the window before. The larger of the
+    # two is taken, so that no window is refused that the model has.
+    stretched = [
+        int(_number(rope, "original_max_position_embeddings") * _number(rope, "factor"))
+        for rope in _ropes(text)
+        if rope.get("rope_type") in _STRETCHED
+    ]
+    for name in _WINDOW_NAMES:
+        tokens = getattr(text, name, None)
+        if isinstance(tokens, int) and tokens > 0:
+            return ContextWindow(max(tokens, *stretched, 0), name)
+    return None
+
+
+def _rope_window(text: PreTrainedConfig) -> ContextWindow | None:
+    name = "original_max_position_embeddings"
+    whole = getattr(text, name, None) or getattr(text, "max_position_embeddings", None) or 0
+    limits = [
+        int(_number(rope, name) or whole)
+        for rope in _ropes(text)
+        if rope.get("rope_type") in _CHANGING
+    ]
+    known = [limit for limit in limits if limit]
+    return ContextWindow(min(known), name) if known else None
+
+
+def _number(rope: RopeParameters, name: str) -> float:
+    value = rope.get(name)
+    return value if isinstance(value, int | float) else 0.0
+
+
+def _sparse_window(text: PreTrainedConfig) -> ContextWindow | None:
+    # Doge keeps that many tokens for each query. For longer sequences, its choice depends on the
+    # padding of the batch.
+    tokens = getattr(text, "keep_window_size", None)
+    return ContextWindow(tokens, "keep_window_size") if isinstance(tokens, int) else None
+
+
+def _ropes(text: PreTrainedConfig) -> list[RopeParameters]:
+    """Return the parameters of the rotary embeddings: one set, or one for each kind of layer."""
+    parameters: RopeParameters = getattr(text, "rope_parameters", None) or {}
+    sets = [value for value in parameters.values() if isinstance(value, Mapping)]
+    return sets or [parameters]
+
+
+def check_context_window(
+    path: str | Path,
+    *,
+    max_prompt_length: int,
+    max_response_length: int,
+    trust_remote_code: bool = False,
+) -> None:
+    """Check that the longest prompt with the longest response fits the model's context window.
+
+    Raises:
+        ModelError: it does not fit.
+    """
+    from transformers import AutoConfig
+
+    folder = local_folder(path)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    window = context_window(config)
+    total = max_prompt_length + max_response_length
+    if window is not None and total > window.tokens:
+        raise ModelError(
+            f"data.max_prompt_length {max_prompt_length} + data.max_response_length "
+            f"{max_response_length} = {total} tokens, but the model in {folder} computes at most "
+            f"{window.tokens} ({window.source} in its config.json); lower the two settings by "
+            f"{total - window.tokens} together",
+            path=str(folder),
+        )

@@ -1,0 +1,120 @@
+"""Every architecture in `models/architectures.py` against the naive loop, or refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import naive_loop
+import pytest
+import torch
+from naive_loop import END_TOKENS, PROMPT_WIDTH, RESPONSE_WIDTH
+from small_models import VARIANTS, VOCABULARY, small_model
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from quadriga.config.schema import ModelConfig
+from quadriga.engines.model_setup import load_model
+from quadriga.engines.token_model import TokenModel
+from quadriga.errors import ModelError
+from quadriga.models import check_model_folder
+from quadriga.models.architectures import ARCHITECTURES, REFUSED
+from quadriga.rollout import build_rollout
+from quadriga.rollout.base import SamplingParams
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+CASES = [(name, {}) for name in ARCHITECTURES] + VARIANTS
+TOLERANCE = 3e-4
+
+
+def case_name(value):
+    return ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return naive_loop.make_batch(VOCABULARY)
+
+
+@pytest.mark.parametrize(("model_type", "changes"), CASES, ids=case_name)
+def test_training_and_generation_equal_the_naive_loop(model_type, changes, batch, tmp_path):
+    model = small_model(model_type, changes)
+    model.save_pretrained(tmp_path)
+    check_training(model, ARCHITECTURES[model_type].rows, str(tmp_path), batch)
+    check_generation(model, str(tmp_path), batch)
+
+
+def check_training(model, rows, folder, batch):
+    """Log-probabilities and gradients, with and without packing, with activation checkpointing."""
+    model.requires_grad_(True)
+    expected = naive_loop.target_log_probs(model, batch)
+    weights = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    (expected * weights).sum().backward()
+    forms = [False, True] if rows == "packed" else [False]
+    for packed in forms:
+        config = ModelConfig(path=folder, gradient_checkpointing=has_checkpointing(model))
+        trained = load_model(config, "lm", torch.float32, trained=True)
+        token_model = TokenModel(trained, "lm", CPU, packed=packed)
+        found = token_model(batch, temperature=1.0, entropy=False)["log_probs"]
+        assert torch.allclose(found, expected, atol=TOLERANCE), f"packed={packed}"
+        (found * weights).sum().backward()
+        for (name, one), (_, other) in zip(
+            trained.named_parameters(), model.named_parameters(), strict=True
+        ):
+            if other.grad is not None:
+                scale = float(other.grad.abs().max())
+                assert torch.allclose(one.grad, other.grad, atol=2e-3 * scale + 1e-4), name
+    default = TokenModel(load_model(config, "lm", torch.float32, trained=False), "lm", CPU)
+    assert default.packed is (rows == "packed")
+    model.requires_grad_(False)
+
+
+def has_checkpointing(model):
+    return any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+
+
+def check_generation(model, folder, batch):
+    """Greedy tokens, their log-probabilities, and those that training computes for them."""
+    rollout = build_rollout("hf", ModelConfig(path=folder), micro_batch_size=4)
+    sampling = SamplingParams(RESPONSE_WIDTH, END_TOKENS, pad_token_id=0, temperature=0.0)
+    prompts = {name: batch[name][:, :PROMPT_WIDTH] for name in ("input_ids", "attention_mask")}
+    seeds = torch.arange(len(batch["input_ids"]))
+    out = rollout.generate(prompts["input_ids"], prompts["attention_mask"], sampling, seeds)
+    generated = {
+        "input_ids": torch.cat([prompts["input_ids"], out.response_ids], 1),
+        "attention_mask": torch.cat([prompts["attention_mask"], out.response_mask], 1),
+        "response_mask": out.response_mask,
+    }
+    mask = out.response_mask.bool()
+    with torch.no_grad():
+        log_p = torch.stack(naive_loop.response_log_probs(model, generated))
+        token_model = TokenModel(load_model_again(folder), "lm", CPU)
+        trained = token_model(generated, temperature=1.0, entropy=False)["log_probs"]
+    best, token = log_p.max(-1)
+    assert torch.equal(out.response_ids[mask], token[mask])
+    assert torch.allclose(out.rollout_log_probs[mask], best[mask], atol=TOLERANCE)
+    assert torch.allclose(out.rollout_log_probs, trained, atol=TOLERANCE)
+
+
+def load_model_again(folder):
+    return load_model(ModelConfig(path=folder), "lm", torch.float32, trained=False)
+
+
+def test_every_causal_architecture_of_transformers_is_supported_or_refused():
+    known = set(ARCHITECTURES) | {name for names in REFUSED.values() for name in names}
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) <= known
+    assert sum(len(names) for names in REFUSED.values()) + len(ARCHITECTURES) == len(known)
+
+
+REFUSALS = [(name, reason) for reason, names in REFUSED.items() for name in names]
+
+
+@pytest.mark.parametrize(("model_type", "reason"), REFUSALS)
+def test_refusal_names_the_architecture_and_the_reason(model_type, reason, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError) as caught:
+        check_model_folder(tmp_path, tokenizer=False)
+    assert f"model_type {model_type!r}" in str(caught.value) and reason in str(caught.value)
+    with pytest.raises(ModelError):
+        build_rollout("hf", ModelConfig(path=str(tmp_path)))
