@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import pytest
+import torch
 
 from quadriga.backends.local import LocalWorkerGroup
 from quadriga.errors import UnregisteredMethodError, WorkerInitError, WorkerMethodError
 from quadriga.single_controller import ClassWithInitArgs, ResourcePool, Worker
-from quadriga.single_controller.call import Call
+from quadriga.single_controller.call import BOUNDARY, Call, boundary_for
 from quadriga.single_controller.ranks.environment import RankEnvironment
 from quadriga.single_controller.ranks.rank_host import RankHost
 
@@ -114,3 +116,10 @@ def test_an_exception_without_text_does_not_hide_its_traceback():
     assert "raise error" in caught.value.remote_traceback
     with pytest.raises(WorkerInitError, match="raise Unprintable"):
         host_of(UnprintableInit)
+
+
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_a_tensor_at_the_end_of_a_long_sequence_is_found(monkeypatch, sequence):
+    monkeypatch.delitem(sys.modules, BOUNDARY, raising=False)
+    assert boundary_for([sequence([0] * 10_000)]) is None
+    assert boundary_for([{"x": sequence([0] * 100 + [torch.zeros(1)])}]) is not None

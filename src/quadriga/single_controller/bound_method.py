@@ -92,6 +92,9 @@ class BoundMethod(Generic[P, R]):
         twin.call_options = replace(self.call_options, timeout=timeout)
         return twin
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self
+
     def __repr__(self) -> str:
         return f"<{self.label} on {len(self.group._ranks)} ranks>"
 

@@ -1,18 +1,26 @@
 """One method call: what is sent to a rank, and what its result is joined with.
 
-The last section decides whether a process needs the modules of tensors for a value that is sent.
+The last two sections are about the values in it: whether a process needs the modules of tensors for
+them, and how a rank gets values that it may write into.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Protocol, runtime_checkable
+from types import FunctionType, MemberDescriptorType, ModuleType
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from quadriga.protocol.containers import PLAIN_TYPES, walk
 from quadriga.single_controller.placement.rank_layout import GroupLayout
+
+if TYPE_CHECKING:
+    from numpy import generic
+    from numpy.typing import NDArray
 
 Arguments = tuple[object, ...]
 """Positional arguments of a method."""
@@ -171,9 +179,8 @@ class Pending(Protocol):
 # process that sends and receives no tensors never loads either of them.
 
 BOUNDARY = "quadriga.protocol.boundary"
-_ATOMS = (str, bytes, int, float, bool, complex, type(None))
 _DATA_MODULES = ("torch.", "tensordict.", "numpy.", "quadriga.protocol.")
-_LONG = 64
+_PLAIN = frozenset(PLAIN_TYPES)
 
 
 def boundary_for(values: Iterable[object]) -> ModuleType | None:
@@ -201,35 +208,100 @@ def unpack_results(outputs: list[object]) -> list[object]:
     return [value if value is None else boundary.unpack_result(value) for value in outputs]
 
 
-def private_copy(value: object) -> object:
-    """Copy containers and arrays, so that a worker may change them in place.
-
-    Does what `boundary.unpack_argument` does, in a process that has not loaded that module.
-    """
-    kind = type(value)
-    # Exact types only: a subclass (a namedtuple, a defaultdict) may have another constructor.
-    if isinstance(value, dict) and kind is dict:
-        return {key: private_copy(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set) and kind in (list, tuple, set):
-        return kind(private_copy(item) for item in value)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        return value.copy()
-    return value
-
-
 def _holds_data(value: object) -> bool:
     """Whether a value is or contains a tensor, an array, a batch or a future."""
     kind = type(value)
-    if kind in _ATOMS:
+    if kind in _PLAIN:
         return False
     if isinstance(value, dict) and kind is dict:
         return any(map(_holds_data, value.values()))
     if isinstance(value, list | tuple | set) and kind in (list, tuple, set):
-        # A list of a million token ids is not walked: a long sequence whose first item is an atom
-        # is assumed to hold atoms only.
-        if len(value) > _LONG and type(next(iter(value))) in _ATOMS:
+        # A list of a million token ids: a set of their types takes 10 ns an item, a walk 100.
+        if _PLAIN.issuperset(map(type, value)):
             return False
         return any(map(_holds_data, value))
     # Of a class of the user's, only what it inherits is known here: a subclass of Tensor is data.
     return any(f"{base.__module__}.".startswith(_DATA_MODULES) for base in kind.__mro__)
+
+
+# Private arguments and results
+
+
+def copied(value: object) -> object:
+    """Copy everything in a value that can be written into."""
+    return walk(value, _copied_leaf)
+
+
+def _copied_leaf(value: object) -> object:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # not every object that can be pickled can be copied
+        return value
+
+
+_NOT_SEARCHED = ("torch.", "tensordict.", "quadriga.", "ray.")
+"""Classes whose objects are private already, or name things outside this process."""
+
+
+def writable(value: object) -> object:
+    """Replace read-only arrays inside a decoded argument by copies, and return it.
+
+    A backend that decodes arguments from shared memory returns arrays that cannot be written. The
+    lists, dicts and objects around them belong to this rank, so they are changed in place:
+
+        Config(array=<read-only>, tuple=(1, <read-only>))
+        Config(array=<copy>,      tuple=(1, <copy>))          the tuple is a new one
+    """
+    numpy = sys.modules.get("numpy")
+    return value if numpy is None else _Writable(numpy.ndarray).of(value)
+
+
+class _Writable:
+    """One search for read-only arrays. An array that is found twice is copied once."""
+
+    def __init__(self, array_type: type[NDArray[generic]]) -> None:
+        self._array_type = array_type
+        # id → (value, replacement). The value is kept: without it, its id could be used again.
+        self._done: dict[int, tuple[object, object]] = {}
+
+    def of(self, value: object) -> Any:  # as `value`, whatever it is
+        """Return the replacement of a value, which is mostly the value itself."""
+        if type(value) in _PLAIN or isinstance(value, type | ModuleType | FunctionType):
+            return value
+        if id(value) not in self._done:
+            self._done[id(value)] = value, value  # before its contents, which may refer to it
+            self._done[id(value)] = value, self._replaced(value)
+        return self._done[id(value)][1]
+
+    def _replaced(self, value: object) -> object:
+        if isinstance(value, self._array_type):
+            array: NDArray[generic] = value
+            return array if array.flags.writeable else array.copy()
+        if isinstance(value, tuple):
+            items = [self.of(item) for item in value]
+            same = all(new is old for new, old in zip(items, value, strict=True))
+            return value if same else tuple.__new__(type(value), items)
+        if isinstance(value, list):
+            value[:] = [self.of(item) for item in value]
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                value[key] = self.of(item)
+        elif isinstance(value, set | frozenset):
+            for item in value:  # an array cannot be in a set, an object with an array can
+                self.of(item)
+        elif not f"{type(value).__module__}.".startswith(_NOT_SEARCHED):
+            self._replace_attributes(value)
+        return value
+
+    def _replace_attributes(self, value: object) -> None:
+        for name, item in list(getattr(value, "__dict__", {}).items()):
+            vars(value)[name] = self.of(item)
+        for base in type(value).__mro__:
+            for member in vars(base).values():
+                # A slot. Its descriptor also sets the attributes of a frozen dataclass.
+                if isinstance(member, MemberDescriptorType):
+                    with suppress(AttributeError):  # not set, or read-only
+                        member.__set__(value, self.of(member.__get__(value)))

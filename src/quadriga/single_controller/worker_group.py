@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 from quadriga.errors import (
     DispatchError,
@@ -94,6 +94,9 @@ class WorkerGroup(NamedCalls):
             method=name,
             known=known,
         )
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self  # a group names processes, and a copy would name the same ones
 
     def __repr__(self) -> str:
         title = self._role or "+".join(self._ranks.roles)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeGuard, TypeVar
 
 from quadriga.errors import (
     CollectiveError,
@@ -19,14 +17,14 @@ from quadriga.errors import (
     WorkerInitError,
     WorkerMethodError,
 )
-from quadriga.protocol.containers import walk
 from quadriga.single_controller.call import (
     Arguments,
     Call,
     KeywordArguments,
     SharedArgument,
     boundary_for,
-    private_copy,
+    copied,
+    writable,
 )
 from quadriga.single_controller.ranks.call_order import CallOrder, Ticket
 from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
@@ -59,6 +57,8 @@ class RankHost:
         max_concurrency: How many calls `invoke_async` runs at the same time; None: no limit. A call
             that waits for its turn or for its arguments does not count, because the calls that it
             waits for could not run otherwise.
+        in_process: Whether the rank shares the process of its controller. If not, the backend has
+            decoded its arguments for this rank alone.
     """
 
     def __init__(
@@ -67,10 +67,12 @@ class RankHost:
         node: str,
         survives: Callable[[Exception], bool] = lambda error: True,
         max_concurrency: int | None = None,
+        in_process: bool = True,
     ) -> None:
         self.place = place
         self.node = node
         self._survives = survives
+        self._in_process = in_process
         self.workers: dict[str, Any] = {}  # a class of the user's need not be a `Worker`
         self._loop: asyncio.AbstractEventLoop | None = None
         self._order = CallOrder()
@@ -134,7 +136,7 @@ class RankHost:
                     value = await self._await(value)
                 # The backend encodes the result after this coroutine has ended, while the loop
                 # runs the next method, which may write into the same buffer.
-                return self._result(call, _copied(value), store)
+                return self._result(call, copied(value), store)
             except Exception as error:
                 raise self.failure(call, error) from error
 
@@ -182,21 +184,16 @@ class RankHost:
         kwargs = {name: _opened(value) for name, value in call.kwargs.items()}
         boundary = boundary_for((*args, *kwargs.values()))
         if boundary is None:
-            return tuple(map(private_copy, args)), {k: private_copy(v) for k, v in kwargs.items()}
-        unpack = boundary.unpack_argument
-        if not call.materialize:
-            deferred = boundary.Deferred
+            private = copied if self._in_process else writable
+            return tuple(map(private, args)), {k: private(v) for k, v in kwargs.items()}
 
-            def unpack(value: object) -> object:
-                return value if isinstance(value, deferred) else boundary.unpack_argument(value)
+        def unpack(value: object) -> object:
+            if not call.materialize and isinstance(value, boundary.Deferred):
+                return value
+            unpacked: object = boundary.unpack_argument(value)  # copies if in one process
+            return unpacked if self._in_process else writable(unpacked)
 
-        else:
-            boundary.wait_for_arguments((*args, *kwargs.values()))
-
-        return (
-            tuple(unpack(value) for value in args),
-            {name: unpack(value) for name, value in kwargs.items()},
-        )
+        return tuple(map(unpack, args)), {name: unpack(value) for name, value in kwargs.items()}
 
     def _result(self, call: Call, value: object, store: object) -> object:
         """Return what is sent to the controller for the value that a method returned."""
@@ -204,7 +201,7 @@ class RankHost:
             return value
         boundary = boundary_for((value,))
         if boundary is None:
-            return value
+            return copied(value) if self._in_process else value
         origin = boundary.Origin(
             role=call.role, rank=self.place.rank, method=call.method, node=self.node
         )
@@ -279,22 +276,7 @@ def _opened(value: object) -> object:
     return value.open() if isinstance(value, SharedArgument) else value
 
 
-def _copied(value: object) -> object:
-    """Copy everything in a result that its worker may still write into."""
-    return walk(value, _copied_leaf)
-
-
-def _copied_leaf(value: object) -> object:
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # not every object that can be pickled can be copied
-        return value
-
-
-def _is_awaitable(value: object) -> bool:
+def _is_awaitable(value: object) -> TypeGuard[Awaitable[object]]:
     """Return whether a method returned something to await. The future of a call is a result."""
     if not inspect.isawaitable(value):
         return False

@@ -131,7 +131,9 @@ class RankProcess:
             interleaves=isinstance(self, AsyncRankProcess),
         )
         self._use_store()
-        self._host = RankHost(place, self._facts.node, _survives_pickling, self._max_concurrency)
+        self._host = RankHost(
+            place, self._facts.node, _survives_pickling, self._max_concurrency, in_process=False
+        )
         self._host.build(payload[1])
         return self._facts
 

@@ -1,0 +1,79 @@
+"""Workers that write into arguments that are objects of the user's classes. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quadriga.single_controller import Dispatch, Worker, register
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Plain:
+    array: np.ndarray
+    inner: object = None
+    numbers: list = field(default_factory=lambda: [0])
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    array: np.ndarray
+    inner: object = None
+
+
+class Base:
+    __slots__ = ("array",)
+
+
+class Slotted(Base):
+    __slots__ = ("inner",)
+
+    def __init__(self, array, inner=None):
+        self.array, self.inner = array, inner
+
+
+def arrays_of(value):
+    """Every array in an argument."""
+    if isinstance(value, np.ndarray):
+        return [value]
+    if isinstance(value, Plain | Frozen | Slotted):
+        return [value.array, *arrays_of(value.inner)]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [a for item in value or [] for a in arrays_of(item)] if value is not None else []
+
+
+def objects(size):
+    """One argument of each kind, with arrays of `size` zeros."""
+    a = lambda: np.zeros(size)  # noqa: E731
+    cyclic = Plain(a())
+    cyclic.inner = [Plain(a())]
+    cyclic.numbers.append(cyclic.numbers)
+    return {
+        "dataclass": Plain(a()),
+        "frozen with slots": Frozen(a(), Plain(a())),
+        "slots of a base class": Slotted(a(), Frozen(a())),
+        "nested": {"x": [Plain(a(), (a(), Pair(a(), [Frozen(a())])))]},
+        "named tuple": Pair(Plain(a()), a()),
+        "cyclic": cyclic,
+    }
+
+
+class Writer(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def write(self, value):
+        """Add the rank + 1 to every array. Return their sums."""
+        for array in arrays_of(value):
+            array += self.rank + 1
+        if isinstance(value, Plain):
+            value.numbers[0] += 1
+        return [float(array.sum()) for array in arrays_of(value)]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def is_same(self, value):
+        """Return whether two references to one array are still one array."""
+        return value.inner is value.array
