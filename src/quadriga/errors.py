@@ -23,6 +23,7 @@
     │   ├── WorkerDiedError         the process of a worker has ended
     │   ├── CallTimeoutError        deadline exceeded; carries the stack of each rank that is late
     │   └── CollectiveError         a collective needs ranks that this backend does not connect
+    ├── RewardError             a reward function failed, and reward.on_failure=fail
     └── AlgorithmError          tensors that an algorithm cannot use
         ├── ShapeError              shapes differ where they must agree
         ├── MaskError               a mask holds values other than 0 and 1
@@ -41,7 +42,10 @@ def _restore(
     cls: type[QuadrigaError], args: tuple[object, ...], state: dict[str, object]
 ) -> Exception:
     # Not `cls(*args)`: a subclass may take more than a message, and its `__init__` has run once.
-    error = cls.__new__(cls)
+    # Python allows only the `__new__` of the base that determines the layout: a CallTimeoutError is
+    # an OSError too.
+    new = OSError.__new__ if issubclass(cls, OSError) else Exception.__new__
+    error = new(cls)
     error.args = args
     error.__dict__.update(state)
     return error
@@ -150,6 +154,10 @@ class CallTimeoutError(WorkerError, TimeoutError):
 
 class CollectiveError(WorkerError):
     """Ranks that no process group connects were asked for a collective (local backend)."""
+
+
+class RewardError(QuadrigaError, RuntimeError):
+    """A reward function failed. Attributes: `row`, `data_source`, `status`."""
 
 
 class AlgorithmError(QuadrigaError, ValueError):

@@ -96,11 +96,12 @@ def test_missing_fields_and_unknown_data_sources_are_named():
     data = batch_of(["a"], ["1"], source="who")
     with pytest.raises(UnknownNameError, match="'who'"):
         manager(data)
+    data.non_tensor_batch["data_source"][0] = "openai/gsm8k"
     data.non_tensor_batch["reward_model"][0] = {}
     with pytest.raises(FieldError, match="row 0: reward_model must be a dict with 'ground_truth'"):
         manager(data)
     del data.non_tensor_batch["reward_model"]
-    with pytest.raises(FieldError, match="no field 'reward_model'"):
+    with pytest.raises(FieldError, match="row 0: reward_model must be a dict .* got None"):
         manager(data)
 
 

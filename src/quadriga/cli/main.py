@@ -14,8 +14,11 @@ from collections.abc import Sequence
 
 from quadriga import __version__
 from quadriga.cli.commands import COMMANDS, Command, Invocation
+from quadriga.config.secrets import mask_secrets
 from quadriga.errors import InputError, QuadrigaError
 from quadriga.observability.quiet import silence_libraries
+
+MAX_LINE = 2000  # characters of the one line for wrong input
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,6 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # once more at exit; without a valid target it would report the error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except MemoryError:
+        return _report("error: this machine has not enough memory for the run", 1)
+    except Exception as error:
+        shown = "".join(traceback.format_exception(error)).rstrip()
+        if mask_secrets(shown) == shown:
+            raise
+        return _report(shown, 1)
     return 0
 
 
@@ -106,14 +116,15 @@ def _add_command(parent: argparse._SubParsersAction[_Parser], name: str, command
 
 
 def _report(text: str, code: int) -> int:
-    """Write a message to standard error and return the exit code."""
+    """Write a message to standard error, with secrets masked, and return the exit code."""
     sys.stdout.flush()
-    print(text, file=sys.stderr)
+    print(mask_secrets(text), file=sys.stderr)
     return code
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    text = " ".join(str(error).split())
+    return text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}…"
 
 
 def _one_screen(error: QuadrigaError) -> str:

@@ -75,17 +75,9 @@ def count_rows(files: Sequence[str]) -> int | None:
     paths = [Path(file) for file in files]
     if not paths or not all(path.is_file() for path in paths):
         return None
-    return sum(_rows_of(path) for path in paths)
+    from quadriga.data.rows import count_rows as rows_of
 
-
-def _rows_of(path: Path) -> int:
-    if path.suffix == ".parquet":
-        # The row count is in the footer of the file, so the rows are not read.
-        from pyarrow.parquet import read_metadata
-
-        return int(read_metadata(path).num_rows)
-    with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
+    return sum(rows_of(path) for path in paths)
 
 
 def show_algorithms() -> None:

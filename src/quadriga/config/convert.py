@@ -13,6 +13,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
+from quadriga.config.secrets import mask_secrets
 from quadriga.config.setting_types import (
     ANYTHING,
     allows_none,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
+MAX_SHOWN = 200  # characters of a key or a value in a message
 NEAR = 0.7  # smallest similarity of the last parts of two keys for a "did you mean"
 
 
@@ -59,9 +61,9 @@ def type_of_key(cls: type, key: str) -> object:
 
 def unknown_setting(cls: type, key: str, where: str = "") -> UnknownSettingError:
     """Return the error for a key that does not exist; its message names the nearest key."""
-    near = nearest_key(cls, key)
+    near = nearest_key(cls, key) if len(key) <= MAX_SHOWN else None
     hint = f"; did you mean {near}?" if near else "; --help lists every setting"
-    return UnknownSettingError(f"{where}no setting {key}{hint}", key=key, nearest=near)
+    return UnknownSettingError(f"{where}no setting {cut(key)}{hint}", key=key, nearest=near)
 
 
 def nearest_key(cls: type, key: str) -> str | None:
@@ -100,9 +102,9 @@ def check_choice(key: str, value: object, allowed: Iterable[str], where: str = "
     allowed = list(allowed)
     if value in allowed:
         return
-    near = difflib.get_close_matches(str(value), allowed, n=1)
+    near = difflib.get_close_matches(cut(str(value)), allowed, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    shown = repr(value) if isinstance(value, str) else _as_written(value)
+    shown = mask_secrets(cut(repr(value))) if isinstance(value, str) else _as_written(value)
     raise ConfigError(
         f"{where}{key} must be one of {', '.join(allowed)}, got {shown}{hint}",
         key=key,
@@ -217,4 +219,10 @@ def _as_written(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    return f"the text {value!r}" if isinstance(value, str) else repr(value)
+    shown = mask_secrets(cut(repr(value)))
+    return f"the text {shown}" if isinstance(value, str) else shown
+
+
+def cut(text: str) -> str:
+    """Return a text for a message, cut at `MAX_SHOWN` characters."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

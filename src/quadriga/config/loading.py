@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,19 +18,19 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from quadriga.config.convert import build, type_of_key, unknown_setting
+from quadriga.config.convert import build, cut, type_of_key, unknown_setting
+from quadriga.config.reading import check_interpolations, check_override, read_settings_file
+from quadriga.config.secrets import is_secret_name, mask_secrets
 from quadriga.config.setting_types import holds_text, is_free_form, is_settings
+from quadriga.config.writing import Plain, remember_given, to_plain
+from quadriga.config.writing import to_yaml as to_yaml
 from quadriga.errors import ConfigError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
-# Ends of keys whose values must not be written: `hub_token`, but not `max_tokens_per_micro_batch`.
-_SECRET = re.compile(r"(^|_)(token|password|secret|api_key|access_key)$")
-MASK = "***"
 
 
 def load_config(cls: type[T], overrides: Iterable[str] = (), file: str | Path | None = None) -> T:
@@ -42,7 +42,7 @@ def load_config(cls: type[T], overrides: Iterable[str] = (), file: str | Path | 
     """
     tree = OmegaConf.create({})
     if file is not None:
-        values = _read_file(Path(file))
+        values = read_settings_file(Path(file))
         if "${" not in str(values):
             # The file is built by itself first, so that the message of an error in it begins with
             # its name. A `${…}` in it may refer to an override, so it is checked only at the end.
@@ -51,43 +51,17 @@ def load_config(cls: type[T], overrides: Iterable[str] = (), file: str | Path | 
     parser = OverridesParser.create()
     for text in overrides:
         _apply(tree, cls, _parse(parser, cls, text))
-    return build(cls, _resolve(cls, tree))
+    given = _container(tree)
+    config = build(cls, _resolve(cls, tree, given))
+    remember_given(config, given)
+    return config
 
 
-def to_plain(config: DataclassInstance) -> dict[str, object]:
-    """Return settings as nested plain values, with secrets masked and tuples as lists."""
-    return {key: _plain(value, key) for key, value in dataclasses.asdict(config).items()}
-
-
-def to_yaml(config: DataclassInstance) -> str:
-    """Return all settings as YAML, with secrets masked.
-
-    `load_config(type(config), file=…)` reads it back and returns an equal object, except for the
-    masked values.
-    """
-    return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
-
-
-def _plain(value: object, name: str) -> object:
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v, str(k)) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v, name) for v in value]
-    return MASK if isinstance(value, str) and _SECRET.search(name) else value
-
-
-def _read_file(path: Path) -> dict[str, object]:
-    try:
-        loaded = OmegaConf.load(path)
-    except FileNotFoundError:
-        raise ConfigError(f"no settings file {path}", key="--config") from None
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"cannot read settings file {path}: {reason}", key="--config") from None
-    values = OmegaConf.to_container(loaded, resolve=False)
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold `key: value` settings, got a list", key="--config")
-    return {str(key): value for key, value in values.items()}
+def _container(tree: DictConfig) -> dict[str, Plain]:
+    """Return the given values as plain values, with interpolations unresolved."""
+    plain = OmegaConf.to_container(tree, resolve=False)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +90,20 @@ def _parse(parser: OverridesParser, cls: type, text: str) -> _Change:
     key, sign, raw = text.partition("=")
     key = key.lstrip("+").strip()
     if not sign or not key or text.startswith("~"):
-        raise ConfigError(f"expected key=value, got {text!r}", key=key)
+        raise ConfigError(f"expected key=value, got {cut(repr(text))}", key=key)
+    check_override(text, cut(key))
     is_text = holds_text(type_of_key(cls, key))
     try:
         value = _value(parser.parse_override(text), raw)
-    except HydraException as error:
+    except (HydraException, RecursionError, ValueError) as error:
         if is_text:
             return _Change(key, raw)
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"cannot read the value of {text!r}: {reason}", key=key) from None
+        if is_secret_name(key.rpartition(".")[2]):
+            raise ConfigError(f"cannot read the value of {key}; quote it", key=key) from None
+        reason = mask_secrets(str(error).splitlines()[0])
+        raise ConfigError(
+            f"cannot read the value of {cut(repr(text))}: {cut(reason)}", key=key
+        ) from None
     if is_text and not isinstance(value, str | None | list):
         return _Change(key, raw)
     return _Change(key, value)
@@ -155,20 +134,24 @@ def _apply(tree: DictConfig, cls: type, change: _Change) -> None:
         raise ConfigError(f"cannot set {change.key}: {reason}", key=change.key) from None
 
 
-def _resolve(cls: type[DataclassInstance], tree: DictConfig) -> dict[str, object]:
-    """Return the given values as plain values, with each `${key}` replaced by its value.
+def _resolve(
+    cls: type[DataclassInstance], tree: DictConfig, given: dict[str, Plain]
+) -> dict[str, Plain]:
+    """Return the given values with each `${key}` replaced by its value.
 
     `${key}` may refer to a setting that is not given, so the defaults are merged in before values
     are resolved. Without a `${…}` this merge is skipped: only given values need to be checked.
     """
-    if "${" not in str(OmegaConf.to_container(tree, resolve=False)):
-        plain = OmegaConf.to_container(tree, resolve=False)
-    else:
-        defaults = OmegaConf.create(to_plain(cls()))
-        try:
-            plain = OmegaConf.to_container(OmegaConf.merge(defaults, tree), resolve=True)
-        except OmegaConfBaseException as error:
-            raise _unresolved(cls, error) from None
+    if "${" not in str(given):
+        return given
+    check_interpolations(given)
+    defaults = OmegaConf.create(to_plain(cls()))
+    try:
+        plain = OmegaConf.to_container(OmegaConf.merge(defaults, tree), resolve=True)
+    except OmegaConfBaseException as error:
+        raise _unresolved(cls, error) from None
+    except RecursionError:
+        raise ConfigError("cannot resolve a setting: it refers to itself") from None
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 

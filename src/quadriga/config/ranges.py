@@ -74,11 +74,13 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(
         (
             "eps", "grad_clip", "horizon", "target_kl", "upper", "lower", "cliprange_value",
-            "timeout_s", "call_timeout_s", "reward_clip", "initializer_range",
+            "timeout_s", "call_timeout_s", "save_interval_s", "stop_grace_s",
+            "reward_clip", "initializer_range",
         ),
         _POSITIVE,
     ),
     **dict.fromkeys(("min_lr_ratio", "gamma", "lam", "stop_at_accuracy", "sft_careful"), _SHARE),
+    "memory_gb": Range(low=0.25),  # a process of the reward pool starts with less than 0.1 GiB
     "top_p": Range(low=0, high=1, above=True),
     "betas": Range(low=0, high=1, below=True),
     "clip_ratio_c": Range(low=1, above=True),

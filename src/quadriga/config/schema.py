@@ -29,6 +29,7 @@ FilterMode = Literal["mask", "refill"]
 UnderFilled = Literal["proceed", "error"]
 CorrectionLevel = Literal["none", "token", "sequence", "geometric"]
 CorrectionMode = Literal["truncate", "mask"]
+FailurePolicy = Literal["zero", "mask", "fail"]
 Operation = Literal["+", "-", "*"]
 
 # Keyword arguments for a function of the user's own: the names and types are up to that function.
@@ -87,12 +88,23 @@ class EngineConfig:
     dtype: DtypeName = "auto"  # compute dtype; auto: bfloat16 on accelerators, else float32
     reduce_dtype: ReduceDtypeName = "float32"  # dtype of the gradient reduction over ranks
     reshard_after_forward: bool = True  # free gathered parameters until the backward pass
+    # Reduce gradients and free gathered parameters after each micro-batch, not once per optimizer
+    # step. None: if whole gradients and parameters would take more than 4 GiB on each rank.
+    reduce_each_micro_batch: bool | None = None
     param_offload: bool = False
     optimizer_offload: bool = False
     fsdp_size: int = -1  # ranks over which one copy of the parameters is sharded; -1: all
     use_dynamic_bsz: bool = True  # cut micro-batches by tokens, not by number of sequences
     max_tokens_per_micro_batch: int = 16384
     fused_head: bool | None = None  # log-probs without full logits; None: if they would be large
+
+    def forward_rows(self, size: int | None) -> int | None:
+        """Return the sequences of a micro-batch without gradients; None: split by tokens.
+
+        `size`: the `ppo_micro_batch_size_per_gpu` of the role. With gradients it is always used;
+        without them more tokens fit, so it is used only if micro-batches are not split by tokens.
+        """
+        return None if self.use_dynamic_bsz else size
 
 
 @dataclass(frozen=True)
@@ -190,8 +202,10 @@ class RewardConfig:
 
     path: str | None = None  # None: the function registered for the data_source of each row
     name: str = "compute_score"
-    num_processes: int = 0  # 0: functions run in the controller; above 0: in a pool with deadlines
-    timeout_s: float = 10.0  # deadline of one sample in the pool
+    num_processes: int = 2  # processes that call it; 0: called in the controller, without deadline
+    timeout_s: float = 10.0  # deadline of one sample in a process
+    memory_gb: float | None = 8.0  # GiB that one process can allocate; None: no limit
+    on_failure: FailurePolicy = "zero"  # a failed sample: score 0, mask its row, or end the run
 
 
 @dataclass(frozen=True)
@@ -275,9 +289,16 @@ class TrainerConfig:
     seed: int = 0
     val_before_train: bool = True
     test_freq: int = 10  # steps between validations; 0: only after the last step
-    save_freq: int = 0  # steps between checkpoints; 0: only after the last step
-    max_ckpt_to_keep: int | None = None  # None: all
-    resume_mode: str = "disable"  # disable, auto (the newest checkpoint) or a checkpoint folder
+    # A checkpoint is saved after the last step, every `save_freq` steps, and after the first step
+    # that ends `save_interval_s` seconds after the last checkpoint. A crash in a run with these
+    # defaults therefore loses half an hour and one step.
+    save_freq: int = 0  # steps between checkpoints; 0: by time and after the last step
+    save_interval_s: float | None = 1800.0  # seconds between checkpoints; None: not by time
+    max_ckpt_to_keep: int | None = 3  # the newest ones; older ones are deleted; None: keep all
+    save_on_stop: bool = True  # on SIGTERM or Ctrl-C, end the step and save a checkpoint first
+    stop_grace_s: float = 60.0  # seconds for that; then the run stops without a new checkpoint
+    resume_mode: str = "disable"  # disable, auto (the newest whole checkpoint) or its folder
+    resume_override: bool = False  # resume although data or model differ from the checkpoint's
     samples_per_step: int = 8  # responses written to the run folder in each step
     project_name: str = "quadriga"
     experiment_name: str = "run"

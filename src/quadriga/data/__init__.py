@@ -1,6 +1,7 @@
 """DATA: prompts and demonstrations from files, in an order that can be resumed.
 
     rows              parquet and JSON lines → rows; errors name the file and the row
+    bounds            limits of time and memory for a chat template
     chat              the chat of a row → token ids, with the tokenizer's template
     prompts           `PromptDataset`: prompts for generation
     sft               `SFTDataset`: prompts with reference answers for fine-tuning

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict
 
+from quadriga.data.bounds import OutOfTimeError, bounded
 from quadriga.data.rows import Row
 from quadriga.errors import ModelError
 
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BLOCK = 1024  # chats per call of the tokenizer, which bounds the memory for their texts
+_TEMPLATE_S = 10.0  # time for the template to write the texts of one block
+_TEMPLATE_GB = 2.0  # memory for it
+_PER_TOKEN = 64  # characters that a token may have on average before a text counts as too long
+_SHORT = 1 << 20  # characters of a text that are accepted with any limit of tokens
 
 
 class Message(TypedDict):
@@ -48,10 +53,25 @@ def chat_of(row: Row, prompt_key: str) -> Chat:
     return prompt
 
 
+def most_characters(max_tokens: int | None) -> int:
+    """Return the length up to which a text is tokenised, if it may have `max_tokens` tokens.
+
+    The number of tokens is known only after tokenising, which takes seconds for a text of many
+    megabytes. A text of more than 64 characters per allowed token has too many tokens in any case.
+    """
+    return max(_SHORT, _PER_TOKEN * (max_tokens or 0))
+
+
+def characters(chat: Chat) -> int:
+    """Return the number of characters of all messages of a chat."""
+    return sum(len(message["content"]) for message in chat)
+
+
 def encode_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[list[int]]:
     """Return the token ids of each chat, up to the beginning of the assistant's response.
 
-    Raises `ModelError` if the tokenizer has no chat template.
+    Raises `ModelError` if the tokenizer has no chat template, or if the template cannot write a
+    chat within its bounds of time, memory and length. A template is code of the model's author.
     """
     if not tokenizer.chat_template:
         raise ModelError(
@@ -62,11 +82,56 @@ def encode_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> l
     ids: list[list[int]] = []
     for start in range(0, len(chats), _BLOCK):
         block = list(chats[start : start + _BLOCK])
-        texts = tokenizer.apply_chat_template(
-            block,  # type: ignore[arg-type]  # transformers types a message as dict[str, str]
-            add_generation_prompt=True,
-            tokenize=False,
-        )
+        texts = _templated(tokenizer, block, start)
         # The template writes the special tokens, so the tokenizer must not add them again.
         ids.extend(tokenizer(texts, add_special_tokens=False)["input_ids"])
     return ids
+
+
+def _templated(tokenizer: PreTrainedTokenizerBase, chats: list[Chat], first: int) -> list[str]:
+    """Return the text that the template writes for each chat; `first` is the number of the first.
+
+    Raises `ModelError`, naming the first chat that the template cannot write.
+    """
+    _check_operators(tokenizer)
+    try:
+        with bounded(_TEMPLATE_S, _TEMPLATE_GB):
+            texts = _render(tokenizer, chats)
+    except OutOfTimeError:
+        raise _template_error(tokenizer, f"takes more than {_TEMPLATE_S:g} s") from None
+    except Exception as error:  # a template can raise anything, such as ZeroDivisionError
+        if len(chats) > 1:  # find the chat that it cannot write
+            return [_templated(tokenizer, [chat], first + i)[0] for i, chat in enumerate(chats)]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise _template_error(tokenizer, f"fails on prompt {first}: {reason:.300}") from None
+    for number, (text, chat) in enumerate(zip(texts, chats, strict=True), start=first):
+        if len(text) > _SHORT + 4 * characters(chat):
+            what = f"turns the {characters(chat)} characters of prompt {number} into {len(text)}"
+            raise _template_error(tokenizer, what)
+    return texts
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, chats: list[Chat]) -> list[str]:
+    texts = tokenizer.apply_chat_template(
+        chats,  # type: ignore[arg-type]  # transformers types a message as dict[str, str]
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    return [str(text) for text in texts]
+
+
+def _check_operators(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a template with `**`: nothing can interrupt Python while it raises to a power."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        tokens = list(Environment().lex(str(tokenizer.chat_template)))
+    except TemplateSyntaxError as error:
+        raise _template_error(tokenizer, f"is not valid: {error}") from None
+    if any((kind, text) == ("operator", "**") for _, kind, text in tokens):
+        raise _template_error(tokenizer, "uses the operator **, which is not allowed")
+
+
+def _template_error(tokenizer: PreTrainedTokenizerBase, problem: str) -> ModelError:
+    name = str(tokenizer.name_or_path)
+    return ModelError(f"the chat template of the tokenizer {name!r} {problem}", path=name)

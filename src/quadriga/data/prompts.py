@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.data.chat import chat_of, encode_chats
+from quadriga.data.chat import characters, chat_of, encode_chats, most_characters
 from quadriga.data.collate import PromptItem, collate_prompts
 from quadriga.data.rows import Row, read_rows
 from quadriga.errors import DataError
@@ -70,14 +70,25 @@ class PromptDataset:
         max_prompt_length: int | None,
         filter_overlong_prompts: bool,
     ) -> None:
-        chats = [chat_of(row, prompt_key) for row in rows]
         self.pad_token_id: int = tokenizer.pad_token_id
         self.filtered = 0
         self._items: list[PromptItem] = []
+        most = most_characters(max_prompt_length)
         # `index` counts rows before filtering, so it identifies a row of the data for any limit.
-        for index, (row, chat, ids) in enumerate(
-            zip(rows, chats, encode_chats(tokenizer, chats), strict=True)
-        ):
+        chosen = []
+        for index, row in enumerate(rows):
+            chat = chat_of(row, prompt_key)
+            if characters(chat) <= most:
+                chosen.append((index, row, chat))
+            elif filter_overlong_prompts and max_prompt_length is not None:
+                self.filtered += 1
+            else:
+                raise row.error(
+                    f"the prompt has {characters(chat)} characters, more than {most}; shorten it, "
+                    "or set max_prompt_length and filter_overlong_prompts=true"
+                )
+        encoded = encode_chats(tokenizer, [chat for _, _, chat in chosen])
+        for (index, row, chat), ids in zip(chosen, encoded, strict=True):
             if max_prompt_length is not None and len(ids) > max_prompt_length:
                 if not filter_overlong_prompts:
                     raise row.error(

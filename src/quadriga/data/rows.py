@@ -1,4 +1,8 @@
-"""Read parquet and JSON-lines files into rows that know their file and row number."""
+"""Read parquet and JSON-lines files into rows that know their file and row number.
+
+A file of kilobytes can stand for gigabytes: parquet stores a value that is repeated ten million
+times once. Files are therefore read piece by piece, and within the limits of `MAX_…`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,22 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 from quadriga.errors import DataError
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
 SUFFIXES = (".parquet", ".jsonl", ".json")
+
+MAX_ROWS = 5_000_000  # rows of one file
+MAX_ROW = 16 << 20  # bytes of one row
+MAX_FILE = 2 << 30  # bytes of all rows of one parquet file, uncompressed
+MAX_DEPTH = 100  # nested lists and objects of a row
+_PIECE = 512 << 20  # bytes of the rows of a parquet file that are read at a time
+_FEWEST_ROWS, _MOST_ROWS = 8, 4096  # rows that are read at a time
 
 
 @dataclass(frozen=True)
@@ -36,7 +52,7 @@ class Row:
             if not isinstance(value, dict) or value.get(part) is None:
                 inside = f" in {'.'.join(parts[:depth])!r}" if depth else ""
                 found = f"keys {sorted(value)}" if isinstance(value, dict) else type(value).__name__
-                raise self.error(f"no {part!r}{inside}; found {found}")
+                raise self.error(f"no {part!r}{inside}; found {found:.500}")
             value = value[part]
         return value
 
@@ -65,7 +81,7 @@ def check_files(files: Sequence[str | Path]) -> list[Path]:
 def read_rows(files: Sequence[str | Path]) -> list[Row]:
     """Return all rows of all files, in order. A `.json` file holds JSON lines, as `.jsonl` does.
 
-    Raises `DataError` that names the file, and the row if one row is invalid.
+    Raises `DataError` that names the file, and the row if one row is invalid or too large.
     """
     rows: list[Row] = []
     for path in check_files(files):
@@ -76,28 +92,175 @@ def read_rows(files: Sequence[str | Path]) -> list[Row]:
     return rows
 
 
+def count_rows(path: Path) -> int:
+    """Return the number of rows of a file without reading their values.
+
+    Raises `DataError` if the file cannot be read.
+    """
+    try:
+        if path.suffix == ".parquet":
+            with _open_parquet(path) as file:
+                return int(file.metadata.num_rows)
+        with path.open("rb") as lines:
+            return sum(1 for line in _bounded_lines(path, lines) if line.strip())
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}", path=str(path)) from None
+
+
+def _too_large(path: Path, what: str, limit: str) -> DataError:
+    return DataError(
+        f"data file {path} has {what}; the limit is {limit}. Split it into several files",
+        path=str(path),
+    )
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    reason = " ".join(str(error).split())
+    return DataError(f"data file {path} cannot be read as parquet: {reason:.500}", path=str(path))
+
+
 def _parquet(path: Path) -> Iterator[Row]:
+    import pyarrow as pa
+
+    number = total = 0
+    with _open_parquet(path) as file:
+        _check_footer(path, file)
+        try:
+            for piece in _pieces(file):
+                size = sum(_size(column) for column in piece.columns)
+                total += size
+                if size > MAX_ROW * piece.num_rows or total > MAX_FILE:
+                    what = f"{size} bytes in {piece.num_rows} rows"
+                    limit = f"{MAX_ROW} bytes for one row and {MAX_FILE} for all"
+                    raise _too_large(path, what, limit)
+                for values in piece.to_pylist():
+                    yield Row(values, str(path), number)
+                    number += 1
+        except DataError:
+            raise
+        # ValueError: text that is no UTF-8, or a date that Python cannot hold.
+        except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+            raise _unreadable(path, error) from error
+
+
+def _open_parquet(path: Path) -> pq.ParquetFile:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        values = pq.read_table(path).to_pylist()
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(
-            f"data file {path} cannot be read as parquet: {error}", path=str(path)
-        ) from error
-    return (Row(row, str(path), number) for number, row in enumerate(values))
+        return pq.ParquetFile(path, memory_map=False)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _check_footer(path: Path, file: pq.ParquetFile) -> None:
+    """Raise `DataError` if the footer of a file announces more than the limits allow."""
+    footer = file.metadata
+    if footer.num_rows > MAX_ROWS:
+        raise _too_large(path, f"{footer.num_rows} rows", f"{MAX_ROWS} rows")
+    groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+    size = sum(group.total_byte_size for group in groups)
+    if size > MAX_FILE:
+        raise _too_large(path, f"{size} bytes of values", f"{MAX_FILE} bytes")
+    # The values of the lists of all rows, of which each takes at least a byte once it is read.
+    values = sum(
+        max(group.column(column).num_values for column in range(group.num_columns))
+        for group in groups
+        if group.num_columns
+    )
+    if values > MAX_FILE // 8:
+        raise _too_large(path, f"{values} values in a column", f"{MAX_FILE // 8}")
+
+
+def _pieces(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a file, few at a time where they may be large.
+
+    How large rows are is known only after they are read. A row holds at most all values of its row
+    group, each of which is stored at least once; with 64 MB of stored values, 8 rows at a time take
+    at most 512 MB:
+
+        stored values of the group    64 MB    8 MB    1 MB
+        rows at a time                8        64      512
+    """
+    for number in range(file.metadata.num_row_groups):
+        stored = max(1, file.metadata.row_group(number).total_byte_size)
+        rows = min(max(_PIECE // stored, _FEWEST_ROWS), _MOST_ROWS)
+        yield from file.iter_batches(batch_size=rows, row_groups=[number])
+
+
+def _size(array: pa.Array) -> int:
+    """Return the bytes of an array whose repeated values are each stored again."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = array.type
+    if pa.types.is_struct(kind):
+        return sum(_size(array.field(number)) for number in range(kind.num_fields))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return int(array.nbytes - array.values.nbytes + _size(array.flatten()))
+    if not pa.types.is_dictionary(kind):
+        return int(array.nbytes)
+    # Indices [0 0 0] into ["abcd"]: 3 × 4 bytes.
+    text = pa.types.is_string(kind.value_type) or pa.types.is_large_string(kind.value_type)
+    if not text:
+        return int(array.dictionary.nbytes * len(array))
+    lengths = pc.binary_length(array.dictionary)
+    return int(pc.sum(lengths.take(array.indices)).as_py() or 0)
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
-        # Blank lines are not counted: row 1 is the second row with values.
-        for number, line in enumerate(line for line in lines if line.strip()):
-            row = Row({}, str(path), number)
-            try:
-                values = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise row.error(f"not JSON: {error}") from error
-            if not isinstance(values, dict):
-                raise row.error(f"expected a JSON object, got {type(values).__name__}")
-            yield Row(values, str(path), number)
+    try:
+        with path.open("rb") as file:
+            # Blank lines are not counted: row 1 is the second row with values.
+            lines = (line for line in _bounded_lines(path, file) if line.strip())
+            for number, line in enumerate(lines):
+                if number >= MAX_ROWS:
+                    raise _too_large(path, "more rows", f"{MAX_ROWS} rows")
+                row = Row({}, str(path), number)
+                yield Row(_json_object(row, line), str(path), number)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}", path=str(path)) from None
+
+
+def _json_object(row: Row, line: bytes) -> dict[str, object]:
+    try:
+        text = line.decode("utf-8")
+        values = json.loads(text)
+        # Half of a surrogate pair ("\\ud83d") is JSON, but no tokenizer accepts it.
+        if "\\u" in text:
+            json.dumps(values, ensure_ascii=False).encode("utf-8")
+    except json.JSONDecodeError as error:
+        raise row.error(f"not JSON: {error}") from error
+    except UnicodeError as error:
+        raise row.error(f"not text in UTF-8: {error}"[:300]) from error
+    except RecursionError as error:
+        raise row.error(f"nested more than {MAX_DEPTH} deep") from error
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise row.error(f"not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise row.error(f"expected a JSON object, got {type(values).__name__}")
+    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(values) > MAX_DEPTH:
+        raise row.error(f"nested more than {MAX_DEPTH} deep")
+    return values
+
+
+def _depth(value: object) -> int:
+    """Return how deep lists and objects are nested: 1 for `{}`, 2 for `{"a": []}`."""
+    level, depth = [value], 0
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [x for item in level for x in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+def _bounded_lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file. Raise `DataError` for one that is longer than `MAX_ROW`."""
+    number = 0
+    while line := file.readline(MAX_ROW + 1):
+        if len(line) > MAX_ROW:
+            raise DataError(
+                f"{path}, line {number + 1}: longer than the limit of {MAX_ROW} bytes",
+                path=str(path),
+            )
+        number += 1
+        yield line

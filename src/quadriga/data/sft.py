@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.data.chat import chat_of, encode_chats
+from quadriga.data.chat import characters, chat_of, encode_chats, most_characters
 from quadriga.data.collate import SFTItem, collate_answers
 from quadriga.data.rows import read_rows
 from quadriga.errors import DataError
@@ -40,22 +40,30 @@ class SFTDataset:
         response_key: str = "extra_info.answer",
         max_length: int | None = None,
     ) -> None:
-        rows = read_rows(files)
-        chats = [chat_of(row, prompt_key) for row in rows]
-        answers = []
-        for row in rows:
-            answer = row.at(response_key)
+        chats, answers = [], []
+        too_long = 0
+        most = most_characters(max_length)
+        for row in read_rows(files):
+            chat, answer = chat_of(row, prompt_key), row.at(response_key)
             if not isinstance(answer, str):
                 raise row.error(f"{response_key!r} must be text, got {type(answer).__name__}")
-            answers.append(answer)
+            size = characters(chat) + len(answer)
+            if size <= most:
+                chats.append(chat)
+                answers.append(answer)
+            elif max_length is not None:
+                too_long += 1
+            else:
+                raise row.error(f"prompt and answer have {size} characters, more than {most}")
         prompt_ids = encode_chats(tokenizer, chats)
-        answer_ids = tokenizer(answers, add_special_tokens=False)["input_ids"]
+        # A tokenizer does not accept an empty list.
+        answer_ids = tokenizer(answers, add_special_tokens=False)["input_ids"] if answers else []
         items: list[SFTItem] = [
             {"prompt_ids": prompt, "response_ids": [*answer, tokenizer.eos_token_id]}
             for prompt, answer in zip(prompt_ids, answer_ids, strict=True)
         ]
         self._items = [item for item in items if max_length is None or _tokens(item) <= max_length]
-        self.filtered = len(items) - len(self._items)
+        self.filtered = too_long + len(items) - len(self._items)
         if not self._items:
             raise DataError(
                 f"all {self.filtered} rows of {', '.join(map(str, files))} have more than "

@@ -11,12 +11,16 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from quadriga.config.secrets import mask_secrets
+
 SHOWN = {
     "reward/mean": ("reward", "{:.3f}"),
     "sft/loss": ("loss", "{:.3f}"),
+    "reward/failed": ("failed", "{:.1%}"),
     "val/accuracy": ("accuracy", "{:.1%}"),
     "perf/tokens_per_second": ("tokens/s", "{:,.0f}"),
 }
+SHOWN_ABOVE_ZERO = ("reward/failed",)
 PLAIN_LINES = 20  # about how many lines a run writes to a file or a pipe
 
 
@@ -64,7 +68,7 @@ class RunConsole:
 
     def note(self, text: str) -> None:
         """Print a line above the progress line."""
-        self.console.print(text, soft_wrap=True)
+        self.console.print(mask_secrets(text), soft_wrap=True)
 
     def close(self) -> None:
         """Stop updating the progress line; it stays on the terminal."""
@@ -77,7 +81,7 @@ class RunConsole:
         self.close()
         table = Table(title=title, title_justify="left", show_header=False, expand=False)
         for name, value in rows:
-            table.add_row(name, value)
+            table.add_row(name, mask_secrets(value))
         self.console.print(table)
 
     def _draw(self, step: int) -> None:
@@ -102,7 +106,7 @@ class RunConsole:
         parts = [
             f"{label} {form.format(self._latest[name])}"
             for name, (label, form) in SHOWN.items()
-            if name in self._latest
+            if name in self._latest and (self._latest[name] or name not in SHOWN_ABOVE_ZERO)
         ]
         left = self.seconds_left(step)
         return "  ".join(parts if left is None else [*parts, f"left {duration(left)}"])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from quadriga.config.secrets import mask_secrets
 from quadriga.errors import DataError, InputError
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
@@ -38,7 +39,10 @@ class JsonlFile:
             raise cannot_write(self.path, error) from error
 
     def write(self, row: Mapping[str, object]) -> None:
-        """Append one object. NaN and infinities are written as "NaN", "Infinity", "-Infinity"."""
+        """Append one object, with secrets masked in its texts.
+
+        NaN and infinities are written as "NaN", "Infinity", "-Infinity".
+        """
         data = (json.dumps(_json_value(row), ensure_ascii=False) + "\n").encode()
         try:
             before = os.fstat(self._fd).st_size
@@ -121,14 +125,16 @@ def _json_value(value: object) -> JsonValue:
         return {str(k): _json_value(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_json_value(v) for v in value]
-    if isinstance(value, str | int | bool | None):
+    if isinstance(value, str):
+        return mask_secrets(value)
+    if isinstance(value, int | None):
         return value
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
         return _json_value(value.tolist())
     if isinstance(value, float):
         # JSON has no NaN: `json.dumps` would write a bare NaN, which other readers refuse.
         return value if math.isfinite(value) else _NON_FINITE[str(value)]
-    return str(value)
+    return mask_secrets(str(value))
 
 
 _NON_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}

@@ -34,9 +34,11 @@ METRICS: dict[str, MetricInfo] = {
     "reward/overlong_penalty": _I("reward", "soft over-long penalty per response, at most 0"),
     "val/accuracy": _I("share", "mean validation score; an accuracy if scores are 0 or 1"),
     "val/samples": _I("responses", "validation responses that were scored", "sum"),
-    "reward/raised": _I("samples", "reward functions that raised; the sample scores 0", "sum"),
+    "reward/raised": _I("samples", "reward functions that raised an exception", "sum"),
     "reward/timed_out": _I("samples", "reward functions that exceeded their deadline", "sum"),
     "reward/crashed": _I("samples", "reward functions that ended their process", "sum"),
+    "reward/failed": _I("share", "samples without a score: raised, timed out or crashed"),
+    "reward/masked": _I("samples", "failed samples that are left out of the update", "sum"),
     "reward/extra/*": _I("1", "another number that reward functions return"),
     # Lengths and sizes
     "response_length/mean": _I("tokens", "length of a response, end token included"),

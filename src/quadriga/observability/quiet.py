@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from quadriga.config.secrets import mask_logs
+
 _ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -38,9 +40,12 @@ _LOGGERS = {
 def silence_libraries() -> None:
     """Lower the log level of libraries in this process and in the processes that it starts.
 
+    Secrets in the log records of this process are masked from then on.
+
     Call it before the libraries are imported. Environment variables that the user has set are not
     changed. Further calls have no effect.
     """
+    mask_logs()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name, level in _LOGGERS.items():

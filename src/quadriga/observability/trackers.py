@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from quadriga.config.secrets import mask_secrets
 from quadriga.errors import UnknownNameError
 from quadriga.observability.console import RunConsole
 from quadriga.observability.jsonl import JsonlFile, cannot_write
@@ -117,10 +118,15 @@ class Trackers:
         """Create the trackers with these names. Raises `UnknownNameError` before it creates any."""
         names = list(dict.fromkeys(names))
         check_trackers(names)
+        run = replace(run, title=mask_secrets(run.title))
         return cls([TRACKERS[name](run) for name in names])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass the metrics of a step to every tracker."""
+        """Pass the metrics of a step to every tracker, with secrets masked in their names.
+
+        The names of some metrics come from code of the user, such as `reward/extra/*`.
+        """
+        metrics = {mask_secrets(name): value for name, value in metrics.items()}
         for tracker in self._trackers:
             tracker.log(step, metrics)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from quadriga.errors import DataError, InputError, UnknownNameError
+from quadriga.rewards.containment import contained, describe
 
 # `...` and not the four names: a user may annotate `ground_truth` with any type.
 RewardFunction = Callable[..., object]
@@ -39,7 +40,7 @@ class FunctionRef:
         if self.source.endswith(".py"):
             module = _from_file(Path(self.source))
         else:
-            module = importlib.import_module(self.source)
+            module = _from_name(self.source)
         function: RewardFunction | None = getattr(module, self.name, None)
         if function is None or not callable(function):
             defined = [n for n, v in vars(module).items() if inspect.isfunction(v)]
@@ -60,6 +61,9 @@ FUNCTIONS: dict[str, FunctionRef] = {
     "openai/gsm8k": _MARKED_ANSWER,
 }
 """data_source → rule function."""
+
+BUILT_IN = frozenset({_MARKED_ANSWER})
+"""Functions that read a ground truth and take microseconds, so they need no other process."""
 
 
 def register_reward_function(data_source: str, path: str, name: str = "compute_score") -> None:
@@ -113,20 +117,31 @@ def load_reward_function(path: str | Path, name: str = "compute_score") -> Funct
     return ref
 
 
+def _from_name(name: str) -> ModuleType:
+    try:
+        with contained():
+            return importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise InputError(f"reward module {name} cannot be imported: {describe(error)}") from error
+
+
 def _from_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"quadriga_reward_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise InputError(f"reward file {path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        with contained():
+            spec.loader.exec_module(module)
     except FileNotFoundError as error:
         raise DataError(f"reward file {path} does not exist", path=str(path)) from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         # Whatever the import raises is an error in the user's file, `exit()` at its top level too.
-        raise InputError(
-            f"reward file {path} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        raise InputError(f"reward file {path} cannot be imported: {describe(error)}") from error
     return module
 
 

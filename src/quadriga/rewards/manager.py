@@ -11,9 +11,18 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from quadriga.errors import ConfigError, DataError, FieldError
+from quadriga.config.schema import FailurePolicy, RewardConfig
+from quadriga.config.secrets import mask_secrets
+from quadriga.errors import ConfigError, DataError, FieldError, RewardError
 from quadriga.protocol import DataProto, fields
-from quadriga.rewards.functions import FunctionRef, RewardFunction, reward_function_for
+from quadriga.rewards.containment import contained
+from quadriga.rewards.functions import (
+    BUILT_IN,
+    FunctionRef,
+    RewardFunction,
+    load_reward_function,
+    reward_function_for,
+)
 from quadriga.rewards.outcome import FAILURES, SCORED, Outcome, Sample, Status, call
 from quadriga.rewards.pool import RewardPool
 
@@ -43,18 +52,26 @@ class Failure:
 class RewardManager:
     """Scores batches with rule functions.
 
-    A function that raises, hangs or crashes affects only its own sample: the sample scores 0, is
-    counted in `metrics` and described in `failures`. Both attributes are of the last batch.
+    A function that raises, hangs or crashes affects only its own sample, which is counted in
+    `metrics` and described in `failures`. What its score is depends on `on_failure`.
 
     Args:
         tokenizer: decodes the responses.
         function: scores every row; None: each row is scored by the function of its `data_source`.
         num_processes: 0: functions are called in this process, one after the other and without a
-            deadline, which is right for rules that take microseconds. Above 0: they are called in
-            that many processes, with a deadline per sample.
+            deadline. Above 0: they are called in that many processes, with a deadline per sample.
+            The built-in functions are called in this process in both cases.
         timeout_s: the deadline of a sample in seconds, with processes.
+        memory_gb: GiB that one process may allocate; None: no limit.
+        on_failure: "zero": the score of a failed sample is 0; "mask": it is 0, and the row is in
+            `masked_rows`; "fail": the call raises.
         components: keys of the dicts that the functions return. Their numbers become the field
             `reward_components` [B, K].
+
+    Attributes:
+        metrics: of the last batch; `reward/failed` is the share of samples without a score.
+        failures: of the last batch.
+        masked_rows: rows of the last batch that must take no part in the update.
     """
 
     def __init__(
@@ -64,6 +81,8 @@ class RewardManager:
         *,
         num_processes: int = 0,
         timeout_s: float = 10.0,
+        memory_gb: float | None = None,
+        on_failure: FailurePolicy = "zero",
         components: Sequence[str] = (),
     ) -> None:
         if num_processes and function is not None and not isinstance(function, FunctionRef):
@@ -73,18 +92,42 @@ class RewardManager:
             )
         self.tokenizer = tokenizer
         self.function = function
+        self.on_failure = on_failure
         self.components = tuple(components)
         self.metrics: dict[str, float] = {}
         self.failures: list[Failure] = []
-        self._pool = RewardPool(num_processes, timeout_s) if num_processes else None
+        self.masked_rows: list[int] = []
+        self._pool: RewardPool | None = None
+        if num_processes:
+            self._pool = RewardPool(num_processes, timeout_s, memory_gb=memory_gb)
         self._loaded: dict[FunctionRef, RewardFunction] = {}
 
+    @classmethod
+    def from_settings(
+        cls, settings: RewardConfig, tokenizer: TextDecoder, components: Sequence[str] = ()
+    ) -> RewardManager:
+        """Return the manager that the settings `reward.*` describe."""
+        function = load_reward_function(settings.path, settings.name) if settings.path else None
+        return cls(
+            tokenizer,
+            function,
+            num_processes=settings.num_processes,
+            timeout_s=settings.timeout_s,
+            memory_gb=settings.memory_gb,
+            on_failure=settings.on_failure,
+            components=components,
+        )
+
     def check(self, items: Iterable[Mapping[str, object]]) -> None:
-        """Raise `DataError` for the first item of a dataset that cannot be scored."""
+        """Raise `DataError` for the first item of a dataset that cannot be scored.
+
+        An item needs a `data_source` that has a function, unless a function of the user scores all
+        rows; and a ground truth, if a built-in function scores it.
+        """
         for item in items:
             try:
-                self._ref(item.get(fields.DATA_SOURCE))
-                _ground_truth(item.get(fields.REWARD_MODEL))
+                ref = self._ref(item.get(fields.DATA_SOURCE))
+                _ground_truth(item.get(fields.REWARD_MODEL), ref)
             except (KeyError, TypeError) as error:
                 row = item.get(fields.INDEX)
                 raise DataError(f"row {row} cannot be scored: {error}", row=row) from error
@@ -93,16 +136,17 @@ class RewardManager:
         """Score a batch.
 
         Reads `responses` and `response_mask` [B, R], and the object arrays `reward_model`,
-        `data_source` and `extra_info`, of which the last two may be missing.
+        `data_source` and `extra_info`. With a function of the user, these may be missing.
 
         Returns:
             `token_level_scores` [B, R] float32: the score of a row at its last response token, 0
             elsewhere; and `reward_components` [B, K] float32 if `components` are set.
 
         Raises:
-            FieldError: `reward_model` is missing, has no ground truth in a row, or a function did
-                not return a component.
+            FieldError: a row of a built-in function has no ground truth, or a function did not
+                return a component.
             UnknownNameError: a data source has no function.
+            RewardError: a sample failed and `on_failure` is "fail".
         """
         mask = data.batch[fields.RESPONSE_MASK]
         outcomes = self._score(self._samples(data, mask))
@@ -120,23 +164,20 @@ class RewardManager:
 
     def _samples(self, data: DataProto, mask: torch.Tensor) -> list[Sample]:
         arrays = data.non_tensor_batch
-        if fields.REWARD_MODEL not in arrays:
-            raise FieldError(
-                "rule rewards read reward_model.ground_truth, but the batch has no field "
-                f"'reward_model'; its object arrays are {sorted(arrays)}",
-                field=fields.REWARD_MODEL,
-            )
         empty = np.full(len(data), None)
         sources = arrays.get(fields.DATA_SOURCE, empty)
         infos = arrays.get(fields.EXTRA_INFO, empty)
+        models = arrays.get(fields.REWARD_MODEL, empty)
         texts = self._texts(data.batch[fields.RESPONSES], mask)
         samples = []
-        for row, (text, source, info) in enumerate(zip(texts, sources, infos, strict=True)):
+        rows = zip(texts, sources, models, infos, strict=True)
+        for row, (text, source, model, info) in enumerate(rows):
+            ref = self._ref(source)
             try:
-                truth = _ground_truth(arrays[fields.REWARD_MODEL][row])
+                truth = _ground_truth(model, ref)
             except TypeError as error:
                 raise FieldError(f"row {row}: {error}", field=fields.REWARD_MODEL) from error
-            samples.append(Sample(self._ref(source), str(source), text, truth, info))
+            samples.append(Sample(ref, str(source), text, truth, info))
         return samples
 
     def _texts(self, responses: torch.Tensor, mask: torch.Tensor) -> list[str]:
@@ -157,12 +198,27 @@ class RewardManager:
         return ref
 
     def _score(self, samples: list[Sample]) -> list[Outcome]:
-        if self._pool is not None:
-            return self._pool.run(samples)
-        for sample in samples:
-            if sample.function not in self._loaded:
-                self._loaded[sample.function] = sample.function.load()
-        return [call(self._loaded[sample.function], sample) for sample in samples]
+        """Score the samples of built-in functions in this process, and all others in the pool."""
+        if self._pool is None:
+            return [self._score_in_this_process(sample) for sample in samples]
+        outcomes = {
+            row: self._score_in_this_process(sample)
+            for row, sample in enumerate(samples)
+            if sample.function in BUILT_IN
+        }
+        others = [row for row in range(len(samples)) if row not in outcomes]
+        if others:
+            scored = self._pool.run([samples[row] for row in others])
+            outcomes.update(zip(others, scored, strict=True))
+        return [outcomes[row] for row in range(len(samples))]
+
+    def _score_in_this_process(self, sample: Sample) -> Outcome:
+        if sample.function not in self._loaded:
+            self._loaded[sample.function] = sample.function.load()
+        if sample.function in BUILT_IN:
+            return call(self._loaded[sample.function], sample)
+        with contained():
+            return call(self._loaded[sample.function], sample)
 
     def _components(self, outcomes: list[Outcome]) -> torch.Tensor:
         """Return the numbers of `components` that the functions returned, [B, K] float32.
@@ -184,27 +240,35 @@ class RewardManager:
         return torch.tensor(rows, dtype=torch.float32).reshape(len(outcomes), len(self.components))
 
     def _report(self, outcomes: list[Outcome], data: DataProto) -> None:
-        """Set `metrics` and `failures`, and log the first failure of the batch."""
+        """Set `metrics`, `failures` and `masked_rows`; log the first failure, or raise for it."""
         sources = data.non_tensor_batch.get(fields.DATA_SOURCE, [None] * len(outcomes))
         self.failures = [
-            Failure(row, str(sources[row]), outcome.status, outcome.detail)
+            Failure(row, str(sources[row]), outcome.status, mask_secrets(outcome.detail))
             for row, outcome in enumerate(outcomes)
             if outcome.status != SCORED
         ]
+        masks = self.on_failure == "mask"
+        self.masked_rows = [failure.row for failure in self.failures] if masks else []
         counts = Counter(outcome.status for outcome in outcomes)
         self.metrics = {f"reward/{status}": float(counts[status]) for status in FAILURES}
+        self.metrics["reward/failed"] = len(self.failures) / max(1, len(outcomes))
+        self.metrics["reward/masked"] = float(len(self.masked_rows))
         self.metrics |= _mean_extras(outcomes)
-        if self.failures:
-            first = self.failures[0]
-            _log.warning(
-                "%d of %d samples have no score and count as 0; the first is row %d (%s), %s: %s",
-                len(self.failures),
-                len(outcomes),
-                first.row,
-                first.data_source,
-                first.status.replace("_", " "),
-                first.detail,
+        if not self.failures:
+            return
+        first = self.failures[0]
+        what = f"row {first.row} ({first.data_source}), {first.status.replace('_', ' ')}"
+        count = f"{len(self.failures)} of {len(outcomes)} samples have no score"
+        if self.on_failure == "fail":
+            raise RewardError(
+                f"{count}; the first is {what}: {first.detail}. Mend the reward function, or set "
+                "reward.on_failure to zero or mask",
+                row=first.row,
+                data_source=first.data_source,
+                status=first.status,
             )
+        consequence = "are left out of the update" if masks else "count as 0"
+        _log.warning("%s and %s; the first is %s: %s", count, consequence, what, first.detail)
 
 
 def at_last_token(score_B: torch.Tensor, mask_BR: torch.Tensor) -> torch.Tensor:
@@ -232,12 +296,14 @@ def _ends(mask_BR: torch.Tensor) -> torch.Tensor:
     return (mask_BR.bool() * positions_R).amax(dim=-1)
 
 
-def _ground_truth(reward_model: object) -> object:
-    if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") is None:
+def _ground_truth(reward_model: object, function: FunctionRef) -> object:
+    """Return the ground truth of a row; None if it has none and the function is the user's."""
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+    if truth is None and function in BUILT_IN:
         raise TypeError(
             f"reward_model must be a dict with 'ground_truth', got {reward_model!r:.80}"
         )
-    return reward_model["ground_truth"]
+    return truth
 
 
 def _mean_extras(outcomes: list[Outcome]) -> dict[str, float]:

@@ -1,13 +1,19 @@
-"""One sample to score, and the outcome of scoring it."""
+"""One sample to score, the outcome of scoring it, and the message that carries an outcome.
+
+A reward function is code of the user, so every part of an outcome is bounded in size, and an
+outcome is sent between processes as JSON: reading it runs no code.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
+from quadriga.rewards.containment import cut, describe
 from quadriga.rewards.functions import FunctionRef, RewardFunction
 
 Status = Literal["scored", "raised", "timed_out", "crashed"]
@@ -16,6 +22,10 @@ RAISED: Final = "raised"
 TIMED_OUT: Final = "timed_out"
 CRASHED: Final = "crashed"
 FAILURES: tuple[Status, ...] = (RAISED, TIMED_OUT, CRASHED)
+
+MAX_EXTRAS = 64  # entries of the dict that a function returns besides its score
+MAX_NAME = 100  # characters of the key of such an entry
+MAX_TEXT = 1000  # characters of the value of such an entry, if it is a text
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,52 @@ class Outcome:
     detail: str = ""
 
 
+@dataclass(frozen=True)
+class Report:
+    """A message from a process of the pool: which process, which sample, and its outcome.
+
+    `sample` and `process` are compared with those that the pool is waiting for, so that a copy of
+    the process that a function has forked cannot report a score for another sample.
+
+    Attributes:
+        sample: the number that the pool gave to the sample; -1 when the process is ready.
+        outcome: None when the process is ready, and when the function is about to be called.
+    """
+
+    sample: int
+    process: int
+    outcome: Outcome | None = None
+
+    def encode(self) -> bytes:
+        """Return the message as JSON."""
+        return json.dumps([self.sample, self.process, self.outcome and vars(self.outcome)]).encode()
+
+    @classmethod
+    def decode(cls, message: bytes) -> Report:
+        """Return the report of a message. Raises `ValueError` if the message is no report."""
+        try:
+            sample, process, plain = json.loads(message)
+            outcome = None if plain is None else Outcome(**plain)
+        except (TypeError, RecursionError) as error:
+            raise ValueError(f"not a report: {error}") from error
+        if not isinstance(sample, int) or not isinstance(process, int):
+            raise ValueError("not a report: the sample and the process must be integers")
+        if outcome is not None and not _is_valid(outcome):
+            raise ValueError("not a report: its outcome has values of the wrong type")
+        return cls(sample, process, outcome)
+
+
+def _is_valid(outcome: Outcome) -> bool:
+    return (
+        outcome.status in get_args(Status)
+        and isinstance(outcome.score, float)
+        and math.isfinite(outcome.score)
+        and isinstance(outcome.detail, str)
+        and isinstance(outcome.extra, dict)
+        and all(isinstance(value, float | str) for value in outcome.extra.values())
+    )
+
+
 def call(function: RewardFunction, sample: Sample) -> Outcome:
     """Score one sample. An exception of the function becomes an outcome with status "raised"."""
     try:
@@ -56,9 +112,11 @@ def call(function: RewardFunction, sample: Sample) -> Outcome:
             extra_info=sample.extra_info,
         )
         return _outcome(value)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # `SystemExit` and `CancelledError` are no `Exception`
         # The function is code of the user: one sample that fails must not end the run.
-        return Outcome(RAISED, detail=f"{type(error).__name__}: {error}")
+        return Outcome(RAISED, detail=describe(error))
 
 
 def _outcome(value: object) -> Outcome:
@@ -67,7 +125,12 @@ def _outcome(value: object) -> Outcome:
     if isinstance(value, Mapping):
         if "score" not in value:
             raise TypeError(f"a returned dict needs 'score', got {sorted(map(str, value))}")
-        extra = {str(k): _plain(v) for k, v in value.items() if k != "score"}
+        if len(value) > MAX_EXTRAS + 1:
+            raise ValueError(
+                f"a returned dict has {len(value)} entries; 'score' and at most {MAX_EXTRAS} "
+                "others are allowed"
+            )
+        extra = {cut(str(k), MAX_NAME): _plain(v) for k, v in value.items() if k != "score"}
         value = value["score"]
     # `__float__` and not `float`: a score may be a numpy or torch scalar.
     if isinstance(value, str) or not hasattr(value, "__float__"):
@@ -79,5 +142,5 @@ def _outcome(value: object) -> Outcome:
 
 
 def _plain(value: object) -> float | str:
-    """Return a number or the text of a value, which other processes can unpickle and log."""
-    return float(value) if isinstance(value, numbers.Real) else str(value)
+    """Return a number or the text of a value, which can be sent as JSON and logged."""
+    return float(value) if isinstance(value, numbers.Real) else cut(str(value), MAX_TEXT)

@@ -1,0 +1,196 @@
+"""Read a settings file and check settings texts, in bounded time and memory.
+
+A few lines of YAML can stand for gigabytes: each line of `b: [*a, *a]` doubles what an alias stands
+for, and each `${a}${a}` what an interpolation stands for. Nested brackets can exhaust the stack.
+The size of what a text stands for is therefore calculated before anything is expanded.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from quadriga.config.writing import Plain
+from quadriga.errors import ConfigError
+
+MAX_FILE = 1 << 20  # bytes of a settings file
+MAX_TEXT = 1 << 16  # bytes of one override
+MAX_VALUES = 20_000  # values of a settings file, with aliases expanded
+MAX_DEPTH = 32  # nested lists and mappings
+MAX_INTERPOLATED = 200  # texts with interpolations
+MAX_RESOLVED = 1 << 20  # characters of all interpolated texts together, resolved
+
+_INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+_NAME = re.compile(r"[\w.-]+")
+
+
+def read_settings_file(path: Path) -> dict[str, Plain]:
+    """Return the values of a YAML file, with interpolations unresolved.
+
+    Raises `ConfigError` if the file cannot be read, is no mapping, or exceeds a limit.
+    """
+    try:
+        text = _text_of(path)
+        _check_structure(text)
+        loaded = OmegaConf.create(OmegaConf.load(io.StringIO(text)))
+        values = OmegaConf.to_container(loaded, resolve=False)
+    except FileNotFoundError:
+        raise ConfigError(f"no settings file {path}", key="--config") from None
+    except RecursionError:
+        raise _unreadable(path, "its values are nested too deeply") from None
+    # ValueError: a number of more digits than Python converts, or bytes that are no UTF-8.
+    # TypeError: a mapping or a list as a key.
+    except (OSError, ValueError, TypeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise _unreadable(path, " ".join(str(error).split())) from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold `key: value` settings, got a list", key="--config")
+    return {str(key): value for key, value in values.items()}
+
+
+def check_override(text: str, key: str) -> None:
+    """Raise `ConfigError` for an override that is too long or nested too deeply to be parsed."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(f"{key!a}: an override must be text in UTF-8", key=key) from None
+    if len(text) > MAX_TEXT:
+        raise ConfigError(
+            f"{key}: an override may have {MAX_TEXT} characters, got {len(text)}; "
+            "write long values into a file and pass it with --config",
+            key=key,
+        )
+    depth = 0
+    deepest = text.partition("=")[0].count(".")
+    for character in text:
+        depth += (character in "[{(") - (character in ")}]")
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        raise ConfigError(f"{key}: nested {deepest} levels deep; {MAX_DEPTH} are allowed", key=key)
+
+
+def check_interpolations(values: Mapping[str, Plain]) -> None:
+    """Raise `ConfigError` if the interpolations of some values stand for too much text.
+
+    The size of a text is its length, and for an interpolated one that of the texts it refers to:
+
+        a: "0123456789"       10
+        b: "${a}${a}"         8 + 2 × 10 = 28
+        c: "${b}${b}"         8 + 2 × 28 = 64, and so on: it doubles with each line
+
+    A name refers to every key that ends with it, because it may be relative to a section. This can
+    count too much, never too little.
+    """
+    texts = {key: text for key, text in _texts(values, "") if "${" in text}
+    if len(texts) > MAX_INTERPOLATED:
+        raise ConfigError(f"{len(texts)} values have interpolations; {MAX_INTERPOLATED} may")
+    # Characters of the plain texts below each part of a key.
+    plain: Counter[str] = Counter()
+    for key, text in _texts(values, ""):
+        plain.update(dict.fromkeys(key.split("."), 0 if key in texts else len(text)))
+    sizes: dict[str, int] = {}
+
+    def size(key: str) -> int:
+        if key not in sizes:
+            sizes[key] = 0  # a circle: resolving it is an error of its own
+            names = [n for inner in _INNERMOST.findall(texts[key]) for n in _NAME.findall(inner)]
+            found = sum(plain[name.rpartition(".")[2]] for name in names)
+            found += sum(size(other) for name in names for other in texts if _refers(name, other))
+            sizes[key] = min(len(texts[key]) + found, MAX_RESOLVED + 1)
+        return sizes[key]
+
+    for key, text in texts.items():
+        if "${" in _INNERMOST.sub("", text):
+            raise ConfigError(
+                f"{key}: an interpolation that is not closed, or inside another one", key=key
+            )
+        if size(key) > MAX_RESOLVED:
+            raise ConfigError(
+                f"{key}: its interpolations stand for more than {MAX_RESOLVED} characters", key=key
+            )
+
+
+def _refers(name: str, key: str) -> bool:
+    """Return whether a name in an interpolation may mean a key, or a section around it."""
+    name = name.strip(".")
+    return bool(name) and f".{name}." in f".{key}."
+
+
+def _texts(value: Plain | Mapping[str, Plain], key: str) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, text) for every text in nested values."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _texts(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _texts(item, f"{key}.{number}")
+
+
+def _text_of(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise OSError("it is not a regular file")
+    with path.open("rb") as file:
+        data = file.read(MAX_FILE + 1)
+    if len(data) > MAX_FILE:
+        raise OSError(f"it is larger than {MAX_FILE} bytes")
+    text = data.decode("utf-8")
+    # Parsing an interpolation takes a millisecond; the exact number is checked after loading.
+    if text.count("${") > 5 * MAX_INTERPOLATED:
+        raise OSError(f"it has {text.count('${')} interpolations; {MAX_INTERPOLATED} are allowed")
+    return text
+
+
+class _Counter:
+    """Counts the values of a YAML text with aliases expanded, event by event.
+
+    Neither the depth of the text nor its aliases cost memory. An anchor has the size of the values
+    below it, and an alias the size of its anchor:
+
+        a: &a [1, 2]      &a = 3 (a list and two numbers)
+        b: &b [*a, *a]    &b = 1 + 3 + 3 = 7
+        c: [*b, *b]       1 + 7 + 7 = 15
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.sizes: dict[str, int] = {}
+        self.open: list[tuple[str | None, int]] = []  # anchor, and the total before the node
+
+    def add(self, event: yaml.Event) -> None:
+        """Count one event. Raise `YAMLError` for an alias inside its own anchor."""
+        if isinstance(event, yaml.AliasEvent):
+            if any(anchor == event.anchor for anchor, _ in self.open):
+                raise yaml.YAMLError(f"the alias *{event.anchor} is inside the value it stands for")
+            self.total += self.sizes.get(event.anchor, 0)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            self.open.append((event.anchor, self.total))
+            self.total += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = self.open.pop()
+            self.sizes[anchor or ""] = self.total - before
+        elif isinstance(event, yaml.ScalarEvent):
+            self.total += 1
+            self.sizes[event.anchor or ""] = 1
+
+
+def _check_structure(text: str) -> None:
+    """Raise `YAMLError` if the values are nested too deeply, or too many with aliases expanded."""
+    counter = _Counter()
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        counter.add(event)
+        if len(counter.open) > MAX_DEPTH:
+            raise yaml.YAMLError(f"values are nested more than {MAX_DEPTH} deep")
+        if counter.total > MAX_VALUES:
+            raise yaml.YAMLError(f"it stands for more than {MAX_VALUES} values")
+
+
+def _unreadable(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"cannot read settings file {path}: {reason}", key="--config")

@@ -1,0 +1,130 @@
+"""Find and mask secrets in settings and in text, by their names, values and forms.
+
+Three things make a text a secret:
+
+    its name     a setting or a variable called `hub_token`, `apiKey`, `DB_PASSWORD`, …
+    its value    the value of an environment variable, or of a setting, with such a name; it is
+                 masked wherever it occurs
+    its form     a user and password in a URL, or a key with the prefix of a known service
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+MASK = "***"
+MIN_LENGTH = 6  # a shorter value ("1", "true", "root") occurs in ordinary text
+
+T = TypeVar("T")
+
+# The last words of a name: `hub_token`, but not `max_tokens_per_micro_batch`.
+_NAME = re.compile(
+    r"(^|_)(token|password|passwd|pwd|pass|passphrase|passcode|pin_code|secret|secrets|"
+    r"credential|credentials|creds|auth|authorization|bearer|cookie|jwt|dsn|webhook|webhook_url|"
+    r"connection_string|conn_str|signature|salt|"
+    r"(api|access|secret|private|encryption|signing|license|account|storage|service|master|"
+    r"shared|auth|ssh|session|webhook|deploy|client)_?key|apikey|"
+    r"(token|password|secret|key)_(value|id|string|base64|b64))(_\d+)?$"
+)
+# The word before a capital: `apiKey` → `api_Key`, `HFToken` → `HF_Token`.
+_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_FORMS = re.compile(
+    r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]{1,20}://)[^\s/@:'\"]{0,200}:[^\s/@'\"]{1,500}@"
+    r"|\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\b(gh[pousr]_|github_pat_)[A-Za-z0-9_]{20,}"
+    r"|\bglpat-[A-Za-z0-9_-]{16,}|\bxox[a-z]-[A-Za-z0-9-]{10,}|\b(AKIA|ASIA)[A-Z0-9]{16}\b"
+    r"|\bAIza[A-Za-z0-9_-]{30,}|\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+)
+_FORM_MARKS = ("://", "hf_", "sk-", "gh", "glpat-", "xox", "AKIA", "ASIA", "AIza", "eyJ", "-----B")
+
+_values_of_settings: set[str] = set()
+
+
+@functools.lru_cache(maxsize=4096)
+def is_secret_name(name: str) -> bool:
+    """Return whether a setting, a variable or a key of a dict is called like a secret."""
+    snake = re.sub(r"[^a-z0-9]+", "_", _WORD.sub("_", name).lower()).strip("_")
+    return bool(_NAME.search(snake))
+
+
+def remember_secret(value: str) -> None:
+    """Mask a value in every text from now on; a value below `MIN_LENGTH` characters is not."""
+    if len(value) >= MIN_LENGTH:
+        _values_of_settings.add(value)
+
+
+def mask_secrets(text: str) -> str:
+    """Return a text without the values of secrets and without keys of known forms."""
+    for value in _secret_values():
+        if value in text:
+            text = text.replace(value, MASK)
+    if any(mark in text for mark in _FORM_MARKS):
+        text = _FORMS.sub(lambda found: f"{found['scheme'] or ''}{MASK}{_at(found[0])}", text)
+    return text
+
+
+def mask_values(value: T, name: str = "") -> T:
+    """Return plain values with every secret masked: texts in dicts and lists, by name and value."""
+    return _masked(value, name)  # type: ignore[return-value]  # the structure of the value is kept
+
+
+def mask_logs() -> None:
+    """Mask secrets in the log records that this process creates from now on."""
+    create = logging.getLogRecordFactory()
+    if getattr(create, "masks_secrets", False):
+        return
+
+    def create_masked(*args: object, **kwargs: object) -> logging.LogRecord:
+        return _mask_record(create(*args, **kwargs))
+
+    create_masked.masks_secrets = True  # type: ignore[attr-defined]  # a mark on the function
+    logging.setLogRecordFactory(create_masked)
+
+
+def _mask_record(record: logging.LogRecord) -> logging.LogRecord:
+    try:
+        message = record.getMessage()
+    except Exception:  # the arguments do not fit the message; `logging` reports that
+        return record
+    masked = mask_secrets(message)
+    if masked != message:
+        record.msg, record.args = masked, None
+    if record.exc_info and record.exc_info[0] is not None:
+        # A formatter writes this text instead of formatting the exception again.
+        shown = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+        masked = mask_secrets(shown)
+        if masked != shown:
+            record.exc_text = masked
+    return record
+
+
+def _masked(value: object, name: str) -> object:
+    if isinstance(value, Mapping):
+        return {key: _masked(item, f"{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_masked(item, name) for item in value])
+    if isinstance(value, str):
+        return MASK if value and is_secret_name(name) else mask_secrets(value)
+    return value
+
+
+def _secret_values() -> Iterator[str]:
+    """Yield the values to mask, longest first: one may be a part of another."""
+    found = {value for name, value in os.environ.items() if _is_secret_variable(name, value)}
+    return iter(sorted(found | _values_of_settings, key=len, reverse=True))
+
+
+def _is_secret_variable(name: str, value: str) -> bool:
+    # PWD is the working directory. A path, such as that of a file with credentials, is no secret.
+    no_secret = name in ("PWD", "OLDPWD") or len(value) < MIN_LENGTH or value.startswith("/")
+    return not no_secret and is_secret_name(name)
+
+
+def _at(text: str) -> str:
+    return "@" if text.endswith("@") else ""

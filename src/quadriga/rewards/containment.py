@@ -1,0 +1,52 @@
+"""Keep code of the user within bounds in the process that runs it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+MAX_DETAIL = 2000  # characters of the description of an error
+
+
+class _Exit(BaseException):
+    """Raised in place of `os._exit` within `contained`."""
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Within the block, the user's code can neither end this process nor continue it in a copy.
+
+    `os._exit(0)` in a reward function would end the run at once with exit code 0, as if it had
+    succeeded: within the block it raises. A function that forks and returns in the child would
+    continue the run a second time: the child ends with the block.
+    """
+    owner, really_exit = os.getpid(), os._exit
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != owner:
+            really_exit(status)
+        raise _Exit(f"it called os._exit({status}), which would end the run")
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        if os.getpid() != owner:
+            really_exit(0)
+        os._exit = really_exit
+
+
+def describe(error: BaseException) -> str:
+    """Return the type and the message of an exception, which may be one of the user's classes."""
+    try:
+        text = str(error)
+    except Exception:  # the class of the exception is the user's, its `__str__` may raise
+        text = "(its message cannot be read)"
+    return cut(f"{type(error).__name__}: {text}", MAX_DETAIL)
+
+
+def cut(text: str, length: int) -> str:
+    """Return at most `length` characters of a text, and the length of the whole if it is longer."""
+    return text if len(text) <= length else f"{text[:length]}… ({len(text)} characters)"

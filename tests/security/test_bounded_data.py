@@ -1,0 +1,215 @@
+"""Data files and chat templates that are made to exhaust time or memory are refused by name.
+
+Every case has a row in the table of docs/security.md.
+"""
+
+import json
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from quadriga.cli.show import count_rows
+from quadriga.data import PromptDataset, SFTDataset, read_rows, rows
+from quadriga.data.bounds import OutOfTimeError, bounded
+from quadriga.errors import DataError, ModelError
+from quadriga.models import train_tokenizer
+
+ROW = {"prompt": "3+4", "extra_info": {"answer": "7"}}
+
+
+@pytest.fixture
+def tokenizer():
+    return train_tokenizer(["3+4=7\n#### 7"])
+
+
+JSON_LINES = {
+    "nested lists": "[" * 100_000 + "]" * 100_000,
+    "nested objects": '{"a":' * 50_000 + "1" + "}" * 50_000,
+    "nested below the limit of Python": '{"prompt": ' + "[" * 500 + "]" * 500 + "}",
+    "a huge integer": '{"prompt": ' + "9" * 100_000 + "}",
+    "half a surrogate pair": '{"prompt": "\\ud83d"}',
+    "bytes that are no text": b'{"prompt": "\xff\xfe"}',
+    "another encoding": '{"prompt": "a"}'.encode("utf-16"),
+    "a byte order mark": b'\xef\xbb\xbf{"prompt": "a"}',
+    "a null byte": b'{"prompt": "a\x00"}',
+    "half an object": '{"prompt": "a"',
+    "a list": "[1, 2]",
+    "a text": '"a"',
+    "a line longer than the limit": '{"prompt": "' + "a" * 2_000_000 + '"}',
+    "a line without an end": "a" * 3_000_000,
+}
+
+
+@pytest.mark.parametrize("name", JSON_LINES)
+def test_a_json_line_is_refused_with_its_file_and_row(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "MAX_ROW", 1 << 20)
+    line = JSON_LINES[name]
+    path = tmp_path / "a.jsonl"
+    first = json.dumps(ROW).encode() + b"\n"
+    path.write_bytes(first + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"a\.jsonl, (row 1|line 2): ") as caught:
+        read_rows([path])
+    assert len(str(caught.value)) < 1000
+    assert time.monotonic() - began < 5
+
+
+def test_too_many_json_lines_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "MAX_ROWS", 10)
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{json.dumps(ROW)}\n" * 11)
+    with pytest.raises(DataError, match="the limit is 10 rows"):
+        read_rows([path])
+
+
+def repeated(value, count):
+    """A column of equal values, which parquet stores once."""
+    return pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array([value]))
+
+
+def lists(length):
+    """One row with a list of zeros, which take some bytes in the file."""
+    zeros = pa.array([0]).take(pa.array([0] * length))
+    return pa.ListArray.from_arrays(pa.array([0, length], pa.int32()), zeros)
+
+
+PARQUET = {
+    "many rows": lambda: repeated("a", 3_000_000),
+    "a long text in every row": lambda: repeated("a" * 500_000, 5_000),
+    "a very long text": lambda: pa.array(["a" * 2_000_000]),
+    "a long list": lambda: lists(5_000_000),
+    "text that is no text": lambda: pa.array([b"\xff\xfe"], pa.binary()).view(pa.string()),
+    "a date that Python cannot hold": lambda: pa.array([2**60]).view(pa.timestamp("ms")),
+    "a long text in every message": lambda: pa.StructArray.from_arrays(
+        [repeated("a" * 500_000, 5_000)], ["content"]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARQUET)
+def test_a_parquet_file_is_refused_by_name(name, tmp_path, monkeypatch):
+    for limit, value in {"MAX_ROW": 1 << 20, "MAX_ROWS": 10**6, "MAX_FILE": 1 << 24}.items():
+        monkeypatch.setattr(rows, limit, value)
+    path = tmp_path / "a.parquet"
+    table = pa.Table.from_arrays([PARQUET[name]()], ["prompt"])
+    pq.write_table(table, path, compression="zstd")
+    assert path.stat().st_size < 1_000_000
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"data file .*a\.parquet") as caught:
+        read_rows([path])
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("change", ["cut", "swapped", "zeros", "empty", "text"])
+@pytest.mark.parametrize(
+    "command", [lambda path: read_rows([path]), lambda path: count_rows([path])]
+)
+def test_a_damaged_parquet_file_is_refused_by_name(change, command, tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), path)
+    data = bytearray(path.read_bytes())
+    if change == "swapped":
+        data[-40:-8] = data[-40:-8][::-1]
+    damaged = {"cut": data[:-20], "zeros": b"PAR1" + bytes(40) + b"PAR1", "empty": b"",
+               "text": b"hello", "swapped": data}[change]  # fmt: skip
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"a\.parquet"):
+        command(path)
+
+
+def test_rows_are_equal_however_many_are_read_at_a_time(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    values = [{"prompt": str(number), "n": number} for number in range(100)]
+    pq.write_table(pa.Table.from_pylist(values), path, row_group_size=33)
+    monkeypatch.setattr(rows, "_PIECE", 1)
+    read = read_rows([path])
+    assert [row.values for row in read] == values
+    assert [row.number for row in read] == list(range(100))
+
+
+# Prompts of megabytes
+
+
+def test_a_long_prompt_is_left_out_without_tokenising_it(tokenizer):
+    values = [{"prompt": "3+4"}, {"prompt": "7" * 50_000_000}, {"prompt": "4+3"}]
+    began = time.monotonic()
+    dataset = PromptDataset.from_rows(values, tokenizer, max_prompt_length=64)
+    assert time.monotonic() - began < 2
+    assert dataset.filtered == 1
+    assert [item["index"] for item in [dataset[0], dataset[1]]] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_prompt_length": 64, "filter_overlong_prompts": False}]
+)
+def test_a_long_prompt_is_an_error_where_none_may_be_left_out(tokenizer, options):
+    values = [{"prompt": "3+4"}, {"prompt": "7" * 2_000_000}]
+    with pytest.raises(DataError, match="given, row 1: the prompt has 2000000 characters"):
+        PromptDataset.from_rows(values, tokenizer, **options)
+
+
+def test_a_long_answer_is_left_out_without_tokenising_it(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    long = {**ROW, "extra_info": {"answer": "7" * 5_000_000}}
+    path.write_text(f"{json.dumps(ROW)}\n{json.dumps(long)}\n")
+    dataset = SFTDataset([path], tokenizer, max_length=64)
+    assert (len(dataset), dataset.filtered) == (1, 1)
+    with pytest.raises(DataError, match="row 1: prompt and answer have 5000003 characters"):
+        SFTDataset([path], tokenizer)
+
+
+# Chat templates
+
+LOOP = "{% for i in range(99999) %}"
+TEMPLATES = {
+    "a syntax error": "{% for message in messages %}",
+    "an unknown name": "{{ missing.name }}",
+    "an unknown filter": "{{ messages | no_such_filter }}",
+    "a division by zero": "{{ 1 / 0 }}",
+    "an exception of the template": "{{ raise_exception('roles must alternate') }}",
+    "a private attribute": "{{ messages.__class__.__mro__ }}",
+    "a call of Python code": "{{ ''.__class__.__base__.__subclasses__() }}",
+    "a long range": "{% for i in range(10000000000) %}{% endfor %}",
+    "loops that do not end": f"{LOOP}{LOOP}{{% endfor %}}{{% endfor %}}",
+    "a text of gigabytes": "{{ 'x' * 40000000000 }}",
+    "a text of megabytes": "{{ 'x' * 4000000 }}",
+    "a text that doubles": "{% set n = namespace(x='x') %}{% for i in range(60) %}"
+    "{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "a huge power": "{{ 9 ** 9 ** 9 ** 9 }}",
+    "a macro that calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_template_is_refused_by_name(name, tokenizer, monkeypatch):
+    monkeypatch.setattr("quadriga.data.chat._TEMPLATE_S", 1.0)
+    tokenizer.chat_template = TEMPLATES[name]
+    began = time.monotonic()
+    with pytest.raises(ModelError, match="the chat template of the tokenizer") as caught:
+        PromptDataset.from_rows([{"prompt": "3+4"}], tokenizer, max_prompt_length=64)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+    assert time.monotonic() - began < 5
+
+
+def test_the_prompt_that_a_template_cannot_write_is_named(tokenizer):
+    tokenizer.chat_template = (
+        "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no') }}{% endif %}x"
+    )
+    values = [{"prompt": "good"}, {"prompt": "bad"}]
+    with pytest.raises(ModelError, match="fails on prompt 1: TemplateError: no"):
+        PromptDataset.from_rows(values, tokenizer)
+
+
+def test_bounds_end_with_their_block():
+    with pytest.raises(OutOfTimeError), bounded(0.1, 1.0):
+        while True:
+            pass
+    with pytest.raises(MemoryError), bounded(5.0, 0.1):
+        bytearray(1 << 30)
+    with bounded(0.05, 0.1):
+        pass
+    time.sleep(0.1)
+    assert len(bytearray(300 << 20)) == 300 << 20

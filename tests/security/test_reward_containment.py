@@ -1,0 +1,310 @@
+"""Reward functions that misbehave: each affects its own sample only, and leaves nothing behind.
+
+Every case has a row in the table of docs/security.md. The functions are in `hostile_rules.py`.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from quadriga.config.schema import RewardConfig
+from quadriga.errors import DataError, InputError, RewardError
+from quadriga.protocol import DataProto
+from quadriga.rewards import RewardManager, load_reward_function
+from quadriga.rewards.functions import FunctionRef
+from quadriga.rewards.outcome import Report, Sample
+from quadriga.rewards.pool import RewardPool
+from quadriga.rewards.supervisor import OutputBudget
+
+FILE = str(Path(__file__).with_name("hostile_rules.py"))
+
+
+def sample(name, number=0, info=None):
+    return Sample(FunctionRef(FILE, name), "src", str(number), "ok", info)
+
+
+def run(name, count=1, info=None, **options):
+    """Score the numbers 1 … `count`; a well-behaved function returns its number."""
+    with RewardPool(options.pop("processes", 1), **options) as pool:
+        return pool.run([sample(name, number, info) for number in range(1, count + 1)])
+
+
+def exists(pid):
+    """Whether a process exists and is no zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_for_end(pids, seconds=10):
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if exists(pid)]:
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"processes {left} still exist after {seconds} s")
+        time.sleep(0.05)
+
+
+# Scores of other samples
+
+
+@pytest.mark.parametrize("name", ["fork_and_return", "fork_in_c_and_return"])
+def test_a_function_that_forks_and_returns_shifts_no_scores(name):
+    outcomes = run(name, 8, timeout_s=5)
+    assert [outcome.score for outcome in outcomes] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert {outcome.status for outcome in outcomes} == {"scored"}
+
+
+@pytest.mark.parametrize("name", ["report_for_another_sample", "report_as_another_process"])
+def test_a_report_with_another_sample_or_process_is_refused(name):
+    outcomes = run(name, 3, timeout_s=5)
+    assert [outcome.status for outcome in outcomes] == ["scored", "crashed", "scored"]
+    assert [outcome.score for outcome in outcomes] == [1, 0, 3]
+    assert "expected sample" in outcomes[1].detail
+
+
+def test_messages_of_a_process_run_no_code_in_the_controller(tmp_path):
+    outcomes = run("send_a_pickle", 2, info=str(tmp_path / "executed"), timeout_s=5)
+    assert [outcome.status for outcome in outcomes] == ["crashed", "crashed"]
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b"", b"{}", b"[1]", b"[1, 2, {}]", b'["1", 2, null]', b"[" * 100_000, b"\xff\xfe",
+     b'[1, 2, {"status": "scored", "score": NaN}]', b'[1, 2, {"status": "won", "score": 1.0}]',
+     b'[1, 2, {"status": "scored", "score": "1"}]', b'[1, 2, {"status": "raised", "detail": 3}]'],
+)  # fmt: skip
+def test_a_message_that_is_no_report_is_a_value_error(message):
+    with pytest.raises(ValueError):
+        Report.decode(message)
+
+
+def test_an_alarm_of_one_sample_does_not_interrupt_the_next():
+    outcomes = run("set_an_alarm", 3, timeout_s=5)
+    assert [outcome.score for outcome in outcomes] == [1, 2, 3]
+
+
+def test_a_crash_after_the_return_is_not_a_failure_of_the_next_sample():
+    with RewardPool(1, timeout_s=5) as pool:
+        first = pool.run([sample("end_a_moment_later", 1)])
+        time.sleep(0.6)
+        others = pool.run([sample("end_a_moment_later", number) for number in (2, 3)])
+    assert [outcome.score for outcome in first + others] == [1, 2, 3]
+
+
+# What a function leaves behind
+
+
+@pytest.mark.parametrize("name", ["leave_a_child", "leave_a_session", "leave_an_orphan"])
+def test_close_ends_the_children_of_a_function(name):
+    with RewardPool(1, timeout_s=10) as pool:
+        [outcome] = pool.run([sample(name, 1)])
+        child = int(outcome.score)
+        assert outcome.status == "scored" and exists(child)
+    wait_for_end([child], 1)
+
+
+def test_a_deadline_ends_the_children_of_a_function(tmp_path):
+    note = tmp_path / "child"
+    with RewardPool(1, timeout_s=1) as pool:
+        [outcome] = pool.run([sample("hang_with_a_child", info=str(note))])
+        assert outcome.status == "timed_out"
+        wait_for_end([int(note.read_text())], 1)
+
+
+CONTROLLER = """
+from quadriga.rewards.pool import RewardPool
+from tests.security.test_reward_containment import sample
+pool = RewardPool(1, timeout_s=600)
+print(int(pool.run([sample("leave_a_session", 1)])[0].score), flush=True)
+print([process.process for process in pool._processes][0], flush=True)
+pool.run([sample({name!r})])
+"""
+
+
+@pytest.mark.parametrize("name", ["hang", "hang_in_c"])
+def test_a_killed_controller_leaves_no_process(name):
+    with subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER.format(name=name)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    ) as controller:
+        pids = [int(controller.stdout.readline()) for _ in range(2)]
+        time.sleep(0.5)
+        assert all(map(exists, pids))
+        controller.send_signal(signal.SIGKILL)
+        controller.wait(timeout=30)
+    wait_for_end(pids, 5)
+
+
+def test_a_pool_without_a_reference_ends_its_processes():
+    pool = RewardPool(1)
+    pid = int(pool.run([sample("process_id")])[0].score)
+    del pool
+    wait_for_end([pid], 1)
+
+
+# Memory and output
+
+
+@pytest.mark.parametrize("name", ["allocate", "allocate_in_numpy"])
+def test_memory_beyond_the_limit_fails_only_its_sample(name):
+    first, second = run(name, 2, memory_gb=0.5, timeout_s=10)
+    assert first.status == "raised" and "MemoryError" in first.detail
+    assert second.score == 2
+
+
+def test_output_is_bounded(capfd):
+    [outcome] = run("print_a_lot", timeout_s=20)
+    assert outcome.score == 1
+    shown = capfd.readouterr()
+    assert shown.out == "" and 1000 < len(shown.err) < 400_000
+    assert shown.err.count("the rest is left out") == 1
+
+
+def test_the_budget_of_output_is_refilled_over_time(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    budget = OutputBudget(supply=4, per_second=2)
+    assert budget.allow(b"abc") == b"abc"
+    assert budget.allow(b"def").startswith(b"d\n") and budget.allow(b"ghi") == b""
+    now[0] = 1.0  # two more bytes
+    assert budget.allow(b"jk") == b"jk"
+    now[0] = 100.0
+    assert budget.allow(b"lmnop").startswith(b"lmno\n")
+
+
+def test_what_a_function_returns_is_bounded():
+    outcomes = run("return_much", 4, timeout_s=10)
+    assert [outcome.status for outcome in outcomes] == ["scored", "raised", "raised", "scored"]
+    assert len(outcomes[0].extra["text"]) < 1100  # 10 million characters
+    assert "100001 entries" in outcomes[1].detail
+    assert len(outcomes[2].detail) < 2100  # an exception with a message of 10 million characters
+
+
+@pytest.mark.parametrize("name", ["close_everything", "stop_itself", "kill_itself", "overflow"])
+def test_a_process_that_breaks_is_replaced(name):
+    outcomes = run(name, 2, timeout_s=2)
+    assert outcomes[0].status in ("crashed", "timed_out")
+    assert outcomes[1].score == 2
+
+
+def test_exceptions_of_any_class_fail_only_their_sample():
+    outcomes = run("raise_anything", 4, timeout_s=5)
+    assert [outcome.status for outcome in outcomes] == ["raised", "raised", "raised", "scored"]
+
+
+# Functions in the controller
+
+
+class Numbers:
+    """A tokenizer whose ids are their own text."""
+
+    def batch_decode(self, rows, skip_special_tokens):
+        return [" ".join(map(str, row)) for row in rows]
+
+
+def batch_of(numbers, **arrays):
+    ids = torch.tensor([[number] for number in numbers])
+    return DataProto.from_dict({"responses": ids, "response_mask": torch.ones_like(ids)}, arrays)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_function_cannot_end_the_controller(processes):
+    rule = load_reward_function(FILE, "exit_at_two")
+    manager = RewardManager(Numbers(), rule, num_processes=processes)
+    scores = manager(batch_of([1, 2, 3])).batch["token_level_scores"].sum(-1).tolist()
+    manager.close()
+    assert scores == [1, 0, 3]
+    assert sum(manager.metrics[f"reward/{how}"] for how in ("raised", "crashed")) == 1
+
+
+def test_a_copy_of_the_controller_ends_with_the_function():
+    program = """
+from tests.security.test_reward_containment import *
+manager = RewardManager(Numbers(), load_reward_function(FILE, "fork_and_return"))
+print(manager(batch_of([1, 2])).batch["token_level_scores"].sum(-1).tolist(), flush=True)
+"""
+    shown = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert shown.stdout == "[1.0, 2.0]\n", shown.stderr
+
+
+def test_a_file_cannot_end_the_controller_when_it_is_imported(tmp_path):
+    (tmp_path / "rules.py").write_text("import os\nos._exit(0)\n")
+    with pytest.raises(InputError, match=r"cannot be imported: .*os\._exit\(0\)"):
+        load_reward_function(tmp_path / "rules.py")
+
+
+# Settings
+
+
+def manager_of(name, **settings):
+    return RewardManager.from_settings(RewardConfig(path=FILE, name=name, **settings), Numbers())
+
+
+def test_by_default_functions_run_in_two_processes_with_a_deadline():
+    manager = manager_of("process_id")
+    scores = manager(batch_of([1] * 40)).batch["token_level_scores"].sum(-1).tolist()
+    manager.close()
+    assert os.getpid() not in scores and 1 <= len(set(scores)) <= 2
+    assert RewardConfig().num_processes == 2 and RewardConfig().timeout_s == 10
+
+
+def test_memory_gb_reaches_the_processes():
+    manager = manager_of("allocate", num_processes=1, memory_gb=0.5)
+    manager(batch_of([1]))
+    manager.close()
+    assert manager.metrics["reward/raised"] == 1
+    assert "MemoryError" in manager.failures[0].detail
+
+
+@pytest.mark.parametrize(("policy", "masked"), [("zero", []), ("mask", [1])])
+def test_failed_samples_are_counted_and_masked_on_request(policy, masked):
+    manager = manager_of("exit_at_two", num_processes=1, on_failure=policy)
+    scores = manager(batch_of([1, 2, 3, 4])).batch["token_level_scores"].sum(-1).tolist()
+    assert scores == [1, 0, 3, 4]
+    assert manager.masked_rows == masked
+    assert manager.metrics["reward/failed"] == 0.25
+    assert manager.metrics["reward/masked"] == len(masked)
+    manager(batch_of([1, 3]))
+    manager.close()
+    assert manager.masked_rows == [] and manager.metrics["reward/failed"] == 0
+
+
+def test_a_failed_sample_ends_the_run_on_request():
+    manager = manager_of("exit_at_two", num_processes=1, on_failure="fail")
+    with pytest.raises(RewardError, match="1 of 2 samples have no score; the first is row 1") as e:
+        manager(batch_of([1, 2]))
+    manager.close()
+    assert (e.value.row, e.value.status) == (1, "crashed")
+
+
+# Data that cannot be scored
+
+
+def test_a_function_of_the_user_needs_no_ground_truth_and_no_data_source():
+    manager = manager_of("exit_at_two", num_processes=0)
+    manager.check([{"index": 0}, {"index": 1, "reward_model": None, "data_source": "any"}])
+    assert manager(batch_of([7])).batch["token_level_scores"].sum() == 7
+
+
+def test_a_built_in_function_needs_a_ground_truth():
+    with pytest.raises(DataError, match="row 4 cannot be scored: reward_model must be a dict"):
+        RewardManager(Numbers()).check([{"index": 4, "data_source": "openai/gsm8k"}])
