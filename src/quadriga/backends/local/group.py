@@ -17,7 +17,9 @@ from quadriga.single_controller.ranks.environment import (
     LOCAL_PORT,
     RankEnvironment,
     ReservedPort,
+    WorkerEnv,
     environment,
+    variables_of_rank,
 )
 from quadriga.single_controller.ranks.rank_host import RankHost
 from quadriga.single_controller.worker_group import MethodFactory, WorkerGroup
@@ -39,7 +41,7 @@ class LocalWorkerGroup(WorkerGroup):
         backend: LocalCallBackend | None = None,
         name_prefix: str | None = None,
         role: str | None = None,
-        worker_env: Mapping[str, str] | None = None,
+        worker_env: WorkerEnv | None = None,
         timeout: float | None = None,
         detached: bool = False,
         sharing_with: WorkerGroup | None = None,
@@ -52,7 +54,8 @@ class LocalWorkerGroup(WorkerGroup):
         backend: the backend that builds the group.
         name_prefix: start of the names of the ranks.
         role: the name of a class that is one role by itself, in messages.
-        worker_env: environment variables that are set while the workers run.
+        worker_env: environment variables that are set while the workers run: the same for all
+            ranks, one mapping per rank, or a function of the rank.
         timeout: default deadline of a call in seconds.
         detached: must be False.
         sharing_with: another group, whose places are used instead of a pool's.
@@ -75,7 +78,11 @@ class LocalWorkerGroup(WorkerGroup):
         self.bound_names(role_classes, single)  # raises before anything is built
         self._ports: list[ReservedPort] = []
         places = self._places(local, prefix)
-        handles = [_build(place, classes, dict(worker_env or {}), prefix) for place in places]
+        variables = [variables_of_rank(worker_env, p.rank, p.world_size) for p in places]
+        handles = [
+            _build(place, classes, own, prefix)
+            for place, own in zip(places, variables, strict=True)
+        ]
         ranks = RankSet(backend, handles, role_classes, prefix, timeout)
         super().__init__(ranks, single, method_factory)
 

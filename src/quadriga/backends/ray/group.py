@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -26,7 +26,11 @@ from quadriga.protocol.values.storage import use_store
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.bound_method import BoundMethod
 from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
-from quadriga.single_controller.ranks.environment import RankEnvironment
+from quadriga.single_controller.ranks.environment import (
+    RankEnvironment,
+    WorkerEnv,
+    variables_of_rank,
+)
 from quadriga.single_controller.worker_group import MethodFactory, WorkerGroup
 
 if TYPE_CHECKING:
@@ -48,7 +52,7 @@ class RayWorkerGroup(WorkerGroup):
         worker_names: Sequence[str] | None = None,
         worker_handles: Sequence[RankActor] | None = None,
         device_name: str = "cuda",
-        worker_env: Mapping[str, str] | None = None,
+        worker_env: WorkerEnv | None = None,
         *,
         role: str | None = None,
         timeout: float | None = None,
@@ -69,7 +73,8 @@ class RayWorkerGroup(WorkerGroup):
         worker_names: attach to actors of these names.
         worker_handles: attach to these actors.
         device_name: "cuda" or "npu".
-        worker_env: environment variables of each process, set before the worker's modules load.
+        worker_env: environment variables that are set before the worker's modules load: the same
+            for all ranks, one mapping per rank, or a function of the rank.
         role: the name of a class that is one role by itself, in messages.
         timeout: default deadline of a call in seconds.
         start_timeout: seconds for all `__init__`s.
@@ -97,7 +102,7 @@ class RayWorkerGroup(WorkerGroup):
             prefix = name_prefix or handles[0].facts.group_prefix
         else:
             prefix = name_prefix or uuid.uuid4().hex[:6]
-            planner = _Planner(cls, prefix, detached, worker_env or {}, device_name, namespace)
+            planner = _Planner(cls, prefix, detached, worker_env, device_name, namespace)
             if sharing_with is not None:
                 plans = planner.beside(sharing_with)
             elif resource_pool is not None:
@@ -150,13 +155,13 @@ class _Planner:
         cls: ClassWithInitArgs,
         prefix: str,
         detached: bool,
-        worker_env: Mapping[str, str],
+        worker_env: WorkerEnv | None,
         device_name: str,
         namespace: str | None,
     ) -> None:
         self.cls = cls if isinstance(cls, RayClassWithInitArgs) else _as_ray(cls)
         self.prefix = prefix
-        self.worker_env = dict(worker_env)
+        self.worker_env = worker_env
         self.device_name = device_name
         self.lifetime: dict[str, object] = {"lifetime": "detached"} if detached else {}
         if namespace is not None:
@@ -201,7 +206,8 @@ class _Planner:
         self, place: RankEnvironment, suffix: str, options: dict[str, object], own: dict[str, str]
     ) -> RankPlan:
         name = f"{self.prefix}{self.cls.cls.__name__}_{suffix}"
-        return RankPlan(name, place, {**options, **self.lifetime}, {**self.worker_env, **own})
+        variables = variables_of_rank(self.worker_env, place.rank, place.world_size)
+        return RankPlan(name, place, {**options, **self.lifetime}, {**variables, **own})
 
 
 def _as_ray(cls: ClassWithInitArgs) -> RayClassWithInitArgs:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from quadriga.errors import ConfigError, PlacementError
@@ -68,6 +68,40 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
         raise ConfigError(
             f"The environment variable {name} must be a whole number, got {given!r}.", key=name
         ) from None
+
+
+WorkerEnv = Mapping[str, str] | Sequence[Mapping[str, str]] | Callable[[int], Mapping[str, str]]
+"""The environment variables of a group: the same for all ranks, one mapping per rank, or a function
+of the rank."""
+
+
+def variables_of_rank(worker_env: WorkerEnv | None, rank: int, world_size: int) -> dict[str, str]:
+    """Return the environment variables that a user has set for one rank.
+
+    Raise ConfigError for a list of another length, and for a name or a value that is not a string.
+    """
+    if worker_env is None:
+        return {}
+    if isinstance(worker_env, Sequence) and len(worker_env) != world_size:
+        raise ConfigError(
+            f"worker_env has {len(worker_env)} entries for {world_size} ranks. Pass one mapping "
+            "per rank, one mapping for all, or a function of the rank.",
+            key="worker_env",
+        )
+    if isinstance(worker_env, Mapping):
+        variables = worker_env
+    elif isinstance(worker_env, Sequence):
+        variables = worker_env[rank]
+    else:
+        variables = worker_env(rank)
+    for name, value in dict(variables).items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ConfigError(
+                f"worker_env of rank {rank}: names and values must be strings, got {name!r}: "
+                f"{value!r}.",
+                key="worker_env",
+            )
+    return dict(variables)
 
 
 @contextlib.contextmanager

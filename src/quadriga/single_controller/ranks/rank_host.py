@@ -193,6 +193,9 @@ class RankHost:
             unpacked: object = boundary.unpack_argument(value)  # copies if in one process
             return unpacked if self._in_process else writable(unpacked)
 
+        if call.materialize:
+            # All futures at once: one that fails must end the wait for one that never returns.
+            boundary.wait_for_arguments((*args, *kwargs.values()))
         return tuple(map(unpack, args)), {name: unpack(value) for name, value in kwargs.items()}
 
     def _result(self, call: Call, value: object, store: object) -> object:
