@@ -113,7 +113,7 @@ def test_futures_of_the_ray_backend(plane_backends):
     group.sleep(batch(), 0.0)
     slow, fast = group.sleep.submit(batch(), 1.0), None
     started = time.monotonic()
-    with pytest.raises(CallTimeoutError, match=r"no result after 0\.1 s"):
+    with pytest.raises(CallTimeoutError, match="no result in time"):
         slow.get(timeout=0.1)
     assert time.monotonic() - started < 0.8 and not slow.done()
     waiting = group.sleep.submit(batch(), 0.0)

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from quadriga.protocol.containers import walk
-from quadriga.protocol.dataproto import DataProto, from_message, tensordict_message, to_message
-from quadriga.protocol.message import Message
+from quadriga.protocol.dataproto import DataProto, class_and_attributes, from_message
+from quadriga.protocol.message import Message, pack
 from quadriga.protocol.values.decode import decode_leaf
 from quadriga.protocol.values.encode import encode_leaf
 from quadriga.protocol.values.storage import CONTROLLER, Origin, Store, current_store, use_store
@@ -110,10 +110,10 @@ def _pack(value: object, origin: Origin, store: Store) -> object:
 
 def _pack_leaf(value: object, origin: Origin, store: Store) -> object:
     if isinstance(value, DataProto):
-        return to_message(value, origin, store)
+        return pack(value.contents, *class_and_attributes(value), origin, store)
     # A TensorDict without batch dimensions has no rows; `encode_leaf` sends it as a single value.
     if isinstance(value, TensorDictBase) and value.batch_dims:
-        return tensordict_message(value, origin, store)
+        return pack(DataProto.from_tensordict(value).contents, TensorDict, {}, origin, store)
     return encode_leaf(value, private=store.in_process)
 
 

@@ -11,14 +11,13 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from quadriga.errors import LengthError, ProtocolError
-from quadriga.protocol import message as messages
 from quadriga.protocol.columns import contents as halves
 from quadriga.protocol.columns.contents import (
     ArrayHalf,
@@ -28,16 +27,18 @@ from quadriga.protocol.columns.contents import (
     TensorHalf,
 )
 from quadriga.protocol.columns.remote_batch import RemoteBatch
-from quadriga.protocol.message import Message
+from quadriga.protocol.message import Message, pack_for_pickle, unpack
 from quadriga.protocol.ops import construct, describe, disk, join
 from quadriga.protocol.ops.split import LoaderSettings, mini_batch_rows, unfold_column_chunks
 from quadriga.protocol.values import rows
 from quadriga.protocol.values.rows import RowIndex, RowIndices, RowRange, RowSelection
-from quadriga.protocol.values.storage import Origin, Store
 
 MaybeNone: TypeAlias = Any
 """None where a batch has no tensors. Not spelled `None`, so that code which knows that its batch
 has tensors can write `data.batch["values"]` (the convention of typeshed's `MaybeNone`)."""
+
+
+_PARTS = frozenset(("batch", "non_tensor_batch", "meta_info"))
 
 
 class _ConfigMeta(type):
@@ -78,7 +79,9 @@ class DataProto:
     - `non_tensor_batch`: dict of numpy arrays [N, ...], usually of dtype object.
     - `meta_info`: a plain dict; not split; merged by `concat`.
 
-    Raises `LengthError` or `FieldError` at construction when the parts do not fit together.
+    Attributes of a subclass are kept by every operation (`concat` keeps those of the first batch)
+    and are sent with the batch, as `meta_info` is. Raises `LengthError` or `FieldError` at
+    construction when the parts do not fit together.
     """
 
     batch: TensorDict | RemoteBatch | MaybeNone
@@ -154,8 +157,9 @@ class DataProto:
     def with_contents(
         self, batch: TensorHalf, arrays: ArrayHalf, meta: MetaInfo | None = None
     ) -> Self:
-        """Return a batch of the same class with these halves; `meta_info` is copied if None."""
-        return type(self)(batch, arrays, dict(self.meta_info) if meta is None else meta)
+        """Return a batch like this one with these halves; `meta_info` is copied if None."""
+        meta = dict(self.meta_info) if meta is None else meta
+        return _build(type(self), Contents(batch, arrays, meta), class_and_attributes(self)[1])
 
     def __len__(self) -> int:
         return self.contents.rows
@@ -317,10 +321,7 @@ class DataProto:
         return own or DataProtoConfig.auto_padding
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
-        """Append `padding_size` copies of the "first" or "last" row, in place.
-
-        Raises `LengthError` for an empty batch, which has no row to copy.
-        """
+        """Append copies of the "first" or "last" row in place. `LengthError` for an empty batch."""
         selection = rows.padded(len(self), padding_size, padding_candidate)
         self.batch, self.non_tensor_batch = halves.take(
             self.batch, self.non_tensor_batch, selection
@@ -347,10 +348,7 @@ class DataProto:
         return DataProto(*disk.load(filepath))
 
     def describe(self) -> str:
-        """Return a table of the fields: shape, dtype, bytes, where stored, written by which ranks.
-
-        Fetches nothing.
-        """
+        """Return a table of the fields: shape, dtype, bytes, where stored, writer; fetches none."""
         return describe.table(self.contents)
 
     def get_data_info(self) -> str:
@@ -363,24 +361,15 @@ class DataProto:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         batch, arrays = halves.deepcopy(self.batch, self.non_tensor_batch)
-        return self.with_contents(batch, arrays, copy.deepcopy(self.meta_info, memo))
+        copied = self.with_contents(batch, arrays, copy.deepcopy(self.meta_info, memo))
+        vars(copied).update(copy.deepcopy(class_and_attributes(self)[1], memo))
+        return copied
 
     def __reduce__(self) -> tuple[object, ...]:
-        return from_message, (messages.pack_for_pickle(self.contents, _subclass(self)),)
+        return from_message, (pack_for_pickle(self.contents, *class_and_attributes(self)),)
 
     def __copy__(self) -> Self:
         return self.select()
-
-
-def to_message(data: DataProto, origin: Origin, store: Store) -> Message:
-    """Return the message of a batch written by `origin`; large fields are put into `store`."""
-    return messages.pack(data.contents, _subclass(data), origin, store)
-
-
-def tensordict_message(tensors: TensorDictBase, origin: Origin, store: Store) -> Message:
-    """Return the message of a plain `TensorDict`: that of its batch, with another class."""
-    contents = DataProto.from_tensordict(tensors).contents
-    return messages.pack(contents, TensorDict, origin, store)
 
 
 def from_message(message: Message) -> DataProto | TensorDict:
@@ -388,13 +377,27 @@ def from_message(message: Message) -> DataProto | TensorDict:
 
     Fields of a `DataProto` are fetched when they are read, those of a plain `TensorDict` at once.
     """
-    contents = messages.unpack(message)
+    contents, attributes = unpack(message)
     if message.kind is TensorDict:
         return DataProto(*contents).to_tensordict()
     kind = message.kind or DataProto
     assert issubclass(kind, DataProto), kind
-    return kind(*contents)
+    return _build(kind, contents, attributes)
 
 
-def _subclass(data: DataProto) -> type[DataProto] | None:
-    return None if type(data) is DataProto else type(data)
+def class_and_attributes(data: DataProto) -> tuple[type[DataProto] | None, dict[str, Any]]:
+    """Return the class of a batch, None for `DataProto` itself, and what was set on it besides the
+    three parts, by a subclass or by a user."""
+    attributes = {name: value for name, value in vars(data).items() if name not in _PARTS}
+    return None if type(data) is DataProto else type(data), attributes
+
+
+D = TypeVar("D", bound=DataProto)
+
+
+def _build(kind: type[D], contents: Contents, attributes: Mapping[str, object]) -> D:
+    """Return a batch without a call of its own `__init__`, whose arguments are those of a user."""
+    data = kind.__new__(kind)
+    vars(data).update(attributes)
+    DataProto.__init__(data, *contents)
+    return data

@@ -101,6 +101,7 @@ _UPDATES = ("update_critic", "update_actor", "update_sft")
 # The forward pass of the policy and of the value model, in inference and in training.
 _FORWARD = (*_LOG_PROBS, "compute_values", *_UPDATES)
 _MASKING = ("mask_truncated", "mask_zero_variance_groups")
+_SCORE = "score_responses"
 _SHAPING = ("shape_scores", "penalise_kl", "correct_mismatch")
 
 TENSORS: tuple[Field, ...] = (
@@ -123,14 +124,14 @@ TENSORS: tuple[Field, ...] = (
     Field(PROMPTS, "[B, P]", "int64", "token ids, padded on the left", (_SFT_LOADER, _GENERATE)),
     Field(
         RESPONSES, "[B, R]", "int64", "token ids, padded on the right",
-        (_SFT_LOADER, _GENERATE), ("score_responses", *_FORWARD, "log_samples"),
+        (_SFT_LOADER, _GENERATE), (_SCORE, *_FORWARD, "log_samples"),
     ),
     Field(
         RESPONSE_MASK, "[B, R]", "int64",
         "1 at tokens of the policy, end token included; 0 at padding and at tokens without loss",
-        (_SFT_LOADER, _GENERATE, *_MASKING),
+        (_SFT_LOADER, _GENERATE, _SCORE, *_MASKING),
         (
-            "score_responses", *_FORWARD, "measure_batch", *_MASKING, *_SHAPING,
+            _SCORE, *_FORWARD, "measure_batch", *_MASKING, *_SHAPING,
             "estimate_advantages", "select_update_tokens", "log_samples",
         ),
     ),
@@ -181,7 +182,7 @@ TENSORS: tuple[Field, ...] = (
     Field(
         TOKEN_LEVEL_SCORES, "[B, R]", "float32",
         "score of the reward function at the last token, 0 elsewhere",
-        ("score_responses",),
+        (_SCORE,),
         (
             "add_baselines", "refill", "measure_batch", "mask_zero_variance_groups",
             "shape_scores", "log_samples",
@@ -190,7 +191,7 @@ TENSORS: tuple[Field, ...] = (
     Field(
         REWARD_COMPONENTS, "[B, K]", "float32",
         "numbers that the reward function returns beside its score",
-        ("score_responses",), ("estimate_advantages",),
+        (_SCORE,), ("estimate_advantages",),
     ),
     Field(
         TOKEN_LEVEL_REWARDS, "[B, R]", "float32",
@@ -220,15 +221,15 @@ TENSORS: tuple[Field, ...] = (
 ARRAYS: tuple[Field, ...] = (
     Field(
         DATA_SOURCE, "[B]", "object", "str or None, selects the built-in reward function",
-        (_PROMPT_LOADER,), ("score_responses", "log_samples"),
+        (_PROMPT_LOADER,), (_SCORE, "log_samples"),
     ),
     Field(
         REWARD_MODEL, "[B]", "object", "dict with ground_truth",
-        (_PROMPT_LOADER,), ("score_responses", "log_samples"),
+        (_PROMPT_LOADER,), (_SCORE, "log_samples"),
     ),
     Field(
         EXTRA_INFO, "[B]", "object", "dict or None, other values of the data row",
-        (_PROMPT_LOADER,), ("score_responses",),
+        (_PROMPT_LOADER,), (_SCORE,),
     ),
     Field(
         RAW_PROMPT, "[B]", "object", "list of chat messages",

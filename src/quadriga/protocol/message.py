@@ -62,7 +62,8 @@ Entries = dict[str, Inline | RemoteColumn]
 class Message:
     """One batch as it is sent.
 
-    `kind`: the class of the batch, None for `DataProto` itself; `head`: batch size and type of
+    `kind`: the class of the batch, None for `DataProto` itself; `attributes`: what an instance has
+    besides the three parts of a batch; `head`: batch size and type of
     device of its tensor half, None if it has none; `row_map`: of the fields that this message
     brings or has put into the store.
     """
@@ -73,6 +74,7 @@ class Message:
     tensors: Entries
     arrays: Entries
     meta: MetaInfo
+    attributes: MetaInfo
 
     @property
     def is_plain(self) -> bool:
@@ -83,13 +85,20 @@ class Message:
             self.kind is None
             and all(isinstance(entry, Inline) and entry.spec.kind != "raw" for entry in entries)
             and all(type(value) in PLAIN_TYPES for value in self.meta.values())
+            and not self.attributes
         )
 
     def __reduce__(self) -> tuple[Callable[..., Message], Flat]:
         return _restore, _flatten(self)
 
 
-def pack(contents: Contents, kind: type[object] | None, origin: Origin, store: Store) -> Message:
+def pack(
+    contents: Contents,
+    kind: type[object] | None,
+    attributes: MetaInfo,
+    origin: Origin,
+    store: Store,
+) -> Message:
     """Return the message of a batch that is sent in a call or a result.
 
     The message contains no live tensor. Large fields are put into `store` in one call, written by
@@ -115,7 +124,7 @@ def pack(contents: Contents, kind: type[object] | None, origin: Origin, store: S
             waiting.append((stored, value, payload, nbytes))
         return stored
 
-    message = _message(contents, kind, row_map, entry, store.in_process)
+    message = _message(contents, kind, attributes, row_map, entry, store.in_process)
     # One call for all large fields of the message: a store may put them into one object.
     if waiting:
         handles = store.put_many([(payload, nbytes) for _, _, payload, nbytes in waiting])
@@ -127,7 +136,7 @@ def pack(contents: Contents, kind: type[object] | None, origin: Origin, store: S
     return message
 
 
-def pack_for_pickle(contents: Contents, kind: type[object] | None) -> Message:
+def pack_for_pickle(contents: Contents, kind: type[object] | None, attributes: MetaInfo) -> Message:
     """Return the message of a batch that is pickled outside a call.
 
     Local fields are in the message; their buffers are pickled out of band.
@@ -138,12 +147,14 @@ def pack_for_pickle(contents: Contents, kind: type[object] | None) -> Message:
             return columns.for_pickle(key, column)
         return Inline(*encode(local_value(column), key))
 
-    return _message(contents, kind, columns.row_map_of_shard(contents.rows, CONTROLLER), entry)
+    row_map = columns.row_map_of_shard(contents.rows, CONTROLLER)
+    return _message(contents, kind, attributes, row_map, entry)
 
 
 def _message(
     contents: Contents,
     kind: type[object] | None,
+    attributes: MetaInfo,
     row_map: RowMap,
     entry: Callable[[str, Column], Inline | RemoteColumn],
     private: bool = False,
@@ -152,13 +163,15 @@ def _message(
     head = None
     if batch is not None:
         head = tuple(batch.batch_size), None if batch.device is None else batch.device.type
+    leaf = partial(encode_leaf, private=private)
     return Message(
         kind,
         head,
         row_map,
         {key: entry(key, column) for key, column in halves.tensor_columns(batch).items()},
         {key: entry(key, column) for key, column in halves.array_columns(arrays).items()},
-        walk(meta, partial(encode_leaf, private=private)) if meta else {},
+        walk(meta, leaf) if meta else {},
+        walk(attributes, leaf) if attributes else {},
     )
 
 
@@ -186,8 +199,8 @@ def _stored(handle: Handle, spec: FieldSpec, store: Store) -> Handle:
     return handle.stored
 
 
-def unpack(message: Message) -> Contents:
-    """Return the contents of a message.
+def unpack(message: Message) -> tuple[Contents, MetaInfo]:
+    """Return the contents and the attributes of the batch of a message.
 
     Small fields in the message become local values; all others are fetched when they are read.
     """
@@ -199,7 +212,9 @@ def unpack(message: Message) -> Contents:
             tensors, size, None if device is None else current_device(device)
         )
     arrays = halves.make_arrays(_received(message.arrays, message.row_map))
-    return Contents(batch, arrays, walk(message.meta, decode_leaf) if message.meta else {})
+    meta = walk(message.meta, decode_leaf) if message.meta else {}
+    attributes = walk(message.attributes, decode_leaf) if message.attributes else {}
+    return Contents(batch, arrays, meta), attributes
 
 
 def _received(entries: Entries, row_map: RowMap) -> dict[str, Column]:
@@ -243,7 +258,8 @@ def _flatten(message: Message) -> Flat:
     tensors = _flat_entries(message.tensors, row_maps)
     arrays = _flat_entries(message.arrays, row_maps)
     own = row_maps.number(message.row_map)
-    return message.kind, message.head, own, tuple(row_maps.flat), tensors, arrays, message.meta
+    head = message.kind, message.head, own, tuple(row_maps.flat)
+    return *head, tensors, arrays, message.meta, message.attributes
 
 
 def _restore(
@@ -253,10 +269,11 @@ def _restore(
     row_maps: Iterable[Flat],
     tensors: Iterable[Flat],
     arrays: Iterable[Flat],
-    meta: MetaInfo,
+    *rest: MetaInfo,
 ) -> Message:
     known = [_row_map(*parts) for parts in row_maps]
-    return Message(kind, head, known[own], _entries(tensors, known), _entries(arrays, known), meta)
+    fields = _entries(tensors, known), _entries(arrays, known)
+    return Message(kind, head, known[own], *fields, *rest)
 
 
 class _RowMaps:

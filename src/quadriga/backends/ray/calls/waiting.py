@@ -5,12 +5,7 @@
     wait_for       waits for several of both kinds at once
 
 A wait first asks Ray for everything at once, which is all that a short call needs. After
-`FIRST_WAIT_S` it goes on in slices:
-
-    1. `ray.wait(fetch_local=False)`: which results exist? Small ones and errors are read at once.
-    2. `ray.wait(fetch_local=True)`: pull the large ones from their nodes. Ray goes on with such a
-       pull between two slices, while `ray.get(timeout=…)` would cancel it at every slice.
-    3. Look at deadlines, at watched groups and, after `PROBE_S`, at the nodes.
+`FIRST_WAIT_S` it goes on in slices (see `slices`).
 """
 
 from __future__ import annotations
@@ -18,19 +13,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from quadriga.backends.ray.calls.slices import Awaited, Slices, until_deadline
 from quadriga.backends.ray.calls.store import Result, opened
 from quadriga.backends.ray.health.failures import DEAD, FailedCall, died
 from quadriga.backends.ray.health.nodes import NodeProbe
 from quadriga.backends.ray.health.stacks import stacks_of
-from quadriga.backends.ray.process.memory import collect_in_wait
 from quadriga.errors import CallTimeoutError, QuadrigaError, WorkerDiedError
 from quadriga.single_controller.backend import RankHandle, RankSet
-from quadriga.single_controller.watch import broken_groups, raise_if_broken
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import Ref
@@ -39,38 +33,10 @@ logger = logging.getLogger("quadriga.controller")
 
 FIRST_WAIT_S = 0.2
 """How long a wait asks Ray for everything at once, before it goes on in slices."""
-SLICE_S = 0.5
-"""Length of a slice: how long a failure of one rank may go unnoticed while others run."""
-MIN_SLICE_S = 0.01
 PROBE_S = 2.0
 """How often a wait asks the nodes."""
 LOG_S = 60.0
 """How often a long wait logs which ranks it waits for."""
-
-
-class Awaited(Protocol):
-    """Some results that are waited for together."""
-
-    expires: float | None
-    """When the deadline is, as `time.monotonic()`."""
-    values: list[object] | None
-    """What `keep` made of the values, None before."""
-
-    @property
-    def refs(self) -> list[Ref]:
-        """What Ray is asked for."""
-
-    def raise_failure(self, index: int, error: RayError) -> NoReturn:
-        """Raise the error for result `index`, for which Ray has `error`."""
-
-    def raise_if_late(self) -> None:
-        """Raise CallTimeoutError if a result is missing at the deadline."""
-
-    def look(self) -> None:
-        """Check the ranks, and log what is waited for. Called once a slice."""
-
-    def keep(self, values: list[object]) -> None:
-        """Keep the values, in the order of `refs`."""
 
 
 class RayBatch:
@@ -268,10 +234,7 @@ class RayPending:
 
         Raise CallTimeoutError after `timeout` seconds; the calls go on.
         """
-        awaited: list[Awaited] = list({id(p.batch or p): p.batch or p for p in pendings}.values())
-        if timeout is not None and any(a.values is None for a in awaited):
-            awaited.append(_Limit(timeout))
-        wait_for(awaited)
+        wait_for(list({id(p.batch or p): p.batch or p for p in pendings}.values()), timeout)
 
     def keep(self, values: list[object]) -> None:
         """Open the value. Used where the batch is not known."""
@@ -307,124 +270,31 @@ class RayPending:
         return RayPending, (self.ref, self.fields, None, 0, source, left)
 
 
-class _Limit:
-    """Ends a wait after some seconds: what `get(timeout=…)` of a future adds to its results."""
-
-    def __init__(self, timeout: float) -> None:
-        self.expires: float | None = time.monotonic() + timeout
-        self.values: list[object] | None = None
-        self.refs: list[Ref] = []
-        self._timeout = timeout
-
-    def raise_failure(self, index: int, error: RayError) -> NoReturn:
-        """Raise the error; there is no result that could fail."""
-        raise error
-
-    def raise_if_late(self) -> None:
-        """Raise CallTimeoutError."""
-        raise CallTimeoutError(
-            f"The future has no result after {self._timeout:.3g} s. The call goes on."
-        )
-
-    def look(self) -> None:
-        """Check nothing."""
-
-    def keep(self, values: list[object]) -> None:
-        """Keep nothing."""
-
-
-def wait_for(awaited: Sequence[Awaited]) -> None:
+def wait_for(awaited: Sequence[Awaited], timeout: float | None = None) -> None:
     """Wait until all results are known. Raise the first failure of any of them.
 
-    Raise CallTimeoutError at the earliest deadline, and the error of a watched group that breaks.
+    Raise CallTimeoutError at the earliest deadline and after `timeout` seconds, and the error of a
+    watched group that breaks.
     """
+    limit = None if timeout is None else time.monotonic() + timeout
     missing = [a for a in awaited if a.values is None]
     refs = [ref for a in missing for ref in a.refs]
+    unsettled: RayError | None = None
+    first = FIRST_WAIT_S
+    if limit is not None or any(a.expires is not None for a in missing):
+        first = until_deadline(missing, first, limit)
     try:
-        values = ray.get(refs, timeout=_until_deadline(missing, FIRST_WAIT_S)) if refs else []
-    except (GetTimeoutError, RayError) as error:
-        found = _Slices(missing, refs, error).wait()
+        values = ray.get(refs, timeout=first) if refs else []
+    except RayError as error:  # GetTimeoutError is one
+        unsettled = error
+    # Outside of `except`, so that a failure is not shown with Ray's time-out as its context.
+    if unsettled is not None:
+        found = Slices(missing, refs, unsettled, limit).wait()
         values = [found[ref] for ref in refs]
     start = 0
     for a in missing:
         a.keep(values[start : start + len(a.refs)])
         start += len(a.refs)
-
-
-def _until_deadline(awaited: Sequence[Awaited], seconds: float) -> float:
-    expires = [a.expires for a in awaited if a.expires is not None]
-    return max(0.0, min([seconds, *(at - time.monotonic() for at in expires)]))
-
-
-class _Slices:
-    """A wait in slices. Consumes: references. Waits for: all of them. Unblocked by: the last value,
-    the first failure, a deadline, a lost node, a watched group that breaks."""
-
-    def __init__(self, awaited: Sequence[Awaited], refs: list[Ref], error: RayError) -> None:
-        """`error`: why the first attempt to get all of `refs` ended."""
-        self._awaited = awaited
-        self._home = {ref: (a, i) for a in awaited for i, ref in enumerate(a.refs)}
-        self._running = list(dict.fromkeys(refs))
-        self._remote: list[Ref] = []
-        """Results that exist and that are being pulled from another node."""
-        self._values: dict[Ref, object] = {}
-        self._failed = None if isinstance(error, GetTimeoutError) else error
-        self._began = time.monotonic()
-
-    def wait(self) -> dict[Ref, object]:
-        """Return the value of every reference."""
-        if self._failed is not None:
-            self._take_running(0.0)  # finds which one failed
-        while self._running or self._remote:
-            # A result that exists is received even if its pull ends after the deadline.
-            pause = max(MIN_SLICE_S, _until_deadline(self._awaited, SLICE_S))
-            self._take_running(pause)
-            self._pull(0.0 if self._running else pause)
-            if self._running or self._remote:
-                self._look()
-        return self._values
-
-    def _take_running(self, timeout: float) -> None:
-        if self._running:
-            ready, self._running = ray.wait(
-                self._running,
-                num_returns=len(self._running),
-                timeout=timeout,
-                fetch_local=False,
-            )
-            self._remote += self._read(ready)
-
-    def _pull(self, timeout: float) -> None:
-        if self._remote:
-            local, self._remote = ray.wait(
-                self._remote, num_returns=len(self._remote), timeout=timeout, fetch_local=True
-            )
-            self._remote += self._read(local)
-
-    def _read(self, refs: list[Ref]) -> list[Ref]:
-        """Read what can be read now; return the references of the rest."""
-        try:
-            self._values.update(zip(refs, ray.get(refs, timeout=0), strict=True))
-            return []
-        except GetTimeoutError:
-            if len(refs) == 1:
-                return refs
-        except RayError as error:
-            if len(refs) == 1:
-                home, index = self._home[refs[0]]
-                home.raise_failure(index, error)
-        # Some of several failed or are on another node: find out which.
-        return [rest for ref in refs for rest in self._read([ref])]
-
-    def _look(self) -> None:
-        if broken_groups:
-            raise_if_broken()
-        now = time.monotonic()
-        collect_in_wait(now - self._began)
-        for awaited in self._awaited:
-            if awaited.expires is not None and now >= awaited.expires:
-                awaited.raise_if_late()
-            awaited.look()
 
 
 def _is_returned(ref: Ref) -> bool:
