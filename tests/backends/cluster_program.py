@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from worker_cases import Adder, Faulty
+from worker_cases import Adder, Faulty, Large
 
 from quadriga.backends.ray import (
     RayClassWithInitArgs,
@@ -24,10 +24,16 @@ from quadriga.backends.ray import (
     merge_resource_pool,
     split_resource_pool,
 )
+from quadriga.backends.ray.calls import slices, waiting
 from quadriga.errors import PlacementError, WorkerDiedError
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-NODE = {"object_store_memory": 80 * 2**20}
+NODE = {"object_store_memory": 250 * 2**20}
+# Small chunks, one at a time: a result of 100 MiB takes longer than a slice of a wait.
+SLOW_LINKS = {
+    "object_manager_default_chunk_size": 64 * 1024,
+    "object_manager_max_bytes_in_flight": 64 * 1024,
+}
 
 
 def nodes_of(group: RayWorkerGroup) -> list[int]:
@@ -91,16 +97,35 @@ def packed() -> dict[str, object]:
     return {"packed over nodes": sorted(by_node.values(), key=len)}
 
 
+def large_result() -> dict[str, object]:
+    """A result of 100 MiB from another node, received in a wait of many short slices."""
+    waiting.FIRST_WAIT_S = slices.SLICE_S = 0.02
+    pool = RayResourcePool([2, 3], use_gpu=False, max_colocate_count=1)
+    group = start(pool, Large)
+    began = time.monotonic()
+    sizes = {len(value) for value in group.make.options(timeout=40)(100 * 2**20)}
+    seconds = time.monotonic() - began
+    waiting.FIRST_WAIT_S, slices.SLICE_S = 0.2, 0.5
+    group.shutdown()
+    pool.release()
+    return {"large result": [sorted(sizes), seconds]}
+
+
 def main() -> None:
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": 1, "include_dashboard": False, **NODE},
+        head_node_args={
+            "num_cpus": 1,
+            "include_dashboard": False,
+            "_system_config": SLOW_LINKS,
+            **NODE,
+        },
     )
     small = cluster.add_node(num_cpus=2, num_gpus=2, resources={"A100": 1}, **NODE)
     cluster.add_node(num_cpus=3, **NODE)
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
-    seen: dict[str, object] = {**devices(small.node_id), **packed()}
+    seen: dict[str, object] = {**devices(small.node_id), **packed(), **large_result()}
 
     pool = RayResourcePool([2, 3], use_gpu=False, max_colocate_count=1)
     try:

@@ -148,6 +148,45 @@ class Faulty(Worker):
         return data
 
 
+class Large(Worker):
+    """Return much from rank 0, which is on another node than the controller."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def make(self, nbytes):
+        return b"x" * nbytes if self.rank == 0 else b"x"
+
+
+class Unequal(Worker):
+    """One rank fails, or none; the others run for five minutes."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def make(self, data, fails=-1):
+        if self.rank == fails:
+            raise KeyError("reward_model")
+        time.sleep(300)
+        return data
+
+
+class Taking(Worker):
+    """Take any arguments, and count calls of `each`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take(self, value, other=None):
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def each(self, value):
+        self.calls += 1
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def count(self):
+        return self.calls
+
+
 class Slow(Worker):
     """Takes its time."""
 

@@ -1,0 +1,146 @@
+"""A wait ends with the first failure of anything that it waits for, and pulls results once."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+
+import pytest
+import torch
+from ray.exceptions import GetTimeoutError
+from worker_cases import Taking, Unequal
+
+from quadriga.backends.ray.calls import slices, waiting
+from quadriga.backends.ray.calls.waiting import RayBatch, RayPending
+from quadriga.errors import CallTimeoutError, DispatchError, WorkerMethodError
+from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.single_controller.backend import RankFacts, RankHandle
+
+SOON_S = 60
+"""Much less than the time that the slow ranks take."""
+
+
+@pytest.fixture(scope="module")
+def taking(ray_backend):
+    pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
+    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Taking), role="taking")
+    yield group
+    group.shutdown()
+    pool.release()
+
+
+@pytest.fixture
+def unequal(ray_backend):
+    """A function that starts a group; all are ended after the test."""
+    started = []
+
+    def start():
+        pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
+        cls = ray_backend.class_with_args(Unequal)
+        started.extend([ray_backend.worker_group(pool, cls, role="unequal"), pool])
+        return started[-2]
+
+    yield start
+    for thing in started[::2]:
+        thing.shutdown()
+    for thing in started[1::2]:
+        thing.release()
+
+
+def batch() -> DataProto:
+    return DataProto.from_dict({"a": torch.arange(4)})
+
+
+def raised_soon(call, match: str) -> WorkerMethodError:
+    began = time.monotonic()
+    with pytest.raises(WorkerMethodError, match=match) as caught:
+        call()
+    assert time.monotonic() - began < SOON_S
+    return caught.value
+
+
+def test_a_failed_rank_ends_the_wait_of_the_rank_that_receives_its_future(taking, unequal):
+    """Rank 0 never returns, so a wait for one result after the other would never end."""
+    future = unequal().make.submit(batch(), fails=1)
+    error = raised_soon(lambda: taking.take(future), r"KeyError in unequal\.make, rank 1 of 2")
+    assert error.role == "taking" and error.__cause__.rank == 1
+
+
+@pytest.mark.parametrize("kind", ["arguments", "keywords", "list"])
+def test_a_failed_future_ends_the_wait_for_another_argument(taking, unequal, kind):
+    running, failing = unequal().make.submit(batch()), unequal().make.submit(batch(), fails=0)
+    calls = {
+        "arguments": lambda: taking.take(running, failing),
+        "keywords": lambda: taking.take(value=running, other=failing),
+        "list": lambda: taking.take([running, failing]),
+    }
+    raised_soon(calls[kind], r"KeyError in unequal\.make, rank 0 of 2")
+
+
+def test_a_failed_future_ends_the_wait_for_a_joined_future(unequal):
+    running, failing = unequal().make.submit(batch()), unequal().make.submit(batch(), fails=0)
+    joined = DataProtoFuture.concat([running, failing])
+    raised_soon(joined.get, r"KeyError in unequal\.make, rank 0 of 2")
+    again = DataProtoFuture.concat([joined, running])
+    raised_soon(again.chunk(2)[0].get, r"KeyError in unequal\.make, rank 0 of 2")
+
+
+def test_the_deadline_of_a_call_also_ends_the_wait_of_the_rank_that_receives_it(taking, unequal):
+    future = unequal().make.options(timeout=2).submit(batch())
+    error = raised_soon(
+        lambda: taking.take(future), r"result of unequal\.make, rank \d on .*exceeded its deadline"
+    )
+    assert isinstance(error.__cause__, CallTimeoutError)
+
+
+def test_no_rank_runs_if_one_argument_cannot_be_pickled(taking):
+    before = taking.count()
+    with pytest.raises(DispatchError, match="an argument cannot be sent"):
+        taking.each([1, threading.Lock()])
+    assert taking.count() == before
+
+
+class FakeRay:
+    """Stand in for `ray`: results exist at once, and are local after two pulls."""
+
+    def __init__(self, refs: list[str], remote: set[str]) -> None:
+        self.remote, self.log = remote, []
+
+    def get(self, refs, timeout=None):
+        self.log.append(("get", sorted(refs), timeout))
+        if self.remote & set(refs):
+            raise GetTimeoutError
+        return [f"value of {ref}" for ref in refs]
+
+    def wait(self, refs, num_returns, timeout, fetch_local):
+        self.log.append(("wait", sorted(refs), fetch_local))
+        if not fetch_local:
+            return list(refs), []
+        pulls = sum(entry[0] == "wait" and entry[2] for entry in self.log)
+        if pulls >= 2:
+            self.remote.clear()
+        return [r for r in refs if r not in self.remote], [r for r in refs if r in self.remote]
+
+
+def test_a_remote_result_is_pulled_by_one_request_and_read_once(monkeypatch):
+    """A `ray.get` that times out cancels its pull; a `ray.wait` does not."""
+    fake = FakeRay(["near", "far"], {"far"})
+    monkeypatch.setattr(waiting, "ray", fake)
+    monkeypatch.setattr(slices, "ray", fake)
+    facts = RankFacts(0, 1, "node", 0, "", "")
+    handles = [RankHandle(None, "a", facts), RankHandle(None, "b", facts)]
+    values = RayBatch(["near", "far"], handles, "role.method").gather()
+    assert values == ["value of near", "value of far"]
+    pulled = fake.log.index(("wait", ["far"], True))
+    gets = [entry for entry in fake.log[pulled:] if entry[0] == "get"]
+    assert gets == [("get", ["far"], 0)]  # after the pull: nothing cancels it
+    assert ("get", ["near"], 0) in fake.log[:pulled]
+
+
+def test_a_sent_result_keeps_the_rest_of_its_deadline():
+    handle = RankHandle(None, "a", RankFacts(3, 4, "node-1", 0, "", ""))
+    pending = RayPending("ref", None, RayBatch(["ref"], [handle], "actor.make", timeout=50))
+    sent = pickle.loads(pickle.dumps(pending))
+    assert sent.source == "actor.make, rank 3 on node-1"
+    assert 40 < sent.expires - time.monotonic() <= 50
