@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quadriga.algorithms.full_kl import kl_full
-from quadriga.engines.aligned_rows import left_align
 from quadriga.engines.base import Batch, HeadKind, Outputs
 from quadriga.engines.fused_head import MIN_FUSED_LOGITS, FusedHead, fusable_layer
 from quadriga.engines.micro_batches import dummy_batch
@@ -23,6 +22,7 @@ from quadriga.errors import ConfigError
 from quadriga.models.linear_full_kl import linear_full_kl
 from quadriga.models.linear_log_prob import linear_log_probs
 from quadriga.models.log_prob import log_probs_and_entropy
+from quadriga.parallel.aligned_rows import left_align
 from quadriga.parallel.attention_blocks import AttentionBlocks
 from quadriga.parallel.packing import pack_rows
 

@@ -1,7 +1,10 @@
 """Models: loading and checking folders, log-probabilities and KL, and a tiny model.
 
 - `folder`: check a model folder without loading weights; its end tokens.
+- `architectures`: which architectures are supported, and in which form each is computed.
+- `context_window`: how many tokens a model can compute.
 - `loading`: tokenizers, causal language models and value models from a folder.
+- `stored_dtypes`: the dtypes in which a folder holds its weights.
 - `tiny`: write a small model and its tokenizer.
 - `log_prob`: log-probabilities and entropies from logits.
 - `linear_log_prob`, `linear_full_kl`: the same, and KL over the vocabulary, from hidden states.
@@ -19,6 +22,7 @@ from quadriga.lazy import lazy_names
 
 _HOME = {
     "TinyModel": "tiny",
+    "check_context_window": "context_window",
     "check_model_folder": "folder",
     "end_token_ids": "folder",
     "load_causal_lm": "loading",
@@ -32,6 +36,7 @@ _HOME = {
 __all__ = list(_HOME)
 
 if TYPE_CHECKING:
+    from quadriga.models.context_window import check_context_window as check_context_window
     from quadriga.models.folder import check_model_folder as check_model_folder
     from quadriga.models.folder import end_token_ids as end_token_ids
     from quadriga.models.loading import load_causal_lm as load_causal_lm

@@ -8,7 +8,7 @@ Training computes rows in one of two forms:
 
 - packed: no padding, shared prompts once (`engines/packed_attention.py`). All layers but attention
   must work token by token, and attention must go through the interface of transformers.
-- padded: padding at the end of each row (`engines/aligned_rows.py`). Right for every causal model.
+- padded: padding at the end of each row (`parallel/aligned_rows.py`). Right for every causal model.
 
 Generation batches prompts in one of two forms:
 
@@ -17,7 +17,8 @@ Generation batches prompts in one of two forms:
   is in a cache of transformers.
 
 An architecture that is in no table (a model with its own code, or one that a newer version of
-transformers added) is computed in the second form of both.
+transformers added) is computed in the second form of both, after `rollout/unlisted.py` has checked
+it.
 
 Nothing here imports torch.
 """
@@ -116,6 +117,11 @@ _REASONS = {name: reason for reason, names in REFUSED.items() for name in names}
 def architecture_of(config: PreTrainedConfig) -> Architecture:
     """Return how the model of this config is computed."""
     return ARCHITECTURES.get(config.model_type, UNLISTED)
+
+
+def is_listed(config: PreTrainedConfig) -> bool:
+    """Return whether the architecture was compared with the naive loop."""
+    return config.model_type in ARCHITECTURES
 
 
 def check_architecture(model_type: str, path: str) -> None:

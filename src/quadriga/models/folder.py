@@ -5,24 +5,18 @@ Nothing here loads weights or imports torch, so settings can be checked before a
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.errors import ModelError
 from quadriga.models.architectures import check_architecture
+from quadriga.models.weight_files import check_sizes, check_weight_files, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
-"""A value as `json.loads` returns it."""
-
 HUB_PREFIX = "hf://"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_WEIGHTS = "model.safetensors"
-_WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
 def local_folder(path: str | Path) -> Path:
@@ -56,8 +50,8 @@ def check_model_folder(
     """Check that a folder holds a model.
 
     A model folder has a config.json with a `model_type` (one that transformers knows, or the
-    folder's own code if `trust_remote_code` is set), safetensors weights with all their shards, and
-    tokenizer files.
+    folder's own code if `trust_remote_code` is set), safetensors weights with all their shards that
+    fit the sizes in config.json, and tokenizer files.
 
     Args:
         weights: also require the weights, and an architecture that is not refused
@@ -77,15 +71,16 @@ def check_model_folder(
             f"model folder {folder} {what} (for a model on the hub, write {HUB_PREFIX}owner/name)",
             path=str(folder),
         )
-    config = _json(folder, "config.json")
+    config = read_json(folder, "config.json")
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"{folder / 'config.json'} has no model_type", path=str(folder))
+    check_sizes(folder, config)
     if not (trust_remote_code and "auto_map" in config):
         _check_known(folder, model_type)
     if weights:
         check_architecture(model_type, str(folder))
-        _check_weights(folder)
+        check_weight_files(folder, config)
     if tokenizer and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
             f"model folder {folder} has no tokenizer; expected one of "
@@ -105,29 +100,6 @@ def _check_known(folder: Path, model_type: str) -> None:
         )
 
 
-def _check_weights(folder: Path) -> None:
-    if (folder / _WEIGHTS).is_file():
-        return
-    if not (folder / _WEIGHTS_INDEX).is_file():
-        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-        hint = (
-            "; its pickled weights are not loaded, because a pickle can run code: convert them to "
-            "safetensors"
-            if pickled
-            else ""
-        )
-        raise ModelError(f"model folder {folder} has no {_WEIGHTS}{hint}", path=str(folder))
-    weight_map = _json(folder, _WEIGHTS_INDEX).get("weight_map")
-    shards = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-    absent = sorted(str(name) for name in shards if not (folder / str(name)).is_file())
-    if absent or not shards:
-        raise ModelError(
-            f"{len(absent)} of {len(shards)} weight files are missing from model folder {folder}"
-            + (f"; the first is {absent[0]}" if absent else ""),
-            path=str(folder),
-        )
-
-
 def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens that end a response, in ascending order.
 
@@ -136,25 +108,7 @@ def end_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple
     ends = {int(tokenizer.eos_token_id)}
     folder = local_folder(path)
     if (folder / "generation_config.json").is_file():
-        named = _json(folder, "generation_config.json").get("eos_token_id")
+        named = read_json(folder, "generation_config.json").get("eos_token_id")
         values = named if isinstance(named, list) else [named]
         ends.update(value for value in values if isinstance(value, int))
     return tuple(sorted(ends))
-
-
-def _json(folder: Path, name: str) -> Mapping[str, JsonValue]:
-    """Read a JSON object from a file of the folder."""
-    try:
-        content: JsonValue = json.loads((folder / name).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(
-            f"{folder} is not a model folder: it has no {name}", path=str(folder)
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{folder / name} is not JSON: {error}", path=str(folder)) from None
-    if not isinstance(content, dict):
-        raise ModelError(
-            f"{folder / name} must hold a JSON object, got {type(content).__name__}",
-            path=str(folder),
-        )
-    return content

@@ -4,6 +4,7 @@
 - `distributed`: join the process group, build the device mesh, reduce numbers over ranks.
 - `packing`, `attention_blocks`: from padded rows to packed tokens, and the blocks of rows in which
   attention reads those tokens.
+- `aligned_rows`: rows with their padding at the end, for models that cannot be packed.
 - `balancing`, `initial_partitions`, `exchanges`: partitions and micro-batches of about equal token
   counts.
 

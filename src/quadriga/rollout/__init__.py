@@ -1,7 +1,8 @@
 """Rollout engines: they sample responses to prompts.
 
 - `base`: the `RolloutEngine` protocol, sampling parameters and output, and the digest of a weight.
-- `hf`: generation in this process with a Hugging Face model. It uses `kv_cache` and `sampling`.
+- `hf`: generation in this process with a Hugging Face model. It uses `kv_cache` and `sampling`,
+  and `unlisted` to check models of other architectures than those that were tested.
 
 May import every package below `rollout` in docs/architecture.md, but not `engines`. Importing this
 file imports no torch.

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from quadriga.config.schema import DtypeName, ModelConfig
 from quadriga.errors import ModelError, ShapeError
-from quadriga.models.architectures import architecture_of
+from quadriga.models.architectures import architecture_of, is_listed
 from quadriga.models.loading import load_causal_lm
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device
@@ -22,6 +23,7 @@ from quadriga.parallel.packing import first_row_with_same_prompt
 from quadriga.rollout.base import FinishReason, RolloutOutput, SamplingParams, tensor_digest
 from quadriga.rollout.kv_cache import growing_cache, reorder_cache, sees_all_tokens
 from quadriga.rollout.sampling import draw
+from quadriga.rollout.unlisted import check_generation
 
 COMPACT_BELOW = 0.75
 """Ended rows leave the batch when at most this share of its rows is still generating. Compaction
@@ -32,7 +34,8 @@ class HFRollout:
     """See `RolloutEngine`. `micro_batch_size` rows are generated at once.
 
     Raises:
-        ModelError: the folder does not hold a causal language model, or an option is unknown.
+        ModelError: the folder does not hold a causal language model, its architecture is not
+            supported, or an option is unknown.
     """
 
     def __init__(
@@ -61,7 +64,9 @@ class HFRollout:
         self._move(self.device)
         self.module.requires_grad_(False)
         self.prompts = architecture_of(self.module.config).prompts
-        self.parameters = set(inspect.signature(self.module.forward).parameters)
+        self._parameters = set(inspect.signature(self.module.forward).parameters)
+        if not is_listed(self.module.config):
+            check_generation(self.module, self.device, self.forward)
         self._version = -1
 
     @property
@@ -99,6 +104,23 @@ class HFRollout:
             "stop" if row_stopped else "length" for row_stopped in stopped.tolist()
         )
         return RolloutOutput(ids, mask, log_probs, reasons)
+
+    def forward(
+        self, cache: Cache, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Run the model on new tokens [b, added] of each row; return the last logits [b, V]."""
+        arguments: dict[str, object] = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": positions,
+            "past_key_values": cache,
+            "cache_params": cache,  # the name in models without attention
+            "use_cache": True,
+            "logits_to_keep": 1,
+        }
+        known = {name: value for name, value in arguments.items() if name in self._parameters}
+        logits: Tensor = self.module(**known).logits
+        return logits[:, -1]
 
     def _micro_batches(self, attention_mask: Tensor) -> Iterator[Tensor]:
         """Yield the row indices of each micro-batch.
@@ -186,8 +208,7 @@ class _Generation:
     """The generation of one micro-batch: `prefill`, `decode`, `collect`."""
 
     def __init__(self, engine: HFRollout, sampling: SamplingParams, seeds: Tensor) -> None:
-        self.model = engine.module
-        self.parameters = engine.parameters
+        self.engine = engine
         self.device = engine.device
         self.sampling = sampling
         self.seeds = seeds
@@ -210,9 +231,10 @@ class _Generation:
         distinct, prompt_of_row = torch.unique(owner, return_inverse=True)
         prompt_of_row = prompt_of_row.to(self.device)
         prompt_mask = valid[distinct].to(self.device)
-        self.cache = growing_cache(self.model.config)
+        self.cache = growing_cache(self.engine.module.config)
         padded = not bool(valid.all())
-        logits = self._run(
+        logits = self.engine.forward(
+            self.cache,
             prompts[distinct].to(self.device),
             prompt_mask if padded else None,
             (prompt_mask.cumsum(1) - 1).clamp(min=0),
@@ -227,9 +249,10 @@ class _Generation:
         """Return `visible` [b, columns] or a bias [b, 1, 1, columns] for all columns to come."""
         new = prompt_mask.new_ones(len(prompt_of_row), self.sampling.max_new_tokens)
         visible = torch.cat([prompt_mask.index_select(0, prompt_of_row), new], 1)
+        model = self.engine.module
         takes_bias = (
-            bool(getattr(self.model, "_supports_attention_backend", False))
-            and self.model.config._attn_implementation in ("eager", "sdpa")
+            bool(getattr(model, "_supports_attention_backend", False))
+            and model.config._attn_implementation in ("eager", "sdpa")
             and sees_all_tokens(self.cache)
         )
         if not takes_bias:
@@ -237,21 +260,6 @@ class _Generation:
         dtype = self.logits.dtype
         bias = torch.zeros(visible.shape, dtype=dtype, device=self.device)
         return bias.masked_fill_(~visible, torch.finfo(dtype).min)[:, None, None]
-
-    def _run(self, ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
-        """Run the model on new tokens [b, added] of each active row; return the last logits."""
-        arguments: dict[str, object] = {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": positions,
-            "past_key_values": self.cache,
-            "cache_params": self.cache,
-            "use_cache": True,
-            "logits_to_keep": 1,
-        }
-        known = {name: value for name, value in arguments.items() if name in self.parameters}
-        logits: Tensor = self.model(**known).logits
-        return logits[:, -1]
 
     def decode(self) -> None:
         """Sample a token for each active row and run the model on it, until every row has ended."""
@@ -287,7 +295,7 @@ class _Generation:
     def _step(self, token: Tensor, columns: int) -> None:
         """Run the model on one new token of each active row; `columns` includes that token."""
         mask = None if self.mask is None else self.mask[..., :columns]
-        self.logits = self._run(token[:, None], mask, self.positions[:, None])
+        self.logits = self.engine.forward(self.cache, token[:, None], mask, self.positions[:, None])
         self.positions = self.positions + 1
 
     def collect(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

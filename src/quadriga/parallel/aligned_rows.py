@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quadriga.errors import ProtocolError
 
-# The example of `parallel/packing.py`. "·" is padding, P = R = 3, L = 6:
+# The example of `packing.py`. "·" is padding, P = R = 3, L = 6:
 #
 #            input_ids               response_mask     aligned input_ids     position of a token
 #   row 0     ·  11  12 | 21  22   ·     1 1 0         11 12 21 22  ·  ·     -1  0  1 | 2 3 3

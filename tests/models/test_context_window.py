@@ -1,0 +1,77 @@
+"""Prompts and responses that do not fit the context window are refused, with the arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoConfig
+
+from quadriga.errors import ModelError
+from quadriga.models import check_context_window
+from quadriga.models.context_window import context_window
+
+
+def rope(kind, **settings):
+    return {"rope_type": kind, "rope_theta": 1e4, **settings}
+
+
+LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+CASES = [
+    ("gpt2", {"n_positions": 64}, 64),
+    ("llama", {"max_position_embeddings": 128}, 128),
+    ("mpt", {"max_seq_len": 32}, 32),
+    ("bloom", {}, None),
+    ("mamba", {}, None),
+    ("falcon", {"alibi": True}, None),
+    ("falcon", {"alibi": False, "max_position_embeddings": 96}, 96),
+    # The window before stretching: 128 = 32 · 4. The window after it.
+    (
+        "qwen2",
+        {
+            "max_position_embeddings": 32,
+            "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=32),
+        },
+        128,
+    ),
+    (
+        "qwen2",
+        {
+            "max_position_embeddings": 128,
+            "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=32),
+        },
+        128,
+    ),
+    # One row above 48 tokens would change the frequencies of all rows.
+    (
+        "phi3",
+        {
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 200,
+            "original_max_position_embeddings": 48,
+            "rope_parameters": rope("longrope", original_max_position_embeddings=48, **LONG),
+        },
+        48,
+    ),
+    (
+        "llama",
+        {"max_position_embeddings": 100, "rope_parameters": rope("dynamic", factor=2.0)},
+        100,
+    ),
+    ("doge", {"keep_window_size": 40, "max_position_embeddings": 64}, 40),
+]
+
+
+@pytest.mark.parametrize(("model_type", "settings", "tokens"), CASES)
+def test_window_of_a_config(model_type, settings, tokens):
+    window = context_window(AutoConfig.for_model(model_type, **settings))
+    assert (window and window.tokens) == tokens
+
+
+def test_message_does_the_arithmetic(tmp_path):
+    AutoConfig.for_model("gpt2", n_positions=64).save_pretrained(tmp_path)
+    check_context_window(tmp_path, max_prompt_length=40, max_response_length=24)
+    with pytest.raises(ModelError) as caught:
+        check_context_window(tmp_path, max_prompt_length=50, max_response_length=20)
+    message = str(caught.value)
+    assert "data.max_prompt_length 50 + data.max_response_length 20 = 70 tokens" in message
+    assert "at most 64" in message and "by 6 together" in message
