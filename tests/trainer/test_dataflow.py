@@ -41,6 +41,7 @@ VARIANTS = {
         "algorithm.overlong.drop_truncated=true", "algorithm.overlong.enable=true",
         "algorithm.overlong.buffer_length=4", "data.max_response_length=96",
     ],
+    "failed samples masked": ["reward.on_failure=mask"],
     "masked": ["algorithm.filter_groups.enable=true"],
     "refilled": ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.mode=refill"],
     "decoupled_ppo": [f"{ACTOR}.policy_loss.name=decoupled_ppo"],
@@ -51,6 +52,8 @@ RULE = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Differs from response to response, so that prompt groups have different scores."""
     digits = sum(map(ord, solution_str)) % 7 / 7
+    if digits > 0.8:
+        raise ValueError("one in seven responses has no score")
     return {"score": digits, "form": digits, "length": float(len(solution_str))}
 '''
 

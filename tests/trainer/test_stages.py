@@ -200,3 +200,22 @@ def test_rows_are_scored_once_by_a_function_that_returns_a_batch_or_a_future(ret
         assert metrics == {"reward/raised": 2.0}
     assert calls == [6]
     assert data.batch[fields.TOKEN_LEVEL_SCORES].sum() == 24
+
+
+class FailsInRowOne:
+    """A reward function that excludes row 1, as `RewardManager` does with `on_failure="mask"`."""
+
+    masked_rows = [1]  # noqa: RUF012
+
+    def __call__(self, data):
+        return DataProto.from_dict(
+            {fields.TOKEN_LEVEL_SCORES: torch.zeros(data.batch[fields.RESPONSE_MASK].shape)}
+        )
+
+
+def test_rows_that_the_reward_function_excludes_are_masked():
+    mask = torch.ones(3, 2, dtype=torch.int64)
+    batch = DataProto.from_dict({fields.RESPONSE_MASK: mask})
+    scored = stages.score_responses(batch, FailsInRowOne()).batch
+    assert scored.batch[fields.RESPONSE_MASK].tolist() == [[1, 1], [0, 0], [1, 1]]
+    assert mask.sum() == 6  # the mask of the caller is not changed

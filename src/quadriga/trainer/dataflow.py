@@ -203,11 +203,12 @@ def _score_responses(config: TrainConfig, custom_reward: bool) -> StageFields:
     if custom_reward:
         return StageFields("score_responses", writes=(_SCORES, fields.REWARD_COMPONENTS))
     components = (fields.REWARD_COMPONENTS,) if config.algorithm.reward_components else ()
+    masks = (_MASK,) if config.reward.on_failure == "mask" else ()
     return StageFields(
         "score_responses",
         reads=(fields.RESPONSES, _MASK, fields.REWARD_MODEL),
         reads_if_present=(fields.DATA_SOURCE, fields.EXTRA_INFO),
-        writes=(_SCORES, *components),
+        writes=(_SCORES, *components, *masks),
     )
 
 

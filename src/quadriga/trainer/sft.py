@@ -33,7 +33,7 @@ from quadriga.trainer.run.groups import (
     open_backend,
     threads_per_rank,
 )
-from quadriga.trainer.run.ingredients import make_reward, prompt_dataset
+from quadriga.trainer.run.ingredients import check_rows, make_reward, prompt_dataset
 from quadriga.trainer.run.preflight import check_sft_config
 from quadriga.trainer.run.record import RunRecord
 from quadriga.trainer.validation import Validator
@@ -108,6 +108,7 @@ class SFTTrainer:
         )
         self.val_loader = _validation_loader(config, self.tokenizer)
         self.reward_fn = make_reward(config.reward, self.tokenizer)
+        check_rows(self.reward_fn, self.val_loader)
         self.step = 0
         self._groups: SFTGroups | None = None
 

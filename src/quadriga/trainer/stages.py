@@ -78,6 +78,13 @@ class HasMetrics(Protocol):
     metrics: dict[str, float]
 
 
+@runtime_checkable
+class HasMaskedRows(Protocol):
+    """A reward function that tells which rows of its last call take no part in the update."""
+
+    masked_rows: list[int]
+
+
 # From prompts to scored responses.
 
 
@@ -144,11 +151,16 @@ def add_baselines(rows: DataProto, greedy: DataProto) -> StageResult:
 def score_responses(batch: DataProto, reward: BatchReward) -> StageResult:
     """Write `token_level_scores` [B, R], unless an earlier stage of the step has scored the rows.
 
-    The metrics are those of the reward function's last call.
+    The mask of rows that the reward function excludes becomes 0 (`reward.on_failure=mask`). The
+    metrics are those of the reward function's last call.
     """
     if fields.TOKEN_LEVEL_SCORES not in _keys(batch):
         scored = reward(batch)
         batch = batch.union(scored.get() if isinstance(scored, DataProtoFuture) else scored)
+        if isinstance(reward, HasMaskedRows) and reward.masked_rows:
+            mask = batch.batch[fields.RESPONSE_MASK].clone()
+            mask[reward.masked_rows] = 0
+            batch.batch[fields.RESPONSE_MASK] = mask
     return StageResult(batch, dict(reward.metrics) if isinstance(reward, HasMetrics) else {})
 
 

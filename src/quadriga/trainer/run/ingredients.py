@@ -52,19 +52,18 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
             seed=seed,
             drop_last=False,
         )
-    return Ingredients(
-        tokenizer=tokenizer,
-        # Every training batch has the same size, so that it divides by ranks and mini-batches.
-        train_loader=PromptLoader(
-            train,
-            config.data.train_batch_size,
-            shuffle=config.data.shuffle,
-            seed=seed,
-            drop_last=True,
-        ),
-        val_loader=val_loader,
-        reward=make_reward(config.reward, tokenizer, config.algorithm.reward_components),
+    # Every training batch has the same size, so that it divides by ranks and mini-batches.
+    train_loader = PromptLoader(
+        train,
+        config.data.train_batch_size,
+        shuffle=config.data.shuffle,
+        seed=seed,
+        drop_last=True,
     )
+    reward = make_reward(config.reward, tokenizer, config.algorithm.reward_components)
+    check_rows(reward, train_loader)
+    check_rows(reward, val_loader)
+    return Ingredients(tokenizer, train_loader, val_loader, reward)
 
 
 def prompt_dataset(
@@ -87,13 +86,16 @@ def make_reward(
 ) -> RewardManager:
     """Return the rule rewards of the settings: the user's own function if `reward.path` is set,
     else the built-in function of each row's `data_source`."""
-    from quadriga.rewards import RewardManager, load_reward_function
+    from quadriga.rewards import RewardManager
 
-    function = load_reward_function(reward.path, reward.name) if reward.path else None
-    return RewardManager(
-        tokenizer,
-        function,
-        num_processes=reward.num_processes,
-        timeout_s=reward.timeout_s,
-        components=components,
-    )
+    return RewardManager.from_settings(reward, tokenizer, components)
+
+
+def check_rows(reward: RewardManager, loader: PromptLoader | None) -> None:
+    """Check that every row of a loader's data can be scored.
+
+    Raises:
+        DataError: names the row and what it lacks.
+    """
+    if loader is not None:
+        reward.check(loader.dataset[row] for row in range(len(loader.dataset)))
