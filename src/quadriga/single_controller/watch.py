@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -10,6 +12,11 @@ from typing import Generic, TypeVar
 from quadriga.errors import WorkerError
 
 OwnerT = TypeVar("OwnerT")
+
+logger = logging.getLogger("quadriga.controller")
+
+LOG_S = 60.0
+"""How often a check that fails is logged."""
 
 broken_groups: dict[int, WorkerError] = {}
 """id of a watched rank set → the error that was found. Empty while every watched group works."""
@@ -51,7 +58,8 @@ class Watch(Generic[OwnerT]):
 
     Consumes: nothing. Produces: one `report`, after which the thread ends. Waits for: the interval.
     Unblocked by: `stop`. The thread also ends when `owner` is deleted; `find_failure` receives
-    the owner as its argument and must not hold a reference to it.
+    the owner as its argument and must not hold a reference to it. If `find_failure` itself raises,
+    the thread logs that, and checks again after the interval.
     """
 
     def __init__(
@@ -61,6 +69,7 @@ class Watch(Generic[OwnerT]):
         self._find_failure = find_failure
         self._interval = interval
         self._stopped = threading.Event()
+        self._logged = float("-inf")
         self._thread = threading.Thread(target=self._run, name="quadriga-watch", daemon=True)
         self._thread.start()
 
@@ -73,9 +82,22 @@ class Watch(Generic[OwnerT]):
             owner = self._owner()
             if owner is None:
                 return
-            error = self._find_failure(owner)
+            error = self._check(owner)
             # `stop` may have been called while the ranks were checked.
             if error is not None and not self._stopped.is_set():
                 report(owner, error)
                 return
             del owner  # a reference held while waiting would keep the group alive
+
+    def _check(self, owner: OwnerT) -> WorkerError | None:
+        try:
+            return self._find_failure(owner)
+        except Exception as problem:  # a thread that ends here would leave the group unwatched
+            now = time.monotonic()
+            if now - self._logged >= LOG_S:
+                self._logged = now
+                logger.warning(
+                    "The ranks of a group could not be checked (%s: %s). The check is repeated "
+                    "every %g s.", type(problem).__name__, problem, self._interval,
+                )  # fmt: skip
+            return None

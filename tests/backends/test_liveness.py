@@ -1,0 +1,144 @@
+"""When a rank counts as dead, and what asking for it costs."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+from worker_cases import Adder
+
+from quadriga.backends.ray.cluster import RayNode
+from quadriga.backends.ray.health import nodes
+from quadriga.errors import WorkerDiedError
+from quadriga.single_controller.backend import RankFacts, RankHandle
+from quadriga.single_controller.watch import Watch, broken_groups, forget
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def probes(monkeypatch):
+    """probes(second, result) -> the lost nodes of one look at node "n" at that second."""
+    clock = Clock()
+    monkeypatch.setattr(nodes, "time", clock)
+    monkeypatch.setattr(nodes, "_failing", {})
+
+    def look(second, result):
+        clock.now = 1000.0 + second
+        monkeypatch.setattr(nodes, "probe_nodes", lambda ids: dict.fromkeys(ids, result))
+        return nodes.lost_nodes(["n"])
+
+    return look
+
+
+def test_one_failed_probe_is_no_death(probes):
+    assert probes(0, "silent") == set()
+    assert probes(60, "open") == set()
+    assert probes(61, "silent") == set()
+
+
+@pytest.mark.parametrize(("result", "seconds"), [("refused", 3), ("silent", 10)])
+def test_a_node_is_lost_after_three_probes_and_some_seconds(probes, result, seconds):
+    assert probes(0, result) == probes(1, result) == probes(2, result) == set()
+    assert probes(seconds - 0.1, result) == set()
+    assert probes(seconds, result) == {"n"}
+    assert probes(seconds + 1, "open") == set()
+    assert probes(seconds + 2, result) == set()  # counted from the start again
+
+
+def test_two_probes_far_apart_are_no_death(probes):
+    assert probes(0, "refused") == probes(100, "refused") == set()
+    assert probes(100.1, "refused") == {"n"}
+
+
+def test_ray_s_own_record_of_a_dead_node_is_believed_at_once(probes):
+    assert probes(0, None) == {"n"}
+
+
+@pytest.fixture
+def listening():
+    with socket.create_server(("127.0.0.1", 0), backlog=2048) as server:
+        yield server.getsockname()[1]
+
+
+def test_ports_are_probed_all_at_once(listening, monkeypatch):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        refused = closed.getsockname()[1]
+    found = [RayNode(f"up{i}", "127.0.0.1", listening, True, {}) for i in range(200)]
+    found.append(RayNode("refused", "127.0.0.1", refused, True, {}))
+    began = time.monotonic()
+    result = nodes._connect(found)
+    assert time.monotonic() - began < nodes.PROBE_TIMEOUT_S
+    assert result.pop("refused") == "refused"
+    assert len(result) == 200 and set(result.values()) == {"open"}
+
+
+def test_a_look_at_a_thousand_ranks_probes_each_node_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(nodes, "actor_alive", lambda actor: True)
+    monkeypatch.setattr(nodes.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        nodes, "probe_nodes", lambda ids: asked.append(sorted(ids)) or dict.fromkeys(ids, "open")
+    )
+    handles = [
+        RankHandle(None, "", RankFacts(i, 1024, "", 0, "", "", node_id=f"n{i // 8:03}"))
+        for i in range(1024)
+    ]
+    assert nodes.dead_ranks(handles) == []
+    assert asked == [[f"n{i:03}" for i in range(128)]]
+
+
+def test_a_silent_node_and_a_living_rank(ray_backend, monkeypatch):
+    """Nothing connects to the node of a rank for a while, and the rank is alive all the same."""
+    pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
+    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Adder))
+    monkeypatch.setattr(nodes, "probe_nodes", lambda ids: dict.fromkeys(ids, "silent"))
+    monkeypatch.setattr(nodes, "_failing", {})
+    assert all(map(ray_backend.is_alive, group._ranks.handles))
+    assert ray_backend.dead(group._ranks.handles) == []
+    group.shutdown()
+    deadline = time.monotonic() + 30
+    while len(ray_backend.dead(group._ranks.handles)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    pool.release()
+
+
+class Owner:
+    pass
+
+
+def test_a_watch_goes_on_after_an_error_of_its_own(caplog):
+    """It is logged once, and the death that comes later is still found."""
+    found = threading.Event()
+    looks = []
+
+    def find_failure(owner):
+        looks.append(owner)
+        if len(looks) < 4:
+            raise RuntimeError("the control store does not respond")
+        found.set()
+        return WorkerDiedError("a rank died")
+
+    owner = Owner()
+    watch = Watch(owner, find_failure, 0.01)
+    try:
+        assert found.wait(20)
+        deadline = time.monotonic() + 20
+        while id(owner) not in broken_groups and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert str(broken_groups[id(owner)]) == "a rank died"
+        logged = [r.getMessage() for r in caplog.records]
+        assert len(logged) == 1 and "RuntimeError: the control store" in logged[0]
+    finally:
+        watch.stop()
+        forget(owner)
