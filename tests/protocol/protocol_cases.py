@@ -76,6 +76,7 @@ TENSORS = {
     "jagged": ragged(torch.ones(2), torch.zeros(0), torch.arange(3.0), torch.ones(1)),
     "jagged bfloat16 with width": ragged(*(torch.randn(i, 2).bfloat16() for i in (1, 3, 2, 1))),
     "jagged all empty": ragged(*(torch.zeros(0) for _ in range(4))),
+    "ragged in the last dimension": ragged(*(torch.ones(3, t) * t for t in (2, 0, 3, 1))),
     "jagged with holes": torch.nested.narrow(
         torch.arange(20).view(4, 5), 1, torch.tensor([0, 1, 2, 0]), torch.tensor([3, 2, 1, 5]),
         layout=JAGGED,

@@ -316,12 +316,13 @@ def _entries(flat: Iterable[Flat], row_maps: list[RowMap]) -> Entries:
 
 def _flat_spec(spec: FieldSpec) -> Flat:
     children = tuple([(key, _flat_spec(child)) for key, child in spec.children])
-    return spec.kind, spec.dtype, tuple(spec.tail), spec.device, children
+    return spec.kind, spec.dtype, tuple(spec.tail), spec.device, children, spec.ragged_dim
 
 
 def _spec(flat: Flat) -> FieldSpec:
-    kind, dtype, tail, device, children = flat
-    return FieldSpec(kind, dtype, tail, device, tuple([(k, _spec(child)) for k, child in children]))
+    kind, dtype, tail, device, children, ragged_dim = flat
+    nested = tuple([(key, _spec(child)) for key, child in children])
+    return FieldSpec(kind, dtype, tail, device, nested, ragged_dim)
 
 
 def _flat_row_map(row_map: RowMap) -> Flat:

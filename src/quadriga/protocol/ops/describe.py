@@ -12,7 +12,7 @@ from quadriga.protocol.columns.column import Column, is_remote, local_value
 from quadriga.protocol.columns.contents import Contents
 from quadriga.protocol.values import operations
 from quadriga.protocol.values.field_spec import LocalValue
-from quadriga.protocol.values.jagged import is_jagged
+from quadriga.protocol.values.jagged import is_jagged, ragged_dim
 from quadriga.protocol.values.storage import LocalHandle, Origin, origins_of
 
 _GB = 2**30
@@ -58,8 +58,8 @@ def _line(key: str, column: Column) -> tuple[str, ...]:
 def _shape(value: LocalValue) -> tuple[str, str]:
     dtype = operations.dtype_name(getattr(value, "dtype", None) or type(value).__name__)
     if isinstance(value, torch.Tensor) and is_jagged(value):
-        tail = "".join(f", {n}" for n in value.shape[2:])
-        return f"[{operations.row_count(value)}, *{tail}]", dtype
+        dims = ["*" if i == ragged_dim(value) else str(n) for i, n in enumerate(value.shape)]
+        return f"[{', '.join(dims)}]", dtype
     return str(list(value.shape)), dtype
 
 

@@ -72,6 +72,12 @@ def _split(key: str, value: LocalValue, n_split: int) -> LocalValue:
 
 def _split_jagged(key: str, value: torch.Tensor, n_split: int) -> torch.Tensor:
     """Split every row into `n_split` rows: the same values with more offsets."""
+    if jagged.ragged_dim(value) > 1:
+        raise FieldError(
+            f"field '{key}' is ragged in dimension {jagged.ragged_dim(value)}; only columns of "
+            "fields that are dense or ragged in dimension 1 can be split",
+            field=key,
+        )
     # Rows of 2, 0 and 4 numbers have offsets 0 2 2 6; split in two they have 0 1 2 2 2 4 6.
     values, offsets = jagged.parts(value)
     lengths = offsets.diff()

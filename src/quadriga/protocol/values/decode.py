@@ -130,7 +130,7 @@ def _jagged(spec: FieldSpec, rows: RowMap, payloads: Sequence[RaggedPayload]) ->
         data, offsets = payloads[shard]
         np.copyto(out[ends[at] : ends[at + stop - start]], data[offsets[start] : offsets[stop]])
     offsets_tensor = _to_device(torch.from_numpy(ends), spec.device)
-    nested = jagged.build(_to_device(values, spec.device), offsets_tensor)
+    nested = jagged.build(_to_device(values, spec.device), offsets_tensor, spec.ragged_dim)
     return nested, values.numel() * values.element_size() + ends.nbytes
 
 

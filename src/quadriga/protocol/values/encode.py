@@ -114,7 +114,8 @@ def _encode_jagged(value: Tensor, key: str) -> Encoded:
         raise FieldError(f"field '{key}': {error}", field=key) from None
     data, ends = host_array(values), host_array(offsets).astype(np.int64)
     dtype = operations.dtype_name(values.dtype)
-    spec = FieldSpec("jagged", dtype, data.shape[1:], values.device.type)
+    device, dim = values.device.type, jagged.ragged_dim(value)
+    spec = FieldSpec("jagged", dtype, data.shape[1:], device, ragged_dim=dim)
     return spec, (data, ends), int(data.nbytes + ends.nbytes)
 
 

@@ -45,9 +45,9 @@ class FieldSpec:
     """The description of a field without its bytes.
 
     `tail`: shape without the batch dimension; for a jagged field the shape of `values` without
-    its first dimension. `dtype`: name in torch, or `str` of the dtype in numpy. `device`: type of
-    the device on which the tensor was created ("cpu", "cuda"). `children`: fields of a nested
-    TensorDict.
+    its ragged dimension, which is dimension `ragged_dim` of the field. `dtype`: name in torch, or
+    `encode.dtype_text` of the dtype in numpy. `device`: type of the device on which the tensor was
+    created ("cpu", "cuda"). `children`: fields of a nested TensorDict.
     """
 
     kind: Kind
@@ -55,12 +55,16 @@ class FieldSpec:
     tail: tuple[int, ...] = ()
     device: str = "cpu"
     children: tuple[tuple[str, FieldSpec], ...] = ()
+    ragged_dim: int = 1
 
     def __reduce__(self) -> tuple[type[FieldSpec], tuple[object, ...]]:
-        return FieldSpec, (self.kind, self.dtype, self.tail, self.device, self.children)
+        dim = () if self.ragged_dim == 1 else (self.ragged_dim,)
+        return FieldSpec, (self.kind, self.dtype, self.tail, self.device, self.children, *dim)
 
     def describe(self, length: int) -> tuple[str, str]:
         """Return shape and dtype of `length` rows as text: `("[8, *, 2]", "float32")`."""
-        ragged = ["*"] if self.kind == "jagged" else []
-        shape = ", ".join(map(str, [length, *ragged, *self.tail]))
+        dims: list[object] = [length, *self.tail]
+        if self.kind == "jagged":
+            dims.insert(self.ragged_dim, "*")
+        shape = ", ".join(map(str, dims))
         return f"[{shape}]", self.dtype or self.kind

@@ -1,6 +1,8 @@
 """Jagged nested tensors: rows of different lengths, stored as `values` and `offsets`.
 
-Only the layout `torch.jagged` with the ragged dimension after the batch dimension is supported.
+Layout `torch.jagged`. One dimension after the batch dimension is ragged: dimension 1 of token ids
+[B, T*], dimension 2 of multimodal position ids [B, 3, T*]. The functions below see `values` with
+the ragged dimension first ([total, ...]), whichever it is.
 """
 
 from __future__ import annotations
@@ -31,25 +33,35 @@ def is_jagged(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_nested
 
 
+def ragged_dim(nested: Tensor) -> int:
+    """Return the dimension of a jagged tensor that is ragged, 1 or more."""
+    return int(getattr(nested, "_ragged_idx", 1))
+
+
 def parts(nested: Tensor) -> tuple[Tensor, Tensor]:
     """Return `(values [total, ...], offsets [N + 1])` without holes.
 
+    Values are a view with the ragged dimension first: of [3, 5] values of position ids, [5, 3].
     Raises `FieldError` for a nested tensor of another layout.
     """
-    if nested.layout != torch.jagged or getattr(nested, "_ragged_idx", 1) != 1:
+    if nested.layout != torch.jagged:
         raise FieldError(
-            "expected a nested tensor of layout torch.jagged whose dimension 1 is ragged, got "
-            f"layout {nested.layout}. "
+            f"expected a nested tensor of layout torch.jagged, got layout {nested.layout}. "
             "Build it with torch.nested.nested_tensor(rows, layout=torch.jagged)"
         )
     if nested.lengths() is not None:  # type: ignore[attr-defined]  # a method of NestedTensor
         nested = nested.contiguous()
-    return nested.values(), nested.offsets()  # type: ignore[attr-defined]  # of NestedTensor
+    values: Tensor = nested.values()
+    dim = ragged_dim(nested)
+    values = values if dim == 1 else values.movedim(dim - 1, 0)
+    return values, nested.offsets()  # type: ignore[attr-defined]  # of NestedTensor
 
 
-def build(values: Tensor, offsets: Tensor) -> Tensor:
-    """Return the nested tensor of `parts`."""
-    return torch.nested.nested_tensor_from_jagged(values, offsets)
+def build(values: Tensor, offsets: Tensor, dim: int = 1) -> Tensor:
+    """Return the nested tensor of `parts`, ragged in dimension `dim`."""
+    if dim > 1:
+        values = values.movedim(0, dim - 1)
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=dim)
 
 
 def row_gather(offsets: Ints, rows: Ints) -> tuple[Ints, Ints]:
@@ -70,14 +82,12 @@ def take(nested: Tensor, selection: RowSelection) -> Tensor:
     if isinstance(selection, RowRange):
         low, high = int(offsets[selection.start]), int(offsets[selection.stop])
         chosen = offsets[selection.start : selection.stop + 1]
-        return build(values[low:high], chosen - offsets[selection.start])
+        return build(values[low:high], chosen - offsets[selection.start], ragged_dim(nested))
     known: Ints = offsets.cpu().numpy().astype(np.int64)
     positions, new_offsets = row_gather(known, selection.rows)
     index = torch.from_numpy(positions).to(values.device)
-    return build(
-        select_rows(values, index),
-        torch.from_numpy(new_offsets).to(offsets.device, offsets.dtype),
-    )
+    new = torch.from_numpy(new_offsets).to(offsets.device, offsets.dtype)
+    return build(select_rows(values, index), new, ragged_dim(nested))
 
 
 def select_rows(value: Tensor, rows: Tensor) -> Tensor:
@@ -90,20 +100,24 @@ def select_rows(value: Tensor, rows: Tensor) -> Tensor:
 
 def concat(nested: Sequence[Tensor]) -> Tensor:
     """Return the rows of all nested tensors in order."""
+    dims = {ragged_dim(part) for part in nested}
+    if len(dims) > 1:
+        raise TypeError(f"ragged in different dimensions: {sorted(dims)}")
     pairs = [parts(part) for part in nested]
     values = torch.cat([v for v, _ in pairs])
     shifted, base = [pairs[0][1][:1]], 0
     for _, offsets in pairs:
         shifted.append(offsets[1:] + base)
         base += int(offsets[-1])
-    return build(values, torch.cat(shifted))
+    return build(values, torch.cat(shifted), dims.pop())
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
     """Return whether row lengths and values are equal; NaN equals NaN."""
     (values_a, offsets_a), (values_b, offsets_b) = parts(a), parts(b)
     return (
-        values_a.shape == values_b.shape
+        ragged_dim(a) == ragged_dim(b)
+        and values_a.shape == values_b.shape
         and values_a.dtype == values_b.dtype
         and torch.equal(offsets_a.long().cpu(), offsets_b.long().cpu())
         and same_dense(values_a, values_b)

@@ -102,7 +102,8 @@ def row(value: LocalValue, index: int) -> object:
     """Return one row without its batch dimension (of a jagged tensor: a dense tensor)."""
     if isinstance(value, Tensor) and value.is_nested:
         values, offsets = jagged.parts(value)
-        return values[int(offsets[index]) : int(offsets[index + 1])]
+        items = values[int(offsets[index]) : int(offsets[index + 1])]
+        return items.movedim(0, jagged.ragged_dim(value) - 1)
     found: object = value[index]
     return found
 
@@ -165,7 +166,7 @@ def clone(value: LocalValue) -> LocalValue:
     """Return a private copy that shares no memory; objects inside arrays are copied too."""
     if isinstance(value, Tensor) and value.is_nested:
         values, offsets = jagged.parts(value)
-        return jagged.build(values.clone(), offsets.clone())
+        return jagged.build(values.clone(), offsets.clone(), jagged.ragged_dim(value))
     if isinstance(value, np.ndarray):
         return copy.deepcopy(value)
     return value.clone()

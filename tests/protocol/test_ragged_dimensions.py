@@ -1,0 +1,61 @@
+"""Fields that are ragged in the last dimension, as multimodal position ids [B, 3, T*] are."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from quadriga.errors import FieldError
+from quadriga.protocol import DataProto, collate_fn
+from quadriga.protocol.values import jagged
+
+
+def positions() -> list[torch.Tensor]:
+    """Return the rows: [3, 2], [3, 0], [3, 3] and [3, 1]."""
+    return [torch.arange(3 * t).view(3, t) + 100 * i for i, t in enumerate((2, 0, 3, 1))]
+
+
+def batch() -> DataProto:
+    nested = torch.nested.nested_tensor(positions(), layout=torch.jagged)
+    return DataProto.from_dict({"p": nested})
+
+
+def rows(data: DataProto) -> list[list[list[int]]]:
+    return [row.tolist() for row in data.batch["p"].unbind()]
+
+
+def expected(*order: int) -> list[list[list[int]]]:
+    return [positions()[i].tolist() for i in order]
+
+
+def test_rows_keep_their_shape(form):
+    data = form(batch())
+    assert data.batch["p"].shape[:2] == (4, 3) and rows(data) == expected(0, 1, 2, 3)
+    assert rows(form(batch())[1:3]) == expected(1, 2)
+    assert rows(form(batch())[[3, 0, 0]]) == expected(3, 0, 0)
+    assert rows(DataProto.concat([form(batch())[2:], batch()])) == expected(2, 3, 0, 1, 2, 3)
+    assert form(batch())[2].batch["p"].tolist() == positions()[2].tolist()
+    assert rows(collate_fn(list(form(batch())))) == expected(0, 1, 2, 3)
+    assert len(form(batch()).union(batch())) == 4
+    assert rows(pickle.loads(pickle.dumps(form(batch())))) == expected(0, 1, 2, 3)
+
+
+def test_shape_and_size_are_described(form):
+    data = form(batch())
+    assert "[4, 3, *]" in data.describe() and "[4, 3, *]" in data.get_data_info()
+
+
+def test_files_keep_the_ragged_dimension(tmp_path):
+    batch().save_to_disk(tmp_path / "x")
+    assert rows(DataProto.load_from_disk(tmp_path / "x")) == expected(0, 1, 2, 3)
+
+
+def test_other_ragged_dimensions_do_not_fit(form):
+    other = torch.nested.nested_tensor_from_jagged(torch.zeros(4, 3), torch.arange(5))
+    with pytest.raises(FieldError, match="field 'p' cannot be concatenated"):
+        DataProto.concat([form(batch()), form(DataProto.from_dict({"p": other}))])
+    assert not jagged.equal(batch().batch["p"], other)
+    with pytest.raises(FieldError, match="'p' is ragged in dimension 2"):
+        form(batch()).unfold_column_chunks(2, ["p"])
