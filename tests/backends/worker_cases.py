@@ -215,6 +215,21 @@ class Slow(Worker):
         await asyncio.sleep(60)
 
 
+class Checkpointing(Worker):
+    """Write a checkpoint with code of `torch.distributed`, which takes long on a slow disk."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_unless(self, rank, seconds):
+        if self.rank == rank:
+            raise OSError("no space left")
+        path = "/site-packages/torch/distributed/checkpoint/filesystem.py"
+        code = "def write_items(seconds):\n    import time; time.sleep(seconds)\n"
+        names: dict = {}
+        exec(compile(code, path, "exec"), names)
+        names["write_items"](seconds)
+        return self.rank
+
+
 class Collective(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def connect(self):

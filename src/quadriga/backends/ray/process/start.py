@@ -175,12 +175,13 @@ def start_single(
     return cast("RankActor", handles[0].native)
 
 
-def facts_of(actors: Sequence[RankActor], timeout: float = ATTACH_TIMEOUT_S) -> list[RankFacts]:
+def facts_of(actors: Sequence[RankActor]) -> list[RankFacts]:
     """Ask ranks where they run.
 
-    Raise CallTimeoutError if one of them runs a call for longer than `timeout` seconds,
-    WorkerDiedError if one of them has ended.
+    Raise CallTimeoutError if one of them runs a call for longer than a minute, WorkerDiedError if
+    one of them has ended.
     """
+    timeout = ATTACH_TIMEOUT_S
     refs = [actor.quadriga_facts.remote() for actor in actors]
     try:
         return cast(list[RankFacts], ray.get(refs, timeout=timeout))

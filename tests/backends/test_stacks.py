@@ -1,0 +1,128 @@
+"""What a rank's node tells of its process: stacks, places in collectives, last lines of output."""
+
+from __future__ import annotations
+
+import glob
+import os
+import tempfile
+import time
+import tracemalloc
+
+import pytest
+import ray
+from worker_cases import Checkpointing
+
+from quadriga.backends.ray.health.stacks import dump, in_collective, tail
+from quadriga.errors import CallTimeoutError, WorkerMethodError
+
+SITE = "/venv/lib/python3.11/site-packages/"
+
+
+def stack(*frames: str) -> str:
+    """Frames as `faulthandler` writes them, from "file.py function" each, innermost first."""
+    pairs = [frame.split() for frame in frames]
+    return "\n".join(f'  File "{SITE}{file}", line 10 in {name}' for file, name in pairs)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        ("torch/distributed/distributed_c10d.py all_reduce", "my/worker.py update"),
+        (
+            "torch/distributed/distributed_c10d.py barrier",
+            "torch/distributed/c10d_logger.py wrapper",
+            "my/worker.py update",
+        ),
+        (
+            "torch/_ops.py __call__",
+            "torch/distributed/_functional_collectives.py wait_tensor",
+            "my/worker.py update",
+        ),
+        ("torch/distributed/rendezvous.py _create_c10d_store", "my/worker.py connect"),
+        ("ray/util/collective/collective.py allreduce", "my/worker.py update"),
+    ],
+)
+def test_places_in_a_collective(frames):
+    assert in_collective(stack(*frames))
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        ("torch/distributed/checkpoint/filesystem.py _write_item", "my/worker.py save"),
+        ("torch/serialization.py save", "torch/distributed/checkpoint/filesystem.py write_data"),
+        ("torch/distributed/tensor/_dispatch.py dispatch", "my/worker.py update"),
+        ("torch/distributed/distributed_c10d.py _object_to_tensor", "my/worker.py gather"),
+        ("my/tokenizer.py encode", "torch/distributed/distributed_c10d.py all_gather_object"),
+        ("torch/distributed/optim/zero_redundancy_optimizer.py step", "my/worker.py update"),
+    ],
+)
+def test_places_that_wait_for_no_other_rank(frames):
+    """A disk may be slow for longer than a rank may stand still in a collective."""
+    assert not in_collective(stack(*frames))
+
+
+@pytest.fixture
+def group(ray_backend):
+    pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
+    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Checkpointing), role="actor")
+    yield group
+    group.shutdown()
+    pool.release()
+
+
+def test_a_rank_that_writes_a_checkpoint_survives_the_failure_of_a_peer(group):
+    with pytest.raises(WorkerMethodError, match="no space left") as caught:
+        group.save_unless(1, 12)
+    assert "Still running the same call: rank(s) 0." in str(caught.value)
+    assert "killed" not in str(caught.value)
+    assert group.save_unless(-1, 0) == [0, 1]
+
+
+def test_a_rank_that_is_killed_leaves_no_stack_file(group):
+    pattern = os.path.join(tempfile.gettempdir(), "quadriga-stack-*")
+    pids = [handle.facts.pid for handle in group._ranks.handles]
+    for worker in group.workers:
+        ray.kill(worker)
+    time.sleep(0.5)
+    left = [path for path in glob.glob(pattern) if any(f"-{pid}-" in path for pid in pids)]
+    assert not left
+
+
+def test_stacks_are_read_although_the_file_has_no_name(group):
+    with pytest.raises(CallTimeoutError) as caught:
+        group.save_unless.options(timeout=1)(-1, 30)
+    assert "in write_items" in caught.value.stacks[0]
+    facts = group._ranks.handles[1].facts
+    assert "in write_items" in dump((facts.pid, facts.stack_path))
+
+
+def test_the_stack_of_a_process_that_does_not_exist(tmp_path):
+    gone = tmp_path / "stack"
+    gone.write_text("")
+    assert "cannot be asked" in dump((2**22 - 1, str(gone)))
+    assert "cannot be asked" in dump((os.getpid(), str(tmp_path / "none")))
+
+
+def test_only_the_end_of_a_log_is_read(tmp_path):
+    log = tmp_path / "log"
+    with open(log, "wb") as file:
+        file.write(b"first line\n")
+        file.truncate(300 * 2**20)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + b"".join(b"line %d\n" % i for i in range(30)) + b":actor_name:A\nlast\n")
+    tracemalloc.start()
+    lines = tail(str(log)).splitlines()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+    assert lines == [*(f"  line {i}" for i in range(11, 30)), "  last"]
+
+
+def test_short_logs(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("one\n:job_id:01\ntwo\n")
+    assert tail(str(log)) == "  one\n  two"
+    log.write_text("")
+    assert tail(str(log)) == "  (nothing)"
+    assert tail(None) == tail(str(tmp_path / "none")) == "  (no log)"
