@@ -28,6 +28,7 @@ from quadriga.protocol.values.storage import (
     Origin,
     fetch_many,
     inherit,
+    is_transport_pickling,
     mark,
     traffic,
 )
@@ -334,10 +335,16 @@ def without_unused_rows(key: str, column: RemoteColumn) -> RemoteColumn:
 
 
 def for_pickle(key: str, column: Column) -> RemoteColumn:
-    """Return a column as it is pickled outside a message: with its bytes where they are local."""
+    """Return a column as it is pickled outside a message.
+
+    Its bytes are pickled too, unless a backend pickles it together with its handles: no store
+    counts a handle in the bytes of `pickle.dumps`, so it would release the value.
+    """
     if not is_remote(column):
         return as_remote(key, local_value(column))
-    return without_unused_rows(key, column) if column.has_local_payloads() else column
+    if column.has_local_payloads():
+        return without_unused_rows(key, column)
+    return column if is_transport_pickling() else as_remote(key, column.unread().read(key))
 
 
 def private(column: Column) -> Column:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from quadriga.protocol.values.field_spec import (
     LocalValue,
     Payload,
 )
-from quadriga.protocol.values.storage import StoredValue, snapshot
+from quadriga.protocol.values.storage import StoredValue, snapshot, transports
 
 Encoded = tuple[FieldSpec, Payload, int]
 """The description of a field, its payload, and the bytes of the payload."""
@@ -149,7 +151,7 @@ def _encode_objects(value: Array) -> Encoded:
             pickler.clear_memo()
             pickler.dump(row)
             ends[i + 1] = file.tell()
-    except (_NeedsByValue, pickle.PicklingError, AttributeError, TypeError):
+    except (_NeedsTransport, pickle.PicklingError, AttributeError, TypeError):
         return FieldSpec("raw", "object", value.shape[1:]), value, int(value.nbytes)
     data = np.frombuffer(file.getbuffer(), dtype=np.uint8)
     spec = FieldSpec("objects", "object", value.shape[1:])
@@ -160,8 +162,22 @@ TensorReduction = tuple[Callable[[EncodedTensor], LocalValue], tuple[EncodedTens
 """How a tensor inside a pickled object is written: a function and its argument."""
 
 
-class _NeedsByValue(Exception):
-    """A row contains something defined in the user's script, which workers cannot import."""
+class _NeedsTransport(Exception):
+    """A row contains an object that only the pickler of the transport can encode."""
+
+
+@cache
+def _is_importable(module: str) -> bool:
+    """Return whether another process can import a module by its name.
+
+    It cannot import the user's script, nor a file that was loaded by its path: such a module is in
+    `sys.modules` only. The pickler of the transport sends the code of their classes.
+    """
+    top = module.partition(".")[0]
+    if top == "__main__":
+        return False
+    finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+    return any(find(top, None) is not None for find in finders if find is not None)
 
 
 class _RowPickler(pickle.Pickler):
@@ -170,9 +186,11 @@ class _RowPickler(pickle.Pickler):
     def reducer_override(self, obj: object) -> TensorReduction:
         if isinstance(obj, Tensor):
             return decode_tensor, (encode_tensor(obj, private=False),)
+        if any(isinstance(obj, transport.types) for transport in transports):
+            raise _NeedsTransport
         owner = obj if isinstance(obj, type) or callable(obj) else type(obj)
-        if getattr(owner, "__module__", "") == "__main__":
-            raise _NeedsByValue
+        if not _is_importable(getattr(owner, "__module__", None) or "builtins"):
+            raise _NeedsTransport
         return NotImplemented  # type: ignore[no-any-return]
 
 

@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
@@ -204,6 +204,27 @@ def parallel_put(objects: Sequence[StoredValue], max_workers: int | None = None)
     workers = max_workers or min(16, len(objects))
     with ThreadPoolExecutor(max_workers=workers) as pool:
         return list(pool.map(store.put, objects))
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """What a backend knows of its own pickler.
+
+    `types`: objects that only this pickler can encode, because it counts them (references, actor
+    handles). `is_pickling()`: whether it pickles something in this thread now.
+    """
+
+    types: tuple[type, ...]
+    is_pickling: Callable[[], bool]
+
+
+transports: list[Transport] = []
+"""The picklers of the backends that are loaded in this process."""
+
+
+def is_transport_pickling() -> bool:
+    """Return whether a backend pickles a call or a result, and so counts the handles in it."""
+    return any(transport.is_pickling() for transport in transports)
 
 
 class _Reference(weakref.ref[object]):

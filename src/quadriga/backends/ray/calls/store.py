@@ -29,7 +29,7 @@ import ray
 
 from quadriga.backends.ray.cluster import cluster_nodes
 from quadriga.errors import LostObjectError
-from quadriga.protocol.values.storage import Handle, fetch_many
+from quadriga.protocol.values.storage import Handle, Transport, fetch_many, transports
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import Ref
@@ -47,6 +47,18 @@ _LOST = (
     ray.exceptions.ObjectFetchTimedOutError,
 )
 _WHOLE = -1
+
+
+def _is_pickling() -> bool:
+    """Whether Ray pickles a call, a result or an object, and counts the references in it."""
+    if not ray.is_initialized():
+        return False
+    worker = ray._private.worker.global_worker
+    context = worker.get_serialization_context()  # type: ignore[no-untyped-call]  # of Ray
+    return bool(context.is_in_band_serialization())
+
+
+transports.append(Transport((ray.ObjectRef, ray.actor.ActorHandle), _is_pickling))
 
 
 class Place:

@@ -1,0 +1,92 @@
+"""Objects in rows that only the pickler of Ray can send, and batches pickled outside calls."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import pickle
+import sys
+import time
+
+import numpy as np
+import pytest
+import ray
+import torch
+from plane_workers import Plane
+from protocol_cases import shard
+
+from quadriga.protocol import DataProto
+from quadriga.protocol.columns.remote_batch import RemoteBatch
+from quadriga.protocol.values.encode import encode
+from quadriga.protocol.values.operations import object_array
+from quadriga.single_controller import Dispatch, register
+
+
+class Reader(Plane):
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def show(self, data):
+        rows = data.non_tensor_batch["o"]
+        return [ray.get(row["ref"]) if isinstance(row, dict) else row.show() for row in rows]
+
+
+@pytest.fixture(scope="module")
+def group(plane_backends):
+    host = plane_backends["ray"]
+    pool = host.resource_pool([2], use_gpu=False)
+    group = host.worker_group(pool, host.class_with_args(Reader))
+    yield group
+    pool.release()
+
+
+def test_references_in_rows_are_kept(group):
+    data = DataProto.from_dict(non_tensors={"o": [{"ref": ray.put(i)} for i in range(4)]})
+    assert encode(data.non_tensor_batch["o"], "o")[0].kind == "raw"
+    future = group.show.submit(data)
+    del data
+    gc.collect()
+    assert future.get() == [[0, 1], [2, 3]]
+
+
+def loaded_by_path(tmp_path):
+    path = tmp_path / "a_file_of_the_user.py"
+    path.write_text("class Note:\n    def show(self):\n        return 'shown'\n")
+    spec = importlib.util.spec_from_file_location("a_file_of_the_user", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_classes_of_files_loaded_by_path_are_left_to_the_transport(tmp_path, group):
+    rows = object_array([loaded_by_path(tmp_path).Note() for _ in range(4)])
+    assert encode(rows, "o")[0].kind == "raw"
+    assert group.show(DataProto.from_dict(non_tensors={"o": rows})) == [["shown"] * 2] * 2
+    assert encode(object_array([np.float32(1), {"k": {1}}]), "o")[0].kind == "objects"
+
+
+def test_a_pickled_batch_has_its_bytes(group):
+    data = group.generate(DataProto.from_dict({"row": torch.arange(4)}))
+    assert isinstance(data.batch, RemoteBatch)
+    dumped = [pickle.dumps(value) for value in (data, data.batch, data.select(["big"]))]
+    del data
+    gc.collect()
+    time.sleep(0.5)
+    for value in map(pickle.loads, dumped):
+        batch = value.batch if isinstance(value, DataProto) else value
+        assert batch["big"][:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_a_batch_inside_an_object_is_sent_as_references(group):
+    data = group.generate(DataProto.from_dict({"row": torch.arange(4)}))
+    again = ray.get(ray.put({"inside": [data]}))["inside"][0]
+    assert isinstance(again.batch, RemoteBatch)
+    keys = [[h.key for h in batch.batch.columns["big"].handles] for batch in (data, again)]
+    assert keys[0] == keys[1]
+
+
+def test_batches_of_the_local_backend_are_pickled_with_their_bytes(store):
+    data = shard(DataProto.from_dict({"x": torch.arange(4)}), 2)
+    dumped = pickle.dumps(data)
+    del data
+    assert store.objects_held == 0
+    assert pickle.loads(dumped).batch["x"].tolist() == [0, 1, 2, 3]
