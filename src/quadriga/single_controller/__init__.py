@@ -1,7 +1,8 @@
 """How calls reach ranks, for every backend.
 
 - `worker_group`: `WorkerGroup`, many ranks called as one object; `named_calls`: calls by name.
-- `bound_method`: a method of a group and one call of it; `hooks`: code before and after calls.
+- `bound_method`: a method of a group and one call of it; `hooks`: code before and after calls;
+  `streams`: calls of generator methods.
 - `call`: what is sent for a call. `backend`: what a backend provides. `watch`: broken groups.
 - `dispatch/`: split arguments and join results. `ranks/`: what runs in the process of a rank.
   `placement/`: where ranks run.

@@ -10,8 +10,10 @@ BoundMethod.__call__          test for broken groups
 from __future__ import annotations
 
 import copy
+import inspect
 import types
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, ParamSpec, Protocol, Self, TypeVar
@@ -29,10 +31,12 @@ from quadriga.single_controller.call import (
     KeywordArguments,
     Pending,
     Split,
+    StreamStep,
     boundary_for,
     unpack_results,
 )
 from quadriga.single_controller.dispatch.modes import MethodRecord
+from quadriga.single_controller.streams import Stream
 from quadriga.single_controller.watch import broken_groups, raise_if_broken
 
 if TYPE_CHECKING:
@@ -74,7 +78,11 @@ class BoundMethod(Generic[P, R]):
         self.label = f"{role}.{record.name}"
         self.__name__ = record.name
         self.__qualname__ = self.label
-        self.__doc__ = getattr(group.class_of(role), record.name).__doc__
+        function = getattr(group.class_of(role), record.name)
+        self.__doc__ = function.__doc__
+        self.is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(
+            function
+        )
         # A function whose code has the method's name: profiles then show a frame of that name.
         self._run = _named(_call, record.name)
 
@@ -85,6 +93,22 @@ class BoundMethod(Generic[P, R]):
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> DataProtoFuture:
         """Start the call and return a future of the joined result."""
         return start_call(self, args, kwargs).future()
+
+    def stream(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[object]:
+        """Call a generator method: return an iterator over its items, joined over the ranks.
+
+        Item i is what the dispatch mode makes of item i of every rank. The iterator raises the
+        first error of a rank, and LengthError if some ranks have ended and others have not.
+        """
+        return start_stream(self, args, kwargs).in_order()
+
+    def stream_unordered(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[tuple[int, object]]:
+        """Call a generator method: return an iterator over (rank, item), as the items come.
+
+        The items of one rank are in order. Items are not joined: every executing rank contributes,
+        and rows that are padding keep their mark.
+        """
+        return start_stream(self, args, kwargs).unordered()
 
     def options(self, timeout: float | None = None) -> Self:
         """Return this method with a deadline of `timeout` seconds. None: that of the group."""
@@ -129,17 +153,53 @@ class StartedCall:
 
 
 def start_call(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments) -> StartedCall:
-    """Split the arguments as the method's dispatch mode says and send them to the ranks."""
+    """Split the arguments as the method's dispatch mode says and send them to the ranks.
+
+    Raise DispatchError for a generator method.
+    """
     record, ranks = method.record, method.group._ranks
-    dispatch, execute = record.current_dispatch, record.current_execute
+    if method.is_generator:
+        raise DispatchError(
+            f"{method.label} is a generator, whose items are received one by one. Call "
+            f"group.{record.name}.stream(...) or group.{record.name}.stream_unordered(...)."
+        )
+    view, parts = _split(method, args, kwargs)
+    calls = build_calls(ranks, method.role, record.name, parts, record.materialize_futures)
+    pendings = send_calls(ranks, list(view.ranks), calls, method.call_options.timeout)
+    return StartedCall(ranks, pendings, Collector(record.current_dispatch.collect_fn, view))
+
+
+def start_stream(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments) -> Stream:
+    """Split the arguments of a generator method and return its calls. Nothing is sent yet.
+
+    Raise DispatchError for a method that is not a generator.
+    """
+    record, ranks = method.record, method.group._ranks
+    if not method.is_generator:
+        raise DispatchError(
+            f"{method.label} is not a generator: its method has no yield. Call it directly."
+        )
+    view, parts = _split(method, args, kwargs)
+    step = StreamStep(uuid.uuid4().hex, "open")
+    return Stream(
+        ranks.backend,
+        partial(send_calls, ranks, timeout=method.call_options.timeout),
+        list(view.ranks),
+        build_calls(ranks, method.role, record.name, parts, record.materialize_futures, step),
+        Collector(record.current_dispatch.collect_fn, view),
+    )
+
+
+def _split(
+    method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments
+) -> tuple[CallView, list[Part]]:
+    """Return the view of a new call and the arguments of each executing rank."""
+    dispatch, execute = method.record.current_dispatch, method.record.current_execute
     # Each role of a shared process has its own meshes and rank layout, hence the view of one role.
     view = CallView(method.group.role_view(method.role), (), method.label, execute.single)
     # Modes are functions of the view, so the view exists before it knows the executing ranks.
     view.ranks = (dispatch.ranks or execute.ranks)(view)
-    parts = parts_of_ranks(view, dispatch.dispatch_fn(view, *args, **kwargs))
-    calls = build_calls(ranks, method.role, record.name, parts, record.materialize_futures)
-    pendings = send_calls(ranks, list(view.ranks), calls, method.call_options.timeout)
-    return StartedCall(ranks, pendings, Collector(dispatch.collect_fn, view))
+    return view, parts_of_ranks(view, dispatch.dispatch_fn(view, *args, **kwargs))
 
 
 def parts_of_ranks(view: CallView, split: Split) -> list[Part]:
@@ -187,7 +247,12 @@ def _entries(view: CallView, column: object) -> Sequence[object]:
 
 
 def build_calls(
-    ranks: RankSet, role: str, method: str, parts: Sequence[Part], materialize: bool = True
+    ranks: RankSet,
+    role: str,
+    method: str,
+    parts: Sequence[Part],
+    materialize: bool = True,
+    step: StreamStep | None = None,
 ) -> list[Call]:
     """Return one call per part. Parts of the same objects become one `Call` object.
 
@@ -196,7 +261,7 @@ def build_calls(
     """
     first_args, first_kwargs = parts[0]
     if not first_args and not first_kwargs:
-        return [Call(role, method)] * len(parts)
+        return [Call(role, method, step=step)] * len(parts)
     packer = _Packer(ranks, parts)
     # Identity instead of equality: comparing batches would fetch them. The parts keep every object
     # alive until this function returns, so no id is used twice.
@@ -212,6 +277,7 @@ def build_calls(
                 tuple(map(packer, args)),
                 {name: packer(value) for name, value in kwargs.items()},
                 materialize,
+                step,
             )
         result.append(call)
     return result

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FunctionType, MemberDescriptorType, ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from quadriga.protocol.containers import PLAIN_TYPES, walk
 from quadriga.single_controller.placement.rank_layout import GroupLayout
@@ -33,6 +33,15 @@ Collect = Callable[[list[object]], object]
 
 
 @dataclass(frozen=True, slots=True)
+class StreamStep:
+    """One step of a generator method. `stream` identifies the generator in the rank."""
+
+    stream: str
+    action: Literal["open", "next", "close"]
+    """"open" calls the method and returns the first item, "next" returns the next one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One method call for one rank."""
 
@@ -42,6 +51,8 @@ class Call:
     kwargs: KeywordArguments = field(default_factory=dict)
     materialize: bool = True
     """Whether the method receives the values of futures among its arguments, or the futures."""
+    step: StreamStep | None = None
+    """The step of a generator method. Its result is a tuple: (item,), or () at the end."""
 
     @property
     def label(self) -> str:

@@ -29,6 +29,7 @@ from quadriga.single_controller.call import (
 from quadriga.single_controller.ranks.call_order import CallOrder, Ticket
 from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
 from quadriga.single_controller.ranks.environment import LOCAL_PORT, RankEnvironment
+from quadriga.single_controller.ranks.streams import OpenStream
 from quadriga.single_controller.ranks.worker import Worker
 
 T = TypeVar("T")
@@ -79,6 +80,7 @@ class RankHost:
         self._slots: AbstractAsyncContextManager[None] = nullcontext()
         if max_concurrency is not None:
             self._slots = asyncio.Semaphore(max_concurrency)
+        self._streams: dict[str, OpenStream] = {}
         self.awaited: set[Awaitable[object]] = set()
         """The coroutine methods that have started and not ended."""
 
@@ -104,9 +106,8 @@ class RankHost:
         Raise WorkerMethodError if the method raised.
         """
         try:
-            method = self._method(call)
             args, kwargs = self._arguments(call)
-            value = method(*args, **kwargs)
+            value = self._start(call, args, kwargs)
             if _is_awaitable(value):  # also a plain method that returns a coroutine
                 value = self._run(value)
             return self._result(call, value, store)
@@ -128,7 +129,7 @@ class RankHost:
                 call, args, kwargs = await asyncio.to_thread(self._prepare, opened)
                 await slot.enter_async_context(self._slots)
                 try:
-                    value = self._method(call)(*args, **kwargs)
+                    value = self._start(call, args, kwargs)
                 except Exception as error:
                     raise self.failure(call, error) from error
             try:
@@ -146,6 +147,20 @@ class RankHost:
             return call, *self._arguments(call)
         except Exception as error:
             raise self.failure(call, error) from error
+
+    def _start(self, call: Call, args: Arguments, kwargs: KeywordArguments) -> object:
+        """Call the method, or do one step of a generator method."""
+        if call.step is None:
+            return self._method(call)(*args, **kwargs)
+        if call.step.action == "open":
+            self._streams[call.step.stream] = OpenStream(self._method(call)(*args, **kwargs))
+        stream = self._streams.get(call.step.stream)
+        if stream is None:
+            return ()  # it has ended, and the controller asked for one item more
+        if call.step.action == "close":
+            del self._streams[call.step.stream]
+            return stream.close()
+        return stream.step()
 
     async def _await(self, awaitable: Awaitable[T]) -> T:
         self.awaited.add(awaitable)
