@@ -15,6 +15,7 @@ from quadriga.data import PromptDataset, SFTDataset, read_rows, rows
 from quadriga.data.bounds import OutOfTimeError, bounded
 from quadriga.errors import DataError, ModelError
 from quadriga.models import train_tokenizer
+from quadriga.observability.jsonl import read_jsonl
 
 ROW = {"prompt": "3+4", "extra_info": {"answer": "7"}}
 
@@ -54,6 +55,14 @@ def test_a_json_line_is_refused_with_its_file_and_row(name, tmp_path, monkeypatc
         read_rows([path])
     assert len(str(caught.value)) < 1000
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "9" * 100_000, "\xff", "[]"])
+def test_a_damaged_line_of_a_run_folder_is_refused_by_name(line, tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(line.encode("latin-1") + b"\n")
+    with pytest.raises(DataError, match=r"samples\.jsonl:1 is not "):
+        list(read_jsonl(path))
 
 
 def test_too_many_json_lines_are_refused(tmp_path, monkeypatch):
@@ -118,6 +127,16 @@ def test_a_damaged_parquet_file_is_refused_by_name(change, command, tmp_path):
     path.write_bytes(damaged)
     with pytest.raises(DataError, match=r"a\.parquet"):
         command(path)
+
+
+def test_columns_of_repeated_values_are_read(tmp_path):
+    path = tmp_path / "a.parquet"
+    columns = {"prompt": ["a", "b"] * 50, "n": list(range(100)), "l": [[["x"], []]] * 100}
+    table = pa.table(columns)
+    names = table.column_names
+    encoded = [table["prompt"].dictionary_encode(), table["n"].dictionary_encode(), table["l"]]
+    pq.write_table(pa.Table.from_arrays(encoded, names), path)
+    assert [row.values for row in read_rows([path])] == table.to_pylist()
 
 
 def test_rows_are_equal_however_many_are_read_at_a_time(tmp_path, monkeypatch):

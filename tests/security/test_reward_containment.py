@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quadriga.config.schema import RewardConfig
-from quadriga.errors import DataError, InputError, RewardError
+from quadriga.errors import DataError, RewardError
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager, load_reward_function
 from quadriga.rewards.functions import FunctionRef
@@ -220,36 +220,48 @@ def batch_of(numbers, **arrays):
     return DataProto.from_dict({"responses": ids, "response_mask": torch.ones_like(ids)}, arrays)
 
 
-@pytest.mark.parametrize("processes", [0, 1])
-def test_a_function_cannot_end_the_controller(processes):
-    rule = load_reward_function(FILE, "exit_at_two")
-    manager = RewardManager(Numbers(), rule, num_processes=processes)
-    scores = manager(batch_of([1, 2, 3])).batch["token_level_scores"].sum(-1).tolist()
-    manager.close()
-    assert scores == [1, 0, 3]
-    assert sum(manager.metrics[f"reward/{how}"] for how in ("raised", "crashed")) == 1
-
-
-def test_a_copy_of_the_controller_ends_with_the_function():
-    program = """
-from tests.security.test_reward_containment import *
-manager = RewardManager(Numbers(), load_reward_function(FILE, "fork_and_return"))
-print(manager(batch_of([1, 2])).batch["token_level_scores"].sum(-1).tolist(), flush=True)
-"""
-    shown = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).parents[2],
+def output_of(program):
+    """Run a program that may end early with exit code 0, and return what it has printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import *\n{program}"],
+        cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert shown.stdout == "[1.0, 2.0]\n", shown.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def scores_of(name, numbers, **options):
+    manager = RewardManager(Numbers(), load_reward_function(FILE, name), **options)
+    scores = manager(batch_of(numbers)).batch["token_level_scores"].sum(-1).tolist()
+    manager.close()
+    failed = sum(manager.metrics[f"reward/{how}"] for how in ("raised", "crashed"))
+    return scores, failed
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_function_cannot_end_the_controller(processes):
+    program = f"print(scores_of('exit_at_two', [1, 2, 3], num_processes={processes}))"
+    assert output_of(program) == "([1.0, 0.0, 3.0], 1.0)\n"
+
+
+def test_a_copy_of_the_controller_ends_with_the_function():
+    program = "print(scores_of('fork_and_return', [1, 2]), flush=True)"
+    assert output_of(program) == "([1.0, 2.0], 0.0)\n"
 
 
 def test_a_file_cannot_end_the_controller_when_it_is_imported(tmp_path):
     (tmp_path / "rules.py").write_text("import os\nos._exit(0)\n")
-    with pytest.raises(InputError, match=r"cannot be imported: .*os\._exit\(0\)"):
-        load_reward_function(tmp_path / "rules.py")
+    program = f"""
+try:
+    load_reward_function({str(tmp_path / "rules.py")!r})
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    shown = output_of(program)
+    assert shown.startswith("InputError reward file") and "os._exit(0)" in shown
 
 
 # Settings

@@ -197,13 +197,12 @@ def _size(array: pa.Array) -> int:
     if pa.types.is_struct(kind):
         return sum(_size(array.field(number)) for number in range(kind.num_fields))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return int(array.nbytes - array.values.nbytes + _size(array.flatten()))
+        return _size(array.flatten()) + 8 * len(array)
     if not pa.types.is_dictionary(kind):
         return int(array.nbytes)
+    if kind.value_type not in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+        return int(array.dictionary_decode().nbytes)
     # Indices [0 0 0] into ["abcd"]: 3 × 4 bytes.
-    text = pa.types.is_string(kind.value_type) or pa.types.is_large_string(kind.value_type)
-    if not text:
-        return int(array.dictionary.nbytes * len(array))
     lengths = pc.binary_length(array.dictionary)
     return int(pc.sum(lengths.take(array.indices)).as_py() or 0)
 

@@ -103,7 +103,7 @@ def keep_rows(path: Path, keep: Callable[[JsonObject], bool]) -> None:
 def _parse_line(path: Path, number: int, line: bytes) -> JsonObject:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}:{number} is not JSON: {error}", path=str(path)) from None
     if not isinstance(row, dict):
         raise DataError(f"{path}:{number} is not a JSON object", path=str(path))
