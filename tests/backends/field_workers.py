@@ -1,4 +1,4 @@
-"""Workers whose replies have large fields, for `test_replies.py`."""
+"""Workers whose results have large fields, for `test_results.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDTH = 16384  # float32 columns: a row weighs 64 KiB
 
 
 def fields(rows: torch.Tensor) -> DataProto:
-    """one [n, WIDTH] holds the row's number, two its double, small [n] its tenfold."""
+    """Return the row numbers in `one` [n, WIDTH], doubled in `two`, times ten in `small` [n]."""
     one = rows[:, None].float().repeat(1, WIDTH)
     return DataProto.from_dict({"one": one, "two": 2 * one, "small": 10 * rows})
 
@@ -23,13 +23,13 @@ class Fields(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def add(self, data):
-        """What came, unread, with a field more."""
+        """Return the fields that were received, and one more."""
         data.batch["three"] = data.batch["one"] * 3
         return data
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def several(self, count):
-        """Batches of `count`, of one and of no rows."""
+        """Return batches of `count` rows, of one and of no rows."""
         return [fields(torch.arange(n)) for n in (count, 1, 0)]
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
@@ -60,7 +60,7 @@ class AsyncEcho(Worker):
 
 
 class Mine(DataProto):
-    """A batch of the user's own class."""
+    """A batch of a class of the user."""
 
 
 class Interleaving(Worker):

@@ -1,4 +1,4 @@
-"""What a user sees when a worker fails."""
+"""The errors that a user sees when a worker fails."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ray_group(ray_backend):
 
 @pytest.fixture(scope="module")
 def healthy_group(ray_backend):
-    """For tests after which every rank is idle again."""
+    """A group for tests after which every rank is idle again."""
     pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
     group = ray_backend.worker_group(pool, ray_backend.class_with_args(Faulty), role="critic")
     yield group
@@ -111,7 +111,7 @@ def test_a_deadline_holds_for_futures(ray_group):
         future.get()
 
 
-def test_a_long_wait_says_for_whom(ray_group, monkeypatch, caplog):
+def test_a_long_wait_logs_the_ranks(ray_group, monkeypatch, caplog):
     from quadriga.backends.ray.calls import waiting
 
     monkeypatch.setattr(waiting, "LOG_S", 1.0)
@@ -128,7 +128,7 @@ def test_results_that_cannot_be_pickled(healthy_group):
     assert healthy_group.ping() == [0, 1]
 
 
-def test_what_cannot_be_pickled(healthy_group):
+def test_an_argument_that_cannot_be_pickled(healthy_group):
     import threading
 
     with pytest.raises(DispatchError, match=r"critic\.raise_on: an argument cannot be sent"):
@@ -189,7 +189,7 @@ def test_a_watched_group_ends_waits_on_other_groups(ray_backend, ray_group, idle
     pool.release()
 
 
-def test_who_has_left_ray_takes_nobody_for_dead(healthy_group, monkeypatch):
+def test_a_process_that_left_ray_reports_no_death(healthy_group, monkeypatch):
     from quadriga.single_controller.worker_group import find_death
 
     assert find_death(healthy_group._ranks) is None
@@ -199,7 +199,7 @@ def test_who_has_left_ray_takes_nobody_for_dead(healthy_group, monkeypatch):
 
 
 def test_a_result_of_a_dead_rank_as_an_argument(ray_backend, ray_group, healthy_group):
-    """The rank that is to read it says whose result it was."""
+    """The error of the rank that receives it names the source."""
     doomed = ray_group.die_on.submit(0)
     with pytest.raises(
         WorkerMethodError, match=r"is the result of critic\.die_on, rank 0 on "
@@ -213,7 +213,7 @@ SCREEN = 40
 
 
 def bad_calls(group, backend):
-    """What a user may do wrong, by what the first line of the answer must say."""
+    """Return wrong calls, by the text that the first line of their error must have."""
     import threading
 
     pool = backend.resource_pool([1], use_gpu=False, max_colocate_count=1)

@@ -1,4 +1,4 @@
-"""What a group does, on both backends alike."""
+"""Worker groups on both backends."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def raise_cause(run):
 
 
 def test_results_of_a_group_with_coroutines_feed_the_same_group(start):
-    """A rank must be able to wait for a result of its own while its loop still has to send it."""
+    """A rank may wait for a result of its own that its event loop has not sent yet."""
     group = start(TwiceLater, 2)
     for _ in range(10):
         once = group.twice.submit(batch(4))
@@ -60,7 +60,7 @@ def test_results_of_a_group_with_coroutines_feed_the_same_group(start):
         assert thrice.get().batch["a"].tolist() == [0, 8, 16, 24]
 
 
-def test_batches_are_split_joined_and_left_alone(twice):
+def test_batches_are_split_and_joined_and_the_argument_is_unchanged(twice):
     group = twice
     data = batch(4)
     assert group.twice(data).batch["a"].tolist() == [0, 2, 4, 6]
@@ -69,7 +69,7 @@ def test_batches_are_split_joined_and_left_alone(twice):
         group.twice(batch(3))
 
 
-def test_padding_is_added_and_taken_off(twice):
+def test_padding_is_added_and_removed(twice):
     data = DataProto.from_dict(tensors={"a": torch.arange(9)}, auto_padding=True)
     assert twice.length(data) == [5, 5]
     assert twice.twice(data).batch["a"].tolist() == [2 * i for i in range(9)]

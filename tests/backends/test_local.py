@@ -1,4 +1,4 @@
-"""What is special about ranks in the controller's own process."""
+"""Ranks in the process of the controller."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def start(cls, ranks, *args, **options):
     )
 
 
-def test_several_local_ranks_hold_no_collectives():
+def test_several_local_ranks_run_no_collectives():
     group = start(Collective, 2)
     with pytest.raises(CollectiveError, match="one local rank, or backend=ray"):
         group.connect()
 
 
-def test_one_local_rank_does():
+def test_one_local_rank_runs_collectives():
     code = (
         "import sys; sys.path.insert(0, 'tests/backends')\n"
         "from test_local import start\n"
@@ -87,7 +87,7 @@ def test_a_call_of_a_group_that_was_shut_down():
         group.add(1)
 
 
-def test_a_deadline_cuts_nothing_short_but_is_an_error_with_the_stack(caplog):
+def test_a_deadline_does_not_interrupt_the_call_and_is_an_error_with_its_stack(caplog):
     group = start(Slow, 2)
     assert group.sleep.options(timeout=20)(0, 0.01) == [0, 1]
     with pytest.raises(
@@ -111,7 +111,7 @@ def test_a_deadline_of_the_group_holds_for_futures_and_the_methods_own_error_com
     assert group.sleep.options(timeout=30)(0, 0.2) == [0]
 
 
-def test_a_long_call_says_for_whom_it_is_waited(monkeypatch, caplog):
+def test_a_long_call_is_logged_with_its_rank(monkeypatch, caplog):
     from quadriga.backends.local import deadlines
 
     monkeypatch.setattr(deadlines, "LOG_S", 0.1)
@@ -121,7 +121,7 @@ def test_a_long_call_says_for_whom_it_is_waited(monkeypatch, caplog):
     assert len(said) <= 4
 
 
-def test_a_call_that_stands_in_a_debugger_is_not_late(caplog):
+def test_a_call_in_a_debugger_does_not_exceed_its_deadline(caplog):
     group = start(Slow, 1)
     code = compile("def prompt(seconds):\n    import time; time.sleep(seconds)\n", "bdb.py", "exec")
     names: dict = {}
@@ -139,7 +139,7 @@ def test_beside_another_group():
         backend.worker_group(None, backend.class_with_args(Adder))
 
 
-def test_options_of_machines_pass_and_unknown_ones_do_not():
+def test_options_of_machines_are_accepted_and_unknown_ones_are_not():
     assert start(Adder, 1, bin_pack=False, device_name="cpu").add(0) == [0]
     with pytest.raises(ConfigError, match="no option 'tiemout'"):
         start(Adder, 1, tiemout=5)

@@ -1,4 +1,4 @@
-"""Several nodes, simulated on this machine by Ray's own cluster for tests."""
+"""Several nodes, simulated on this machine by `ray.cluster_utils`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_each_placement_group_lies_on_one_node(seen):
     assert seen["one node per group"] == [1, 1]
 
 
-def test_ranks_go_by_node_also_in_a_part_of_an_uneven_pool(seen):
+def test_ranks_of_a_part_of_an_uneven_pool_are_in_the_order_of_nodes(seen):
     assert seen["nodes of ranks"] == [0, 1, 1, 1]
     assert seen["local ranks"] == [0, 0, 1, 2]
 
@@ -60,7 +60,7 @@ def test_a_large_result_of_another_node_is_received_in_a_wait_of_short_slices(se
     assert seconds > 0.1, "the transfer is too fast for this test"
 
 
-def test_what_no_node_can_hold_is_refused_although_the_total_suffices(seen):
+def test_a_pool_that_no_node_can_hold_is_refused_although_the_total_suffices(seen):
     assert "wants 4 processes on one node" in seen["too big for any node"]
 
 

@@ -1,4 +1,4 @@
-"""What is special about ranks in Ray actors."""
+"""Ranks in Ray actors: what the local backend has not."""
 
 from __future__ import annotations
 
@@ -96,14 +96,14 @@ def test_a_pool_that_cannot_be_placed(ray_backend):
         RayResourcePool([1], max_colocate_count=1).get_placement_groups()
 
 
-def test_a_share_of_a_device():
+def test_a_process_asks_for_a_share_of_a_device():
     options = RayClassWithInitArgs(Adder).actor_options(num_gpus=1 / 4)
     assert (options["num_gpus"], options["num_cpus"]) == (0.25, 1)
     npu = RayClassWithInitArgs(Adder).actor_options(num_gpus=1 / 4, device_name="npu")
     assert npu["resources"] == {"NPU": 0.25}
 
 
-def test_names_and_a_name_taken(pool):
+def test_names_of_ranks_and_a_name_that_is_taken(pool):
     group = group_on(pool, name_prefix="run_", register_center=True)
     assert group.worker_names == [f"run_Adder_0:{i}" for i in range(4)]
     center = ray.get_actor("run__register_center")
@@ -130,7 +130,7 @@ def test_groups_started_at_once_have_ports_of_their_own(pool):
         group.shutdown()
 
 
-def test_beside_another_group_and_by_handle(pool):
+def test_a_group_and_a_single_rank_share_the_places_of_a_group(pool):
     first = group_on(pool, Adder, 1)
     beside = group_on(None, Adder, 2, sharing_with=first)
     assert beside.add(0) == [2, 3, 4, 5]
@@ -143,7 +143,7 @@ def test_beside_another_group_and_by_handle(pool):
     ray.kill(single)
 
 
-def test_a_port_of_a_range():
+def test_rank_zero_reserves_a_port_of_a_range():
     plan = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
     group = group_on(plan, master_port_range=(40_000, 50_000))
     assert 40_000 <= int(group.master_port) < 50_000
@@ -156,7 +156,7 @@ def test_existing_workers_by_their_handles(pool):
     taken = RayWorkerGroup.from_detached(
         worker_handles=first.workers[::-1], ray_cls_with_init=RayClassWithInitArgs(Adder)
     )
-    assert taken.add(0) == [1, 2, 3, 4]  # in the order of the ranks, whatever that of the handles
+    assert taken.add(0) == [1, 2, 3, 4]  # in the order of the ranks, not of the handles
     assert taken.worker_names == first.worker_names
     assert taken.master_port == first.master_port
     first.shutdown()
@@ -178,7 +178,7 @@ def test_options_of_a_class_reach_its_actors(ray_backend):
 
 
 def test_roles_on_different_pools_run_at_the_same_time(pool, tmp_path):
-    """One waits for what the other does; roles of one process take turns instead."""
+    """One role waits for a file that the other writes. Roles of one process run in turn instead."""
     waiting, doing = (group_on(part, CallOrder) for part in split_resource_pool(pool, 2))
     sign = tmp_path / "sign"
     future = waiting.wait_for.submit(str(sign), 20)
@@ -191,7 +191,7 @@ def test_roles_on_different_pools_run_at_the_same_time(pool, tmp_path):
         group.shutdown()
 
 
-def test_without_a_pool_or_a_class():
+def test_a_group_needs_a_pool_and_a_class():
     with pytest.raises(DispatchError, match="needs a resource_pool"):
         RayWorkerGroup(None, RayClassWithInitArgs(Adder))
     with pytest.raises(DispatchError, match="needs ray_cls_with_init"):
@@ -201,7 +201,7 @@ def test_without_a_pool_or_a_class():
 
 
 def test_another_driver_takes_a_detached_group_over(ray_backend):
-    """This driver starts the group and leaves; the second finds it by its names."""
+    """The first driver starts the group and exits; the second finds it by the names of ranks."""
     address = ray.get_runtime_context().gcs_address
     drivers = [("start", "3"), ("take", "11 12")]
     for what, expected in drivers:
@@ -214,15 +214,15 @@ def test_another_driver_takes_a_detached_group_over(ray_backend):
 
 
 def test_a_detached_worker_that_does_not_exist(ray_backend):
-    with pytest.raises(WorkerDiedError, match="No worker named 'nobody'"):
+    with pytest.raises(WorkerDiedError, match="No worker named 'absent'"):
         RayWorkerGroup.from_detached(
-            worker_names=["nobody"], ray_cls_with_init=RayClassWithInitArgs(Adder)
+            worker_names=["absent"], ray_cls_with_init=RayClassWithInitArgs(Adder)
         )
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_coroutine_calls_interleave(pool, fused):
-    """Also where only a role inside a fused class has coroutines."""
+    """Also if only a role of a fused class has coroutine methods."""
     roles = {"meeting": RayClassWithInitArgs(Overlap), "other": RayClassWithInitArgs(Adder)}
     if fused:
         group = RayWorkerGroup(pool, create_colocated_worker_cls_fused(roles))
@@ -236,7 +236,7 @@ def test_coroutine_calls_interleave(pool, fused):
     group.shutdown()
 
 
-def test_an_argument_that_cannot_be_read_takes_its_turn(ray_backend):
+def test_an_argument_that_cannot_be_read_ends_its_turn(ray_backend):
     """In a group whose calls start in the order of their tickets."""
     pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
     group = group_on(pool, Slow, timeout=30)
@@ -275,7 +275,7 @@ def load(tmp_path, monkeypatch):
             registry.remove(mode.name)
 
 
-def test_code_travels_of_files_loaded_by_path_and_of_no_others(load, monkeypatch):
+def test_code_of_files_loaded_by_path_is_sent_and_no_other(load, monkeypatch):
     from ray import cloudpickle
 
     from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
@@ -336,14 +336,14 @@ def test_a_users_files_that_cannot_be_imported(pool, load):
     assert group.judge(10) == (10 + 1100) + (30 + 1100)
     verdicts = group.apply(modes.double, modes.Verdict(4))
     assert verdicts == [modes.Verdict(8)] * 4
-    # A file that came later, and that only the last rank's part of a call needs.
+    # A file that is loaded later, and that only the argument of the last rank needs.
     late = load("my_late_file", "def triple(n): return 3 * n")
     assert group.apply_own([None, None, None, late.triple]) == [None, None, None, 6]
     group.shutdown()
 
 
 def test_a_file_that_adds_a_mode_may_be_imported_by_the_workers_too(pool, tmp_path, monkeypatch):
-    """The mode comes with the group; then the worker's module adds it again on import."""
+    """The mode is sent with the group; then the worker's module adds it again on import."""
     (tmp_path / "mode_functions.py").write_text(
         "def spread(group, n): return ([n * r for r in range(group.world_size)],), {}\n"
         "def total(group, outputs): return sum(outputs)\n"

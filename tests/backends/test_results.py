@@ -1,4 +1,4 @@
-"""Replies with large fields: whose they are, and that every form of them arrives whole."""
+"""Results with large fields: which process owns them, and that every kind of batch is complete."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_call_of_a_method_gives_the_same(start, worker):
         check(group.make(prompts(2)), 2)
 
 
-def test_fields_pass_on_from_call_to_call_and_through_futures(start):
+def test_fields_are_passed_from_call_to_call_and_in_futures(start):
     makers, readers = start(Fields, 2), start(Fields, 3)
     for _ in range(3):
         data = makers.add(makers.make(prompts(6)))
@@ -67,13 +67,13 @@ def test_fields_pass_on_from_call_to_call_and_through_futures(start):
 
 
 def test_a_future_that_has_arrived_is_split_as_its_batch(start, monkeypatch):
-    """A reader is then told of its own blocks, not of all replies."""
+    """A reader then receives handles of its own shards, not of all results."""
     makers, readers = start(Fields, 2), start(Fields, 3)
     later = makers.make.submit(prompts(6))
     later.get()
     traffic.reset()
     assert len(later.arrived()) == 6
-    assert traffic.reset().fetched_bytes == 6 * 8  # `small`, which came with the replies
+    assert traffic.reset().fetched_bytes == 6 * 8  # `small`, which is in the results
     with monkeypatch.context() as patched:
         patched.setattr(DataProtoFuture, "chunk", None)
         found = readers.total(later)
@@ -87,7 +87,7 @@ def test_a_future_that_has_arrived_is_split_as_its_batch(start, monkeypatch):
         readers.total(uneven)
 
 
-def test_several_batches_in_one_reply(start):
+def test_several_batches_in_one_result(start):
     group = start(Fields, 2)
     for count in (4, 2, 5):
         for answers in group.several(count):
@@ -96,7 +96,7 @@ def test_several_batches_in_one_reply(start):
 
 
 def test_a_method_that_fails_after_it_has_made_fields(start, monkeypatch):
-    """The error is told once: Ray would log what it finds in a return that nobody reads."""
+    """The error is shown once: Ray logs an error in a return that is never read."""
     logged = []
     monkeypatch.setattr(ray._private.worker.logger, "error", lambda *told: logged.append(told))
     group = start(Fields, 2)
@@ -112,7 +112,7 @@ def test_a_method_that_fails_after_it_has_made_fields(start, monkeypatch):
 
 
 def test_fields_belong_to_the_worker_at_first_and_then_to_the_controller(ray_backend):
-    """Until the first reply nobody knows that a method has large fields."""
+    """The first result shows that a method has large fields."""
     pool = ray_backend.resource_pool([2], use_gpu=False)
     group = ray_backend.worker_group(pool, ray_backend.class_with_args(Fields))
     workers, mine = group.make(prompts(4)), group.make(prompts(4))
@@ -148,7 +148,7 @@ PLAIN = ("small", "no tensors", "empty")
 
 
 class Here:
-    """A class of the user's own."""
+    """A class of the user."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -179,7 +179,7 @@ def parts(data: DataProto) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("value", [b"", b"bytes", pickle.dumps(1), b"x" * 200_000, "s", 1, None])
-def test_bytes_are_what_they_were(echo, value):
+def test_bytes_and_plain_values_come_back_unchanged(echo, value):
     assert echo.echo(value) == [value] * 2
 
 
@@ -197,7 +197,7 @@ def test_a_rank_that_is_called_directly_gives_values(ray_backend, worker):
     pool.release()
 
 
-# The store of one reply, without Ray
+# The store of one result, without Ray
 
 
 @pytest.fixture
@@ -221,14 +221,14 @@ def test_fields_that_are_put_together_are_one_return(put):
     assert [handle.index for handle in handles] == [0, -1, 1, -1, 2]
 
 
-def test_what_fills_the_bundle_goes_alone(put):
+def test_fields_that_exceed_the_bundle_are_put_alone(put):
     kept = ResultStore()
     kept.put_many([(i, 15 * MB) for i in range(6)])
     assert kept.returns(None, apart=True)[1] == (0, 1, 2, 3) and put == [4, 5]
 
 
 @pytest.mark.parametrize(("apart", "nbytes"), [(False, MB), (True, 99 * KB)])
-def test_without_a_second_return_or_when_small_fields_are_put(put, apart, nbytes):
+def test_fields_are_put_without_a_second_return_or_if_they_are_small(put, apart, nbytes):
     kept = ResultStore()
     (handle,) = kept.put_many([("a", nbytes)])
     first, second = kept.returns("value", apart)
@@ -237,26 +237,26 @@ def test_without_a_second_return_or_when_small_fields_are_put(put, apart, nbytes
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_reply_without_fields_is_its_value(put, apart):
+def test_a_result_without_fields_is_its_value(put, apart):
     assert ResultStore().returns("value", apart) == ("value", None)
     assert opened("value", None) == "value" and not put
 
 
 @pytest.mark.parametrize(("name", "plain"), [(name, name in PLAIN) for name in BATCHES])
-def test_what_python_alone_pickles(put, name, plain):
-    """Anything else may hold references, or code that has to be sent along."""
+def test_which_batches_python_pickles(put, name, plain):
+    """Any other batch may hold references, or code that must be sent with it."""
     packed = pack_argument(BATCHES[name](), ResultStore())
     assert is_plain_batch(packed) == is_plain(packed) == plain
     assert not is_plain_batch([packed]) and is_plain(b"bytes") and not is_plain("s" * 1000)
 
 
-def test_a_single_put_outlives_the_reply(put):
+def test_a_single_put_is_an_object_of_its_own(put):
     kept = ResultStore()
     handle = kept.put("a", MB)
     assert handle.place.ref == 0 and kept.returns("value", True) == ("value", None)
 
 
-def test_a_reply_is_pickled_with_one_place(put):
+def test_a_result_is_pickled_with_one_place(put):
     kept = ResultStore()
     handles = kept.put_many([("a", MB), ("b", MB)])
     first, _ = kept.returns(handles, apart=True)

@@ -59,7 +59,7 @@ class Adder(Worker):
 
 
 class Twice(Worker):
-    """Doubles in place what it got."""
+    """Double in place what was received."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def twice(self, data):
@@ -78,7 +78,7 @@ class Neighbour(Worker):
 
 
 class Unreadable:
-    """Travels, and cannot be read where it arrives."""
+    """Can be pickled, and raises when it is unpickled."""
 
     def __reduce__(self):
         return exec, ("raise OSError('no such weights')",)
@@ -188,7 +188,7 @@ class Taking(Worker):
 
 
 class Slow(Worker):
-    """Takes its time."""
+    """Sleep, or wait for ever."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self, rank, seconds):
@@ -259,7 +259,7 @@ class Collective(Worker):
 
 
 class TwiceLater(Twice):
-    """The same on an event loop, and as a coroutine."""
+    """The same, and as a coroutine."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     async def twice_later(self, data):
@@ -268,7 +268,7 @@ class TwiceLater(Twice):
 
 
 class Mirror(Worker):
-    """Looks at its siblings while it works, as coroutine and plainly."""
+    """Call a sibling from a coroutine."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def ask_later(self, x):
@@ -306,7 +306,7 @@ class Overlap(Worker):
 
 
 class CallOrder(Worker):
-    """Signs by files, one a rank."""
+    """Wait for files, and make them: one per rank."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_for(self, path, seconds):
@@ -323,7 +323,7 @@ class CallOrder(Worker):
 
 
 class Arrays(Worker):
-    """Changes in place whatever it gets."""
+    """Change arguments in place."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def spoil(self, array, numbers, table):
@@ -338,7 +338,7 @@ class Arrays(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def faults_of_steps(self, blocks):
-        """Page faults of three steps, each of which fills and frees so many blocks of 16 MiB."""
+        """Return the page faults of three steps that fill and free `blocks` × 16 MiB each."""
         faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
         for _ in range(3):
             held = [bytearray(b"x") * (16 * 2**20) for _ in range(blocks)]
