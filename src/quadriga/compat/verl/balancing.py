@@ -17,6 +17,7 @@ from quadriga.parallel.balancing import (
     get_seqlen_balanced_partitions,
     token_budget_micro_batches,
 )
+from quadriga.parallel.device import get_device_name
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns.remote_batch import RemoteBatch
 from quadriga.protocol.values import jagged
@@ -166,6 +167,11 @@ def prepare_dynamic_batch(
     return [data.select_idxs(chosen) for chosen in rows], rows
 
 
+def _collective_device(group: dist.ProcessGroup) -> str:
+    """Return the type of device whose tensors a group reduces: NCCL does not reduce CPU tensors."""
+    return "cpu" if "gloo" in dist.get_backend(group) else get_device_name()
+
+
 def _rows_of_micro_batches(
     lengths: torch.Tensor,
     max_tokens: int,
@@ -186,7 +192,7 @@ def _rows_of_micro_batches(
     number = len(parts)
     if dp_group is not None and dist.is_initialized():
         # Every rank must run the same number of backward passes, because each one communicates.
-        agreed = torch.tensor([number])
+        agreed = torch.tensor([number], device=_collective_device(dp_group))
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=dp_group)
         number = int(agreed.item())
     number = roundup_divisible(number, divisor)
