@@ -40,7 +40,30 @@ START_TIMEOUT_S = 1800.0
 
 
 class RayWorkerGroup(WorkerGroup):
-    """Start one actor per rank of a pool, or attach to actors that exist."""
+    """Start one actor per rank of a pool, or attach to actors that exist.
+
+    Args:
+        resource_pool: one rank per place.
+        ray_cls_with_init: the worker class with its arguments, or several roles.
+        bin_pack: STRICT_PACK (each part of the pool on one node), else PACK.
+        name_prefix: start of the names of the actors; six random characters by default.
+        detached: the actors, and the places of the pool, outlive this driver.
+        worker_names: attach to actors of these names.
+        worker_handles: attach to these actors.
+        device_name: "cuda" or "npu".
+        worker_env: environment variables that are set before the worker's modules load: the same
+            for all ranks, one mapping per rank, or a function of the rank.
+        role: the name of a class that is one role by itself, in messages.
+        timeout: default deadline of a call in seconds.
+        start_timeout: seconds for all `__init__`s.
+        sharing_with: a group of the same size instead of a pool; rank i runs on the node and the
+            devices of its rank i.
+        namespace: Ray namespace of the actors.
+        register_center: also start an actor `{prefix}_register_center` that knows rank 0's address.
+        master_port_range: (first, last + 1), where rank 0 may reserve its port, for firewalls.
+        backend: the backend that started the group.
+        method_factory: makes the group's methods.
+    """
 
     def __init__(
         self,
@@ -64,28 +87,6 @@ class RayWorkerGroup(WorkerGroup):
         backend: RayCallBackend | None = None,
         method_factory: MethodFactory = BoundMethod,
     ) -> None:
-        """Args:
-        resource_pool: one rank per place.
-        ray_cls_with_init: the worker class with its arguments, or several roles.
-        bin_pack: STRICT_PACK (each part of the pool on one node), else PACK.
-        name_prefix: start of the names of the actors; six random characters by default.
-        detached: the actors, and the places of the pool, outlive this driver.
-        worker_names: attach to actors of these names.
-        worker_handles: attach to these actors.
-        device_name: "cuda" or "npu".
-        worker_env: environment variables that are set before the worker's modules load: the same
-            for all ranks, one mapping per rank, or a function of the rank.
-        role: the name of a class that is one role by itself, in messages.
-        timeout: default deadline of a call in seconds.
-        start_timeout: seconds for all `__init__`s.
-        sharing_with: a group of the same size instead of a pool; rank i runs on the node and the
-            devices of its rank i.
-        namespace: Ray namespace of the actors.
-        register_center: also start an actor `{prefix}_register_center` that knows rank 0's address.
-        master_port_range: (first, last + 1), where rank 0 may reserve its port, for firewalls.
-        backend: the backend that started the group.
-        method_factory: makes the group's methods.
-        """
         backend = backend or RayCallBackend()
         use_store(backend.store)
         if ray_cls_with_init is None:
