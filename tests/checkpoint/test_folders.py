@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from quadriga.checkpoint import files, folders
-from quadriga.checkpoint.files import write_tensors
+from quadriga.checkpoint.files import write_json, write_tensors
 from quadriga.checkpoint.folders import (
     begin_checkpoint,
     commit_checkpoint,
     complete_checkpoints,
     latest_checkpoint,
     prune_checkpoints,
-    read_marker,
     step_folder,
 )
+from quadriga.checkpoint.marker import read_marker, verify_checkpoint
 from quadriga.errors import CheckpointError
 
 
@@ -26,16 +26,18 @@ class KilledError(Exception):
 def save(root, step, content):
     partial = begin_checkpoint(root, step)
     (partial / "actor").mkdir()
-    for part in range(2):
+    written = [
         write_tensors(partial / "actor" / f"{part}.safetensors", {"x": torch.full((3,), content)})
-    return commit_checkpoint(partial, {"content": content})
+        for part in range(2)
+    ]
+    return commit_checkpoint(partial, [f.under("actor") for f in written], {"content": content})
 
 
 def test_a_checkpoint_is_visible_after_the_commit(tmp_path):
     assert latest_checkpoint(tmp_path / "nothing") is None
     partial = begin_checkpoint(tmp_path, 4)
     assert latest_checkpoint(tmp_path) is None
-    final = commit_checkpoint(partial, {"step": 4})
+    final = commit_checkpoint(partial, [write_json(partial / "state.json", {})], {"step": 4})
     assert final == step_folder(tmp_path, 4) == latest_checkpoint(tmp_path)
     assert read_marker(final) == {"step": 4}
     assert not partial.exists()
@@ -63,7 +65,7 @@ def kill_at(monkeypatch, moment):
 
     monkeypatch.setattr(files.os, "replace", counted(files.os.replace))
     monkeypatch.setattr(files.os, "fsync", counted(files.os.fsync))
-    monkeypatch.setattr(files, "save_file", counted(files.save_file))
+    monkeypatch.setattr(files.HashedFile, "write", counted(files.HashedFile.write))
     monkeypatch.setattr(folders.shutil, "rmtree", counted(folders.shutil.rmtree))
     return count
 
@@ -83,7 +85,7 @@ def test_killed_at_every_operation_on_the_disk(tmp_path, monkeypatch, step):
             else:
                 break
         found = latest_checkpoint(root)
-        content = read_marker(found)["content"]
+        content = verify_checkpoint(found)["content"]
         assert content in (1.0, 2.0)
         for part in range(2):
             stored = files_of(found / "actor" / f"{part}.safetensors")

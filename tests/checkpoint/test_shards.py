@@ -40,7 +40,7 @@ def simulated(monkeypatch):
 def write(folder, simulated, cuts):
     for rank, (first, last) in enumerate(pairwise(cuts)):
         simulated[rank] = rows_block(first, last)
-        shards.write_shard(folder, {"w": FULL}, {}, rank=rank, world_size=len(cuts) - 1)
+        shards.write_shard(folder, {"w": FULL}, {}, shards.Origin(3, rank, len(cuts) - 1))
     simulated.clear()
 
 
@@ -63,7 +63,7 @@ def test_a_missing_file_of_a_rank_is_named(tmp_path, simulated):
 
 
 def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
-    shards.write_shard(tmp_path, {"w": FULL}, {}, rank=0, world_size=1)
+    shards.write_shard(tmp_path, {"w": FULL}, {}, shards.Origin(3, 0, 1))
     with pytest.raises(CheckpointError, match=r"'w' has shape \[7, 5\], the model has \[5, 7\]"):
         shards.read_blocks(tmp_path, {"w": torch.zeros(5, 7)}, rank=0)
     with pytest.raises(CheckpointError, match="'other'"):
@@ -71,7 +71,7 @@ def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
 
 
 def test_an_unknown_format_is_an_error(tmp_path):
-    shards.write_shard(tmp_path, {"w": FULL}, {}, rank=0, world_size=1)
+    shards.write_shard(tmp_path, {"w": FULL}, {}, shards.Origin(3, 0, 1))
     index = tmp_path / "shard_00000.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | {"format": 99}))
     with pytest.raises(CheckpointError, match="format 99"):

@@ -20,7 +20,7 @@ def test_a_new_folder_holds_the_settings(tmp_path):
 
 
 def test_an_existing_run_is_refused(tmp_path):
-    RunFolder.open(tmp_path / "run", TrainConfig())
+    RunFolder.open(tmp_path / "run", TrainConfig()).close()
     with pytest.raises(ConfigError, match="already holds a run; choose another") as caught:
         RunFolder.open(tmp_path / "run", TrainConfig())
     assert str(tmp_path / "run") in str(caught.value)
@@ -32,13 +32,15 @@ def test_overwrite_removes_the_files_of_the_run_and_no_others(tmp_path):
     folder.model.mkdir()
     (folder.model / "weights").write_text("x")
     (tmp_path / "notes.txt").write_text("mine")
-    RunFolder.open(tmp_path, TrainConfig(), overwrite=True)
+    folder.close()
+    RunFolder.open(tmp_path, TrainConfig(), overwrite=True).close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "notes.txt"]
 
 
 def test_resume_keeps_the_steps_up_to_the_checkpoint(tmp_path):
     folder = RunFolder.open(tmp_path, TrainConfig())
     folder.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    folder.close()
     again = RunFolder.open(tmp_path, TrainConfig(), resume=True, overwrite=True)
     again.forget_after(2)
     assert again.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'

@@ -71,8 +71,8 @@ CHANGES = {
     "one more argument": ("actor_rollout_ref.py", "def compute_ref_log_prob(self, data: DataProto)",
                           "def compute_ref_log_prob(self, data: DataProto, scale: float)",
                           "_ref: RefGroup"),
-    "one argument less": ("actor_rollout_ref.py", "(self, path: str, weight_version: int = 0)",
-                          "(self, path: str)", "_actor: ActorGroup"),
+    "one argument less": ("actor_rollout_ref.py", "def load_checkpoint(self, path: str, step: int)",
+                          "def load_checkpoint(self, path: str)", "_actor: ActorGroup"),
 }  # fmt: skip
 
 

@@ -3,20 +3,60 @@
 A file is written under the name `<name>.partial`, flushed to disk and then renamed. A rename within
 a file system is atomic, and the content is on disk before it. The final name therefore never refers
 to incomplete content, not even after a power failure.
+
+The digest of a file is computed from the bytes that the process writes, and not from the file: it
+also shows damage that happens while they are written.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
 from quadriga.errors import CheckpointError
-from quadriga.observability.jsonl import JsonObject
+from quadriga.observability.jsonl import JsonObject, cannot_write
+
+# The names of dtypes in a safetensors header.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file as the process that wrote it knows it.
+
+    Attributes:
+        name: path relative to the folder of the checkpoint, with `/` as separator.
+        size: bytes.
+        digest: SHA-256 of the content, in hexadecimal digits.
+    """
+
+    name: str
+    size: int
+    digest: str
+
+    def under(self, folder: str) -> SavedFile:
+        """Return the same file as seen from the parent of `folder`."""
+        return replace(self, name=f"{folder}/{self.name}")
 
 
 def flush(path: Path) -> None:
@@ -28,33 +68,150 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def _replace(partial: Path, path: Path) -> None:
-    flush(partial)
-    os.replace(partial, path)
-    flush(path.parent)  # the rename is an entry of the folder
+class HashedFile:
+    """A file that is being written. It counts and digests what is written to it."""
+
+    def __init__(self, path: Path) -> None:
+        # Not through a link: a link at this name would let the bytes go to another folder.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
+        self._file = os.fdopen(os.open(path, flags, 0o644), "wb")
+        self._digest = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        self._digest.update(data)
+        self._file.write(data)
+        self.size += len(data)
+
+    def finish(self) -> str:
+        """Flush the content to disk, close the file, and return the digest."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing."""
+        self._file.close()
 
 
-def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """Write one JSON object atomically."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    _replace(partial, path)
+@contextmanager
+def _written(path: Path) -> Iterator[tuple[HashedFile, list[SavedFile]]]:
+    """Yield a file to write, and a list that holds its `SavedFile` after the block.
+
+    Raises `InputError` with the path and the reason if it cannot be written.
+    """
+    partial, saved = path.with_name(path.name + ".partial"), list[SavedFile]()
+    try:
+        file = HashedFile(partial)
+        try:
+            yield file, saved
+            digest = file.finish()
+        finally:
+            file.close()
+        os.replace(partial, path)
+        flush(path.parent)  # the rename is an entry of the folder
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    saved.append(SavedFile(path.name, file.size, digest))
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors as a safetensors file atomically."""
-    partial = path.with_name(path.name + ".partial")
-    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, str(partial))
-    _replace(partial, path)
+def write_json(path: Path, value: Mapping[str, object]) -> SavedFile:
+    """Write one JSON object atomically.
+
+    Raises `InputError` with the path and the reason if it cannot be written.
+    """
+    with _written(path) as (file, saved):
+        file.write(json.dumps(value, indent=1).encode())
+    return saved[0]
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> SavedFile:
+    """Write tensors and `metadata` as a safetensors file atomically.
+
+    The library's `save_file` gives no access to the bytes that it writes and copies all tensors to
+    the CPU first. Here one tensor at a time is on the CPU:
+
+        8 bytes   length of the header, little-endian
+        header    JSON: {"w": {"dtype": "F32", "shape": [7, 5], "data_offsets": [0, 140]}, …}
+        data      the tensors, one after the other
+
+    Raises:
+        CheckpointError: a tensor has a dtype that the format does not hold.
+        InputError: the file cannot be written.
+    """
+    # Wide elements first, so that every tensor begins at a multiple of its element size.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for name, tensor in ordered:
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{path}: {name!r} has dtype {tensor.dtype}, which a checkpoint cannot hold; "
+                f"expected one of {', '.join(map(str, _DTYPES))}",
+                path=str(path),
+            )
+        stop = start + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with _written(path) as (file, saved):
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for _, tensor in ordered:
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            file.write(flat.view(torch.uint8).numpy().data)
+    return saved[0]
+
+
+def digest_file(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_json(value: Mapping[str, object]) -> str:
+    """Return the SHA-256 of a JSON object, whatever the order of its keys and its spaces."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_plain_file(root: Path, name: str) -> bool:
+    """Return whether `root/name` is a file that is reached through no symbolic link below `root`.
+
+    False also for names that lead out of `root`: absolute ones, and those with `..`.
+    """
+    parts = name.split("/")
+    if not all(part and part not in (".", "..") and "\\" not in part for part in parts):
+        return False
+    path = root
+    for part in parts:
+        path = path / part
+        try:
+            mode = path.lstat().st_mode
+        except (OSError, ValueError):  # missing, or a name that no file can have
+            return False
+        if not (stat.S_ISREG(mode) if part is parts[-1] else stat.S_ISDIR(mode)):
+            return False
+    return True
 
 
 def read_json(path: Path) -> JsonObject:
     """Read one JSON object. Raises `CheckpointError` if it is missing or invalid."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing", path=str(path)) from None
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}", path=str(path)) from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}", path=str(path)) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not hold a JSON object", path=str(path))

@@ -1,11 +1,13 @@
 """The checkpoints of a run: begun under another name, committed by a rename, found and pruned.
 
-    root/global_step_20.partial/    being written, never read
-    root/global_step_20/            complete: its marker, written last, lists the size of every file
-    root/global_step_20.replaced/   an older checkpoint of the same step, while it is replaced
+    root/global_step_20.partial/      being written, never read
+    root/global_step_20/              complete: its marker, written last, lists every file
+    root/global_step_20.replaced/     an older checkpoint of the same step, while it is replaced
+    root/global_step_20.set_aside/    of a step after the one that a run was resumed at, never read
 
-`begin_checkpoint` creates the first folder, all ranks write into it, `commit_checkpoint` makes it
-visible. If the process is killed at any moment, the newest complete checkpoint is found:
+`begin_checkpoint` creates the first folder, all ranks write into it and report their files, and
+`commit_checkpoint` makes it visible. If the process is killed at any moment, the newest complete
+checkpoint is found:
 
     killed                            on disk                               latest checkpoint
     while ranks write                 10/  20.partial/                      10
@@ -16,6 +18,8 @@ visible. If the process is killed at any moment, the newest complete checkpoint 
     after the old one is renamed      20.replaced/  20.partial/             20.replaced (old)
     after the new one is renamed      20.replaced/  20/                     20 (new)
     after the old one is deleted      20/                                   20 (new)
+
+Symbolic links in these folders are neither read through nor deleted through.
 """
 
 from __future__ import annotations
@@ -23,14 +27,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from quadriga.checkpoint.files import flush, read_json, write_json
+from quadriga.checkpoint.files import SavedFile, flush, is_plain_file
+from quadriga.checkpoint.marker import MARKER, verify_checkpoint, write_marker
 from quadriga.errors import CheckpointError
-from quadriga.observability.jsonl import JsonObject
+from quadriga.observability.jsonl import cannot_write
 
-MARKER = "COMPLETE.json"
 _NAME = re.compile(r"global_step_(\d+)(\.replaced)?")
 
 
@@ -40,73 +44,119 @@ def step_folder(root: str | Path, step: int) -> Path:
 
 
 def begin_checkpoint(root: str | Path, step: int) -> Path:
-    """Create an empty folder for all ranks to write into; then call `commit_checkpoint`."""
+    """Create an empty folder for all ranks to write into; then call `commit_checkpoint`.
+
+    Raises `InputError` if it cannot be created.
+    """
     partial = step_folder(root, step).with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    try:
+        remove(partial)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise cannot_write(partial, error) from error
     return partial
 
 
-def commit_checkpoint(partial: Path, info: Mapping[str, object] | None = None) -> Path:
+def commit_checkpoint(
+    partial: Path, files: Iterable[SavedFile], info: Mapping[str, object] | None = None
+) -> Path:
     """Make a checkpoint visible and return its final folder.
 
-    `info` (JSON values) is stored in the marker. A checkpoint of the same step is replaced.
+    A checkpoint of the same step is replaced.
+
+    Args:
+        files: the files as those report them who have written them, named relative to `partial`.
+        info: JSON values that are stored in the marker.
+
+    Raises:
+        CheckpointError: a reported file is not visible in this process, or there is none.
     """
+    files = list(files)
+    check_visible(partial, files)
     # Order matters: the content is on disk before the marker says so, and the marker before the
-    # rename makes the folder visible.
-    files = sorted(path for path in partial.rglob("*") if path.is_file())
-    for path in files:
-        flush(path)
-    for folder in {path.parent for path in files}:
-        flush(folder)
-    sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}
-    write_json(partial / MARKER, {"files": sizes, "info": dict(info or {})})
+    # rename makes the folder visible. The ranks have flushed their files.
     final = partial.with_suffix("")
-    replaced = final.with_suffix(".replaced")
-    # A folder cannot be renamed over a folder with files, so the old one is renamed first. Between
-    # the two renames only `.replaced` exists, and `complete_checkpoints` finds it.
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.replace(final, replaced)
-    os.replace(partial, final)
-    flush(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    step = int(final.name.removeprefix("global_step_"))
+    try:
+        for folder in {(partial / file.name).parent for file in files}:
+            flush(folder)
+        write_marker(partial, step, files, info or {})
+        replace_folder(partial, final)
+    except OSError as error:
+        raise cannot_write(final, error) from error
     return final
 
 
-def read_marker(folder: str | Path) -> JsonObject:
-    """Return the `info` of a complete checkpoint.
-
-    Raises `CheckpointError` if the marker is missing, or if a file that it lists is missing or has
-    another size.
-    """
-    folder = Path(folder)
-    if not (folder / MARKER).is_file():
+def check_visible(partial: Path, files: Iterable[SavedFile]) -> None:
+    """Raise `CheckpointError` if there is no file, or one that this process does not see."""
+    files = list(files)
+    if not files:
         raise CheckpointError(
-            f"{folder} is not a complete checkpoint: it has no {MARKER}; expected a folder "
-            "global_step_N in the checkpoints of a run",
-            path=str(folder),
+            f"{partial}: no rank has reported a file, so the checkpoint would be empty; "
+            "`save_checkpoint` of a worker must return the files that it has written",
+            path=str(partial),
         )
-    marker = read_json(folder / MARKER)
-    for name, size in marker["files"].items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            raise CheckpointError(
-                f"{path} is missing or does not have {size} bytes: the checkpoint is damaged; "
-                "resume from another one",
-                path=str(path),
-            )
-    info: JsonObject = marker["info"]
-    return info
+    for file in files:
+        if not is_plain_file(partial, file.name):
+            found = "does not see it"
+        elif (size := (partial / file.name).stat().st_size) != file.size:
+            found = f"sees {size} bytes"
+        else:
+            continue
+        raise CheckpointError(
+            f"a rank has written {file.name} with {file.size} bytes, but the controller {found} "
+            f"in {partial}; set trainer.default_local_dir to a folder that is the same one on all "
+            "nodes",
+            path=str(partial / file.name),
+        )
+
+
+def replace_folder(partial: Path, final: Path) -> None:
+    """Rename a complete folder to its final name, and delete what had this name before.
+
+    A folder cannot be renamed over a folder with files, so the old one is renamed first. Between
+    the two renames only `<name>.replaced` exists; `restore_folder` repairs that.
+    """
+    replaced = final.with_name(final.name + ".replaced")
+    if os.path.lexists(final):
+        remove(replaced)
+        os.replace(final, replaced)
+    os.replace(partial, final)
+    flush(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)  # what stays of it is deleted the next time
+
+
+def restore_folder(final: Path) -> None:
+    """Rename `<name>.replaced` back if a process was killed between the renames of
+    `replace_folder`, so that `final` exists again."""
+    replaced = final.with_name(final.name + ".replaced")
+    if not os.path.lexists(final) and replaced.is_dir() and not replaced.is_symlink():
+        os.replace(replaced, final)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder, a file or a link, if it exists. What a link refers to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def discard_checkpoint(partial: Path) -> None:
+    """Delete a checkpoint that could not be completed, as far as this is possible."""
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def complete_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
-    """Return (step, folder) of every complete checkpoint under `root`, in the order of steps."""
+    """Return (step, folder) of every complete checkpoint under `root`, in the order of steps.
+
+    Complete means that the marker was written. `verify_checkpoint` reads the files.
+    """
     found: dict[int, Path] = {}
     root = Path(root)
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         match = _NAME.fullmatch(path.name)
-        if match and (path / MARKER).is_file():
+        if match and not path.is_symlink() and is_plain_file(path, MARKER):
             # `global_step_20` sorts before `global_step_20.replaced`, so the newer one is kept.
             found.setdefault(int(match[1]), path)
     return sorted(found.items())
@@ -116,6 +166,28 @@ def latest_checkpoint(root: str | Path) -> Path | None:
     """Return the complete checkpoint of the highest step, or None."""
     found = complete_checkpoints(root)
     return found[-1][1] if found else None
+
+
+def set_aside_after(root: str | Path, step: int) -> list[Path]:
+    """Rename the checkpoints of later steps, so that they are neither found nor pruned.
+
+    A run that is resumed at `step` writes later steps again. The checkpoints of the first attempt,
+    among them damaged ones, must not be taken for those of the resumed run.
+
+    Returns:
+        The new names.
+    """
+    moved = []
+    for later, path in complete_checkpoints(root):
+        if later > step:
+            target = path.with_name(f"global_step_{later}.set_aside")
+            number = 2
+            while os.path.lexists(target):
+                target = path.with_name(f"global_step_{later}.set_aside_{number}")
+                number += 1
+            os.replace(path, target)
+            moved.append(target)
+    return moved
 
 
 def prune_checkpoints(root: str | Path, max_to_keep: int | None) -> list[Path]:
@@ -136,3 +208,20 @@ def prune_checkpoints(root: str | Path, max_to_keep: int | None) -> list[Path]:
         (path / MARKER).unlink()
         shutil.rmtree(path)
     return old
+
+
+def whole_checkpoint(root: str | Path) -> tuple[Path | None, list[CheckpointError]]:
+    """Return the newest checkpoint without damage, and the errors of newer ones.
+
+    The folder is None if there is no checkpoint without damage. The content of the files is read;
+    see `verify_checkpoint`.
+    """
+    errors: list[CheckpointError] = []
+    for _, folder in reversed(complete_checkpoints(root)):
+        try:
+            verify_checkpoint(folder)
+        except CheckpointError as error:
+            errors.append(error)
+        else:
+            return folder, errors
+    return None, errors

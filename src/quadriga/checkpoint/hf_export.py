@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from quadriga.checkpoint.files import flush
+from quadriga.checkpoint.folders import remove, replace_folder, restore_folder
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -32,7 +31,8 @@ def export_hf(
 
     Every rank must call it, because iterating over `weights` is a collective operation: sharded
     parameters are gathered one after the other. Only the rank with `write` keeps and writes them.
-    An existing folder is replaced after the new one is complete.
+    An existing folder is replaced after the new one is complete. If the process is killed while it
+    is replaced, `<folder>.replaced` holds the old one, and the next export renames it back first.
 
     Args:
         weights: (name, full tensor) pairs, possibly on an accelerator.
@@ -49,7 +49,8 @@ def export_hf(
         return
     folder = Path(folder)
     partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    restore_folder(folder)
+    remove(partial)
     partial.mkdir(parents=True)
     save_torch_state_dict(kept, partial, metadata={"format": "pt"})
     config.save_pretrained(partial)
@@ -62,8 +63,8 @@ def export_hf(
         tokenizer.save_pretrained(partial)
     for path in partial.iterdir():
         flush(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
+    flush(partial)
+    replace_folder(partial, folder)
 
 
 def _has_tokenizer(path: str) -> bool:

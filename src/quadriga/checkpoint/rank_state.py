@@ -8,11 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from quadriga.checkpoint.files import write_tensors
-from quadriga.checkpoint.shards import read_blocks, read_indexes, write_shard
+from quadriga.checkpoint.files import SavedFile, write_tensors
+from quadriga.checkpoint.shards import (
+    Origin,
+    open_tensors,
+    read_blocks,
+    read_indexes,
+    write_shard,
+)
 from quadriga.observability.jsonl import JsonObject
 
 
@@ -23,29 +28,40 @@ def save_rank_state(
     *,
     rank: int,
     world_size: int,
-) -> None:
+    step: int = 0,
+) -> list[SavedFile]:
     """Write this rank's blocks of `tensors`, `scalars` (JSON values) and its random states.
 
-    Every rank must call it with the same folder.
+    Every rank must call it with the same folder. `step` is written into each file.
+
+    Returns:
+        The files, for the marker of the checkpoint.
     """
-    folder = Path(folder)
+    folder, origin = Path(folder), Origin(step, rank, world_size)
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(_random_file(folder, rank), random_tensors())
+    random_file = write_tensors(_random_file(folder, rank), random_tensors(), origin.as_texts())
     extra = {"scalars": dict(scalars), "random": random_scalars()}
-    write_shard(folder, tensors, extra, rank=rank, world_size=world_size)
+    return [random_file, *write_shard(folder, tensors, extra, origin)]
 
 
-def load_rank_state(folder: str | Path, tensors: Mapping[str, Tensor], *, rank: int) -> JsonObject:
+def load_rank_state(
+    folder: str | Path, tensors: Mapping[str, Tensor], *, rank: int, step: int | None = None
+) -> JsonObject:
     """Fill `tensors` in place, restore the random states, and return the scalars.
 
     If fewer ranks wrote the checkpoint, the additional ranks keep their current random states.
-    Raises `CheckpointError` if the folder is missing, incomplete or of another model.
+
+    Raises:
+        CheckpointError: the folder is missing, incomplete or of another model, or it holds a file
+            of another step than `step` (None: than its first file) or of another rank.
     """
     folder = Path(folder)
-    read_blocks(folder, tensors, rank=rank)
-    indexes = read_indexes(folder)
+    indexes = read_indexes(folder, step=step)
+    read_blocks(folder, tensors, rank=rank, step=step)
     if rank < len(indexes):
-        restore_random(load_file(_random_file(folder, rank)), indexes[rank].extra["random"])
+        with open_tensors(_random_file(folder, rank), indexes[rank].origin) as file:
+            states = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        restore_random(states, indexes[rank].extra["random"])
     scalars: JsonObject = indexes[0].extra["scalars"]
     return scalars
 

@@ -2,7 +2,8 @@
 
 A rank writes two files: `shard_00000.safetensors` holds its blocks, and `shard_00000.json` holds
 the shape of the full tensor and the offset in it for each block. To read, a rank copies from every
-file the overlap of the stored blocks with its own block.
+file the overlap of the stored blocks with its own block. Both files hold the step, the rank and the
+number of ranks that wrote them, so a file of another checkpoint is refused.
 
 Example: a tensor with 7 rows was written by 2 ranks and is read by 3 ranks:
 
@@ -16,22 +17,22 @@ Example: a tensor with 7 rows was written by 2 ranks and is read by 3 ranks:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypedDict
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from quadriga.checkpoint.files import read_json, write_json, write_tensors
+from quadriga.checkpoint.files import SavedFile, read_json, write_json, write_tensors
 from quadriga.errors import CheckpointError
 from quadriga.observability.jsonl import JsonObject
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,19 @@ def block_of(tensor: Tensor, rank: int) -> Block:
     return Block(tensor.to_local(), tuple(tensor.shape), tuple(offset), first)
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Which rank wrote a file at which step."""
+
+    step: int
+    rank: int
+    world_size: int
+
+    def as_texts(self) -> dict[str, str]:
+        """Return the origin as the metadata of a safetensors file, which holds texts only."""
+        return {name: str(value) for name, value in asdict(self).items()}
+
+
 def _shard_name(rank: int) -> str:
     return f"shard_{rank:05d}"
 
@@ -79,25 +93,27 @@ def write_shard(
     folder: Path,
     tensors: Mapping[str, Tensor],
     extra: Mapping[str, object],
-    *,
-    rank: int,
-    world_size: int,
-) -> None:
-    """Write this rank's blocks of `tensors`, and `extra` (JSON values) into its index."""
+    origin: Origin,
+) -> list[SavedFile]:
+    """Write this rank's blocks of `tensors`, and `extra` (JSON values) into its index.
+
+    Returns:
+        The two files.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    blocks = {name: block_of(tensor.detach(), rank) for name, tensor in tensors.items()}
-    kept = {name: b for name, b in blocks.items() if b.is_first_copy and b.data.numel()}
-    write_tensors(
-        folder / f"{_shard_name(rank)}.safetensors", {name: b.data for name, b in kept.items()}
-    )
+    name = _shard_name(origin.rank)
+    blocks = {key: block_of(tensor.detach(), origin.rank) for key, tensor in tensors.items()}
+    kept = {key: b for key, b in blocks.items() if b.is_first_copy and b.data.numel()}
+    data = {key: b.data for key, b in kept.items()}
+    written = write_tensors(folder / f"{name}.safetensors", data, origin.as_texts())
     index = {
         "format": FORMAT,
-        "world_size": world_size,
+        **asdict(origin),
         "blocks": {n: {"shape": b.shape, "offset": b.offset} for n, b in kept.items()},
         "extra": dict(extra),
     }
     # The index is written after the tensors, so an index never describes a missing file.
-    write_json(folder / f"{_shard_name(rank)}.json", index)
+    return [written, write_json(folder / f"{name}.json", index)]
 
 
 class StoredBlock(TypedDict):
@@ -112,18 +128,40 @@ class ShardIndex:
     """The index of what one rank wrote."""
 
     path: Path
-    world_size: int
+    origin: Origin
     blocks: dict[str, StoredBlock]
     extra: JsonObject
 
 
-def read_indexes(folder: Path) -> list[ShardIndex]:
+def read_indexes(folder: Path, step: int | None = None) -> list[ShardIndex]:
     """Return the indexes of all ranks that wrote `folder`, in the order of ranks.
 
-    Raises `CheckpointError` if the folder or the files of a rank are missing.
+    Raises:
+        CheckpointError: the folder or the files of a rank are missing, or a file is of another rank
+            or of another step than `step` (None: than the file of rank 0).
     """
     first = _read_index(folder, 0)
-    return [first, *(_read_index(folder, rank) for rank in range(1, first.world_size))]
+    expected = replace(first.origin, rank=0, step=first.origin.step if step is None else step)
+    indexes = [first]
+    indexes += [_read_index(folder, rank) for rank in range(1, expected.world_size)]
+    for rank, index in enumerate(indexes):
+        _check_origin(index.path.with_suffix(".json"), index.origin, replace(expected, rank=rank))
+    return indexes
+
+
+def _check_origin(path: Path, found: Origin | None, expected: Origin) -> None:
+    if found != expected:
+        raise CheckpointError(
+            f"{path} is {_origin_words(found)}, expected {_origin_words(expected)}: the checkpoint "
+            "is mixed from several; resume from another one",
+            path=str(path),
+        )
+
+
+def _origin_words(origin: Origin | None) -> str:
+    if origin is None:
+        return "of unknown origin"
+    return f"of step {origin.step}, written by rank {origin.rank} of {origin.world_size}"
 
 
 def _read_index(folder: Path, rank: int) -> ShardIndex:
@@ -131,22 +169,53 @@ def _read_index(folder: Path, rank: int) -> ShardIndex:
     path = folder / f"{_shard_name(rank)}.safetensors"
     if raw.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} has format {raw.get('format')!r}, but this version reads format {FORMAT}",
+            f"{path} has format {raw.get('format')!r}, but this version reads format {FORMAT} "
+            "only; resume it with the version that wrote it, or start a new run",
             path=str(path),
         )
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, but its index exists", path=str(path))
-    return ShardIndex(path, int(raw["world_size"]), raw["blocks"], raw["extra"])
+    try:
+        origin = Origin(int(raw["step"]), int(raw["rank"]), int(raw["world_size"]))
+        return ShardIndex(path, origin, raw["blocks"], raw["extra"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path.with_suffix('.json')} lacks an entry or has one of another type: {error}",
+            path=str(path),
+        ) from error
 
 
-def read_blocks(folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> None:
+@contextmanager
+def open_tensors(path: Path, origin: Origin) -> Iterator[_TensorFile]:
+    """Open a safetensors file that must have this origin.
+
+    Raises `CheckpointError` if it cannot be read or is of another step or rank.
+    """
+    try:
+        opened = safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}", path=str(path)) from error
+    with opened as file:
+        try:
+            found = Origin(**{name: int(text) for name, text in (file.metadata() or {}).items()})
+        except (TypeError, ValueError):
+            found = None
+        _check_origin(path, found, origin)
+        yield file
+
+
+def read_blocks(
+    folder: Path, tensors: Mapping[str, Tensor], *, rank: int, step: int | None = None
+) -> None:
     """Fill `tensors` in place from the files of all ranks; of a DTensor, this rank's block.
 
-    Raises `CheckpointError` if a tensor is missing, incomplete or of another shape.
+    Raises:
+        CheckpointError: a tensor is missing, incomplete or of another shape, or a file is of
+            another step or rank; see `read_indexes`.
     """
-    indexes = read_indexes(folder)
+    indexes = read_indexes(folder, step=step)
     with ExitStack() as stack, torch.no_grad():
-        files = [stack.enter_context(safe_open(str(i.path), framework="pt")) for i in indexes]
+        files = [stack.enter_context(open_tensors(i.path, i.origin)) for i in indexes]
         for name, tensor in tensors.items():
             block = block_of(tensor.detach(), rank)
             found = 0
@@ -175,6 +244,8 @@ class _TensorFile(Protocol):
 
     def get_slice(self, name: str, /) -> _Slice: ...
     def get_tensor(self, name: str, /) -> Tensor: ...
+    def keys(self) -> list[str]: ...
+    def metadata(self) -> dict[str, str] | None: ...
 
 
 def _copy_overlap(file: _TensorFile, name: str, index: ShardIndex, block: Block) -> int:

@@ -1,16 +1,21 @@
 """`quadriga <command> [key=value …]`: parse the command line, run the command, report errors.
 
 Exit codes: 0 success; 1 the run failed; 2 the input was wrong, and nothing was started (the message
-is one line); 130 stopped by the user. torch and Ray are imported only when a command runs.
+is one line); 130 stopped by Ctrl-C, 143 by SIGTERM. torch and Ray are imported only when a command
+runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 from quadriga import __version__
 from quadriga.cli.commands import COMMANDS, Command, Invocation
@@ -26,14 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     silence_libraries()
     try:
         invocation = parse(sys.argv[1:] if arguments is None else list(arguments))
-        invocation.command.run(invocation)
+        with _stopped_by_sigterm():
+            invocation.command.run(invocation)
         sys.stdout.flush()
     except InputError as error:
         return _report(f"error: {_one_line(error)}", 2)
     except QuadrigaError as error:
         return _report(_one_screen(error), 1)
-    except KeyboardInterrupt:
-        return _report("stopped", 130)
+    except KeyboardInterrupt as error:
+        number = error.args[0] if error.args else signal.SIGINT
+        return _report("stopped", 128 + int(number))
     except BrokenPipeError:
         # The reader of standard output has exited, as in `… | head`. Python flushes standard output
         # once more at exit; without a valid target it would report the error again.
@@ -47,6 +54,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _report(shown, 1)
     return 0
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the block like Ctrl-C, so that what was started in it is stopped."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise KeyboardInterrupt(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def parse(arguments: Sequence[str]) -> Invocation:

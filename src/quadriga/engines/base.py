@@ -11,6 +11,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from quadriga.checkpoint.files import SavedFile
+
 HeadKind = Literal["lm", "value"]
 """What the model computes for a token: logits over the vocabulary, or one value."""
 
@@ -103,12 +105,24 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def save(self, folder: str | Path) -> None:
-        """Write this rank's shard of weights, optimizer state and random state."""
+    def save(self, folder: str | Path, step: int = 0) -> list[SavedFile]:
+        """Write this rank's shard of weights, optimizer state and random state.
+
+        Args:
+            step: the training step, which each file holds.
+
+        Returns:
+            The files of this rank, named relative to `folder`.
+        """
         ...
 
-    def load(self, folder: str | Path) -> None:
-        """Read what `save` wrote, on any number of ranks."""
+    def load(self, folder: str | Path, step: int | None = None) -> None:
+        """Read what `save` wrote, on any number of ranks.
+
+        Raises:
+            CheckpointError: files are missing, of another model, or of another step than `step`
+                (None: than each other).
+        """
         ...
 
     def save_hf(self, folder: str | Path) -> None:
@@ -116,7 +130,10 @@ class TrainEngine(Protocol):
         ...
 
     def offload(self) -> None:
-        """Move parameters and optimizer state to host memory."""
+        """Move parameters and optimizer state to host memory, and free their device memory.
+
+        Methods that need them reload them for the call. Does nothing on a CPU.
+        """
         ...
 
     def reload(self) -> None:

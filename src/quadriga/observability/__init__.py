@@ -5,6 +5,7 @@
     trackers    console, JSON lines, TensorBoard; `register_tracker` adds others
     console     the lines, the progress bar and the tables on the terminal
     run_folder  the paths in the folder of a run
+    run_lock    the lock of that folder: one run at a time
     samples     responses as text
     plots       the learning curve as a PNG
     jsonl       JSON-lines files

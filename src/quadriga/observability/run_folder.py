@@ -8,17 +8,19 @@ runs/run/
   learning_curve.png  reward and validation accuracy over steps
   checkpoints/        one folder per saved step
   model/              the trained policy as a Hugging Face folder
+  run.lock            the run that writes here, while it does
 """
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.errors import ConfigError
 from quadriga.observability.jsonl import cannot_write, keep_rows
+from quadriga.observability.run_lock import RunLock, check_lock
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -31,14 +33,20 @@ PLOT = "learning_curve.png"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 _MARKS = (CONFIG, METRICS)  # a folder with one of these holds a run
-_ALL = (CONFIG, METRICS, SAMPLES, TENSORBOARD, PLOT, CHECKPOINTS, MODEL)
+# What an export that was killed leaves beside the model.
+_EXPORTS = (f"{MODEL}.partial", f"{MODEL}.replaced")
+_ALL = (CONFIG, METRICS, SAMPLES, TENSORBOARD, PLOT, CHECKPOINTS, MODEL, *_EXPORTS)
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths in the folder of a run. Only `open` creates it, not the constructor."""
+    """The paths in the folder of a run. Only `open` creates it, not the constructor.
+
+    `lock` is held from `open` to `close`, so that no second run writes here.
+    """
 
     path: Path
+    lock: RunLock | None = field(default=None, compare=False)
 
     @classmethod
     def open(
@@ -49,32 +57,64 @@ class RunFolder:
         resume: bool = False,
         overwrite: bool = False,
     ) -> RunFolder:
-        """Create the folder or continue in it, and write the settings.
+        """Create the folder or continue in it, lock it, and write the settings.
+
+        The path is made absolute: processes that were started in another folder get it too.
 
         If the folder already holds a run, `resume` keeps that run, `overwrite` removes its files
-        and no others, and without both `ConfigError` is raised. Raises `InputError` if the folder
-        cannot be written.
+        and no others, and without both `ConfigError` is raised. `ConfigError` is also raised if
+        another run writes there now. Raises `InputError` if the folder cannot be written.
         """
         from quadriga.config.loading import to_yaml
 
-        folder = cls(Path(path))
+        folder = cls(Path(path).absolute())
         folder.check(resume=resume, overwrite=overwrite)
         try:
-            if overwrite and not resume:
-                folder.empty()
             folder.path.mkdir(parents=True, exist_ok=True)
-            folder.config.write_text(to_yaml(config))
+            folder = cls(folder.path, RunLock.acquire(folder.path))
         except OSError as error:
             raise cannot_write(folder.path, error) from error
+        try:
+            folder._begin(to_yaml(config), resume=resume, overwrite=overwrite)
+        except BaseException:
+            folder.close()
+            raise
         return folder
 
-    def check(self, *, resume: bool = False, overwrite: bool = False) -> None:
-        """Raise `ConfigError` if `open` would, without writing anything."""
+    def _begin(self, settings: str, *, resume: bool, overwrite: bool) -> None:
+        # A second time, under the lock: another run may have written here since the first check.
+        self.check(resume=resume, overwrite=overwrite, locked=True)
+        try:
+            if overwrite and not resume:
+                self.empty()
+            self.config.write_text(settings)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def close(self) -> None:
+        """Release the lock. A second call does nothing."""
+        if self.lock is not None:
+            self.lock.release()
+
+    def check(self, *, resume: bool = False, overwrite: bool = False, locked: bool = False) -> None:
+        """Raise `ConfigError` if `open` would, without writing anything.
+
+        `locked`: this run holds the lock, so it is not checked.
+        """
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(
                 f"trainer.default_local_dir: {self.path} is a file, not a folder",
                 key="trainer.default_local_dir",
             )
+        if not locked:
+            check_lock(self.path)
+        for name in (CONFIG, METRICS, SAMPLES, PLOT) if resume or not overwrite else ():
+            if (self.path / name).is_symlink():
+                raise ConfigError(
+                    f"{self.path / name} is a symbolic link, and a run writes no file outside its "
+                    "folder; remove it, or choose another trainer.default_local_dir",
+                    key="trainer.default_local_dir",
+                )
         if self.holds_run and not resume and not overwrite:
             raise ConfigError(
                 f"{self.path} already holds a run; choose another trainer.default_local_dir, "
@@ -121,6 +161,10 @@ class RunFolder:
     def model(self) -> Path:
         """The trained policy as a Hugging Face folder."""
         return self.path / MODEL
+
+    def holds_checkpoint(self, checkpoint: Path | None) -> bool:
+        """Whether a checkpoint is one of this run, and not of a run in another folder."""
+        return checkpoint is not None and checkpoint.resolve().parent == self.checkpoints.resolve()
 
     def forget_after(self, step: int) -> None:
         """Remove metrics and samples of steps after `step`.

@@ -14,13 +14,15 @@ def run_training(config: TrainConfig) -> None:
 
     Raises:
         InputError: settings, files, model folders or nodes do not fit. Nothing was started.
+        KeyboardInterrupt: a signal has stopped the run; its argument is the number of the signal.
     """
     check_train_config(config)
     from quadriga.trainer.ppo import RayPPOTrainer
 
     trainer = RayPPOTrainer(config)
     try:
-        trainer.init_workers()
-        trainer.fit()
+        with trainer.stop.listening():
+            trainer.init_workers()
+            trainer.fit()
     finally:
         trainer.close()

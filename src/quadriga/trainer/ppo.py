@@ -19,6 +19,7 @@ those fields that it reads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.algorithms.kl import make_kl_controller
@@ -29,7 +30,15 @@ from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.run.groups import PPOGroups, gather, start_groups
 from quadriga.trainer.run.ingredients import Ingredients, load_ingredients
 from quadriga.trainer.run.record import RunRecord
-from quadriga.trainer.run.resuming import ControllerState, checkpoint_to_resume, read_state
+from quadriga.trainer.run.resuming import (
+    Changes,
+    ControllerState,
+    SaveClock,
+    checkpoint_to_resume,
+    inputs_of,
+    read_state,
+)
+from quadriga.trainer.run.stopping import StopRequest
 from quadriga.trainer.sampling import Sampler
 from quadriga.trainer.stages import BatchReward
 from quadriga.trainer.validation import Validator
@@ -79,6 +88,12 @@ class RayPPOTrainer:
         # twice in an epoch, and the state of the loader counts every batch that was drawn.
         self.stream = endless(self.ingredients.train_loader)
         self.step = 0
+        self.checkpoint: Path | None = None  # from which the run was resumed
+        self.inputs = inputs_of(config)
+        self.save_clock = SaveClock(config.trainer.save_interval_s)
+        self.stop = StopRequest(
+            save=config.trainer.save_on_stop, grace_s=config.trainer.stop_grace_s
+        )
         self._groups: PPOGroups | None = None
 
     @property
@@ -151,8 +166,7 @@ class RayPPOTrainer:
                 record.log_samples(self.step, batch)
                 validator.run(step=self.step, due=self._due(self.config.trainer.test_freq))
                 record.end_step(self.step)
-                if self._due(self.config.trainer.save_freq):
-                    self.save(groups, record)
+                self.save_if_due(groups, record)
             actor.export_hf(str(record.folder.model))
             return validator.last
 
@@ -171,14 +185,21 @@ class RayPPOTrainer:
 
     def schedule(self) -> Iterator[DataProto]:
         """Yield one batch of prompts per step up to the last step, and count `step`."""
-        while self.step < self.total_steps:
-            self.step += 1
-            yield next(self.stream)
+        with self.stop.steps():
+            while self.step < self.total_steps:
+                self.step += 1
+                yield next(self.stream)
 
     def open_record(self, resumed: int | None) -> RunRecord:
         """Open the run folder; `resumed` is the step of the loaded checkpoint, if there is one."""
         tokenizer = self.ingredients.tokenizer
-        return RunRecord.open(self.config, self.total_steps, tokenizer, resume_after=resumed)
+        return RunRecord.open(
+            self.config,
+            self.total_steps,
+            tokenizer,
+            resume_after=resumed,
+            checkpoint=self.checkpoint,
+        )
 
     def make_validator(self, groups: PPOGroups, record: RunRecord) -> Validator:
         """Return the validator of the run."""
@@ -190,10 +211,20 @@ class RayPPOTrainer:
         ranks = groups.actor.world_size
         return Sampler(self.config, groups.rollout, self.reward_fn, self.stream, ranks)
 
+    def save_if_due(self, groups: PPOGroups, record: RunRecord) -> None:
+        """Save a checkpoint where the settings or a signal ask for it. Then stop if one does."""
+        settings = self.config.trainer
+        if self._due(settings.save_freq) or self.save_clock.due or self.stop.requested:
+            self.save(groups, record)
+            self.save_clock.restart()
+        self.stop.stop_if_requested()
+
     def save(self, groups: PPOGroups, record: RunRecord) -> None:
         """Write a checkpoint of every role that learns, and of the controller."""
         loader = self.ingredients.train_loader
-        state = ControllerState(self.step, loader.state_dict(), self.kl_controller.state_dict())
+        state = ControllerState(
+            self.step, loader.state_dict(), self.kl_controller.state_dict(), self.inputs
+        )
         with record.span("save"):
             groups.save(record.folder.checkpoints, state, self.config.trainer.max_ckpt_to_keep)
 
@@ -204,13 +235,16 @@ class RayPPOTrainer:
             The step of the checkpoint, or None.
 
         Raises:
-            CheckpointError: it is incomplete, or belongs to other data or another model.
+            CheckpointError: it is damaged, or belongs to other data or another model.
         """
-        checkpoint = checkpoint_to_resume(self.config.trainer)
+        checkpoint = self.checkpoint = checkpoint_to_resume(self.config.trainer, tell=True)
         if checkpoint is None:
             return None
         state = read_state(checkpoint)
-        self.ingredients.train_loader.load_state_dict(state.loader)
+        changes = Changes.between(state.inputs, self.inputs)
+        changes.check(checkpoint, override=self.config.trainer.resume_override)
+        changes.tell(checkpoint)
+        state.continue_loader(self.ingredients.train_loader, data_changed=bool(changes.data))
         self.kl_controller.load_state_dict(state.kl_controller)
         groups.load(checkpoint, state.step)
         self.step = state.step

@@ -22,6 +22,7 @@ from quadriga.workers.method_fields import COMPUTE_LOG_PROB, COMPUTE_REF_LOG_PRO
 from quadriga.workers.runtime import RankRuntime, prepare_rank
 
 if TYPE_CHECKING:
+    from quadriga.checkpoint.files import SavedFile
     from quadriga.engines.base import TrainEngine
     from quadriga.rollout.base import RolloutEngine
 
@@ -152,10 +153,12 @@ class ActorRolloutRefWorker(Worker):
 
         Reads the fields `COMPUTE_LOG_PROB.reads`.
         """
+        actor = self.config.actor
         outputs = self._engine("actor").forward(
             {key: data.batch[key] for key in COMPUTE_LOG_PROB.reads},
             temperature=self._temperature(),
             entropy=True,
+            micro_batch_size=actor.engine.forward_rows(actor.ppo_micro_batch_size_per_gpu),
         )
         return DataProto.from_dict(
             tensors={
@@ -173,6 +176,9 @@ class ActorRolloutRefWorker(Worker):
         outputs = self._engine("ref").forward(
             {key: data.batch[key] for key in COMPUTE_REF_LOG_PROB.reads},
             temperature=self._temperature(),
+            micro_batch_size=self.config.ref.engine.forward_rows(
+                self.config.actor.ppo_micro_batch_size_per_gpu
+            ),
         )
         return DataProto.from_dict(tensors={fields.REF_LOG_PROB: outputs["log_probs"]})
 
@@ -204,20 +210,23 @@ class ActorRolloutRefWorker(Worker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
-        """Save the shard of this rank under `path`."""
-        self._engine("actor").save(path)
+    def save_checkpoint(self, path: str, step: int) -> list[SavedFile]:
+        """Save the shard of this rank under `path`, as of `step`. Return its files."""
+        return self._engine("actor").save(path, step)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str, weight_version: int = 0) -> None:
+    def load_checkpoint(self, path: str, step: int) -> None:
         """Load a folder of `save_checkpoint`, and copy the weights to the rollout engine.
 
         Args:
             path: the folder.
-            weight_version: the version that these weights had when they were saved.
+            step: the step at which it was saved. The weight version continues from it.
+
+        Raises:
+            CheckpointError: the files are of another step, or of another model.
         """
-        self._engine("actor").load(path)
-        self.weight_version = weight_version
+        self._engine("actor").load(path, step)
+        self.weight_version = step
         if self.uses("rollout"):
             self.sync_weights()
 

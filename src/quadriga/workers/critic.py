@@ -17,6 +17,7 @@ from quadriga.workers.method_fields import COMPUTE_VALUES
 from quadriga.workers.runtime import RankRuntime, prepare_rank
 
 if TYPE_CHECKING:
+    from quadriga.checkpoint.files import SavedFile
     from quadriga.engines.base import TrainEngine
 
 
@@ -64,7 +65,12 @@ class CriticWorker(Worker):
 
         Reads the fields `COMPUTE_VALUES.reads`.
         """
-        outputs = self._engine().forward({key: data.batch[key] for key in COMPUTE_VALUES.reads})
+        outputs = self._engine().forward(
+            {key: data.batch[key] for key in COMPUTE_VALUES.reads},
+            micro_batch_size=self.config.engine.forward_rows(
+                self.config.ppo_micro_batch_size_per_gpu
+            ),
+        )
         return DataProto.from_dict(tensors={fields.VALUES: outputs["values"]})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
@@ -89,14 +95,14 @@ class CriticWorker(Worker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
-        """Save the shard of this rank under `path`."""
-        self._engine().save(path)
+    def save_checkpoint(self, path: str, step: int) -> list[SavedFile]:
+        """Save the shard of this rank under `path`, as of `step`. Return its files."""
+        return self._engine().save(path, step)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> None:
-        """Load a folder of `save_checkpoint`."""
-        self._engine().load(path)
+    def load_checkpoint(self, path: str, step: int) -> None:
+        """Load a folder of `save_checkpoint` that was saved at `step`."""
+        self._engine().load(path, step)
 
     def _engine(self) -> TrainEngine:
         if self.critic is None:

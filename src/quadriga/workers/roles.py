@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 from quadriga.protocol import DataProto
 
 if TYPE_CHECKING:
+    from quadriga.checkpoint.files import SavedFile
     from quadriga.protocol import DataProtoFuture
 
 ArgumentsP = ParamSpec("ArgumentsP")
@@ -99,13 +100,14 @@ class ActorGroup(RoleGroup, Protocol):
         ...
 
     @property
-    def save_checkpoint(self) -> GroupMethod[[str], list[None]]:
-        """Save one shard per rank under a folder: `ActorRolloutRefWorker.save_checkpoint`."""
+    def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
+        """Save one shard per rank under a folder, as of a step; returns the files of each rank:
+        `ActorRolloutRefWorker.save_checkpoint`."""
         ...
 
     @property
     def load_checkpoint(self) -> GroupMethod[[str, int], list[None]]:
-        """Load a folder of `save_checkpoint` and set the weight version:
+        """Load a folder of `save_checkpoint` that was saved at a step:
         `ActorRolloutRefWorker.load_checkpoint`."""
         ...
 
@@ -138,13 +140,15 @@ class CriticGroup(RoleGroup, Protocol):
         ...
 
     @property
-    def save_checkpoint(self) -> GroupMethod[[str], list[None]]:
-        """Save one shard per rank under a folder: `CriticWorker.save_checkpoint`."""
+    def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
+        """Save one shard per rank under a folder, as of a step; returns the files of each rank:
+        `CriticWorker.save_checkpoint`."""
         ...
 
     @property
-    def load_checkpoint(self) -> GroupMethod[[str], list[None]]:
-        """Load a folder of `save_checkpoint`: `CriticWorker.load_checkpoint`."""
+    def load_checkpoint(self) -> GroupMethod[[str, int], list[None]]:
+        """Load a folder of `save_checkpoint` that was saved at a step:
+        `CriticWorker.load_checkpoint`."""
         ...
 
 

@@ -4,6 +4,7 @@
     ingredients.py  tokenizer, prompts and reward function
     groups.py       the worker groups of a run, started and stopped together
     resuming.py     the controller's part of a checkpoint
+    stopping.py     what a signal does to a run
     record.py       metrics, samples and times that a run writes
 
 This package may import `trainer.placement`, `trainer.dataflow` and `trainer.stages`, and every

@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.backends import get_backend
+from quadriga.checkpoint.files import SavedFile
 from quadriga.checkpoint.folders import (
     begin_checkpoint,
     commit_checkpoint,
+    discard_checkpoint,
     prune_checkpoints,
 )
 from quadriga.config.schema import SFTTrainerConfig, TrainConfig, TrainerConfig
-from quadriga.errors import ConfigError
+from quadriga.errors import CheckpointError, ConfigError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.trainer.dataflow import needs_critic, needs_reference, reads_ref_log_prob
 from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.run.resuming import ControllerState
+from quadriga.trainer.run.stopping import unchanged_handlers
 from quadriga.workers.roles import ActorGroup, CriticGroup, RefGroup, RolloutGroup, methods_of
 from quadriga.workers.runtime import RankRuntime
 
@@ -76,20 +79,45 @@ class PPOGroups(StartedGroups):
 
         The checkpoint becomes visible by one rename at the end: a run that is killed before that
         leaves the earlier checkpoints, and no incomplete one.
+
+        Raises:
+            CheckpointError: a rank has reported no file, or one that the controller cannot see.
+            InputError: the folder cannot be written.
         """
         partial = begin_checkpoint(folder, state.step)
-        # Each call returns when all ranks have written, so the commit sees every file.
-        self.actor.save_checkpoint(str(partial / "actor"))
-        if self.critic is not None:
-            self.critic.save_checkpoint(str(partial / "critic"))
-        commit_checkpoint(partial, state.as_info())
+        try:
+            # Each call returns when all ranks have written, so the commit sees every file.
+            actor = self.actor.save_checkpoint(str(partial / "actor"), state.step)
+            files = reported_files("actor", actor)
+            if self.critic is not None:
+                critic = self.critic.save_checkpoint(str(partial / "critic"), state.step)
+                files += reported_files("critic", critic)
+            commit_checkpoint(partial, files, state.as_info())
+        except BaseException:
+            discard_checkpoint(partial)
+            raise
         prune_checkpoints(folder, max_to_keep)
 
     def load(self, checkpoint: Path, step: int) -> None:
         """Load actor and critic from a folder that `save` wrote at `step`."""
         self.actor.load_checkpoint(str(checkpoint / "actor"), step)
         if self.critic is not None:
-            self.critic.load_checkpoint(str(checkpoint / "critic"))
+            self.critic.load_checkpoint(str(checkpoint / "critic"), step)
+
+
+def reported_files(role: str, per_rank: Sequence[Sequence[SavedFile]]) -> list[SavedFile]:
+    """Return the files of all ranks of a role, named relative to the folder of the checkpoint.
+
+    Raises:
+        CheckpointError: a rank has reported none.
+    """
+    for rank, files in enumerate(per_rank):
+        if not files or not all(isinstance(file, SavedFile) for file in files):
+            raise CheckpointError(
+                f"rank {rank} of role {role} has reported no files: `save_checkpoint` returned "
+                f"{files!r}, expected the list of `SavedFile` that `TrainEngine.save` returns"
+            )
+    return [file.under(role) for files in per_rank for file in files]
 
 
 def gather(pending: Iterable[DataProtoFuture]) -> list[DataProto]:
@@ -173,7 +201,8 @@ def check_reference_placement(
 def open_backend(trainer: TrainerConfig | SFTTrainerConfig) -> Backend:
     """Return the backend that the settings name, connected. Start Ray unless a cluster runs."""
     backend = get_backend(trainer.backend)
-    backend.start(num_cpus=trainer.num_cpus)
+    with unchanged_handlers():
+        backend.start(num_cpus=trainer.num_cpus)
     return backend
 
 

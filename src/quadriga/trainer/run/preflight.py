@@ -21,7 +21,7 @@ from quadriga.errors import ConfigError, DataError
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
 from quadriga.rollout import ROLLOUTS
-from quadriga.trainer.run.resuming import checkpoint_to_resume
+from quadriga.trainer.run.resuming import check_resume
 
 
 def check_train_config(config: TrainConfig) -> None:
@@ -40,9 +40,9 @@ def check_train_config(config: TrainConfig) -> None:
     check_components(config)
     check_reward(config.reward)
     check_trackers(config.trainer.loggers)
-    resumed = checkpoint_to_resume(config.trainer) is not None
     folder = RunFolder(Path(config.trainer.default_local_dir))
-    folder.check(resume=resumed, overwrite=config.trainer.overwrite)
+    continued = folder.holds_checkpoint(check_resume(config))
+    folder.check(resume=continued, overwrite=config.trainer.overwrite)
 
 
 def check_sft_config(config: SFTConfig) -> None:

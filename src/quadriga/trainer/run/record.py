@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from quadriga.algorithms.partial import merge_partials
+from quadriga.checkpoint.folders import restore_folder, set_aside_after
 from quadriga.config.schema import SFTConfig, TrainConfig
 from quadriga.observability.metrics import MetricSet
 from quadriga.observability.plots import plot_learning_curve
@@ -62,25 +64,33 @@ class RunRecord:
         tokenizer: PreTrainedTokenizerBase,
         *,
         resume_after: int | None = None,
+        checkpoint: Path | None = None,
     ) -> RunRecord:
         """Make the run folder and open the files in it.
 
         Args:
-            resume_after: continue the run in the folder after this step. What the folder holds
-                of later steps is removed, because the resumed run writes those steps again.
+            resume_after: the step of the checkpoint from which the run was resumed.
+            checkpoint: the folder of this checkpoint. If it is of the run in the folder, that run
+                is continued: its metrics and samples of later steps are removed and its later
+                checkpoints renamed, because the resumed run writes those steps again.
 
         Raises:
-            ConfigError: the folder holds another run.
+            ConfigError: the folder holds another run, or another run writes there now.
             InputError: the folder cannot be written.
         """
         trainer = config.trainer
-        resume = resume_after is not None
-        folder = RunFolder.open(
-            trainer.default_local_dir, config, resume=resume, overwrite=trainer.overwrite
-        )
-        if resume_after is not None:
-            folder.forget_after(resume_after)
-        return cls(config, folder, total_steps, tokenizer, resume_after or 0)
+        path = Path(trainer.default_local_dir)
+        resume = RunFolder(path).holds_checkpoint(checkpoint)
+        folder = RunFolder.open(path, config, resume=resume, overwrite=trainer.overwrite)
+        try:
+            if resume and resume_after is not None:
+                folder.forget_after(resume_after)
+                set_aside_after(folder.checkpoints, resume_after)
+                restore_folder(folder.model)
+            return cls(config, folder, total_steps, tokenizer, resume_after or 0)
+        except BaseException:
+            folder.close()
+            raise
 
     def __enter__(self) -> RunRecord:
         return self
@@ -91,12 +101,15 @@ class RunRecord:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._trackers.close()
-        self._samples.close()
-        # The plot reads the metrics file, which is complete only after the trackers are closed.
-        if error is None:
-            plot_learning_curve(self.folder.metrics, self.folder.plot)
-            self._closing_table()
+        try:
+            self._trackers.close()
+            self._samples.close()
+            # The plot reads the metrics file, which is complete only after the trackers are closed.
+            if error is None:
+                plot_learning_curve(self.folder.metrics, self.folder.plot)
+                self._closing_table()
+        finally:
+            self.folder.close()
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the current step."""

@@ -1,50 +1,136 @@
-"""Resuming a run: which checkpoint is loaded, and what the controller stores in it."""
+"""Resuming a run: which checkpoint is loaded, what the controller stores in it, and what has
+changed since."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quadriga.checkpoint.folders import latest_checkpoint, read_marker
-from quadriga.config.schema import TrainerConfig
+import yaml
+
+from quadriga.checkpoint.files import digest_file, digest_json
+from quadriga.checkpoint.folders import whole_checkpoint
+from quadriga.checkpoint.marker import read_marker, verify_checkpoint
+from quadriga.config.loading import to_yaml
+from quadriga.config.schema import TrainConfig, TrainerConfig
 from quadriga.errors import CheckpointError
 from quadriga.observability.run_folder import CHECKPOINTS
+
+if TYPE_CHECKING:
+    from quadriga.data import PromptLoader
+
+_log = logging.getLogger("quadriga")
+
+# What decides on the rows and their order. The position in the data means nothing without them.
+_DATA = (
+    "content of data.train_files",
+    "data.train_batch_size",
+    "data.shuffle",
+    "data.seed",
+    "data.prompt_key",
+    "data.max_prompt_length",
+    "data.filter_overlong_prompts",
+    "trainer.seed",
+)
+# What the stored weights, moments and coefficients belong to.
+_MODEL = (
+    "config.json of actor_rollout_ref.model.path",
+    "config.json of critic.model.path",
+    "algorithm.adv_estimator",
+    "algorithm.kl_ctrl.type",
+)
+# Settings that do not change what a run computes.
+_WITHOUT_EFFECT = {
+    f"trainer.{name}"
+    for name in (
+        "default_local_dir", "resume_mode", "resume_override", "overwrite", "loggers",
+        "project_name", "experiment_name", "samples_per_step", "test_freq", "val_before_train",
+        "save_freq", "save_interval_s", "save_on_stop", "stop_grace_s", "max_ckpt_to_keep",
+        "call_timeout_s", "num_cpus", "threads_per_worker",
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ControllerState:
     """The state of the controller that a resumed run needs to repeat the steps of an
-    uninterrupted one."""
+    uninterrupted one, and what these steps depend on (`inputs_of`)."""
 
     step: int
     loader: dict[str, int]
     kl_controller: dict[str, float]
+    inputs: dict[str, object] = field(default_factory=dict)
 
     def as_info(self) -> dict[str, object]:
         """Return the state as JSON values, for the marker of the checkpoint."""
         return asdict(self)
 
+    def continue_loader(self, loader: PromptLoader, *, data_changed: bool) -> None:
+        """Set a loader to the position in the data.
 
-def checkpoint_to_resume(trainer: TrainerConfig) -> Path | None:
+        With other data the position means nothing: the loader begins the epoch of the checkpoint.
+        """
+        if data_changed:
+            position = {**loader.state_dict(), "epoch": self.loader["epoch"], "batches_done": 0}
+            loader.load_state_dict(position)
+        else:
+            loader.load_state_dict(self.loader)
+
+
+class SaveClock:
+    """Says when `interval_s` seconds have passed since the last checkpoint; None: never."""
+
+    def __init__(self, interval_s: float | None) -> None:
+        self.interval_s = interval_s
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now on."""
+        self._began = time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        """Whether the interval has passed."""
+        return self.interval_s is not None and time.monotonic() - self._began >= self.interval_s
+
+
+def checkpoint_to_resume(trainer: TrainerConfig, *, tell: bool = False) -> Path | None:
     """Return the folder that `trainer.resume_mode` names, or None for a fresh start.
 
-    "auto" names the newest complete checkpoint of the run folder, if there is one.
+    "auto" names the newest checkpoint of the run folder without damage, if there is one. All files
+    are compared with their digests. `tell`: log a warning for each checkpoint that is left out.
 
     Raises:
-        CheckpointError: the named folder does not exist.
+        CheckpointError: the named folder is damaged or does not exist, or the run folder has
+            checkpoints and all are damaged.
     """
     if trainer.resume_mode == "disable":
         return None
-    if trainer.resume_mode == "auto":
-        return latest_checkpoint(Path(trainer.default_local_dir) / CHECKPOINTS)
-    path = Path(trainer.resume_mode)
-    if not path.is_dir():
+    if trainer.resume_mode != "auto":
+        path = Path(trainer.resume_mode).absolute()
+        if not path.is_dir():
+            raise CheckpointError(
+                f"trainer.resume_mode={path}: no such folder; set it to disable, auto, or the "
+                "folder of a checkpoint",
+                path=str(path),
+            )
+        verify_checkpoint(path)
+        return path
+    root = Path(trainer.default_local_dir).absolute() / CHECKPOINTS
+    found, errors = whole_checkpoint(root)
+    if found is None and errors:
         raise CheckpointError(
-            f"trainer.resume_mode={path}: no such folder; set it to disable, auto, or the folder "
-            "of a checkpoint",
-            path=str(path),
+            f"trainer.resume_mode=auto: no checkpoint in {root} can be used. {errors[0]}; to start "
+            "again from step 1, set trainer.resume_mode=disable",
+            path=str(root),
         )
-    return path
+    for error in errors if tell else ():
+        _log.warning("skipped a checkpoint: %s", error)
+    return found
 
 
 def read_state(checkpoint: Path) -> ControllerState:
@@ -61,3 +147,105 @@ def read_state(checkpoint: Path) -> ControllerState:
             f"{checkpoint} does not hold the state of a training run: {error}",
             path=str(checkpoint),
         ) from error
+
+
+def inputs_of(config: TrainConfig) -> dict[str, object]:
+    """Return what the steps of a run depend on: the settings by dotted key, and the contents of
+    files as digests. Secrets are masked and `${…}` are unresolved, as in `config.yaml`."""
+    settings = dict(_leaves(yaml.safe_load(to_yaml(config)), ""))
+    models = {
+        "config.json of actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
+        "config.json of critic.model.path": config.critic.model.path,
+    }
+    return {
+        **settings,
+        "content of data.train_files": _digest(config.data.train_files),
+        "content of data.val_files": _digest(config.data.val_files),
+        "content of algorithm.user_files": _digest(config.algorithm.user_files),
+        "content of reward.path": _digest([config.reward.path] if config.reward.path else []),
+        **{key: _digest([f"{path}/config.json"] if path else []) for key, path in models.items()},
+    }
+
+
+def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
+    if not isinstance(value, dict) or not value:
+        yield key, value
+        return
+    for name, inner in value.items():
+        yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+
+
+def _digest(files: Sequence[str]) -> str:
+    """Return one digest for the contents of files, in their order; a missing one counts as empty.
+
+    Names are left out: the same data in another folder is the same data.
+    """
+    contents = [digest_file(Path(file)) if Path(file).is_file() else "" for file in files]
+    return digest_json({"contents": contents})
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What differs between a checkpoint and the run that resumes it: lines like
+    "data.train_batch_size: 8 → 16".
+
+    Attributes:
+        data: the position in the data cannot be continued.
+        model: weights or coefficients cannot be continued.
+        other: the run can be continued, with other results than without the change.
+    """
+
+    data: list[str]
+    model: list[str]
+    other: list[str]
+
+    @classmethod
+    def between(cls, saved: Mapping[str, object], own: Mapping[str, object]) -> Changes:
+        """Compare two results of `inputs_of`."""
+        lines = {
+            key: _words(key, saved.get(key), own.get(key))
+            for key in [*own, *(key for key in saved if key not in own)]
+            if saved.get(key) != own.get(key) and key not in _WITHOUT_EFFECT
+        }
+        special = {*_DATA, *_MODEL}
+        return cls(
+            [lines[key] for key in _DATA if key in lines],
+            [lines[key] for key in _MODEL if key in lines],
+            [line for key, line in lines.items() if key not in special],
+        )
+
+    def check(self, checkpoint: Path, *, override: bool) -> None:
+        """Raise `CheckpointError` if the run cannot be continued, unless the user insists."""
+        if (self.data or self.model) and not override:
+            raise CheckpointError(
+                f"{checkpoint} cannot be continued with these changes: "
+                f"{'; '.join([*self.data, *self.model])}; undo them, start a new run, or set "
+                "trainer.resume_override=true, with which changed data begins at the start of the "
+                "epoch",
+                path=str(checkpoint),
+            )
+
+    def tell(self, checkpoint: Path) -> None:
+        """Log all changes as one warning."""
+        lines = [*self.data, *self.model, *self.other]
+        if lines:
+            _log.warning("%s is resumed with changes: %s", checkpoint, "; ".join(lines))
+
+
+def _words(key: str, saved: object, own: object) -> str:
+    if key.startswith(("content of", "config.json of")):
+        return f"the {key} is another one"
+    return f"{key}: {saved} → {own}"
+
+
+def check_resume(config: TrainConfig) -> Path | None:
+    """Return the checkpoint that a run will be resumed from, or None, after all checks of it.
+
+    Raises:
+        CheckpointError: it is damaged, or cannot be continued with these settings and data.
+    """
+    checkpoint = checkpoint_to_resume(config.trainer)
+    if checkpoint is not None:
+        changes = Changes.between(read_state(checkpoint).inputs, inputs_of(config))
+        changes.check(checkpoint, override=config.trainer.resume_override)
+    return checkpoint

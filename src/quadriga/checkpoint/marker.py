@@ -1,0 +1,161 @@
+"""The marker of a complete checkpoint: what belongs to it, and the proof that it is undamaged.
+
+    {
+      "format": 2,
+      "step": 20,
+      "files": {"actor/shard_00000.safetensors": {"size": 4096, "digest": "…"}, …},
+      "info": {…},
+      "digest": "…"          SHA-256 of the marker without this entry
+    }
+
+    damage                                  found by
+    a file is missing, grown or shorter     `read_marker`, which reads no file
+    a byte of a file is changed             `verify_checkpoint`, from the digest of the file
+    the marker is changed                   `read_marker`, from the digest of the marker
+    a file or folder is a link              `read_marker`
+    files of another step or rank           `rank_state.load_rank_state`, from each shard
+
+Digests show damage and mistakes. They are no protection against a person who can write to the
+folder, and who can compute them again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from quadriga.checkpoint.files import (
+    SavedFile,
+    digest_file,
+    digest_json,
+    is_plain_file,
+    read_json,
+    write_json,
+)
+from quadriga.errors import CheckpointError
+from quadriga.observability.jsonl import JsonObject
+
+MARKER = "COMPLETE.json"
+FORMAT = 2
+_STEP_FOLDER = re.compile(r"global_step_(\d+)(\..*)?")
+_READERS = 8  # files that are read at the same time; SHA-256 runs without Python's lock
+
+
+def write_marker(
+    folder: Path, step: int, files: Iterable[SavedFile], info: Mapping[str, object]
+) -> None:
+    """Write the marker of a checkpoint. From then on the folder counts as complete."""
+    values: dict[str, object] = {
+        "format": FORMAT,
+        "step": step,
+        "files": {file.name: {"size": file.size, "digest": file.digest} for file in files},
+        "info": dict(info),
+    }
+    # Through JSON, because the digest is that of the values as they are read: 10 becomes "10" where
+    # it is a key.
+    marker: JsonObject = json.loads(json.dumps(values))
+    write_json(folder / MARKER, {**marker, "digest": digest_json(marker)})
+
+
+def read_marker(folder: str | Path) -> JsonObject:
+    """Return the `info` of a complete checkpoint, after every check that reads no other file.
+
+    Raises `CheckpointError` if the marker is missing, damaged or of another format, or if a file
+    that it lists is missing, is reached through a link, or has another size.
+    """
+    folder = Path(folder)
+    marker = _read(folder)
+    for file in _files(folder, marker):
+        path = folder / file.name
+        if not is_plain_file(folder, file.name) or path.stat().st_size != file.size:
+            raise CheckpointError(
+                f"{folder}: {file.name!r} is missing, is no plain file or does not have "
+                f"{file.size} bytes: the checkpoint is damaged; resume from another one",
+                path=str(path),
+            )
+    info: JsonObject = marker["info"]
+    return info
+
+
+def verify_checkpoint(folder: str | Path) -> JsonObject:
+    """Return the `info` of a complete checkpoint, after a comparison of all files with digests.
+
+    Raises `CheckpointError` as `read_marker` does, and if the content of a file is changed.
+    """
+    folder = Path(folder)
+    info = read_marker(folder)
+    files = _files(folder, _read(folder))
+    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
+        digests = pool.map(lambda file: _digest(folder / file.name), files)
+        for file, digest in zip(files, digests, strict=True):
+            if digest != file.digest:
+                path = folder / file.name
+                raise CheckpointError(
+                    f"{path} has {file.size} bytes as expected, but other content than was "
+                    f"written (SHA-256 {digest[:12]}…, expected {file.digest[:12]}…): the "
+                    "checkpoint is damaged; resume from another one",
+                    path=str(path),
+                )
+    return info
+
+
+def _digest(path: Path) -> str:
+    try:
+        return digest_file(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}", path=str(path)) from error
+
+
+def _read(folder: Path) -> JsonObject:
+    """Return the marker if its format, its digest and its step are as expected."""
+    if not is_plain_file(folder, MARKER):
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint: it has no {MARKER}; expected a folder "
+            "global_step_N in the checkpoints of a run",
+            path=str(folder),
+        )
+    path = folder / MARKER
+    marker = read_json(path)
+    found = marker.get("format", 1)  # the first format did not name itself
+    if found != FORMAT:
+        raise CheckpointError(
+            f"{folder} is a checkpoint of format {found!r}, but this version reads format "
+            f"{FORMAT} only; resume it with the version that wrote it, or start a new run",
+            path=str(folder),
+        )
+    digest = marker.pop("digest", None)
+    if digest != digest_json(marker):
+        raise CheckpointError(
+            f"{path} has been changed since it was written: its digest does not match; the "
+            "checkpoint is damaged; resume from another one",
+            path=str(path),
+        )
+    named = _STEP_FOLDER.fullmatch(folder.name)
+    if named and int(named[1]) != marker["step"]:
+        raise CheckpointError(
+            f"{path} is of step {marker['step']}, but its folder is named {folder.name}; rename "
+            "the folder, or resume from another one",
+            path=str(path),
+        )
+    return marker
+
+
+def _files(folder: Path, marker: JsonObject) -> list[SavedFile]:
+    """Return the files that a marker lists. There must be one at least."""
+    listed = marker.get("files")
+    try:
+        files = [SavedFile(n, f["size"], f["digest"]) for n, f in dict(listed or {}).items()]
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / MARKER} does not list files with size and digest", path=str(folder)
+        ) from error
+    if not files:
+        raise CheckpointError(
+            f"{folder / MARKER} lists no file: the checkpoint is empty; resume from another one",
+            path=str(folder),
+        )
+    return files

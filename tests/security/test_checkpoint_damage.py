@@ -1,0 +1,314 @@
+"""A damaged checkpoint is found before the run is resumed, whatever was changed in it.
+
+`auto` resumes from the last whole checkpoint and says which it has skipped; a checkpoint that is
+named is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from quadriga.checkpoint.files import SavedFile, digest_json, write_json
+from quadriga.checkpoint.folders import (
+    begin_checkpoint,
+    commit_checkpoint,
+    complete_checkpoints,
+    prune_checkpoints,
+    set_aside_after,
+    step_folder,
+    whole_checkpoint,
+)
+from quadriga.checkpoint.marker import MARKER, read_marker, verify_checkpoint
+from quadriga.checkpoint.rank_state import load_rank_state, save_rank_state
+from quadriga.config.schema import TrainerConfig
+from quadriga.errors import CheckpointError, InputError
+from quadriga.trainer.run.groups import reported_files
+from quadriga.trainer.run.resuming import checkpoint_to_resume, read_state
+
+SHARD = "actor/shard_00000.safetensors"
+INFO = {"loader": {"epoch": 0}, "kl_controller": {"value": 0.1}}
+
+
+def save(root, step, ranks=2):
+    """Save a checkpoint as the ranks and the controller of a run do."""
+    partial = begin_checkpoint(root, step)
+    reports = [
+        save_rank_state(
+            partial / "actor",
+            {"w": torch.full((4,), float(step))},
+            {"step": step},
+            rank=rank,
+            world_size=ranks,
+            step=step,
+        )
+        for rank in range(ranks)
+    ]
+    return commit_checkpoint(partial, reported_files("actor", reports), {"step": step, **INFO})
+
+
+@pytest.fixture
+def root(tmp_path):
+    """The checkpoints of a run folder, of steps 1 and 2."""
+    root = tmp_path / "checkpoints"
+    save(root, 1)
+    save(root, 2)
+    return root
+
+
+def rewrite_marker(folder, *, sign=True, **changes):
+    """Change entries of the marker; `sign` computes its digest anew, as an attacker would."""
+    marker = json.loads((folder / MARKER).read_text()) | changes
+    marker.pop("digest", None)
+    digest = digest_json(marker) if sign else "0" * 64
+    (folder / MARKER).write_text(json.dumps({**marker, "digest": digest}))
+
+
+def flip_a_bit(folder, root):
+    data = bytearray((folder / SHARD).read_bytes())
+    data[-1] ^= 1
+    (folder / SHARD).write_bytes(data)
+
+
+def flip_a_bit_of_an_index(folder, root):
+    path = folder / "actor/shard_00001.json"
+    path.write_text(path.read_text().replace('"rank": 1', '"rank": 0'))
+
+
+def shard_of_another_step(folder, root):
+    shutil.copy(root / "global_step_1" / SHARD, folder / SHARD)
+
+
+def cut_a_file(folder, root):
+    (folder / SHARD).write_bytes((folder / SHARD).read_bytes()[:-1])
+
+
+def grow_a_file(folder, root):
+    (folder / SHARD).write_bytes((folder / SHARD).read_bytes() + b"\0")
+
+
+def delete_a_file(folder, root):
+    (folder / SHARD).unlink()
+
+
+def alter_the_step(folder, root):
+    text = (folder / MARKER).read_text()
+    (folder / MARKER).write_text(text.replace('"step": 2', '"step": 7'))
+
+
+def alter_and_sign_the_step(folder, root):
+    rewrite_marker(folder, step=7)
+
+
+def empty_the_file_list(folder, root):
+    rewrite_marker(folder, files={})
+
+
+def list_of_another_type(folder, root):
+    rewrite_marker(folder, files=["x"])
+
+
+def empty_the_marker(folder, root):
+    (folder / MARKER).write_text("")
+
+
+def nest_the_marker(folder, root):
+    (folder / MARKER).write_text("[" * 100_000)
+
+
+def marker_of_another_step(folder, root):
+    shutil.copy(root / "global_step_1" / MARKER, folder / MARKER)
+
+
+def link_in_place_of_a_file(folder, root):
+    shutil.move(folder / SHARD, root / "moved")
+    (folder / SHARD).symlink_to(root / "moved")
+
+
+def link_in_place_of_a_folder(folder, root):
+    shutil.move(folder / "actor", root / "moved")
+    (folder / "actor").symlink_to(root / "moved")
+
+
+def name_that_leads_out(folder, root):
+    outside = write_json(root / "outside.json", {})
+    listed = {"../outside.json": {"size": outside.size, "digest": outside.digest}}
+    rewrite_marker(folder, files=listed)
+
+
+def absolute_name(folder, root):
+    outside = write_json(root / "outside.json", {})
+    listed = {str(root / "outside.json"): {"size": outside.size, "digest": outside.digest}}
+    rewrite_marker(folder, files=listed)
+
+
+def format_of_an_earlier_version(folder, root):
+    (folder / MARKER).write_text(json.dumps({"files": {SHARD: 10}, "info": {"step": 2}}))
+
+
+DAMAGE = {
+    flip_a_bit: "other content than was written",
+    flip_a_bit_of_an_index: "other content than was written",
+    shard_of_another_step: "other content than was written",
+    cut_a_file: r"shard_00000\.safetensors' is missing, is no plain file or does not have",
+    grow_a_file: "does not have",
+    delete_a_file: "is missing",
+    alter_the_step: "its digest does not match",
+    alter_and_sign_the_step: "is of step 7, but its folder is named global_step_2",
+    empty_the_file_list: "lists no file",
+    list_of_another_type: "does not list files with size and digest",
+    empty_the_marker: "not valid JSON",
+    nest_the_marker: "not valid JSON",
+    marker_of_another_step: "is of step 1, but its folder is named global_step_2",
+    link_in_place_of_a_file: "is no plain file",
+    link_in_place_of_a_folder: "is no plain file",
+    name_that_leads_out: "is no plain file",
+    absolute_name: "is no plain file",
+    format_of_an_earlier_version: "is a checkpoint of format 1, but this version reads format 2",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_damage_is_named_and_the_checkpoint_before_is_used(root, caplog, damage):
+    damage(step_folder(root, 2), root)
+    with pytest.raises(CheckpointError, match=DAMAGE[damage]):
+        verify_checkpoint(step_folder(root, 2))
+    auto = TrainerConfig(resume_mode="auto", default_local_dir=str(root.parent))
+    assert checkpoint_to_resume(auto, tell=True) == step_folder(root, 1)
+    assert "skipped a checkpoint" in caplog.text and "global_step_2" in caplog.text
+    with pytest.raises(CheckpointError, match=DAMAGE[damage]):
+        checkpoint_to_resume(TrainerConfig(resume_mode=str(step_folder(root, 2))))
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again(root):
+    flip_a_bit(step_folder(root, 1), root)
+    flip_a_bit(step_folder(root, 2), root)
+    auto = TrainerConfig(resume_mode="auto", default_local_dir=str(root.parent))
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used.*global_step_2"):
+        checkpoint_to_resume(auto)
+
+
+def test_a_link_in_place_of_a_checkpoint_is_neither_read_nor_pruned(root, tmp_path):
+    outside = save(tmp_path / "elsewhere", 3)
+    step_folder(root, 3).symlink_to(outside)
+    assert [step for step, _ in complete_checkpoints(root)] == [1, 2]
+    prune_checkpoints(root, 1)
+    save(root, 3)
+    assert not step_folder(root, 3).is_symlink()
+    assert verify_checkpoint(outside)["step"] == 3
+    assert [step for step, _ in complete_checkpoints(root)] == [2, 3]
+
+
+def test_a_link_within_a_checkpoint_is_not_deleted_through(root, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    (step_folder(root, 1) / "actor" / "link").symlink_to(outside)
+    partial = step_folder(root, 3).with_suffix(".partial")
+    partial.symlink_to(outside)
+    prune_checkpoints(root, 1)
+    save(root, 3)
+    assert [step for step, _ in complete_checkpoints(root)] == [2, 3]
+    assert (outside / "precious").exists()
+
+
+def test_a_link_in_place_of_a_file_is_not_written_through(tmp_path):
+    target = tmp_path / "target"
+    target.write_text("precious")
+    (tmp_path / "state.json.partial").symlink_to(target)
+    with pytest.raises(InputError, match=r"cannot write .*state\.json"):
+        write_json(tmp_path / "state.json", {})
+    assert target.read_text() == "precious"
+
+
+def test_the_files_of_another_step_or_rank_are_refused_by_each_rank(root, tmp_path):
+    one, two = (step_folder(root, step) / "actor" for step in (1, 2))
+    tensors = {"w": torch.zeros(4)}
+    assert load_rank_state(two, tensors, rank=0, step=2) == {"step": 2}
+    with pytest.raises(CheckpointError, match=r"of step 2, .* expected of step 3"):
+        load_rank_state(two, tensors, rank=0, step=3)
+    for name in ("shard_00001.json", "shard_00001.safetensors", "random_00001.safetensors"):
+        mixed = tmp_path / name
+        shutil.copytree(two, mixed)
+        shutil.copy(one / name, mixed / name)
+        with pytest.raises(CheckpointError, match=rf"{name} is of step 1, written by rank 1 of 2"):
+            load_rank_state(mixed, tensors, rank=1, step=2)
+    swapped = tmp_path / "swapped"
+    shutil.copytree(two, swapped)
+    shutil.copy(two / "shard_00001.safetensors", swapped / "shard_00000.safetensors")
+    with pytest.raises(CheckpointError, match=r"shard_00000.safetensors is of step 2, written by "):
+        load_rank_state(swapped, tensors, rank=0, step=2)
+
+
+def test_a_commit_fails_if_the_controller_does_not_see_what_a_rank_wrote(tmp_path):
+    for reported, message in {
+        (): "no rank has reported a file",
+        (SavedFile("actor/x.json", 2, "0"),): r"written actor/x\.json with 2 bytes, but the contr",
+        (SavedFile("state.json", 99, "0"),): "controller sees 2 bytes",
+        (SavedFile("../state.json", 2, "0"),): "does not see it",
+    }.items():
+        partial = begin_checkpoint(tmp_path, 4)
+        write_json(partial / "state.json", {})
+        with pytest.raises(CheckpointError, match=message):
+            commit_checkpoint(partial, reported)
+        assert complete_checkpoints(tmp_path) == []
+
+
+def test_a_rank_that_reports_nothing_is_named():
+    written = [SavedFile("shard_00000.json", 2, "0")]
+    with pytest.raises(CheckpointError, match="rank 1 of role critic has reported no files"):
+        reported_files("critic", [written, None])
+    assert reported_files("critic", [written]) == [SavedFile("critic/shard_00000.json", 2, "0")]
+
+
+def test_later_checkpoints_are_set_aside_and_not_pruned(root):
+    save(root, 3)
+    flip_a_bit(step_folder(root, 3), root)
+    for _ in range(2):
+        moved = set_aside_after(root, 1)
+        assert [p.name.partition(".")[2] for p in moved] in (
+            ["set_aside", "set_aside"],
+            ["set_aside_2"],
+        )
+        assert whole_checkpoint(root) == (step_folder(root, 1), [])
+        save(root, 2)
+        assert prune_checkpoints(root, 2) == []
+    assert read_marker(step_folder(root, 1)) == read_state_info(1)
+    assert read_state(step_folder(root, 2)).step == 2
+
+
+def read_state_info(step):
+    return {"step": step, **INFO}
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+)
+def test_the_written_tensors_are_those_that_safetensors_reads(tmp_path, dtype):
+    from safetensors.torch import load_file
+
+    from quadriga.checkpoint.files import digest_file, write_tensors
+
+    tensors = {
+        "a": torch.arange(6).view(2, 3).to(dtype),
+        "transposed": torch.arange(6).view(2, 3).to(dtype).T,
+        "scalar": torch.tensor(1).to(dtype),
+        "empty": torch.zeros(0, 3, dtype=dtype),
+        "other": torch.ones(3, dtype=torch.uint8),
+    }
+    saved = write_tensors(tmp_path / "x.safetensors", tensors, {"step": "3"})
+    read = load_file(tmp_path / "x.safetensors")
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    assert read.keys() == tensors.keys()
+    assert saved.digest == digest_file(tmp_path / "x.safetensors")
+    assert saved.size == (tmp_path / "x.safetensors").stat().st_size
+
+
+def test_a_dtype_that_a_checkpoint_cannot_hold_is_named(tmp_path):
+    from quadriga.checkpoint.files import write_tensors
+
+    with pytest.raises(CheckpointError, match=r"'w' has dtype torch\.complex64"):
+        write_tensors(tmp_path / "x.safetensors", {"w": torch.zeros(2, dtype=torch.complex64)})

@@ -1,0 +1,149 @@
+"""A run that is resumed with other settings or data says what has changed, and refuses what cannot
+be continued."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from quadriga.checkpoint.folders import complete_checkpoints, latest_checkpoint
+from quadriga.checkpoint.marker import read_marker
+from quadriga.cli.main import main
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import CheckpointError, ConfigError
+from quadriga.observability.jsonl import read_jsonl
+from quadriga.trainer.run.resuming import Changes, inputs_of
+
+RESUME = ("trainer.resume_mode=auto", "trainer.total_training_steps=3")
+LR = "actor_rollout_ref.actor.optim.lr"
+
+
+@pytest.fixture
+def first(run, tmp_path) -> Path:
+    """The folder of a run of two steps."""
+    run("data.train_batch_size=8")
+    return tmp_path / "run"
+
+
+def test_a_change_that_can_be_continued_is_told(first, run, caplog) -> None:
+    rows = run(*RESUME, f"{LR}=5e-4")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert f"{LR}: 0.001 → 0.0005" in caplog.text
+    assert "total_training_steps: 2 → 3" in caplog.text
+    assert "resume_mode" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("data.train_batch_size=4", "data.train_batch_size: 8 → 4"),
+        ("trainer.seed=5", "trainer.seed: 0 → 5"),
+        ("data.shuffle=false", "data.shuffle: True → False"),
+        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator: grpo → gae"),
+        ("data.train_files={other}", "the content of data.train_files is another one"),
+        ("actor_rollout_ref.model.path={model}", "config.json of actor_rollout_ref.model.path is"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(first, run, tiny_task, tmp_path, change, said) -> None:
+    before = (first / "metrics.jsonl").read_text()
+    (tmp_path / "model").mkdir()
+    for file in tiny_task.model.iterdir():
+        text = file.read_bytes()
+        (tmp_path / "model" / file.name).write_bytes(
+            text.rstrip() + b"\n\n" if file.name == "config.json" else text
+        )
+    change = change.format(other=tiny_task.data("test"), model=tmp_path / "model")
+    with pytest.raises(CheckpointError, match="cannot be continued") as caught:
+        run(*RESUME, change)
+    assert said in str(caught.value) and "trainer.resume_override=true" in str(caught.value)
+    assert (first / "metrics.jsonl").read_text() == before
+
+
+def test_the_user_can_insist(first, run, caplog) -> None:
+    change = ("data.train_batch_size=4", "trainer.resume_override=true")
+    rows = run(*RESUME, *change)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert "data.train_batch_size: 8 → 4" in caplog.text
+    info = read_marker(latest_checkpoint(first / "checkpoints"))
+    assert info["loader"]["batches_done"] == 1, "changed data begins at the start of the epoch"
+
+
+def test_data_that_has_moved_is_the_same_data(first, run, tiny_task, tmp_path, caplog) -> None:
+    (tmp_path / "moved.parquet").write_bytes((tiny_task.folder / "data/train.parquet").read_bytes())
+    assert len(run(*RESUME, f"data.train_files=[{tmp_path / 'moved.parquet'}]")) == 4
+    assert "content of" not in caplog.text
+
+
+def test_secrets_are_not_written_into_a_checkpoint(train_overrides, monkeypatch) -> None:
+    monkeypatch.setenv("MY_PLACE", "hunter2-value")
+    config = load_config(TrainConfig, [*train_overrides, "trainer.project_name=${oc.env:MY_PLACE}"])
+    saved = inputs_of(config)
+    assert saved["trainer.project_name"] == "${oc.env:MY_PLACE}"
+    assert "hunter2" not in str(saved)
+
+
+def test_a_setting_that_only_one_version_knows_is_told() -> None:
+    changes = Changes.between({"old.name": 1, "same": 2}, {"new.name": 3, "same": 2})
+    assert changes == Changes([], [], ["new.name: None → 3", "old.name: 1 → None"])
+
+
+def test_a_checkpoint_of_another_folder_does_not_change_the_run_in_this_one(
+    first, run, tmp_path
+) -> None:
+    other = tmp_path / "other"
+    run(f"trainer.default_local_dir={other}")
+    named = f"trainer.resume_mode={latest_checkpoint(other / 'checkpoints')}"
+    before = (first / "metrics.jsonl").read_text()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run(named, "trainer.total_training_steps=3")
+    assert (first / "metrics.jsonl").read_text() == before
+    fresh = f"trainer.default_local_dir={tmp_path / 'fresh'}"
+    assert [row["step"] for row in run(named, "trainer.total_training_steps=3", fresh)] == [3]
+
+
+def test_later_steps_of_the_first_attempt_are_set_aside(run, tmp_path) -> None:
+    run("trainer.save_freq=1", "trainer.total_training_steps=3")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    rows = run(
+        f"trainer.resume_mode={checkpoints / 'global_step_1'}",
+        "trainer.total_training_steps=2",
+        "trainer.max_ckpt_to_keep=2",
+    )
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [step for step, _ in complete_checkpoints(checkpoints)] == [1, 2]
+    assert {p.name for p in checkpoints.glob("*.set_aside")} == {
+        "global_step_2.set_aside",
+        "global_step_3.set_aside",
+    }
+
+
+def test_the_command_line_reports_damage_in_one_line(first, train_overrides, capfd) -> None:
+    shard = first / "checkpoints/global_step_2/actor/shard_00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    capfd.readouterr()
+    assert main(["train", *train_overrides, *RESUME]) == 2
+    error = capfd.readouterr().err
+    assert "other content than was written" in error and error.count("\n") == 1
+
+
+def test_a_relative_run_folder_is_made_absolute(run, tmp_path, monkeypatch) -> None:
+    """The ranks may run in another working directory than the controller."""
+    from quadriga.engines.fsdp import FSDPEngine
+
+    folders = []
+    original = FSDPEngine.save
+
+    def save(self, folder, step=0):
+        folders.append(folder)
+        return original(self, folder, step)
+
+    monkeypatch.setattr(FSDPEngine, "save", save)
+    monkeypatch.chdir(tmp_path)
+    run("trainer.default_local_dir=here", "trainer.total_training_steps=1")
+    assert folders and all(os.path.isabs(folder) for folder in folders)
+    assert list(read_jsonl("here/metrics.jsonl"))
