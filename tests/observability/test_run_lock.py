@@ -112,8 +112,15 @@ def test_a_link_in_place_of_a_file_of_the_run_is_not_written_through(tmp_path, n
     assert not (tmp_path / "outside").exists()
 
 
-def test_one_of_many_runs_gets_a_stale_lock(tmp_path):
+def test_one_of_many_runs_gets_a_stale_lock(tmp_path, monkeypatch):
     write_lock(tmp_path, pid=ended_process())
+    original = run_lock._age
+
+    def slow(*args):
+        time.sleep(0.05)  # between reading the owner and writing the new one
+        return original(*args)
+
+    monkeypatch.setattr(run_lock, "_age", slow)
     start, outcomes = threading.Barrier(8), []
 
     def attempt():
