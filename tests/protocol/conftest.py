@@ -12,6 +12,7 @@ from protocol_cases import shard
 from quadriga.backends import get_backend
 from quadriga.backends.local.calls import LocalStore
 from quadriga.protocol import DataProto, DataProtoConfig, message, use_store
+from quadriga.protocol.values import stored_once
 
 torch.set_num_threads(1)
 
@@ -26,6 +27,7 @@ def _padding_off() -> Iterator[None]:
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
     """A store that every field is put into, however small."""
     monkeypatch.setattr(message, "INLINE_BYTES", -1)
+    monkeypatch.setattr(stored_once, "NOTED_BYTES", -1)
     local = LocalStore()
     with use_store(local):
         yield local

@@ -159,6 +159,8 @@ class DataProto:
     ) -> Self:
         """Return a batch like this one with these halves; `meta_info` is copied if None."""
         meta = dict(self.meta_info) if meta is None else meta
+        if type(self) is DataProto and len(vars(self)) == len(_PARTS):  # the usual, fast case
+            return type(self)(batch, arrays, meta)
         return _build(type(self), Contents(batch, arrays, meta), class_and_attributes(self)[1])
 
     def __len__(self) -> int:
@@ -199,10 +201,11 @@ class DataProto:
 
     def reorder(self, indices: RowIndex) -> None:
         """Replace the rows by those of `indices` (length N or any other), in place."""
-        selection = rows.from_index(indices, len(self))
-        self.batch, self.non_tensor_batch = halves.take(
-            self.batch, self.non_tensor_batch, selection
-        )
+        self._take_in_place(rows.from_index(indices, len(self)))
+
+    def _take_in_place(self, selection: RowSelection) -> None:
+        taken = halves.take(self.batch, self.non_tensor_batch, selection)
+        self.batch, self.non_tensor_batch = taken
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
         """Repeat every row `repeat_times` times: aabb if interleaved, abab if not."""
@@ -322,10 +325,7 @@ class DataProto:
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
         """Append copies of the "first" or "last" row in place. `LengthError` for an empty batch."""
-        selection = rows.padded(len(self), padding_size, padding_candidate)
-        self.batch, self.non_tensor_batch = halves.take(
-            self.batch, self.non_tensor_batch, selection
-        )
+        self._take_in_place(rows.padded(len(self), padding_size, padding_candidate))
 
     def to(self, device: torch.device | str) -> Self:
         """Move all tensors to a device, fetching those that are remote, and return self."""
@@ -385,7 +385,7 @@ def from_message(message: Message) -> DataProto | TensorDict:
     return _build(kind, contents, attributes)
 
 
-def class_and_attributes(data: DataProto) -> tuple[type[DataProto] | None, dict[str, Any]]:
+def class_and_attributes(data: DataProto) -> tuple[type[DataProto] | None, MetaInfo]:
     """Return the class of a batch, None for `DataProto` itself, and what was set on it besides the
     three parts, by a subclass or by a user."""
     attributes = {name: value for name, value in vars(data).items() if name not in _PARTS}

@@ -37,7 +37,7 @@ from quadriga.protocol.values.storage import (
     traffic,
 )
 
-INLINE_BYTES = 64 * 1024
+INLINE_BYTES = stored_once.NOTED_BYTES
 """A field of a shard up to this size is sent in the message; a larger one is put into the store."""
 _SMALL = 2048
 """Arrays up to this many bytes are pickled as bytes: cheaper than an out-of-band buffer."""

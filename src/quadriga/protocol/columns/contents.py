@@ -145,6 +145,14 @@ def take(
     batch: TensorHalf, arrays: ArrayHalf, selection: RowSelection
 ) -> tuple[TensorHalf, ArrayHalf]:
     """Return the selected rows of both halves."""
+    if not isinstance(batch, RemoteBatch) and not isinstance(arrays, RemoteArrays):
+        local = {key: as_array(columns.take_local(a, selection)) for key, a in arrays.items()}
+        if batch is None:
+            return None, local
+        fields = operations.tensors_of(batch)
+        taken_fields = {key: columns.take_local(v, selection) for key, v in fields.items()}
+        size = (len(selection), *batch.batch_size[1:])
+        return operations.as_tensordict(taken_fields, size, batch.device), local
     cache = columns.TakeCache()
     tensors = columns.take(tensor_columns(batch), selection, cache)
     taken = make_arrays(columns.take(array_columns(arrays), selection, cache))

@@ -228,19 +228,16 @@ def is_transport_pickling() -> bool:
 
 
 class _Reference(weakref.ref[object]):
-    """A weak reference that knows the id of its value and the map that lists it."""
+    """A weak reference that knows the id of its value, and what to do when the value is dead."""
 
-    __slots__ = ("at", "entries")
+    __slots__ = ("at", "forget")
     at: int
-    entries: dict[int, tuple[weakref.ref[object], Any]]
+    forget: Callable[[_Reference], None]
 
 
 def _forget(reference: weakref.ref[object]) -> None:
     assert isinstance(reference, _Reference)
-    entry = reference.entries.get(reference.at)
-    # A new value may have got the id of the dead one: its entry stays.
-    if entry is not None and entry[0] is reference:
-        del reference.entries[reference.at]
+    reference.forget(reference)
 
 
 class IdentityMap(Generic[T]):
@@ -250,12 +247,18 @@ class IdentityMap(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[object], T]] = {}
+        self._entries: dict[int, tuple[_Reference, T]] = {}
 
     def __setitem__(self, value: object, data: T) -> None:
         reference = _Reference(value, _forget)
-        reference.at, reference.entries = id(value), self._entries
+        reference.at, reference.forget = id(value), self._forget
         self._entries[reference.at] = reference, data
+
+    def _forget(self, reference: _Reference) -> None:
+        entry = self._entries.get(reference.at)
+        # A new value may have got the id of the dead one: its entry stays.
+        if entry is not None and entry[0] is reference:
+            del self._entries[reference.at]
 
     def get(self, value: object) -> T | None:
         """Return the data about a value, None if there is none."""

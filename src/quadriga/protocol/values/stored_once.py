@@ -32,6 +32,8 @@ from quadriga.protocol.values.rows import RowRange
 from quadriga.protocol.values.storage import Handle, IdentityMap, Store
 
 Rows = tuple[int, int]
+NOTED_BYTES = 64 * 1024
+"""Views up to this size are not noted: if they are sent at all, then in a message."""
 KEPT_BYTES = 2**30
 """A process keeps handles of at most this many bytes for calls that may follow."""
 _COMPARED_ITEMS = 2**17  # of 8 bytes: 1 MiB at a time, which stays in the cache of the processor
@@ -96,8 +98,8 @@ _kept = _Kept()
 
 
 def note_part(part: LocalValue, source: LocalValue, rows: RowRange) -> None:
-    """Note that `part` is a view of these rows of `source`."""
-    if part is not source:
+    """Note that `part` is a view of these rows of `source`, unless it is too small to be stored."""
+    if part is not source and operations.nbytes(part) > NOTED_BYTES:
         _parts[part] = _Part(source, (rows.start, rows.stop))
 
 
