@@ -140,7 +140,7 @@ def test_a_call_that_arrives_last_finds_a_free_slot(limited):
     rank = limited.workers[0]
     calls = [Call("Interleaver", "record_later", (i,)) for i in range(3)]
     refs = [
-        rank.quadriga_invoke.remote(pickle.dumps(calls[i]), ("another sender", i))
+        rank.quadriga_invoke.remote(pickle.dumps(calls[i]), None, ("another sender", i))
         for i in (2, 1, 0)
     ]
     ray.get(refs, timeout=10)

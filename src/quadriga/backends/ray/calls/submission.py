@@ -5,6 +5,7 @@ is encoded before the first is sent: an argument that cannot be pickled is an er
 runs. How a call is sent depends on what it holds:
 
     numbers, short strings, batches of small fields    bytes of Python's own pickler
+    batches with fields in the store                   the same, and a list of their references
     anything else                                      `PickledCall`: bytes, buffers, references
     more than `BIG`, for a rank with coroutine methods a reference to the call in the store
     an argument above `BIG` that several ranks get     a reference to the argument in the store
@@ -19,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import ray
 from ray import cloudpickle
@@ -63,7 +64,7 @@ class RayCallBackend:
         """Submit one actor task per rank, named "role.method"."""
         label = calls[0].label
         handles = [ranks.handles[target] for target in targets]
-        encoded: dict[tuple[int, bool], object] = {}
+        encoded: dict[tuple[int, bool], Encoded] = {}
         for handle, call in zip(handles, calls, strict=True):
             key = id(call), handle.facts.interleaves
             if key not in encoded:
@@ -75,9 +76,10 @@ class RayCallBackend:
                 method = handle.methods.get(label)
                 if method is None:
                     method = handle.methods[label] = RayMethod(handle.native, label)
-                arguments = [encoded[id(call), handle.facts.interleaves]]
+                arguments = encoded[id(call), handle.facts.interleaves]
                 if handle.facts.interleaves:
-                    arguments.append(handle.next_ticket())
+                    sent, *contained = arguments
+                    arguments = (sent, contained[0] if contained else None, handle.next_ticket())
                 ref, apart = method.send(*arguments)
                 refs.append(ref)
                 fields.append(apart)
@@ -140,6 +142,10 @@ class RayMethod:
             method = self._actor.quadriga_invoke_apart.options(name=self._label, num_returns=2)
             self._apart = cast("TwoReturns", method)
         return self._apart.remote(*arguments)
+
+
+Encoded: TypeAlias = tuple[object, ...]
+"""The arguments of the task of a call: what was made of the call, and the references in it."""
 
 
 class RayShared(SharedArgument):
@@ -228,7 +234,30 @@ class _CallPickler(cloudpickle.Pickler):
         return super().reducer_override(value)  # type: ignore[no-untyped-call]  # cloudpickle
 
 
-def _encoded(call: Call, with_ticket: bool) -> object:
+def _encoded_data(call: Call) -> Encoded:
+    """Return what is sent for a call without code of the user, in a tenth of cloudpickle's time.
+
+        Call("actor", "update", (Message … Place(ref 7f…) … Place(ref a2…),))
+          →  b"… _reference(0) … _reference(1) …",  [ref 7f…, ref a2…]
+
+    Ray's own pickler, which calls Python for every object, sees the list only.
+    """
+    refs: list[Ref] = []
+
+    def reduce_ref(ref: Ref) -> tuple[object, ...]:
+        refs.append(ref)
+        return _reference, (len(refs) - 1,)
+
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol=5)
+    table: Any = {ray.ObjectRef: reduce_ref}  # pickle's type of a table excludes such a reducer
+    pickler.dispatch_table = table
+    pickler.dump(call)
+    data = file.getvalue()
+    return (data, refs) if refs else (data,)
+
+
+def _encoded(call: Call, with_ticket: bool) -> Encoded:
     """Return what is sent for a call.
 
     Raise DispatchError if an argument cannot be pickled. A call with a ticket must arrive soon
@@ -239,8 +268,12 @@ def _encoded(call: Call, with_ticket: bool) -> object:
     values = (*call.args, *call.kwargs.values())
     if all(map(is_plain, values)):
         data = pickle.dumps(call)
-        return RayShared(ray.put(data)) if with_ticket and len(data) > BIG else data
-    if not all(map(_has_no_code, values)):
+        return (RayShared(ray.put(data)) if with_ticket and len(data) > BIG else data,)
+    if all(map(_has_no_code, values)):
+        sent = _encoded_data(call)
+        if len(cast(bytes, sent[0])) <= BIG:
+            return sent
+    else:
         send_code_of_loaded_files()
     call = replace(
         call,
@@ -260,8 +293,8 @@ def _encoded(call: Call, with_ticket: bool) -> object:
         ) from error
     pickled = PickledCall((call.role, call.method), file.getvalue(), buffers, pickler.refs)
     if with_ticket and pickled.nbytes > BIG:
-        return RayShared(ray.put(pickled), pickled.label)
-    return pickled
+        return (RayShared(ray.put(pickled), pickled.label),)
+    return (pickled,)
 
 
 def _top_level(value: object) -> object:

@@ -27,7 +27,7 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeAlias
 
 import ray
 from ray import cloudpickle
@@ -48,8 +48,11 @@ from quadriga.single_controller.ranks.rank_host import RankHost
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.calls.store import ResultStore
+    from quadriga.backends.ray.cluster import Ref
 
 STACK_SIGNAL = signal.SIGUSR2
+Sent: TypeAlias = bytes | SharedArgument
+"""What the controller sends for a call."""
 
 
 class RankProcess:
@@ -145,22 +148,26 @@ class RankProcess:
         """Return the roles that this process hosts, with their classes."""
         return {role: type(worker) for role, worker in self._host.workers.items()}
 
-    def quadriga_invoke(self, sent: bytes | SharedArgument) -> object:
-        """Run one call; return its result."""
-        return self._invoke(sent, apart=False)[0]
+    def quadriga_invoke(self, sent: Sent, refs: Sequence[Ref] | None = None) -> object:
+        """Run one call; return its result. `refs`: the references in it, if `sent` is bytes."""
+        return self._invoke(sent, refs, apart=False)[0]
 
-    def quadriga_invoke_apart(self, sent: bytes | SharedArgument) -> object:
+    def quadriga_invoke_apart(self, sent: Sent, refs: Sequence[Ref] | None = None) -> object:
         """Run one call; return its result and, as a second return, its large fields."""
-        return self._invoke(sent, apart=True)
+        return self._invoke(sent, refs, apart=True)
 
-    def _invoke(self, sent: bytes | SharedArgument, apart: bool) -> tuple[object, object]:
+    def _invoke(self, sent: Sent, refs: Sequence[Ref] | None, apart: bool) -> tuple[object, object]:
         store = self._result_store()
-        return store.returns(self._host.invoke(self._call(sent), store), apart)
+        return store.returns(self._host.invoke(self._call(sent, refs), store), apart)
 
-    def _call(self, sent: object) -> Call:
+    def _call(self, sent: object, refs: Sequence[Ref] | None) -> Call:
         """Return a call from what was sent for it: bytes, or an object that opens to it."""
         role, method = getattr(sent, "label", ("", ""))
         try:
+            if refs is not None and isinstance(sent, bytes):
+                from quadriga.backends.ray.calls.submission import PickledCall
+
+                sent = PickledCall((role, method), sent, (), refs)
             while isinstance(sent, SharedArgument):
                 sent = sent.open()
             if isinstance(sent, bytes):
@@ -189,22 +196,22 @@ class AsyncRankProcess(RankProcess):
         os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
 
     async def quadriga_invoke(
-        self, sent: bytes | SharedArgument, ticket: Ticket | None = None
+        self, sent: Sent, refs: Sequence[Ref] | None = None, ticket: Ticket | None = None
     ) -> object:
         """Run one call; other calls run while a coroutine method waits."""
-        return (await self._invoke_async(sent, ticket, apart=False))[0]
+        return (await self._invoke_async(sent, refs, ticket, apart=False))[0]
 
     async def quadriga_invoke_apart(
-        self, sent: bytes | SharedArgument, ticket: Ticket | None = None
+        self, sent: Sent, refs: Sequence[Ref] | None = None, ticket: Ticket | None = None
     ) -> object:
         """Run one call; the result's large fields are a second return."""
-        return await self._invoke_async(sent, ticket, apart=True)
+        return await self._invoke_async(sent, refs, ticket, apart=True)
 
     async def _invoke_async(
-        self, sent: bytes | SharedArgument, ticket: Ticket | None, apart: bool
+        self, sent: Sent, refs: Sequence[Ref] | None, ticket: Ticket | None, apart: bool
     ) -> tuple[object, object]:
         store = self._result_store()
-        result = await self._host.invoke_async(lambda: self._call(sent), ticket, store)
+        result = await self._host.invoke_async(lambda: self._call(sent, refs), ticket, store)
         return store.returns(result, apart)
 
     async def quadriga_coroutines(self) -> str:
