@@ -131,6 +131,10 @@ def rank_main(rank: int, folders: Folders, work: str, port: int) -> None:
         gathered[packed, micro, cut, unit] = gradients(engines[key], own_rows(cut), micro)
     heads = head_cases.on_two_ranks(rank, folders)
     gathered["hybrid"] = gradients(make_engine(folder, fsdp_size=1), own_rows(4), 2)
+    for name, size in (("early", -1), ("hybrid early", 1)):
+        early = make_engine(folder, fsdp_size=size, min_unit_parameters=1)
+        early.reduces_each_micro_batch = True
+        gathered[name] = gradients(early, own_rows(4), 2)
 
     engine = trainable(folder, min_unit_parameters=1)
     engine.load(f"{work}/one_rank")

@@ -58,6 +58,52 @@ def test_gradients_on_one_rank(engine, expected, micro):
     assert metrics["micro_batches"] == {1: 7, 2: 4, 3: 3, None: 1}[micro]
 
 
+@pytest.mark.parametrize("unit", [1, 10**9], ids=["layer units", "one unit"])
+def test_gradients_reduced_after_each_micro_batch(model_folder, expected, unit):
+    engine = cases.make_engine(model_folder, min_unit_parameters=unit)
+    engine.reduces_each_micro_batch = True
+    kept = []
+    accumulate = engine._accumulate
+
+    def look_between_micro_batches(*args):
+        accumulate(*args)
+        kept.append(unsharded_tensors(engine))
+
+    engine._accumulate = look_between_micro_batches
+    assert_close(cases.gradients(engine, cases.make_batch(), 3)[0], expected)
+    assert kept == [0, 0, 0]
+    engine.reduces_each_micro_batch = False
+    kept.clear()
+    assert_close(cases.gradients(engine, cases.make_batch(), 3)[0], expected)
+    assert min(kept[:2]) > 0 == kept[2]
+
+
+def unsharded_tensors(engine) -> int:
+    """Count gathered parameters and whole gradients that the FSDP units hold."""
+    parameters = [
+        parameter
+        for unit in engine._units
+        for parameter in unit._get_fsdp_state()._fsdp_param_group.fsdp_params
+    ]
+    gathered = [t for p in parameters for t in p.all_gather_outputs if t.untyped_storage().nbytes()]
+    return len(gathered) + sum(p.unsharded_accumulated_grad is not None for p in parameters)
+
+
+def test_gradients_are_reduced_early_by_default_only_if_they_are_large(model_folder, monkeypatch):
+    from quadriga.engines import sharding
+    from quadriga.engines.sharding import unsharded_bytes
+
+    engine = cases.trainable(model_folder)
+    parameters = sum(p.numel() for p in engine.module.parameters())
+    size = unsharded_bytes(engine.module, torch.bfloat16, torch.float32)
+    assert size == parameters * (2 + 4)
+    assert not engine.reduces_each_micro_batch
+    monkeypatch.setattr(sharding, "MAX_UNSHARDED_BYTES", parameters * 8 - 1)
+    assert cases.trainable(model_folder).reduces_each_micro_batch
+    monkeypatch.setattr(sharding, "MAX_UNSHARDED_BYTES", parameters * 8)
+    assert not cases.trainable(model_folder).reduces_each_micro_batch
+
+
 def test_gradients_with_each_layer_as_an_fsdp_unit(model_folder, expected):
     engine = cases.make_engine(model_folder, min_unit_parameters=1)
     assert_close(cases.gradients(engine, cases.make_batch(), 3)[0], expected)
@@ -84,7 +130,7 @@ def test_gradients_of_the_value_head(model_folder, packed):
     assert_close(cases.gradients(engine, cases.make_batch(), 2)[0], naive(model_folder, "value"))
 
 
-@pytest.mark.parametrize("case", [*cases.CASES, "hybrid"], ids=str)
+@pytest.mark.parametrize("case", [*cases.CASES, "hybrid", "early", "hybrid early"], ids=str)
 def test_gradients_on_two_ranks(two_ranks, expected, case):
     found, metrics = two_ranks["gradients"][case]
     assert_close(found, expected)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from quadriga.checkpoint.files import SavedFile
 from quadriga.checkpoint.hf_export import export_hf
 from quadriga.checkpoint.rank_state import load_rank_state, save_rank_state
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
@@ -32,11 +33,18 @@ from quadriga.engines.micro_batches import (
     select_rows,
 )
 from quadriga.engines.model_setup import load_model, saved_buffer_names, tied_names
-from quadriga.engines.optimizer import ShardedAdamW
+from quadriga.engines.offload import DeviceMemory
+from quadriga.engines.optimizer import ShardedAdamW, local_shard
 from quadriga.engines.schedule import check_schedule
-from quadriga.engines.sharding import MIN_UNIT_PARAMETERS, fsdp_units, shard_model
+from quadriga.engines.sharding import (
+    MIN_UNIT_PARAMETERS,
+    exceeds_unsharded_limit,
+    fsdp_units,
+    shard_model,
+)
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import ConfigError
+from quadriga.models.stored_dtypes import stored_dtypes
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import (
     SHARD,
@@ -95,6 +103,7 @@ class FSDPEngine:
         init_distributed(self.device.type)
         mesh = data_parallel_mesh(self.device, engine.fsdp_size)
         dtype = compute_dtype(engine.dtype, self.device)
+        reduce_dtype = compute_dtype(engine.reduce_dtype, self.device)
         module = load_model(model, head, dtype, trained=optim is not None)
         module.to(self.device)  # type: ignore[arg-type]  # its decorator hides `self`
         self._token_model = TokenModel(
@@ -111,11 +120,15 @@ class FSDPEngine:
             module,
             mesh,
             compute_dtype=dtype,
-            reduce_dtype=compute_dtype(engine.reduce_dtype, self.device),
+            reduce_dtype=reduce_dtype,
             reshard_after_forward=engine.reshard_after_forward,
             min_unit_parameters=min_unit_parameters,
         )
         self._units = fsdp_units(self.module)
+        reduces = engine.reduce_each_micro_batch
+        self.reduces_each_micro_batch = (
+            exceeds_unsharded_limit(module, dtype, reduce_dtype) if reduces is None else reduces
+        )
         self.optimizer: ShardedAdamW | None = None
         if optim is not None:
             self.optimizer = ShardedAdamW(
@@ -124,11 +137,11 @@ class FSDPEngine:
                 total_steps,
                 shard_group=mesh.get_group(SHARD),
             )
-        self._offloaded: set[State] = set()
+        self._memory: DeviceMemory[State] = DeviceMemory(self.device, self._tensors)
         if engine.param_offload:
-            self._offload("parameters")
+            self._memory.offload("parameters")
         if engine.optimizer_offload:
-            self._offload("moments")
+            self._memory.offload("moments")
 
     # Computation
 
@@ -229,13 +242,15 @@ class FSDPEngine:
         return [*micro_batches, *[None] * (count - len(micro_batches))]
 
     def _set_last_backward(self, last: bool) -> None:
-        """Reduce gradients and free gathered parameters only after the last backward pass.
+        """Say whether this backward pass reduces gradients and frees gathered parameters.
 
-        Until then gradients are accumulated locally, so there is one reduction a step.
+        The last one always does. The others do if `reduces_each_micro_batch`; otherwise gradients
+        are accumulated locally, and there is one reduction a step.
         """
-        self.module.set_requires_gradient_sync(last)
-        self.module.set_is_last_backward(last)
-        self.module.set_reshard_after_backward(last)
+        reduce = last or self.reduces_each_micro_batch
+        self.module.set_requires_gradient_sync(reduce)
+        self.module.set_is_last_backward(reduce)
+        self.module.set_reshard_after_backward(reduce)
 
     def global_count(self, count: float | Tensor) -> float:
         return sum_over_ranks([float(count)], self.device)[0]
@@ -267,16 +282,19 @@ class FSDPEngine:
             tensors |= {f"optimizer.{name}": tensor for name, tensor in moments.items()}
         return tensors
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, step: int = 0) -> list[SavedFile]:
         steps = {}
         if self.optimizer is not None:
             steps = {"step": self.optimizer.step_count, "skipped": self.optimizer.skipped}
-        save_rank_state(folder, self._state(), steps, rank=rank(), world_size=world_size())
+        with self._on_device("parameters", "moments"):
+            return save_rank_state(
+                folder, self._state(), steps, rank=rank(), world_size=world_size(), step=step
+            )
 
-    def load(self, folder: str | Path) -> None:
+    def load(self, folder: str | Path, step: int | None = None) -> None:
         with self._on_device("parameters", "moments"):
             state = self._state()
-            steps = load_rank_state(folder, state, rank=rank())
+            steps = load_rank_state(folder, state, rank=rank(), step=step)
             if self.optimizer is not None:
                 self.optimizer.load_tensors(
                     {n.removeprefix("optimizer."): t for n, t in state.items()},
@@ -285,10 +303,11 @@ class FSDPEngine:
                 )
 
     def save_hf(self, folder: str | Path) -> None:
+        dtypes = stored_dtypes(self.model_config.path)
         export_hf(
             folder,
-            self._full_weights(),
-            self.module.config,
+            dtypes.cast(self._full_weights()),
+            dtypes.config(self.module.config),
             generation=getattr(self.module, "generation_config", None),
             tokenizer_path=self.model_config.tokenizer_path or self.model_config.path,
             trust_remote_code=self.model_config.trust_remote_code,
@@ -298,12 +317,12 @@ class FSDPEngine:
     # Memory
 
     def offload(self) -> None:
-        self._offload("parameters")
-        self._offload("moments")
+        self._reshard()
+        self._memory.offload("parameters", "moments")
+        self._memory.return_freed()
 
     def reload(self) -> None:
-        self._reload("parameters")
-        self._reload("moments")
+        self._memory.reload("parameters", "moments")
 
     @contextmanager
     def _lend_model(self) -> Iterator[TokenModel]:
@@ -314,15 +333,12 @@ class FSDPEngine:
     @contextmanager
     def _on_device(self, *states: State) -> Iterator[None]:
         """Reload what a method needs, and offload it again at the end of the block."""
-        reloaded = [state for state in states if state in self._offloaded]
-        for state in reloaded:
-            self._reload(state)
+        reloaded = self._memory.reload(*states)
         try:
             yield
         finally:
             self._reshard()
-            for state in reloaded:
-                self._offload(state)
+            self._memory.offload(*reloaded)
 
     def _reshard(self) -> None:
         """Free the gathered parameters.
@@ -333,21 +349,13 @@ class FSDPEngine:
         for unit in self._units:
             unit.reshard()
 
-    def _offload(self, state: State) -> None:
-        if self.device.type != "cpu" and state not in self._offloaded:
-            self._move(state, _CPU)
-            self._offloaded.add(state)
-
-    def _reload(self, state: State) -> None:
-        if state in self._offloaded:
-            self._move(state, self.device)
-            self._offloaded.remove(state)
-
-    def _move(self, state: State, device: torch.device) -> None:
+    def _tensors(self, state: State) -> Iterator[Tensor]:
+        """Yield the tensors of a state that exist. There are no moments before the first step."""
         if state == "parameters":
-            self.module.to(device)  # type: ignore[arg-type]  # as above
+            yield from map(local_shard, self.module.parameters())
+            yield from self.module.buffers()
         elif self.optimizer is not None:
-            self.optimizer.move(device)
+            yield from self.optimizer.existing_moments()
 
 
 @contextmanager

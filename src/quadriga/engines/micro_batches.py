@@ -6,6 +6,8 @@ prompt are neighbours, so that the packed forward pass computes the prompt once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -36,9 +38,10 @@ def plan_micro_batches(
 
     Args:
         size: rows of a micro-batch. None: split by tokens.
-        max_tokens: a micro-batch takes rows until the next one would exceed this number. A row that
-            is longer is a micro-batch of its own.
-        share_prompts: whether the forward pass computes equal prompts once.
+        max_tokens: a micro-batch takes rows until the next one would exceed this number of computed
+            tokens. A row that is longer is a micro-batch of its own.
+        share_prompts: whether the forward pass packs rows and computes equal prompts once.
+            Otherwise it pads each row to the longest of its micro-batch.
 
     Raises:
         ConfigError: `size` or `max_tokens` is below 1.
@@ -51,41 +54,68 @@ def plan_micro_batches(
     rows = batch["response_mask"].any(1).nonzero()[:, 0].cpu()
     if not len(rows):
         return []
-    order, tokens = _order_and_tokens(batch, rows, share_prompts=share_prompts)
-    if size is not None:
-        return list(torch.split(order, size))
-    # Three rows with prompts A B A of 4 tokens and responses of 3, 5 and 2 tokens, max_tokens 12:
-    #
-    #   order               0 (A)   2 (A)   1 (B)
-    #   added tokens        4 + 3     2     4 + 5      the prompt A counts once
-    #   tokens left of 12     5       3     9 > 3      so row 1 starts the next micro-batch
-    #
-    # Result: rows 0 2 and row 1.
-    micro_batches: list[list[int]] = []
-    tokens_left = 0
-    for row, added in zip(order.tolist(), tokens.tolist(), strict=True):
-        if not micro_batches or added > tokens_left:
-            micro_batches.append([])
-            tokens_left = max_tokens
-        micro_batches[-1].append(row)
-        tokens_left -= added
-    return [torch.tensor(micro_batch) for micro_batch in micro_batches]
-
-
-def _order_and_tokens(batch: Batch, rows: Tensor, *, share_prompts: bool) -> tuple[Tensor, Tensor]:
-    """Return `rows` with equal prompts next to each other, and the tokens that each row adds.
-
-    If prompts are shared, only the first row with a prompt counts the prompt's tokens.
-    """
-    mask = batch["attention_mask"][rows].bool()
+    valid = batch["attention_mask"][rows].bool().cpu()
     if not share_prompts:
-        return rows, mask.sum(1)
-    width = mask.shape[1] - batch["response_mask"].shape[1]
-    owner = first_row_with_same_prompt(batch["input_ids"][rows, :width], mask[:, :width])
-    is_owner = owner == torch.arange(len(owner))
-    tokens = mask[:, width:].sum(1) + mask[:, :width].sum(1) * is_owner
+        if size is not None:
+            return list(torch.split(rows, size))
+        length = valid.sum(1)
+        order = torch.argsort(length, descending=True, stable=True)
+        counts = _rows_that_fit_padded(length[order].tolist(), max_tokens)
+        return list(torch.split(rows[order], counts))
+    width = valid.shape[1] - batch["response_mask"].shape[1]
+    owner = first_row_with_same_prompt(batch["input_ids"][rows, :width].cpu(), valid[:, :width])
     order = torch.argsort(owner, stable=True)
-    return rows[order], tokens[order]
+    if size is not None:
+        return list(torch.split(rows[order], size))
+    lengths = zip(
+        owner[order].tolist(),
+        valid[order, :width].sum(1).tolist(),
+        valid[order, width:].sum(1).tolist(),
+        strict=True,
+    )
+    return list(torch.split(rows[order], _rows_that_fit_packed(lengths, max_tokens)))
+
+
+def _rows_that_fit_packed(rows: Iterable[tuple[int, int, int]], max_tokens: int) -> list[int]:
+    """Return the number of rows of each micro-batch of packed rows.
+
+    `rows`: (number of the prompt, tokens of the prompt, tokens of the response) of each row, with
+    equal prompts next to each other.
+    """
+    # Four rows with the prompts A A A B of 4 tokens, responses of 3, 2, 4 and 1 tokens, and
+    # max_tokens 12. A prompt counts once in each micro-batch that computes it:
+    #
+    #   prompt            A        A      A         B
+    #   added tokens    4 + 3      2      4       4 + 1
+    #   sum               7        9   13 > 12: the third row starts a micro-batch with 4 + 4
+    #                                     8     13 > 12: the last row starts a micro-batch with 5
+    #
+    # Result: 2, 1 and 1 rows of 9, 8 and 5 tokens.
+    counts: list[int] = []
+    tokens, last_prompt = 0, -1
+    for prompt, prompt_tokens, response_tokens in rows:
+        added = response_tokens + (prompt_tokens if prompt != last_prompt else 0)
+        if not counts or tokens + added > max_tokens:
+            counts.append(0)
+            tokens, added = 0, prompt_tokens + response_tokens
+        counts[-1] += 1
+        tokens += added
+        last_prompt = prompt
+    return counts
+
+
+def _rows_that_fit_padded(lengths: Iterable[int], max_tokens: int) -> list[int]:
+    """Return the number of rows of each micro-batch of padded rows, given in descending length."""
+    # Lengths 6 5 2 2 1 with max_tokens 12. The first row of a micro-batch is its longest, and the
+    # others are padded to its length: {6 5} computes 2 × 6 = 12 tokens, {2 2 1} 3 × 2 = 6.
+    counts: list[int] = []
+    longest = 0
+    for length in lengths:
+        if not counts or (counts[-1] + 1) * longest > max_tokens:
+            counts.append(0)
+            longest = length
+        counts[-1] += 1
+    return counts
 
 
 def select_rows(batch: Batch, rows: Tensor, device: torch.device) -> dict[str, Tensor]:

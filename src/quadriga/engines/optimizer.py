@@ -7,7 +7,7 @@ for each operator.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import torch
@@ -89,8 +89,8 @@ class ShardedAdamW:
         for shard, (_, parameter), gradient in zip(
             self._shards, self._named, gradients, strict=True
         ):
-            # Offloading and loading replace the parameter's storage, so the optimizer's view of it
-            # is renewed before every step.
+            # FSDP may replace a parameter's storage before its first forward pass, so the
+            # optimizer's view of it is renewed before every step.
             shard.data = local_shard(parameter.detach())
             shard.grad = None if gradient is None else gradient.to(shard.dtype)
         for group in self._adamw.param_groups:
@@ -136,16 +136,20 @@ class ShardedAdamW:
         """Set the moments, as `tensors` returns them, and the counts that belong to them."""
         self.step_count, self.skipped = step_count, skipped
         # AdamW's own step count drives the bias correction, so it counts the steps that were made.
-        steps = float(step_count - skipped)
+        # The fused kernel needs that count on the device of the shard, the other one on the CPU.
+        steps = torch.tensor(float(step_count - skipped))
+        on_device = bool(self._adamw.defaults["fused"])
         for (name, _), shard in zip(self._named, self._shards, strict=True):
             moments = {key: local_shard(state[f"{key}.{name}"]) for key in _MOMENTS}
-            self._adamw.state[shard] = {"step": torch.tensor(steps), **moments}
+            self._adamw.state[shard] = {
+                "step": steps.to(shard.device if on_device else "cpu", copy=True),
+                **moments,
+            }
 
-    def move(self, device: torch.device) -> None:
-        """Move the moments (not the parameters) to `device`."""
+    def existing_moments(self) -> Iterator[Tensor]:
+        """Yield the moments of this rank that exist: none before the first step."""
         for moments in self._adamw.state.values():
-            for key in _MOMENTS:
-                moments[key] = moments[key].to(device, non_blocking=True)
+            yield from (moments[key] for key in _MOMENTS)
 
 
 def _sharded_like(shard: Tensor, parameter: Tensor) -> Tensor:

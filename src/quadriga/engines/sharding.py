@@ -29,6 +29,9 @@ MIN_UNIT_PARAMETERS = 4_000_000
 """Layers with fewer parameters stay in the root unit. For such a layer a collective costs more time
 than the memory it frees is worth, and a small model would spend its time in FSDP's hooks."""
 
+MAX_UNSHARDED_BYTES = 4 * 2**30
+"""A rank keeps whole gradients and gathered parameters between micro-batches up to this size."""
+
 
 def shard_model(
     model: PreTrainedModel,
@@ -59,6 +62,26 @@ def shard_model(
         unit.set_force_sum_reduction_for_comms(True)
     # `fully_shard` changed the class of `model` to a subclass of its own class and FSDPModule.
     return cast("ShardedModel", model)
+
+
+def unsharded_bytes(model: nn.Module, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> int:
+    """Return the bytes of all trained gradients and gathered parameters of one copy of the model.
+
+    A rank holds them between micro-batches unless it reduces gradients after each micro-batch.
+    """
+    # 7 billion parameters in bfloat16, reduced in float32: 7e9 · (2 + 4) = 42 GB on every rank,
+    # whatever the number of ranks. On 8 ranks, shards of the gradients take 7e9 · 4 / 8 = 3.5 GB.
+    parameters = list(model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    gathered = sum(p.numel() for p in parameters)
+    return gathered * compute_dtype.itemsize + trained * reduce_dtype.itemsize
+
+
+def exceeds_unsharded_limit(
+    model: nn.Module, compute_dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> bool:
+    """Return whether `unsharded_bytes` are more than `MAX_UNSHARDED_BYTES`."""
+    return unsharded_bytes(model, compute_dtype, reduce_dtype) > MAX_UNSHARDED_BYTES
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:

@@ -1,0 +1,72 @@
+"""Offloaded states hold no device memory, and nothing else changes.
+
+The CPU stands in for the device. What is measured is the size of the storages, whichever object
+refers to them.
+"""
+
+from __future__ import annotations
+
+import engine_cases as cases
+import torch
+
+from quadriga.engines.offload import OffloadedTensors
+
+
+def offloading(folder: str):
+    """Build an engine that offloads. Its weights are copies, like those on an accelerator."""
+    engine = cases.trainable(folder)
+    for parameter in engine.module.parameters():
+        parameter.data = parameter.data.clone()  # a file that is mapped to memory cannot be resized
+    engine._memory.enabled = True
+    return engine
+
+
+def test_offload_frees_every_storage_of_parameters_and_moments(model_folder):
+    engine = offloading(model_folder)
+    cases.step(engine)
+    shards = [p.to_local() for p in engine.module.parameters()]
+    moments = list(engine.optimizer.existing_moments())
+    held = [*shards, *engine.optimizer._shards, *moments]
+    parameter_bytes = sum(shard.nbytes for shard in shards)
+    engine.offload()
+    assert [tensor.untyped_storage().nbytes() for tensor in held] == [0] * len(held)
+    assert engine._memory.offloaded["parameters"].num_bytes >= parameter_bytes
+    assert engine._memory.offloaded["moments"].num_bytes == 2 * parameter_bytes
+    engine.reload()
+    assert all(tensor.untyped_storage().nbytes() for tensor in held)
+    assert not engine._memory.offloaded
+
+
+def test_steps_with_offload_equal_steps_without(model_folder):
+    plain, offloaded = cases.trainable(model_folder), offloading(model_folder)
+    for index in range(3):
+        offloaded.offload()
+        if index == 1:
+            offloaded.reload()
+        assert cases.step(offloaded) == cases.step(plain)
+        assert bool(offloaded._memory.offloaded) == (index != 1)
+    batch = cases.make_batch()
+    assert torch.equal(offloaded.forward(batch)["log_probs"], plain.forward(batch)["log_probs"])
+    expected = dict(plain.state_stream())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in offloaded.state_stream())
+
+
+def test_an_offloaded_engine_saves_and_loads(model_folder, tmp_path):
+    engine, other = offloading(model_folder), offloading(model_folder)
+    cases.step(engine)
+    engine.offload()
+    engine.save(tmp_path)
+    assert engine._memory.offloaded, "the states are offloaded again after the call"
+    other.offload()
+    other.load(tmp_path)
+    assert cases.step(other) == cases.step(engine)
+
+
+def test_views_of_one_storage_are_copied_once_and_stay_views():
+    whole = torch.arange(6.0)
+    view = whole[2:4]
+    offloaded = OffloadedTensors([view, whole])
+    assert (offloaded.num_bytes, whole.untyped_storage().nbytes()) == (24, 0)
+    offloaded.reload()
+    whole[2] = 9
+    assert view.tolist() == [9, 3]
