@@ -7,13 +7,13 @@ the folder and what is missing. `check_model_folder` does the same check without
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations import hub_kernels
 
 from quadriga.errors import ModelError
 from quadriga.models.folder import check_model_folder, local_folder
@@ -36,8 +37,6 @@ Dtype = ComputeDtypeName | torch.dtype
 """A dtype by name, "auto" (the dtype in the folder's config.json), or a torch dtype."""
 
 VALUE_HEAD = "score"
-
-_LIBRARY_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -77,8 +76,9 @@ def load_causal_lm(
     Raises:
         ModelError: the folder has no causal language model, or weights are missing.
     """
+    config = _config(local_folder(path), attn_implementation, trust_remote_code)
     model, missing = _load(
-        AutoModelForCausalLM, path, dtype, attn_implementation, trust_remote_code
+        AutoModelForCausalLM, path, dtype, config, attn_implementation, trust_remote_code
     )
     if missing:
         raise ModelError(
@@ -105,9 +105,12 @@ def load_value_model(
         ModelError: transformers has no token head for this architecture, or weights of the backbone
             are missing.
     """
-    config = _value_config(local_folder(path), trust_remote_code)
+    config = _config(local_folder(path), attn_implementation, trust_remote_code)
+    # One number a token, without dropout before it.
+    config.num_labels = 1
+    config.classifier_dropout = 0.0
     model, missing = _load(
-        AutoModelForTokenClassification, path, dtype, attn_implementation, trust_remote_code, config
+        AutoModelForTokenClassification, path, dtype, config, attn_implementation, trust_remote_code
     )
     head = getattr(model, VALUE_HEAD, None)
     if not isinstance(head, torch.nn.Linear):
@@ -130,14 +133,30 @@ def load_value_model(
     return model
 
 
-def _value_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
-    """Return the folder's config with one label (one number a token) and no dropout before it."""
+def _config(folder: Path, attn_implementation: str, trust_remote_code: bool) -> PretrainedConfig:
+    """Return the folder's config, with the attention of the settings in place of its own.
+
+    A config.json can name an attention or an experts implementation, also one of the hub, whose
+    code transformers would download and run.
+
+    Raises:
+        ModelError: the folder is not a model folder, or `attn_implementation` is code of the hub.
+    """
+    if "/" in attn_implementation and not trust_remote_code:
+        raise ModelError(
+            f"attn_implementation {attn_implementation!r} is code of the hub; set "
+            "trust_remote_code=true to run it, or choose sdpa, eager or flash_attention_2",
+            path=str(folder),
+        )
     check_model_folder(folder, tokenizer=False, trust_remote_code=trust_remote_code)
-    config: PretrainedConfig = AutoConfig.from_pretrained(
-        folder, trust_remote_code=trust_remote_code
-    )
-    config.num_labels = 1
-    config.classifier_dropout = 0.0
+    with quiet_libraries(), _model_errors(folder, "config"):
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
+        )
+        # None: SDPA if the model supports it, else its own attention (for example with capped
+        # scores, sinks or ALiBi). Both setters also reach the configs inside this one.
+        config._attn_implementation = None if attn_implementation == "sdpa" else attn_implementation
+        config._experts_implementation = None
     return config
 
 
@@ -145,24 +164,25 @@ def _load(
     auto_class: AutoModelClass,
     path: str | Path,
     dtype: Dtype,
+    config: PretrainedConfig,
     attn_implementation: str,
     trust_remote_code: bool,
-    config: PretrainedConfig | None = None,
 ) -> tuple[PreTrainedModel, set[str]]:
-    """Return the model, and the names of its parameters that the folder's weights do not hold."""
+    """Return the model, and the names of its parameters that the folder's weights do not hold.
+
+    Raises:
+        ModelError: the model cannot be loaded, or a weight is not finite.
+    """
     folder = local_folder(path)
-    check_model_folder(folder, tokenizer=False, trust_remote_code=trust_remote_code)
-    with quiet_libraries(), _model_errors(folder, "model"):
+    code_of_hub = nullcontext() if trust_remote_code else _no_code_of_the_hub()
+    with quiet_libraries(), _model_errors(folder, "model"), code_of_hub:
         model, info = auto_class.from_pretrained(  # type: ignore[misc]  # output_loading_info: a pair
             folder,
             dtype=_torch_dtype(dtype),
-            # None: SDPA if the model supports it, else its own attention (for example with capped
-            # scores, sinks or ALiBi).
-            attn_implementation=None if attn_implementation == "sdpa" else attn_implementation,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
-            **({} if config is None else {"config": config}),
+            config=config,
         )
     used = model.config._attn_implementation
     if used != attn_implementation:
@@ -170,7 +190,50 @@ def _load(
             "%s in %s does not support attn_implementation=%s; using %s",
             type(model).__name__, folder, attn_implementation, used,
         )  # fmt: skip
+    _check_finite(model, folder)
     return model.eval(), set(info["missing_keys"])
+
+
+def _check_finite(model: PreTrainedModel, folder: Path) -> None:
+    """Raise `ModelError` if a weight is NaN or infinite."""
+    wrong: list[str] = []
+    # Buffers are not checked: Gemma 4 has limits of clipping in them, which may be infinite.
+    for name, tensor in model.named_parameters():
+        # The smallest and the largest value show NaN and infinity without a mask of the same size.
+        if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
+            least, largest = (float(value) for value in torch.aminmax(tensor.detach()))
+            if not math.isfinite(least) or not math.isfinite(largest):
+                wrong.append(name)
+    if wrong:
+        values = model.get_parameter(wrong[0]).detach().double()
+        raise ModelError(
+            f"the weights in {folder} are not finite: {wrong[0]} has {int(values.isnan().sum())} "
+            f"NaN and {int(values.isinf().sum())} infinite values of {values.numel()}"
+            + (f", and {len(wrong) - 1} other tensors have some" if wrong[1:] else ""),
+            path=str(folder),
+        )
+
+
+@contextmanager
+def _no_code_of_the_hub() -> Iterator[None]:
+    """Let transformers load no kernel of the hub within the block; it uses its own code instead."""
+
+    def refuse(
+        kernel_name: str,
+        revision: str | None = None,
+        version: int | str | None = None,
+        allow_all_kernels: bool = False,
+    ) -> NoReturn:
+        raise ImportError(
+            f"kernel {kernel_name!r} is code of the hub, and trust_remote_code is false"
+        )
+
+    before = hub_kernels._kernels_enabled, hub_kernels.get_kernel
+    hub_kernels._kernels_enabled, hub_kernels.get_kernel = False, refuse
+    try:
+        yield
+    finally:
+        hub_kernels._kernels_enabled, hub_kernels.get_kernel = before
 
 
 def _torch_dtype(dtype: Dtype) -> torch.dtype | Literal["auto"]:
@@ -186,8 +249,10 @@ def _model_errors(folder: Path, what: str) -> Iterator[None]:
     """Turn the errors of the loading libraries into a `ModelError` that names the folder."""
     try:
         yield
-    except _LIBRARY_ERRORS as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    except ModelError:
+        raise
+    except Exception as error:  # a wrong value in config.json raises errors of any type
+        text = " ".join(str(error).split()) or repr(error)
         raise ModelError(
-            f"the {what} in {folder} cannot be loaded: {first_line}", path=str(folder)
+            f"the {what} in {folder} cannot be loaded: {text[:400]}", path=str(folder)
         ) from error

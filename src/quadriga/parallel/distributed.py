@@ -6,12 +6,18 @@ seconds.
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]  # not in its __all__
+    HashStore,
+    TCPStore,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from quadriga.errors import CollectiveError, ConfigError
@@ -19,16 +25,20 @@ from quadriga.parallel.device import collective_backend, torch_device
 
 REPLICATE = "replicate"
 SHARD = "shard"
+_LOOPBACK = "127.0.0.1"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def init_distributed(device_name: str = "cpu", *, timeout_s: float = 600.0) -> None:
     """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
 
     Does nothing if this process has already joined a group. A group of one rank needs no address
-    and opens no port.
+    and has no store. If all ranks are on one node (LOCAL_WORLD_SIZE = WORLD_SIZE), no socket of
+    the group accepts connections from another machine.
 
     Raises:
-        CollectiveError: WORLD_SIZE is above 1 and one of the other variables is not set.
+        CollectiveError: WORLD_SIZE is above 1 and one of the other variables is not set, or rank 0
+            cannot listen on MASTER_ADDR.
     """
     if dist.is_initialized():
         return
@@ -36,8 +46,15 @@ def init_distributed(device_name: str = "cpu", *, timeout_s: float = 600.0) -> N
     backend = collective_backend(device_name)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # torch does not list it in __all__
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        own = HashStore()
+        # This may be the controller, whose child processes must not inherit the variable.
+        names = _gloo_on_loopback()
+        os.environ.update(names)
+        try:
+            dist.init_process_group(backend, store=own, rank=0, world_size=1, timeout=timeout)
+        finally:
+            for name in names:
+                del os.environ[name]
         return
     missing = [k for k in ("RANK", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
     if missing:
@@ -45,7 +62,93 @@ def init_distributed(device_name: str = "cpu", *, timeout_s: float = 600.0) -> N
             f"WORLD_SIZE is {world_size}, but {', '.join(missing)} is not set; a worker group sets "
             "these variables before a worker's __init__ runs, other launchers must set them too"
         )
-    dist.init_process_group(backend, timeout=timeout)
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    one_node = local_size == str(world_size)
+    if one_node:
+        # Kept, because the process groups of a mesh are made later.
+        os.environ.update(_gloo_on_loopback())
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun's agent listens on MASTER_PORT; no rank does.
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    own_rank = int(os.environ["RANK"])
+    store = _tcp_store(
+        _LOOPBACK if one_node else os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        own_rank,
+        world_size,
+        timeout,
+        several_nodes=bool(local_size) and not one_node,
+    )
+    dist.init_process_group(
+        backend, store=store, rank=own_rank, world_size=world_size, timeout=timeout
+    )
+
+
+def _tcp_store(
+    address: str,
+    port: int,
+    own_rank: int,
+    world_size: int,
+    timeout: timedelta,
+    *,
+    several_nodes: bool,
+) -> TCPStore:
+    """Return the store in which the ranks find each other. Rank 0 serves it on `address` only.
+
+    By default torch listens on every address of the machine, and the store has no authentication:
+    every process that can connect can read and change the keys.
+    """
+    if own_rank > 0:
+        return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    listener = _listen(address, port, several_nodes=several_nodes)
+    # The store takes the socket over and closes it.
+    return TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _listen(address: str, port: int, *, several_nodes: bool) -> socket.socket:
+    """Return a socket that listens on `address` and on no other address of this machine.
+
+    Raises:
+        CollectiveError: the address is not one of this machine, or not one that other nodes reach.
+    """
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if several_nodes and ipaddress.ip_address(target[0]).is_loopback:
+            raise CollectiveError(
+                f"MASTER_ADDR {address!r} is {target[0]} on rank 0's node, which the ranks on "
+                "other nodes cannot reach; set MASTER_ADDR to an address of rank 0's node"
+            )
+        listener = socket.socket(family, kind)
+        # The worker group holds the port with a socket that does not listen
+        # (`single_controller.ranks.environment.ReservedPort`).
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+    except OSError as error:
+        raise CollectiveError(
+            f"rank 0 cannot listen on MASTER_ADDR {address!r}, MASTER_PORT {port}: {error}; set "
+            "MASTER_ADDR to an address of rank 0's node, and MASTER_PORT to a free port"
+        ) from error
+    listener.listen(socket.SOMAXCONN)
+    return listener
+
+
+def _gloo_on_loopback() -> dict[str, str]:
+    """Return the variable that lets gloo listen on loopback; none if the user has chosen already.
+
+    By default gloo listens on the address to which the host name resolves.
+    """
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if not loopback or _GLOO_INTERFACE in os.environ:
+        return {}
+    return {_GLOO_INTERFACE: loopback[0]}
 
 
 def local_device(device: str | torch.device) -> torch.device:

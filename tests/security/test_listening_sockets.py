@@ -1,0 +1,144 @@
+"""Sockets on which the ranks of a group listen: none accepts connections from other machines."""
+
+from __future__ import annotations
+
+import ipaddress
+import multiprocessing
+import os
+import socket
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from quadriga.errors import CollectiveError
+from quadriga.parallel import distributed
+from quadriga.parallel.distributed import data_parallel_mesh, init_distributed
+
+WAIT_S = 120
+
+
+def listening() -> set[str]:
+    """Return the addresses on which this process listens."""
+    found = psutil.Process().net_connections("inet")
+    return {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def own_address() -> str | None:
+    """Return an address of this machine that other machines can reach, if there is one."""
+    for addresses in psutil.net_if_addrs().values():
+        for a in addresses:
+            if a.family == socket.AF_INET and not ipaddress.ip_address(a.address).is_loopback:
+                return str(a.address)
+    return None
+
+
+def in_ranks(variables: dict[str, str], world_size: int = 2) -> list[set[str]]:
+    """Join a process group in new processes, use it, and return the addresses of each rank."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(world_size) as pool:
+        shared = {"WORLD_SIZE": str(world_size), "MASTER_PORT": str(free_port()), **variables}
+        ranks = [{**shared, "RANK": str(rank)} for rank in range(world_size)]
+        return pool.map_async(join_and_look, ranks, chunksize=1).get(WAIT_S)
+
+
+def join_and_look(variables: dict[str, str]) -> set[str]:
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    os.environ.update(variables)
+    init_distributed("cpu", timeout_s=WAIT_S)
+    data_parallel_mesh(torch.device("cpu"), 1)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert float(total) == float(variables["WORLD_SIZE"])
+    found = listening()
+    # On some machines gloo listens on loopback by default, because the host name resolves to it.
+    size = variables["WORLD_SIZE"]
+    one_node = size != "1" and variables["LOCAL_WORLD_SIZE"] == size
+    assert os.environ.get("GLOO_SOCKET_IFNAME") in (("lo", "lo0") if one_node else (None,))
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_ranks_of_one_node_listen_on_loopback_only():
+    # The address of the node, as a worker group sets it, must not be used.
+    address = own_address() or "127.0.0.1"
+    found = in_ranks({"MASTER_ADDR": address, "LOCAL_WORLD_SIZE": "2"})
+    assert found == [{"127.0.0.1"}, {"127.0.0.1"}]
+
+
+def test_one_rank_listens_on_loopback_at_most():
+    assert in_ranks({}, world_size=1)[0] <= {"127.0.0.1"}
+
+
+def test_ranks_of_several_nodes_listen_on_the_address_of_their_node():
+    address = own_address()
+    if address is None:
+        pytest.skip("this machine has no address but loopback")
+    found = in_ranks({"MASTER_ADDR": address, "LOCAL_WORLD_SIZE": "1"})
+    assert address in found[0]
+    assert found[0] | found[1] <= {address, "127.0.0.1"}, "no rank listens on every address"
+
+
+def test_store_does_not_accept_connections_to_other_addresses():
+    address = own_address()
+    if address is None:
+        pytest.skip("this machine has no address but loopback")
+    port = free_port()
+    with distributed._listen("127.0.0.1", port, several_nodes=False):
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((address, port), timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("address", "local_size", "message"),
+    [
+        ("192.0.2.1", "1", "rank 0 cannot listen on MASTER_ADDR '192.0.2.1'"),
+        ("no-such-host.invalid", "1", "rank 0 cannot listen on MASTER_ADDR 'no-such-host"),
+        ("localhost", "1", "which the ranks on other nodes cannot reach"),
+    ],
+)
+def test_address_that_ranks_cannot_use_is_named(monkeypatch, address, local_size, message):
+    monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
+    for name, value in {
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(free_port()),
+        "LOCAL_WORLD_SIZE": local_size,
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CollectiveError, match=message) as caught:
+        init_distributed("cpu", timeout_s=5)
+    assert "\n" not in str(caught.value)
+
+
+def test_gloo_interface_of_the_user_is_kept(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert list(distributed._gloo_on_loopback()) == ["GLOO_SOCKET_IFNAME"]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert distributed._gloo_on_loopback() == {}
+
+
+def test_ranks_on_ray_listen_on_loopback_only():
+    """Sockets that Ray itself opened before the group was joined are not counted."""
+    from rank_sockets import SocketProbe
+
+    from quadriga.backends import get_backend
+
+    backend = get_backend("ray")
+    backend.start(num_cpus=2, object_store_memory=100 * 2**20)
+    try:
+        pool = backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
+        group = backend.worker_group(pool, backend.class_with_args(SocketProbe))
+        assert group.new_listeners() == [{"127.0.0.1"}, {"127.0.0.1"}]
+    finally:
+        backend.shutdown()

@@ -1,0 +1,264 @@
+"""Model folders that would run code, load other files, or ask for memory without bounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations import hub_kernels
+
+from quadriga.errors import ModelError
+from quadriga.models import (
+    TinyModel,
+    check_model_folder,
+    load_causal_lm,
+    load_tokenizer,
+    load_value_model,
+    write_tiny_model,
+)
+
+SHAPE = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=48)
+LOADERS = pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(path, ["one two three"], SHAPE)
+    return path
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "model")
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def refused(load, folder, match, **settings):
+    """Check that `load` raises a `ModelError` of one line soon, and return its text."""
+    start = time.monotonic()
+    with pytest.raises(ModelError, match=match) as caught:
+        load(folder, **settings)
+    assert time.monotonic() - start < 10
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+class WritesFile:
+    """Unpickling this writes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def name_weights(folder, name):
+    """Let the index of the folder name `name` for every tensor."""
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    weights.unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tensors
+
+
+@LOADERS
+def test_pickled_weights_named_in_the_index_are_refused(folder, load):
+    torch.save(name_weights(folder, "pytorch_model.bin"), folder / "pytorch_model.bin")
+    refused(load, folder, r"'pytorch_model.bin'; only safetensors files .* a pickle can run code")
+
+
+def test_pickle_named_in_the_index_runs_no_code(folder, tmp_path):
+    name_weights(folder, "evil.bin")
+    (folder / "evil.bin").write_bytes(pickle.dumps(WritesFile(tmp_path / "ran")))
+    refused(load_causal_lm, folder, r"'evil.bin'")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../other/model.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..\\b.safetensors",
+     "x.safetensors.bin", ".safetensors", "", None, 7, ["x"]],
+)  # fmt: skip
+def test_index_names_files_of_the_folder_only(folder, name):
+    tensors = name_weights(folder, name)
+    other = folder.parent / "other"
+    other.mkdir()
+    save_file(tensors, other / "model.safetensors")
+    refused(check_model_folder, folder, "only safetensors files in the folder itself are loaded")
+
+
+def test_weights_in_several_files_are_loaded(folder, original):
+    tensors = name_weights(folder, "part-1.safetensors")
+    save_file(tensors, folder / "part-1.safetensors", {"format": "pt"})
+    expected = load_causal_lm(original).state_dict()
+    assert all(torch.equal(expected[n], t) for n, t in load_causal_lm(folder).state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "file", ["adapter_config.json", "shard-00000-model-00001-of-00001.safetensors"]
+)
+def test_files_that_replace_the_weights_are_refused(folder, file):
+    (folder / file).write_text('{"base_model_name_or_path": "someone/else"}')
+    refused(load_causal_lm, folder, "would be loaded in place of model.safetensors")
+
+
+def test_config_cannot_name_other_weights(folder):
+    change_config(folder, transformers_weights="adapter_model.bin")
+    refused(load_causal_lm, folder, "names other weights with 'transformers_weights'")
+
+
+KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal",
+        "experts_implementation", "_experts_implementation")  # fmt: skip
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Record the kernels that transformers would download, as if their library were installed."""
+    asked: list[str] = []
+
+    def download(name, **_):
+        asked.append(name)
+        raise ValueError("no network")
+
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel_hub", download, raising=False)
+    return asked
+
+
+@LOADERS
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("value", ["kernels-community/flash-attn2", "eager"])
+@pytest.mark.parametrize("wanted", ["sdpa", "eager"])
+def test_settings_choose_the_attention_and_config_json_does_not(
+    folder, load, key, value, wanted, kernels
+):
+    change_config(folder, **{key: value})
+    model = load(folder, attn_implementation=wanted)
+    assert model.config._attn_implementation == wanted
+    assert kernels == []
+
+
+@LOADERS
+def test_kernel_of_the_hub_needs_trust_remote_code(folder, load, kernels):
+    name = "kernels-community/flash-attn2"
+    refused(load, folder, "is code of the hub; set trust_remote_code", attn_implementation=name)
+    assert kernels == []
+    refused(load, folder, "no network", attn_implementation=name, trust_remote_code=True)
+    assert kernels == [name]
+
+
+def test_library_may_not_load_kernels_by_itself(folder, kernels, monkeypatch):
+    """Some models ask for kernels while they are built, and flash attention falls back to one."""
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setattr(hub_kernels, "_kernels_enabled", True)
+    build = LlamaForCausalLM.__init__
+
+    def build_with_kernel(self, config):
+        assert hub_kernels.lazy_load_kernel("causal-conv1d", {}) is None
+        with pytest.raises(ImportError, match="trust_remote_code is false"):
+            hub_kernels.get_kernel("kernels-community/flash-attn2")
+        build(self, config)
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", build_with_kernel)
+    load_causal_lm(folder)
+    assert kernels == []
+    assert hub_kernels._kernels_enabled
+
+
+def change_weight(folder, name, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors[name])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def set_values(tensor, *values):
+    tensor.view(-1)[: len(values)] = torch.tensor(values)
+
+
+@LOADERS
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_weights_that_are_not_finite_are_named(folder, load, dtype):
+    inf, nan = float("inf"), float("nan")
+    change_weight(folder, "model.norm.weight", lambda t: set_values(t, nan, nan, -inf))
+    text = refused(load, folder, "are not finite", dtype=dtype)
+    assert text.endswith("model.norm.weight has 2 NaN and 1 infinite values of 32")
+    change_weight(folder, "model.embed_tokens.weight", lambda t: set_values(t, 1.0, inf))
+    assert "1 other tensors" in refused(load, folder, "0 NaN and 1 infinite", dtype=dtype)
+
+
+SIZES = [
+    ({"vocab_size": 10**12}, "vocab_size 1000000000000 × hidden_size 32 = 32000000000000"),
+    ({"hidden_size": 10**9}, "vocab_size .* × hidden_size 1000000000"),
+    ({"intermediate_size": 10**10}, "intermediate_size 10000000000 = "),
+    ({"head_dim": 10**12}, "head_dim 1000000000000 = "),
+    ({"num_attention_heads": 10**9}, "num_attention_heads 1000000000"),
+    ({"num_key_value_heads": 10**9}, "num_key_value_heads 1000000000"),
+    ({"num_experts": 10**12}, "num_experts 1000000000000 = "),
+    ({"hidden_size": 10**400}, r"hidden_size about 10\^400"),
+    ({"num_hidden_layers": 5000}, "describes 5000 layers .* hold 12 tensors"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 10000"),
+    ({"num_labels": 10**12}, "num_labels is 1000000000000; at most 1000000"),
+    ({"hidden_size": 0}, "hidden_size must be an integer of at least 1, got 0"),
+    ({"vocab_size": -5}, "vocab_size must be an integer of at least 1, got -5"),
+    ({"hidden_size": 1e30}, "hidden_size must be an integer of at least 1, got 1e[+]30"),
+    ({"hidden_size": "32"}, "hidden_size must be an integer of at least 1, got '32'"),
+    ({"num_hidden_layers": True}, "must be an integer of at least -1, got True"),
+    ({"text_config": {"vocab_size": 10**12, "hidden_size": 99}}, "vocab_size 1000000000000 × "),
+    ({"num_attention_heads": 5}, "cannot be loaded"),
+    ({"hidden_act": "nonesuch"}, "cannot be loaded"),
+    ({"rope_parameters": 5}, "cannot be loaded"),
+    ({"tie_word_embeddings": "x"}, "cannot be loaded: .* expected bool, got str"),
+]
+
+
+@LOADERS
+@pytest.mark.parametrize(("changes", "message"), SIZES, ids=[str(c)[:40] for c, _ in SIZES])
+def test_absurd_sizes_are_refused_by_arithmetic(folder, load, changes, message):
+    change_config(folder, **changes)
+    refused(load, folder, message)
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 10**9}, {"num_labels": 10**12}])
+def test_tokenizer_of_an_absurd_model_is_refused_too(folder, changes):
+    change_config(folder, **changes)
+    refused(load_tokenizer, folder, "at most")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 10**6, "is nested too deeply"),
+        (b'{"model_type": ' + b"9" * 10**4 + b"}", "is not JSON"),
+        ("{}".encode("utf-16"), "is not JSON"),
+        (b" " * (64 * 2**20 + 1), "has 67108865 bytes; at most 67108864 are read"),
+        (b"\xff\xfe\x00", "is not JSON"),
+    ],
+    ids=["depth", "digits", "encoding", "size", "bytes"],
+)
+def test_config_that_is_no_json_is_refused_in_one_line(folder, content, message):
+    (folder / "config.json").write_bytes(content)
+    refused(check_model_folder, folder, message)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"", b"\xff" * 8, (2).to_bytes(8, "little") + b"[]", (9).to_bytes(8, "little") + b"{",
+     (16).to_bytes(8, "little") + b'{"a": {"b": [1]}', (10).to_bytes(8, "little") + b'{"a": null'],
+)  # fmt: skip
+def test_weights_with_a_wrong_header_are_refused(folder, header):
+    (folder / "model.safetensors").write_bytes(header)
+    refused(check_model_folder, folder, "model.safetensors is not a safetensors file")
