@@ -8,8 +8,9 @@
     health/      liveness of ranks and nodes, stacks, errors
     placement/   pools, placement groups, classes with their actor options
 
-May import `single_controller`, `protocol` and `errors`. Imports of modules: `cluster` ← `process`
-(except `start`) ← `health` ← `calls` ← `process.start` ← `placement` ← `group` ← `backend`.
+May import `single_controller`, `protocol` and `errors`. Imports of modules: `cluster` ← `health` ←
+`calls` ← `process` ← `placement` ← `group` ← `backend`; `calls` also uses `process.memory` and
+`process.user_code`, which import no module of this package.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
     Ref: TypeAlias = ray.ObjectRef[object]
     """Ray's reference to one object. At run time `ray.ObjectRef` cannot be subscripted."""
+
+STACK_SIGNAL = signal.SIGUSR2
+"""On this signal the process of a rank writes the stacks of its threads to its stack file."""
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -4,5 +4,6 @@
 `slices` wait for their results, `store` keeps large fields in Ray's object store. A rank's process
 imports `store` only.
 
-May import: `cluster`, `health`, `process.user_code`, and the packages below `backends`.
+May import: `cluster`, `health`, `process.memory`, `process.user_code`, and the packages below
+`backends`.
 """

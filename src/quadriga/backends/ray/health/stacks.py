@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import ray
 
+from quadriga.backends.ray.cluster import STACK_SIGNAL
 from quadriga.backends.ray.health.nodes import on_node_of, text_of
-from quadriga.backends.ray.process.rank_process import STACK_SIGNAL
 from quadriga.single_controller.backend import RankHandle
 
 RANK_HOST = os.path.join("single_controller", "ranks", "rank_host.py")

@@ -22,7 +22,6 @@ import importlib
 import inspect
 import os
 import pickle
-import signal
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from typing import IO, TYPE_CHECKING, TypeAlias
 import ray
 from ray import cloudpickle
 
-from quadriga.backends.ray.cluster import node_address
+from quadriga.backends.ray.cluster import STACK_SIGNAL, node_address
 from quadriga.backends.ray.process.memory import (
     FULL_EVERY_IN_RANK,
     collect_rarely,
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from quadriga.backends.ray.calls.store import ResultStore
     from quadriga.backends.ray.cluster import Ref
 
-STACK_SIGNAL = signal.SIGUSR2
 Sent: TypeAlias = bytes | SharedArgument
 """What the controller sends for a call."""
 
