@@ -336,7 +336,7 @@ def test_the_kit_finds_faulty_backends(law, monkeypatch, short_deadlines):
     from quadriga.single_controller import WorkerGroup
 
     # Without this, the law "end" waits 60 s for ranks that do not end.
-    monkeypatch.setattr(WorkerGroup._block_until_no_worker_alive, "__defaults__", (0.2,))
+    monkeypatch.setattr(WorkerGroup.wait_until_ended, "__defaults__", (0.2,))
     laws = {one.name: one for one in BACKEND_LAWS}
     with BackendUnderTest(FAULTS[law.name]()) as subject:
         with pytest.raises(Exception):  # noqa: B017 - a faulty backend may raise any error

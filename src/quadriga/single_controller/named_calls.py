@@ -14,8 +14,7 @@ class NamedCalls:
     """The part of `WorkerGroup` that calls methods by name, without a dispatch mode.
 
     `call_all(name, …)` and `call_rank_zero(name, …)` wait for the results. The forms with `_async`
-    return one `Pending` per rank. `execute_all_sync`, `execute_all_async`, `execute_all` (the same
-    as `execute_all_async`) and the same three of `execute_rank_zero` are other names for them.
+    return one `Pending` per rank.
 
     If every argument is a list of world_size length, `call_all` sends entry i of each list to
     rank i; otherwise every rank receives the arguments as they are. No other call splits a list
@@ -53,11 +52,6 @@ class NamedCalls:
     def call_rank_zero(self, method_name: str, *args: object, **kwargs: object) -> object:
         """Call a method on rank 0 and wait for its result."""
         return self._results([self.call_rank_zero_async(method_name, *args, **kwargs)])[0]
-
-    execute_all = execute_all_async = call_all_async
-    execute_all_sync = call_all
-    execute_rank_zero = execute_rank_zero_async = call_rank_zero_async
-    execute_rank_zero_sync = call_rank_zero
 
     def _send(
         self, role: str, method: str, targets: Sequence[int], parts: Sequence[Part]

@@ -20,15 +20,15 @@ from quadriga.single_controller.bound_method import BoundMethod
 from quadriga.single_controller.dispatch.batch_modes import check_mesh
 from quadriga.single_controller.dispatch.modes import MethodRecord
 from quadriga.single_controller.dispatch.register import registered_methods
-from quadriga.single_controller.named_calls import NamedCalls
 from quadriga.single_controller.placement.rank_layout import GroupLayout
 from quadriga.single_controller.ranks.worker import reraise_in_property
+from quadriga.single_controller.verl_names import VerlNames
 from quadriga.single_controller.watch import Watch, forget
 
 MethodFactory = Callable[["WorkerGroup", str, MethodRecord], Callable[..., object]]
 
 
-class WorkerGroup(NamedCalls):
+class WorkerGroup(VerlNames):
     """The ranks of one role, or of several roles that share their processes.
 
     Every registered method of the worker class is an attribute of the group. A group of several
@@ -171,10 +171,6 @@ class WorkerGroup(NamedCalls):
         """Return one view per role."""
         return {role: self.role_view(role) for role in prefix_set}
 
-    def spawn_fused(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
-        """Return one view per role of a fused class. The same as `spawn`."""
-        return self.spawn(prefix_set)
-
     def fuse(self, prefix_set: Iterable[str]) -> None:
         """Make the view of each role an attribute: `group.actor.update(...)`."""
         for role, view in self.spawn(prefix_set).items():
@@ -224,22 +220,19 @@ class WorkerGroup(NamedCalls):
 
     # Alive or not
 
-    def _is_worker_alive(self, worker: object) -> bool:
-        """Return whether the process of a rank exists. `worker`: an entry of `workers`."""
-        for handle in self._ranks.handles:
-            if handle.native is worker:
-                return self._ranks.backend.is_alive(handle)
-        return False
+    def is_alive(self, rank: int) -> bool:
+        """Return whether the process of a rank exists."""
+        return self._ranks.backend.is_alive(self._ranks.handles[rank])
 
-    def _block_until_all_workers_alive(self, timeout: float = 300.0) -> None:
-        """Wait until every rank is alive. Raise WorkerDiedError after `timeout` seconds."""
-        self._block_until(True, timeout)
+    def wait_until_alive(self, timeout: float = 300.0) -> None:
+        """Wait until every rank is alive. Raises WorkerDiedError after `timeout` seconds."""
+        self._wait_until(True, timeout)
 
-    def _block_until_no_worker_alive(self, timeout: float = 60.0) -> None:
-        """Wait until every rank has ended. Raise WorkerDiedError after `timeout` seconds."""
-        self._block_until(False, timeout)
+    def wait_until_ended(self, timeout: float = 60.0) -> None:
+        """Wait until every rank has ended. Raises WorkerDiedError after `timeout` seconds."""
+        self._wait_until(False, timeout)
 
-    def _block_until(self, alive: bool, timeout: float) -> None:
+    def _wait_until(self, alive: bool, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         waiting = list(self._ranks.handles)
         while True:

@@ -187,12 +187,12 @@ def names(subject: BackendUnderTest) -> None:
 @law("end", "the ranks of a group that was shut down are not alive, and calls raise a typed error")
 def end(subject: BackendUnderTest) -> None:
     group = subject.start(subject.backend.class_with_args(Probe, 0))
-    alive = [group._is_worker_alive(worker) for worker in group.workers]
+    alive = [group.is_alive(rank) for rank in range(group.world_size)]
     expect(alive, [True] * RANKS, "alive before")
     group.shutdown()
     # A process needs some time to end.
-    group._block_until_no_worker_alive()
-    alive = [group._is_worker_alive(worker) for worker in group.workers]
+    group.wait_until_ended()
+    alive = [group.is_alive(rank) for rank in range(group.world_size)]
     expect(alive, [False] * RANKS, "alive after")
     expect_raises(lambda: group.add(0), WorkerDiedError, "a call afterwards")
 
