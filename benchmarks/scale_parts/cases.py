@@ -39,7 +39,9 @@ class Sizes:
     times: int
     """Runs of each step. Fewer if they take longer than `budget_s`."""
     budget_s: float
-    """A step is left out at sizes where one run would take longer."""
+    """A step is left out at sizes where one run would take more CPU time."""
+    wall_s: float
+    """A case is left out at sizes where it would take longer, its preparation included."""
     field_bytes: int
     """Bytes of each of the four local fields."""
 

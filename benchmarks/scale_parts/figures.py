@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 RAW_CALL = "raw Ray, empty call"
+CALLS = (RAW_CALL, "empty call", "by-reference call", "permuted rows")
 RAW_PUT = "raw ray.put, four fields"
 RAW_PUT_AND_CALL = "raw ray.put and call, four fields"
 Seconds = Mapping[str, Mapping[int, float]]
@@ -83,7 +84,7 @@ def _add(found: dict[str, dict[str, object]], name: str, value: float, goal: flo
 
 
 def plot(seconds: Seconds, path: Path) -> None:
-    """Draw microseconds per rank over ranks, the calls on the left and the rest on the right."""
+    """Draw microseconds per rank over ranks: calls on the left, the rest on the right."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -91,28 +92,27 @@ def plot(seconds: Seconds, path: Path) -> None:
     from matplotlib.ticker import ScalarFormatter
 
     per_rank = us_per_rank(seconds)
-    calls = [RAW_CALL, "empty call", "by-reference call", "permuted rows"]
+    calls = [step for step in CALLS if step in per_rank]
     rest = [step for step in per_rank if step not in calls]
     figure, axes = plt.subplots(1, 2, figsize=(12, 5.6), constrained_layout=True)
     panels = [("Calls of a group", calls), ("Futures, local fields, placement, watching", rest)]
     for axis, (title, steps) in zip(axes, panels, strict=True):
         for step in steps:
-            if step in per_rank:
-                ranks = sorted(per_rank[step])
-                style = "--" if step.startswith("raw") else "-"
-                axis.plot(ranks, [per_rank[step][n] for n in ranks], style, marker="o", label=step)
+            ranks = sorted(per_rank[step])
+            style = "--" if step.startswith("raw") else "-"
+            axis.plot(ranks, [per_rank[step][n] for n in ranks], style, marker="o", label=step)
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
         ticks = sorted({n for step in per_rank.values() for n in step})
         axis.set_xticks(ticks, [str(n) for n in ticks])
         axis.minorticks_off()
         axis.set_title(title)
         axis.set_xlabel("ranks")
         axis.grid(alpha=0.3)
-        axis.yaxis.set_major_formatter(ScalarFormatter())
-        axis.legend(
-            frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2
-        )
+        if steps:
+            axis.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
+    axes[0].set_ylim(bottom=0)
+    axes[1].set_yscale("log")
+    axes[1].yaxis.set_major_formatter(ScalarFormatter())
     axes[0].set_ylabel("CPU time of the controller per rank, µs")
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -1,0 +1,176 @@
+"""A Ray cluster of three nodes on this machine, and what a run leaves behind on it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import ray
+from ray._private.internal_api import memory_summary, node_stats
+from ray.cluster_utils import Cluster
+
+STORE_BYTES = 80 * 2**20
+CPUS = (1, 4, 5)
+"""CPUs of the nodes. The driver is on the first."""
+CHUNK_BYTES = 256 * 2**10
+"""The size of the pieces in which an object is sent to another node."""
+DELAY = "RAY_testing_asio_delay_us"
+SLACK_BYTES = 2**20
+"""What a store may hold more than before the program."""
+SETTLE_S = 10.0
+"""How long processes, references and files may take to disappear."""
+
+
+class ThreeNodes:
+    """The cluster. Its processes write their temporary files to a folder of this run.
+
+    Args:
+        megabytes_per_second: The rate of a link between two nodes. One piece of an object is in
+            flight at a time, and Ray delays the receiver of each piece, as its own tests do.
+    """
+
+    def __init__(self, megabytes_per_second: float) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="qchaos-"))
+        os.environ["TMPDIR"] = tempfile.tempdir = str(self.folder)
+        delay_us = int(CHUNK_BYTES / (megabytes_per_second * 2**20) * 1e6)
+        os.environ |= {
+            "RAY_object_manager_default_chunk_size": str(CHUNK_BYTES),
+            "RAY_object_manager_max_bytes_in_flight": str(CHUNK_BYTES),
+            DELAY: f"ObjectManagerService.grpc_server.Push={delay_us}:{delay_us}",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            "RAY_free_objects_period_milliseconds": "10",
+            "RAY_DEDUP_LOGS": "0",
+            "OMP_NUM_THREADS": "1",
+        }
+        store = {"object_store_memory": STORE_BYTES}
+        head = {"num_cpus": CPUS[0], "include_dashboard": False, **store}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self._others = [self._cluster.add_node(num_cpus=cpus, **store) for cpus in CPUS[1:]]
+        self._cluster.wait_for_nodes()
+        # The driver and its workers need no delays of their own.
+        os.environ.pop(DELAY)
+        ray.init(address=self._cluster.address, logging_level=logging.ERROR, log_to_driver=False)
+        self._session = Path(ray._private.worker._global_node.get_session_dir_path())
+        self._processes = psutil.Process().children(recursive=True)
+
+    def raylet_pids(self) -> list[int]:
+        """The raylets of the nodes that do not hold the driver."""
+        return [node.all_processes["raylet"][0].process.pid for node in self._others]
+
+    def used_bytes(self) -> dict[str, int]:
+        """Bytes of referenced objects for each node, in memory and spilled to disk.
+
+        Copies that a node has pulled are not counted. If the process that owns an object was
+        killed, its copies stay until the store needs their memory.
+        """
+        used = {}
+        for number, node in enumerate(ray.nodes()):
+            address = node["NodeManagerAddress"], node["NodeManagerPort"]
+            stats = node_stats(*address, include_memory_info=False).store_stats
+            used[f"node {number}"] = stats.object_store_bytes_primary_copy
+        used["spilled"] = sum(
+            path.stat().st_size for path in self._session.rglob("*ray_spilled_objects*/*")
+        )
+        return used
+
+    def references(self) -> str:
+        """Ray's table of all references to objects: owner, size, where each was created."""
+        return str(memory_summary(group_by="NODE_ADDRESS", sort_by="OBJECT_SIZE"))
+
+    def leaked_bytes(self, base: dict[str, int]) -> dict[str, tuple[int, int]]:
+        """Wait until the stores hold no more than before. Return (now, before) where they do."""
+
+        def leaked() -> dict[str, tuple[int, int]]:
+            gc.collect()
+            return {
+                name: (now, base.get(name, 0))
+                for name, now in self.used_bytes().items()
+                if now > base.get(name, 0) + SLACK_BYTES
+            }
+
+        wait_until(lambda: not leaked(), SETTLE_S)
+        return leaked()
+
+    def files_of(self, pids: set[int]) -> list[str]:
+        """Temporary files whose names have the process id of a rank, outside Ray's folders."""
+        files = [p for p in self.folder.rglob("*") if p.is_file() and "ray" not in p.parts]
+        names = {str(pid) for pid in pids}
+        return sorted(
+            str(path.relative_to(self.folder))
+            for path in files
+            if path.name.startswith("quadriga")
+            or names & set(path.name.replace(".", "-").split("-"))
+        )
+
+    def shutdown(self) -> list[str]:
+        """End the cluster. Return the processes that are still there after a while."""
+        self._processes += [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if process not in self._processes
+        ]
+        ray.shutdown()
+        self._cluster.shutdown()
+        wait_until(lambda: not self._left(), SETTLE_S)
+        left = self._left()
+        self.kill()
+        return left
+
+    def _left(self) -> list[str]:
+        return [
+            f"{process.pid} {process.name()}"
+            for process in self._processes
+            if is_running(process.pid) and process.is_running()
+        ]
+
+    def kill(self) -> None:
+        """End every process of the cluster at once and delete the folder of the run."""
+        for process in [*self._processes, *psutil.Process().children(recursive=True)]:
+            if process.is_running():
+                process.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Return whether the condition becomes true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def send_signal(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that may have ended."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a process for the length of the block."""
+    send_signal(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        send_signal(pid, signal.SIGCONT)

@@ -1,0 +1,316 @@
+"""The random program of one controller thread: calls and batch operations, each checked.
+
+The choices of step `n` of thread `t` depend on the seed, `t` and `n` only.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import chaos_model
+import numpy as np
+import torch
+from chaos_model import as_batch, random_rows
+from chaos_operations import (
+    LARGEST_ROWS,
+    chunk_concat,
+    index,
+    pad,
+    permute,
+    read,
+    repeat,
+    select_union,
+    write,
+)  # fmt: skip
+from chaos_world import CALL_S, Generation, Slot, StepEnded, Tracked, World
+
+from quadriga import DataProto
+from quadriga.errors import LengthError
+from quadriga.protocol import DataProtoFuture, pad_dataproto_to_divisor, unpad_dataproto
+
+WIDTHS = (3, 40, 3000, 60_000)
+"""Widths of `x`: 12 bytes to 240 KB per row. Larger fields are stored, small ones sent inline."""
+RELAY = "desk"
+"""The slot whose rank calls other groups. No other group waits for it, so that no calls can wait
+for each other in a circle."""
+KEPT = 4
+"""Batches that a thread keeps."""
+PAUSE_S = 0.1
+"""The pause after a failed step. A group that was killed takes seconds to start again."""
+
+
+class Program:
+    """One thread's program. `run` executes steps until the world is finished."""
+
+    def __init__(self, world: World, name: str, seed: int) -> None:
+        self.world, self.name, self.seed = world, name, seed
+        self.batches: list[Tracked] = []
+        self.steps = 0
+
+    def run(self) -> None:
+        """Run steps. An error outside of an operation is a violation: the program is wrong."""
+        while not self.world.finished.is_set():
+            self.step()
+        self.batches.clear()
+
+    def step(self) -> None:
+        """Run one step."""
+        rng = random.Random(f"{self.seed}/{self.name}/{self.steps}")
+        self.steps += 1
+        action = rng.choices(list(ACTIONS), list(ACTIONS.values()))[0]
+        where = f"{self.name} step {self.steps}: {action.__name__}"
+        try:
+            action(self, rng)
+        except StepEnded:
+            self.forget_lost()
+            self.world.finished.wait(PAUSE_S)
+        except Exception as error:  # recorded as a violation, the program goes on
+            text = f"{type(error).__name__}: {error}"
+            self.world.report.violation("error outside of an operation", text, where)
+        del self.batches[: max(0, len(self.batches) - KEPT)]
+
+    def forget_lost(self) -> None:
+        """Drop batches whose group was killed."""
+        self.batches = [
+            tracked
+            for tracked in self.batches
+            if all(generation.killed_at is None for generation in tracked.sources)
+        ]
+
+    def pick(self, rng: random.Random) -> Tracked:
+        """Return one of the batches, or a new one."""
+        if not self.batches or rng.random() < 0.25:
+            self.batches.append(new_batch(rng))
+        return rng.choice(self.batches)
+
+    def pick_ready(self, rng: random.Random) -> Tracked:
+        """Return one of the batches. If it is a future, wait for it."""
+        tracked = self.pick(rng)
+        if isinstance(tracked.data, DataProtoFuture):
+            with self.world.operation("get of a kept future", tracked.sources):
+                tracked.data = tracked.data.get()
+        return tracked
+
+    def slot(self, rng: random.Random, coroutines: bool = False) -> tuple[Slot, Generation]:
+        """Return a slot and its group, but not the slot that relays calls."""
+        slots = [s for s in self.world.slots if s.has_coroutines or not coroutines]
+        slots = [s for s in slots if s.name != RELAY]
+        slot = rng.choice(slots)
+        if slot.current is None:
+            raise StepEnded(f"{slot.name} has no group")
+        return slot, slot.current
+
+
+def new_batch(rng: random.Random) -> Tracked:
+    """Return a local batch. A count of 6 divides among the ranks of every slot."""
+    rows = random_rows(rng, 6 * rng.randint(1, 3), rng.choice(WIDTHS))
+    return Tracked(as_batch(rows), rows)
+
+
+def any_length(rng: random.Random) -> Tracked:
+    """Return a local batch of any length with padding enabled."""
+    rows = random_rows(rng, rng.randint(1, 13), rng.choice(WIDTHS[:3]))
+    return Tracked(as_batch(rows, auto_padding=True), rows)
+
+
+def divisible(tracked: Tracked, parts: int) -> tuple[DataProto, int]:
+    """Return the batch with as many rows added as a split into `parts` needs, and that number."""
+    return pad_dataproto_to_divisor(tracked.data, parts)
+
+
+# Calls
+
+
+def argument_of(method: str, rng: random.Random) -> int:
+    """Return the number that a method takes."""
+    choices = {"fresh": rng.choice(WIDTHS), "expand": rng.randint(1, 2), "keep": rng.randint(2, 4)}
+    return choices.get(method, rng.randint(2, 5))
+
+
+def call(program: Program, rng: random.Random) -> None:
+    """Call a method, blocking or through a future that is kept."""
+    slot, generation = program.slot(rng)
+    tracked = program.pick_ready(rng)
+    method = rng.choice(list(chaos_model.METHODS))
+    number = argument_of(method, rng)
+    data, pad = divisible(tracked, slot.size)
+    before = tracked.rows
+    uses = tracked.sources | {generation}
+    bound = getattr(generation.group, method).options(timeout=CALL_S)
+    keep_future = pad == 0 and rng.random() < 0.4
+    with program.world.operation(f"call {slot.name}.{method}({number}) of {len(data)} rows", uses):
+        result = bound.submit(data, number) if keep_future else bound(data, number)
+    if pad:
+        # The rows that were added are the first rows once more, at the end.
+        index = [i % len(before) for i in range(len(before) + pad)]
+        before = before.take(index)
+    result = Tracked(result, chaos_model.METHODS[method](before, number), uses)
+    if pad and method == "affine":
+        result = Tracked(
+            unpad_dataproto(result.data, pad), result.rows.take(range(len(data) - pad)), uses
+        )
+    if not keep_future and rng.random() < 0.6:
+        program.world.check(result, f"result of {slot.name}.{method}")
+    program.world.check(tracked, "the argument after the call")
+    if 0 < len(result.rows) <= LARGEST_ROWS:
+        program.batches.append(result)
+
+
+def call_padded(program: Program, rng: random.Random) -> None:
+    """Call a method with a batch that the group pads. The result has no row of the padding."""
+    slot, generation = program.slot(rng)
+    tracked = any_length(rng)
+    method = rng.choice(["affine", "fresh", "expand", "keep"])
+    number = argument_of(method, rng)
+    uses = frozenset({generation})
+    label = f"padded {slot.name}.{method}({number}) of {len(tracked.rows)} rows"
+    with program.world.operation(label, uses):
+        result = getattr(generation.group, method).options(timeout=CALL_S)(tracked.data, number)
+    rows = chaos_model.METHODS[method](tracked.rows, number)
+    program.world.check(Tracked(result, rows, uses), label)
+
+
+def call_chain(program: Program, rng: random.Random) -> None:
+    """Pass futures as arguments through groups of other sizes, without waiting."""
+    tracked = program.pick(rng)
+    if len(tracked.rows) % 6:
+        return
+    current = Tracked(tracked.data, tracked.rows, tracked.sources)
+    for _ in range(rng.randint(2, 4)):
+        slot, generation = program.slot(rng)
+        factor = rng.randint(2, 5)
+        uses = current.sources | {generation}
+        method = generation.group.affine.options(timeout=CALL_S)
+        with program.world.operation(f"submit {slot.name}.affine({factor})", uses):
+            future = method.submit(current.data, factor)
+        current = Tracked(future, chaos_model.affine(current.rows, factor), uses)
+    if rng.random() < 0.2:
+        return  # nothing reads this future
+    if rng.random() < 0.5:
+        current = chunked(program, rng, current)
+    program.world.check(current, "a chain of futures")
+    program.batches.append(current)
+
+
+def chunked(program: Program, rng: random.Random, tracked: Tracked) -> Tracked:
+    """Split a future and join its parts in another order, without waiting."""
+    count = rng.choice([2, 3])
+    order = rng.sample(range(count), count)
+    size = len(tracked.rows) // count
+    with program.world.operation("split of a future", tracked.sources):
+        pieces = tracked.data.chunk(count)
+        joined = DataProtoFuture.concat([pieces[i] for i in order])
+    index = [row for i in order for row in range(i * size, (i + 1) * size)]
+    return Tracked(joined, tracked.rows.take(index), tracked.sources)
+
+
+def call_coroutines(program: Program, rng: random.Random) -> None:
+    """Start several calls of a coroutine method whose results share one buffer in each rank."""
+    slot, generation = program.slot(rng, coroutines=True)
+    rows = random_rows(rng, 6, rng.choice(WIDTHS[2:])).select(["id", "x"])
+    uses = frozenset({generation})
+    started = []
+    method = generation.group.affine_later.options(timeout=CALL_S)
+    for factor in range(2, 2 + rng.randint(2, 6)):
+        with program.world.operation(f"submit {slot.name}.affine_later({factor})", uses):
+            future = method.submit(as_batch(rows), factor, rng.random() * 0.05)
+        started.append(Tracked(future, chaos_model.affine(rows, factor), uses))
+    rng.shuffle(started)
+    for tracked in started:
+        program.world.check(tracked, f"{slot.name}.affine_later")
+
+
+def call_measure(program: Program, rng: random.Random) -> None:
+    """Call a method that returns a list with one entry for each rank."""
+    slot, generation = program.slot(rng)
+    tracked = program.pick(rng)
+    if len(tracked.rows) % slot.size:
+        return
+    uses = tracked.sources | {generation}
+    with program.world.operation(f"measure on {slot.name}", uses):
+        seen = generation.group.measure.options(timeout=CALL_S)(tracked.data)
+    size = len(tracked.rows) // slot.size
+    parts = [tracked.rows.take(range(i * size, (i + 1) * size)) for i in range(slot.size)]
+    expected = [(p.columns["id"].tolist(), float(p.columns["x"].double().sum())) for p in parts]
+    program.world.expect_equal(seen, expected, f"{slot.name}.measure")
+
+
+def call_echo(program: Program, rng: random.Random) -> None:
+    """Send plain containers to every rank, which changes them in place."""
+    slot, generation = program.slot(rng)
+    size = rng.choice([3, 50_000])
+    sent = {"array": np.arange(size), "tensor": torch.arange(size), "list": [1, "a", None]}
+    with program.world.operation(f"echo on {slot.name}", frozenset({generation})):
+        seen = generation.group.echo.options(timeout=CALL_S)(sent)
+    for rank, value in enumerate(seen):
+        same = (value["array"] == np.arange(size) + 1).all() and torch.equal(
+            value["tensor"], torch.arange(size) + 1
+        )
+        program.world.expect_equal(
+            (same, value["list"]), (True, [1, "a", None, rank]), f"{slot.name}.echo, rank {rank}"
+        )
+    same = (sent["array"] == np.arange(size)).all() and sent["list"] == [1, "a", None]
+    program.world.expect_equal(same, True, f"the argument of {slot.name}.echo")
+
+
+def call_note(program: Program, rng: random.Random) -> None:
+    """Leave a token on every rank. At the end all ranks have the same order of tokens."""
+    slot, generation = program.slot(rng)
+    token = f"{program.name}-{program.steps}"
+    group = generation.group
+    later = slot.has_coroutines and rng.random() < 0.7
+    method = (group.note_later if later else group.note).options(timeout=CALL_S)
+    with program.world.operation(f"note on {slot.name}", frozenset({generation})):
+        method(token)
+
+
+def call_relay(program: Program, rng: random.Random) -> None:
+    """Call a group from inside a rank of another group, while this thread may call it too."""
+    slot = next((slot for slot in program.world.slots if slot.name == RELAY), None)
+    if slot is None or slot.current is None:
+        return
+    generation = slot.current
+    other, target = program.slot(rng)
+    rows = random_rows(rng, 6, 40)
+    uses = frozenset({generation, target})
+    label = f"relay through {slot.name} to {other.name}"
+    with program.world.operation(label, uses, 2 * CALL_S):
+        result = generation.group.relay.options(timeout=2 * CALL_S)(
+            target.group, as_batch(rows), 3, CALL_S
+        )
+    program.world.check(Tracked(result, chaos_model.affine(rows, 3), uses), label)
+
+
+def call_of_wrong_length(program: Program, rng: random.Random) -> None:
+    """A batch that does not divide is refused."""
+    slot, generation = program.slot(rng)
+    rows = random_rows(rng, slot.size * 2 + 1, 3)
+    with program.world.operation(f"refused on {slot.name}", frozenset({generation})):
+        try:
+            generation.group.affine(as_batch(rows), 2)
+        except LengthError:
+            return
+    program.world.expect_equal("accepted", "LengthError", f"{len(rows)} rows on {slot.name}")
+
+
+ACTIONS: dict[Callable[[Program, random.Random], None], int] = {
+    call: 20,
+    call_chain: 10,
+    call_padded: 6,
+    call_coroutines: 6,
+    call_measure: 6,
+    call_echo: 4,
+    call_note: 8,
+    call_relay: 2,
+    call_of_wrong_length: 1,
+    permute: 5,
+    index: 5,
+    chunk_concat: 5,
+    repeat: 4,
+    select_union: 4,
+    pad: 3,
+    read: 6,
+    write: 2,
+}
+"""Every action with its weight."""
