@@ -59,3 +59,13 @@ def start_for_module(backend):
     starter = Starter(backend)
     yield starter
     starter.end()
+
+
+@pytest.fixture
+def pool(ray_backend):
+    """Four places on Ray; released after the test."""
+    from quadriga.backends.ray import RayResourcePool
+
+    pool = RayResourcePool([4], use_gpu=False, max_colocate_count=1)
+    yield pool
+    pool.release()

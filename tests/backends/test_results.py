@@ -41,7 +41,7 @@ def check(data: DataProto, rows: int) -> None:
 def owners(data: DataProto) -> set[str]:
     """The processes that own the stored fields of a batch."""
     stored = [data.batch.columns[key] for key in ("one", "two")]
-    return {h.place.ref.owner_address() for column in stored for h in column.handles}
+    return {h.location.ref.owner_address() for column in stored for h in column.handles}
 
 
 @pytest.mark.parametrize("worker", [Fields, Interleaving])
@@ -216,7 +216,7 @@ def test_fields_that_are_put_together_are_one_return(put):
     first, second = kept.returns("value", apart=True)
     assert second == ("a", "c", "e") and put == ["b", "d"]
     assert opened(first, "second return") == "value"
-    assert [handle.place.ref for handle in handles] == ["second return", 0, "second return", 1,
+    assert [handle.location.ref for handle in handles] == ["second return", 0, "second return", 1,
                                                         "second return"]  # fmt: skip
     assert [handle.index for handle in handles] == [0, -1, 1, -1, 2]
 
@@ -232,8 +232,8 @@ def test_fields_are_put_without_a_second_return_or_if_they_are_small(put, apart,
     kept = ResultStore()
     (handle,) = kept.put_many([("a", nbytes)])
     first, second = kept.returns("value", apart)
-    assert second is None and put == [("a",)] and handle.place.ref == 0
-    assert opened(first, "unused") == "value" and handle.place.ref == 0
+    assert second is None and put == [("a",)] and handle.location.ref == 0
+    assert opened(first, "unused") == "value" and handle.location.ref == 0
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -253,7 +253,7 @@ def test_which_batches_python_pickles(put, name, plain):
 def test_a_single_put_is_an_object_of_its_own(put):
     kept = ResultStore()
     handle = kept.put("a", MB)
-    assert handle.place.ref == 0 and kept.returns("value", True) == ("value", None)
+    assert handle.location.ref == 0 and kept.returns("value", True) == ("value", None)
 
 
 def test_a_result_is_pickled_with_one_place(put):
@@ -261,7 +261,7 @@ def test_a_result_is_pickled_with_one_place(put):
     handles = kept.put_many([("a", MB), ("b", MB)])
     first, _ = kept.returns(handles, apart=True)
     back = pickle.loads(pickle.dumps(first))
-    assert isinstance(back, Result) and back.place.ref is None
+    assert isinstance(back, Result) and back.location.ref is None
     a, b = opened(back, "there")
-    assert (a.place.ref, a.index, b.place.ref, b.index) == ("there", 0, "there", 1)
-    assert handles[0].place.ref is None
+    assert (a.location.ref, a.index, b.location.ref, b.index) == ("there", 0, "there", 1)
+    assert handles[0].location.ref is None

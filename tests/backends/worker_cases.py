@@ -372,3 +372,10 @@ class Cyclic(Worker):
         del self.held
         gc.collect()
         return gc.get_freeze_count(), watched() is None
+
+
+def group_on(pool, cls=Adder, *args, **options):
+    """Start a group of `cls(*args)` on a pool of Ray."""
+    from quadriga.backends.ray import RayClassWithInitArgs, RayWorkerGroup
+
+    return RayWorkerGroup(pool, RayClassWithInitArgs(cls, *args), **options)

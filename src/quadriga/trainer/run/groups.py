@@ -124,9 +124,11 @@ def gather(pending: Iterable[DataProtoFuture]) -> list[DataProto]:
     """Wait for every future and return the batches in the same order.
 
     Waits for: the calls behind the futures, which run side by side.
-    Unblocked by: their results, or the first error in the order of `pending`.
+    Unblocked by: their results, or the first failure of any of them, whatever its place.
     """
-    return [future.get() for future in pending]
+    futures = list(pending)
+    DataProtoFuture.wait_all(futures)
+    return [future.get() for future in futures]
 
 
 def start_groups(
