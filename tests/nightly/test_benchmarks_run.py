@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["algorithms", "controller", "data_plane"])
+@pytest.mark.parametrize("name", ["algorithms", "controller", "data_plane", "scale"])
 def test_quick_benchmark(name):
     done = subprocess.run(
         [sys.executable, f"benchmarks/{name}.py", "--quick"],
@@ -23,3 +23,13 @@ def test_quick_benchmark(name):
     assert done.returncode == 0, done.stderr[-4000:]
     figures = json.loads(done.stdout)["goals"]
     assert figures and all({"value", "met"} <= figure.keys() for figure in figures.values())
+
+
+def test_quick_grpo_step():
+    done = subprocess.run(
+        [sys.executable, "benchmarks/grpo_step.py", "--quick"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    cases = json.loads(done.stdout)["cases"]
+    assert cases and all(figures["ours_s"] > 0 for figures in cases.values())
