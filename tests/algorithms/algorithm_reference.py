@@ -57,7 +57,7 @@ def per_group(
     mask: Tensor,
     rule: Callable[[list[float], list[int]], list[float]],
 ) -> list[float]:
-    """Apply `rule` to the scores of each group; groups without signal get 0."""
+    """Apply `rule` to the scores of each group; zero-variance groups get 0."""
     result = [0.0] * len(scores)
     for members in members_of(groups, mask).values():
         rewards = [scores[i] for i in members]

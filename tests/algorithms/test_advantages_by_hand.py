@@ -30,7 +30,7 @@ def per_sample(
 
 
 def test_grpo_divides_by_the_sample_standard_deviation():
-    # Group a: 0, 2 → mean 1, std √2. Group b: 1, 1 → no signal.
+    # Group a: 0, 2 → mean 1, std √2. Group b: 1, 1 → zero-variance.
     got = per_sample("grpo", [0.0, 1.0, 2.0, 1.0], ["a", "b", "a", "b"])
     step = 1 / (2**0.5 + 1e-6)
     assert got == pytest.approx([-step, 0.0, step, 0.0], abs=1e-12)

@@ -1,4 +1,4 @@
-"""Reward shaping, groups without signal, dynamic sampling."""
+"""Reward shaping, zero-variance prompt groups, dynamic sampling."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from quadriga.algorithms.dynamic_sampling import (
 )
 from quadriga.algorithms.shaping import (
     add_to_last_token,
-    dead_group_metrics,
     drop_truncated,
-    informative_groups,
+    nonzero_variance_rows,
     overlong_penalty,
     shape_rewards,
     whiten_rewards,
+    zero_variance_metrics,
 )
 from quadriga.errors import AlgorithmError, GroupError, NonFiniteError, ShapeError, UnknownNameError
 
@@ -69,13 +69,14 @@ def test_rewards_are_clipped_then_whitened() -> None:
         shape_rewards(rewards, torch.ones(2, 3))
 
 
-# Groups: a and e have a signal; b is solved, c is failed and d has equal rewards in between.
+# Prompt groups: a and e are not zero-variance; b is solved, c is failed, and the equal scores of
+# d are in between.
 SCORES = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.5, 0.5, 1.0, 0.5])
 GROUPS = ["a", "a", "b", "b", "c", "c", "d", "d", "e", "e"]
 
 
-def test_metrics_of_groups_without_signal_by_hand() -> None:
-    got = dead_group_metrics(SCORES, GROUPS)
+def test_metrics_of_zero_variance_groups_by_hand() -> None:
+    got = zero_variance_metrics(SCORES, GROUPS)
     assert got == pytest.approx(
         {
             "total": 5.0,
@@ -86,21 +87,21 @@ def test_metrics_of_groups_without_signal_by_hand() -> None:
             "std_mean": (0.5**0.5 + 0.125**0.5) / 5,
         }
     )
-    assert informative_groups(SCORES, GROUPS).tolist() == [True] * 2 + [False] * 6 + [True] * 2
+    assert nonzero_variance_rows(SCORES, GROUPS).tolist() == [True] * 2 + [False] * 6 + [True] * 2
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases)
-def test_a_group_is_informative_when_its_scores_differ(case: Case) -> None:
+def test_a_prompt_group_is_not_zero_variance_when_its_scores_differ(case: Case) -> None:
     scores = case.components[:, 0]
     by_group: dict[str, set[float]] = {}
     for name, score in zip(case.groups, scores.tolist(), strict=True):
         by_group.setdefault(name, set()).add(score)
     want = [len(by_group[name]) > 1 for name in case.groups]
-    assert informative_groups(scores, case.groups).tolist() == want
+    assert nonzero_variance_rows(scores, case.groups).tolist() == want
 
 
-def test_mask_mode_keeps_all_rows_and_marks_groups_with_signal() -> None:
+def test_mask_mode_keeps_all_rows_and_marks_zero_variance_groups() -> None:
     got = dynamic_sampling(SCORES, GROUPS, wanted_groups=5, mode="mask")
     assert got.action == "train" and got.rows.tolist() == list(range(10))
     assert got.alive.tolist() == [True] * 2 + [False] * 6 + [True] * 2
@@ -129,7 +130,7 @@ def test_an_under_filled_batch_is_filled_with_weight_zero_or_raises() -> None:
     got = dynamic_sampling(SCORES, GROUPS, **last)
     assert (got.action, got.rows.tolist()) == ("train", [0, 1, 2, 3, 8, 9])
     assert got.alive.tolist() == [True, True, False, False, True, True]
-    with pytest.raises(GroupError, match="2 of 5 prompt groups have a signal after 3 batches"):
+    with pytest.raises(GroupError, match="2 of 5 prompt groups are not zero-variance after 3"):
         dynamic_sampling(SCORES, GROUPS, **last, under_filled="error")
 
 
@@ -146,6 +147,6 @@ def test_invalid_arguments_raise() -> None:
     with pytest.raises(AlgorithmError, match="must be at least 1"):
         dynamic_sampling(SCORES, GROUPS, wanted_groups=0)
     with pytest.raises(GroupError, match="at least one, but has shape"):
-        dead_group_metrics(torch.empty(0), [])
+        zero_variance_metrics(torch.empty(0), [])
     with pytest.raises(NonFiniteError, match="`scores` is nan at row 1"):
-        informative_groups(torch.tensor([0.0, NAN]), ["a", "a"])
+        nonzero_variance_rows(torch.tensor([0.0, NAN]), ["a", "a"])

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from quadriga.algorithms.importance import importance_correction, mismatch_metrics
 from quadriga.algorithms.shaping import (
     add_to_last_token,
-    dead_group_metrics,
     drop_truncated,
     overlong_penalty,
     shape_rewards,
+    zero_variance_metrics,
 )
 
 
@@ -86,7 +86,7 @@ def test_metrics_of_groups_without_signal(case: Case) -> None:
     for name, score in zip(case.groups, scores, strict=True):
         members.setdefault(name, []).append(score)
     dead = [rewards[0] for rewards in members.values() if len(set(rewards)) == 1]
-    got = dead_group_metrics(case.components[:, 0], case.groups)
+    got = zero_variance_metrics(case.components[:, 0], case.groups)
     count = len(members)
     assert (got["total"], got["dead"]) == (count, len(dead))
     assert got["dead_fraction"] == pytest.approx(len(dead) / count)

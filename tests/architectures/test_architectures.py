@@ -7,6 +7,7 @@ import json
 import naive_loop
 import pytest
 import torch
+from document import PAGE, page_with_tables
 from naive_loop import END_TOKENS, PROMPT_WIDTH, RESPONSE_WIDTH
 from small_models import VARIANTS, VOCABULARY, small_model
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -118,3 +119,9 @@ def test_refusal_names_the_architecture_and_the_reason(model_type, reason, tmp_p
     assert f"model_type {model_type!r}" in str(caught.value) and reason in str(caught.value)
     with pytest.raises(ModelError):
         build_rollout("hf", ModelConfig(path=str(tmp_path)))
+
+
+def test_page_has_the_current_tables():
+    """`python tests/architectures/document.py` updates the page."""
+    text = PAGE.read_text()
+    assert text == page_with_tables(text)

@@ -1,4 +1,4 @@
-"""An export that is killed leaves a whole model: the old one or the new one."""
+"""An export that is killed leaves a complete model: the old one or the new one."""
 
 from __future__ import annotations
 

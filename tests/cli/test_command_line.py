@@ -120,7 +120,8 @@ def test_the_general_help_names_the_commands(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["trian"], "invalid choice: 'trian'"),
+        (["trian"], "no command 'trian'; did you mean train?"),
+        (["--version", "xyz"], "no command 'xyz'; choose from train, sft"),
         (["train", "--lr=3"], "unknown option --lr=3; write settings as key=value"),
         ([], "required: command"),
         (["data"], "required: command"),

@@ -50,6 +50,7 @@ def test_algorithms_lists_the_registries(capsys):
     for name in ("gae", "grpo", "ppo_clip", "token-mean", "k3"):
         assert f"\n  {name} " in out
     assert "arXiv 2402.03300" in out
+    assert "needs prompt groups" in out
 
 
 def test_algorithms_with_a_missing_user_file(capsys):
@@ -63,6 +64,7 @@ def test_doctor_shows_packages_and_machine(capsys):
     assert "torch" in out
     assert "Python 3." in out
     assert "CPUs" in out
+    assert out.count("not implemented in this release") == 2
 
 
 def test_version_of_installed_and_missing_packages():

@@ -16,6 +16,7 @@ from quadriga.config.checks import (
 from quadriga.config.loading import load_config
 from quadriga.config.ranges import RANGES, leaves
 from quadriga.config.schema import (
+    AggregationName,
     ArithmeticDataConfig,
     BackendName,
     CorrectionLevel,
@@ -23,7 +24,9 @@ from quadriga.config.schema import (
     DemoConfig,
     FilterMode,
     GenerateConfig,
+    KLName,
     LrSchedulerName,
+    SampledKLName,
     SFTConfig,
     TrainConfig,
     TrainerConfig,
@@ -36,8 +39,6 @@ KNOWN = KnownNames(
     estimators_with_values=frozenset({"gae"}),
     estimators_with_groups=frozenset({"grpo"}),
     policy_losses=frozenset({"ppo_clip"}),
-    aggregations=frozenset({"token-mean"}),
-    kl_estimators=frozenset({"k1", "k3", "full"}),
     engines=frozenset({"fsdp", "megatron"}),
     rollouts=frozenset({"hf"}),
 )
@@ -108,11 +109,6 @@ def test_defaults_pass():
             "critic.optim.lr_warmup_steps=6 is more than critic.optim.total_steps=5",
         ),
         (
-            ["algorithm.kl_penalty=full"],
-            "algorithm.kl_penalty=full: KL in the reward is computed from the "
-            "log-probabilities of the sampled tokens",
-        ),
-        (
             [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full", f"{REF}=megatron"],
             f"engines of one kind, but {ACTOR}.engine.name=fsdp and {REF}=megatron",
         ),
@@ -137,10 +133,11 @@ def test_conflicting_settings(overrides, words):
             "actor_rollout_ref.actor.policy_loss.name=x",
             "policy_loss.name must be one of ppo_clip, got 'x'",
         ),
-        ("actor_rollout_ref.actor.loss_agg_mode=x", "must be one of token-mean, got 'x'"),
+        ("actor_rollout_ref.actor.loss_agg_mode=token_mean", "did you mean token-mean?"),
         ("critic.loss_agg_mode=x", "critic.loss_agg_mode must be one of"),
-        ("actor_rollout_ref.actor.kl_loss_type=k9", "must be one of full, k1, k3, got 'k9'"),
-        ("algorithm.kl_penalty=k9", "algorithm.kl_penalty must be one of"),
+        ("actor_rollout_ref.actor.kl_loss_type=k9", "k3+, low_var_kl+, full, got 'k9'"),
+        ("algorithm.kl_penalty=k9", "abs+, k3+, low_var_kl+, got 'k9'"),
+        ("algorithm.kl_penalty=full", "abs+, k3+, low_var_kl+, got 'full'"),
         ("actor_rollout_ref.rollout.name=vlm", "rollout.name must be one of hf, got 'vlm'"),
         ("critic.engine.name=fsdp3", "did you mean fsdp?"),
         (f"{REF}=fsdp3", "did you mean fsdp?"),
@@ -229,7 +226,8 @@ def test_every_range_belongs_to_an_existing_setting():
 
 
 def test_choices_equal_the_tables_of_higher_layers():
-    from quadriga.algorithms import dynamic_sampling, importance
+    from quadriga.algorithms import dynamic_sampling, importance, kl
+    from quadriga.algorithms.aggregation import AGGREGATIONS
     from quadriga.backends import BACKENDS
     from quadriga.engines.schedule import SCHEDULES
 
@@ -237,5 +235,8 @@ def test_choices_equal_the_tables_of_higher_layers():
     assert set(get_args(BackendName)) == set(BACKENDS)
     assert set(get_args(FilterMode)) == set(dynamic_sampling.MODES)
     assert set(get_args(UnderFilled)) == set(dynamic_sampling.UNDER_FILLED)
+    assert set(get_args(AggregationName)) == set(AGGREGATIONS)
+    assert set(get_args(KLName)) == set(kl.KL_ESTIMATORS)
+    assert set(get_args(SampledKLName)) == set(kl.SAMPLED_ESTIMATORS)
     assert set(get_args(CorrectionLevel)) == {"none", *importance.LEVELS}
     assert set(get_args(CorrectionMode)) == set(importance.MODES)

@@ -11,6 +11,7 @@ from quadriga.config.convert import walk_keys
 from quadriga.config.describe import as_written, help_text, settings_of
 from quadriga.config.loading import load_config
 from quadriga.config.schema import (
+    AlgorithmsConfig,
     ArithmeticDataConfig,
     DemoConfig,
     GenerateConfig,
@@ -30,6 +31,8 @@ class Inner:
 class Outer:
     names: list[str] = field(default_factory=lambda: ["a", "b"])
     seed: int | None = None  # None: random
+    # a comment above
+    # the setting
     mode: Literal["a", "b"] | None = "a"
     inner: Inner = field(default_factory=lambda: Inner(rate=0.5))
 
@@ -38,7 +41,7 @@ def test_help_shows_keys_types_defaults_and_comments():
     assert help_text(Outer()).splitlines() == [
         "  names=[a,b]  (a list of texts)",
         "  seed=null  (an integer or null; null: random)",
-        "  mode=a  (one of a, b or null)",
+        "  mode=a  (one of a, b or null; a comment above the setting)",
         "",
         "  inner.rate=0.5  (a number; learning rate)",
     ]
@@ -51,6 +54,11 @@ def test_every_setting_is_listed_once(cls):
     sections = {key.rpartition(".")[0] for key in keys}
     assert set(listed) == keys - sections
     assert len(set(listed)) == len(listed)
+
+
+@pytest.mark.parametrize("cls", (*SCHEMAS, AlgorithmsConfig))
+def test_every_setting_has_a_meaning(cls):
+    assert [setting.key for setting in settings_of(cls()) if not setting.meaning] == []
 
 
 @pytest.mark.parametrize("cls", SCHEMAS)

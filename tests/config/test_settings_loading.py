@@ -113,6 +113,7 @@ def test_quotes_around_text_are_removed():
 
 def test_a_list_of_one_file_needs_no_brackets():
     assert load("data.train_files=a.parquet").data.train_files == ["a.parquet"]
+    assert load("data.train_files=").data.train_files == []
 
 
 @pytest.mark.parametrize(

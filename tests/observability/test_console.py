@@ -1,13 +1,16 @@
-"""The output of `RunConsole` on a terminal and in a file."""
+"""The output of `RunConsole` on a terminal and in a file, and the silence of libraries."""
 
 from __future__ import annotations
 
 import io
+import logging
+import os
 
 import pytest
 from rich.console import Console
 
 from quadriga.observability.console import RunConsole, duration
+from quadriga.observability.quiet import silence_libraries
 
 
 class Clock:
@@ -97,3 +100,13 @@ def test_notes_and_table_in_a_file():
 )
 def test_duration_as_text(seconds, text):
     assert duration(seconds) == text
+
+
+def test_environment_variables_are_set_unless_the_user_has_set_them(monkeypatch):
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    silence_libraries()
+    silence_libraries()
+    assert os.environ["TRANSFORMERS_VERBOSITY"] == "info"
+    assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
+    assert logging.getLogger("huggingface_hub").level == logging.ERROR

@@ -1,6 +1,6 @@
 """A damaged checkpoint is found before the run is resumed, whatever was changed in it.
 
-`auto` resumes from the last whole checkpoint and says which it has skipped; a checkpoint that is
+`auto` resumes from the last complete checkpoint and says which it has skipped; a checkpoint that is
 named is refused.
 """
 
@@ -17,10 +17,10 @@ from quadriga.checkpoint.folders import (
     begin_checkpoint,
     commit_checkpoint,
     complete_checkpoints,
+    newest_undamaged_checkpoint,
     prune_checkpoints,
     set_aside_after,
     step_folder,
-    whole_checkpoint,
 )
 from quadriga.checkpoint.marker import MARKER, read_marker, verify_checkpoint
 from quadriga.checkpoint.rank_state import load_rank_state, save_rank_state
@@ -273,7 +273,7 @@ def test_later_checkpoints_are_set_aside_and_not_pruned(root):
             ["set_aside", "set_aside"],
             ["set_aside_2"],
         )
-        assert whole_checkpoint(root) == (step_folder(root, 1), [])
+        assert newest_undamaged_checkpoint(root) == (step_folder(root, 1), [])
         save(root, 2)
         assert prune_checkpoints(root, 2) == []
     assert read_marker(step_folder(root, 1)) == read_state_info(1)

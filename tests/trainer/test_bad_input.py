@@ -63,6 +63,11 @@ def test_a_misspelt_setting_gives_the_nearest_name(refused) -> None:
     assert "algorithm.adv_estimater" in line and "algorithm.adv_estimator" in line
 
 
+def test_an_empty_path_names_its_setting(refused) -> None:
+    assert "actor_rollout_ref.model.path is empty" in refused("actor_rollout_ref.model.path=")
+    assert "data.train_files is empty" in refused("data.train_files=")
+
+
 @pytest.mark.parametrize(
     ("setting", "near"),
     [

@@ -61,7 +61,7 @@ def test_zero_variance_groups_are_masked(mode: str) -> None:
     assert kept(stages.mask_zero_variance_groups(batch(), chosen).batch) == [0, 0, 4, 2, 0, 0]
 
 
-def test_a_length_penalty_does_not_make_a_group_informative() -> None:
+def test_a_length_penalty_does_not_change_which_groups_are_zero_variance() -> None:
     """In group a both responses are wrong; one gets a penalty, and the group is masked all the
     same."""
     config = algorithm("overlong.enable=true", "overlong.buffer_length=2",

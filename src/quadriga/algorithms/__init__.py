@@ -2,8 +2,8 @@
 
 Advantages and rewards, in the order in which a training step uses them:
 
-- `shaping`: over-long penalty, clipping and whitening of rewards; which groups have a signal.
-- `dynamic_sampling`: mask or replace prompt groups without signal.
+- `shaping`: over-long penalty, clipping and whitening of rewards; zero-variance prompt groups.
+- `dynamic_sampling`: mask or refill zero-variance prompt groups.
 - `advantages`: the table of estimators and `compute_advantages`. The estimators are in
   `return_advantages` (GAE, REINFORCE++, ReMax) and `group_advantages` (GRPO, RLOO and others).
 - `importance`: weights and metrics for the mismatch between rollout and training engine.

@@ -1,7 +1,8 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): mask or replace groups without signal.
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): mask or refill zero-variance groups.
 
-If all samples of a prompt have the same reward, their advantages are 0. Such a group costs a
-rollout and an update without a gradient, and it makes the effective batch smaller.
+If all samples of a prompt group have the same score (a zero-variance prompt group), their
+advantages are 0. Such a prompt group costs a rollout and an update without a gradient, and it
+makes the effective batch smaller. "Groups" are prompt groups here.
 
 Shapes: B samples, G prompt groups.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from quadriga.algorithms.groups import GroupIds, Groups
 from quadriga.algorithms.registry import look_up
-from quadriga.algorithms.shaping import dead_group_metrics, groups_of_scores
+from quadriga.algorithms.shaping import groups_of_scores, zero_variance_metrics
 from quadriga.errors import AlgorithmError, GroupError
 
 SamplingMode = Literal["mask", "refill"]
@@ -24,11 +25,11 @@ UnderFilledPolicy = Literal["proceed", "error"]
 SamplingAction = Literal["train", "refill"]
 
 MODES: dict[SamplingMode, str] = {
-    "mask": "groups without signal stay in the batch with weight 0",
-    "refill": "groups without signal are dropped, and more prompts are drawn, up to a bound",
+    "mask": "zero-variance groups stay in the batch with weight 0",
+    "refill": "zero-variance groups are dropped, and more prompts are drawn, up to a bound",
 }
 UNDER_FILLED: dict[UnderFilledPolicy, str] = {
-    "proceed": "train on the groups with signal; groups with weight 0 fill up the batch",
+    "proceed": "train on the other groups; zero-variance groups with weight 0 fill up the batch",
     "error": "raise GroupError",
 }
 
@@ -40,12 +41,13 @@ class SamplingDecision:
     Attributes:
         action: "train" on `rows`, or "refill": keep `rows`, draw `missing_groups` more groups and
             call `dynamic_sampling` again.
-        rows: int64; the rows to keep: whole groups, in their order in the batch.
-        alive: bool, one per element of `rows`: whether the row's group has a signal. Set the mask
-            of the other rows to 0.
-        missing_groups: how many groups with signal are missing.
-        metrics: `dead_group_metrics` of all samples; `kept`, the number of groups with signal
-            among `rows`; and `gen_batches`.
+        rows: int64; the rows to keep: all rows of each kept group, in their order in the batch.
+        alive: bool, one per element of `rows`: False if the row's group is zero-variance. Set the
+            mask of these rows to 0.
+        missing_groups: `wanted_groups` minus the number of groups that are not zero-variance; at
+            least 0.
+        metrics: `zero_variance_metrics` of all samples; `kept`, the number of groups among `rows`
+            that are not zero-variance; and `gen_batches`.
     """
 
     action: SamplingAction
@@ -57,10 +59,10 @@ class SamplingDecision:
 
 # Five groups of two samples; wanted_groups = 3, mode "refill":
 #
-#     group     a      b      c      d      e
-#     rows      0 1    2 3    4 5    6 7    8 9
-#     scores    0 1    1 1    0 0    .5 .5  1 .5
-#     signal    yes    no     no     no     yes       2 groups with signal, 1 missing
+#     group           a      b      c      d      e
+#     rows            0 1    2 3    4 5    6 7    8 9
+#     scores          0 1    1 1    0 0    .5 .5  1 .5
+#     zero-variance   no     yes    yes    yes    no        2 groups are not, 1 is missing
 #
 # Before the bound:         action "refill", rows 0 1 8 9, missing_groups 1.
 # At the bound, "proceed":  action "train", rows 0 1 2 3 8 9, alive  T T F F T T. Group b fills up
@@ -101,33 +103,33 @@ def dynamic_sampling(
             f"{wanted_groups} and {max_num_gen_batches}."
         )
     groups = groups_of_scores(scores_B, group_ids)
-    signal = groups.signal_G(scores_B)
-    with_signal = int(signal.sum())
-    metrics = {**dead_group_metrics(scores_B, group_ids), "gen_batches": float(gen_batches)}
-    missing = max(wanted_groups - with_signal, 0)
+    varied = groups.nonzero_variance_G(scores_B)
+    num_varied = int(varied.sum())
+    metrics = {**zero_variance_metrics(scores_B, group_ids), "gen_batches": float(gen_batches)}
+    missing = max(wanted_groups - num_varied, 0)
     if mode == "mask":
-        return _keep(groups, torch.ones_like(signal), signal, "train", missing, metrics)
+        return _keep(groups, torch.ones_like(varied), varied, "train", missing, metrics)
     if missing and gen_batches < max_num_gen_batches:
-        return _keep(groups, signal, signal, "refill", missing, metrics)
+        return _keep(groups, varied, varied, "refill", missing, metrics)
     if missing and under_filled == "error":
         raise GroupError(
-            f"{with_signal} of {groups.num_groups} prompt groups have a signal after {gen_batches} "
-            f"batches of rollouts, {missing} fewer than the {wanted_groups} wanted. Choose prompts "
-            f"that are neither too easy nor too hard, raise max_num_gen_batches "
+            f"{num_varied} of {groups.num_groups} prompt groups are not zero-variance after "
+            f"{gen_batches} batches of rollouts, {missing} fewer than the {wanted_groups} wanted. "
+            f"Choose prompts that are neither too easy nor too hard, raise max_num_gen_batches "
             f"({max_num_gen_batches}), or set under_filled=proceed.",
             tensor="scores",
             wanted=wanted_groups,
-            got=with_signal,
+            got=num_varied,
         )
-    return _keep(groups, _fill(signal, wanted_groups), signal, "train", missing, metrics)
+    return _keep(groups, _fill(varied, wanted_groups), varied, "train", missing, metrics)
 
 
-def _fill(signal_G: Tensor, wanted: int) -> Tensor:
-    """Return bool [G], True for `wanted` groups: those with signal first, each in batch order."""
-    # `~signal` is 0 for groups with signal, and a stable sort keeps the order of equal keys:
-    # signal T F F F T → order 0 4 1 2 3 → the first three are groups 0, 4 and 1.
-    order = torch.argsort(~signal_G, stable=True)[:wanted]
-    chosen = torch.zeros_like(signal_G)
+def _fill(varied_G: Tensor, wanted: int) -> Tensor:
+    """Return bool [G], True for `wanted` groups: zero-variance ones last, each in batch order."""
+    # `~varied` is 1 for zero-variance groups, and a stable sort keeps the order of equal keys:
+    # varied T F F F T → order 0 4 1 2 3 → the first three are groups 0, 4 and 1.
+    order = torch.argsort(~varied_G, stable=True)[:wanted]
+    chosen = torch.zeros_like(varied_G)
     chosen[order] = True
     return chosen
 
@@ -135,13 +137,13 @@ def _fill(signal_G: Tensor, wanted: int) -> Tensor:
 def _keep(
     groups: Groups,
     chosen_G: Tensor,
-    signal_G: Tensor,
+    varied_G: Tensor,
     action: SamplingAction,
     missing: int,
     metrics: dict[str, float],
 ) -> SamplingDecision:
     """Return the decision that keeps all rows of the chosen groups."""
     rows = chosen_G[groups.index_B].nonzero()[:, 0]
-    alive = signal_G[groups.index_B][rows]
-    kept = float((chosen_G & signal_G).sum())
+    alive = varied_G[groups.index_B][rows]
+    kept = float((chosen_G & varied_G).sum())
     return SamplingDecision(action, rows, alive, missing, {**metrics, "kept": kept})

@@ -2,7 +2,7 @@
 
 The reward of a sample is the sum of its token-level rewards under the mask. Its advantage is one
 number, which all its generated tokens receive. A prompt group whose rewards are all equal gets
-exactly 0, because there is nothing to compare; a group of one sample is such a group. Every
+exactly 0, because there is nothing to compare; a prompt group of one sample is such a group. Every
 function returns the same tensor twice, as (advantages_BT, returns_BT), 0 outside the mask.
 """
 
@@ -84,7 +84,7 @@ def grpo(
 
 
 def _normalised_B(scores_B: Tensor, groups: Groups, by_std: bool) -> Tensor:
-    """Return scores minus the mean of their group, divided by its std + 1e-6 if `by_std`."""
+    """Return scores minus the mean of their prompt group, divided by its std + 1e-6 if `by_std`."""
     centred = groups.centre_B(scores_B)
     return centred / (groups.std_G(scores_B)[groups.index_B] + STD_EPSILON) if by_std else centred
 
@@ -107,16 +107,16 @@ def grpo_passk(
     *,
     norm_adv_by_std: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Compute pass@k advantages (arXiv 2503.19595): only the best sample of a group has one.
+    """Compute pass@k advantages (arXiv 2503.19595): only the best sample of a prompt group has one.
 
     A_best = (r_best − r_second) / (std r + 1e-6), and 0 for all others. If two samples share the
-    best reward, all advantages of the group are 0.
+    best reward, all advantages of the prompt group are 0.
 
     Args:
         norm_adv_by_std: False omits the division.
 
     Raises:
-        GroupError: a group has a single member.
+        GroupError: a prompt group has a single member.
     """
     require_group_size(groups, 2, "grpo_passk")
     scores = sequence_scores(token_level_rewards_BT, response_mask_BT)
@@ -173,12 +173,12 @@ def gpg(
 ) -> tuple[Tensor, Tensor]:
     """Compute GPG advantages (arXiv 2504.02546): A_i = α·(r_i − mean r) / F_norm, α = B / (B − M).
 
-    M counts the samples of groups without signal, which have gradient 0. α keeps the size of the
+    M counts the samples of zero-variance groups, which have gradient 0. α keeps the size of the
     step independent of their number: with 4 samples of which 2 are in such a group, α = 2.
     """
     scores = sequence_scores(token_level_rewards_BT, response_mask_BT)
-    with_signal = (groups.signal_G(scores)[groups.index_B] & groups.member_B).sum()
-    alpha = groups.member_B.sum() / with_signal.clamp(min=1)
+    nonzero = (groups.nonzero_variance_G(scores)[groups.index_B] & groups.member_B).sum()
+    alpha = groups.member_B.sum() / nonzero.clamp(min=1)
     return _to_tokens(
         groups.centre_B(scores) * (alpha / f_norm), token_level_rewards_BT, response_mask_BT
     )
@@ -245,7 +245,7 @@ def gdpo(
 def _component_weights(
     reward_components_BK: Tensor, mask_BT: Tensor, reward_weights: list[float] | None
 ) -> list[float]:
-    """Return one weight per component. Raise `ShapeError` if the shapes do not agree."""
+    """Return one weight per component. Raises `ShapeError` if the shapes do not agree."""
     if reward_components_BK.dim() != 2 or reward_components_BK.shape[0] != mask_BT.shape[0]:
         raise ShapeError(
             f"`reward_components` must have shape [{mask_BT.shape[0]}, K], but has shape "

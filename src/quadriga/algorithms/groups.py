@@ -30,12 +30,13 @@ GroupIds = Sequence[Hashable] | NDArray[np.generic] | Tensor
 #
 #     count_G    3  1  1
 #     mean_G     2  5  2
-#     signal_G   T  F  F       only group "x" has different rewards
+#     nonzero_variance_G
+#                T  F  F       only prompt group "x" has different rewards
 #     centre_B   −1  0  2  0  0  −1
 #     std_G      √3  0  0      √((1 + 4 + 1) / 2)
 @dataclass(frozen=True)
 class Groups:
-    """The group of each sample, and statistics over groups.
+    """The prompt group of each sample, and statistics over prompt groups.
 
     Attributes:
         index_B: int64; the group number of each sample, 0 … G−1 in order of first appearance.
@@ -78,7 +79,9 @@ class Groups:
         differs from 0.1 by 1e-17, and GRPO would divide that rounding error by 1e-6.
         """
         centred = values_B.double() - self.mean_G(values_B)[self.index_B]
-        return centred.masked_fill(~(self.signal_G(values_B)[self.index_B] & self.member_B), 0.0)
+        return centred.masked_fill(
+            ~(self.nonzero_variance_G(values_B)[self.index_B] & self.member_B), 0.0
+        )
 
     def std_G(self, values_B: Tensor) -> Tensor:
         """Return the sample standard deviation (n − 1) of each group, float64 [G].
@@ -88,7 +91,7 @@ class Groups:
         squares = self.sum_G(self.centre_B(values_B).square())
         return (squares / (self.count_G() - 1).clamp(min=1)).sqrt()
 
-    def signal_G(self, values_B: Tensor) -> Tensor:
+    def nonzero_variance_G(self, values_B: Tensor) -> Tensor:
         """Return bool [G], True where at least two members have different values."""
         return self.extreme_G(values_B, largest=True) > self.extreme_G(values_B, largest=False)
 

@@ -1,8 +1,8 @@
-"""Reward shaping, and which prompt groups have a signal. Shapes: B samples, T tokens, G groups.
+"""Reward shaping, and zero-variance prompt groups. Shapes: B samples, T tokens, G prompt groups.
 
-A group has a signal if its samples do not all have the same reward. A group without signal (a
-zero-variance group, "dead" in the metrics' names) has advantage 0. All functions are pure: they
-return new tensors and do not change their inputs.
+A prompt group is zero-variance if all its samples have the same score ("dead" in the names of
+metrics). Group-relative estimators give it advantage 0. All functions are pure: they return new
+tensors and do not change their inputs.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def drop_truncated(response_mask_BT: Tensor, truncated_B: Tensor) -> Tensor:
 
 
 def clip_rewards(rewards_BT: Tensor, *, limit: float) -> Tensor:
-    """Return the rewards clamped to ±limit. Raise `AlgorithmError` unless `limit` is above 0."""
+    """Return the rewards clamped to ±limit. Raises `AlgorithmError` unless `limit` is above 0."""
     if not limit > 0:
         raise AlgorithmError(f"`reward_clip` must be above 0, but received {limit}.")
     return rewards_BT.clamp(-limit, limit)
@@ -164,40 +164,40 @@ def groups_of_scores(scores_B: Tensor, group_ids: GroupIds) -> Groups:
     return make_groups(group_ids, torch.ones_like(scores_B, dtype=torch.bool))
 
 
-def informative_groups(scores_B: Tensor, group_ids: GroupIds) -> Tensor:
-    """Return bool [B], True for samples whose group has a signal.
+def nonzero_variance_rows(scores_B: Tensor, group_ids: GroupIds) -> Tensor:
+    """Return bool [B], False for samples of zero-variance prompt groups.
 
     Raises:
         ShapeError, NonFiniteError, GroupError.
     """
     groups = groups_of_scores(scores_B, group_ids)
-    return groups.signal_G(scores_B)[groups.index_B]
+    return groups.nonzero_variance_G(scores_B)[groups.index_B]
 
 
-def dead_group_metrics(scores_B: Tensor, group_ids: GroupIds) -> dict[str, float]:
-    """Count the groups without signal.
+def zero_variance_metrics(scores_B: Tensor, group_ids: GroupIds) -> dict[str, float]:
+    """Count the zero-variance prompt groups.
 
     Returns:
-        `total`: the number of groups.
-        `dead`: the number of groups without signal.
-        `dead_fraction`: the same as a fraction of all groups.
-        `dead_at_top`: groups without signal at the largest reward of the batch (too easy), as a
-            fraction of all groups.
-        `dead_at_bottom`: groups without signal at its smallest reward (too hard), in the same way.
-        `std_mean`: the mean over groups of the standard deviation within the group.
+        `total`: the number of prompt groups.
+        `dead`: the number of zero-variance prompt groups.
+        `dead_fraction`: the same as a fraction of all prompt groups.
+        `dead_at_top`: zero-variance prompt groups at the largest score of the batch (too easy), as
+            a fraction of all prompt groups.
+        `dead_at_bottom`: the same at its smallest score (too hard).
+        `std_mean`: the mean over prompt groups of the standard deviation within the prompt group.
 
     Raises:
         ShapeError, NonFiniteError, GroupError.
     """
     groups = groups_of_scores(scores_B, group_ids)
-    dead = ~groups.signal_G(scores_B)
-    # All rewards of a dead group are equal, so its maximum is its level.
+    zero_variance = ~groups.nonzero_variance_G(scores_B)
+    # All scores of a zero-variance prompt group are equal, so its maximum is its level.
     level = groups.extreme_G(scores_B, largest=True)
-    top, bottom = (dead & (level == edge) for edge in (scores_B.max(), scores_B.min()))
+    top, bottom = (zero_variance & (level == edge) for edge in (scores_B.max(), scores_B.min()))
     return {
         "total": float(groups.num_groups),
-        "dead": float(dead.sum()),
-        "dead_fraction": float(dead.double().mean()),
+        "dead": float(zero_variance.sum()),
+        "dead_fraction": float(zero_variance.double().mean()),
         "dead_at_top": float(top.double().mean()),
         "dead_at_bottom": float(bottom.double().mean()),
         "std_mean": float(groups.std_G(scores_B).mean()),

@@ -210,7 +210,7 @@ def prune_checkpoints(root: str | Path, max_to_keep: int | None) -> list[Path]:
     return old
 
 
-def whole_checkpoint(root: str | Path) -> tuple[Path | None, list[CheckpointError]]:
+def newest_undamaged_checkpoint(root: str | Path) -> tuple[Path | None, list[CheckpointError]]:
     """Return the newest checkpoint without damage, and the errors of newer ones.
 
     The folder is None if there is no checkpoint without damage. The content of the files is read;

@@ -133,24 +133,24 @@ def doctor(_: Invocation) -> None:
 
 
 COMMANDS = (
-    with_settings("train", "train a model with reinforcement learning", train, TrainConfig),
-    with_settings("sft", "fine-tune a model on reference answers", sft, SFTConfig),
+    with_settings("train", "Train a model with reinforcement learning", train, TrainConfig),
+    with_settings("sft", "Fine-tune a model on reference answers", sft, SFTConfig),
     with_settings(
         "generate",
-        "generate responses to a prompt or to files of prompts",
+        "Generate responses to a prompt or to files of prompts",
         generate,
         GenerateConfig,
     ),
     with_settings(
         "data make",
-        "make arithmetic problems, and optionally a tiny model",
+        "Make arithmetic problems, and optionally a tiny model",
         data_make,
         ArithmeticDataConfig,
     ),
-    with_settings("plan", "show the batch arithmetic of a training run", plan, TrainConfig),
+    with_settings("plan", "Show the batch arithmetic of a training run", plan, TrainConfig),
     with_settings(
-        "algorithms", "show estimators, losses and their settings", algorithms, AlgorithmsConfig
+        "algorithms", "Show estimators, losses and their settings", algorithms, AlgorithmsConfig
     ),
-    Command("doctor", "show installed packages and the resources of this machine", doctor),
-    with_settings("demo", "make data and a tiny model, and train it", demo, DemoConfig),
+    Command("doctor", "Show installed packages and the resources of this machine", doctor),
+    with_settings("demo", "Make data and a tiny model, and train it", demo, DemoConfig),
 )

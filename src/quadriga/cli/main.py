@@ -8,6 +8,7 @@ runs.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import signal
 import sys
@@ -76,6 +77,7 @@ def _stopped_by_sigterm() -> Iterator[None]:
 def parse(arguments: Sequence[str]) -> Invocation:
     """Return the parsed command line. Exits with code 2 if it is not valid."""
     parser = _parser()
+    _check_command(parser, arguments)
     # argparse ends the list of overrides at the first option, so overrides after an option
     # (`train --print-config data.seed=1`) are returned as unknown arguments.
     known, rest = parser.parse_known_args(arguments)
@@ -88,6 +90,16 @@ def parse(arguments: Sequence[str]) -> Invocation:
         file=getattr(known, "config", None),
         print_config=getattr(known, "print_config", False),
     )
+
+
+def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Exit with code 2 and the nearest name if the first word is not a command."""
+    names = list(dict.fromkeys(command.name.split()[0] for command in COMMANDS))
+    word = next((text for text in arguments if not text.startswith("-")), names[0])
+    if word not in names:
+        near = difflib.get_close_matches(word, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}"
+        parser.error(f"no command {word!r}; {hint}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -121,7 +133,7 @@ def _parser() -> _Parser:
 def _add_group(
     commands: argparse._SubParsersAction[_Parser], name: str
 ) -> argparse._SubParsersAction[_Parser]:
-    group = commands.add_parser(name, help=f"commands for {name}")
+    group = commands.add_parser(name, help=f"Commands for {name}")
     return group.add_subparsers(metavar="command", required=True)
 
 
@@ -132,10 +144,10 @@ def _add_command(parent: argparse._SubParsersAction[_Parser], name: str, command
     parser.set_defaults(command=command, overrides=[])
     if command.settings is None:
         return
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, listed below")
-    parser.add_argument("--config", metavar="FILE", help="a YAML file of settings")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Settings, listed below")
+    parser.add_argument("--config", metavar="FILE", help="A YAML file of settings")
     parser.add_argument(
-        "--print-config", action="store_true", help="print all settings as YAML and exit"
+        "--print-config", action="store_true", help="Print all settings as YAML and exit"
     )
 
 

@@ -29,8 +29,8 @@ PARTS = {
     "matplotlib": "the learning curve",
     "peft": "LoRA (extra: lora)",
     "math_verify": "rewards for mathematics (extra: math)",
-    "vllm": "rollout.name=vllm",
-    "sglang": "rollout.name=sglang",
+    "vllm": "not implemented in this release",
+    "sglang": "not implemented in this release",
 }
 
 
@@ -99,7 +99,8 @@ def _notes(entry: AlgorithmEntry) -> list[str]:
     """Return the lines below the formula of an entry."""
     notes = []
     if entry.needs:
-        notes.append(f"needs {', '.join(entry.needs)}")
+        needs = ["prompt groups" if need == "groups" else need for need in entry.needs]
+        notes.append(f"needs {', '.join(needs)}")
     if entry.settings:
         notes.append(f"settings {', '.join(entry.settings)}")
     paper = f"arXiv {entry.paper}" if entry.paper[:1].isdigit() else entry.paper

@@ -37,8 +37,6 @@ class KnownNames:
     estimators_with_values: frozenset[str] = frozenset()
     estimators_with_groups: frozenset[str] = frozenset()
     policy_losses: frozenset[str] = frozenset()
-    aggregations: frozenset[str] = frozenset()
-    kl_estimators: frozenset[str] = frozenset()
     rollouts: frozenset[str] = frozenset()
     engines: frozenset[str] = frozenset()
 
@@ -112,10 +110,6 @@ def _named(config: TrainConfig, known: KnownNames) -> Iterator[tuple[str, str, f
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     yield "algorithm.adv_estimator", algorithm.adv_estimator, known.estimators
     yield f"{ACTOR}.policy_loss.name", actor.policy_loss.name, known.policy_losses
-    yield f"{ACTOR}.loss_agg_mode", actor.loss_agg_mode, known.aggregations
-    yield "critic.loss_agg_mode", config.critic.loss_agg_mode, known.aggregations
-    yield f"{ACTOR}.kl_loss_type", actor.kl_loss_type, known.kl_estimators
-    yield "algorithm.kl_penalty", algorithm.kl_penalty, known.kl_estimators
     yield f"{ROLLOUT}.name", config.actor_rollout_ref.rollout.name, known.rollouts
     yield f"{ACTOR}.engine.name", actor.engine.name, known.engines
     ref_engine = config.actor_rollout_ref.ref.engine.name
@@ -229,13 +223,6 @@ def _check_algorithm(config: TrainConfig, known: KnownNames) -> None:
 def _check_full_kl(config: TrainConfig) -> None:
     """Check the KL over the vocabulary, which needs the logits of both models in one process."""
     policy = config.actor_rollout_ref
-    if config.algorithm.kl_penalty == "full":
-        raise ConfigError(
-            "algorithm.kl_penalty=full: KL in the reward is computed from the log-probabilities of "
-            "the sampled tokens, so it cannot sum over the vocabulary; choose k1 or k3, or "
-            f"put KL into the loss ({ACTOR}.use_kl_loss=true, {ACTOR}.kl_loss_type=full)",
-            key="algorithm.kl_penalty",
-        )
     engines = policy.actor.engine.name, policy.ref.engine.name
     if policy.actor.reads_full_kl and engines[0] != engines[1]:
         raise ConfigError(

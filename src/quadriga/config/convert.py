@@ -182,9 +182,9 @@ class _Builder:
         return {str(k): self.value(inner, v, f"{key}.{k}") for k, v in value.items()}
 
     def sequence(self, kind: object, value: object, key: str) -> list[object] | tuple[object, ...]:
-        """Return a list or tuple with its elements checked. One text stands for a list of it."""
+        """Return a list or tuple with its elements checked. One text is a list of it, "" is []."""
         if isinstance(value, str) and kind == list[str]:
-            value = [value]  # data.train_files=a.parquet
+            value = [value] if value else []  # data.train_files=a.parquet, data.train_files=
         if not isinstance(value, list | tuple):
             raise self.wrong(key, type_name(kind), value)
         kinds = self.element_kinds(kind, value, key)
@@ -195,7 +195,7 @@ class _Builder:
     def element_kinds(
         self, kind: object, value: list[object] | tuple[object, ...], key: str
     ) -> list[object]:
-        """Return the type of each element. Raise `ConfigError` for a tuple of another length."""
+        """Return the type of each element. Raises `ConfigError` for a tuple of another length."""
         inner = typing.get_args(kind)
         if typing.get_origin(kind) is list or (len(inner) == 2 and inner[1] is Ellipsis):
             return [inner[0]] * len(value)

@@ -17,8 +17,9 @@ from quadriga.config.setting_types import field_types, type_name
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-# One line of a dataclass: "    seed: int = 0  # comment".
+# One line of a dataclass: "    seed: int = 0  # comment", or "    # comment" above the field.
 _FIELD = re.compile(r"\s{4}(?P<name>\w+): [^#]*(?:#\s*(?P<comment>.+))?$")
+_ABOVE = re.compile(r"\s{4}#\s*(?P<comment>.+)$")
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,18 @@ def as_written(value: object) -> str:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Return field name → comment on its line; {} if the source code is not available."""
+    """Return field name → comment on its line, else above it; {} without the source code."""
     try:
         source = inspect.getsource(cls)
     except OSError:
         return {}
-    found = (_FIELD.match(line) for line in source.splitlines())
-    return {m["name"]: m["comment"] for m in found if m and m["comment"]}
+    comments: dict[str, str] = {}
+    above: list[str] = []
+    for line in source.splitlines():
+        if (comment := _ABOVE.match(line)) is not None:
+            above.append(comment["comment"])
+            continue
+        if (field := _FIELD.match(line)) is not None:
+            comments[field["name"]] = field["comment"] or " ".join(above)
+        above = []
+    return comments

@@ -7,11 +7,11 @@ Batch sizes (`quadriga plan` prints these numbers for a run):
     actor_rollout_ref.actor.ppo_mini_batch_size   prompts per optimizer step, over all ranks
     ….ppo_micro_batch_size_per_gpu                sequences per forward and backward pass, per rank
 
-A value of None means "not given"; the comment on the line says which value is used then. `--help`
-prints these comments. A setting with a closed list of choices has a `Literal` type, and that type
-is the only place where the choices are listed: loading, checks and help read it. Names that users
-can register (estimators, losses, rewards, trackers, engines) are `str`; `config.checks` compares
-them with the registries.
+A value of None means "not given"; the comment of the setting says which value is used then. The
+comment is on the line of the setting or above it, and `--help` prints it. A setting with a closed
+list of choices has a `Literal` type, and that type is the only place where the choices are listed:
+loading, checks and help read it. Names that users can register (estimators, losses, rewards,
+trackers, engines) are `str`; `config.checks` compares them with the registries.
 """
 
 from __future__ import annotations
@@ -24,6 +24,16 @@ DeviceName = Literal["auto", "cpu", "cuda", "npu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 ReduceDtypeName = Literal["float32", "bfloat16", "float16"]
 LrSchedulerName = Literal["constant", "linear", "cosine"]
+AggregationName = Literal[
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+]
+# `SampledKLName` reads only the log-probabilities of the sampled tokens, all that the reward has.
+SampledKLName = Literal["k1", "abs", "k2", "k3", "low_var_kl", "k1+", "abs+", "k3+", "low_var_kl+"]
+KLName = Literal[SampledKLName, "full"]
 KLControlType = Literal["fixed", "adaptive"]
 FilterMode = Literal["mask", "refill"]
 UnderFilled = Literal["proceed", "error"]
@@ -42,15 +52,15 @@ MISSING_PATH = ""
 class DataConfig:
     """The prompts: files, batch sizes, lengths in tokens."""
 
-    train_files: list[str] = field(default_factory=list)
-    val_files: list[str] = field(default_factory=list)
-    prompt_key: str = "prompt"
+    train_files: list[str] = field(default_factory=list)  # .parquet or .jsonl files
+    val_files: list[str] = field(default_factory=list)  # files for validation; empty: no validation
+    prompt_key: str = "prompt"  # column of the prompts
     train_batch_size: int = 64  # prompts per step, over all ranks
-    val_batch_size: int = 256
-    max_prompt_length: int = 512
-    max_response_length: int = 512
+    val_batch_size: int = 256  # prompts generated at once in validation
+    max_prompt_length: int = 512  # tokens
+    max_response_length: int = 512  # tokens
     filter_overlong_prompts: bool = True  # false: a prompt that is too long is an error
-    shuffle: bool = True
+    shuffle: bool = True  # shuffle the prompts in each epoch
     seed: int | None = None  # seed of the row order; None: trainer.seed
 
 
@@ -58,23 +68,23 @@ class DataConfig:
 class ModelConfig:
     """A Hugging Face folder or hub name, and how to load it."""
 
-    path: str = MISSING_PATH
+    path: str = MISSING_PATH  # a model folder, or hf://owner/name
     tokenizer_path: str | None = None  # None: the folder of the model
-    trust_remote_code: bool = False
-    attn_implementation: str = "sdpa"
-    gradient_checkpointing: bool = False
+    trust_remote_code: bool = False  # run code of the model's folder
+    attn_implementation: str = "sdpa"  # a name of transformers, such as sdpa or eager
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """AdamW and the schedule of its learning rate."""
 
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    lr_scheduler: LrSchedulerName = "constant"
-    lr_warmup_steps: int = 0
+    lr: float = 1e-6  # largest learning rate
+    betas: tuple[float, float] = (0.9, 0.999)  # decay rates of the two moments
+    eps: float = 1e-8  # added to the denominator of the step
+    weight_decay: float = 0.01  # decoupled from the gradient
+    lr_scheduler: LrSchedulerName = "constant"  # form after the warm-up
+    lr_warmup_steps: int = 0  # optimizer steps of linear warm-up
     min_lr_ratio: float = 0.0  # learning rate of the last step, relative to lr
     total_steps: int | None = None  # None: the number of optimizer steps of the run
     grad_clip: float = 1.0  # largest norm of the gradient
@@ -84,18 +94,18 @@ class OptimConfig:
 class EngineConfig:
     """The training engine of a role."""
 
-    name: str = "fsdp"
+    name: str = "fsdp"  # fsdp; megatron is not in this release
     dtype: DtypeName = "auto"  # compute dtype; auto: bfloat16 on accelerators, else float32
     reduce_dtype: ReduceDtypeName = "float32"  # dtype of the gradient reduction over ranks
     reshard_after_forward: bool = True  # free gathered parameters until the backward pass
-    # Reduce gradients and free gathered parameters after each micro-batch, not once per optimizer
-    # step. None: if whole gradients and parameters would take more than 4 GiB on each rank.
+    # reduce gradients and free gathered parameters after each micro-batch, not once per optimizer
+    # step; None: if whole gradients and parameters would take more than 4 GiB on each rank
     reduce_each_micro_batch: bool | None = None
-    param_offload: bool = False
-    optimizer_offload: bool = False
+    param_offload: bool = False  # keep parameters in host memory between calls
+    optimizer_offload: bool = False  # keep optimizer state in host memory between calls
     fsdp_size: int = -1  # ranks over which one copy of the parameters is sharded; -1: all
     use_dynamic_bsz: bool = True  # cut micro-batches by tokens, not by number of sequences
-    max_tokens_per_micro_batch: int = 16384
+    max_tokens_per_micro_batch: int = 16384  # tokens, if use_dynamic_bsz
     fused_head: bool | None = None  # log-probs without full logits; None: if they would be large
 
     def forward_rows(self, size: int | None) -> int | None:
@@ -111,9 +121,9 @@ class EngineConfig:
 class PolicyLossConfig:
     """The policy loss. `quadriga algorithms` shows which loss reads which setting."""
 
-    name: str = "ppo_clip"
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
+    name: str = "ppo_clip"  # a name of `quadriga algorithms`
+    clip_ratio_low: float = 0.2  # the ratio is clipped below 1 - this
+    clip_ratio_high: float = 0.2  # the ratio is clipped above 1 + this
     clip_ratio_c: float = 3.0  # dual clip, above 1
     options: Options = field(default_factory=dict)  # keyword arguments of the loss
 
@@ -127,14 +137,14 @@ class ActorConfig:
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     ppo_mini_batch_size: int = 64  # prompts per optimizer step, over all ranks
     ppo_micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
-    ppo_epochs: int = 1
+    ppo_epochs: int = 1  # passes over the sequences of a step
     shuffle: bool = False  # shuffle the sequences in each epoch of a step
-    loss_agg_mode: str = "token-mean"
+    loss_agg_mode: AggregationName = "token-mean"  # how token losses become one loss
     loss_scale_length: int | None = None  # of seq-mean-token-sum-norm; None: max_response_length
-    entropy_coeff: float = 0.0
-    use_kl_loss: bool = False
-    kl_loss_coef: float = 0.001
-    kl_loss_type: str = "k3"  # full: KL over the vocabulary; the reference runs in the actor worker
+    entropy_coeff: float = 0.0  # weight of the entropy bonus
+    use_kl_loss: bool = False  # add KL to the reference to the loss
+    kl_loss_coef: float = 0.001  # weight of this KL
+    kl_loss_type: KLName = "k3"  # estimator; full: over the vocabulary, reference in actor worker
 
     @property
     def reads_full_kl(self) -> bool:
@@ -147,7 +157,7 @@ class SamplingConfig:
     """How tokens are sampled."""
 
     temperature: float = 1.0  # 0: greedy decoding
-    top_p: float = 1.0
+    top_p: float = 1.0  # nucleus sampling; 1: all tokens
     top_k: int = -1  # -1: all tokens
 
 
@@ -155,12 +165,12 @@ class SamplingConfig:
 class RolloutConfig:
     """The rollout engine, which generates the responses."""
 
-    name: str = "hf"
+    name: str = "hf"  # hf; vllm and sglang are not in this release
     n: int = 1  # responses per prompt
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     micro_batch_size: int = 256  # sequences that one rank generates at once
-    dtype: DtypeName = "auto"
+    dtype: DtypeName = "auto"  # of weights and computation; auto: as engine.dtype
     options: Options = field(default_factory=dict)  # keyword arguments of the engine
 
 
@@ -192,7 +202,7 @@ class CriticConfig:
     ppo_micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
     ppo_epochs: int | None = None  # None: that of the actor
     cliprange_value: float | None = 0.5  # None: no clipping
-    loss_agg_mode: str = "token-mean"
+    loss_agg_mode: AggregationName = "token-mean"  # how token losses become one loss
     warmup_steps: int = 0  # first steps, in which only the critic is updated
 
 
@@ -201,7 +211,7 @@ class RewardConfig:
     """Rule rewards. `path` and `name` select a function in a Python file of the user."""
 
     path: str | None = None  # None: the function registered for the data_source of each row
-    name: str = "compute_score"
+    name: str = "compute_score"  # function in the file `path`
     num_processes: int = 2  # processes that call it; 0: called in the controller, without deadline
     timeout_s: float = 10.0  # deadline of one sample in a process
     memory_gb: float | None = 8.0  # GiB that one process can allocate; None: no limit
@@ -212,10 +222,10 @@ class RewardConfig:
 class KLControlConfig:
     """The coefficient of the KL penalty in the reward."""
 
-    type: KLControlType = "fixed"
-    kl_coef: float = 0.001
-    horizon: float = 10000.0
-    target_kl: float = 0.1
+    type: KLControlType = "fixed"  # adaptive: kl_coef follows target_kl
+    kl_coef: float = 0.001  # coefficient, or its first value
+    horizon: float = 10000.0  # adaptive: sequences over which kl_coef adapts
+    target_kl: float = 0.1  # adaptive: nats per token
 
 
 @dataclass(frozen=True)
@@ -225,7 +235,7 @@ class FilterGroupsConfig:
     A prompt group whose rewards are all equal has zero advantage and gives no gradient.
     """
 
-    enable: bool = False
+    enable: bool = False  # mask or refill zero-variance prompt groups
     mode: FilterMode = "mask"  # mask: zero-variance groups get weight 0; refill: generate others
     max_num_gen_batches: int = 3  # refill: limit of the batches generated for one step
     under_filled: UnderFilled = "proceed"  # refill: what to do if groups are missing at this limit
@@ -235,9 +245,9 @@ class FilterGroupsConfig:
 class OverlongConfig:
     """Soft over-long penalty (DAPO, arXiv 2503.14476, eq. 13)."""
 
-    enable: bool = False
+    enable: bool = False  # penalise responses near max_response_length
     buffer_length: int = 64  # tokens before max_response_length in which the penalty grows
-    penalty_factor: float = 1.0
+    penalty_factor: float = 1.0  # size of the full penalty
     drop_truncated: bool = False  # exclude truncated responses from the update and the groups
 
 
@@ -245,8 +255,8 @@ class OverlongConfig:
 class RolloutCorrectionConfig:
     """Importance correction for the difference of rollout and training log-probabilities."""
 
-    level: CorrectionLevel = "none"
-    mode: CorrectionMode = "truncate"
+    level: CorrectionLevel = "none"  # what one weight covers; none: no correction
+    mode: CorrectionMode = "truncate"  # outside [lower, upper]: clamp the weight, or set it to 0
     upper: float = 2.0  # largest weight
     lower: float | None = None  # smallest weight; None: 1 / upper in mode mask, else 0
     normalise: bool = False  # divide weights by their mean over the batch
@@ -256,19 +266,19 @@ class RolloutCorrectionConfig:
 class AlgorithmConfig:
     """Advantages, rewards and KL."""
 
-    adv_estimator: str = "gae"
-    gamma: float = 1.0
-    lam: float = 1.0
+    adv_estimator: str = "gae"  # a name of `quadriga algorithms`
+    gamma: float = 1.0  # discount factor
+    lam: float = 1.0  # λ of GAE
     norm_adv_by_std: bool = True  # divide group advantages by the standard deviation
     whiten_advantages: bool | None = None  # None: as in the paper of the estimator
-    use_kl_in_reward: bool = False
-    kl_penalty: str = "k1"
+    use_kl_in_reward: bool = False  # subtract a KL penalty from the rewards
+    kl_penalty: SampledKLName = "k1"  # its estimator; "full" is only in kl_loss_type
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-    reward_clip: float | None = None
-    whiten_rewards: bool = False
+    reward_clip: float | None = None  # clamp rewards to ± this; None: no clamping
+    whiten_rewards: bool = False  # scale rewards to unit variance
     reward_components: list[str] = field(default_factory=list)  # keys that reward functions return
     options: Options = field(default_factory=dict)  # keyword arguments of the estimator
     user_files: list[str] = field(default_factory=list)  # files that register estimators or losses
@@ -280,14 +290,14 @@ class TrainerConfig:
 
     backend: BackendName = "ray"  # local: one process, in which breakpoints work
     device: DeviceName = "auto"  # auto: an accelerator if there is one
-    nnodes: int = 1
+    nnodes: int = 1  # nodes
     n_gpus_per_node: int = 1  # ranks per node, on CPU machines too
     num_cpus: int | None = None  # CPUs that a new Ray cluster may use; None: all
     threads_per_worker: int | None = None  # None: CPUs of the node / ranks per node
-    total_epochs: int = 1
+    total_epochs: int = 1  # passes over the training data
     total_training_steps: int | None = None  # None: epochs × batches per epoch
-    seed: int = 0
-    val_before_train: bool = True
+    seed: int = 0  # of sampling, shuffling and new weights
+    val_before_train: bool = True  # validate before the first step
     test_freq: int = 10  # steps between validations; 0: only after the last step
     # A checkpoint is saved after the last step, every `save_freq` steps, and after the first step
     # that ends `save_interval_s` seconds after the last checkpoint. A crash in a run with these
@@ -297,13 +307,14 @@ class TrainerConfig:
     max_ckpt_to_keep: int | None = 3  # the newest ones; older ones are deleted; None: keep all
     save_on_stop: bool = True  # on SIGTERM or Ctrl-C, end the step and save a checkpoint first
     stop_grace_s: float = 60.0  # seconds for that; then the run stops without a new checkpoint
-    resume_mode: str = "disable"  # disable, auto (the newest whole checkpoint) or its folder
+    resume_mode: str = "disable"  # disable, auto (the newest complete checkpoint) or its folder
     resume_override: bool = False  # resume although data or model differ from the checkpoint's
     samples_per_step: int = 8  # responses written to the run folder in each step
-    project_name: str = "quadriga"
-    experiment_name: str = "run"
-    default_local_dir: str = "runs/run"
+    project_name: str = "quadriga"  # recorded with the settings
+    experiment_name: str = "run"  # recorded with the settings
+    default_local_dir: str = "runs/run"  # run folder
     overwrite: bool = False  # replace a run that is already in the folder
+    # console, jsonl, tensorboard, or a tracker of your own
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     call_timeout_s: float | None = 3600.0  # deadline of one call to a worker group; None: none
     balance_batch: bool = True  # give each rank about the same number of tokens
@@ -325,38 +336,39 @@ class TrainConfig:
 class SFTDataConfig:
     """Prompts with reference answers. `response_key` is a dotted path into the row."""
 
-    train_files: list[str] = field(default_factory=list)
-    val_files: list[str] = field(default_factory=list)
-    prompt_key: str = "prompt"
-    response_key: str = "extra_info.answer"
-    train_batch_size: int = 64
+    train_files: list[str] = field(default_factory=list)  # .parquet or .jsonl files
+    val_files: list[str] = field(default_factory=list)  # files for validation; empty: no validation
+    prompt_key: str = "prompt"  # column of the prompts
+    response_key: str = "extra_info.answer"  # column of the answers, a dotted path
+    train_batch_size: int = 64  # rows per optimizer step, over all ranks
     micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
     max_length: int = 1024  # tokens of prompt and answer; longer rows are left out
-    shuffle: bool = True
+    shuffle: bool = True  # shuffle the rows in each epoch
 
 
 @dataclass(frozen=True)
 class SFTTrainerConfig:
     """Machines, number of steps, validation and the run folder."""
 
-    backend: BackendName = "ray"
-    device: DeviceName = "auto"
-    nnodes: int = 1
-    n_gpus_per_node: int = 1
-    num_cpus: int | None = None
-    threads_per_worker: int | None = None
-    total_epochs: int = 1
-    total_training_steps: int | None = None
-    seed: int = 0
+    backend: BackendName = "ray"  # local: one process, in which breakpoints work
+    device: DeviceName = "auto"  # auto: an accelerator if there is one
+    nnodes: int = 1  # nodes
+    n_gpus_per_node: int = 1  # ranks per node, on CPU machines too
+    num_cpus: int | None = None  # CPUs that a new Ray cluster may use; None: all
+    threads_per_worker: int | None = None  # None: CPUs of the node / ranks per node
+    total_epochs: int = 1  # passes over the training data
+    total_training_steps: int | None = None  # None: epochs × batches per epoch
+    seed: int = 0  # of shuffling and new weights
     test_freq: int = 0  # steps between validations; 0: only after the last step
     stop_at_accuracy: float | None = None  # stop when greedy validation accuracy reaches this value
     val_size: int = 256  # validation rows used each time
-    max_response_length: int = 256
-    default_local_dir: str = "runs/sft"
+    max_response_length: int = 256  # tokens, in validation
+    default_local_dir: str = "runs/sft"  # run folder
     overwrite: bool = False  # replace a run that is already in the folder
     samples_per_step: int = 8  # responses written to the run folder at each validation
+    # console, jsonl, tensorboard, or a tracker of your own
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
-    call_timeout_s: float | None = 3600.0
+    call_timeout_s: float | None = 3600.0  # deadline of one call to a worker group; None: none
 
 
 @dataclass(frozen=True)
@@ -376,17 +388,17 @@ class GenerateConfig:
     """Settings of `quadriga generate`: responses of a model to one prompt or files of prompts."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    prompt: str | None = None
-    data_files: list[str] = field(default_factory=list)
-    prompt_key: str = "prompt"
+    prompt: str | None = None  # one prompt; None: those of data_files
+    data_files: list[str] = field(default_factory=list)  # .parquet or .jsonl files
+    prompt_key: str = "prompt"  # column of the prompts
     output: str | None = None  # a .jsonl or .parquet file; None: standard output
     n: int = 1  # responses per prompt
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
-    max_prompt_length: int = 512
-    max_response_length: int = 512
+    max_prompt_length: int = 512  # tokens
+    max_response_length: int = 512  # tokens
     batch_size: int = 64  # prompts
-    device: DeviceName = "auto"
-    seed: int = 0
+    device: DeviceName = "auto"  # auto: an accelerator if there is one
+    seed: int = 0  # of sampling
 
 
 @dataclass(frozen=True)
@@ -397,27 +409,27 @@ class ArithmeticDataConfig:
     problem, and on request a tiny model and its tokenizer.
     """
 
-    output: str = "data/arithmetic"
-    train_size: int = 4096
+    output: str = "data/arithmetic"  # folder for the files
+    train_size: int = 4096  # rows of train.parquet
     val_size: int = 256  # rows of test.parquet
-    sft_size: int = 512
+    sft_size: int = 512  # rows of sft.parquet
     max_number: int = 9  # largest number in a story
     min_steps: int = 1  # calculations per problem
-    max_steps: int = 2
+    max_steps: int = 2  # most calculations per problem
     max_total: int | None = None  # largest intermediate result; None: no bound
     phrasings: int = 3  # wordings per kind of sentence
-    operations: list[Operation] = field(default_factory=lambda: ["+", "-"])
+    operations: list[Operation] = field(default_factory=lambda: ["+", "-"])  # those of the problems
     sft_careful: float = 1.0  # share of demonstrations that do all steps, not only the first
-    seed: int = 0
+    seed: int = 0  # of the problems and of the model
     model_output: str | None = None  # folder for a tiny model and its tokenizer; None: no model
-    hidden_size: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    intermediate_size: int = 384
-    vocab_size: int = 512
-    initializer_range: float = 0.05
-    tie_word_embeddings: bool = False
+    hidden_size: int = 128  # of the tiny model, as the settings below
+    num_layers: int = 4  # transformer layers
+    num_heads: int = 4  # attention heads
+    num_kv_heads: int = 2  # key and value heads
+    intermediate_size: int = 384  # hidden size of the MLP
+    vocab_size: int = 512  # largest size of the vocabulary
+    initializer_range: float = 0.05  # standard deviation of new weights
+    tie_word_embeddings: bool = False  # the output layer uses the input embeddings
 
 
 @dataclass(frozen=True)
@@ -431,10 +443,10 @@ class AlgorithmsConfig:
 class DemoConfig:
     """Settings of `quadriga demo`: data, tiny model, fine-tuning, then reinforcement learning."""
 
-    output: str = "runs/demo"
-    seed: int = 0
-    adv_estimator: str = "grpo"
+    output: str = "runs/demo"  # folder for data, model and runs
+    seed: int = 0  # of data, model and runs
+    adv_estimator: str = "grpo"  # a name of `quadriga algorithms`
     backend: BackendName = "ray"  # local: one process, one rank
     n_gpus_per_node: int = 2  # ranks, on CPU machines too
-    device: DeviceName = "auto"
+    device: DeviceName = "auto"  # auto: an accelerator if there is one
     overwrite: bool = True  # replace an earlier demo in the folder

@@ -74,7 +74,7 @@ def collate_prompts(
     Prompts are padded on the left to P = `length`, or to the longest prompt. Every other key of the
     items becomes an object array. Raises `LengthError` if a prompt is longer than `length`.
     """
-    rows = [item["input_ids"] for item in items]
+    rows = [item[fields.INPUT_IDS] for item in items]
     ids, mask = pad_rows(rows, pad_token_id, length or max(map(len, rows)), "left")
     return DataProto.from_dict(
         {
@@ -82,7 +82,7 @@ def collate_prompts(
             fields.ATTENTION_MASK: mask,
             fields.POSITION_IDS: positions(mask),
         },
-        object_arrays(items, leave_out=("input_ids",)),
+        object_arrays(items, leave_out=(fields.INPUT_IDS,)),
     )
 
 
@@ -93,7 +93,7 @@ def collate_answers(
     prompt_length: int | None = None,
     response_length: int | None = None,
 ) -> DataProto:
-    """Return a batch of prompts with answers, in the layout that a rollout produces.
+    """Return a batch of prompts with answers, with the columns that a rollout produces.
 
     `prompts` [B, P] are padded on the left, `responses` and `response_mask` [B, R] on the right.
     `input_ids`, `attention_mask` and `position_ids` are [B, P + R]. All are int64. The loss is

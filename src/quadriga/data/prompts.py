@@ -99,12 +99,12 @@ class PromptDataset:
                 continue
             self._items.append(
                 {
-                    "input_ids": ids,
-                    "raw_prompt": chat,
-                    "index": index,
-                    "data_source": row.values.get(fields.DATA_SOURCE),
-                    "reward_model": row.values.get(fields.REWARD_MODEL),
-                    "extra_info": row.values.get(fields.EXTRA_INFO),
+                    fields.INPUT_IDS: ids,
+                    fields.RAW_PROMPT: chat,
+                    fields.INDEX: index,
+                    fields.DATA_SOURCE: row.values.get(fields.DATA_SOURCE),
+                    fields.REWARD_MODEL: row.values.get(fields.REWARD_MODEL),
+                    fields.EXTRA_INFO: row.values.get(fields.EXTRA_INFO),
                 }
             )
         if not self._items:

@@ -22,8 +22,14 @@ Batch = Mapping[str, Tensor]
 other field."""
 
 Outputs = dict[str, Tensor]
-"""`log_probs` [B, R] (and `entropy`, `full_kl` [B, R] if requested), or `values` [B, R]; 0 outside
+"""`LOG_PROBS` [B, R] (and `ENTROPY`, `FULL_KL` [B, R] if requested), or `VALUES` [B, R]; 0 outside
 `response_mask`. Entry t belongs to the state in which response token t is chosen."""
+
+# The names of `Outputs`, each with its unit.
+LOG_PROBS = "log_probs"  # nats, log-probability of the response token
+ENTROPY = "entropy"  # nats, of the distribution over the vocabulary
+FULL_KL = "full_kl"  # nats, KL(policy ‖ reference) over the vocabulary
+VALUES = "values"  # reward, expected return
 
 LossFn = Callable[[Outputs, Batch], tuple[Tensor, Mapping[str, Tensor | float]]]
 """(outputs, micro-batch) -> (loss, metrics). Both are this micro-batch's *share* of the value for
@@ -106,7 +112,7 @@ class TrainEngine(Protocol):
         ...
 
     def save(self, folder: str | Path, step: int = 0) -> list[SavedFile]:
-        """Write this rank's shard of weights, optimizer state and random state.
+        """Write this rank's parameter shards, optimizer state and random state.
 
         Args:
             step: the training step, which each file holds.

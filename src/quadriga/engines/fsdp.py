@@ -57,6 +57,7 @@ from quadriga.parallel.distributed import (
     sum_over_ranks,
     world_size,
 )
+from quadriga.protocol import fields
 
 _CPU = torch.device("cpu")
 State = Literal["parameters", "moments"]
@@ -154,7 +155,7 @@ class FSDPEngine:
         micro_batch_size: int | None = None,
     ) -> Outputs:
         micro_batches = self._plan(batch, micro_batch_size)
-        shape = batch["response_mask"].shape
+        shape = batch[fields.RESPONSE_MASK].shape
         outputs: Outputs = {}
         with self._on_device("parameters"), torch.no_grad():
             for rows in micro_batches:
@@ -231,7 +232,7 @@ class FSDPEngine:
         #   rank 2   None   None   None
         check_fields(batch)
         if size is None and not self.config.use_dynamic_bsz:
-            size = max(len(batch["input_ids"]), 1)
+            size = max(len(batch[fields.INPUT_IDS]), 1)
         micro_batches = plan_micro_batches(
             batch,
             size=size,

@@ -14,8 +14,9 @@ from torch import Tensor
 from quadriga.engines.base import Batch
 from quadriga.errors import ConfigError, FieldError
 from quadriga.parallel.packing import first_row_with_same_prompt
+from quadriga.protocol import fields
 
-REQUIRED_FIELDS = ("input_ids", "attention_mask", "response_mask")
+REQUIRED_FIELDS = (fields.INPUT_IDS, fields.ATTENTION_MASK, fields.RESPONSE_MASK)
 
 
 def check_fields(batch: Batch) -> None:
@@ -51,10 +52,10 @@ def plan_micro_batches(
             f"a micro-batch of {size} rows or {max_tokens} tokens would be empty; set "
             "ppo_micro_batch_size_per_gpu or max_tokens_per_micro_batch to at least 1"
         )
-    rows = batch["response_mask"].any(1).nonzero()[:, 0].cpu()
+    rows = batch[fields.RESPONSE_MASK].any(1).nonzero()[:, 0].cpu()
     if not len(rows):
         return []
-    valid = batch["attention_mask"][rows].bool().cpu()
+    valid = batch[fields.ATTENTION_MASK][rows].bool().cpu()
     if not share_prompts:
         if size is not None:
             return list(torch.split(rows, size))
@@ -62,8 +63,10 @@ def plan_micro_batches(
         order = torch.argsort(length, descending=True, stable=True)
         counts = _rows_that_fit_padded(length[order].tolist(), max_tokens)
         return list(torch.split(rows[order], counts))
-    width = valid.shape[1] - batch["response_mask"].shape[1]
-    owner = first_row_with_same_prompt(batch["input_ids"][rows, :width].cpu(), valid[:, :width])
+    width = valid.shape[1] - batch[fields.RESPONSE_MASK].shape[1]
+    owner = first_row_with_same_prompt(
+        batch[fields.INPUT_IDS][rows, :width].cpu(), valid[:, :width]
+    )
     order = torch.argsort(owner, stable=True)
     if size is not None:
         return list(torch.split(rows[order], size))
@@ -126,7 +129,7 @@ def select_rows(batch: Batch, rows: Tensor, device: torch.device) -> dict[str, T
 def dummy_batch() -> dict[str, Tensor]:
     """Return one row of two tokens: a rank without rows computes it while other ranks have rows."""
     return {
-        "input_ids": torch.zeros(1, 2, dtype=torch.int64),
-        "attention_mask": torch.ones(1, 2, dtype=torch.int64),
-        "response_mask": torch.ones(1, 1, dtype=torch.int64),
+        fields.INPUT_IDS: torch.zeros(1, 2, dtype=torch.int64),
+        fields.ATTENTION_MASK: torch.ones(1, 2, dtype=torch.int64),
+        fields.RESPONSE_MASK: torch.ones(1, 1, dtype=torch.int64),
     }

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quadriga.algorithms.full_kl import kl_full
-from quadriga.engines.base import Batch, HeadKind, Outputs
+from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES, Batch, HeadKind, Outputs
 from quadriga.engines.fused_head import MIN_FUSED_LOGITS, FusedHead, fusable_layer
 from quadriga.engines.micro_batches import dummy_batch
 from quadriga.engines.packed_attention import supports_packing, use_packed_attention
@@ -25,6 +25,7 @@ from quadriga.models.log_prob import log_probs_and_entropy
 from quadriga.parallel.aligned_rows import left_align
 from quadriga.parallel.attention_blocks import AttentionBlocks
 from quadriga.parallel.packing import pack_rows
+from quadriga.protocol import fields
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class TokenModel:
         inputs = self._model_inputs(rows)
         if self.head == "value":
             values = inputs.select(self._run(inputs))[:, 0].float()
-            return {"values": inputs.unpack(values)}
+            return {VALUES: inputs.unpack(values)}
         token_outputs = TokenOutputs(temperature, entropy, full_kl=reference is not None)
         if self._fused_head is None or not (reference is None or reference.fused):
             ref_logits = None if reference is None else reference.logits(rows)
@@ -167,9 +168,9 @@ class TokenModel:
 
     def _packed_inputs(self, rows: Batch) -> ModelInputs:
         packed = pack_rows(
-            rows["input_ids"],
-            rows["attention_mask"],
-            rows["response_mask"],
+            rows[fields.INPUT_IDS],
+            rows[fields.ATTENTION_MASK],
+            rows[fields.RESPONSE_MASK],
             split_attention=self.split_attention,
         ).to(self.device)
         arguments: dict[str, Tensor | AttentionBlocks] = {
@@ -189,8 +190,9 @@ class TokenModel:
         return ModelInputs(arguments, packed.labels, lambda x: x[0], packed.unpack)
 
     def _padded_inputs(self, rows: Batch) -> ModelInputs:
-        aligned = left_align(rows["input_ids"], rows["attention_mask"], rows["response_mask"])
-        aligned = aligned.to(self.device)
+        aligned = left_align(
+            rows[fields.INPUT_IDS], rows[fields.ATTENTION_MASK], rows[fields.RESPONSE_MASK]
+        ).to(self.device)
         row, column = aligned.predictors
         return ModelInputs(
             {"input_ids": aligned.input_ids},
@@ -211,7 +213,7 @@ class TokenOutputs:
     @property
     def names(self) -> list[str]:
         """The names of the outputs."""
-        return ["log_probs", *["entropy"] * self.entropy, *["full_kl"] * self.full_kl]
+        return [LOG_PROBS, *[ENTROPY] * self.entropy, *[FULL_KL] * self.full_kl]
 
     def from_logits(
         self, logits_KV: Tensor, labels_K: Tensor, ref_logits_KV: Tensor | None

@@ -54,7 +54,7 @@ METRICS: dict[str, MetricInfo] = {
     "group/dead_at_top": _I("share", "groups whose rewards all equal the largest of the step"),
     "group/dead_at_bottom": _I("share", "groups whose rewards all equal the smallest of the step"),
     "group/std_mean": _I("reward", "standard deviation of the rewards within a group"),
-    "group/kept": _I("groups", "groups with signal that mode refill kept", "last"),
+    "group/kept": _I("groups", "groups, not zero-variance, that mode refill kept", "last"),
     "group/gen_batches": _I("batches", "batches that mode refill generated", "last"),
     # Difference between rollout and training log-probabilities
     "mismatch/k1": _I("nats", "KL(rollout‖training) per token, estimator k1"),

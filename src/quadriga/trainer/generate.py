@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from quadriga.config.schema import GenerateConfig
 from quadriga.errors import ConfigError
 from quadriga.protocol import fields
-from quadriga.trainer.run.preflight import check_files
+from quadriga.trainer.run.preflight import check_files, require_model_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +48,7 @@ def run_generation(config: GenerateConfig) -> list[Answer]:
     if config.output is not None and Path(config.output).suffix not in _WRITERS:
         raise ConfigError(f"output must end in one of {sorted(_WRITERS)}, got {config.output!r}")
     check_files(config.data_files, "data_files", needed=False)
+    require_model_path(config.model.path, "model.path")
     check_model_folder(config.model.path)
     answers = list(_answers(config))
     if config.output is not None:

@@ -28,11 +28,11 @@ from quadriga.algorithms.kl import KLController, penalise_rewards
 from quadriga.algorithms.policy_losses import get_policy_loss, select_tokens
 from quadriga.algorithms.shaping import (
     add_to_last_token,
-    dead_group_metrics,
     drop_truncated,
-    informative_groups,
+    nonzero_variance_rows,
     overlong_penalty,
     shape_rewards,
+    zero_variance_metrics,
 )
 from quadriga.config.schema import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
 from quadriga.parallel.balancing import get_seqlen_balanced_partitions
@@ -216,13 +216,13 @@ def mask_zero_variance_groups(batch: DataProto, config: AlgorithmConfig) -> Stag
     """Measure prompt groups whose scores are all equal; mask them if `filter_groups` is enabled.
 
     The scores are those of the reward function, before penalties: a difference in length or KL
-    alone is no signal. Responses without tokens do not count. Four rows, two prompt groups:
+    alone does not count. Responses without tokens do not count. Four rows, two prompt groups:
 
-        uid     score   tokens   signal   mask afterwards
-        "a"     1       3        yes      kept
-        "a"     0       2        yes      kept
-        "b"     1       3        no       0: of group b only this row counts
-        "b"     0       0        -        0 already
+        uid     score   tokens   zero-variance   mask afterwards
+        "a"     1       3        no              kept
+        "a"     0       2        no              kept
+        "b"     1       3        yes             0: of prompt group b only this row counts
+        "b"     0       0        -               0 already
     """
     mask = batch.batch[fields.RESPONSE_MASK]
     present_B = mask.any(-1)
@@ -230,10 +230,10 @@ def mask_zero_variance_groups(batch: DataProto, config: AlgorithmConfig) -> Stag
         return StageResult(batch, {})
     score_B = batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1)[present_B]
     uid = batch.non_tensor_batch[fields.UID][present_B.numpy()]
-    metrics = {f"group/{k}": v for k, v in dead_group_metrics(score_B, uid).items()}
+    metrics = {f"group/{k}": v for k, v in zero_variance_metrics(score_B, uid).items()}
     if config.filter_groups.enable:
         kept_B = present_B.clone()
-        kept_B[present_B] = informative_groups(score_B, uid)
+        kept_B[present_B] = nonzero_variance_rows(score_B, uid)
         batch.batch[fields.RESPONSE_MASK] = mask * kept_B.to(mask.dtype)[:, None]
     return StageResult(batch, metrics)
 

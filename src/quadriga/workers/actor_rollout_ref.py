@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from quadriga.config.schema import ActorRolloutRefConfig, SamplingConfig
+from quadriga.engines.base import ENTROPY, LOG_PROBS
 from quadriga.errors import ConfigError, WorkerError
 from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import (
@@ -162,8 +163,8 @@ class ActorRolloutRefWorker(Worker):
         )
         return DataProto.from_dict(
             tensors={
-                fields.OLD_LOG_PROBS: outputs["log_probs"],
-                fields.ENTROPYS: outputs["entropy"],
+                fields.OLD_LOG_PROBS: outputs[LOG_PROBS],
+                fields.ENTROPYS: outputs[ENTROPY],
             }
         )
 
@@ -180,7 +181,7 @@ class ActorRolloutRefWorker(Worker):
                 self.config.actor.ppo_micro_batch_size_per_gpu
             ),
         )
-        return DataProto.from_dict(tensors={fields.REF_LOG_PROB: outputs["log_probs"]})
+        return DataProto.from_dict(tensors={fields.REF_LOG_PROB: outputs[LOG_PROBS]})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     def update_actor(self, data: DataProto) -> DataProto:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quadriga.config.schema import CriticConfig
+from quadriga.engines.base import VALUES
 from quadriga.errors import WorkerError
 from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import (
@@ -71,7 +72,7 @@ class CriticWorker(Worker):
                 self.config.ppo_micro_batch_size_per_gpu
             ),
         )
-        return DataProto.from_dict(tensors={fields.VALUES: outputs["values"]})
+        return DataProto.from_dict(tensors={fields.VALUES: outputs[VALUES]})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
     def update_critic(self, data: DataProto) -> DataProto:

@@ -21,6 +21,7 @@ from quadriga.algorithms.partial import Partial
 from quadriga.algorithms.policy_losses import compute_policy_loss, get_policy_loss
 from quadriga.algorithms.value_loss import value_loss
 from quadriga.config.schema import ActorConfig, CriticConfig, Options, PolicyLossConfig
+from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES
 from quadriga.protocol import fields
 
 if TYPE_CHECKING:
@@ -70,12 +71,12 @@ class PolicyObjective:
         mask = micro[fields.RESPONSE_MASK]
         policy = compute_policy_loss(
             self.config.policy_loss.name,
-            log_prob_BT=outputs["log_probs"],
+            log_prob_BT=outputs[LOG_PROBS],
             old_log_prob_BT=micro[fields.OLD_LOG_PROBS],
             advantages_BT=micro[fields.ADVANTAGES],
             response_mask_BT=mask,
             rollout_log_prob_BT=micro.get(fields.ROLLOUT_LOG_PROBS),
-            entropy_BT=outputs.get("entropy"),
+            entropy_BT=outputs.get(ENTROPY),
             selected_BT=micro.get(fields.SELECTED_TOKENS),
             importance_weights_BT=micro.get(fields.ROLLOUT_IS_WEIGHTS),
             **self.settings,
@@ -84,17 +85,17 @@ class PolicyObjective:
         kept = mask.bool()
         partials = {**policy.metrics, "pg_loss": Partial.mean(loss_BT, kept)}
         if self.config.entropy_coeff:
-            bonus = entropy_bonus(outputs["entropy"], mask, entropy_coeff=self.config.entropy_coeff)
+            bonus = entropy_bonus(outputs[ENTROPY], mask, entropy_coeff=self.config.entropy_coeff)
             partials.update(bonus.metrics)
             loss_BT = loss_BT + bonus.loss_BT
         if self.config.use_kl_loss:
             kl = kl_loss(
-                outputs["log_probs"],
+                outputs[LOG_PROBS],
                 micro.get(fields.REF_LOG_PROB),
                 mask,
                 kl_loss_coef=self.config.kl_loss_coef,
                 kl_loss_type=self.config.kl_loss_type,
-                full_kl_BT=outputs.get("full_kl"),
+                full_kl_BT=outputs.get(FULL_KL),
             )
             partials.update(kl.metrics)
             loss_BT = loss_BT + kl.loss_BT
@@ -134,7 +135,7 @@ class ValueObjective:
     def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
         mask = micro[fields.RESPONSE_MASK]
         value = value_loss(
-            values_BT=outputs["values"],
+            values_BT=outputs[VALUES],
             old_values_BT=micro[fields.VALUES],
             returns_BT=micro[fields.RETURNS],
             response_mask_BT=mask,
@@ -160,7 +161,7 @@ class SupervisedObjective:
 
     def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
         loss = aggregate(
-            -outputs["log_probs"],
+            -outputs[LOG_PROBS],
             micro[fields.RESPONSE_MASK],
             "token-mean",
             global_tokens=self.counts.tokens,

@@ -18,7 +18,7 @@ from quadriga.parallel.balancing import (
     token_budget_micro_batches,
 )
 from quadriga.parallel.device import get_device_name
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, fields
 from quadriga.protocol.columns.remote_batch import RemoteBatch
 from quadriga.protocol.values import jagged
 from quadriga.protocol.values.rows import from_index
@@ -218,11 +218,11 @@ def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: list[list[int]]) -
 
 def _lengths(batch: TensorDict | RemoteBatch) -> torch.Tensor:
     """Tokens of each row, [N] on the CPU."""
-    ids = batch["input_ids"] if "input_ids" in batch.keys() else None  # noqa: SIM118
+    ids = batch[fields.INPUT_IDS] if fields.INPUT_IDS in batch.keys() else None  # noqa: SIM118
     if isinstance(ids, torch.Tensor) and ids.is_nested:
         _, offsets = jagged.parts(ids)
         return offsets.diff().cpu()
-    lengths: torch.Tensor = batch["attention_mask"].sum(-1).cpu()
+    lengths: torch.Tensor = batch[fields.ATTENTION_MASK].sum(-1).cpu()
     return lengths
 
 

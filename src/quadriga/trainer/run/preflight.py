@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from quadriga.algorithms.advantages import ADVANTAGES, get_advantage
-from quadriga.algorithms.aggregation import AGGREGATIONS
-from quadriga.algorithms.kl import KL_ESTIMATORS
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
 from quadriga.algorithms.user_files import load_user_file
 from quadriga.config.checks import (
@@ -17,7 +15,7 @@ from quadriga.config.checks import (
 )
 from quadriga.config.schema import RewardConfig, SFTConfig, TrainConfig
 from quadriga.engines import ENGINES
-from quadriga.errors import ConfigError, DataError
+from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
 from quadriga.rollout import ROLLOUTS
@@ -56,6 +54,7 @@ def check_sft_config(config: SFTConfig) -> None:
     check_sft_settings(config, known_names())
     check_files(config.data.train_files, "data.train_files", needed=True)
     check_files(config.data.val_files, "data.val_files", needed=False)
+    require_model_path(config.model.path, "model.path")
     check_model_folder(config.model.path)
     check_reward(config.reward)
     check_trackers(config.trainer.loggers)
@@ -69,8 +68,6 @@ def known_names() -> KnownNames:
         estimators_with_values=frozenset(k for k, e in ADVANTAGES.items() if e.needs_values),
         estimators_with_groups=frozenset(k for k, e in ADVANTAGES.items() if e.needs_groups),
         policy_losses=frozenset(POLICY_LOSSES),
-        aggregations=frozenset(AGGREGATIONS),
-        kl_estimators=frozenset(KL_ESTIMATORS),
         rollouts=frozenset(ROLLOUTS),
         engines=frozenset(ENGINES),
     )
@@ -98,9 +95,16 @@ def check_models(config: TrainConfig) -> None:
     """
     from quadriga.models import check_model_folder
 
+    require_model_path(config.actor_rollout_ref.model.path, "actor_rollout_ref.model.path")
     check_model_folder(config.actor_rollout_ref.model.path)
     if config.critic.model.path:
         check_model_folder(config.critic.model.path)
+
+
+def require_model_path(path: str, setting: str) -> None:
+    """Raise `ModelError`, naming `setting`, if `path` is empty."""
+    if not path:
+        raise ModelError(f"{setting} is empty: give a model folder or hf://owner/name", path="")
 
 
 def check_components(config: TrainConfig) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from quadriga.checkpoint.files import digest_file, digest_json
-from quadriga.checkpoint.folders import whole_checkpoint
+from quadriga.checkpoint.folders import newest_undamaged_checkpoint
 from quadriga.checkpoint.marker import read_marker, verify_checkpoint
 from quadriga.config.loading import to_yaml
 from quadriga.config.schema import TrainConfig, TrainerConfig
@@ -121,7 +121,7 @@ def checkpoint_to_resume(trainer: TrainerConfig, *, tell: bool = False) -> Path 
         verify_checkpoint(path)
         return path
     root = Path(trainer.default_local_dir).absolute() / CHECKPOINTS
-    found, errors = whole_checkpoint(root)
+    found, errors = newest_undamaged_checkpoint(root)
     if found is None and errors:
         raise CheckpointError(
             f"trainer.resume_mode=auto: no checkpoint in {root} can be used. {errors[0]}; to start "
