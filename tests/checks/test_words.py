@@ -44,6 +44,19 @@ BANNED = {
     r"\bat hand\b": "available",
     r"\bin sight\b": "visible",
     r"\b[Ss]peaks\b": "writes, reports",
+    r"\blives in the Ray namespace\b": "the namespace has",
+    r"\btorn\b": "spread",
+    r"\b(asks|ask) of the nodes\b": "needs",
+    r"\bdied while\b": "ended while",
+    r"\bno call was in flight\b": "it was idle",
+    r"\b[Tt]akes? back\b": "cancels",
+    r"\bcomes? back here\b": "recurses",
+    r"\bcalled like a\b": "has the name of",
+    r"\bend it as a whole\b": "end it with all its descendants",
+    r"\bcome back in order\b": "are returned in order",
+    r"\bcarr(y|ies) calls\b": "sends calls",
+    r"\bkeep large memory alive\b": "keep in memory",
+    r"(?<=\.) Raise `?[A-Z]\w*Error\b": "Raises `XError` (only a first line is imperative)",
 }
 
 
@@ -109,6 +122,12 @@ def test_the_words_are_those_of_the_field():
         "the text is at hand",
         "a table in sight",
         "the rank speaks",
+        "the process died while it was idle",
+        "takes back an exception",
+        "that would come back here",
+        "a key that is called like a secret",
+        "the system that carries calls to ranks",
+        "Return the value. Raise KeyError if there is none.",
     ],
 )
 def test_a_planted_phrase_is_reported(line):

@@ -153,7 +153,7 @@ def rank_main(rank: int, folders: Folders, work: str, port: int) -> None:
 
 
 def run_two_ranks(main, *args) -> None:
-    """Run `main(rank, *args, port)` in two processes. Raise `TimeoutError` after `WAIT_S`."""
+    """Run `main(rank, *args, port)` in two processes. Raises `TimeoutError` after `WAIT_S`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -116,7 +116,7 @@ ADVANTAGES: dict[str, AdvantageEntry] = {
 
 
 def get_advantage(name: str) -> AdvantageEntry:
-    """Return the estimator `name`. Raise `UnknownNameError`, with the nearest name, if none."""
+    """Return the estimator `name`. Raises `UnknownNameError`, with the nearest name, if none."""
     return registry.look_up(ADVANTAGES, name, "advantage estimator")
 
 
@@ -214,7 +214,7 @@ def _checked_mask(name: str, response_mask_BT: Tensor, rewards_BT: Tensor) -> Te
 def _needed_inputs(
     name: str, entry: AdvantageEntry, given: Mapping[str, EstimatorInput | None]
 ) -> dict[str, EstimatorInput]:
-    """Return the inputs that the estimator takes. Raise `AlgorithmError` if one is missing."""
+    """Return the inputs that the estimator takes. Raises `AlgorithmError` if one is missing."""
     inputs = {need: value for need in entry.needs if (value := given[need]) is not None}
     missing = [
         "group_ids" if need == "groups" else need for need in entry.needs if need not in inputs

@@ -307,7 +307,7 @@ def compute_policy_loss(
 def _needed_inputs(
     name: str, entry: PolicyLossEntry, given: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor]:
-    """Return the given inputs that the loss takes. Raise `AlgorithmError` if one is None."""
+    """Return the given inputs that the loss takes. Raises `AlgorithmError` if one is None."""
     inputs = {need: tensor for need in entry.needs if (tensor := given.get(need)) is not None}
     missing = [need for need in entry.needs if need in given and need not in inputs]
     if missing:

@@ -30,7 +30,7 @@ def register_backend(name: str, location: str) -> None:
 def get_backend(name: str) -> Backend:
     """Return a new backend of that name; import its libraries and no others.
 
-    Raise UnknownNameError with the nearest name.
+    Raises `UnknownNameError` with the nearest name.
     """
     if name not in BACKENDS:
         near = difflib.get_close_matches(name, BACKENDS, n=1)

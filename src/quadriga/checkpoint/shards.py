@@ -1,4 +1,4 @@
-"""Sharded tensors on disk: each rank writes its blocks, and any number of ranks can read them.
+"""Parameter shards on disk: each rank writes its blocks, and any number of ranks can read them.
 
 A rank writes two files: `shard_00000.safetensors` holds its blocks, and `shard_00000.json` holds
 the shape of the full tensor and the offset in it for each block. To read, a rank copies from every
@@ -55,9 +55,9 @@ class Block:
 def block_of(tensor: Tensor, rank: int) -> Block:
     """Return the block of this rank. An unsharded tensor is one block, which rank 0 writes.
 
-    On a mesh of 2 replicas × 2 shards, rank coordinates (0, 0), (0, 1), (1, 0), (1, 1), the ranks
-    (0, 0) and (1, 0) hold the same block: only the one with coordinate 0 in the replicated
-    dimension has `is_first_copy`.
+    On a mesh of 2 replicas × 2 parameter shards, rank coordinates (0, 0), (0, 1), (1, 0), (1, 1),
+    the ranks (0, 0) and (1, 0) hold the same block: only the one with coordinate 0 in the
+    replicated dimension has `is_first_copy`.
     """
     if not isinstance(tensor, DTensor):
         return Block(tensor, tuple(tensor.shape), (0,) * tensor.ndim, rank == 0)
@@ -252,7 +252,7 @@ def _copy_overlap(file: _TensorFile, name: str, index: ShardIndex, block: Block)
     """Copy the overlap of a stored block and this rank's block; return its number of elements.
 
     Indices of the overlap are relative to the full tensor. In the example of the module, rank 1
-    (block [3, 6), offset 3) reads from shard 0 (block [0, 4), offset 0): the overlap is [3, 4),
+    (block [3, 6), offset 3) reads from file 0 (block [0, 4), offset 0): the overlap is [3, 4),
     which is [3, 4) in the stored block and [0, 1) in the block of rank 1.
     """
     stored = index.blocks[name]

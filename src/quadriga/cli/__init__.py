@@ -1,4 +1,4 @@
-"""COMMAND LINE: `quadriga <command> [key=value …]`.
+"""The command line: `quadriga <command> [key=value …]`.
 
     main      reads the command line, runs the command, turns errors into messages and exit codes
     commands  the table of commands, with the settings of each

@@ -1,4 +1,4 @@
-"""SETTINGS: their schema, how they are loaded, and how they are checked.
+"""The settings: their schema, how they are loaded, and how they are checked.
 
     schema         all settings as frozen dataclasses, with defaults
     loading        `load_config`: defaults, then a YAML file, then overrides `key=value`

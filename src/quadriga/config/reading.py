@@ -165,7 +165,7 @@ class _Counter:
         self.open: list[tuple[str | None, int]] = []  # anchor, and the total before the node
 
     def add(self, event: yaml.Event) -> None:
-        """Count one event. Raise `YAMLError` for an alias inside its own anchor."""
+        """Count one event. Raises `YAMLError` for an alias inside its own anchor."""
         if isinstance(event, yaml.AliasEvent):
             if any(anchor == event.anchor for anchor, _ in self.open):
                 raise yaml.YAMLError(f"the alias *{event.anchor} is inside the value it stands for")

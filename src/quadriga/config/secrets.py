@@ -48,7 +48,7 @@ _values_of_settings: set[str] = set()
 
 @functools.lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
-    """Return whether a setting, a variable or a key of a dict is called like a secret."""
+    """Return whether a setting, a variable or a key of a dict has the name of a secret."""
     snake = re.sub(r"[^a-z0-9]+", "_", _WORD.sub("_", name).lower()).strip("_")
     return bool(_NAME.search(snake))
 

@@ -1,4 +1,4 @@
-"""DATA: prompts and demonstrations from files, in an order that can be resumed.
+"""Prompts and demonstrations from files, in an order that can be resumed.
 
     rows              parquet and JSON lines → rows; errors name the file and the row
     bounds            limits of time and memory for a chat template

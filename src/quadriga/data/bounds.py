@@ -47,7 +47,10 @@ def _limited_time(seconds: float) -> Iterator[None]:
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Raise an exception in a thread at its next instruction; None: take back one not raised."""
+    """Raise an exception in a thread at its next instruction.
+
+    None: cancel an exception that is set and not yet raised.
+    """
     raised = ctypes.py_object(kind) if kind is not None else None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 

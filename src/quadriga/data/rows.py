@@ -253,7 +253,7 @@ def _depth(value: object) -> int:
 
 
 def _bounded_lines(path: Path, file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file. Raise `DataError` for one that is longer than `MAX_ROW`."""
+    """Yield the lines of a file. Raises `DataError` for one that is longer than `MAX_ROW`."""
     number = 0
     while line := file.readline(MAX_ROW + 1):
         if len(line) > MAX_ROW:

@@ -1,8 +1,8 @@
-"""AdamW over the local shards of this rank.
+"""AdamW over the parameter shards of this rank.
 
 FSDP2 represents parameters and gradients as DTensors. AdamW is elementwise, so each rank updates
-its own local shards as plain tensors. The numbers are the same, and there is no DTensor dispatch
-for each operator.
+its own parameter shards as plain tensors. The numbers are the same, and there is no DTensor
+dispatch for each operator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOMENTS: tuple[MomentName, ...] = ("exp_avg", "exp_avg_sq")
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor (same storage), or the tensor itself."""
+    """Return this rank's parameter shard of a DTensor (same storage), or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

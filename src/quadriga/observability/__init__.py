@@ -1,4 +1,4 @@
-"""OBSERVABILITY: what a run shows and what it writes.
+"""What a run shows and what it writes.
 
     metrics     the table of all metrics, and how values of one step are reduced
     timing      named spans

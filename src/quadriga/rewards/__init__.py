@@ -1,4 +1,4 @@
-"""REWARDS: rule functions that score responses.
+"""Rule functions that score responses.
 
     manager      `RewardManager`: a batch with responses → scores per token
     functions    which function scores a row, and how a function of the user is loaded

@@ -74,7 +74,7 @@ class PoolProcess:
                 self.process = Report.decode(self.connection.recv_bytes(_MAX_REPORT)).process
                 return True
         except (EOFError, OSError, ValueError):
-            pass  # it died before it was ready
+            pass  # it ended before it was ready
         return False
 
     def give(self, number: int, sample: Sample, start_timeout_s: float) -> None:
@@ -84,7 +84,7 @@ class PoolProcess:
         self.called = False
         self.deadline = time.monotonic() + start_timeout_s
         with contextlib.suppress(OSError):
-            # An error means that it died while it was idle: `finish` reads the end of its pipe.
+            # An error means that it ended while it was idle: `finish` reads the end of its pipe.
             self.connection.send((number, sample))
 
     def finish(self, timeout_s: float, start_timeout_s: float) -> Outcome | NotCalled | None:

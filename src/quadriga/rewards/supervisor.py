@@ -1,4 +1,6 @@
-"""Supervise one process that runs code of the user: end it as a whole, and bound what it prints.
+"""Supervise one process that runs code of the user: end it with all its descendants.
+
+The output of the process is bounded, too.
 
     pool ── supervisor ── worker ── what the reward function starts
               ▲    ▲_________│ ◄──────────┘

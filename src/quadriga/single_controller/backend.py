@@ -140,7 +140,7 @@ class CallBackend(Protocol):
         ...
 
     def gather(self, pendings: Sequence[Pending]) -> list[object]:
-        """Wait for all results of one `submit`. Raise the first failure as soon as it is known."""
+        """Wait for all results of one `submit`. Raises the first failure as soon as it is known."""
         ...
 
     def share(self, packed: object, value: object) -> object:
@@ -210,7 +210,7 @@ class Backend(CallBackend, Protocol):
     ) -> Any:  # has the methods that the worker class registered, which no type can name here
         """Start a `WorkerGroup`. Its workers are built when this returns.
 
-        Without a pool, the option `sharing_with` names a group on whose places it runs.
+        Without a pool, the option `sharing_with` names a group on whose bundles it runs.
         """
         ...
 

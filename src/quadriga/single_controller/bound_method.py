@@ -142,7 +142,7 @@ class StartedCall:
     collect: Collect
 
     def wait(self) -> object:
-        """Wait for every rank and join the results. Raise what a worker raised."""
+        """Wait for every rank and join the results. Raises what a worker raised."""
         return self.collect(unpack_results(self.ranks.backend.gather(self.pendings)))
 
     def future(self) -> DataProtoFuture:
@@ -155,7 +155,7 @@ class StartedCall:
 def start_call(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments) -> StartedCall:
     """Split the arguments as the method's dispatch mode says and send them to the ranks.
 
-    Raise DispatchError for a generator method.
+    Raises `DispatchError` for a generator method.
     """
     record, ranks = method.record, method.group._ranks
     if method.is_generator:
@@ -172,7 +172,7 @@ def start_call(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArgume
 def start_stream(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArguments) -> Stream:
     """Split the arguments of a generator method and return its calls. Nothing is sent yet.
 
-    Raise DispatchError for a method that is not a generator.
+    Raises `DispatchError` for a method that is not a generator.
     """
     record, ranks = method.record, method.group._ranks
     if not method.is_generator:
@@ -206,7 +206,7 @@ def parts_of_ranks(view: CallView, split: Split) -> list[Part]:
     """Turn one sequence per argument into the arguments of each executing rank.
 
     Example: `(([a0, a1],), {"k": [k0, k1]})` for two ranks gives `[((a0,), {"k": k0}),
-    ((a1,), {"k": k1})]`. Raise DispatchError or LengthError if the dispatch function returned
+    ((a1,), {"k": k1})]`. Raises `DispatchError` or `LengthError` if the dispatch function returned
     something else.
     """
     try:
@@ -313,8 +313,8 @@ def send_calls(
 ) -> Sequence[Pending]:
     """Send `calls[i]` to rank `targets[i]`. `timeout`: seconds; None: the default of the group.
 
-    Raise WorkerDiedError if the group or a watched group is broken, DispatchError if an argument
-    cannot be pickled.
+    Raises `WorkerDiedError` if the group or a watched group is broken, `DispatchError` if an
+    argument cannot be pickled.
     """
     if broken_groups:
         raise_if_broken()

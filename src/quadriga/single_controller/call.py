@@ -152,8 +152,8 @@ class CallView:
         return self._collect_info[mesh_name]
 
     def __getattr__(self, name: str) -> object:
-        # While a view is unpickled its slots are empty, and reading `self.group` would come back
-        # here without end.
+        # While a view is unpickled its slots are empty, and reading `self.group` would recurse
+        # without end.
         if name.startswith("__") or name in CallView.__slots__:
             raise AttributeError(name)
         return getattr(self.group, name)
@@ -182,7 +182,7 @@ class Pending(Protocol):
     """The result of one rank, received or not. Picklable."""
 
     def result(self) -> object:
-        """Wait for the value and return it. Raise what the worker raised."""
+        """Wait for the value and return it. Raises what the worker raised."""
         ...
 
 
@@ -279,7 +279,7 @@ class _Writable:
         self._done: dict[int, tuple[object, object]] = {}
 
     def of(self, value: object) -> Any:  # as `value`, whatever it is
-        """Return the replacement of a value, which is mostly the value itself."""
+        """Return the copy that replaces `value`, or `value` if nothing in it is read-only."""
         if type(value) in _PLAIN or isinstance(value, type | ModuleType | FunctionType):
             return value
         if id(value) not in self._done:

@@ -38,5 +38,5 @@ class VerlNames(NamedCalls):
         return any(w is worker and self.is_alive(rank) for rank, w in enumerate(self.workers))
 
     def _block_until_all_workers_alive(self: _Group, timeout: float = 300.0) -> None:
-        """Wait until every rank is alive. Raises WorkerDiedError after `timeout` seconds."""
+        """Wait until every rank is alive. Raises `WorkerDiedError` after `timeout` seconds."""
         self.wait_until_alive(timeout)

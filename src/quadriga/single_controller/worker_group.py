@@ -64,8 +64,8 @@ class WorkerGroup(VerlNames):
     ) -> dict[str, tuple[str, str]]:
         """Return the names that a group of these worker classes offers, as name → (role, method).
 
-        `role` as in `__init__`. Backends call this before they start a process. Raise DispatchError
-        for a method with the name of an attribute of the group.
+        `role` as in `__init__`. Backends call this before they start a process. Raises
+        `DispatchError` for a method with the name of an attribute of the group.
         """
         names: dict[str, tuple[str, str]] = {}
         for each in roles if role is None else (role,):
@@ -148,7 +148,7 @@ class WorkerGroup(VerlNames):
     def role_view(self, role: str) -> WorkerGroup:
         """Return the group of one role on the same processes, with plain method names.
 
-        Raise UnregisteredMethodError if the processes do not have the role.
+        Raises `UnregisteredMethodError` if the processes do not have the role.
         """
         if role == self._role:
             return self
@@ -207,7 +207,7 @@ class WorkerGroup(VerlNames):
         return known[role, mesh_name]
 
     def _ask(self, role: str, method: str, *args: object) -> list[Any]:  # results of any method
-        """Call a method on every rank. Raise a MeshError of a worker as it is."""
+        """Call a method on every rank. Raises the `MeshError` of a worker unchanged."""
         n = self.world_size
         try:
             return self._results(self._send(role, method, range(n), [(args, {})] * n))
@@ -225,11 +225,11 @@ class WorkerGroup(VerlNames):
         return self._ranks.backend.is_alive(self._ranks.handles[rank])
 
     def wait_until_alive(self, timeout: float = 300.0) -> None:
-        """Wait until every rank is alive. Raises WorkerDiedError after `timeout` seconds."""
+        """Wait until every rank is alive. Raises `WorkerDiedError` after `timeout` seconds."""
         self._wait_until(True, timeout)
 
     def wait_until_ended(self, timeout: float = 60.0) -> None:
-        """Wait until every rank has ended. Raises WorkerDiedError after `timeout` seconds."""
+        """Wait until every rank has ended. Raises `WorkerDiedError` after `timeout` seconds."""
         self._wait_until(False, timeout)
 
     def _wait_until(self, alive: bool, timeout: float) -> None:

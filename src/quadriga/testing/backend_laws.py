@@ -215,7 +215,7 @@ BACKEND_LAWS: tuple[Law[BackendUnderTest], ...] = (
 
 
 def check_backend(backend: Backend, **pool_options: Unpack[PoolOptions]) -> None:
-    """Start two ranks on `backend` and check every law. Raise LawBroken if one does not hold.
+    """Start two ranks on `backend` and check every law. Raises `LawBroken` if one does not hold.
 
     `pool_options` are passed to `backend.resource_pool`. The default is a pool without GPUs.
     """

@@ -34,7 +34,7 @@ def law(name: str, statement: str) -> Callable[[Callable[[SubjectT], None]], Law
 
 
 def check_all(laws: Iterable[Law[SubjectT]], subject: SubjectT, title: str) -> None:
-    """Check every law. Raise LawBroken, which lists all broken laws, from the first error."""
+    """Check every law. Raises `LawBroken`, which lists all broken laws, from the first error."""
     broken: list[tuple[Law[SubjectT], Exception]] = []
     for one in laws:
         try:
@@ -59,7 +59,7 @@ def expect(seen: object, expected: object, what: str) -> None:
 
 
 def expect_raises(run: Callable[[], object], kind: type[ErrorT], what: str) -> ErrorT:
-    """Return the error that `run` raises. Raise LawBroken if it does not raise one of `kind`."""
+    """Return the error that `run` raises. Raises `LawBroken` if it does not raise one of `kind`."""
     try:
         value = run()
     except kind as error:

@@ -90,7 +90,7 @@ MESH_LAWS: tuple[Law[MeshUnderTest], ...] = (registration, one_object_per_part, 
 def check_mesh(
     dp_ranks: Sequence[int], collects: Sequence[bool], mode: DispatchMode | None = None
 ) -> None:
-    """Check every law of meshes. Raise LawBroken if one does not hold.
+    """Check every law of meshes. Raises `LawBroken` if one does not hold.
 
     Args:
         dp_ranks: the data-parallel rank of each rank.

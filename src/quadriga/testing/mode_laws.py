@@ -62,7 +62,7 @@ def rows(count: int, padding: bool = False) -> DataProto:
 
 
 def as_batch(value: object) -> DataProto:
-    """Return `value`. Raise LawBroken if it is not a `DataProto`."""
+    """Return `value`. Raises `LawBroken` if it is not a `DataProto`."""
     if not isinstance(value, DataProto):
         raise LawBroken(f"expected a DataProto, got {type(value).__name__}")
     return value
@@ -79,7 +79,7 @@ def content(value: object) -> Content:
 
 
 def as_list(value: object) -> list[object]:
-    """Return `value` as a list. Raise LawBroken if it is neither a list nor a tuple."""
+    """Return `value` as a list. Raises `LawBroken` if it is neither a list nor a tuple."""
     if not isinstance(value, list | tuple):
         raise LawBroken(f"expected a list, got {type(value).__name__}")
     return list(value)
@@ -220,7 +220,7 @@ def check_mode(
     group: SimulatedGroup | None = None,
     **options: Unpack[ModeOptions],
 ) -> None:
-    """Check every law of dispatch modes. Raise LawBroken if one does not hold.
+    """Check every law of dispatch modes. Raises `LawBroken` if one does not hold.
 
     Args:
         mode: the mode to check.

@@ -64,7 +64,7 @@ class LocalRank:
     variables: dict[str, str]
 
     def invoke(self, call: Call, timeout: float | None) -> object:
-        """Run the call to its end. Raise CallTimeoutError if that took longer than `timeout`."""
+        """Run the call to its end. Raises `CallTimeoutError` if that took longer than `timeout`."""
         with environment(self.variables), RunningCall(self.host, call, timeout):
             return self.host.invoke(call)
 
@@ -90,7 +90,7 @@ class LocalPending:
         return False
 
     def result(self) -> object:
-        """Return the value. Raise the error of the call."""
+        """Return the value. Raises the error of the call."""
         if self.error is not None:
             raise self.error
         return self.value

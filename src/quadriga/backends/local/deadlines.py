@@ -34,7 +34,7 @@ DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "pydevd_frame.py")
 class RunningCall:
     """One call of one rank while it runs: `with RunningCall(host, call, timeout): …`.
 
-    Raise CallTimeoutError at the end of the block if it took `timeout` seconds or more.
+    Raises `CallTimeoutError` at the end of the block if it took `timeout` seconds or more.
     """
 
     def __init__(self, host: RankHost, call: Call, timeout: float | None) -> None:

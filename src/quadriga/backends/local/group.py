@@ -49,7 +49,7 @@ class LocalWorkerGroup(WorkerGroup):
         **machine_options: object,
     ) -> None:
         """Args:
-        resource_pool: one rank per place.
+        resource_pool: one rank per bundle.
         cls_with_init: the worker class with its arguments, or several roles.
         backend: the backend that builds the group.
         name_prefix: start of the names of the ranks.
@@ -58,12 +58,12 @@ class LocalWorkerGroup(WorkerGroup):
             ranks, one mapping per rank, or a function of the rank.
         timeout: default deadline of a call in seconds.
         detached: must be False.
-        sharing_with: another group, whose places are used instead of a pool's.
+        sharing_with: another group, whose bundles are used instead of a pool's.
         method_factory: makes the group's methods.
         machine_options: `MACHINE_OPTIONS`, so that a program may run on either backend.
 
-        Raise PlacementError for `detached=True` or a pool of another backend, ConfigError for an
-        option that no backend has.
+        Raises `PlacementError` for `detached=True` or a pool of another backend, `ConfigError` for
+        an option that no backend has.
         """
         _check_options(machine_options, detached)
         local = _local_places(resource_pool, sharing_with)

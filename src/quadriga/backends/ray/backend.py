@@ -85,7 +85,7 @@ class RayBackend(RayCallBackend):
     def worker_group(
         self, pool: ResourcePool | None, cls: ClassWithInitArgs, **options: Any
     ) -> RayWorkerGroup:
-        """Start a `RayWorkerGroup`. Raise PlacementError for a pool of another backend."""
+        """Start a `RayWorkerGroup`. Raises `PlacementError` for a pool of another backend."""
         if not isinstance(pool, RayResourcePool | None):
             raise PlacementError(
                 f"A group on Ray needs a pool on Ray (backend.resource_pool), got {pool!r}.",

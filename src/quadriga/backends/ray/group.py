@@ -43,11 +43,11 @@ class RayWorkerGroup(WorkerGroup):
     """Start one actor per rank of a pool, or attach to actors that exist.
 
     Args:
-        resource_pool: one rank per place.
+        resource_pool: one rank per bundle.
         ray_cls_with_init: the worker class with its arguments, or several roles.
         bin_pack: STRICT_PACK (each part of the pool on one node), else PACK.
         name_prefix: start of the names of the actors; six random characters by default.
-        detached: the actors, and the places of the pool, outlive this driver.
+        detached: the actors, and the bundles of the pool, outlive this driver.
         worker_names: attach to actors of these names.
         worker_handles: attach to these actors.
         device_name: "cuda" or "npu".
@@ -135,8 +135,8 @@ class RayWorkerGroup(WorkerGroup):
     ) -> RayWorkerGroup:
         """Attach to ranks that another program started, by their names or handles.
 
-        `kwargs`: further arguments of the class. Raise WorkerDiedError if a rank does not exist,
-        CallTimeoutError if one is busy for longer than a minute.
+        `kwargs`: further arguments of the class. Raises `WorkerDiedError` if a rank does not exist,
+        `CallTimeoutError` if one is busy for longer than a minute.
         """
         return cls(
             None,
@@ -149,7 +149,7 @@ class RayWorkerGroup(WorkerGroup):
 
 
 class _Planner:
-    """Plan for each rank its name, place and Ray options."""
+    """Plan for each rank its name, its position in the group and its Ray options."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Planner:
             self.lifetime["namespace"] = namespace
 
     def in_pool(self, pool: RayResourcePool, strategy: Strategy) -> list[RankPlan]:
-        """Plan one rank per place of the pool."""
+        """Plan one rank per bundle of the pool."""
         groups = pool.get_placement_groups(strategy, device_name=self.device_name)
         bundles = [pool.bundle_of_rank(rank) for rank in range(pool.world_size)]
         local = local_places([(groups[group], bundle) for group, bundle in bundles])
@@ -226,8 +226,8 @@ def _attach(
                 found.append(ray.get_actor(name, namespace=namespace))
             except ValueError as error:
                 raise WorkerDiedError(
-                    f"No worker named {name!r} lives in the Ray namespace "
-                    f"{namespace or ray.get_runtime_context().namespace!r}.",
+                    f"The Ray namespace {namespace or ray.get_runtime_context().namespace!r} has "
+                    f"no worker named {name!r}.",
                     rank=len(found),
                 ) from error
     facts = facts_of(found)

@@ -57,7 +57,7 @@ class AliasModule(ModuleType):
 
 
 def install() -> None:
-    """Add the modules to `sys.modules`. Raise ConfigError if verl itself is imported already."""
+    """Add the modules to `sys.modules`. Raises `ConfigError` if verl itself is imported already."""
     loaded = sys.modules.get("verl")
     if isinstance(loaded, AliasModule):
         return

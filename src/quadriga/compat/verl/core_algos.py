@@ -214,7 +214,7 @@ def compute_gdpo_outcome_advantage(
     """Compute GDPO advantages.
 
     The reward components are the columns of `non_tensor_batch` that `config.gdpo_reward_keys`
-    lists, weighted by `config.gdpo_reward_weights`. Raise InputError if the keys or the columns
+    lists, weighted by `config.gdpo_reward_weights`. Raises `InputError` if the keys or the columns
     are missing.
     """
     keys: Sequence[str] | None = setting(config, "gdpo_reward_keys")
@@ -292,12 +292,12 @@ def register_adv_est(
 
 
 def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> EstimatorFn:
-    """Return the estimator of that name. Raise UnknownNameError if there is none."""
+    """Return the estimator of that name. Raises `UnknownNameError` if there is none."""
     return registered(ADV_ESTIMATOR_REGISTRY, _name(name_or_enum), "advantage estimator")
 
 
 def registered(registry: Mapping[str, EntryT], name: str, kind: str) -> EntryT:
-    """Return `registry[name]`. Raise UnknownNameError, which lists the known names."""
+    """Return `registry[name]`. Raises `UnknownNameError`, which lists the known names."""
     if name not in registry:
         raise UnknownNameError(
             f"No {kind} {name!r}. Known: {', '.join(registry)}.",

@@ -47,7 +47,7 @@ def collect_all_to_all(worker_group: GroupInfo, output: list[object]) -> list[ob
 
 
 def dispatch_dp_compute(worker_group: GroupInfo, *args: object, **kwargs: object) -> Split:
-    """Check that each argument is a list with one entry per rank. Raise LengthError if not."""
+    """Check that each argument is a list with one entry per rank. Raises `LengthError` if not."""
     return builtin_modes.dispatch_lists(_view(worker_group), *args, **kwargs)
 
 

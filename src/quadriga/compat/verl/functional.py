@@ -44,7 +44,7 @@ def append_to_dict(
 def union_two_dict(dict1: dict[str, ValueT], dict2: Mapping[str, ValueT]) -> dict[str, ValueT]:
     """Add the entries of `dict2` to `dict1` in place and return it.
 
-    Raise ConflictError if both have different values under one key.
+    Raises `ConflictError` if both have different values under one key.
     """
     for key, value in dict2.items():
         if key in dict1 and dict1[key] != value:

@@ -65,8 +65,8 @@ def get_random_string(length: int) -> str:
 def get_master_addr_port(master_port_range: Sequence[int] | None = None) -> tuple[str, str]:
     """Return (address of this node, free port).
 
-    `master_port_range`: (first, last + 1), the ports to choose from; None: any port. Raise
-    PlacementError if none of them is free.
+    `master_port_range`: (first, last + 1), the ports to choose from; None: any port. Raises
+    `PlacementError` if none of them is free.
     """
     reserved = ReservedPort.choose(master_port_range)
     reserved.release()
@@ -155,7 +155,7 @@ def func_generator(
     """Return the group's method of that name, or its `submit` if `blocking` is false.
 
     The three functions are ignored: the method dispatches, runs and collects by its own record.
-    Raise UnknownNameError if the group has no such method.
+    Raises `UnknownNameError` if the group has no such method.
     """
     method: object = getattr(self, method_name)
     if not isinstance(method, BoundMethod):
@@ -178,7 +178,10 @@ class ResourcePoolManager(Generic[RoleT]):
     resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
 
     def create_resource_pool(self) -> None:
-        """Create every pool. Raise PlacementError unless all fit on the nodes at the same time."""
+        """Create every pool.
+
+        Raises `PlacementError` unless all fit on the nodes at the same time.
+        """
         pools = {
             name: RayResourcePool(
                 ranks,
@@ -207,8 +210,8 @@ def extract_pg_from_exist(
 ) -> list[PlacementGroup]:
     """Choose placement groups of existing pools, one for each node of `resource_pool`.
 
-    Only pools of `src_role_names` are considered. Raise PlacementError if their placement groups do
-    not have enough bundles.
+    Only pools of `src_role_names` are considered. Raises `PlacementError` if their placement groups
+    do not have enough bundles.
     """
     # Largest first: resource_pool.store [1, 3] with groups of 4 and 2 bundles gives node 1
     # (3 ranks) the group of 4, then node 0 (1 rank) the group of 2; returned in node order.

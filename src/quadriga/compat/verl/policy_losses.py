@@ -106,7 +106,7 @@ class LossArguments:
         )
 
     def clips(self) -> LossSettings:
-        """Return the clip range of `config`. Raise InputError if `config` is None."""
+        """Return the clip range of `config`. Raises `InputError` if `config` is None."""
         if self.config is None:
             raise InputError(
                 "This policy loss reads its clip range from config.clip_ratio; got config=None."
@@ -285,5 +285,5 @@ def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
-    """Return the loss of that name. Raise UnknownNameError if there is none."""
+    """Return the loss of that name. Raises `UnknownNameError` if there is none."""
     return registered(POLICY_LOSS_REGISTRY, name, "policy loss")

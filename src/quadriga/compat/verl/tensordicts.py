@@ -94,7 +94,7 @@ def concat_tensordict_with_none_bsz(data: Sequence[TensorDict]) -> TensorDict:
 def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
     """Concatenate TensorDicts along the batch dimension, jagged fields and objects included.
 
-    Objects of a whole batch are taken from the first one. Raise FieldError if the keys differ.
+    Objects of a whole batch are taken from the first one. Raises `FieldError` if the keys differ.
     """
     if not data:
         raise LengthError("concat_tensordict needs at least one TensorDict.")
@@ -113,7 +113,10 @@ def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
 
 
 def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
-    """Split into equal parts along the batch dimension. Raise LengthError if it does not divide."""
+    """Split into equal parts along the batch dimension.
+
+    Raises `LengthError` if it does not divide.
+    """
     if len(td) % chunks:
         raise LengthError(
             f"{len(td)} rows do not divide into {chunks} parts. Pad the batch with pad_to_divisor."
@@ -136,7 +139,7 @@ def get_tensordict(
     """Build one TensorDict from all kinds of fields.
 
     `tensor_dict` holds tensors and lists with one object per row; `non_tensor_dict` holds objects
-    of the whole batch. Raise LengthError if the fields differ in length.
+    of the whole batch. Raises `LengthError` if the fields differ in length.
     """
     fields: dict[str, Field] = {}
     lengths: dict[str, int] = {}
@@ -189,7 +192,7 @@ def get(tensordict: TensorDict, key: str, default: object = None) -> object:
 
 
 def get_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
-    """Return a TensorDict of some fields. Raise FieldError if one is missing."""
+    """Return a TensorDict of some fields. Raises `FieldError` if one is missing."""
     chosen = {key: _field(tensordict, key) for key in keys}
     return _build(chosen, len(tensordict) if tensordict.batch_size else None)
 
@@ -203,7 +206,7 @@ def pop(tensordict: TensorDict, key: str, default: object = None) -> object:
 
 
 def pop_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
-    """Remove some fields and return them as a TensorDict. Raise FieldError if one is missing."""
+    """Remove some fields and return them as a TensorDict. Raises `FieldError` if one is missing."""
     chosen = list(keys)
     taken = get_keys(tensordict, chosen)
     for key in chosen:

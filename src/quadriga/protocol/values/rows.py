@@ -62,7 +62,7 @@ def from_slice(index: slice, length: int) -> RowSelection:
 def from_index(index: object, length: int) -> RowSelection:
     """Return the rows of a list, tuple, range, array or tensor of row numbers, or of a bool mask.
 
-    Negative numbers count from the end. Raises IndexError for a row that does not exist and
+    Negative numbers count from the end. Raises `IndexError` for a row that does not exist and
     `ProtocolError` for a mask of the wrong length or an index that is not one-dimensional.
     """
     if isinstance(index, slice):
@@ -155,7 +155,7 @@ def chunk_bounds(length: int, chunks: int, uneven: bool) -> list[int]:
 def row_number(index: object, length: int) -> int | None:
     """Return the row of an int, a numpy integer, or an integer tensor or array without dimensions.
 
-    Negative numbers count from the end. Return None for any other index. Raises IndexError for a
+    Negative numbers count from the end. Return None for any other index. Raises `IndexError` for a
     row that does not exist.
     """
     if isinstance(index, torch.Tensor | np.ndarray):

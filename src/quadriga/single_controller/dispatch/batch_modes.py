@@ -107,7 +107,7 @@ def select_parts(
     """Return the results of the collecting ranks as part → result, in the order of the parts.
 
     `part_of_rank` and `collects` have one entry per rank of the group, `outputs` one per executing
-    rank. Raise MeshError if two ranks collect for one part.
+    rank. Raises `MeshError` if two ranks collect for one part.
     """
     chosen: dict[int, object] = {}
     for rank, output in zip(view.ranks, outputs, strict=True):
@@ -126,8 +126,8 @@ def select_parts(
 def check_mesh(mesh_name: str, dp_ranks: Sequence[int], collects: Sequence[bool]) -> None:
     """Check what the ranks of a group registered for one mesh.
 
-    Raise MeshError unless the data-parallel ranks are 0..n-1 without a gap, each is collected from
-    at most one rank, and at least one rank collects.
+    Raises `MeshError` unless the data-parallel ranks are 0..n-1 without a gap, each is collected
+    from at most one rank, and at least one rank collects.
     """
     expected = set(range(max(dp_ranks) + 1))
     if set(dp_ranks) != expected:
@@ -180,7 +180,7 @@ def split_arguments(
     """Split every batch into `parts` parts of equal length. Repeat any other value.
 
     A batch with padding enabled is filled with copies of its own rows, which `join` removes (see
-    `padding`). Raise LengthError if another batch does not divide, or if two batches of the call
+    `padding`). Raises `LengthError` if another batch does not divide, or if two batches of the call
     need different padding.
     """
     if not args and not kwargs:
@@ -225,8 +225,8 @@ def _split(view: GroupView, parts: int, where: str, value: object) -> Sequence[o
 def join(view: GroupView, outputs: Sequence[object], parts: Sequence[int] | None = None) -> object:
     """Join batches in order and remove the padding. Return None if all outputs are None.
 
-    `parts`: the part of which each output is the result; None: 0, 1, 2, …. Raise DispatchError if
-    the ranks returned anything else, or batches of different classes.
+    `parts`: the part of which each output is the result; None: 0, 1, 2, …. Raises `DispatchError`
+    if the ranks returned anything else, or batches of different classes.
     """
     if all(output is None for output in outputs):
         return None

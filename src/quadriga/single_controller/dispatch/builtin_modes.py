@@ -28,8 +28,8 @@ __all__ = ["ALL_TO_ALL", "EXECUTE_ALL", "Dispatch", "Execute"]
 def dispatch_lists(view: GroupView, *args: object, **kwargs: object) -> Split:
     """Take lists with one entry per rank.
 
-    A call that its execute mode runs on one rank takes the arguments as they are. Raise
-    DispatchError for an argument that is not a list, LengthError for a list of another length.
+    A call that its execute mode runs on one rank takes the arguments as they are. Raises
+    `DispatchError` for an argument that is not a list, `LengthError` for a list of another length.
     """
     if view.single:
         return dispatch_one_to_all(view, *args, **kwargs)

@@ -140,7 +140,7 @@ class ModeRegistry(Generic[ModeT]):
         return f"<{self._title}: {', '.join(self._members)}>"
 
     def add(self, mode: ModeT) -> ModeT:
-        """Add a mode. Raise DispatchError if its name is taken.
+        """Add a mode. Raises `DispatchError` if its name is taken.
 
         A mode that was adopted from another process may be added once more, because the file that
         added it there is imported here too.
@@ -157,7 +157,7 @@ class ModeRegistry(Generic[ModeT]):
         return mode
 
     def replace(self, mode: ModeT) -> ModeT:
-        """Replace the mode of the same name. Raise UnknownNameError if there is none."""
+        """Replace the mode of the same name. Raises `UnknownNameError` if there is none."""
         self[mode.name]  # raises for an unknown name
         self._members[mode.name] = mode
         self._builtin -= {mode.name}
@@ -221,7 +221,7 @@ class MethodRecord:
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn
 ) -> DispatchMode:
-    """Add `Dispatch.<name>`. Raise DispatchError if the name is taken."""
+    """Add `Dispatch.<name>`. Raises `DispatchError` if the name is taken."""
     _check_callable(dispatch_fn=dispatch_fn, collect_fn=collect_fn)
     return Dispatch.add(DispatchMode(dispatch_mode_name, dispatch_fn, collect_fn))
 

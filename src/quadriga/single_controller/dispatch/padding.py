@@ -54,7 +54,7 @@ class Padding:
 def add_padding(view: GroupView, where: str, data: DataProto, parts: int) -> DataProto:
     """Return a batch that divides into `parts`, and record the padding in `view.memo`.
 
-    Raise LengthError if another batch of the call has padding and another length.
+    Raises `LengthError` if another batch of the call has padding and another length.
     """
     field = FIELD
     while field in data.non_tensor_batch:  # the caller is itself a worker that received padding
@@ -75,7 +75,7 @@ def add_padding(view: GroupView, where: str, data: DataProto, parts: int) -> Dat
 def remove_padding(view: GroupView, padding: Padding, part: int, result: BatchT) -> BatchT:
     """Return the result of one part without the rows that were made from padding.
 
-    Raise LengthError if it does not show which rows these are.
+    Raises `LengthError` if it does not show which rows these are.
     """
     result, marked = _without_field(result, padding.field)
     padded = padding.in_part(part)

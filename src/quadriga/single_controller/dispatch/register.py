@@ -27,7 +27,7 @@ def register(
     blocking: bool = True,
     materialize_futures: bool = True,
 ) -> Callable[[FunctionT], FunctionT]:
-    """Mark a worker method, plain or `async def`, so that a worker group can call it.
+    """Mark a worker method, synchronous or `async def`, so that a worker group can call it.
 
     Args:
         dispatch_mode: A member of `Dispatch`, or a dict `{"dispatch_fn": f, "collect_fn": g}`.
@@ -36,7 +36,7 @@ def register(
         materialize_futures: Whether the method receives the values of futures among its
             arguments. If False, it receives the futures.
 
-    The function is returned unchanged. Raise DispatchError for modes of another type.
+    The function is returned unchanged. Raises `DispatchError` for modes of another type.
     """
     dispatch = _dispatch_mode(dispatch_mode)
     if not isinstance(execute_mode, ExecuteMode):

@@ -29,7 +29,7 @@ def ray_noset_visible_devices(env: Mapping[str, str] = os.environ) -> bool:
 def visible_devices(env: Mapping[str, str] = os.environ) -> str | None:
     """Return the visible devices ("0,1") that the vendors' variables give, None if none is set.
 
-    Raise PlacementError naming the variables if two of them differ.
+    Raises `PlacementError` naming the variables if two of them differ.
     """
     given = {name: env[name] for name in VISIBLE if env.get(name)}
     if len(set(given.values())) > 1:

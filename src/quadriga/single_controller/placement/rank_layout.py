@@ -43,7 +43,7 @@ class RankLayout:
     def of_rank(cls, rank: int, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1) -> RankLayout:
         """Return the coordinates of `rank` with tp innermost and pp outermost.
 
-        Raise MeshError unless 0 ≤ `rank` < tp · cp · dp · pp.
+        Raises `MeshError` unless 0 ≤ `rank` < tp · cp · dp · pp.
         """
         if not 0 <= rank < tp * cp * dp * pp:
             raise MeshError(

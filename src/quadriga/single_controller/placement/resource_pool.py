@@ -10,10 +10,10 @@ from quadriga.errors import PlacementError
 
 
 class ResourcePool:
-    """Places for processes on nodes: `process_on_nodes=[8, 8]` is two nodes with eight each.
+    """Bundles of resources on nodes: `process_on_nodes=[8, 8]` is two nodes with eight each.
 
-    A place is what one process of a worker group uses: a GPU, or a bundle of CPUs. At most
-    `max_colocate_count` worker groups share a place. Ranks are numbered node by node.
+    A bundle is what one process of a worker group uses: one GPU, or some CPUs. At most
+    `max_colocate_count` worker groups share a bundle. Ranks are numbered node by node.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class ResourcePool:
         self.n_gpus_per_node = n_gpus_per_node
 
     def add_node(self, process_count: int) -> None:
-        """Add a node with `process_count` places."""
+        """Add a node with `process_count` bundles."""
         self._store.append(process_count)
 
     @property
     def world_size(self) -> int:
-        """The number of places on all nodes."""
+        """The number of bundles on all nodes."""
         return sum(self._store)
 
     @property
     def store(self) -> list[int]:
-        """The number of places on each node."""
+        """The number of bundles on each node."""
         return self._store
 
     def __call__(self) -> list[int]:
@@ -62,7 +62,7 @@ class ResourcePool:
         return [local for count in self._store for local in range(count)]
 
     def bundle_of_rank(self, rank: int) -> tuple[int, int]:
-        """Return (index of the node, index of the place on the node) of a rank."""
+        """Return (index of the node, index of the bundle on the node) of a rank."""
         for index, count in enumerate(self.store):
             if rank < count:
                 return index, rank
@@ -75,14 +75,14 @@ class ResourcePool:
         return list(Counter(node_of_rank[rank] for rank in ranks).values())
 
     def part(self, start: int, count: int) -> ResourcePool:
-        """Return a pool of the places `start` to `start + count - 1`."""
+        """Return a pool of the bundles `start` to `start + count - 1`."""
         counts = self.counts_of(range(start, start + count))
         return ResourcePool(counts, self.max_colocate_count, self.n_gpus_per_node)
 
     def merged_with(self, other: ResourcePool) -> ResourcePool:
-        """Return a pool of the places of both, this pool's first.
+        """Return a pool of the bundles of both, this pool's first.
 
-        Raise PlacementError if their settings differ.
+        Raises `PlacementError` if their settings differ.
         """
         check_mergeable(self, other, ("max_colocate_count", "n_gpus_per_node"))
         return ResourcePool(
@@ -97,16 +97,16 @@ PoolT = TypeVar("PoolT", bound=ResourcePool)
 
 
 def split_resource_pool(resource_pool: PoolT, split_size: int | Sequence[int]) -> list[PoolT]:
-    """Split a pool into pools of `split_size` places each, or of the sizes in a list.
+    """Split a pool into pools of `split_size` bundles each, or of the sizes in a list.
 
-    The resulting pools may be split again. Raise PlacementError if the sizes do not sum to the size
-    of the pool.
+    The resulting pools may be split again. Raises `PlacementError` if the sizes do not sum to the
+    size of the pool.
     """
     total = resource_pool.world_size
     if isinstance(split_size, int):
         if split_size < 1 or total % split_size:
             raise PlacementError(
-                f"{resource_pool!r} has {total} places, which do not divide into parts of "
+                f"{resource_pool!r} has {total} bundles, which do not divide into parts of "
                 f"{split_size}.",
                 wanted=split_size,
                 available=total,
@@ -116,18 +116,18 @@ def split_resource_pool(resource_pool: PoolT, split_size: int | Sequence[int]) -
         sizes = list(split_size)
         if sum(sizes) != total or any(size < 1 for size in sizes):
             raise PlacementError(
-                f"{resource_pool!r} has {total} places, the parts {sizes} have {sum(sizes)}.",
+                f"{resource_pool!r} has {total} bundles, the parts {sizes} have {sum(sizes)}.",
                 wanted=sizes,
                 available=total,
             )
-    # sizes [1, 4] start at places 0 and 1
+    # sizes [1, 4] start at bundles 0 and 1
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     parts = [resource_pool.part(start, size) for start, size in zip(starts, sizes, strict=True)]
     return cast(list[PoolT], parts)
 
 
 def merge_resource_pool(rp1: PoolT, rp2: PoolT) -> PoolT:
-    """Merge two pools into one. Raise PlacementError if their settings differ."""
+    """Merge two pools into one. Raises `PlacementError` if their settings differ."""
     return cast(PoolT, rp1.merged_with(rp2))
 
 

@@ -46,7 +46,7 @@ class ClassWithInitArgs:
 def plain_class(cls: object) -> type:
     """Return a class as it is, and the user's class for the result of `ray.remote`.
 
-    Raise DispatchError if `cls` is neither.
+    Raises `DispatchError` if `cls` is neither.
     """
     metadata = getattr(cls, "__ray_metadata__", None)
     inner = getattr(metadata, "modified_class", cls)

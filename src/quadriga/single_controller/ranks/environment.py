@@ -21,7 +21,7 @@ LOCAL_PORT = "none: several local ranks share one process"
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """The place of one rank in its group."""
+    """The position of one rank in its group, and the address of rank 0."""
 
     rank: int = 0
     world_size: int = 1
@@ -32,7 +32,7 @@ class RankEnvironment:
     group_prefix: str = ""
 
     def variables(self) -> dict[str, str]:
-        """Return the place as environment variables."""
+        """Return the position as environment variables."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -45,9 +45,9 @@ class RankEnvironment:
 
     @classmethod
     def read(cls, env: Mapping[str, str] = os.environ) -> RankEnvironment:
-        """Read the place from environment variables. Without any: rank 0 of a group of one.
+        """Read the position from environment variables. Without any: rank 0 of a group of one.
 
-        Raise ConfigError naming a variable that is not a whole number.
+        Raises `ConfigError` naming a variable that is not a whole number.
         """
         return cls(
             rank=_number(env, "RANK", 0),
@@ -78,7 +78,8 @@ of the rank."""
 def variables_of_rank(worker_env: WorkerEnv | None, rank: int, world_size: int) -> dict[str, str]:
     """Return the environment variables that a user has set for one rank.
 
-    Raise ConfigError for a list of another length, and for a name or a value that is not a string.
+    Raises `ConfigError` for a list of another length, and for a name or a value that is not a
+    string.
     """
     if worker_env is None:
         return {}
@@ -140,7 +141,7 @@ class ReservedPort:
     def choose(cls, within: Sequence[int] | None = None) -> ReservedPort:
         """Reserve a free port. `within`: the permitted ports as (first, last + 1).
 
-        Raise PlacementError if none of them is free.
+        Raises `PlacementError` if none of them is free.
         """
         if within is None:
             sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

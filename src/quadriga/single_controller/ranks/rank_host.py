@@ -51,7 +51,7 @@ class RankHost:
     """The workers of one rank, by role.
 
     Args:
-        place: The place of the rank in its group.
+        place: The rank's position in its group.
         node: The address of its node, for error messages.
         survives: `survives(error)` returns whether an exception of the user can be pickled, sent to
             the controller and unpickled there.
@@ -85,7 +85,7 @@ class RankHost:
         """The coroutine methods that have started and not ended."""
 
     def build(self, classes: Mapping[str, ClassWithInitArgs]) -> None:
-        """Build the worker of each role. Raise WorkerInitError with the traceback."""
+        """Build the worker of each role. Raises `WorkerInitError` with the traceback."""
         for role, class_with_args in classes.items():
             try:
                 worker = class_with_args.build()
@@ -103,12 +103,12 @@ class RankHost:
         """Run one call and return its packed result.
 
         `store`: the `protocol.Store` for large fields of the result; None: that of this process.
-        Raise WorkerMethodError if the method raised.
+        Raises `WorkerMethodError` if the method raised.
         """
         try:
             args, kwargs = self._arguments(call)
             value = self._start(call, args, kwargs)
-            if _is_awaitable(value):  # also a plain method that returns a coroutine
+            if _is_awaitable(value):  # also a synchronous method that returns a coroutine
                 value = self._run(value)
             return self._result(call, value, store)
         except Exception as error:
@@ -303,7 +303,7 @@ def _is_awaitable(value: object) -> TypeGuard[Awaitable[object]]:
 
 
 def _in_thread(run: Callable[[], T]) -> T:
-    """Return `run()`, called in a new thread. Raise what it raised."""
+    """Return `run()`, called in a new thread. Raises what it raised."""
     outcome: list[T] = []
     failed: list[BaseException] = []
 

@@ -40,7 +40,7 @@ class RegisteredMeshes(TypedDict):
 class Worker:
     """One role in one rank of a worker group. Subclasses add methods and `@register` them.
 
-    The place of the rank (`rank`, `world_size`, …) is read from environment variables when the
+    The rank's position (`rank`, `world_size`, …) is read from environment variables when the
     object is created, even if a subclass does not call `super().__init__()`. A worker group sets
     the variables. Without a group, torchrun or a shell script sets them.
 
@@ -117,7 +117,7 @@ class Worker:
     def sibling(self, role: str) -> Worker:
         """Return the worker of another role in this process.
 
-        Raise UnregisteredMethodError naming the roles of the process if there is none.
+        Raises `UnregisteredMethodError` naming the roles of the process if there is none.
         """
         try:
             found: Worker = self._siblings[role]
@@ -132,7 +132,7 @@ class Worker:
 
     def __getattr__(self, name: str) -> Any:  # a sibling, whose class no type can name here
         reraise_in_property(self, name)
-        # Not `self._siblings`: while a worker is unpickled that would come back here without end.
+        # Not `self._siblings`: while a worker is unpickled that would recurse without end.
         siblings = self.__dict__.get("_siblings")
         if siblings and name in siblings:
             return siblings[name]
@@ -145,8 +145,8 @@ class Worker:
     ) -> None:
         """Register the data-parallel rank of this rank in a mesh.
 
-        `is_collect`: whether the result of this rank is collected. Raise MeshError if the mesh is
-        registered already.
+        `is_collect`: whether the result of this rank is collected. Raises `MeshError` if the mesh
+        is registered already.
         """
         if mesh_name in self._meshes:
             raise MeshError(
@@ -164,7 +164,7 @@ class Worker:
     def _register_rank_layout(self, layout: RankLayout) -> None:
         """Register the coordinates of this rank in a tp × cp × dp × pp layout (MEGATRON modes).
 
-        Raise MeshError if another layout is registered already.
+        Raises `MeshError` if another layout is registered already.
         """
         if self._rank_layout not in (None, layout):
             raise MeshError(
@@ -176,12 +176,12 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def _query_dispatch_info(self, mesh_name: str) -> int:
-        """Return the data-parallel rank in a mesh. Raise MeshError if it is not registered."""
+        """Return the data-parallel rank in a mesh. Raises `MeshError` if it is not registered."""
         return self._mesh(mesh_name)[0]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def _query_collect_info(self, mesh_name: str) -> bool:
-        """Return whether the result is collected. Raise MeshError if it is not registered."""
+        """Return whether the result is collected. Raises `MeshError` if it is not registered."""
         return self._mesh(mesh_name)[1]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -191,7 +191,7 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def _query_rank_layout(self) -> RankLayout:
-        """Return the rank layout. Raise MeshError if it is not registered."""
+        """Return the rank layout. Raises `MeshError` if it is not registered."""
         if self._rank_layout is None:
             raise MeshError(
                 f"{type(self).__name__} has no rank layout. Call "

@@ -4,6 +4,13 @@
 2. `ray.wait(fetch_local=True)`: pull the large ones from their nodes. Ray goes on with such a
    pull between two slices, while `ray.get(timeout=…)` would cancel it at every slice.
 3. Look at deadlines, at watched groups and, after `PROBE_S`, at the nodes.
+
+Example: ranks 0, 1 and 2 return after 0.3, 0.7 and 1.2 s of the wait. The result of rank 1 is large
+and on another node; its pull takes 0.6 s. Time is in seconds from the start of the slices:
+
+    0.0 ─ 0.5   slice 1   rank 0 has returned, its value is read
+    0.5 ─ 1.0   slice 2   rank 1 has returned, its value is remote: the pull starts at 1.0
+    1.0 ─ 1.6   slice 3   rank 2 returns at 1.2; then only the pull is waited for, which ends at 1.6
 """
 
 from __future__ import annotations
@@ -78,6 +85,7 @@ class Slices:
         self._awaited = awaited
         self._limit = limit
         self._home = {ref: (a, i) for a in awaited for i, ref in enumerate(a.refs)}
+        # Each reference once: `ray.wait` refuses a list that contains one twice.
         self._running = list(dict.fromkeys(refs))
         self._remote: list[Ref] = []
         """Results that exist and that are being pulled from another node."""
@@ -93,6 +101,7 @@ class Slices:
             # A result that exists is received even if its pull ends after the deadline.
             pause = max(MIN_SLICE_S, until_deadline(self._awaited, SLICE_S, self._limit))
             self._take_running(pause)
+            # While ranks run, their wait is the pause of the slice, and the pull only goes on.
             self._pull(0.0 if self._running else pause)
             if self._running or self._remote:
                 self._look()
@@ -129,7 +138,8 @@ class Slices:
             if len(refs) == 1:
                 home, index = self._home[refs[0]]
                 home.raise_failure(index, error)
-        # Some of several failed or are on another node: find out which.
+        # Some of several failed or are on another node: find out which, one at a time.
+        #   [a: local, b: remote, c: failed]    a is read, b is kept for the pull, c raises
         return [rest for ref in refs for rest in self._read([ref])]
 
     def _look(self) -> None:

@@ -1,7 +1,7 @@
 """Ray's object store as the `Store` of the protocol, and the result of a rank's task.
 
-    task of a rank ──► first return:  Result(value, place)      the controller fetches it
-                   └─► second return: (field, field, …)          readers fetch it, by handle
+    task of a rank ──► first return:  Result(value, location)   the controller fetches it
+                   └─► second return: (field, field, …)         readers fetch it, by handle
 
 **One object for a shard.** Every object costs its owner, and each process that holds a reference,
 some tenths of a millisecond. The fields of one shard are therefore put together into one object.
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import Ref
     from quadriga.protocol.message import Message
 
+# Two float32 fields in a cluster of several nodes:
+#   [1024, 4096]  16 777 216 bytes = ALONE_BYTES      an object of its own
+#   [1024, 4095]  16 773 120 bytes < ALONE_BYTES      put together with other fields
 ALONE_BYTES = 16 * 2**20
 BUNDLE_BYTES = 64 * 2**20
 """Fields of one object are freed together, so an object holds no more than this on one node too."""
@@ -61,7 +64,7 @@ def _is_pickling() -> bool:
 transports.append(Transport((ray.ObjectRef, ray.actor.ActorHandle), _is_pickling))
 
 
-class Place:
+class Location:
     """Where an object is stored. `ref` is None while the object is the second return of a running
     task: only the caller has that reference, and sets it when the result arrives (`opened`)."""
 
@@ -71,7 +74,7 @@ class Place:
         self.ref = ref
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Place, (self.ref,)
+        return Location, (self.ref,)
 
 
 class RayHandle:
@@ -81,10 +84,10 @@ class RayHandle:
     the object when the last process drops its last reference.
     """
 
-    __slots__ = ("index", "nbytes", "place")
+    __slots__ = ("index", "location", "nbytes")
 
-    def __init__(self, place: Place, nbytes: int, index: int = _WHOLE) -> None:
-        self.place = place
+    def __init__(self, location: Location, nbytes: int, index: int = _WHOLE) -> None:
+        self.location = location
         self.nbytes = nbytes
         self.index = index
 
@@ -94,15 +97,16 @@ class RayHandle:
         return f"{self._ref().hex()}:{self.index}"
 
     def fetch(self) -> object:
-        """Return the value. Raise `LostObjectError` if it is gone."""
+        """Return the value. Raises `LostObjectError` if it is lost."""
         return self.fetch_many([self])[0]
 
     @staticmethod
     def fetch_many(handles: Sequence[RayHandle]) -> list[object]:
         """Return the values as views of shared memory, with one `ray.get` for all of them.
 
-        Raise `LostObjectError` if one is gone because the process that owned it died.
+        Raises `LostObjectError` if one is lost because the process that owned it has ended.
         """
+        # Two handles of object A and one of B: found = [A, A, B], and Ray is asked for [A, B].
         found = [handle._ref() for handle in handles]
         refs = list(dict.fromkeys(found))
         try:
@@ -114,12 +118,12 @@ class RayHandle:
         ]
 
     def _ref(self) -> Ref:
-        if self.place.ref is None:
+        if self.location.ref is None:
             raise LostObjectError("This field is part of a result that has not been received.")
-        return self.place.ref
+        return self.location.ref
 
     def __reduce__(self) -> tuple[object, ...]:
-        return RayHandle, (self.place, self.nbytes, self.index)
+        return RayHandle, (self.location, self.nbytes, self.index)
 
 
 def _item(stored: object, index: int) -> object:
@@ -142,18 +146,18 @@ class RayStore:
 
     def put(self, value: object, nbytes: int = 0) -> Handle:
         """Store one value as an object of its own."""
-        return RayHandle(Place(ray.put(value)), nbytes)
+        return RayHandle(Location(ray.put(value)), nbytes)
 
     def put_many(self, values: Sequence[tuple[object, int]]) -> list[Handle]:
-        """Store `(value, nbytes)` pairs, small values together; handles come back in order."""
+        """Store `(value, nbytes)` pairs, small values together; return the handles in order."""
         handles: dict[int, Handle] = {}
         for bundle in _bundles([nbytes for _, nbytes in values], alone_bytes()):
             if len(bundle) == 1:
                 handles[bundle[0]] = self.put(*values[bundle[0]])
                 continue
-            place = Place(ray.put(tuple(values[i][0] for i in bundle)))
+            location = Location(ray.put(tuple(values[i][0] for i in bundle)))
             for index, i in enumerate(bundle):
-                handles[i] = RayHandle(place, values[i][1], index)
+                handles[i] = RayHandle(location, values[i][1], index)
         return [handles[i] for i in range(len(values))]
 
     def get_many(self, handles: Sequence[Handle]) -> list[object]:
@@ -181,6 +185,9 @@ def _bundles(sizes: Sequence[int], alone: int) -> list[list[int]]:
         result  [[3], [0], [1, 2, 4, 5], [6]]
     """
     bundles: list[list[int]] = []
+    # In the example, MB that are free in the last bundle after each value:
+    #   size    30  15  15  70  15  15  15
+    #   room     0  49  34  34  19   4  49      the last value does not fit into 4: a new bundle
     room = 0
     for i, size in enumerate(sizes):
         if size >= alone:
@@ -196,23 +203,23 @@ def _bundles(sizes: Sequence[int], alone: int) -> list[list[int]]:
 
 
 class Result:
-    """The first return of a task: a value whose handles point to `place`."""
+    """The first return of a task: a value whose handles point to `location`."""
 
-    __slots__ = ("place", "value")
+    __slots__ = ("location", "value")
 
-    def __init__(self, value: object, place: Place) -> None:
+    def __init__(self, value: object, location: Location) -> None:
         self.value = value
-        self.place = place
+        self.location = location
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Result, (self.value, self.place)
+        return Result, (self.value, self.location)
 
 
 class ResultStore(RayStore):
     """The store of one result: collects fields until the result itself is complete."""
 
     def __init__(self) -> None:
-        self._place = Place()
+        self._location = Location()
         self._fields: list[object] = []
         self._nbytes = 0
 
@@ -221,11 +228,14 @@ class ResultStore(RayStore):
         return [self._keep(value, nbytes) for value, nbytes in values]
 
     def _keep(self, value: object, nbytes: int) -> Handle:
+        # Fields of 40, 20 and 10 MiB:
+        #   one node         40 and 20 are kept; with 10 it would be 70 > 64, so 10 is put at once
+        #   several nodes    40 and 20 are at least ALONE_BYTES and are put at once; 10 is kept
         if nbytes >= alone_bytes() or self._nbytes + nbytes > BUNDLE_BYTES:
             return self.put(value, nbytes)
         self._fields.append(value)
         self._nbytes += nbytes
-        return RayHandle(self._place, nbytes, len(self._fields) - 1)
+        return RayHandle(self._location, nbytes, len(self._fields) - 1)
 
     def returns(self, value: object, apart: bool) -> tuple[object, object]:
         """Return the first and the second return of the task.
@@ -236,10 +246,14 @@ class ResultStore(RayStore):
             # Bytes are always a pickle (see `opened`), so a user's bytes are pickled as well.
             plain = type(value) is bytes or is_plain_batch(value)
             return pickle.dumps(value) if plain else value, None
-        fields, result = tuple(self._fields), Result(value, self._place)
+        #   bytes of the fields   apart    first return            second   owner of the fields
+        #         409 600         False    Result, location set    None     the worker
+        #          40 960         True     Result, location set    None     the worker
+        #         409 600         True     Result, location None   fields   the caller
+        fields, result = tuple(self._fields), Result(value, self._location)
         if apart and self._nbytes >= RETURNED_BYTES:
             return result, fields
-        self._place.ref = ray.put(fields)
+        self._location.ref = ray.put(fields)
         return result, None
 
 
@@ -253,8 +267,10 @@ def opened(returned: object, fields: Ref | None) -> object:
         return pickle.loads(returned)
     if not isinstance(returned, Result):
         return returned
-    if returned.place.ref is None:
-        returned.place.ref = fields
+    if returned.location.ref is None:
+        # All handles of these fields share one `Location`, also after unpickling: pickle writes an
+        # object once and refers to it from then on. One assignment completes them all.
+        returned.location.ref = fields
     return returned.value
 
 

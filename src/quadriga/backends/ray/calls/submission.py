@@ -71,6 +71,9 @@ class RayCallBackend:
                 encoded[key] = _encoded(call, handle.facts.interleaves)
         refs: list[Ref] = []
         fields: list[Ref | None] = []
+        # Under the lock, every rank receives the calls of two threads in the same order. Else:
+        #   rank 0 receives a, b;  rank 1 receives b, a
+        # If both calls contain a collective, rank 0 waits in that of a and rank 1 in that of b.
         with ranks.lock:
             for handle, call in zip(handles, calls, strict=True):
                 method = handle.methods.get(label)
@@ -237,7 +240,7 @@ class _CallPickler(cloudpickle.Pickler):
 def _encoded_data(call: Call) -> Encoded:
     """Return what is sent for a call without code of the user, in a tenth of cloudpickle's time.
 
-        Call("actor", "update", (Message … Place(ref 7f…) … Place(ref a2…),))
+        Call("actor", "update", (Message … Location(ref 7f…) … Location(ref a2…),))
           →  b"… _reference(0) … _reference(1) …",  [ref 7f…, ref a2…]
 
     Ray's own pickler, which calls Python for every object, sees the list only.
@@ -260,7 +263,7 @@ def _encoded_data(call: Call) -> Encoded:
 def _encoded(call: Call, with_ticket: bool) -> Encoded:
     """Return what is sent for a call.
 
-    Raise DispatchError if an argument cannot be pickled. A call with a ticket must arrive soon
+    Raises `DispatchError` if an argument cannot be pickled. A call with a ticket must arrive soon
     after it was sent, because the calls after it wait for it (`ranks/call_order.py`). Ray delivers
     a task when its large arguments have arrived, so they go to the store, and the rank fetches
     them.
@@ -345,5 +348,6 @@ def estimate(value: object, depth: int = 3) -> int:
     items = list(value.values()) if isinstance(value, dict) else list(value)
     if not items:
         return 0
+    # 1000 arrays of 1024 bytes: 64 of them have 65 536 bytes, so 65 536 · 1000 // 64 = 1 024 000.
     sample = items[:SAMPLED_ITEMS]
     return sum(estimate(item, depth - 1) for item in sample) * len(items) // len(sample)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quadriga.controller")
 
+# A call of 0.05 s takes one `ray.get`. One of 0.9 s takes a `ray.get` of 0.2 s and two slices: from
+# 0.2 to 0.7 s and from 0.7 to 0.9 s.
 FIRST_WAIT_S = 0.2
 """How long a wait asks Ray for everything at once, before it goes on in slices."""
 PROBE_S = 2.0
@@ -77,8 +79,8 @@ class RayBatch:
     def gather(self) -> list[object]:
         """Return all values in order; wait for them once.
 
-        Raise WorkerMethodError if a method raised, WorkerDiedError if a process has ended,
-        CallTimeoutError if the deadline is exceeded.
+        Raises `WorkerMethodError` if a method raised, `WorkerDiedError` if a process has ended,
+        `CallTimeoutError` if the deadline is exceeded.
         """
         if self.values is None:
             wait_for([self])
@@ -86,7 +88,7 @@ class RayBatch:
         return self.values
 
     def waits_for(self, handle: RankHandle) -> bool:
-        """Return whether the result of that rank is missing, because it runs or has died."""
+        """Return whether the result of that rank is missing: it runs, or its process has ended."""
         for ref, mine in zip(self.refs, self.handles, strict=True):
             if mine is handle and self.values is None:
                 return not _is_returned(ref)
@@ -95,6 +97,9 @@ class RayBatch:
     def keep(self, values: list[object]) -> None:
         """Open what the tasks returned, and note which methods have large fields."""
         for i, returned in enumerate(values):
+            # Two calls of one method with 4 MB of fields:
+            #   first call     one return; the worker puts the fields and owns them; noted here
+            #   second call    two returns; the caller owns the fields (`RayMethod.send`)
             if isinstance(returned, Result):
                 self.handles[i].methods[self.label].has_large_fields = True
             values[i] = opened(returned, self.fields[i] if self.fields else None)
@@ -208,7 +213,7 @@ class RayPending:
         return None if known is None else known[self.index]
 
     def result(self) -> object:
-        """Wait for the value. Raise what the worker raised."""
+        """Wait for the value. Raises what the worker raised."""
         if self.batch is not None:
             return self.batch.gather()[self.index]
         if self.values is None:
@@ -232,8 +237,10 @@ class RayPending:
     def wait_all(pendings: Sequence[RayPending], timeout: float | None = None) -> None:
         """Wait until every value is known. The first failure of any of them is raised.
 
-        Raise CallTimeoutError after `timeout` seconds; the calls go on.
+        Raises `CallTimeoutError` after `timeout` seconds; the calls go on.
         """
+        # The results of one submission are waited for as one batch. Two calls of 4 ranks and one
+        # result of another process: 9 pendings, 3 things to wait for.
         wait_for(list({id(p.batch or p): p.batch or p for p in pendings}.values()), timeout)
 
     def keep(self, values: list[object]) -> None:
@@ -266,15 +273,18 @@ class RayPending:
             facts = self.batch.handles[self.index].facts
             source = f"{self.batch.label}, rank {facts.rank} on {facts.node}"
             expires = self.batch.expires
+        # The time that is left is sent, because `time.monotonic()` differs between nodes:
+        #   here     expires 5010.0, now 5003.0    sends 7.0
+        #   there    now 120.0                     expires 127.0
         left = None if expires is None else max(0.0, expires - time.monotonic())
         return RayPending, (self.ref, self.fields, None, 0, source, left)
 
 
 def wait_for(awaited: Sequence[Awaited], timeout: float | None = None) -> None:
-    """Wait until all results are known. Raise the first failure of any of them.
+    """Wait until all results are known. Raises the first failure of any of them.
 
-    Raise CallTimeoutError at the earliest deadline and after `timeout` seconds, and the error of a
-    watched group that breaks.
+    Raises `CallTimeoutError` at the earliest deadline and after `timeout` seconds, and the error of
+    a watched group that breaks.
     """
     limit = None if timeout is None else time.monotonic() + timeout
     missing = [a for a in awaited if a.values is None]
@@ -291,6 +301,8 @@ def wait_for(awaited: Sequence[Awaited], timeout: float | None = None) -> None:
     if unsettled is not None:
         found = Slices(missing, refs, unsettled, limit).wait()
         values = [found[ref] for ref in refs]
+    # `values` is in the order of `refs`. A batch of 3 ranks, then one result by itself: the first
+    # keeps values[0:3], the second values[3:4].
     start = 0
     for a in missing:
         a.keep(values[start : start + len(a.refs)])
@@ -298,7 +310,7 @@ def wait_for(awaited: Sequence[Awaited], timeout: float | None = None) -> None:
 
 
 def _is_returned(ref: Ref) -> bool:
-    """Return whether a task has returned or raised; False if it runs or its process died."""
+    """Return whether a task has returned or raised; False if it runs or its process has ended."""
     try:
         ray.get(ref, timeout=0)
     except (GetTimeoutError, *DEAD):

@@ -179,10 +179,10 @@ def died(handle: RankHandle, label: str, reason: str) -> WorkerDiedError:
     """
     role, _, method = label.rpartition(".")
     facts = handle.facts
-    call = f"{method} was in flight" if method else "no call was in flight"
+    doing = f"{method} was in flight" if method else "it was idle"
     return WorkerDiedError(
-        f"The process of {role} rank {facts.rank} on {facts.node} (pid {facts.pid}) died while "
-        f"{call}: {reason}\n\nIts last lines:\n{last_lines(handle)}",
+        f"The process of {role} rank {facts.rank} on {facts.node} (pid {facts.pid}) ended while "
+        f"{doing}: {reason}\n\nIts last lines:\n{last_lines(handle)}",
         role=role,
         rank=facts.rank,
         node=facts.node,

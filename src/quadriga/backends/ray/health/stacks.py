@@ -1,4 +1,4 @@
-"""What a rank's node tells of its process: the stacks of its threads and its last output.
+"""Read the stacks and the last output of a rank's process, on its node.
 
 A rank that is stuck cannot run a method, so its stack is asked for by a signal. `faulthandler`
 responds in C code, also while the thread holds the interpreter or waits inside a system call:

@@ -39,7 +39,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     def update_options(self, options: Mapping[str, object]) -> None:
         """Set Ray actor options (`runtime_env`, `max_concurrency`, …).
 
-        Raise ConfigError for options that would restart a rank.
+        Raises `ConfigError` for options that would restart a rank.
         """
         for name in REFUSED:
             if options.get(name):

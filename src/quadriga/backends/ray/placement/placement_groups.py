@@ -26,7 +26,7 @@ Strategy: TypeAlias = Literal["STRICT_PACK", "PACK", "STRICT_SPREAD", "SPREAD"]
 
 PLACE_TIMEOUT_S = 120.0
 LOG_S = 10.0
-"""After how long a wait for places is logged."""
+"""After how long a wait for bundles is logged."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def place(
         asked for in the order of the pools    [2] may get 2 GPUs of the large node; [8] never fits
         asked for by size                      [8] gets the large node, then [2] the small one
 
-    Raise PlacementError after `timeout` seconds; no group is kept then.
+    Raises `PlacementError` after `timeout` seconds; no group is kept then.
     """
     parts = [
         _Part(pool, (number, node), count)
@@ -117,14 +117,14 @@ def _await(groups: list[PlacementGroup], pool: PoolRequest, deadline: float) -> 
             return True
         except GetTimeoutError:
             if not logged:
-                logger.warning("pool %s waits for places; free now: %s", pool.label, _free_text())
+                logger.warning("pool %s waits for bundles; free now: %s", pool.label, _free_text())
                 logged = True
     return False
 
 
 def _no_room(pool: PoolRequest, timeout: float) -> PlacementError:
     return PlacementError(
-        f"Pool {pool.label!r} {list(pool.store)}: its places were not free within "
+        f"Pool {pool.label!r} {list(pool.store)}: its bundles were not free within "
         f"{timeout:.0f} s. Each process asks for {pool.bundle}; free now: {_free_text()}. Other "
         "jobs, or other pools of this one, hold the rest.",
         pool=pool.label,
@@ -193,7 +193,7 @@ def _address_key(address: str) -> _AddressKey:
 def alive_nodes() -> list[NodeResources]:
     """Return the living nodes of the cluster with all that each has, in use or not.
 
-    Raise PlacementError if this process is not connected to Ray.
+    Raises `PlacementError` if this process is not connected to Ray.
     """
     if not ray.is_initialized():
         raise PlacementError(

@@ -1,4 +1,4 @@
-"""`RayResourcePool`: places on Ray nodes, with one placement group per node."""
+"""`RayResourcePool`: bundles of resources on Ray nodes, with one placement group per node."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _placing = threading.Lock()
 
 
 class RayResourcePool(ResourcePool):
-    """`process_on_nodes=[8, 8]`: two nodes with eight places each.
+    """`process_on_nodes=[8, 8]`: two nodes with eight bundles each.
 
-    A place is one bundle: `max_colocate_count` CPUs, and one GPU or NPU if `use_gpu`.
+    One rank of a group uses one bundle: `max_colocate_count` CPUs, and one GPU or NPU if `use_gpu`.
     """
 
     def __init__(
@@ -56,11 +56,14 @@ class RayResourcePool(ResourcePool):
         self.accelerator_type = accelerator_type
         self.pgs: list[PlacementGroup] | None = None
         self.placed_together: tuple[RayResourcePool, ...] = ()
-        """Pools that were checked together: the first that is placed places all of them."""
+        """Pools that were checked together: the placement of the first places all of them."""
 
-    def needs(self, device_name: str = "cuda", torn: bool = False) -> PoolNeeds:
-        """Return what this pool asks of the nodes. `torn`: its places may be on any node (PACK)."""
-        store = [1] * self.world_size if torn else self.store
+    def needs(self, device_name: str = "cuda", spread: bool = False) -> PoolNeeds:
+        """Return the resources that this pool needs.
+
+        `spread`: its processes may be on any node (PACK), so that no node needs room for several.
+        """
+        store = [1] * self.world_size if spread else self.store
         return PoolNeeds(self.label, tuple(store), self.bundle(device_name))
 
     def get_placement_groups(
@@ -72,15 +75,15 @@ class RayResourcePool(ResourcePool):
     ) -> list[PlacementGroup]:
         """Return one placement group per node, in the order of the nodes' addresses.
 
-        The first call makes them. Raise PlacementError if the nodes cannot hold them, before any
-        group is made, or if the places are not free within `timeout` seconds.
+        The first call makes them. Raises `PlacementError` if the nodes cannot hold them, before any
+        group is made, or if the bundles are not free within `timeout` seconds.
         """
         with _placing:
             if self.pgs is None:
                 companions = [p for p in self.placed_together if p.pgs is None]
                 pools = companions or [self]
-                torn = strategy != "STRICT_PACK"
-                check_feasible([pool.needs(device_name, torn) for pool in pools], alive_nodes())
+                spread = strategy != "STRICT_PACK"
+                check_feasible([pool.needs(device_name, spread) for pool in pools], alive_nodes())
                 requests = [pool.request(device_name) for pool in pools]
                 placed = place(requests, strategy, name, timeout)
                 for pool, groups in zip(pools, placed, strict=True):
@@ -88,18 +91,18 @@ class RayResourcePool(ResourcePool):
             return self.pgs or []
 
     def request(self, device_name: str) -> PoolRequest:
-        """Return what is asked of Ray for this pool."""
+        """Return the resources that Ray is asked for."""
         store, bundle = tuple(self.store), self.bundle(device_name)
         return PoolRequest(self.label, self.name_prefix, store, bundle, self.detached)
 
     def roots(self) -> tuple[RayResourcePool, ...]:
-        """Return the pools whose places this one uses: itself, or those that it is a part of."""
+        """Return the pools whose bundles this one uses: itself, or those of which it is a part."""
         return (self,)
 
     def detach(self) -> None:
-        """Have the places outlive this driver, for a group with `detached=True`.
+        """Let the bundles outlive this driver, for a group with `detached=True`.
 
-        Raise PlacementError if they exist already and end with the driver.
+        Raises `PlacementError` if they exist already and end with the driver.
         """
         for root in self.roots():
             if root.pgs is not None and not root.detached:
@@ -118,7 +121,7 @@ class RayResourcePool(ResourcePool):
         self.pgs = None
 
     def bundle(self, device_name: str) -> dict[str, float]:
-        """Return the resources that one process asks for."""
+        """Return the resources of one process."""
         bundle: dict[str, float] = {"CPU": self.max_colocate_count}
         if self.use_gpu:
             bundle["NPU" if device_name == "npu" else "GPU"] = 1
@@ -127,16 +130,19 @@ class RayResourcePool(ResourcePool):
         return bundle
 
     def part(self, start: int, count: int) -> SubRayResourcePool:
-        """Return a pool of `count` places, from place `start` on."""
+        """Return a pool of `count` bundles, from bundle `start` on."""
         return SubRayResourcePool(self, start, count)
 
     def merged_with(self, other: ResourcePool) -> MergedRayResourcePool:
-        """Return the places of both pools. Raise PlacementError if their settings differ."""
+        """Return a pool of the bundles of both.
+
+        Raises `PlacementError` if their settings differ.
+        """
         return MergedRayResourcePool(self, other)
 
 
 class SubRayResourcePool(RayResourcePool):
-    """`count` places of another pool, from place `start` on."""
+    """`count` bundles of another pool, from bundle `start` on."""
 
     def __init__(self, parent: RayResourcePool, start: int, count: int) -> None:
         self.parent = parent
@@ -170,7 +176,7 @@ class SubRayResourcePool(RayResourcePool):
 
 
 class MergedRayResourcePool(RayResourcePool):
-    """The places of two pools: the first pool's, then the second's."""
+    """The bundles of two pools: the first pool's, then the second's."""
 
     def __init__(self, first: RayResourcePool, second: ResourcePool) -> None:
         if not isinstance(second, RayResourcePool):

@@ -83,8 +83,8 @@ def start_ranks(
         named: give the actors the names of the plans.
         port_range: (first, last + 1), where rank 0 may reserve its port.
 
-    Raise WorkerInitError for the first `__init__` that raised, ConfigError for a name that is
-    taken, CallTimeoutError after `timeout` seconds. No process is left after a failure.
+    Raises `WorkerInitError` for the first `__init__` that raised, `ConfigError` for a name that is
+    taken, `CallTimeoutError` after `timeout` seconds. No process is left after a failure.
     """
     collect_rarely(FULL_EVERY_IN_CONTROLLER)
     classes = {role: member.cls for role, member in roles.items()}
@@ -178,8 +178,8 @@ def start_single(
 def facts_of(actors: Sequence[RankActor]) -> list[RankFacts]:
     """Ask ranks where they run.
 
-    Raise CallTimeoutError if one of them runs a call for longer than a minute, WorkerDiedError if
-    one of them has ended.
+    Raises `CallTimeoutError` if one of them runs a call for longer than a minute, `WorkerDiedError`
+    if one of them has ended.
     """
     timeout = ATTACH_TIMEOUT_S
     refs = [actor.quadriga_facts.remote() for actor in actors]
