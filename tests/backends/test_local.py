@@ -155,3 +155,11 @@ def test_backends_by_name():
         get_backend("locl")
     register_backend("mine", "quadriga.backends.local.backend:LocalBackend")
     assert get_backend("mine").name == "local"
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), True, "3"])
+def test_a_deadline_that_is_no_positive_number_is_refused(timeout):
+    backend = get_backend("local")
+    group = backend.worker_group(backend.resource_pool([1]), backend.class_with_args(Adder))
+    with pytest.raises(DispatchError, match=r"options\(timeout=…\) expects a number of seconds"):
+        group.add.options(timeout=timeout)

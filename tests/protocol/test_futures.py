@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from quadriga.errors import CallTimeoutError
+from quadriga.errors import CallTimeoutError, ProtocolError
 from quadriga.protocol import DataProto, DataProtoFuture, as_completed
 from quadriga.single_controller import Dispatch, Worker, register
 
@@ -128,3 +128,9 @@ def test_futures_of_the_ray_backend(plane_backends):
 
 async def _await(future):
     return await future
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), True, "3"])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout):
+    with pytest.raises(ProtocolError, match=r"timeout: expected a number of seconds"):
+        DataProtoFuture([]).get(timeout=timeout)

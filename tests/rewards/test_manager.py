@@ -101,7 +101,7 @@ def test_missing_fields_and_unknown_data_sources_are_named():
     with pytest.raises(FieldError, match="row 0: reward_model must be a dict with 'ground_truth'"):
         manager(data)
     del data.non_tensor_batch["reward_model"]
-    with pytest.raises(FieldError, match="row 0: reward_model must be a dict .* got None"):
+    with pytest.raises(FieldError, match=r"row 0: reward_model must be a dict .* got None"):
         manager(data)
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
 
-from quadriga.errors import CallTimeoutError, FieldError, LengthError
+from quadriga.errors import CallTimeoutError, FieldError, LengthError, ProtocolError
 from quadriga.protocol.boundary import Deferred, unpack_result
 from quadriga.protocol.dataproto import DataProto, DataProtoConfig
 from quadriga.protocol.message import Message
@@ -83,6 +84,7 @@ class DataProtoFuture(Deferred):
 
         Raises the first failure of any rank, also while other ranks are still running, and
         `CallTimeoutError` after `timeout` seconds; the call goes on, and `get` may be called again.
+        Raises `ProtocolError` for a timeout that is no number of 0 or more.
         """
         self.wait_all([self], timeout)
         return self._joined([pending.result() for pending in self.pending])
@@ -107,7 +109,16 @@ class DataProtoFuture(Deferred):
 
     @staticmethod
     def wait_all(values: Sequence[Deferred], timeout: float | None = None) -> None:
-        """Wait for the results of several futures at once. Raises the first failure of any."""
+        """Wait for the results of several futures at once. Raises the first failure of any, and
+        `ProtocolError` for a timeout that is no number of 0 or more."""
+        if timeout is not None and (
+            isinstance(timeout, bool)
+            or not isinstance(timeout, int | float)
+            or not 0 <= timeout < math.inf
+        ):
+            raise ProtocolError(
+                f"timeout: expected a number of seconds, 0 or more, or None, got {timeout!r}"
+            )
         expires = None if timeout is None else time.monotonic() + timeout
         kinds: dict[type, list[PendingValue]] = {}
         for pending in _leaves(

@@ -55,7 +55,7 @@ class BoundGroup(Protocol):
     @property
     def _ranks(self) -> RankSet: ...
     def class_of(self, role: str) -> type: ...
-    def role_view(self, role: str) -> GroupInfo: ...
+    def _role_view(self, role: str) -> GroupInfo: ...
 
 
 class BoundMethod(Generic[P, R]):
@@ -111,7 +111,19 @@ class BoundMethod(Generic[P, R]):
         return start_stream(self, args, kwargs).unordered()
 
     def options(self, timeout: float | None = None) -> Self:
-        """Return this method with a deadline of `timeout` seconds. None: that of the group."""
+        """Return this method with a deadline of `timeout` seconds. None: that of the group.
+
+        Raises `DispatchError` for a timeout that is no positive number.
+        """
+        if timeout is not None and (
+            isinstance(timeout, bool)
+            or not isinstance(timeout, int | float)
+            or not 0 < timeout < float("inf")
+        ):
+            raise DispatchError(
+                f"{self.label}: options(timeout=…) expects a number of seconds above 0, or None, "
+                f"got {timeout!r}."
+            )
         twin = copy.copy(self)
         twin.call_options = replace(self.call_options, timeout=timeout)
         return twin
@@ -196,7 +208,7 @@ def _split(
     """Return the view of a new call and the arguments of each executing rank."""
     dispatch, execute = method.record.current_dispatch, method.record.current_execute
     # Each role of a shared process has its own meshes and rank layout, hence the view of one role.
-    view = CallView(method.group.role_view(method.role), (), method.label, execute.single)
+    view = CallView(method.group._role_view(method.role), (), method.label, execute.single)
     # Modes are functions of the view, so the view exists before it knows the executing ranks.
     view.ranks = (dispatch.ranks or execute.ranks)(view)
     return view, parts_of_ranks(view, dispatch.dispatch_fn(view, *args, **kwargs))

@@ -53,13 +53,13 @@ class WorkerGroup(VerlNames):
 
     def _bind(self) -> None:
         """Make each registered method an attribute."""
-        self._offered = self.bound_names(self._ranks.roles, self._role)
+        self._offered = self._bound_names(self._ranks.roles, self._role)
         for offered, (role, name) in self._offered.items():
             record = registered_methods(self._ranks.roles[role])[name]
             self.__dict__[offered] = self._method_factory(self, role, record)
 
     @classmethod
-    def bound_names(
+    def _bound_names(
         cls, roles: Mapping[str, type], role: str | None = None
     ) -> dict[str, tuple[str, str]]:
         """Return the names that a group of these worker classes offers, as name → (role, method).
@@ -145,7 +145,7 @@ class WorkerGroup(VerlNames):
 
     # Views of one role
 
-    def role_view(self, role: str) -> WorkerGroup:
+    def _role_view(self, role: str) -> WorkerGroup:
         """Return the group of one role on the same processes, with plain method names.
 
         Raises `UnregisteredMethodError` if the processes do not have the role.
@@ -169,7 +169,7 @@ class WorkerGroup(VerlNames):
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
         """Return one view per role."""
-        return {role: self.role_view(role) for role in prefix_set}
+        return {role: self._role_view(role) for role in prefix_set}
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
         """Make the view of each role an attribute: `group.actor.update(...)`."""

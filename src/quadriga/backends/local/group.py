@@ -75,7 +75,7 @@ class LocalWorkerGroup(WorkerGroup):
             classes = {role: cls_with_init}
         role_classes = roles_of({name: member.cls for name, member in classes.items()})
         single = None if cls_with_init.shares_process else next(iter(classes))
-        self.bound_names(role_classes, single)  # raises before anything is built
+        self._bound_names(role_classes, single)  # raises before anything is built
         self._ports: list[ReservedPort] = []
         places = self._places(local, prefix)
         variables = [variables_of_rank(worker_env, p.rank, p.world_size) for p in places]

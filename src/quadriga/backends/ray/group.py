@@ -96,7 +96,7 @@ class RayWorkerGroup(WorkerGroup):
         if role is not None and not cls.shares_process:
             roles = {role: cls}
         single = None if cls.shares_process else next(iter(roles))
-        self.bound_names(class_roles(roles), single)  # raises before anything is started
+        self._bound_names(class_roles(roles), single)  # raises before anything is started
         self.resource_pool = resource_pool
         if worker_names is not None or worker_handles is not None:
             handles = _attach(worker_names, worker_handles, namespace)

@@ -56,10 +56,11 @@ _RAY_OWN = (
     "RayResourcePool",
     "SubRayResourcePool",
     "create_colocated_worker_cls",
+    "create_colocated_worker_cls_fused",
+    "create_colocated_worker_raw_cls",
     "merge_resource_pool",
     "split_resource_pool",
 )
-_FUSED = ("create_colocated_worker_cls_fused", "create_colocated_worker_raw_cls")
 _RAY_SHIMS = (
     "RayWorkerGroup",
     "ResourcePoolManager",
@@ -185,7 +186,7 @@ def _all_in(module: str, *names: str) -> dict[str, str]:
 
 _BASE = {
     **_all_in(CONTROLLER, "ClassWithInitArgs", "ResourcePool", "WorkerGroup"),
-    **_all_in(f"{COMPAT}.worker", "Worker"),
+    **_all_in(CONTROLLER, "Worker"),
 }
 
 # Names that a module of verl imports from another one and that users import from there.
@@ -221,7 +222,8 @@ MODULES: dict[str, dict[str, str]] = {
         **_all_in(CONTROLLER, "Dispatch", "Execute", "register"),
         **_all_in(f"{COMPAT}.device", *_DEVICE_AGAIN),
         **_all_in(f"{COMPAT}.groups", "WorkerHelper"),
-        **_all_in(f"{COMPAT}.worker", "DistGlobalInfo", "DistRankInfo", "Worker"),
+        **_all_in(f"{COMPAT}.worker", "DistGlobalInfo", "DistRankInfo"),
+        **_all_in(CONTROLLER, "Worker"),
     },
     "verl.single_controller.base.worker_group": {
         **_DECORATOR_AGAIN,
@@ -231,7 +233,6 @@ MODULES: dict[str, dict[str, str]] = {
     "verl.single_controller.ray": {
         **_all_in(RAY, *_RAY_OWN),
         **_all_in(f"{COMPAT}.groups", "RayWorkerGroup", "ResourcePoolManager"),
-        **_all_in(f"{COMPAT}.worker", *_FUSED),
     },
     "verl.single_controller.ray.base": {
         **_DECORATOR_AGAIN,
@@ -241,7 +242,7 @@ MODULES: dict[str, dict[str, str]] = {
         **_all_in(f"{COMPAT}.functional", "temp_env_var"),
         **_all_in(RAY, *_RAY_OWN),
         **_all_in(f"{COMPAT}.groups", *_RAY_SHIMS),
-        **_all_in(f"{COMPAT}.worker", "Worker", *_FUSED),
+        **_all_in(CONTROLLER, "Worker"),
     },
     "verl.utils": {},
     "verl.utils.ray_utils": {

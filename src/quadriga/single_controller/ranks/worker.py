@@ -11,6 +11,7 @@ from quadriga.single_controller.dispatch.register import register
 from quadriga.single_controller.placement import devices
 from quadriga.single_controller.placement.rank_layout import RankLayout
 from quadriga.single_controller.ranks.environment import RankEnvironment
+from quadriga.single_controller.ranks.verl_names import VerlWorkerNames
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,7 +38,7 @@ class RegisteredMeshes(TypedDict):
     """mesh name → whether the result is collected."""
 
 
-class Worker:
+class Worker(VerlWorkerNames):
     """One role in one rank of a worker group. Subclasses add methods and `@register` them.
 
     The rank's position (`rank`, `world_size`, …) is read from environment variables when the
