@@ -28,9 +28,9 @@ from trl_peer import PROMPTS, SAMPLES, prompts  # the same prompts and scores fo
 
 WARM_UP = 3
 CASES = {
-    "prompt 5, limit 64": {"prompt_words": 5, "limit": 64},
-    "prompt 5, limit 256": {"prompt_words": 5, "limit": 256},
-    "prompt 260, limit 64": {"prompt_words": 260, "limit": 64},
+    "prompt 5 words, limit 64": {"prompt_words": 5, "limit": 64},
+    "prompt 5 words, limit 256": {"prompt_words": 5, "limit": 256},
+    "prompt 125 words, limit 64": {"prompt_words": 125, "limit": 64},
 }
 ENVIRONMENT = {"OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 REWARD = """
