@@ -9,7 +9,7 @@ import threading
 import pytest
 from worker_cases import Adder, Collective, Slow
 
-from quadriga.backends import get_backend, register_backend
+from quadriga.backends import BACKENDS, get_backend, register_backend
 from quadriga.errors import (
     CallTimeoutError,
     CollectiveError,
@@ -150,7 +150,8 @@ def test_detached_needs_ray():
         start(Adder, 1, detached=True)
 
 
-def test_backends_by_name():
+def test_backends_by_name(monkeypatch):
+    monkeypatch.setattr("quadriga.backends.BACKENDS", dict(BACKENDS))
     with pytest.raises(UnknownNameError, match="Did you mean 'local'"):
         get_backend("locl")
     register_backend("mine", "quadriga.backends.local.backend:LocalBackend")

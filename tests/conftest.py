@@ -1,0 +1,51 @@
+"""Fixtures of all tests: no test leaves state of the process to the next one.
+
+The whole suite runs in one process, so a process group, a variable of a rank or an entry of a
+table that one test leaves behind changes the result of another.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from quadriga.backends import BACKENDS
+
+RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def _process_state() -> dict[str, object]:
+    return {
+        "rank variables": {k: os.environ[k] for k in RANK_VARIABLES if k in os.environ},
+        "backends": dict(BACKENDS),
+        "working directory": os.getcwd(),
+        "profile function": sys.getprofile(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _state_of_the_process_is_restored() -> Iterator[None]:
+    before = _process_state()
+    yield
+    after = _process_state()
+    left = {name: after[name] for name in before if after[name] != before[name]}
+    assert not left, f"the test left {left}; it was {[before[name] for name in left]} before"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _process_group_of_the_module_ends() -> Iterator[None]:
+    """Destroy the group of one rank that engines keep for the lifetime of their process."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
