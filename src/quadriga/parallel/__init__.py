@@ -5,6 +5,7 @@
 - `packing`, `attention_blocks`: from padded rows to packed tokens, and the blocks of rows in which
   attention reads those tokens.
 - `aligned_rows`: rows with their padding at the end, for models that cannot be packed.
+- `targets`: the response tokens whose outputs are needed, for both forms of rows.
 - `balancing`, `initial_partitions`, `exchanges`: partitions and micro-batches of about equal token
   counts.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quadriga.errors import ProtocolError
+from quadriga.parallel.targets import find_targets, scatter_targets
 
 # The example of `packing.py`. "·" is padding, P = R = 3, L = 6:
 #
@@ -52,8 +52,7 @@ class AlignedBatch:
 
     def unpack(self, values_K: Tensor) -> Tensor:
         """Scatter [K] values to [B, R], with 0 where there is no target. Differentiable."""
-        flat = values_K.new_zeros(self.shape[0] * self.shape[1])
-        return flat.index_put((self.target_index,), values_K).view(self.shape)
+        return scatter_targets(values_K, self.target_index, self.shape)
 
     def to(self, device: torch.device) -> AlignedBatch:
         """Return the same batch with every tensor on `device`."""
@@ -80,20 +79,11 @@ def left_align(input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor)
     aligned = input_ids.new_zeros(len(valid), longest)
     aligned[row, position_BS[row, column]] = input_ids[row, column]
 
-    width = response_mask.shape[1]
-    row, target = response_mask.bool().nonzero(as_tuple=True)
-    column = target + input_ids.shape[1] - width
-    position = position_BS[row, column]
-    if bool((position < 1).any()) or not bool(valid[row, column].all()):
-        raise ProtocolError(
-            "response_mask is 1 at a token that has no token before it or where attention_mask is "
-            "0; every response needs a prompt of at least one token",
-            field="response_mask",
-        )
+    targets = find_targets(input_ids, valid, position_BS, response_mask)
     return AlignedBatch(
         input_ids=aligned,
-        predictors=(row, position - 1),
-        labels=input_ids[row, column],
-        target_index=row * width + target,
-        shape=(len(response_mask), width),
+        predictors=(targets.row, targets.position - 1),
+        labels=targets.labels,
+        target_index=targets.flat_index,
+        shape=targets.shape,
     )

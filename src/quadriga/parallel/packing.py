@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quadriga.errors import ProtocolError, ShapeError
+from quadriga.errors import ShapeError
 from quadriga.parallel.attention_blocks import (
     AttentionBlocks,
     PackedRows,
     prompt_and_response_blocks,
     whole_row_blocks,
 )
+from quadriga.parallel.targets import find_targets, scatter_targets
 
 # Example: two samples of the prompt (11 12) and one of (13 14 15). "·" is padding, P = R = 3.
 #
@@ -64,8 +65,7 @@ class PackedBatch:
 
     def unpack(self, values_K: Tensor) -> Tensor:
         """Scatter [K] values to [B, R], with 0 where there is no target. Differentiable."""
-        flat = values_K.new_zeros(self.shape[0] * self.shape[1])
-        return flat.index_put((self.target_index,), values_K).view(self.shape)
+        return scatter_targets(values_K, self.target_index, self.shape)
 
     def to(self, device: torch.device) -> PackedBatch:
         """Return the same batch with every tensor on `device`."""
@@ -121,8 +121,7 @@ def pack_rows(
         ProtocolError: a target has no token before it, or `attention_mask` is 0 at a target.
     """
     _check_shapes(input_ids, attention_mask, response_mask)
-    width = response_mask.shape[1]
-    prompt_width = input_ids.shape[1] - width
+    prompt_width = input_ids.shape[1] - response_mask.shape[1]
     valid = attention_mask.bool()
     position_BS = valid.long().cumsum(1) - 1
     owner = torch.arange(len(input_ids))
@@ -131,23 +130,15 @@ def pack_rows(
     rows, kept = _packed_rows(position_BS, valid, owner, prompt_width)
     blocks = prompt_and_response_blocks(rows) if split_attention else whole_row_blocks(rows)
 
-    row, target = response_mask.bool().nonzero(as_tuple=True)
-    column = target + prompt_width
-    position = position_BS[row, column]
-    if bool((position < 1).any()) or not bool(valid[row, column].all()):
-        raise ProtocolError(
-            "response_mask is 1 at a token that has no token before it or where attention_mask is "
-            "0; every response needs a prompt of at least one token",
-            field="response_mask",
-        )
+    targets = find_targets(input_ids, valid, position_BS, response_mask)
     return PackedBatch(
         input_ids=input_ids[kept][None],
         position_ids=rows.column[None],
         attention_blocks=blocks,
-        predictors=rows.token_index[row, position - 1],
-        labels=input_ids[row, column],
-        target_index=row * width + target,
-        shape=(len(response_mask), width),
+        predictors=rows.token_index[targets.row, targets.position - 1],
+        labels=targets.labels,
+        target_index=targets.flat_index,
+        shape=targets.shape,
     )
 
 

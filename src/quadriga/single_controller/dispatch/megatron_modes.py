@@ -22,7 +22,8 @@ replica hold adjacent parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from quadriga.errors import DispatchError, LengthError
 from quadriga.single_controller.call import Arguments, GroupView, KeywordArguments, Split
@@ -56,48 +57,39 @@ def pp_as_dp_collects(layout: GroupLayout) -> list[bool]:
     return [rank.tp_rank == 0 and rank.cp_rank == 0 for rank in layout.ranks]
 
 
-def dispatch_dp_batches(view: GroupView, *args: object, **kwargs: object) -> Split:
-    """Split batches by data-parallel rank."""
-    return split_by_part(view, dp_parts(view.rank_layout), args, kwargs)
+@dataclass(frozen=True)
+class PartScheme:
+    """Which part of the arguments each rank receives, and which ranks' results are collected.
+
+    Attributes:
+        parts: the number of each rank's part.
+        collects: for each rank, whether its result is collected.
+    """
+
+    parts: Callable[[GroupLayout], list[int]]
+    collects: Callable[[GroupLayout], list[bool]]
+
+    def dispatch_batches(self, view: GroupView, *args: object, **kwargs: object) -> Split:
+        """Split batches into as many parts as the scheme has."""
+        return split_by_part(view, self.parts(view.rank_layout), args, kwargs)
+
+    def collect_batches(self, view: GroupView, outputs: Sequence[object]) -> object:
+        """Join one batch per part, in the order of dispatch."""
+        layout = view.rank_layout
+        return join_parts(view, self.parts(layout), self.collects(layout), outputs)
+
+    def dispatch_lists(self, view: GroupView, *args: object, **kwargs: object) -> Split:
+        """Take lists with one entry per part."""
+        return _lists(view, self.parts(view.rank_layout), args, kwargs)
+
+    def collect_list(self, view: GroupView, outputs: Sequence[object]) -> list[object]:
+        """Return one result per part."""
+        layout = view.rank_layout
+        return _selected(view, self.parts(layout), self.collects(layout), outputs)
 
 
-def collect_dp_batches(view: GroupView, outputs: Sequence[object]) -> object:
-    """Join one batch per data-parallel rank in order."""
-    layout = view.rank_layout
-    return join_parts(view, dp_parts(layout), dp_collects(layout), outputs)
-
-
-def dispatch_dp_lists(view: GroupView, *args: object, **kwargs: object) -> Split:
-    """Take lists with one entry per data-parallel rank."""
-    return _lists(view, dp_parts(view.rank_layout), args, kwargs)
-
-
-def collect_dp_list(view: GroupView, outputs: Sequence[object]) -> list[object]:
-    """Return one result per data-parallel rank."""
-    layout = view.rank_layout
-    return _selected(view, dp_parts(layout), dp_collects(layout), outputs)
-
-
-def dispatch_pp_as_dp_batches(view: GroupView, *args: object, **kwargs: object) -> Split:
-    """Split batches by data-parallel rank and pipeline stage."""
-    return split_by_part(view, pp_as_dp_parts(view.rank_layout), args, kwargs)
-
-
-def collect_pp_as_dp_batches(view: GroupView, outputs: Sequence[object]) -> object:
-    """Join one batch per data-parallel rank and pipeline stage, in the order of dispatch."""
-    layout = view.rank_layout
-    return join_parts(view, pp_as_dp_parts(layout), pp_as_dp_collects(layout), outputs)
-
-
-def dispatch_pp_as_dp_lists(view: GroupView, *args: object, **kwargs: object) -> Split:
-    """Take lists with one entry per data-parallel rank and pipeline stage."""
-    return _lists(view, pp_as_dp_parts(view.rank_layout), args, kwargs)
-
-
-def collect_pp_as_dp_list(view: GroupView, outputs: Sequence[object]) -> list[object]:
-    """Return one result per data-parallel rank and pipeline stage."""
-    layout = view.rank_layout
-    return _selected(view, pp_as_dp_parts(layout), pp_as_dp_collects(layout), outputs)
+DP = PartScheme(dp_parts, dp_collects)
+PP_AS_DP = PartScheme(pp_as_dp_parts, pp_as_dp_collects)
 
 
 def collect_pp_stages(view: GroupView, outputs: Sequence[object]) -> list[object]:
@@ -136,9 +128,9 @@ def _lists(
 
 
 MODES = (
-    DispatchMode("MEGATRON_COMPUTE", dispatch_dp_lists, collect_dp_list),
-    DispatchMode("MEGATRON_COMPUTE_PROTO", dispatch_dp_batches, collect_dp_batches),
-    DispatchMode("MEGATRON_PP_AS_DP", dispatch_pp_as_dp_lists, collect_pp_as_dp_list),
-    DispatchMode("MEGATRON_PP_AS_DP_PROTO", dispatch_pp_as_dp_batches, collect_pp_as_dp_batches),
+    DispatchMode("MEGATRON_COMPUTE", DP.dispatch_lists, DP.collect_list),
+    DispatchMode("MEGATRON_COMPUTE_PROTO", DP.dispatch_batches, DP.collect_batches),
+    DispatchMode("MEGATRON_PP_AS_DP", PP_AS_DP.dispatch_lists, PP_AS_DP.collect_list),
+    DispatchMode("MEGATRON_PP_AS_DP_PROTO", PP_AS_DP.dispatch_batches, PP_AS_DP.collect_batches),
     DispatchMode("MEGATRON_PP_ONLY", dispatch_one_to_all, collect_pp_stages),
 )
