@@ -55,6 +55,19 @@ def test_critic_uses_the_batch_sizes_of_the_actor_by_default():
     assert own.critic.optimizer_steps == 2
 
 
+def test_without_a_mini_batch_size_a_step_is_one_mini_batch():
+    numbers = plan("actor_rollout_ref.actor.ppo_mini_batch_size=null", "data.train_batch_size=8")
+    assert (numbers.actor.mini_batch_prompts, numbers.actor.mini_batches) == (8, 1)
+    assert numbers.critic.mini_batches == 1
+
+
+def test_each_role_counts_its_own_optimizer_steps():
+    numbers = plan("critic.ppo_mini_batch_size=16", "critic.ppo_epochs=1", "critic.warmup_steps=4")
+    # Actor: (10 − 4) steps × 4 mini-batches × 3 epochs. Critic: 10 steps × 2 mini-batches.
+    assert numbers.optimizer_steps(10) == (72, 20)
+    assert numbers.optimizer_steps(3) == (0, 6)
+
+
 def test_total_steps_from_settings_or_data_size():
     assert plan().total_steps is None
     assert plan(train_rows=100).total_steps == 6  # 2 epochs × (100 // 32)
@@ -71,6 +84,6 @@ def test_text_shows_the_arithmetic():
     assert "64 = 256 / 4 ranks" in text
     assert "8 prompts = 64 sequences = 16 on each rank" in text
     assert "12 per step = 32 / 8 mini-batches × 3 epochs" in text
-    assert "10 steps, 120 optimizer steps of the actor" in text
+    assert "10 steps, 120 optimizer steps of the actor and 120 of the critic" in text
     assert "\ncritic\n" in text
     assert "\ncritic\n" not in plan().text(with_critic=False)

@@ -168,18 +168,5 @@ def test_the_settings_in_the_run_folder_are_those_of_the_run(
     assert again == load_config(TrainConfig, train_overrides)
 
 
-def test_a_resumed_run_computes_the_steps_of_an_uninterrupted_run(run, tmp_path) -> None:
-    more = ("actor_rollout_ref.actor.use_kl_loss=true", "algorithm.adv_estimator=gae")
-    whole = timeless(run("trainer.total_training_steps=4", *more))
-    half = f"trainer.default_local_dir={tmp_path / 'half'}"
-    run("trainer.total_training_steps=2", half, *more)
-    resumed = timeless(run("trainer.total_training_steps=4", half, *more,
-                           "trainer.resume_mode=auto"))  # fmt: skip
-    assert [row["step"] for row in resumed] == [0, 1, 2, 3, 4]
-    clean = [{k: v for k, v in row.items() if not k.startswith("val/")} for row in whole]
-    again = [{k: v for k, v in row.items() if not k.startswith("val/")} for row in resumed]
-    assert clean == again
-
-
 def test_resuming_without_a_checkpoint_starts_at_step_one(run) -> None:
     assert [row["step"] for row in run("trainer.resume_mode=auto")] == [0, 1, 2]

@@ -91,6 +91,18 @@ def test_a_role_without_a_pool_is_named() -> None:
         start(only_policy)
 
 
+def test_the_schedule_of_each_role_counts_the_optimizer_steps_of_this_role() -> None:
+    config = load_config(
+        TrainConfig,
+        ["algorithm.adv_estimator=gae", "data.train_batch_size=32", "critic.warmup_steps=4",
+         "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.ppo_epochs=3",
+         "critic.ppo_mini_batch_size=16", "critic.ppo_epochs=1"],
+    )  # fmt: skip
+    classes = groups.role_classes(config, Role.ActorRollout, 10, {})
+    steps = {role: cls.kwargs["runtime"].total_steps for role, cls in classes.items()}
+    assert steps == {Role.ActorRollout: 72, Role.Critic: 20}
+
+
 class HalfCritic(Idle):
     """A critic that computes values and cannot be updated."""
 

@@ -7,7 +7,7 @@ import torch
 
 from quadriga.config.schema import ActorConfig
 from quadriga.protocol import DataProto, fields
-from quadriga.workers.updates import mini_batches, update_policy
+from quadriga.workers.updates import mini_batches, shuffle_seed, update_policy
 
 
 class Recorder:
@@ -44,7 +44,7 @@ def rows(mask: torch.Tensor) -> DataProto:
     )
 
 
-def update(mask: torch.Tensor, mini: int) -> tuple[Recorder, DataProto]:
+def update(mask: torch.Tensor, mini: int | None) -> tuple[Recorder, DataProto]:
     engine = Recorder()
     report = update_policy(
         engine,
@@ -94,6 +94,17 @@ def test_mini_batches_cover_every_row_once_per_epoch() -> None:
     shuffled = [m["row"].tolist() for m in mini_batches(given, size=5, epochs=2, shuffle=True)]
     assert [sorted(part) for part in shuffled] == [[0, 1, 2, 3, 4]] * 2
     assert shuffled[0] != shuffled[1]
+
+
+def test_without_a_mini_batch_size_an_update_is_one_optimizer_step() -> None:
+    engine, _ = update(torch.ones(5, 2, dtype=torch.int64), mini=None)
+    assert [len(seen[fields.RESPONSE_MASK]) for seen in engine.seen] == [5]
+
+
+def test_every_update_and_every_seed_of_a_run_shuffles_in_another_order() -> None:
+    seeds = {shuffle_seed(seed, steps) for seed in range(20) for steps in range(20)}
+    assert len(seeds) == 400
+    assert shuffle_seed(3, 5) == shuffle_seed(3, 5)
 
 
 def test_a_rank_without_rows_gets_one_empty_mini_batch() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quadriga.config.convert import check_choice
-from quadriga.config.plan import world_size
+from quadriga.config.plan import mini_batch_prompts, world_size
 from quadriga.config.ranges import check_values
 from quadriga.config.schema import (
     ArithmeticDataConfig,
@@ -158,10 +158,9 @@ def _check_batches(config: TrainConfig, known: KnownNames) -> None:
             f"not divide over {_ranks(config)}; the product must be a multiple of the ranks",
             key="data.train_batch_size",
         )
-    actor_mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    actor_mini, critic_mini = mini_batch_prompts(config)
     _check_mini_batch(config, f"{ACTOR}.ppo_mini_batch_size", actor_mini)
     if config.algorithm.adv_estimator in known.estimators_with_values:
-        critic_mini = config.critic.ppo_mini_batch_size or actor_mini
         _check_mini_batch(config, "critic.ppo_mini_batch_size", critic_mini)
 
 

@@ -70,8 +70,24 @@ class BatchPlan(_Step):
     """The numbers of one training step. `total_steps` is None if the data size is unknown."""
 
     total_steps: int | None
+    critic_warmup_steps: int
     actor: UpdatePlan
     critic: UpdatePlan
+
+    def optimizer_steps(self, total_steps: int) -> tuple[int, int]:
+        """Return the optimizer steps of the actor and of the critic in a run of `total_steps`.
+
+        In the first `critic.warmup_steps` steps only the critic is updated. With 10 steps, 4 of
+        them for warm-up, 2 optimizer steps per step of the actor and 1 of the critic:
+
+            actor    (10 − 4) × 2 = 12
+            critic    10 × 1      = 10
+        """
+        actor_updates = max(0, total_steps - self.critic_warmup_steps)
+        return (
+            actor_updates * self.actor.optimizer_steps,
+            total_steps * self.critic.optimizer_steps,
+        )
 
     def text(self, *, with_critic: bool = True) -> str:
         """Return the plan as lines of text; each number is shown with its calculation."""
@@ -87,10 +103,11 @@ class BatchPlan(_Step):
         for update in (self.actor, self.critic) if with_critic else (self.actor,):
             lines += _update_lines(update, self)
         if self.total_steps is not None:
-            per_step = self.actor.optimizer_steps
+            actor_steps, critic_steps = self.optimizer_steps(self.total_steps)
+            of_critic = f" and {critic_steps} of the critic" if with_critic else ""
             lines.append(
                 f"run                    {self.total_steps} steps, "
-                f"{self.total_steps * per_step} optimizer steps of the actor"
+                f"{actor_steps} optimizer steps of the actor{of_critic}"
             )
         return "\n".join(lines)
 
@@ -98,6 +115,12 @@ class BatchPlan(_Step):
 def world_size(config: TrainConfig) -> int:
     """Return the number of ranks of a run."""
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def mini_batch_prompts(config: TrainConfig) -> tuple[int, int]:
+    """Return the prompts per optimizer step of the actor and of the critic, over all ranks."""
+    actor = config.actor_rollout_ref.actor.ppo_mini_batch_size or config.data.train_batch_size
+    return actor, config.critic.ppo_mini_batch_size or actor
 
 
 def batch_plan(
@@ -118,8 +141,8 @@ def batch_plan(
         ranks=ranks or world_size(config),
         max_tokens_per_sequence=data.max_prompt_length + data.max_response_length,
     )
-    mini, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
-    critic_mini, critic_epochs = critic.ppo_mini_batch_size or mini, critic.ppo_epochs or epochs
+    mini, critic_mini = mini_batch_prompts(config)
+    epochs, critic_epochs = actor.ppo_epochs, critic.ppo_epochs or actor.ppo_epochs
     actor_micro, critic_micro = (
         actor.ppo_micro_batch_size_per_gpu,
         critic.ppo_micro_batch_size_per_gpu,
@@ -127,6 +150,7 @@ def batch_plan(
     return BatchPlan(
         **vars(step),
         total_steps=_total_steps(config, train_rows),
+        critic_warmup_steps=critic.warmup_steps,
         actor=_update(step, "actor", mini, epochs, actor_micro, actor.engine),
         critic=_update(step, "critic", critic_mini, critic_epochs, critic_micro, critic.engine),
     )

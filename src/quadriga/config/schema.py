@@ -135,7 +135,8 @@ class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    ppo_mini_batch_size: int = 64  # prompts per optimizer step, over all ranks
+    # prompts per optimizer step, over all ranks; None: data.train_batch_size, one optimizer step
+    ppo_mini_batch_size: int | None = None
     ppo_micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
     ppo_epochs: int = 1  # passes over the sequences of a step
     shuffle: bool = False  # shuffle the sequences in each epoch of a step

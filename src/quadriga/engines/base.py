@@ -52,6 +52,12 @@ Rows whose `response_mask` is all 0 have no outputs, so the function does not re
 class TrainEngine(Protocol):
     """A model and its optimizer. All ranks of the group must call the same method together."""
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps since the start of the run, those before a resume included; 0 for a
+        frozen model."""
+        ...
+
     def forward(
         self,
         batch: Batch,

@@ -144,6 +144,10 @@ class FSDPEngine:
         if engine.optimizer_offload:
             self._memory.offload("moments")
 
+    @property
+    def optimizer_steps(self) -> int:
+        return 0 if self.optimizer is None else self.optimizer.step_count
+
     # Computation
 
     def forward(

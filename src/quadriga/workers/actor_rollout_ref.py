@@ -45,7 +45,7 @@ class ActorRolloutRefWorker(Worker):
         config: settings of model, actor, rollout and reference.
         role: the uses of this worker: `actor`, `rollout`, `ref`, `actor_rollout` or
             `actor_rollout_ref`.
-        runtime: settings of the run that are the same for all roles.
+        runtime: what every rank of the role is told about the run.
 
     Raises:
         ConfigError: `role` is none of these.
@@ -194,19 +194,18 @@ class ActorRolloutRefWorker(Worker):
         Returns:
             The metrics of the update; see `quadriga.workers.updates.update_policy`.
         """
-        from quadriga.workers.updates import update_policy
+        from quadriga.workers.updates import shuffle_seed, update_policy
 
+        engine = self._engine("actor")
         return update_policy(
-            self._engine("actor"),
+            engine,
             data,
             self.config.actor,
             responses_per_prompt=self.config.rollout.n,
             temperature=self._temperature(),
             length_scale=self.runtime.max_response_length,
             world_size=self.world_size,
-            # The weight version grows with every update, so that each update shuffles its
-            # mini-batches in another order.
-            seed=self.runtime.seed + self.weight_version,
+            seed=shuffle_seed(self.runtime.seed, engine.optimizer_steps),
             reference=self._engine("ref") if self.config.actor.reads_full_kl else None,
         )
 

@@ -26,10 +26,10 @@ class CriticWorker(Worker):
     """The value model in one rank.
 
     Args:
-        config: settings of the critic. `model.path`, `ppo_mini_batch_size` and `ppo_epochs` must
-            be set; the trainer takes them from the actor where the user gave none.
+        config: settings of the critic. `model.path` must be set; the trainer takes it, and
+            `ppo_mini_batch_size` and `ppo_epochs`, from the actor where the user gave none.
         responses_per_prompt: sequences per prompt. `ppo_mini_batch_size` counts prompts.
-        runtime: settings of the run that are the same for all roles.
+        runtime: what every rank of the role is told about the run.
     """
 
     def __init__(
@@ -83,14 +83,18 @@ class CriticWorker(Worker):
         Returns:
             The metrics of the update; see `quadriga.workers.updates.update_values`.
         """
-        from quadriga.workers.updates import update_values
+        from quadriga.workers.updates import rows_per_mini_batch, update_values
 
-        prompts_per_step = self.config.ppo_mini_batch_size or len(data) * self.world_size
         return update_values(
             self._engine(),
             data,
             self.config,
-            mini_batch_rows=max(1, prompts_per_step * self.responses_per_prompt // self.world_size),
+            mini_batch_rows=rows_per_mini_batch(
+                self.config.ppo_mini_batch_size,
+                len(data),
+                self.responses_per_prompt,
+                self.world_size,
+            ),
             epochs=self.config.ppo_epochs or 1,
             length_scale=self.runtime.max_response_length,
         )

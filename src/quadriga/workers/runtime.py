@@ -9,12 +9,12 @@ from quadriga.config.schema import DeviceName
 
 @dataclass(frozen=True)
 class RankRuntime:
-    """Settings of the run that are the same for all roles. The controller makes them once."""
+    """What every rank of a role is told about the run. All ranks of the role get the same."""
 
     device: DeviceName = "auto"
     threads: int | None = None  # CPU threads per rank; None: do not change the process's setting
     seed: int = 0
-    total_steps: int | None = None  # optimizer steps of the run, for learning-rate schedules
+    total_steps: int | None = None  # optimizer steps of the role in the run, for its schedule
     max_response_length: int = 512  # tokens
     user_files: tuple[str, ...] = ()  # files that register estimators, losses, dispatch modes
 

@@ -52,7 +52,9 @@ def update_policy(
     partials: list[Partials] = []
     for mini in mini_batches(
         rows,
-        size=max(1, config.ppo_mini_batch_size * responses_per_prompt // world_size),
+        size=rows_per_mini_batch(
+            config.ppo_mini_batch_size, len(data), responses_per_prompt, world_size
+        ),
         epochs=config.ppo_epochs,
         shuffle=config.shuffle,
         seed=seed,
@@ -112,6 +114,28 @@ def update_values(
         )
         partials += objective.partials
     return _report(steps, partials, prefix="critic/")
+
+
+def rows_per_mini_batch(
+    prompts: int | None, rows: int, responses_per_prompt: int, world_size: int
+) -> int:
+    """Return the rows of this rank in one mini-batch.
+
+    Args:
+        prompts: `ppo_mini_batch_size`, which counts prompts over all ranks. None: all rows.
+        rows: the rows of this rank.
+    """
+    return max(1, rows if prompts is None else prompts * responses_per_prompt // world_size)
+
+
+def shuffle_seed(seed: int, optimizer_steps: int) -> int:
+    """Return the seed of the order of the rows in an update.
+
+    It depends on the seed of the run and on the optimizer steps before the update, which a
+    checkpoint holds: a resumed run shuffles as an uninterrupted one.
+    """
+    state = np.random.SeedSequence([seed, optimizer_steps]).generate_state(1, dtype=np.uint64)
+    return int(state[0] >> np.uint64(1))
 
 
 def mini_batches(

@@ -18,6 +18,7 @@ from quadriga.checkpoint.folders import (
     discard_checkpoint,
     prune_checkpoints,
 )
+from quadriga.config.plan import batch_plan, mini_batch_prompts
 from quadriga.config.schema import SFTTrainerConfig, TrainConfig, TrainerConfig
 from quadriga.errors import CheckpointError, ConfigError
 from quadriga.protocol import DataProto, DataProtoFuture
@@ -228,7 +229,7 @@ def uses_accelerator(device: str) -> bool:
 
 
 def rank_runtime(config: TrainConfig, total_steps: int) -> RankRuntime:
-    """Return what every rank is told about the run; `total_steps` counts optimizer steps."""
+    """Return what every rank of a role is told; `total_steps` counts its optimizer steps."""
     return RankRuntime(
         device=config.trainer.device,
         threads=threads_per_rank(config.trainer),
@@ -264,17 +265,18 @@ def role_classes(
     from quadriga.workers import ActorRolloutRefWorker, CriticWorker
 
     arr = config.actor_rollout_ref
-    # Schedules count optimizer steps: one per mini-batch and epoch of every training step.
-    steps_per_batch = arr.actor.ppo_epochs * max(
-        1, config.data.train_batch_size // arr.actor.ppo_mini_batch_size
+    actor_mini, critic_mini = mini_batch_prompts(config)
+    arr = dataclasses.replace(
+        arr, actor=dataclasses.replace(arr.actor, ppo_mini_batch_size=actor_mini)
     )
-    runtime = rank_runtime(config, total_steps * steps_per_batch)
     critic = dataclasses.replace(
         config.critic,
         model=config.critic.model if config.critic.model.path else arr.model,
-        ppo_mini_batch_size=config.critic.ppo_mini_batch_size or arr.actor.ppo_mini_batch_size,
+        ppo_mini_batch_size=critic_mini,
         ppo_epochs=config.critic.ppo_epochs or arr.actor.ppo_epochs,
     )
+    # The schedule of a role counts the optimizer steps of that role.
+    actor_steps, critic_steps = batch_plan(config).optimizer_steps(total_steps)
     policy_class = mapping.get(policy, ActorRolloutRefWorker)
     critic_class = mapping.get(Role.Critic, CriticWorker)
     reference = [RefGroup] if reads_ref_log_prob(config) else []
@@ -282,12 +284,17 @@ def role_classes(
     if needs_critic(config):
         check_methods(Role.Critic, critic_class, [CriticGroup])
     return {
-        policy: ClassWithInitArgs(policy_class, config=arr, role=policy.key, runtime=runtime),
+        policy: ClassWithInitArgs(
+            policy_class,
+            config=arr,
+            role=policy.key,
+            runtime=rank_runtime(config, actor_steps),
+        ),
         Role.Critic: ClassWithInitArgs(
             critic_class,
             config=critic,
             responses_per_prompt=arr.rollout.n,
-            runtime=runtime,
+            runtime=rank_runtime(config, critic_steps),
         ),
     }
 
