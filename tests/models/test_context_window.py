@@ -69,9 +69,9 @@ def test_window_of_a_config(model_type, settings, tokens):
 
 def test_message_does_the_arithmetic(tmp_path):
     AutoConfig.for_model("gpt2", n_positions=64).save_pretrained(tmp_path)
-    check_context_window(tmp_path, max_prompt_length=40, max_response_length=24)
+    check_context_window(tmp_path, longest_prompt=40, max_response_length=24)
     with pytest.raises(ModelError) as caught:
-        check_context_window(tmp_path, max_prompt_length=50, max_response_length=20)
+        check_context_window(tmp_path, longest_prompt=50, max_response_length=20)
     message = str(caught.value)
-    assert "data.max_prompt_length 50 + data.max_response_length 20 = 70 tokens" in message
+    assert "prompt has 50 tokens, and with data.max_response_length 20 that makes 70" in message
     assert "at most 64" in message and "by 6 together" in message

@@ -16,6 +16,7 @@ from transformers.integrations import hub_kernels
 from quadriga.errors import ModelError
 from quadriga.models import (
     TinyModel,
+    check_context_window,
     check_model_folder,
     load_causal_lm,
     load_tokenizer,
@@ -117,7 +118,53 @@ def test_files_that_replace_the_weights_are_refused(folder, file):
 
 def test_config_cannot_name_other_weights(folder):
     change_config(folder, transformers_weights="adapter_model.bin")
-    refused(load_causal_lm, folder, "names other weights with 'transformers_weights'")
+    refused(load_causal_lm, folder, "'transformers_weights' names other weights")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "'quantization_config' asks for"),
+        ({"quantization_config": {"quant_method": "unknown"}}, "quantized weights cannot be train"),
+        ({"text_config": {"quantization_config": {}}}, "'quantization_config' asks for"),
+        ({"fusion_config": {"patch_embeddings": True}}, "'fusion_config' replaces parts"),
+        ({"distributed_config": {"tp_size": 2}}, "'distributed_config' changes how"),
+    ],
+)
+@pytest.mark.parametrize("load", [load_causal_lm, load_value_model, check_model_folder])
+def test_keys_of_config_that_reach_other_loaders_are_refused(folder, load, changes, message):
+    change_config(folder, **changes)
+    refused(load, folder, message)
+
+
+def test_keys_without_a_value_are_not_refused(folder):
+    change_config(folder, quantization_config=None, use_kernels=True, kernel_config={"RMSNorm": 1})
+    assert not load_causal_lm(folder).use_kernels
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, load_causal_lm, load_value_model])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_the_folder_needs_trust_remote_code(folder, tmp_path, load, file):
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    names = ("AutoConfig", "AutoModelForCausalLM", "AutoModelForTokenClassification")
+    auto_map = dict.fromkeys(names, "code.Any") | {"AutoTokenizer": ["code.Any", "code.Any"]}
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": auto_map}))
+    load(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_context_window_is_read_from_a_checked_folder_only(folder, tmp_path):
+    def window(path):
+        check_context_window(path, longest_prompt=4, max_response_length=4)
+
+    window(folder)
+    change_config(folder, num_hidden_layers=10**9)
+    refused(window, folder, "num_hidden_layers is 1000000000; at most 10000")
+    change_config(folder, num_hidden_layers=1, model_type="nonesuch")
+    refused(window, folder, "model_type 'nonesuch'")
+    (folder / "config.json").write_text("{")
+    refused(window, folder, "is not JSON")
 
 
 KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal",

@@ -49,6 +49,11 @@ def test_a_folder_without_a_model_is_named(refused, tmp_path) -> None:
     assert str(tmp_path) in line and "config.json" in line
 
 
+def test_sequences_beyond_the_context_window_are_refused(refused, tiny_task) -> None:
+    line = refused("data.max_response_length=510")
+    assert str(tiny_task.model) in line and "computes at most 512" in line
+
+
 def test_a_batch_size_that_does_not_divide_by_the_ranks_is_named(refused) -> None:
     line = refused(
         "data.train_batch_size=9", "actor_rollout_ref.rollout.n=1", "trainer.n_gpus_per_node=2",

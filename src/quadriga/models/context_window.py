@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.errors import ModelError
-from quadriga.models.folder import local_folder
+from quadriga.models.folder import check_model_folder, local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -96,26 +96,31 @@ def _ropes(text: PreTrainedConfig) -> list[RopeParameters]:
 def check_context_window(
     path: str | Path,
     *,
-    max_prompt_length: int,
+    longest_prompt: int,
     max_response_length: int,
     trust_remote_code: bool = False,
 ) -> None:
     """Check that the longest prompt with the longest response fits the model's context window.
 
+    Args:
+        longest_prompt: tokens of the longest prompt in the data.
+        max_response_length: `data.max_response_length`, in tokens.
+
     Raises:
-        ModelError: it does not fit.
+        ModelError: it does not fit, or the folder is not a model folder.
     """
-    from transformers import AutoConfig
+    from quadriga.models.loading import read_config
 
     folder = local_folder(path)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    window = context_window(config)
-    total = max_prompt_length + max_response_length
+    check_model_folder(folder, weights=False, tokenizer=False, trust_remote_code=trust_remote_code)
+    window = context_window(read_config(folder, trust_remote_code=trust_remote_code))
+    total = longest_prompt + max_response_length
     if window is not None and total > window.tokens:
         raise ModelError(
-            f"data.max_prompt_length {max_prompt_length} + data.max_response_length "
-            f"{max_response_length} = {total} tokens, but the model in {folder} computes at most "
-            f"{window.tokens} ({window.source} in its config.json); lower the two settings by "
-            f"{total - window.tokens} together",
+            f"the longest prompt has {longest_prompt} tokens, and with data.max_response_length "
+            f"{max_response_length} that makes {total} tokens, but the model in {folder} computes "
+            f"at most {window.tokens} ({window.source} in its config.json); lower "
+            "data.max_response_length, or data.max_prompt_length, beyond which prompts are left "
+            f"out, by {total - window.tokens} together",
             path=str(folder),
         )

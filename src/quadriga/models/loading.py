@@ -149,15 +149,26 @@ def _config(folder: Path, attn_implementation: str, trust_remote_code: bool) -> 
             path=str(folder),
         )
     check_model_folder(folder, tokenizer=False, trust_remote_code=trust_remote_code)
-    with quiet_libraries(), _model_errors(folder, "config"):
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code
-        )
+    config = read_config(folder, trust_remote_code=trust_remote_code)
+    with _model_errors(folder, "config"):
         # None: SDPA if the model supports it, else its own attention (for example with capped
         # scores, sinks or ALiBi). Both setters also reach the configs inside this one.
         config._attn_implementation = None if attn_implementation == "sdpa" else attn_implementation
         config._experts_implementation = None
     return config
+
+
+def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
+    """Read the config of a folder that `check_model_folder` has checked.
+
+    Raises:
+        ModelError: transformers cannot use config.json.
+    """
+    with quiet_libraries(), _model_errors(folder, "config"):
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
+        )
+        return config
 
 
 def _load(

@@ -30,6 +30,25 @@ _SLACK = 16
 """How many times the numbers in the weights a product of sizes may be. Layers of a hybrid model
 differ, and quantized weights hold several numbers in one."""
 
+_REFUSED_KEYS = {
+    "transformers_weights": (
+        f"names other weights; only {_WEIGHTS} and the files of {_WEIGHTS_INDEX} are loaded. "
+        "Remove the key"
+    ),
+    "quantization_config": (
+        "asks for a library that quantizes weights, which can load kernels of the hub, and "
+        "quantized weights cannot be trained. Convert the model to bfloat16: load it with "
+        "transformers and dequantize=True, save it, and remove the key"
+    ),
+    "fusion_config": "replaces parts of transformers in the whole process. Remove the key",
+    "distributed_config": (
+        "changes how transformers saves the model; Quadriga distributes it by its own settings. "
+        "Remove the key"
+    ),
+}
+"""Keys of config.json that let transformers do something else than build the model and load its
+weights -> what they do, and what to do about it."""
+
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
@@ -83,15 +102,13 @@ def check_weight_files(folder: Path, config: Mapping[str, JsonValue]) -> None:
 
     Raises:
         ModelError: a file is missing, is no safetensors file or would be read from another place
-            than the folder; or config.json describes a model that is far larger than the weights.
+            than the folder; or config.json has a key of `_REFUSED_KEYS`, or describes a model that
+            is far larger than the weights.
     """
     for source in (config, *_sections(config)):
-        if source.get("transformers_weights") is not None:
-            raise ModelError(
-                f"{folder / 'config.json'} names other weights with 'transformers_weights'; only "
-                f"{_WEIGHTS} and the files of {_WEIGHTS_INDEX} are loaded. Remove the key",
-                path=str(folder),
-            )
+        for key, why in _REFUSED_KEYS.items():
+            if source.get(key) is not None:
+                raise ModelError(f"{folder / 'config.json'}: {key!r} {why}", path=str(folder))
     for path in sorted(folder.iterdir()):
         if path.name == "adapter_config.json" or _RANK_FILE.fullmatch(path.name):
             raise ModelError(

@@ -49,7 +49,7 @@ def run_generation(config: GenerateConfig) -> list[Answer]:
         raise ConfigError(f"output must end in one of {sorted(_WRITERS)}, got {config.output!r}")
     check_files(config.data_files, "data_files", needed=False)
     require_model_path(config.model.path, "model.path")
-    check_model_folder(config.model.path)
+    check_model_folder(config.model.path, trust_remote_code=config.model.trust_remote_code)
     answers = list(_answers(config))
     if config.output is not None:
         path = Path(config.output)

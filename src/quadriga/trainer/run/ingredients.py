@@ -31,7 +31,8 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
 
     Raises:
         DataError: a file is missing, or a row cannot be used.
-        ModelError: the model folder holds no tokenizer.
+        ModelError: the model folder holds no tokenizer, or the longest prompt with the longest
+            response does not fit the context window of a model.
     """
     from quadriga.data import PromptLoader
     from quadriga.models import load_tokenizer
@@ -44,9 +45,12 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
     seed = config.data.seed if config.data.seed is not None else config.trainer.seed
     val_loader = None
     train = prompt_dataset(config.data.train_files, config.data, tokenizer)
+    check_windows(config, train.longest)
     if config.data.val_files:
+        val = prompt_dataset(config.data.val_files, config.data, tokenizer)
+        check_windows(config, val.longest)
         val_loader = PromptLoader(
-            prompt_dataset(config.data.val_files, config.data, tokenizer),
+            val,
             config.data.val_batch_size,
             shuffle=False,
             seed=seed,
@@ -64,6 +68,24 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
     check_rows(reward, train_loader)
     check_rows(reward, val_loader)
     return Ingredients(tokenizer, train_loader, val_loader, reward)
+
+
+def check_windows(config: TrainConfig, longest_prompt: int) -> None:
+    """Check that every sequence fits the context windows of the actor's and the critic's model.
+
+    Raises:
+        ModelError: the prompt of `longest_prompt` tokens with the longest response does not.
+    """
+    from quadriga.models import check_context_window
+
+    for model in (config.actor_rollout_ref.model, config.critic.model):
+        if model.path:
+            check_context_window(
+                model.path,
+                longest_prompt=longest_prompt,
+                max_response_length=config.data.max_response_length,
+                trust_remote_code=model.trust_remote_code,
+            )
 
 
 def prompt_dataset(

@@ -55,7 +55,7 @@ def check_sft_config(config: SFTConfig) -> None:
     check_files(config.data.train_files, "data.train_files", needed=True)
     check_files(config.data.val_files, "data.val_files", needed=False)
     require_model_path(config.model.path, "model.path")
-    check_model_folder(config.model.path)
+    check_model_folder(config.model.path, trust_remote_code=config.model.trust_remote_code)
     check_reward(config.reward)
     check_trackers(config.trainer.loggers)
     RunFolder(Path(config.trainer.default_local_dir)).check(overwrite=config.trainer.overwrite)
@@ -96,9 +96,9 @@ def check_models(config: TrainConfig) -> None:
     from quadriga.models import check_model_folder
 
     require_model_path(config.actor_rollout_ref.model.path, "actor_rollout_ref.model.path")
-    check_model_folder(config.actor_rollout_ref.model.path)
-    if config.critic.model.path:
-        check_model_folder(config.critic.model.path)
+    for model in (config.actor_rollout_ref.model, config.critic.model):
+        if model.path:
+            check_model_folder(model.path, trust_remote_code=model.trust_remote_code)
 
 
 def require_model_path(path: str, setting: str) -> None:
