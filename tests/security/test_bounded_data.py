@@ -4,6 +4,8 @@ Every case has a row in the table of docs/security.md.
 """
 
 import json
+import subprocess
+import sys
 import time
 
 import pyarrow as pa
@@ -232,3 +234,38 @@ def test_bounds_end_with_their_block():
         pass
     time.sleep(0.1)
     assert len(bytearray(300 << 20)) == 300 << 20
+
+
+@pytest.mark.parametrize("seconds", [30, 0.05], ids=["in time", "out of time"])
+def test_a_profiler_works_after_bounded_code(seconds):
+    """An exception that is left pending in a thread makes a traced call of CPython 3.11 endless."""
+    code = f"""
+import sys
+from quadriga.data.bounds import OutOfTimeError, bounded
+def add(x):
+    return x + 1
+try:
+    with bounded({seconds}, 1.0):
+        while {seconds} < 1:
+            add(1)
+except OutOfTimeError:
+    pass
+calls = []
+sys.setprofile(lambda frame, event, arg: calls.append(event))
+add(1)
+sys.setprofile(None)
+print(calls[:2])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout.strip() == "['call', 'return']", run.stderr
+
+
+def test_time_that_ends_with_the_block_leaves_no_exception_behind():
+    for _ in range(200):
+        try:
+            with bounded(0.001, 1.0):
+                time.sleep(0.001)
+        except OutOfTimeError:
+            pass
+        for _ in range(50):
+            pass

@@ -27,11 +27,13 @@ def bounded(seconds: float, gigabytes: float) -> Iterator[None]:
 
 @contextmanager
 def _limited_time(seconds: float) -> Iterator[None]:
-    thread, lock, over = threading.get_ident(), threading.Lock(), threading.Event()
+    thread, lock = threading.get_ident(), threading.Lock()
+    over, raised = threading.Event(), threading.Event()
 
     def interrupt() -> None:
         with lock:
             if not over.is_set():
+                raised.set()
                 _raise_in(thread, OutOfTimeError)
 
     timer = threading.Timer(seconds, interrupt)
@@ -42,17 +44,24 @@ def _limited_time(seconds: float) -> Iterator[None]:
     finally:
         with lock:
             over.set()
-        _raise_in(thread, None)  # an exception that is set but not raised yet
         timer.cancel()
+        if raised.is_set():
+            _receive_raised_exception()
 
 
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Raise an exception in a thread at its next instruction.
+def _raise_in(thread: int, kind: type[BaseException]) -> None:
+    """Raise an exception in a thread, at the next point at which the interpreter looks for one.
 
-    None: cancel an exception that is set and not yet raised.
+    The exception must not be cancelled: after a cancelled one, CPython 3.11 looks for an exception
+    at every such point for ever, and a profiler or a debugger then stops the process in a loop.
     """
-    raised = ctypes.py_object(kind) if kind is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
+
+
+def _receive_raised_exception() -> None:
+    """Let an exception that another thread has raised in this one appear here at the latest."""
+    for _ in range(100):
+        pass  # the interpreter looks for one at each iteration
 
 
 @contextmanager
