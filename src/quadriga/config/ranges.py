@@ -56,8 +56,7 @@ RANGES: dict[str, Range] = {
             "max_prompt_length", "max_response_length", "max_length", "loss_scale_length",
             "ppo_epochs", "n", "nnodes", "n_gpus_per_node", "num_cpus", "threads_per_worker",
             "total_epochs", "total_training_steps", "total_steps", "max_tokens_per_micro_batch",
-            "max_ckpt_to_keep", "buffer_length", "max_num_gen_batches", "val_size",
-            "train_size", "sft_size", "phrasings", "hidden_size", "num_layers", "num_heads",
+            "max_ckpt_to_keep", "buffer_length", "max_num_gen_batches", "phrasings", "hidden_size", "num_layers", "num_heads",
             "num_kv_heads", "intermediate_size", "vocab_size", "max_number",
             "min_steps", "max_steps",
         ),
@@ -80,6 +79,8 @@ RANGES: dict[str, Range] = {
         _POSITIVE,
     ),
     **dict.fromkeys(("min_lr_ratio", "gamma", "lam", "stop_at_accuracy", "sft_careful"), _SHARE),
+    # Data files with more rows are not read.
+    **dict.fromkeys(("train_size", "val_size", "sft_size"), Range(low=1, high=5_000_000)),
     "memory_gb": Range(low=0.25),  # a process of the reward pool starts with less than 0.1 GiB
     "top_p": Range(low=0, high=1, above=True),
     "betas": Range(low=0, high=1, below=True),

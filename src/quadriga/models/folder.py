@@ -49,7 +49,7 @@ def check_model_folder(
 ) -> None:
     """Check that a folder holds a model.
 
-    A model folder has a config.json with a `model_type` (one that transformers knows, or the
+    A model folder holds files, and has a config.json with a `model_type` (one that transformers knows, or the
     folder's own code if `trust_remote_code` is set), safetensors weights with all their shards that
     fit the sizes in config.json, and tokenizer files.
 
@@ -71,6 +71,7 @@ def check_model_folder(
             f"model folder {folder} {what} (for a model on the hub, write {HUB_PREFIX}owner/name)",
             path=str(folder),
         )
+    _check_entries(folder)
     config = read_json(folder, "config.json")
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -87,6 +88,25 @@ def check_model_folder(
             f"{', '.join(_TOKENIZER_FILES)}",
             path=str(folder),
         )
+
+
+def _check_entries(folder: Path) -> None:
+    """Raise `ModelError` for an entry that a reader would wait for or read without end.
+
+    Links to files are followed: the cache of the hub holds models as links.
+    """
+    try:
+        for entry in sorted(folder.iterdir()):
+            if not entry.is_file() and not entry.is_dir():
+                what = "neither a file nor a folder" if entry.exists() else "a link to nothing"
+                raise ModelError(
+                    f"{entry} is {what}; a model folder holds files and links to files",
+                    path=str(folder),
+                )
+    except OSError as error:
+        raise ModelError(
+            f"model folder {folder} cannot be read: {error.strerror}", path=str(folder)
+        ) from error
 
 
 def _check_known(folder: Path, model_type: str) -> None:

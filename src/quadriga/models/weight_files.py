@@ -86,6 +86,8 @@ def read_json(folder: Path, name: str) -> Mapping[str, JsonValue]:
         raise ModelError(
             f"{folder} is not a model folder: it has no {name}", path=str(folder)
         ) from None
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}", path=str(folder)) from error
     except RecursionError:
         raise ModelError(f"{path} is not JSON: it is nested too deeply", path=str(folder)) from None
     except ValueError as error:  # also wrong encodings, and numbers with too many digits

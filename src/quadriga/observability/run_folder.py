@@ -13,6 +13,7 @@ runs/run/
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,11 +102,13 @@ class RunFolder:
 
         `locked`: this run holds the lock, so it is not checked.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(
-                f"trainer.default_local_dir: {self.path} is a file, not a folder",
-                key="trainer.default_local_dir",
-            )
+        for folder in (self.path, self.checkpoints):
+            if os.path.lexists(folder) and not folder.is_dir():
+                what = "a file" if folder.exists() else "a link to nothing"
+                raise ConfigError(
+                    f"trainer.default_local_dir: {folder} is {what}, not a folder",
+                    key="trainer.default_local_dir",
+                )
         if not locked:
             check_lock(self.path)
         for name in (CONFIG, METRICS, SAMPLES, PLOT) if resume or not overwrite else ():

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quadriga.config.checks import check_data_settings
 from quadriga.config.schema import ArithmeticDataConfig
+
+if TYPE_CHECKING:
+    from quadriga.models import TinyModel
 
 
 def run_make_data(config: ArithmeticDataConfig) -> None:
@@ -17,6 +21,7 @@ def run_make_data(config: ArithmeticDataConfig) -> None:
     from quadriga.data import ArithmeticTask, write_arithmetic
 
     check_data_settings(config)
+    shape = _shape(config) if config.model_output is not None else None
     task = ArithmeticTask(
         max_number=config.max_number,
         min_steps=config.min_steps,
@@ -40,20 +45,26 @@ def run_make_data(config: ArithmeticDataConfig) -> None:
         (files.sft, config.sft_size),
     ):
         print(f"{path}  {rows} problems")
-    if config.model_output is not None:
-        parameters = _make_model(config, config.model_output, files.sft)
+    if shape is not None and config.model_output is not None:
+        parameters = _make_model(shape, config.model_output, files.sft, config.seed)
         print(f"{config.model_output}  {parameters:,} parameters")
 
 
-def _make_model(config: ArithmeticDataConfig, folder: str, demonstrations: Path) -> int:
+def _make_model(shape: TinyModel, folder: str, demonstrations: Path, seed: int) -> int:
     """Write the model, with a tokenizer trained on the demonstrations. Return its size."""
     from pyarrow.parquet import read_table
 
-    from quadriga.models import TinyModel, write_tiny_model
+    from quadriga.models import write_tiny_model
 
     notes = read_table(demonstrations, columns=["extra_info"])["extra_info"].to_pylist()
     texts = [note[part] for note in notes for part in ("question", "answer")]
-    shape = TinyModel(
+    return write_tiny_model(folder, texts, shape, seed=seed)
+
+
+def _shape(config: ArithmeticDataConfig) -> TinyModel:
+    from quadriga.models import TinyModel
+
+    return TinyModel(
         hidden_size=config.hidden_size,
         num_layers=config.num_layers,
         num_heads=config.num_heads,
@@ -63,4 +74,3 @@ def _make_model(config: ArithmeticDataConfig, folder: str, demonstrations: Path)
         initializer_range=config.initializer_range,
         tie_word_embeddings=config.tie_word_embeddings,
     )
-    return write_tiny_model(folder, texts, shape, seed=config.seed)
