@@ -49,9 +49,9 @@ def check_model_folder(
 ) -> None:
     """Check that a folder holds a model.
 
-    A model folder holds files, and has a config.json with a `model_type` (one that transformers knows, or the
-    folder's own code if `trust_remote_code` is set), safetensors weights with all their shards that
-    fit the sizes in config.json, and tokenizer files.
+    A model folder holds files and links to files. It has a config.json with a `model_type` (one
+    that transformers knows, or the folder's own code if `trust_remote_code` is set), safetensors
+    weights with all their shards that fit the sizes in config.json, and tokenizer files.
 
     Args:
         weights: also require the weights, and an architecture that is not refused
