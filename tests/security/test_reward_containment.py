@@ -179,7 +179,9 @@ def test_the_budget_of_output_is_refilled_over_time(monkeypatch):
     budget = OutputBudget(supply=4, per_second=2)
     assert budget.allow(b"abc") == b"abc"
     assert budget.allow(b"def").startswith(b"d\n") and budget.allow(b"ghi") == b""
-    now[0] = 1.0  # two more bytes
+    now[0] = 0.75  # one more byte: less than half of the supply
+    assert budget.allow(b"j") == b""
+    now[0] = 1.0  # two more bytes, half of the supply
     assert budget.allow(b"jk") == b"jk"
     now[0] = 100.0
     assert budget.allow(b"lmnop").startswith(b"lmno\n")

@@ -39,7 +39,8 @@ _CUT = b"\n[reward functions print too much; the rest is left out]\n"
 class OutputBudget:
     """How much a process may print: a supply in bytes, which is refilled over time.
 
-    With a supply of 262,144 bytes and 1024 bytes per second, a day of constant output is 88 MB.
+    Once the supply is used up, output is left out until half of it is refilled. With a supply of
+    262,144 bytes and 1024 bytes per second, a day of constant output is 88 MB.
     """
 
     def __init__(self, supply: int = 1 << 18, per_second: int = 1 << 10) -> None:
@@ -53,10 +54,12 @@ class OutputBudget:
         now = time.monotonic()
         refilled = self._left + (now - self._last) * self._per_second
         self._left, self._last = min(self._supply, refilled), now
+        if self._cut and self._left < self._supply / 2:
+            return b""
         allowed = data[: int(self._left)]
         self._left -= len(allowed)
-        note = b"" if self._cut or len(allowed) == len(data) else _CUT
         self._cut = len(allowed) < len(data)
+        note = _CUT if self._cut else b""
         return allowed + note
 
 
