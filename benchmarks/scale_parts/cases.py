@@ -116,7 +116,7 @@ def placement(machines: Machines, ranks: int) -> Iterator[dict[str, Step]]:
     groups = [SimpleNamespace(id=number) for number in range(ranks // per_node)]
 
     def look_up() -> None:
-        places = [pool.bundle_of_rank(rank) for rank in range(ranks)]
+        places = pool.bundles_of_ranks()
         placement_groups.local_places([(groups[node], bundle) for node, bundle in places])
 
     def nodes_of(group: SimpleNamespace) -> dict[int, str]:

@@ -38,7 +38,7 @@ def test_split_twice_and_merge(pool):
     left, right = split_resource_pool(pool, [3, 1])
     first, second, third = split_resource_pool(left, 1)
     assert [p.world_size for p in (left, right, first, second, third)] == [3, 1, 1, 1, 1]
-    assert [p.bundle_of_rank(0) for p in (first, second, third, right)] == [
+    assert [p.bundles_of_ranks()[0] for p in (first, second, third, right)] == [
         (0, 0), (0, 1), (0, 2), (0, 3),
     ]  # fmt: skip
     joined = merge_resource_pool(third, right)
@@ -59,12 +59,15 @@ def test_uneven_places_across_nodes_by_arithmetic():
     uneven = RayResourcePool([2, 3], use_gpu=False)
     first, second = split_resource_pool(uneven, [1, 4])
     assert (first.store, second.store) == ([1], [1, 3])
-    assert [second.bundle_of_rank(r) for r in range(4)] == [(0, 1), (1, 0), (1, 1), (1, 2)]
+    assert second.bundles_of_ranks() == [(0, 1), (1, 0), (1, 1), (1, 2)]
     again = split_resource_pool(second, 2)
     assert [p.store for p in again] == [[1, 1], [2]]
-    assert again[1].bundle_of_rank(0) == (1, 1)
+    assert again[1].bundles_of_ranks()[0] == (1, 1)
     merged = merge_resource_pool(first, again[1])
     assert merged.local_rank_list() == [0, 0, 1]
+    first.pgs = [None]  # the group of one node; `again[1]` is on the second node of its parent
+    first.get_placement_groups = lambda *options: first.pgs
+    assert merged.bundles_of_ranks() == [(0, 0), (2, 1), (2, 2)]
 
 
 def test_bundles():

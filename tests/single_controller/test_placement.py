@@ -30,6 +30,29 @@ def test_uneven_pool():
     assert uneven.store == uneven() == [2, 3, 1]
 
 
+def test_bundles_of_ranks():
+    uneven = ResourcePool([2, 3, 4])
+    assert uneven.bundles_of_ranks()[:6] == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert uneven.counts_of(1, 5) == [1, 3, 1]
+    assert [uneven.counts_of(start, 1) for start in (0, 1, 2, 8)] == [[1]] * 4
+    assert [part.store for part in split_resource_pool(uneven, [2, 7])] == [[2], [3, 4]]
+
+
+def test_the_bundles_of_all_ranks_are_found_in_one_pass():
+    class Store(list[int]):
+        read = 0
+
+        def __iter__(self):
+            for count in super().__iter__():
+                self.read += 1
+                yield count
+
+    pool = ResourcePool([1])
+    pool._store = Store([8] * 512)
+    assert pool.bundles_of_ranks()[4095] == (511, 7)
+    assert pool._store.read == 512
+
+
 def test_pools_are_split_twice_and_merged():
     first, second = split_resource_pool(ResourcePool([2, 3]), [1, 4])
     assert (first.store, second.store) == ([1], [1, 3])

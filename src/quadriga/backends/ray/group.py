@@ -171,7 +171,7 @@ class _Planner:
     def in_pool(self, pool: RayResourcePool, strategy: Strategy) -> list[RankPlan]:
         """Plan one rank per bundle of the pool."""
         groups = pool.get_placement_groups(strategy, device_name=self.device_name)
-        bundles = [pool.bundle_of_rank(rank) for rank in range(pool.world_size)]
+        bundles, world_size = pool.bundles_of_ranks(), pool.world_size
         local = local_places([(groups[group], bundle) for group, bundle in bundles])
         plans = []
         for rank, (group, bundle) in enumerate(bundles):
@@ -182,7 +182,7 @@ class _Planner:
                 num_gpus=1 / pool.max_colocate_count,
                 device_name=self.device_name,
             )
-            place = self._place(rank, pool.world_size, *local[rank])
+            place = self._place(rank, world_size, *local[rank])
             plans.append(self._plan(place, f"{group}:{bundle}", options, {}))
         return plans
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import TypeVar, cast
 
 from quadriga.errors import PlacementError
@@ -61,22 +62,28 @@ class ResourcePool:
         """Return for each rank its number on its node: [2, 3] -> [0, 1, 0, 1, 2]."""
         return [local for count in self._store for local in range(count)]
 
-    def bundle_of_rank(self, rank: int) -> tuple[int, int]:
-        """Return (index of the node, index of the bundle on the node) of a rank."""
-        for index, count in enumerate(self.store):
-            if rank < count:
-                return index, rank
-            rank -= count
-        raise PlacementError(f"{self!r} has no rank {rank}.")
+    def bundles_of_ranks(self) -> list[tuple[int, int]]:
+        """Return (index of the node, index of the bundle on the node) of each rank.
 
-    def counts_of(self, ranks: Iterable[int]) -> list[int]:
-        """Return how many of these ranks each node has, without nodes that have none."""
-        node_of_rank = [node for node, count in enumerate(self.store) for _ in range(count)]
-        return list(Counter(node_of_rank[rank] for rank in ranks).values())
+        [2, 3] -> [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)].
+        """
+        return [(node, local) for node, count in enumerate(self.store) for local in range(count)]
+
+    def counts_of(self, start: int, count: int) -> list[int]:
+        """Return how many of the bundles `start` to `start + count - 1` each node has, without
+        nodes that have none: for [2, 3, 4], bundles 1 to 5, [1, 3, 1]."""
+        ends = list(accumulate(self.store))
+        counts, stop = [], start + count
+        for end in ends[bisect_right(ends, start) :]:
+            if start >= stop:
+                break
+            counts.append(min(end, stop) - start)
+            start = end
+        return counts
 
     def part(self, start: int, count: int) -> ResourcePool:
         """Return a pool of the bundles `start` to `start + count - 1`."""
-        counts = self.counts_of(range(start, start + count))
+        counts = self.counts_of(start, count)
         return ResourcePool(counts, self.max_colocate_count, self.n_gpus_per_node)
 
     def merged_with(self, other: ResourcePool) -> ResourcePool:
@@ -121,7 +128,7 @@ def split_resource_pool(resource_pool: PoolT, split_size: int | Sequence[int]) -
                 available=total,
             )
     # sizes [1, 4] start at bundles 0 and 1
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    starts = accumulate(sizes[:-1], initial=0)
     parts = [resource_pool.part(start, size) for start, size in zip(starts, sizes, strict=True)]
     return cast(list[PoolT], parts)
 

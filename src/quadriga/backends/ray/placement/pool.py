@@ -148,7 +148,7 @@ class SubRayResourcePool(RayResourcePool):
         self.parent = parent
         self.start_bundle_index = start
         super().__init__(
-            parent.counts_of(range(start, start + count)),
+            parent.counts_of(start, count),
             parent.use_gpu,
             parent.name_prefix,
             parent.max_colocate_count,
@@ -168,11 +168,12 @@ class SubRayResourcePool(RayResourcePool):
         device_name: str = "cuda",
         timeout: float = PLACE_TIMEOUT_S,
     ) -> list[PlacementGroup]:
-        """Return all placement groups of the parent; `bundle_of_rank` says which ones are used."""
+        """Return all placement groups of the parent; `bundles_of_ranks` says which are used."""
         return self.parent.get_placement_groups(strategy, name, device_name, timeout)
 
-    def bundle_of_rank(self, rank: int) -> tuple[int, int]:
-        return self.parent.bundle_of_rank(self.start_bundle_index + rank)
+    def bundles_of_ranks(self) -> list[tuple[int, int]]:
+        start = self.start_bundle_index
+        return self.parent.bundles_of_ranks()[start : start + self.world_size]
 
 
 class MergedRayResourcePool(RayResourcePool):
@@ -210,8 +211,10 @@ class MergedRayResourcePool(RayResourcePool):
             *self.second.get_placement_groups(strategy, name, device_name, timeout),
         ]
 
-    def bundle_of_rank(self, rank: int) -> tuple[int, int]:
-        if rank < self.first.world_size:
-            return self.first.bundle_of_rank(rank)
-        group, bundle = self.second.bundle_of_rank(rank - self.first.world_size)
-        return group + len(self.first.get_placement_groups()), bundle
+    def bundles_of_ranks(self) -> list[tuple[int, int]]:
+        groups = len(self.first.get_placement_groups())
+        second = self.second.bundles_of_ranks()
+        return [
+            *self.first.bundles_of_ranks(),
+            *((group + groups, bundle) for group, bundle in second),
+        ]
