@@ -1,61 +1,17 @@
-"""One small Ray cluster for all tests of this folder."""
+"""Groups on both backends. All tests of this folder share one Ray cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from quadriga.backends import get_backend
+from group_fixtures import Starter, backend, ray_backend, start
 
-
-@pytest.fixture(scope="session")
-def ray_backend() -> Iterator[object]:
-    backend = get_backend("ray")
-    backend.start(num_cpus=16, object_store_memory=200 * 2**20)
-    yield backend
-    backend.shutdown()
-
-
-@pytest.fixture(params=["local", "ray"], scope="module")
-def backend(request: pytest.FixtureRequest) -> object:
-    if request.param == "ray":
-        return request.getfixturevalue("ray_backend")
-    return get_backend("local")
-
-
-class Starter:
-    """Starts groups, and ends them all."""
-
-    def __init__(self, backend):
-        self.backend = backend
-        self.started = []
-
-    def __call__(self, cls, ranks=2, *args, roles=None, **options):
-        """A group of `cls(*args)`, or of several roles in one process."""
-        pool = self.backend.resource_pool([ranks], use_gpu=False, max_colocate_count=1)
-        self.started.append(pool)
-        held = self.backend.colocate(roles) if roles else self.backend.class_with_args(cls, *args)
-        group = self.backend.worker_group(pool, held, **options)
-        self.started.append(group)
-        return group
-
-    def end(self):
-        for thing in reversed(self.started):
-            (getattr(thing, "shutdown", None) or getattr(thing, "release", lambda: None))()
-
-
-@pytest.fixture
-def start(backend):
-    """start(cls, ranks, *args, **options) -> a group; ended after the test."""
-    starter = Starter(backend)
-    yield starter
-    starter.end()
+__all__ = ["backend", "pool", "ray_backend", "start", "start_for_module"]
 
 
 @pytest.fixture(scope="module")
 def start_for_module(backend):
-    """The same, ended after the module's tests on that backend."""
+    """`start` whose groups end after the module's tests on that backend."""
     starter = Starter(backend)
     yield starter
     starter.end()
@@ -63,7 +19,7 @@ def start_for_module(backend):
 
 @pytest.fixture
 def pool(ray_backend):
-    """Four places on Ray; released after the test."""
+    """Four bundles on Ray, released after the test."""
     from quadriga.backends.ray import RayResourcePool
 
     pool = RayResourcePool([4], use_gpu=False, max_colocate_count=1)

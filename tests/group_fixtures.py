@@ -1,0 +1,54 @@
+"""Fixtures of the folders that start worker groups on both backends, for their conftest files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from quadriga.backends import get_backend
+
+
+@pytest.fixture(scope="session")
+def ray_backend() -> Iterator[object]:
+    """One small Ray cluster for the tests of a folder."""
+    backend = get_backend("ray")
+    backend.start(num_cpus=16, object_store_memory=200 * 2**20)
+    yield backend
+    backend.shutdown()
+
+
+@pytest.fixture(params=["local", "ray"], scope="module")
+def backend(request: pytest.FixtureRequest) -> object:
+    if request.param == "ray":
+        return request.getfixturevalue("ray_backend")
+    return get_backend("local")
+
+
+class Starter:
+    """Starts groups, and ends them all."""
+
+    def __init__(self, backend):
+        self.backend = backend
+        self.started = []
+
+    def __call__(self, cls, ranks=2, *args, roles=None, **options):
+        """Return a group of `cls(*args)`, or of several roles in one process."""
+        pool = self.backend.resource_pool([ranks], use_gpu=False, max_colocate_count=1)
+        self.started.append(pool)
+        held = self.backend.colocate(roles) if roles else self.backend.class_with_args(cls, *args)
+        group = self.backend.worker_group(pool, held, **options)
+        self.started.append(group)
+        return group
+
+    def end(self):
+        for started in reversed(self.started):
+            (getattr(started, "shutdown", None) or getattr(started, "release", lambda: None))()
+
+
+@pytest.fixture
+def start(backend) -> Iterator[Starter]:
+    """`start(cls, ranks, *args, **options)` returns a group, which ends with the test."""
+    starter = Starter(backend)
+    yield starter
+    starter.end()
