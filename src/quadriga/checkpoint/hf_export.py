@@ -36,7 +36,7 @@ def export_hf(
 
     Args:
         weights: (name, full tensor) pairs, possibly on an accelerator.
-        tokenizer_path: folder or hub name; a folder without a tokenizer is exported without one.
+        tokenizer_path: the folder of the tokenizer; without one in it, none is exported.
         dtype: of the written weights; None: unchanged.
     """
     kept: dict[str, Tensor] = {}
@@ -68,6 +68,4 @@ def export_hf(
 
 
 def _has_tokenizer(path: str) -> bool:
-    folder = Path(path)
-    # A path that is not a folder is a hub name; whether it has a tokenizer is not known here.
-    return not folder.is_dir() or any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    return any((Path(path) / name).is_file() for name in _TOKENIZER_FILES)

@@ -32,7 +32,12 @@ from quadriga.engines.micro_batches import (
     plan_micro_batches,
     select_rows,
 )
-from quadriga.engines.model_setup import load_model, saved_buffer_names, tied_names
+from quadriga.engines.model_setup import (
+    in_local_folders,
+    load_model,
+    saved_buffer_names,
+    tied_names,
+)
 from quadriga.engines.offload import DeviceMemory
 from quadriga.engines.optimizer import ShardedAdamW, local_shard
 from quadriga.engines.schedule import check_schedule
@@ -96,7 +101,7 @@ class FSDPEngine:
         min_unit_parameters: int = MIN_UNIT_PARAMETERS,
     ) -> None:
         self.config = engine
-        self.model_config = model
+        self.model_config = model = in_local_folders(model)
         self.device = local_device(device)
         if optim is not None:
             total_steps = total_steps if optim.total_steps is None else optim.total_steps

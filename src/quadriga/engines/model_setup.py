@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,7 +14,22 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from quadriga.config.schema import ModelConfig
 from quadriga.engines.base import HeadKind
 from quadriga.errors import ModelError
+from quadriga.models.folder import local_folder
 from quadriga.models.loading import load_causal_lm, load_value_model
+
+
+def in_local_folders(config: ModelConfig) -> ModelConfig:
+    """Return the settings with folders in place of names of the hub (`hf://owner/name`).
+
+    A name can stand for other files at the end of a run than at its start. The export takes the
+    tokenizer and the dtypes from the files that were loaded.
+    """
+    tokenizer = config.tokenizer_path
+    return replace(
+        config,
+        path=str(local_folder(config.path)),
+        tokenizer_path=None if tokenizer is None else str(local_folder(tokenizer)),
+    )
 
 
 def load_model(

@@ -18,6 +18,7 @@ from quadriga.checkpoint.marker import read_marker, verify_checkpoint
 from quadriga.config.loading import to_yaml
 from quadriga.config.schema import TrainConfig, TrainerConfig
 from quadriga.errors import CheckpointError
+from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS
 
 if TYPE_CHECKING:
@@ -163,8 +164,13 @@ def inputs_of(config: TrainConfig) -> dict[str, object]:
         "content of data.val_files": _digest(config.data.val_files),
         "content of algorithm.user_files": _digest(config.algorithm.user_files),
         "content of reward.path": _digest([config.reward.path] if config.reward.path else []),
-        **{key: _digest([f"{path}/config.json"] if path else []) for key, path in models.items()},
+        **{key: _digest([config_file(path)] if path else []) for key, path in models.items()},
     }
+
+
+def config_file(model_path: str) -> str:
+    """Return the path of a model's config.json; the model can be a name of the hub."""
+    return str(local_folder(model_path) / "config.json")
 
 
 def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:

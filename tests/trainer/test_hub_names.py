@@ -1,0 +1,73 @@
+"""A model of the hub is trained and exported by its name, here from a cache without a network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quadriga.observability.jsonl import read_jsonl
+
+NAME, COMMIT = "hf://owner/tiny", "0" * 40
+
+
+@pytest.fixture
+def hub(tiny_task, tmp_path) -> dict[str, str]:
+    """The environment of a process whose cache of the hub holds the tiny model as `owner/tiny`."""
+    home = tmp_path / "home"
+    entry = home / "hub" / "models--owner--tiny"
+    shutil.copytree(tiny_task.model, entry / "snapshots" / COMMIT)
+    (entry / "refs").mkdir()
+    (entry / "refs" / "main").write_text(COMMIT)
+    return {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+
+
+def command(hub: dict[str, str], *words: str) -> str:
+    """Run a command of `quadriga` in a process of its own and return its standard output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "quadriga.cli.main", *words],
+        env=hub, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_name_of_the_hub_trains_resumes_exports_and_generates(
+    hub, tiny_task, train_overrides, tmp_path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    named = [
+        *train_overrides,
+        f"actor_rollout_ref.model.path={NAME}",
+        "algorithm.adv_estimator=gae",
+        f"critic.model.path={NAME}",
+    ]
+    command(hub, "train", *named, "trainer.total_training_steps=1")
+    command(hub, "train", *named, "trainer.resume_mode=auto")
+    rows = list(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    exported = tmp_path / "run" / "model"
+    assert AutoModelForCausalLM.from_pretrained(exported).num_parameters() > 0
+    assert AutoTokenizer.from_pretrained(exported).chat_template
+    command(hub, "generate", f"model.path={NAME}", "prompt='1 and 2?'", "max_response_length=4")
+    sft = tmp_path / "sft"
+    command(
+        hub, "sft", f"model.path={NAME}", f"data.train_files={tiny_task.data('sft')}",
+        "data.train_batch_size=8", "trainer.total_training_steps=1", "trainer.backend=local",
+        f"trainer.default_local_dir={sft}",
+    )  # fmt: skip
+    assert AutoTokenizer.from_pretrained(sft / "model").chat_template
+
+
+def test_another_model_under_the_same_name_is_noticed(hub, train_overrides, tmp_path) -> None:
+    named = [*train_overrides, f"actor_rollout_ref.model.path={NAME}"]
+    command(hub, "train", *named, "trainer.total_training_steps=1")
+    config = Path(hub["HF_HOME"]) / "hub/models--owner--tiny/snapshots" / COMMIT / "config.json"
+    config.write_text(config.read_text() + "\n\n")
+    with pytest.raises(AssertionError, match=r"config\.json of actor_rollout_ref\.model\.path is"):
+        command(hub, "train", *named, "trainer.resume_mode=auto")
