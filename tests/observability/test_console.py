@@ -38,15 +38,25 @@ def test_plain_lines_show_step_reward_accuracy_speed_and_time_left():
 def test_a_missing_metric_is_shown_with_its_last_value():
     console, clock, out = plain(2)
     clock.now = 1.0
-    console.log(1, {"val/accuracy": 0.5})
+    console.log(1, {"val/score": 0.5, "val/accuracy": 0.5})
     console.log(2, {"reward/mean": 0.25})
     assert out.getvalue().splitlines()[1] == "train 2/2  reward 0.250  accuracy 50.0%  left 0s"
+
+
+def test_a_score_that_is_no_accuracy_is_shown_as_a_number():
+    console, _, out = plain(2)
+    console.log(0, {"val/score": 0.0, "val/accuracy": 0.0})
+    console.log(1, {"val/score": -0.155})
+    assert out.getvalue().splitlines() == [
+        "train 0/2  accuracy 0.0%",
+        "train 1/2  score -0.155  left 0s",
+    ]
 
 
 def test_a_long_run_prints_about_twenty_lines_and_every_validation():
     console, _, out = plain(1000)
     for step in range(1, 1001):
-        console.log(step, {"val/accuracy": 0.5} if step == 7 else {"reward/mean": 0.1})
+        console.log(step, {"val/score": 0.5} if step == 7 else {"reward/mean": 0.1})
     lines = out.getvalue().splitlines()
     assert len(lines) == 22  # the first, every 50th, and step 7
     assert any(line.startswith("train 7/1000 ") for line in lines)

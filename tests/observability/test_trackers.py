@@ -94,6 +94,28 @@ def test_the_learning_curve_is_written_as_png(tmp_path):
         plot_learning_curve(tmp_path / "m.jsonl", tmp_path / "absent" / "c.png")
 
 
+@pytest.mark.parametrize(
+    ("validations", "label"),
+    [
+        ([{"val/score": 0.5, "val/accuracy": 0.5}, {"val/score": 1.0, "val/accuracy": 1.0}],
+         "validation accuracy"),
+        ([{"val/score": 0.0, "val/accuracy": 0.0}, {"val/score": -0.155}], "validation score"),
+    ],
+)  # fmt: skip
+def test_the_curve_of_a_score_that_is_no_accuracy_is_called_a_score(
+    tmp_path, monkeypatch, validations, label
+):
+    import matplotlib.figure
+
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda f, *_, **__: figures.append(f))
+    rows = [{"step": i, "reward/mean": 0.0, **row} for i, row in enumerate(validations)]
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert plot_learning_curve(tmp_path / "m.jsonl", tmp_path / "c.png")
+    names = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert names == ["training reward", label]
+
+
 def test_no_file_is_written_without_curves(tmp_path):
     (tmp_path / "m.jsonl").write_text('{"step": 1, "time/step": 2}\n')
     assert not plot_learning_curve(tmp_path / "m.jsonl", tmp_path / "c.png")

@@ -168,5 +168,32 @@ def test_the_settings_in_the_run_folder_are_those_of_the_run(
     assert again == load_config(TrainConfig, train_overrides)
 
 
+@pytest.mark.parametrize(
+    ("score", "shown", "table"),
+    [
+        ("float('1' in solution_str)", {"val/score", "val/accuracy"}, "validation accuracy"),
+        ("-0.155 - len(solution_str)", {"val/score"}, "validation score"),
+        ("0.5", {"val/score"}, "validation score"),
+    ],
+)
+def test_a_score_that_is_no_accuracy_has_no_percentage(
+    run, tmp_path, capsys, score, shown, table
+) -> None:
+    rule = tmp_path / "rule.py"
+    rule.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        f"    return {score}\n"
+    )
+    rows = run(f"reward.path={rule}", "trainer.loggers=[console,jsonl]",
+               "trainer.total_training_steps=1")  # fmt: skip
+    assert {name for row in rows for name in row if name.startswith("val/")} == {
+        "val/samples", *shown
+    }  # fmt: skip
+    out = capsys.readouterr().out
+    assert table in out
+    assert ("accuracy" in out) == ("val/accuracy" in shown)
+    assert ("%" in out) == ("val/accuracy" in shown)
+
+
 def test_resuming_without_a_checkpoint_starts_at_step_one(run) -> None:
     assert [row["step"] for row in run("trainer.resume_mode=auto")] == [0, 1, 2]

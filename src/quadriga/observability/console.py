@@ -17,6 +17,7 @@ SHOWN = {
     "reward/mean": ("reward", "{:.3f}"),
     "sft/loss": ("loss", "{:.3f}"),
     "reward/failed": ("failed", "{:.1%}"),
+    "val/score": ("score", "{:.3f}"),
     "val/accuracy": ("accuracy", "{:.1%}"),
     "perf/tokens_per_second": ("tokens/s", "{:,.0f}"),
 }
@@ -25,7 +26,7 @@ PLAIN_LINES = 20  # about how many lines a run writes to a file or a pipe
 
 
 class RunConsole:
-    """Shows step, reward, accuracy, tokens per second and the time left, and a table at the end.
+    """Shows step, reward, validation score, tokens per second and time left, then a table.
 
     The progress line is drawn when a step is logged, in the calling thread, and standard output is
     not redirected: a debugger in this process can use the terminal.
@@ -60,6 +61,9 @@ class RunConsole:
         if self._first_step is None:
             self._first_step = step
         self._latest.update({name: metrics[name] for name in SHOWN if name in metrics})
+        # A validation score is shown under one name: as a percentage where it is an accuracy.
+        if "val/score" in metrics:
+            self._latest.pop("val/score" if "val/accuracy" in metrics else "val/accuracy", None)
         if self.console.is_terminal:
             self._draw(step)
         elif self._is_printed(step, metrics):
@@ -100,7 +104,7 @@ class RunConsole:
 
     def _is_printed(self, step: int, metrics: Mapping[str, float]) -> bool:
         every = max(1, self.total_steps // PLAIN_LINES)
-        return step in (1, self.total_steps) or step % every == 0 or "val/accuracy" in metrics
+        return step in (1, self.total_steps) or step % every == 0 or "val/score" in metrics
 
     def _numbers(self, step: int) -> str:
         parts = [

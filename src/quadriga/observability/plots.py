@@ -15,20 +15,24 @@ Points = tuple[list[float], list[float]]
 CURVES = {
     "reward/mean": ("training reward", "#3b6ea5", ""),
     "val/accuracy": ("validation accuracy", "#c8553d", "o"),
+    "val/score": ("validation score", "#c8553d", "o"),
 }
 
 
 def plot_learning_curve(
     metrics: str | Path, picture: str | Path, *, title: str = "", mean_of: int = 5
 ) -> bool:
-    """Plot training reward and validation accuracy over steps, from `metrics.jsonl` to a PNG.
+    """Plot training reward and validation score over steps, from `metrics.jsonl` to a PNG.
 
     The reward is drawn twice: as measured, in a light line, and as the running mean over `mean_of`
-    steps. Return False and write no file if the metrics hold neither of the two. Raises
+    steps. The score is called an accuracy if it is one at every validation of the run
+    (`val/accuracy`). Return False and write no file if the metrics hold neither curve. Raises
     `InputError` if the picture cannot be written and `DataError` if the metrics cannot be read.
     """
     rows = list(read_jsonl(metrics))
     curves = {name: points_of(rows, name) for name in CURVES}
+    scored, accurate = (set(curves[name][0]) for name in ("val/score", "val/accuracy"))
+    curves.pop("val/score" if scored <= accurate else "val/accuracy")
     if not any(steps for steps, _ in curves.values()):
         return False
     # `Figure` and not `pyplot`: it needs no display and keeps no global list of open figures.

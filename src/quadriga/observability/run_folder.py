@@ -5,7 +5,7 @@ runs/run/
   metrics.jsonl       one object per step
   samples.jsonl       some responses of each step
   tensorboard/        the same metrics for TensorBoard
-  learning_curve.png  reward and validation accuracy over steps
+  learning_curve.png  reward and validation score over steps
   checkpoints/        one folder per saved step
   model/              the trained policy as a Hugging Face folder
   run.lock            the run that writes here, while it does

@@ -6,7 +6,7 @@ The loop:
     sft.py          `SFTTrainer`: supervised fine-tuning
     stages.py       what each step of the loop does on the controller
     sampling.py     from prompts to the batch of a step
-    validation.py   accuracy on validation data
+    validation.py   score on validation data
     dataflow.py     which fields each stage reads and writes, and the check of their order
     placement.py    `Role`, `ResourcePoolManager`: which role runs on which pool
     run/            what surrounds the loop: checks, loaders, worker groups, checkpoints, records

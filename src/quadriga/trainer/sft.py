@@ -4,14 +4,16 @@ consumes      batches of prompts with given responses, in the order of the loade
 produces      metrics and samples in the run folder, and the trained model
 waits for     each update, since the next one needs its weights
 
-With validation prompts the loop measures greedy accuracy every `test_freq` steps, and stops as
-soon as it reaches `stop_at_accuracy`.
+With validation prompts the loop scores greedy responses every `test_freq` steps, and stops as soon
+as the accuracy reaches `stop_at_accuracy`.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,10 +48,13 @@ if TYPE_CHECKING:
     from quadriga.workers.roles import SFTGroup
 
 
+_log = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True)
 class SFTResult:
     """The folder of the trained model, the steps that were taken, and the accuracy of the last
-    validation (None without validation data)."""
+    validation (None without validation data, or if scores are not 0 or 1)."""
 
     model_path: str
     steps: int
@@ -194,13 +199,21 @@ class SFTTrainer:
                 yield rows
 
     def close(self) -> None:
-        """Stop the worker group, if it is started."""
-        if self._groups is not None:
-            self._groups.close()
-            self._groups = None
+        """Stop the worker group and the reward processes, if they are started."""
+        with closing(self.reward_fn):
+            if self._groups is not None:
+                self._groups.close()
+                self._groups = None
 
     def _reached_goal(self, metrics: dict[str, float]) -> bool:
         goal = self.config.trainer.stop_at_accuracy
+        if goal is not None and metrics and "val/accuracy" not in metrics:
+            _log.warning(
+                "trainer.stop_at_accuracy=%s has no effect: the rewards are not 0 or 1, so their "
+                "mean %.3f is no accuracy",
+                goal,
+                metrics["val/score"],
+            )
         return goal is not None and metrics.get("val/accuracy", -1.0) >= goal
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 class Validator:
     """Generates one response per validation prompt and records the mean score and samples.
 
+    The mean is an accuracy (`val/accuracy`) if all scores so far are 0 or 1: right or wrong.
     Sampling is that of `rollout.val_sampling`, greedy by default. Without a loader `run` does
     nothing.
     """
@@ -35,6 +36,7 @@ class Validator:
         self.reward = reward
         self.record = record
         self.last: Metrics = {}
+        self.scores_right_or_wrong = True
 
     def run(self, *, step: int, due: bool) -> Metrics:
         """Validate if `due`, and if there is validation data. Return the metrics, else {}."""
@@ -51,6 +53,10 @@ class Validator:
                 scores += batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1).tolist()
                 if number == 0:
                     self.record.log_samples(step, batch, split="val")
-        self.last = {"val/accuracy": sum(scores) / len(scores), "val/samples": float(len(scores))}
+        self.scores_right_or_wrong &= set(scores) <= {0.0, 1.0}
+        mean = sum(scores) / len(scores)
+        self.last = {"val/score": mean, "val/samples": float(len(scores))}
+        if self.scores_right_or_wrong:
+            self.last["val/accuracy"] = mean
         self.record.log_validation(step, self.last)
         return self.last

@@ -177,16 +177,18 @@ class RunRecord:
         rows = [
             ("steps", str(self.total_steps)),
             ("time", f"{elapsed:.0f}s ({shares})"),
-            *_accuracy_row(self.last),
+            *_validation_row(self.last),
             ("run folder", str(self.folder.path)),
             ("model", str(self.folder.model)),
         ]
         console.table("done", rows)
 
 
-def _accuracy_row(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    accuracy = metrics.get("val/accuracy")
-    return [] if accuracy is None else [("validation accuracy", f"{accuracy:.1%}")]
+def _validation_row(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    if "val/accuracy" in metrics:
+        return [("validation accuracy", f"{metrics['val/accuracy']:.1%}")]
+    score = metrics.get("val/score")
+    return [] if score is None else [("validation score", f"{score:.3f}")]
 
 
 def read_samples(
