@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from quadriga.errors import DataError, InputError, UnknownNameError
+from quadriga.errors import ConfigError, DataError, InputError, UnknownNameError
 from quadriga.observability.plots import plot_learning_curve, points_of, running_mean
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import (
@@ -51,6 +54,44 @@ def test_jsonl_and_tensorboard_hold_the_same_numbers(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
 
 
+class FakeWandb(ModuleType):
+    """Records what `WandbTracker` calls. The numbers of calls and their arguments are checked."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None)
+        self.runs, self.Settings = [], lambda **values: values
+
+    def init(self, **options):
+        run = SimpleNamespace(options=options, rows=[], ended=False)
+        run.log = lambda metrics, step: run.rows.append((step, metrics))
+        run.finish = lambda: setattr(run, "ended", True)
+        self.runs.append(run)
+        return run
+
+
+def test_wandb_receives_names_and_metrics_and_a_resumed_run_is_continued(tmp_path, monkeypatch):
+    module = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    names = {"project_name": "demo", "experiment_name": "first"}
+    for first_step in (0, 2, 0):
+        trackers = Trackers.open(["wandb"], run_info(tmp_path, first_step=first_step, **names))
+        trackers.log(first_step + 1, {"reward/mean": 0.5})
+        trackers.close()
+    begun, resumed, another = module.runs
+    assert resumed.options["id"] == begun.options["id"] != another.options["id"]
+    assert (begun.options["project"], begun.options["name"]) == ("demo", "first")
+    assert begun.options["dir"] == str(tmp_path) and begun.rows == [(1, {"reward/mean": 0.5})]
+    assert resumed.rows == [(3, {"reward/mean": 0.5})] and another.ended
+
+
+def test_wandb_that_is_not_installed_is_refused_before_the_start(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'quadriga\[wandb\]'"):
+        check_trackers(["jsonl", "wandb"])
+
+
 def test_every_tracker_is_closed_even_if_one_raises():
     first, second = Recorder(fails=True), Recorder()
     trackers = Trackers([first, second])
@@ -66,8 +107,8 @@ def test_an_unknown_tracker_names_the_nearest_and_none_is_created(tmp_path):
     with pytest.raises(UnknownNameError) as caught:
         Trackers.open(["jsonl", "tensorbord"], run_info(tmp_path))
     assert str(caught.value) == (
-        "trainer.loggers: no tracker 'tensorbord'; known: console, jsonl, tensorboard; "
-        "did you mean tensorboard?"
+        "trainer.loggers: no tracker 'tensorbord'; known: console, jsonl, tensorboard, "
+        "wandb; did you mean tensorboard?"
     )
     assert list(tmp_path.iterdir()) == []
 

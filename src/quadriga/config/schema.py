@@ -311,11 +311,11 @@ class TrainerConfig:
     resume_mode: str = "disable"  # disable, auto (the newest complete checkpoint) or its folder
     resume_override: bool = False  # resume although data or model differ from the checkpoint's
     samples_per_step: int = 8  # responses written to the run folder in each step
-    project_name: str = "quadriga"  # recorded with the settings
-    experiment_name: str = "run"  # recorded with the settings
+    project_name: str = "quadriga"  # of the learning curve and of trackers
+    experiment_name: str = "run"  # name of the run there
     default_local_dir: str = "runs/run"  # run folder
     overwrite: bool = False  # replace a run that is already in the folder
-    # console, jsonl, tensorboard, or a tracker of your own
+    # console, jsonl, tensorboard, wandb, or a tracker of your own
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     call_timeout_s: float | None = 3600.0  # deadline of one call to a worker group; None: none
     balance_batch: bool = True  # give each rank about the same number of tokens

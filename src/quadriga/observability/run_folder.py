@@ -5,6 +5,7 @@ runs/run/
   metrics.jsonl       one object per step
   samples.jsonl       some responses of each step
   tensorboard/        the same metrics for TensorBoard
+  wandb/              the files of Weights & Biases, if trainer.loggers contains wandb
   learning_curve.png  reward and validation score over steps
   checkpoints/        one folder per saved step
   model/              the trained policy as a Hugging Face folder
@@ -30,13 +31,14 @@ CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 TENSORBOARD = "tensorboard"
+WANDB = "wandb"
 PLOT = "learning_curve.png"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 _MARKS = (CONFIG, METRICS)  # a folder with one of these holds a run
 # What an export that was killed leaves beside the model.
 _EXPORTS = (f"{MODEL}.partial", f"{MODEL}.replaced")
-_ALL = (CONFIG, METRICS, SAMPLES, TENSORBOARD, PLOT, CHECKPOINTS, MODEL, *_EXPORTS)
+_ALL = (CONFIG, METRICS, SAMPLES, TENSORBOARD, WANDB, PLOT, CHECKPOINTS, MODEL, *_EXPORTS)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from quadriga.errors import UnknownNameError
 from quadriga.observability.console import RunConsole
 from quadriga.observability.jsonl import JsonlFile, cannot_write
 from quadriga.observability.run_folder import RunFolder
+from quadriga.observability.wandb_tracker import WandbTracker, check_wandb
 
 
 class Tracker(Protocol):
@@ -28,12 +29,18 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is told about the run. `first_step` is above 0 if the run is resumed."""
+    """What a tracker is told about the run. `first_step` is above 0 if the run is resumed.
+
+    `project_name` and `experiment_name` are the settings `trainer.project_name` and
+    `trainer.experiment_name`.
+    """
 
     folder: RunFolder
     total_steps: int
     title: str = "train"
     first_step: int = 0
+    project_name: str = "quadriga"
+    experiment_name: str = "run"
 
 
 class JsonlTracker:
@@ -82,6 +89,7 @@ TRACKERS: dict[str, TrackerFactory] = {
     "console": lambda run: RunConsole(run.total_steps, title=run.title),
     "jsonl": JsonlTracker,
     "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
 }
 
 
@@ -93,7 +101,10 @@ def register_tracker(name: str, factory: TrackerFactory) -> None:
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Raise `UnknownNameError` for the first unknown name; the message names the nearest one."""
+    """Raise `UnknownNameError` for the first unknown name; the message names the nearest one.
+
+    Raises `ConfigError` for a tracker whose package is not installed.
+    """
     for name in names:
         if name not in TRACKERS:
             near = difflib.get_close_matches(name, TRACKERS, n=1)
@@ -104,6 +115,8 @@ def check_trackers(names: Iterable[str]) -> None:
                 known=sorted(TRACKERS),
                 nearest=near[0] if near else None,
             )
+        if name == "wandb":
+            check_wandb()
 
 
 class Trackers:
@@ -118,7 +131,12 @@ class Trackers:
         """Create the trackers with these names. Raises `UnknownNameError` before it creates any."""
         names = list(dict.fromkeys(names))
         check_trackers(names)
-        run = replace(run, title=mask_secrets(run.title))
+        run = replace(
+            run,
+            title=mask_secrets(run.title),
+            project_name=mask_secrets(run.project_name),
+            experiment_name=mask_secrets(run.experiment_name),
+        )
         return cls([TRACKERS[name](run) for name in names])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

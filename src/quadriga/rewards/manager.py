@@ -13,9 +13,9 @@ import torch
 
 from quadriga.config.schema import FailurePolicy, RewardConfig
 from quadriga.config.secrets import mask_secrets
+from quadriga.containment import contained
 from quadriga.errors import ConfigError, DataError, FieldError, RewardError
 from quadriga.protocol import DataProto, fields
-from quadriga.rewards.containment import contained
 from quadriga.rewards.functions import (
     BUILT_IN,
     FunctionRef,
@@ -261,8 +261,8 @@ class RewardManager:
         count = f"{len(self.failures)} of {len(outcomes)} samples have no score"
         if self.on_failure == "fail":
             raise RewardError(
-                f"{count}; the first is {what}: {first.detail}. Mend the reward function, or set "
-                "reward.on_failure to zero or mask",
+                f"{count}; the first is {what}: {first.detail}. Correct the reward function, or "
+                "set reward.on_failure to zero or mask",
                 row=first.row,
                 data_source=first.data_source,
                 status=first.status,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from quadriga.algorithms.partial import merge_partials
 from quadriga.checkpoint.folders import restore_folder, set_aside_after
 from quadriga.config.schema import SFTConfig, TrainConfig
+from quadriga.config.secrets import mask_secrets
 from quadriga.observability.metrics import MetricSet
 from quadriga.observability.plots import plot_learning_curve
 from quadriga.observability.run_folder import RunFolder
@@ -51,9 +52,19 @@ class RunRecord:
         self._metrics = MetricSet()
         self._samples = SampleLog(folder.samples)
         self._began = time.perf_counter()
+        self._title = mask_secrets(
+            f"{config.trainer.project_name} / {config.trainer.experiment_name}"
+        )
         self._trackers = Trackers.open(
             config.trainer.loggers,
-            RunInfo(folder, total_steps, _TITLES[type(config).__name__], first_step),
+            RunInfo(
+                folder,
+                total_steps,
+                _TITLES[type(config).__name__],
+                first_step,
+                config.trainer.project_name,
+                config.trainer.experiment_name,
+            ),
         )
 
     @classmethod
@@ -106,7 +117,7 @@ class RunRecord:
             self._samples.close()
             # The plot reads the metrics file, which is complete only after the trackers are closed.
             if error is None:
-                plot_learning_curve(self.folder.metrics, self.folder.plot)
+                plot_learning_curve(self.folder.metrics, self.folder.plot, title=self._title)
                 self._closing_table()
         finally:
             self.folder.close()
