@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from quadriga.errors import ModelError
 from quadriga.models import check_context_window
-from quadriga.models.context_window import context_window
+from quadriga.models.context_window import LongestSequence, context_window
 
 
 def rope(kind, **settings):
@@ -69,9 +69,10 @@ def test_window_of_a_config(model_type, settings, tokens):
 
 def test_message_does_the_arithmetic(tmp_path):
     AutoConfig.for_model("gpt2", n_positions=64).save_pretrained(tmp_path)
-    check_context_window(tmp_path, longest_prompt=40, max_response_length=24)
+    check_context_window(tmp_path, LongestSequence(64, "", ""))
     with pytest.raises(ModelError) as caught:
-        check_context_window(tmp_path, longest_prompt=50, max_response_length=20)
+        check_context_window(tmp_path, LongestSequence(70, "50 + 20 is 70 tokens", "lower both"))
     message = str(caught.value)
-    assert "prompt has 50 tokens, and with data.max_response_length 20 that makes 70" in message
-    assert "at most 64" in message and "by 6 together" in message
+    assert message.startswith("50 + 20 is 70 tokens, but the model in ")
+    assert "at most 64 (max_position_embeddings in its config.json)" in message
+    assert message.endswith("; lower both by 6")

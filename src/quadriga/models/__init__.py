@@ -3,6 +3,7 @@
 - `folder`: check a model folder without loading weights; its end tokens.
 - `architectures`: which architectures are supported, and in which form each is computed.
 - `context_window`: how many tokens a model can compute.
+- `vocabulary`: whether the embedding has a row for every token id.
 - `loading`: tokenizers, causal language models and value models from a folder.
 - `stored_dtypes`: the dtypes in which a folder holds its weights.
 - `tiny`: write a small model and its tokenizer.
@@ -24,6 +25,7 @@ _HOME = {
     "TinyModel": "tiny",
     "check_context_window": "context_window",
     "check_model_folder": "folder",
+    "check_vocabulary": "vocabulary",
     "end_token_ids": "folder",
     "load_causal_lm": "loading",
     "load_tokenizer": "loading",
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from quadriga.models.tiny import TinyModel as TinyModel
     from quadriga.models.tiny import train_tokenizer as train_tokenizer
     from quadriga.models.tiny import write_tiny_model as write_tiny_model
+    from quadriga.models.vocabulary import check_vocabulary as check_vocabulary
     from quadriga.observability.quiet import quiet_libraries as quiet_libraries
 else:
     __getattr__, __dir__ = lazy_names(__name__, _HOME)

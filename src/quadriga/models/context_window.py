@@ -93,18 +93,24 @@ def _ropes(text: PreTrainedConfig) -> list[RopeParameters]:
     return sets or [parameters]
 
 
-def check_context_window(
-    path: str | Path,
-    *,
-    longest_prompt: int,
-    max_response_length: int,
-    trust_remote_code: bool = False,
-) -> None:
-    """Check that the longest prompt with the longest response fits the model's context window.
+@dataclass(frozen=True)
+class LongestSequence:
+    """The most tokens that a sequence of a run can have.
 
-    Args:
-        longest_prompt: tokens of the longest prompt in the data.
-        max_response_length: `data.max_response_length`, in tokens.
+    Attributes:
+        arithmetic: how the number comes about, as a sentence without its full stop.
+        remedy: what lowers the number; a message goes on with "by 12".
+    """
+
+    tokens: int
+    arithmetic: str
+    remedy: str
+
+
+def check_context_window(
+    path: str | Path, longest: LongestSequence, *, trust_remote_code: bool = False
+) -> None:
+    """Check that the longest sequence fits the context window of the model.
 
     Raises:
         ModelError: it does not fit, or the folder is not a model folder.
@@ -114,13 +120,10 @@ def check_context_window(
     folder = local_folder(path)
     check_model_folder(folder, weights=False, tokenizer=False, trust_remote_code=trust_remote_code)
     window = context_window(read_config(folder, trust_remote_code=trust_remote_code))
-    total = longest_prompt + max_response_length
-    if window is not None and total > window.tokens:
+    if window is not None and longest.tokens > window.tokens:
         raise ModelError(
-            f"the longest prompt has {longest_prompt} tokens, and with data.max_response_length "
-            f"{max_response_length} that makes {total} tokens, but the model in {folder} computes "
-            f"at most {window.tokens} ({window.source} in its config.json); lower "
-            "data.max_response_length, or data.max_prompt_length, beyond which prompts are left "
-            f"out, by {total - window.tokens} together",
+            f"{longest.arithmetic}, but the model in {folder} computes at most {window.tokens} "
+            f"({window.source} in its config.json); {longest.remedy} by "
+            f"{longest.tokens - window.tokens}",
             path=str(folder),
         )

@@ -12,11 +12,12 @@ from quadriga.config.schema import GenerateConfig
 from quadriga.errors import ConfigError
 from quadriga.protocol import fields
 from quadriga.trainer.run.preflight import check_files, require_model_path
+from quadriga.trainer.run.sequence_checks import check_generation_data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from quadriga.data import PromptLoader
+    from quadriga.data import PromptDataset
 
 Messages = Sequence[Mapping[str, object]]
 """A chat: messages with `role` and `content`."""
@@ -39,7 +40,7 @@ def run_generation(config: GenerateConfig) -> list[Answer]:
     Raises:
         ConfigError: neither or both of `prompt` and `data_files` are set, or the suffix of
             `output` is unknown.
-        ModelError: the folder holds no model.
+        ModelError: the folder holds no model, or a sequence or a token does not fit it.
     """
     from quadriga.models import check_model_folder
 
@@ -64,6 +65,7 @@ def main_generation(config: GenerateConfig) -> list[Answer]:
 
 
 def _answers(config: GenerateConfig) -> Iterator[Answer]:
+    from quadriga.data import PromptLoader
     from quadriga.models import load_tokenizer
     from quadriga.parallel.device import get_device_name
     from quadriga.rollout import build_rollout
@@ -75,9 +77,12 @@ def _answers(config: GenerateConfig) -> Iterator[Answer]:
         config.model.tokenizer_path or config.model.path,
         trust_remote_code=config.model.trust_remote_code,
     )
+    dataset = _prompts(config, tokenizer)
+    check_generation_data(config, tokenizer, dataset)
+    loader = PromptLoader(dataset, config.batch_size, shuffle=False, drop_last=False)
     # One process and one model: the engine is called directly, without a worker group.
     engine = build_rollout("hf", config.model, device=device)
-    for number, prompts in enumerate(_prompt_batches(config, tokenizer)):
+    for number, prompts in enumerate(loader):
         rows = expand_prompts(prompts, n=config.n, step=number, seed=config.seed).batch
         batch = generate_batch(
             engine,
@@ -94,20 +99,14 @@ def _answers(config: GenerateConfig) -> Iterator[Answer]:
             yield Answer(messages, texts[i * config.n : (i + 1) * config.n])
 
 
-def _prompt_batches(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase) -> PromptLoader:
-    from quadriga.data import PromptDataset, PromptLoader
+def _prompts(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+    from quadriga.data import PromptDataset
 
     key, length = config.prompt_key, config.max_prompt_length
-    if config.prompt is not None:
-        row = {key: [{"role": "user", "content": config.prompt}]}
-        dataset = PromptDataset.from_rows(
-            [row], tokenizer, prompt_key=key, max_prompt_length=length
-        )
-    else:
-        dataset = PromptDataset(
-            config.data_files, tokenizer, prompt_key=key, max_prompt_length=length
-        )
-    return PromptLoader(dataset, config.batch_size, shuffle=False, drop_last=False)
+    if config.prompt is None:
+        return PromptDataset(config.data_files, tokenizer, prompt_key=key, max_prompt_length=length)
+    row = {key: [{"role": "user", "content": config.prompt}]}
+    return PromptDataset.from_rows([row], tokenizer, prompt_key=key, max_prompt_length=length)
 
 
 def _write_jsonl(answers: Sequence[Answer], path: Path) -> None:

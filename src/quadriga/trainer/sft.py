@@ -38,12 +38,13 @@ from quadriga.trainer.run.groups import (
 from quadriga.trainer.run.ingredients import check_rows, make_reward, prompt_dataset
 from quadriga.trainer.run.preflight import check_sft_config
 from quadriga.trainer.run.record import RunRecord
+from quadriga.trainer.run.sequence_checks import check_sft_data
 from quadriga.trainer.validation import Validator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from quadriga.data import PromptLoader
+    from quadriga.data import PromptDataset, PromptLoader
     from quadriga.single_controller import WorkerGroup
     from quadriga.workers.roles import SFTGroup
 
@@ -99,19 +100,22 @@ class SFTTrainer:
         self.tokenizer = load_tokenizer(
             model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
         )
+        train = SFTDataset(
+            data.train_files,
+            self.tokenizer,
+            prompt_key=data.prompt_key,
+            response_key=data.response_key,
+            max_length=data.max_length,
+        )
+        validation = _validation_prompts(config, self.tokenizer)
+        check_sft_data(config, self.tokenizer, train, validation)
         self.loader = SFTLoader(
-            SFTDataset(
-                data.train_files,
-                self.tokenizer,
-                prompt_key=data.prompt_key,
-                response_key=data.response_key,
-                max_length=data.max_length,
-            ),
+            train,
             data.train_batch_size,
             shuffle=data.shuffle,
             seed=config.trainer.seed,
         )
-        self.val_loader = _validation_loader(config, self.tokenizer)
+        self.val_loader = _validation_loader(config, validation)
         self.reward_fn = make_reward(config.reward, self.tokenizer)
         check_rows(self.reward_fn, self.val_loader)
         self.step = 0
@@ -229,19 +233,21 @@ def _worker_config(config: SFTConfig) -> ActorRolloutRefConfig:
     )
 
 
-def _validation_loader(
+def _validation_prompts(
     config: SFTConfig, tokenizer: PreTrainedTokenizerBase
-) -> PromptLoader | None:
-    """A loader of the first `val_size` validation prompts as one batch, or None without files."""
-    from quadriga.data import PromptLoader
-
+) -> PromptDataset | None:
+    """The first `val_size` validation prompts, or None without files."""
     if not config.data.val_files:
         return None
     data = DataConfig(prompt_key=config.data.prompt_key, max_prompt_length=config.data.max_length)
     prompts = prompt_dataset(config.data.val_files, data, tokenizer)
-    return PromptLoader(
-        prompts.head(config.trainer.val_size),
-        config.trainer.val_size,
-        shuffle=False,
-        drop_last=False,
-    )
+    return prompts.head(config.trainer.val_size)
+
+
+def _validation_loader(config: SFTConfig, prompts: PromptDataset | None) -> PromptLoader | None:
+    """A loader of the prompts as one batch, or None without prompts."""
+    from quadriga.data import PromptLoader
+
+    if prompts is None:
+        return None
+    return PromptLoader(prompts, config.trainer.val_size, shuffle=False, drop_last=False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quadriga.config.schema import DataConfig, RewardConfig, TrainConfig
+from quadriga.trainer.run.sequence_checks import check_training_data
 from quadriga.trainer.stages import BatchReward
 
 if TYPE_CHECKING:
@@ -25,14 +26,22 @@ class Ingredients:
     val_loader: PromptLoader | None
     reward: BatchReward
 
+    def close(self) -> None:
+        """End the processes of the reward function, if it has some."""
+        from quadriga.rewards import RewardManager
+
+        if isinstance(self.reward, RewardManager):
+            self.reward.close()
+
 
 def load_ingredients(config: TrainConfig) -> Ingredients:
     """Load everything and check every data row.
 
     Raises:
         DataError: a file is missing, or a row cannot be used.
-        ModelError: the model folder holds no tokenizer, or the longest prompt with the longest
-            response does not fit the context window of a model.
+        ModelError: the model folder holds no tokenizer, or a sequence or a token does not fit a
+            model.
+        ConfigError: a sequence does not fit the token budget of a micro-batch.
     """
     from quadriga.data import PromptLoader
     from quadriga.models import load_tokenizer
@@ -45,10 +54,10 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
     seed = config.data.seed if config.data.seed is not None else config.trainer.seed
     val_loader = None
     train = prompt_dataset(config.data.train_files, config.data, tokenizer)
-    check_windows(config, train.longest)
+    datasets = [train]
     if config.data.val_files:
         val = prompt_dataset(config.data.val_files, config.data, tokenizer)
-        check_windows(config, val.longest)
+        datasets.append(val)
         val_loader = PromptLoader(
             val,
             config.data.val_batch_size,
@@ -64,28 +73,11 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
         seed=seed,
         drop_last=True,
     )
+    check_training_data(config, tokenizer, datasets)
     reward = make_reward(config.reward, tokenizer, config.algorithm.reward_components)
     check_rows(reward, train_loader)
     check_rows(reward, val_loader)
     return Ingredients(tokenizer, train_loader, val_loader, reward)
-
-
-def check_windows(config: TrainConfig, longest_prompt: int) -> None:
-    """Check that every sequence fits the context windows of the actor's and the critic's model.
-
-    Raises:
-        ModelError: the prompt of `longest_prompt` tokens with the longest response does not.
-    """
-    from quadriga.models import check_context_window
-
-    for model in (config.actor_rollout_ref.model, config.critic.model):
-        if model.path:
-            check_context_window(
-                model.path,
-                longest_prompt=longest_prompt,
-                max_response_length=config.data.max_response_length,
-                trust_remote_code=model.trust_remote_code,
-            )
 
 
 def prompt_dataset(

@@ -1,0 +1,160 @@
+"""Checks of the data against the model, before a worker starts: lengths and token ids.
+
+The lengths are those of the data: the longest prompt that is there, and not the longest one that
+the settings allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from quadriga.config.schema import EngineConfig, GenerateConfig, ModelConfig, SFTConfig, TrainConfig
+from quadriga.errors import ConfigError
+from quadriga.models.context_window import LongestSequence, check_context_window
+from quadriga.models.vocabulary import check_vocabulary, largest_token_id
+from quadriga.trainer.dataflow import needs_critic, needs_reference, reads_ref_log_prob
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from quadriga.data import PromptDataset, SFTDataset
+
+
+def check_training_data(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, datasets: Sequence[PromptDataset]
+) -> None:
+    """Check that the prompts of `quadriga train`, with the longest response, fit the models.
+
+    Args:
+        datasets: the prompts for training, then those for validation if there are some.
+
+    Raises:
+        ModelError: a sequence exceeds a context window, or a token id exceeds an embedding.
+        ConfigError: a sequence exceeds the token budget of a micro-batch.
+    """
+    response = config.data.max_response_length
+    longest = longest_with_response(datasets, response, "data.")
+    models = [config.actor_rollout_ref.model]
+    if needs_critic(config) and config.critic.model.path:
+        models.append(config.critic.model)
+    for model in models:
+        check_model_inputs(model, tokenizer, longest, datasets)
+    trained = longest_with_response(datasets[:1], response, "data.")
+    for key, engine in _engines(config):
+        check_token_budget(key, engine, trained)
+
+
+def check_sft_data(
+    config: SFTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    train: SFTDataset,
+    validation: PromptDataset | None,
+) -> None:
+    """Check that the rows of `quadriga sft`, and those of its validation, fit the model.
+
+    Raises:
+        As `check_training_data`.
+    """
+    rows = [train[i] for i in range(len(train))]
+    tokens = [[*row["prompt_ids"], *row["response_ids"]] for row in rows]
+    size = max(map(len, tokens))
+    longest = LongestSequence(
+        size,
+        f"the longest row of data.train_files has {size} tokens",
+        "lower data.max_length, beyond which rows are left out,",
+    )
+    model = config.model
+    check_context_window(model.path, longest, trust_remote_code=model.trust_remote_code)
+    check_vocabulary(
+        model.path,
+        tokenizer,
+        largest_id=largest_token_id(tokens),
+        trust_remote_code=model.trust_remote_code,
+    )
+    check_token_budget("engine", config.engine, longest)
+    if validation is not None:
+        generated = longest_with_response(
+            [validation], config.trainer.max_response_length, "trainer."
+        )
+        check_model_inputs(model, tokenizer, generated, [validation])
+
+
+def check_generation_data(
+    config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset
+) -> None:
+    """Check that the prompts of `quadriga generate`, with the longest response, fit the model.
+
+    Raises:
+        ModelError: a sequence exceeds the context window, or a token id exceeds the embedding.
+    """
+    longest = longest_with_response([prompts], config.max_response_length, "")
+    check_model_inputs(config.model, tokenizer, longest, [prompts])
+
+
+def longest_with_response(
+    datasets: Sequence[PromptDataset], max_response_length: int, prefix: str
+) -> LongestSequence:
+    """Return the longest sequence: the longest prompt of the data with the longest response.
+
+    `prefix`: of the keys `max_prompt_length` and `max_response_length` in messages.
+    """
+    prompt = max(dataset.longest for dataset in datasets)
+    total = prompt + max_response_length
+    return LongestSequence(
+        total,
+        f"the longest prompt has {prompt} tokens, and {prompt} + {prefix}max_response_length="
+        f"{max_response_length} is {total} tokens",
+        f"lower {prefix}max_response_length, or max_prompt_length, beyond which prompts are left "
+        "out,",
+    )
+
+
+def check_model_inputs(
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: LongestSequence,
+    datasets: Sequence[PromptDataset],
+) -> None:
+    """Check lengths and token ids against one model.
+
+    Raises:
+        ModelError: a sequence exceeds the context window, or a token id exceeds the embedding.
+    """
+    check_context_window(model.path, longest, trust_remote_code=model.trust_remote_code)
+    rows = [dataset[i]["input_ids"] for dataset in datasets for i in range(len(dataset))]
+    check_vocabulary(
+        model.path,
+        tokenizer,
+        largest_id=largest_token_id(rows),
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def check_token_budget(key: str, engine: EngineConfig, longest: LongestSequence) -> None:
+    """Check that the longest sequence fits a micro-batch that is cut by tokens.
+
+    A sequence is never split, so a longer one would exceed the memory that the budget is for.
+
+    Raises:
+        ConfigError: names the setting below `key`, with the arithmetic.
+    """
+    budget = engine.max_tokens_per_micro_batch
+    if engine.use_dynamic_bsz and longest.tokens > budget:
+        setting = f"{key}.max_tokens_per_micro_batch"
+        raise ConfigError(
+            f"{setting}={budget} is below the longest sequence: {longest.arithmetic}; set it to "
+            f"at least {longest.tokens}, or {longest.remedy} by {longest.tokens - budget}",
+            key=setting,
+        )
+
+
+def _engines(config: TrainConfig) -> Iterator[tuple[str, EngineConfig]]:
+    """Yield (key, settings) of the training engines that the run uses."""
+    policy = config.actor_rollout_ref
+    yield "actor_rollout_ref.actor.engine", policy.actor.engine
+    # KL over the vocabulary computes the reference in the micro-batches of the actor.
+    if needs_reference(config) and reads_ref_log_prob(config):
+        yield "actor_rollout_ref.ref.engine", policy.ref.engine
+    if needs_critic(config):
+        yield "critic.engine", config.critic.engine

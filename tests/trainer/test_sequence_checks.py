@@ -1,0 +1,225 @@
+"""Sequences and token ids that a model cannot compute are refused before a worker starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from quadriga.cli.main import main
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError, ModelError
+from quadriga.models import check_vocabulary
+from quadriga.trainer.run.ingredients import load_ingredients
+
+BUDGET = "max_tokens_per_micro_batch"
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.fixture
+def refused(capsys, monkeypatch):
+    """refused("train", "a=b", …) returns the line that a command prints; no worker is built."""
+    import quadriga.rollout
+    import quadriga.single_controller.ranks.worker as worker
+
+    def no_worker(*_args, **_kwargs):
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(worker.Worker, "__init__", no_worker)
+    monkeypatch.setattr(quadriga.rollout, "build_rollout", no_worker)
+
+    def _refused(*words: str) -> str:
+        assert main(list(words)) == 2
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert len(lines) == 1, lines
+        return lines[0]
+
+    return _refused
+
+
+@pytest.fixture
+def model(tiny_task, tmp_path) -> Path:
+    """A copy of the tiny model, to be changed."""
+    return shutil.copytree(tiny_task.model, tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def longest(tiny_task) -> int:
+    """Tokens of the longest prompt of the training data."""
+    return _ingredients(tiny_task).train_loader.dataset.longest
+
+
+def _ingredients(tiny_task, *more: str):
+    return load_ingredients(
+        load_config(
+            TrainConfig,
+            [f"actor_rollout_ref.model.path={tiny_task.model}", "data.train_batch_size=8",
+             f"data.train_files={tiny_task.data('train')}", "data.max_response_length=12", *more],
+        )
+    )  # fmt: skip
+
+
+def sft(tiny_task, tmp_path, *more: str) -> list[str]:
+    return ["sft", f"model.path={tiny_task.model}", f"data.train_files={tiny_task.data('sft')}",
+            "data.train_batch_size=8", "trainer.backend=local",
+            f"trainer.default_local_dir={tmp_path / 'sft'}", *more]  # fmt: skip
+
+
+def widen(model: Path, *, special: bool) -> int:
+    """Add a token to the tokenizer of a folder, and return its id: one beyond the embedding."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<beyond>"], special_tokens=special)
+    tokenizer.save_pretrained(model)
+    rows = AutoConfig.from_pretrained(model).vocab_size
+    beyond = tokenizer.convert_tokens_to_ids("<beyond>")
+    # The tokenizer may be smaller than the embedding.
+    config = json.loads((model / "config.json").read_text())
+    assert beyond <= rows
+    if beyond < rows:
+        (model / "config.json").write_text(json.dumps({**config, "vocab_size": beyond}))
+    return beyond
+
+
+# Lengths.
+
+
+def test_the_longest_prompt_and_not_the_setting_counts_against_the_window(
+    tiny_task, longest
+) -> None:
+    """The window has 512 tokens, as many as `data.max_prompt_length` by default."""
+    assert longest < 200
+    _ingredients(tiny_task, f"data.max_response_length={512 - longest}")
+    with pytest.raises(ModelError, match=rf"{longest} \+ data.max_response_length=\d+ is 513 tok"):
+        _ingredients(tiny_task, f"data.max_response_length={513 - longest}")
+
+
+def test_a_response_beyond_the_window_is_refused_by_every_command(
+    refused, train_overrides, tiny_task, tmp_path
+) -> None:
+    line = refused("train", *train_overrides, "data.max_response_length=510")
+    assert "computes at most 512 (max_position_embeddings" in line
+    assert "lower data.max_response_length" in line
+    prompt = [f"model.path={tiny_task.model}", "prompt='1 and 2?'"]
+    line = refused("generate", *prompt, "max_response_length=512")
+    assert "+ max_response_length=512 is" in line and "computes at most 512" in line
+    validated = [f"data.val_files={tiny_task.data('test')}", "trainer.max_response_length=510"]
+    line = refused(*sft(tiny_task, tmp_path, *validated))
+    assert "trainer.max_response_length=510" in line and "computes at most 512" in line
+
+
+def test_rows_of_demonstrations_beyond_the_window_are_refused(
+    refused, tiny_task, model, tmp_path
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    line = refused(*sft(tiny_task, tmp_path, f"model.path={model}"))
+    assert "the longest row of data.train_files has" in line and "computes at most 16" in line
+
+
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [
+        (f"{ACTOR}.engine", []),
+        ("actor_rollout_ref.ref.engine", [f"{ACTOR}.use_kl_loss=true"]),
+        ("critic.engine", ["algorithm.adv_estimator=gae"]),
+    ],
+)
+def test_a_token_budget_below_the_longest_sequence_is_refused(
+    refused, train_overrides, tiny_task, longest, key, more
+) -> None:
+    line = refused("train", *train_overrides, *more, f"{key}.{BUDGET}={longest + 11}")
+    assert f"{key}.{BUDGET}={longest + 11} is below the longest sequence" in line
+    assert f"{longest} + data.max_response_length=12 is {longest + 12} tokens" in line
+    assert f"set it to at least {longest + 12}" in line
+    _ingredients(tiny_task, *more, f"{key}.{BUDGET}={longest + 12}")
+    _ingredients(tiny_task, *more, f"{key}.{BUDGET}=1", f"{key}.use_dynamic_bsz=false")
+
+
+def test_an_engine_that_the_run_does_not_use_is_not_checked(tiny_task) -> None:
+    _ingredients(
+        tiny_task, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2",
+        f"critic.engine.{BUDGET}=1", f"actor_rollout_ref.ref.engine.{BUDGET}=1",
+    )  # fmt: skip
+
+
+def test_a_token_budget_below_the_longest_demonstration_is_refused(
+    refused, tiny_task, tmp_path
+) -> None:
+    line = refused(*sft(tiny_task, tmp_path, f"engine.{BUDGET}=8"))
+    assert f"engine.{BUDGET}=8 is below the longest sequence: the longest row of" in line
+    assert "lower data.max_length" in line
+
+
+# Token ids.
+
+
+def test_a_vocabulary_larger_than_the_embedding_is_refused_by_every_command(
+    refused, train_overrides, tiny_task, model, tmp_path
+) -> None:
+    beyond = widen(model, special=False)
+    said = f"'<beyond>' of the tokenizer has the id {beyond}, but the embedding of the model in"
+    arithmetic = f"has {beyond} rows for the ids 0 to {beyond - 1}"
+    for line in (
+        refused("train", *train_overrides, f"actor_rollout_ref.model.path={model}"),
+        refused(*sft(tiny_task, tmp_path, f"model.path={model}")),
+        refused("generate", f"model.path={model}", "prompt='1 and 2?'", "max_response_length=4"),
+    ):
+        assert said in line and arithmetic in line, line
+
+
+def test_the_embedding_of_the_critic_is_checked(refused, train_overrides, tiny_task, model) -> None:
+    """The tokenizer belongs to the actor's model; here the critic's embedding is too small."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 20}))
+    critic = ["algorithm.adv_estimator=gae", f"critic.model.path={model}"]
+    assert "has 20 rows" in refused("train", *train_overrides, *critic)
+
+
+def test_a_special_token_that_never_occurs_may_be_beyond_the_embedding(model) -> None:
+    beyond = widen(model, special=True)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert beyond == max(tokenizer.get_vocab().values())
+    check_vocabulary(model, tokenizer, largest_id=beyond - 1)
+    with pytest.raises(ModelError, match="<beyond>"):
+        check_vocabulary(model, tokenizer, largest_id=beyond)
+    tokenizer.pad_token = "<beyond>"
+    with pytest.raises(ModelError, match="<beyond>"):
+        check_vocabulary(model, tokenizer, largest_id=beyond - 1)
+
+
+def test_without_a_padding_token_the_end_token_pads_and_no_number_changes(
+    run, model, tmp_path
+) -> None:
+    """Padding is masked, so its token id has no effect."""
+    path = model / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    del settings["pad_token"]
+    path.write_text(json.dumps(settings))
+    names = ("reward/mean", "actor/loss", "actor/grad_norm", "response_length/mean")
+    with_pad = run()
+    without = run(
+        f"actor_rollout_ref.model.path={model}", f"trainer.default_local_dir={tmp_path}/b"
+    )
+    for ours, theirs in zip(with_pad, without, strict=True):
+        assert [ours.get(name) for name in names] == [theirs.get(name) for name in names]
+
+
+def test_without_a_padding_token_and_an_end_token_a_model_is_refused(
+    refused, train_overrides, model
+) -> None:
+    path = model / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    del settings["pad_token"], settings["eos_token"]
+    path.write_text(json.dumps(settings))
+    line = refused("train", *train_overrides, f"actor_rollout_ref.model.path={model}")
+    assert "has no end token" in line and str(model) in line
+
+
+def test_the_errors_are_of_the_declared_types(tiny_task, model) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _ingredients(tiny_task, f"{ACTOR}.engine.{BUDGET}=1")
+    assert caught.value.key == f"{ACTOR}.engine.{BUDGET}"
