@@ -7,12 +7,14 @@ named is refused.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
 import torch
 
-from quadriga.checkpoint.files import SavedFile, digest_json, write_json
+from quadriga.checkpoint import marker as markers
+from quadriga.checkpoint.files import SavedFile, digest_file, digest_json, write_json
 from quadriga.checkpoint.folders import (
     begin_checkpoint,
     commit_checkpoint,
@@ -278,6 +280,33 @@ def test_later_checkpoints_are_set_aside_and_not_pruned(root):
         assert prune_checkpoints(root, 2) == []
     assert read_marker(step_folder(root, 1)) == read_state_info(1)
     assert read_state(step_folder(root, 2)).step == 2
+
+
+def test_files_that_have_not_changed_are_read_once(root, monkeypatch):
+    read = []
+    monkeypatch.setattr(markers, "_SETTLED_S", 0.0)
+    monkeypatch.setattr(markers, "digest_file", lambda path: read.append(path) or digest_file(path))
+    folder = step_folder(root, 2)
+    files = len(json.loads((folder / MARKER).read_text())["files"])
+    auto = TrainerConfig(resume_mode="auto", default_local_dir=str(root.parent))
+    assert checkpoint_to_resume(auto) == folder  # before the start of the workers
+    assert checkpoint_to_resume(auto, tell=True) == folder  # when it is loaded
+    assert len(read) == files
+    before = (folder / SHARD).stat()
+    flip_a_bit(folder, root)
+    os.utime(folder / SHARD, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(CheckpointError, match="other content than was written"):
+        verify_checkpoint(folder)
+
+
+def test_files_that_were_just_written_are_read_again(root, monkeypatch):
+    read = []
+    monkeypatch.setattr(markers, "digest_file", lambda path: read.append(path) or digest_file(path))
+    monkeypatch.setattr(markers, "_SETTLED_S", 3600.0)
+    verify_checkpoint(step_folder(root, 2))
+    once = len(read)
+    verify_checkpoint(step_folder(root, 2))
+    assert len(read) == 2 * once > 0
 
 
 def read_state_info(step):

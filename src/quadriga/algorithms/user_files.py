@@ -16,6 +16,7 @@ from pathlib import Path
 
 from quadriga.algorithms.advantages import ADVANTAGES
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
+from quadriga.containment import contained, describe
 from quadriga.errors import InputError
 
 
@@ -67,15 +68,16 @@ def _run(file: Path, module_name: str) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
-    except InputError:
+        with contained():
+            spec.loader.exec_module(module)
+    except (InputError, KeyboardInterrupt):
         del sys.modules[module_name]
         raise
-    except Exception as error:
+    except BaseException as error:
+        # `exit()` at the top level of the file would otherwise end the run as if it had succeeded.
         del sys.modules[module_name]
         raise InputError(
-            f"`{file}` raised while it was imported: {type(error).__name__}: {error}",
-            path=str(file),
+            f"`{file}` raised while it was imported: {describe(error)}", path=str(file)
         ) from error
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +43,14 @@ from quadriga.observability.jsonl import JsonObject
 MARKER = "COMPLETE.json"
 FORMAT = 2
 _STEP_FOLDER = re.compile(r"global_step_(\d+)(\..*)?")
+_SETTLED_S = 2.0
+"""Seconds since the last change of a file after which its time stamps show every later change.
+Their resolution is milliseconds on local file systems, and up to two seconds on others."""
+
+_Stamps = tuple[tuple[str, int, int, int, int, int], ...]
+_VERIFIED: dict[Path, _Stamps] = {}
+"""Folder → time stamps of its files when they were last compared with their digests."""
+
 _READERS = 8  # files that are read at the same time; SHA-256 runs without Python's lock
 
 
@@ -84,11 +93,39 @@ def read_marker(folder: str | Path) -> JsonObject:
 def verify_checkpoint(folder: str | Path) -> JsonObject:
     """Return the `info` of a complete checkpoint, after a comparison of all files with digests.
 
+    Files that this process has compared already, and that have not been written since, are not read
+    again: a run checks its checkpoint before it starts a worker, and again when it loads it.
+
     Raises `CheckpointError` as `read_marker` does, and if the content of a file is changed.
     """
-    folder = Path(folder)
+    folder = Path(folder).absolute()
     info = read_marker(folder)
     files = _files(folder, _read(folder))
+    stamps = _stamps(folder, files)
+    if stamps is not None and _VERIFIED.get(folder) == stamps:
+        return info
+    _compare(folder, files)
+    if stamps is not None:
+        _VERIFIED[folder] = stamps
+    return info
+
+
+def _stamps(folder: Path, files: Iterable[SavedFile]) -> _Stamps | None:
+    """Return what the file system knows of the marker and the files; None if one of them was
+    changed so recently that a later change might have the same time."""
+    names = [MARKER, *(file.name for file in files)]
+    found = [(name, (folder / name).stat()) for name in names]
+    newest = max(stat.st_ctime_ns for _, stat in found)
+    if time.time_ns() - newest < _SETTLED_S * 10**9:
+        return None
+    return tuple(
+        (name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        for name, stat in found
+    )
+
+
+def _compare(folder: Path, files: list[SavedFile]) -> None:
+    """Raise `CheckpointError` if the content of a file does not have its digest."""
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
         digests = pool.map(lambda file: _digest(folder / file.name), files)
         for file, digest in zip(files, digests, strict=True):
@@ -100,7 +137,6 @@ def verify_checkpoint(folder: str | Path) -> JsonObject:
                     "checkpoint is damaged; resume from another one",
                     path=str(path),
                 )
-    return info
 
 
 def _digest(path: Path) -> str:

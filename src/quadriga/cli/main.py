@@ -1,8 +1,8 @@
 """`quadriga <command> [key=value …]`: parse the command line, run the command, report errors.
 
-Exit codes: 0 success; 1 the run failed; 2 the input was wrong, and nothing was started (the message
-is one line); 130 stopped by Ctrl-C, 143 by SIGTERM. torch and Ray are imported only when a command
-runs.
+Exit codes: 0 success; 1 the run failed, or code of the user has ended it; 2 the input was wrong,
+and nothing was started (the message is one line); 130 stopped by Ctrl-C, 143 by SIGTERM. torch and
+Ray are imported only when a command runs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from types import FrameType
 from quadriga import __version__
 from quadriga.cli.commands import COMMANDS, Command, Invocation
 from quadriga.config.secrets import mask_secrets
+from quadriga.containment import ExitGuard
 from quadriga.errors import InputError, QuadrigaError
 from quadriga.observability.quiet import silence_libraries
 
@@ -30,8 +31,21 @@ MAX_LINE = 2000  # characters of the one line for wrong input
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `arguments` None: those of the process."""
     silence_libraries()
+    guard = ExitGuard()
+    guard.install()
     try:
-        invocation = parse(sys.argv[1:] if arguments is None else list(arguments))
+        guard.code = _run(sys.argv[1:] if arguments is None else list(arguments))
+    finally:
+        # What runs at the exit of the process must not change the exit code either.
+        if arguments is not None:
+            guard.remove()
+    return guard.code
+
+
+def _run(arguments: Sequence[str]) -> int:
+    invocation: Invocation | None = None
+    try:
+        invocation = parse(arguments)
         with _stopped_by_sigterm():
             invocation.command.run(invocation)
         sys.stdout.flush()
@@ -42,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         number = error.args[0] if error.args else signal.SIGINT
         return _report("stopped", 128 + int(number))
+    except SystemExit as error:
+        if invocation is None:  # help was asked for, or the command line is not valid
+            raise
+        code = error.code if isinstance(error.code, int) and error.code else 1
+        return _report(f"error: the command ended early, by sys.exit({error.code!r})", code)
     except BrokenPipeError:
         # The reader of standard output has exited, as in `… | head`. Python flushes standard output
         # once more at exit; without a valid target it would report the error again.

@@ -7,8 +7,8 @@
     pool_worker  the program of these processes
     answers      the built-in rule: the number after `####`
 
-The package imports `errors`, `lazy` and `protocol`. The names below are public; each is imported
-when it is first used.
+The package imports `errors`, `lazy`, `containment`, `config` and `protocol`. The names below are
+public; each is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from quadriga.containment import contained, describe
 from quadriga.errors import DataError, InputError, UnknownNameError
-from quadriga.rewards.containment import contained, describe
 
 # `...` and not the four names: a user may annotate `ground_truth` with any type.
 RewardFunction = Callable[..., object]

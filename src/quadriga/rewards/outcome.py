@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
-from quadriga.rewards.containment import cut, describe
+from quadriga.containment import cut, describe
 from quadriga.rewards.functions import FunctionRef, RewardFunction
 
 Status = Literal["scored", "raised", "timed_out", "crashed"]

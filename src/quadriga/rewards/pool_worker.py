@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from quadriga.containment import describe
 from quadriga.errors import QuadrigaError
-from quadriga.rewards.containment import describe
 from quadriga.rewards.functions import FunctionRef, RewardFunction
 from quadriga.rewards.outcome import RAISED, Outcome, Report, Sample, call
 from quadriga.rewards.supervisor import adopt_orphans, die_with_parent, supervise

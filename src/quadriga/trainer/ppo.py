@@ -19,6 +19,7 @@ those fields that it reads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -251,10 +252,11 @@ class RayPPOTrainer:
         return state.step
 
     def close(self) -> None:
-        """Stop the worker groups, if they are started."""
-        if self._groups is not None:
-            self._groups.close()
-            self._groups = None
+        """Stop the worker groups and the reward processes, if they are started."""
+        with closing(self.ingredients):
+            if self._groups is not None:
+                self._groups.close()
+                self._groups = None
 
     def _due(self, every: int) -> bool:
         """Whether this step is the last one, or a multiple of `every` (0: only the last one)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -36,6 +37,40 @@ def contained() -> Iterator[None]:
         if os.getpid() != owner:
             really_exit(0)
         os._exit = really_exit
+
+
+class ExitGuard:
+    """Gives `os._exit(0)` the exit code of the command, wherever in this process it is called.
+
+    `os._exit` ends a process at once. Called with 0 by an estimator or a thread of the user, it
+    would end a run in the middle with the exit code of success. Processes that this one forks end
+    as they ask to. Exits that do not pass through `os._exit` are not covered: those of code in C,
+    and `os.execv`.
+
+    Attributes:
+        code: the exit code of the command; 1 until it has ended.
+    """
+
+    def __init__(self) -> None:
+        self.code = 1
+        self._owner, self._really_exit = os.getpid(), os._exit
+
+    def install(self) -> None:
+        """Replace `os._exit`."""
+        os._exit = self._exit
+
+    def remove(self) -> None:
+        """Restore `os._exit`."""
+        os._exit = self._really_exit
+
+    def _exit(self, status: int) -> NoReturn:
+        if os.getpid() == self._owner and status == 0 and self.code:
+            frame = sys._getframe(1)
+            where = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+            text = f"error: os._exit(0) in {where}: the exit code is {self.code}, because the"
+            os.write(2, f"{text} command has not ended with success\n".encode())
+            self._really_exit(self.code)
+        self._really_exit(status)
 
 
 def describe(error: BaseException) -> str:

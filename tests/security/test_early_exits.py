@@ -1,0 +1,125 @@
+"""Code of the user that ends the controller does not look like a run that has succeeded.
+
+Reward functions are in `test_reward_containment.py`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from quadriga.algorithms.user_files import load_user_file, loaded_user_files
+from quadriga.errors import InputError
+
+ENDS = {
+    "os._exit": ("import os\nos._exit(0)", 1, "os._exit(0)"),
+    "sys.exit": ("import sys\nsys.exit(0)", 1, "sys.exit(0)"),
+    "exit without a code": ("raise SystemExit", 1, "sys.exit(None)"),
+    "exit with a code": ("raise SystemExit(7)", 7, "sys.exit(7)"),
+    "exit with a text": ("raise SystemExit('no')", 1, "sys.exit('no')"),
+    "a thread": (
+        "import os, threading, time\n"
+        "threading.Thread(target=lambda: os._exit(0)).start()\ntime.sleep(60)",
+        1,
+        "os._exit(0)",
+    ),
+    "os._exit with a code": ("import os\nos._exit(7)", 7, ""),
+    "at exit, after a failure": (
+        "import atexit, os\natexit.register(os._exit, 0)\natexit.register(lambda: os._exit(0))\n"
+        "raise InputError('wrong')",
+        2,
+        "error: wrong",
+    ),
+    "in a copy of the process": (
+        "import os\npid = os.fork()\nif not pid:\n    os._exit(0)\n"
+        "assert os.waitpid(pid, 0)[1] == 0\nraise InputError('the copy ended with 0')",
+        2,
+        "the copy ended with 0",
+    ),
+}
+
+PROGRAM = """
+import sys
+from types import SimpleNamespace
+from quadriga.cli.main import main
+from quadriga.errors import InputError
+
+def run_training(config):
+    code = compile({code!r}, "rules.py", "exec")
+    exec(code, globals())
+
+sys.modules["quadriga.trainer.main"] = SimpleNamespace(run_training=run_training)
+sys.argv = ["quadriga", "train"]
+sys.exit(main())
+"""
+
+
+def run_program(program: str, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *more]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_run_that_code_of_the_user_ends_does_not_exit_with_0(name):
+    code, status, message = ENDS[name]
+    done = run_program(PROGRAM.format(code=code))
+    assert done.returncode == status, done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_exit_code_of_success_is_kept():
+    assert run_program(PROGRAM.format(code="import atexit, os")).returncode == 0
+
+
+IMPORTS = {
+    "os._exit": "import os\nos._exit(0)",
+    "sys.exit": "import sys\nsys.exit(0)",
+    "at the end": "import os\nx = 1\nos._exit(0)",
+    "BaseException": "class Any(BaseException): pass\nraise Any",
+    "CancelledError": "import asyncio\nraise asyncio.CancelledError",
+}
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_a_file_that_exits_while_it_is_imported_is_named(name, tmp_path):
+    file = tmp_path / "losses.py"
+    file.write_text(IMPORTS[name])
+    before = loaded_user_files()
+    with pytest.raises(InputError, match="raised while it was imported") as caught:
+        load_user_file(file)
+    assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+    assert loaded_user_files() == before
+
+
+def test_a_copy_that_an_import_forks_ends_with_the_import(tmp_path):
+    file = tmp_path / "losses.py"
+    file.write_text("import os\nos.fork()\n")
+    program = (
+        "import sys\nfrom quadriga.algorithms.user_files import load_user_file\n"
+        "load_user_file(sys.argv[1])\nprint('continued', flush=True)"
+    )
+    assert run_program(program, str(file)).stdout == "continued\n"
+
+
+def test_ctrl_c_during_an_import_stops_the_program(tmp_path):
+    file = tmp_path / "losses.py"
+    file.write_text("raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        load_user_file(file)
+
+
+def test_a_command_that_imports_the_file_has_code_2(tmp_path):
+    file = tmp_path / "losses.py"
+    file.write_text("import os\nos._exit(0)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "quadriga.cli.main", "algorithms", f"user_files=[{file}]"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout
+    assert done.stderr.startswith("error: ") and "os._exit(0)" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
