@@ -33,13 +33,6 @@ class Ingredients:
         if isinstance(self.reward, RewardManager):
             self.reward.close()
 
-    def close(self) -> None:
-        """End the processes of the reward function, if it has some."""
-        from quadriga.rewards import RewardManager
-
-        if isinstance(self.reward, RewardManager):
-            self.reward.close()
-
 
 def load_ingredients(config: TrainConfig) -> Ingredients:
     """Load everything and check every data row.
