@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quadriga.config.convert import check_choice
-from quadriga.config.plan import mini_batch_prompts, world_size
+from quadriga.config.plan import mini_batch_prompts
 from quadriga.config.ranges import check_values
+from quadriga.config.role_ranks import ROLES, num_ranks, role_pools
 from quadriga.config.schema import (
     ArithmeticDataConfig,
     EngineConfig,
@@ -48,18 +49,18 @@ def check_train_settings(config: TrainConfig, known: KnownNames | None = None) -
     for key, value, allowed in _named(config, known):
         if allowed:
             check_choice(key, value, sorted(allowed))
+    _check_placement(config, known)
     _check_sampling(config, known)
     _check_batches(config, known)
     _check_algorithm(config, known)
     _check_optim(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim)
     _check_optim("critic.optim", config.critic.optim)
-    ranks = world_size(config)
-    for role, engine in (
-        (ACTOR, config.actor_rollout_ref.actor.engine),
-        ("actor_rollout_ref.ref", config.actor_rollout_ref.ref.engine),
-        ("critic", config.critic.engine),
+    for key, role, engine in (
+        (ACTOR, "actor", config.actor_rollout_ref.actor.engine),
+        ("actor_rollout_ref.ref", "ref", config.actor_rollout_ref.ref.engine),
+        ("critic", "critic", config.critic.engine),
     ):
-        _check_engine(f"{role}.engine", engine, ranks)
+        _check_engine(f"{key}.engine", engine, num_ranks(config, role))
 
 
 def check_sft_settings(config: SFTConfig, known: KnownNames | None = None) -> None:
@@ -117,6 +118,30 @@ def _named(config: TrainConfig, known: KnownNames) -> Iterator[tuple[str, str, f
     yield "critic.engine.name", config.critic.engine.name, known.engines
 
 
+def _check_placement(config: TrainConfig, known: KnownNames) -> None:
+    """Check the ranks of the roles; a role that the run does not have must not be placed."""
+    estimator, actor = config.algorithm.adv_estimator, config.actor_rollout_ref.actor
+    unused = {}
+    if not (config.algorithm.use_kl_in_reward or actor.use_kl_loss):
+        unused["ref"] = f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are false"
+    if known.estimators and estimator not in known.estimators_with_values:
+        unused["critic"] = f"algorithm.adv_estimator={estimator} uses no critic"
+    for role, reason in unused.items():
+        if getattr(config.placement, role) is not None:
+            raise ConfigError(
+                f"placement.{role} is set, but the run has no such role: {reason}; remove "
+                f"placement.{role}",
+                key=f"placement.{role}",
+            )
+    pools = role_pools(config, [role for role in ROLES if role not in unused])
+    if actor.reads_full_kl and not any({"actor", "ref"} <= set(pool.roles) for pool in pools):
+        raise ConfigError(
+            f"{ACTOR}.kl_loss_type=full needs the logits of policy and reference in one process; "
+            "remove placement.ref, or set kl_loss_type=k3",
+            key="placement.ref",
+        )
+
+
 def _check_sampling(config: TrainConfig, known: KnownNames) -> None:
     rollout = config.actor_rollout_ref.rollout
     _check_top_k(f"{ROLLOUT}.sampling", rollout.sampling)
@@ -152,19 +177,22 @@ def _check_top_k(key: str, sampling: SamplingConfig) -> None:
 
 def _check_batches(config: TrainConfig, known: KnownNames) -> None:
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    if prompts * n % world_size(config):
-        raise ConfigError(
-            f"data.train_batch_size × rollout.n = {prompts} × {n} = {prompts * n} sequences do "
-            f"not divide over {_ranks(config)}; the product must be a multiple of the ranks",
-            key="data.train_batch_size",
-        )
+    with_critic = config.algorithm.adv_estimator in known.estimators_with_values
+    for role in ROLES:
+        if (role != "critic" or with_critic) and prompts * n % num_ranks(config, role):
+            raise ConfigError(
+                f"data.train_batch_size × rollout.n = {prompts} × {n} = {prompts * n} sequences do "
+                f"not divide over {_ranks(config, role)}; the product must be a multiple of the "
+                "ranks",
+                key="data.train_batch_size",
+            )
     actor_mini, critic_mini = mini_batch_prompts(config)
-    _check_mini_batch(config, f"{ACTOR}.ppo_mini_batch_size", actor_mini)
-    if config.algorithm.adv_estimator in known.estimators_with_values:
-        _check_mini_batch(config, "critic.ppo_mini_batch_size", critic_mini)
+    _check_mini_batch(config, "actor", f"{ACTOR}.ppo_mini_batch_size", actor_mini)
+    if with_critic:
+        _check_mini_batch(config, "critic", "critic.ppo_mini_batch_size", critic_mini)
 
 
-def _check_mini_batch(config: TrainConfig, key: str, mini: int) -> None:
+def _check_mini_batch(config: TrainConfig, role: str, key: str, mini: int) -> None:
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     if prompts % mini:
         raise ConfigError(
@@ -173,17 +201,21 @@ def _check_mini_batch(config: TrainConfig, key: str, mini: int) -> None:
             f"all ranks, choose a divisor of {prompts}",
             key=key,
         )
-    if mini * n % world_size(config):
+    if mini * n % num_ranks(config, role):
         raise ConfigError(
             f"{key} × rollout.n = {mini} × {n} = {mini * n} sequences do not divide over "
-            f"{_ranks(config)}; the product must be a multiple of the ranks",
+            f"{_ranks(config, role)}; the product must be a multiple of the ranks",
             key=key,
         )
 
 
-def _ranks(config: TrainConfig | SFTConfig) -> str:
-    """Return the number of ranks and its factors: "4 ranks (trainer.nnodes=2 × …)"."""
+def _ranks(config: TrainConfig | SFTConfig, role: str = "actor") -> str:
+    """Return the number of ranks of a role and its source: "4 ranks (trainer.nnodes=2 × …)"."""
     trainer = config.trainer
+    if isinstance(config, TrainConfig):
+        for name in (role, "actor"):
+            if getattr(config.placement, name) is not None:
+                return f"{num_ranks(config, role)} ranks (placement.{name})"
     return (
         f"{trainer.nnodes * trainer.n_gpus_per_node} ranks (trainer.nnodes={trainer.nnodes} × "
         f"trainer.n_gpus_per_node={trainer.n_gpus_per_node})"

@@ -21,6 +21,7 @@ from quadriga.config.setting_types import (
     field_types,
     is_free_form,
     is_settings,
+    is_union,
     type_name,
     without_none,
 )
@@ -159,6 +160,10 @@ class _Builder:
         if origin is typing.Literal:
             check_choice(key, value, choices_of(inner), self.where)
             return value
+        if is_union(inner):
+            if type(value) not in typing.get_args(inner):
+                raise self.wrong(key, type_name(kind), value)
+            return value
         if origin is dict:
             return self.mapping(inner, value, key)
         if origin in (list, tuple):
@@ -183,7 +188,7 @@ class _Builder:
 
     def sequence(self, kind: object, value: object, key: str) -> list[object] | tuple[object, ...]:
         """Return a list or tuple with its elements checked. One text is a list of it, "" is []."""
-        if isinstance(value, str) and kind == list[str]:
+        if isinstance(value, str) and kind in (list[str], list[int | str]):
             value = [value] if value else []  # data.train_files=a.parquet, data.train_files=
         if not isinstance(value, list | tuple):
             raise self.wrong(key, type_name(kind), value)

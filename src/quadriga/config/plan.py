@@ -11,9 +11,11 @@ Example: 32 prompts per step, n=8, 4 ranks, mini-batches of 8 prompts, 3 epochs,
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
+from quadriga.config.role_ranks import num_ranks
 from quadriga.config.schema import EngineConfig, TrainConfig
 
 
@@ -112,11 +114,6 @@ class BatchPlan(_Step):
         return "\n".join(lines)
 
 
-def world_size(config: TrainConfig) -> int:
-    """Return the number of ranks of a run."""
-    return config.trainer.nnodes * config.trainer.n_gpus_per_node
-
-
 def mini_batch_prompts(config: TrainConfig) -> tuple[int, int]:
     """Return the prompts per optimizer step of the actor and of the critic, over all ranks."""
     actor = config.actor_rollout_ref.actor.ppo_mini_batch_size or config.data.train_batch_size
@@ -130,7 +127,7 @@ def batch_plan(
 
     Args:
         config: settings that passed `checks.check_train_settings`; they are not checked again.
-        ranks: number of ranks; None: as in the settings.
+        ranks: number of ranks of each role; None: as in the settings.
         train_rows: rows of training data, from which the number of steps is computed if
             `total_training_steps` is not given. The last, smaller batch of an epoch is dropped.
     """
@@ -138,7 +135,7 @@ def batch_plan(
     step = _Step(
         prompts=data.train_batch_size,
         responses_per_prompt=config.actor_rollout_ref.rollout.n,
-        ranks=ranks or world_size(config),
+        ranks=ranks or num_ranks(config, "actor"),
         max_tokens_per_sequence=data.max_prompt_length + data.max_response_length,
     )
     mini, critic_mini = mini_batch_prompts(config)
@@ -152,7 +149,14 @@ def batch_plan(
         total_steps=_total_steps(config, train_rows),
         critic_warmup_steps=critic.warmup_steps,
         actor=_update(step, "actor", mini, epochs, actor_micro, actor.engine),
-        critic=_update(step, "critic", critic_mini, critic_epochs, critic_micro, critic.engine),
+        critic=_update(
+            dataclasses.replace(step, ranks=ranks or num_ranks(config, "critic")),
+            "critic",
+            critic_mini,
+            critic_epochs,
+            critic_micro,
+            critic.engine,
+        ),
     )
 
 

@@ -172,6 +172,8 @@ class RolloutConfig:
     val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     micro_batch_size: int = 256  # sequences that one rank generates at once
     dtype: DtypeName = "auto"  # of weights and computation; auto: as engine.dtype
+    # MiB of weights sent at once to a rollout in other processes than the actor (`placement`)
+    weight_bucket_mb: int = 256
     options: Options = field(default_factory=dict)  # keyword arguments of the engine
 
 
@@ -322,6 +324,19 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
+class PlacementConfig:
+    """Which ranks each role uses. Roles with the same ranks share one process on each of them.
+
+    Ranks are counted node by node from 0. An entry is one rank or a range: [0-3], [0,1,6-7].
+    """
+
+    actor: list[int | str] | None = None  # ranks of the trained policy; None: all
+    rollout: list[int | str] | None = None  # ranks that generate; None: those of the actor
+    ref: list[int | str] | None = None  # ranks of the reference policy; None: those of the actor
+    critic: list[int | str] | None = None  # ranks of the critic; None: those of the actor
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Settings of `quadriga train`."""
 
@@ -331,6 +346,7 @@ class TrainConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,14 @@ def allows_none(kind: object) -> bool:
     return kind is ANYTHING or type(None) in typing.get_args(kind)
 
 
+def is_union(kind: object) -> bool:
+    """Return whether a type is a union, such as `int | str`."""
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)
+
+
 def without_none(kind: object) -> object:
     """Return `X` for `X | None`, and every other type unchanged."""
-    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+    if not is_union(kind):
         return kind
     members = tuple(member for member in typing.get_args(kind) if member is not type(None))
     # `X | Y` needs its members in the source; `Union[...]` also builds a union from a tuple.
@@ -82,6 +87,8 @@ def type_name(kind: object) -> str:
     if kind is not ANYTHING and allows_none(kind):
         return f"{type_name(without_none(kind))} or null"
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if is_union(kind):
+        return " or ".join(type_name(one) for one in inner)
     if origin is typing.Literal:
         return "one of " + ", ".join(map(str, inner))
     if origin is list or (origin is tuple and Ellipsis in inner):
@@ -93,4 +100,8 @@ def type_name(kind: object) -> str:
 
 def _plural(kind: object) -> str:
     choices = choices_of(kind)
-    return " or ".join(choices) if choices else _PLURALS.get(kind, "values")
+    if choices:
+        return " or ".join(choices)
+    if is_union(kind):
+        return " or ".join(_plural(one) for one in typing.get_args(kind))
+    return _PLURALS.get(kind, "values")

@@ -57,7 +57,7 @@ class RayPPOTrainer:
         config: checked settings.
         ingredients: tokenizer, prompts and reward function; None: those that the settings name.
         role_worker_mapping: role → worker class, in place of the built-in class.
-        resource_pool_manager: which role runs on which pool; None: all roles on one pool.
+        resource_pool_manager: which role runs on which pool; None: as `config.placement` says.
         reward_fn: scores a batch; None: the reward function of the ingredients.
 
     Raises:
@@ -162,7 +162,7 @@ class RayPPOTrainer:
                         with record.span("update_actor"):
                             record.log_update(actor.update_actor(batch))
                         with record.span("sync_weights"):
-                            actor.sync_weights()
+                            groups.sync_weights()
 
                 record.log_samples(self.step, batch)
                 validator.run(step=self.step, due=self._due(self.config.trainer.test_freq))

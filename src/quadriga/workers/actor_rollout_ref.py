@@ -23,9 +23,14 @@ from quadriga.workers.method_fields import COMPUTE_LOG_PROB, COMPUTE_REF_LOG_PRO
 from quadriga.workers.runtime import RankRuntime, prepare_rank
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import torch
+
     from quadriga.checkpoint.files import SavedFile
     from quadriga.engines.base import TrainEngine
     from quadriga.rollout.base import RolloutEngine
+    from quadriga.weight_sync import WeightReceiver
 
 Use = Literal["actor", "rollout", "ref"]
 
@@ -34,6 +39,8 @@ _USES: dict[str, frozenset[Use]] = {
     "rollout": frozenset({"rollout"}),
     "ref": frozenset({"ref"}),
     "actor_rollout": frozenset({"actor", "rollout"}),
+    "actor_ref": frozenset({"actor", "ref"}),
+    "rollout_ref": frozenset({"rollout", "ref"}),
     "actor_rollout_ref": frozenset({"actor", "rollout", "ref"}),
 }
 
@@ -43,8 +50,8 @@ class ActorRolloutRefWorker(Worker):
 
     Args:
         config: settings of model, actor, rollout and reference.
-        role: the uses of this worker: `actor`, `rollout`, `ref`, `actor_rollout` or
-            `actor_rollout_ref`.
+        role: the uses of this worker: `actor`, `rollout`, `ref`, or several of them in this order,
+            such as `actor_rollout_ref`.
         runtime: what every rank of the role is told about the run.
 
     Raises:
@@ -67,6 +74,7 @@ class ActorRolloutRefWorker(Worker):
         self.ref: TrainEngine | None = None
         self.rollout: RolloutEngine | None = None
         self.weight_version = 0
+        self._receiver: WeightReceiver | None = None  # of weights from other processes
         # Each use has a mesh of its own, so that a use can get another layout of the same ranks.
         # All meshes are pure data parallel: rank r has data-parallel rank r and returns its result.
         for mesh_name in sorted(_USES[role]):
@@ -120,6 +128,57 @@ class ActorRolloutRefWorker(Worker):
 
         self.weight_version += 1
         sync_weights(self._engine("actor"), self._rollout(), self.weight_version)
+        return self.weight_version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[DataProto | None]:
+        """Yield the actor's weights in buckets, for a rollout in other processes.
+
+        Rank 0 yields the buckets, with the weights rounded to `dtypes` of the rollout. The other
+        ranks take part in gathering the full tensors and yield None. The weight version rises.
+        """
+        from quadriga.weight_sync import weight_buckets
+
+        self.weight_version += 1
+        yield from weight_buckets(
+            self._engine("actor"),
+            dtypes,
+            self.weight_version,
+            limit=self.config.rollout.weight_bucket_mb << 20,
+            keep=self.rank == 0,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Return the dtype in which the rollout holds each weight, by checkpoint name."""
+        return self._rollout().weight_dtypes()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, bucket: DataProto) -> None:
+        """Copy one bucket of `send_weights` to the rollout engine.
+
+        Raises:
+            WorkerError: a weight was sent twice.
+        """
+        from quadriga.weight_sync import WeightReceiver
+
+        self._receiver = self._receiver or WeightReceiver(self._rollout())
+        self._receiver.receive(bucket)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_weights(self) -> int:
+        """Compare the digests of all weights that were received. Return their version.
+
+        Raises:
+            WorkerError: a weight was not received, or differs; the message names the first one.
+        """
+        if self._receiver is None:
+            raise WorkerError(
+                f"rank {self.rank}: finish_weights was called before receive_weights",
+                role=self.role,
+                rank=self.rank,
+            )
+        self.weight_version = self._receiver.finish()
         return self.weight_version
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))

@@ -14,12 +14,14 @@ compare every member with that method, so that a method with another signature i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from quadriga.protocol import DataProto
 
 if TYPE_CHECKING:
+    import torch
+
     from quadriga.checkpoint.files import SavedFile
     from quadriga.protocol import DataProtoFuture
 
@@ -117,6 +119,50 @@ class ActorGroup(RoleGroup, Protocol):
         ...
 
 
+class StreamMethod(Protocol[ArgumentsP, ResultT_co]):
+    """A generator method of a worker group. Item i of the stream joins item i of every rank."""
+
+    def stream(self, *args: ArgumentsP.args, **kwargs: ArgumentsP.kwargs) -> Iterator[ResultT_co]:
+        """Run the generators on the ranks; each is at most one item ahead of the iterator.
+
+        Raises:
+            WorkerError: as a call of a method.
+        """
+        ...
+
+
+class WeightSender(Protocol):
+    """The actor, for a rollout in other processes."""
+
+    @property
+    def send_weights(
+        self,
+    ) -> StreamMethod[[Mapping[str, torch.dtype]], list[DataProto | None]]:
+        """Yield the weights in buckets; an item has one entry per rank, the bucket on rank 0:
+        `ActorRolloutRefWorker.send_weights`."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    """A rollout whose weights come from other processes."""
+
+    @property
+    def weight_dtypes(self) -> GroupMethod[[], list[Mapping[str, torch.dtype]]]:
+        """Return the dtype of each weight: `ActorRolloutRefWorker.weight_dtypes`."""
+        ...
+
+    @property
+    def receive_weights(self) -> GroupMethod[[DataProto], list[None]]:
+        """Copy one bucket to the rollout engines: `ActorRolloutRefWorker.receive_weights`."""
+        ...
+
+    @property
+    def finish_weights(self) -> GroupMethod[[], list[int]]:
+        """Compare digests; return the weight version of each rank:
+        `ActorRolloutRefWorker.finish_weights`."""
+        ...
+
+
 class RefGroup(RoleGroup, Protocol):
     """The frozen reference policy."""
 
@@ -200,6 +246,11 @@ if TYPE_CHECKING:
     ) -> GroupMethod[ArgumentsP, list[ResultT]]:
         """The group method of a worker method with mode ONE_TO_ALL."""
 
+    def per_rank_stream(
+        method: Callable[Concatenate[WorkerT, ArgumentsP], Iterator[ResultT]],
+    ) -> StreamMethod[ArgumentsP, list[ResultT]]:
+        """The group method of a generator with mode ONE_TO_ALL."""
+
     class _OfPolicy:
         world_size = 1
         init_model = per_rank(ActorRolloutRefWorker.init_model)
@@ -211,6 +262,10 @@ if TYPE_CHECKING:
         save_checkpoint = per_rank(ActorRolloutRefWorker.save_checkpoint)
         load_checkpoint = per_rank(ActorRolloutRefWorker.load_checkpoint)
         export_hf = per_rank(ActorRolloutRefWorker.export_hf)
+        send_weights = per_rank_stream(ActorRolloutRefWorker.send_weights)
+        weight_dtypes = per_rank(ActorRolloutRefWorker.weight_dtypes)
+        receive_weights = per_rank(ActorRolloutRefWorker.receive_weights)
+        finish_weights = per_rank(ActorRolloutRefWorker.finish_weights)
 
     class _OfCritic:
         world_size = 1
@@ -226,5 +281,7 @@ if TYPE_CHECKING:
     _actor: ActorGroup = _OfPolicy()
     _rollout: RolloutGroup = _OfPolicy()
     _ref: RefGroup = _OfPolicy()
+    _sender: WeightSender = _OfPolicy()
+    _receiver: WeightReceiver = _OfPolicy()
     _critic: CriticGroup = _OfCritic()
     _sft: SFTGroup = _OfSFT()

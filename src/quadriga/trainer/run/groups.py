@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,19 +16,32 @@ from quadriga.checkpoint.folders import (
     discard_checkpoint,
     prune_checkpoints,
 )
-from quadriga.config.plan import batch_plan, mini_batch_prompts
 from quadriga.config.schema import SFTTrainerConfig, TrainConfig, TrainerConfig
-from quadriga.errors import CheckpointError, ConfigError
+from quadriga.errors import CheckpointError, WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture
-from quadriga.trainer.dataflow import needs_critic, needs_reference, reads_ref_log_prob
+from quadriga.trainer.dataflow import reads_ref_log_prob
 from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.run.resuming import ControllerState
+from quadriga.trainer.run.role_workers import (
+    CRITIC,
+    pool_manager,
+    pool_options,
+    uses_by_pool,
+    worker_classes,
+    worker_keys,
+)
 from quadriga.trainer.run.stopping import unchanged_handlers
-from quadriga.workers.roles import ActorGroup, CriticGroup, RefGroup, RolloutGroup, methods_of
-from quadriga.workers.runtime import RankRuntime
+from quadriga.workers.roles import (
+    ActorGroup,
+    CriticGroup,
+    RefGroup,
+    RolloutGroup,
+    WeightReceiver,
+    WeightSender,
+)
 
 if TYPE_CHECKING:
-    from quadriga.single_controller import Backend, ClassWithInitArgs, Worker, WorkerGroup
+    from quadriga.single_controller import Backend, Worker, WorkerGroup
 
 ALIVENESS_CHECK_S = 3.0
 """Seconds between two checks that every process of a group is alive. Calls notice a death by
@@ -64,6 +75,36 @@ def close_on_error(backend: Backend) -> Iterator[list[WorkerGroup]]:
 
 
 @dataclass(frozen=True)
+class WeightLink:
+    """From the actor to a rollout in other processes.
+
+    The buckets go by reference: the controller holds their handles, and the ranks of the rollout
+    read them from the store. While one bucket is read, the actor makes the next.
+    """
+
+    sender: WeightSender
+    receiver: WeightReceiver
+
+    def sync(self) -> None:
+        """Copy all weights, then compare digests on every rank of the rollout.
+
+        Raises:
+            WorkerError: names the first weight that is missing or differs.
+        """
+        dtypes, *_ = self.receiver.weight_dtypes()
+        reading: DataProtoFuture | None = None
+        for bucket, *_ in self.sender.send_weights.stream(dtypes):
+            if bucket is None:
+                raise WorkerError("rank 0 of the actor yielded no bucket of weights")
+            if reading is not None:
+                reading.get()  # two buckets at most are in the store
+            reading = self.receiver.receive_weights.submit(bucket)
+        if reading is not None:
+            reading.get()
+        self.receiver.finish_weights()
+
+
+@dataclass(frozen=True)
 class PPOGroups(StartedGroups):
     """One view per role; views may share processes.
 
@@ -74,6 +115,19 @@ class PPOGroups(StartedGroups):
     rollout: RolloutGroup
     ref: RefGroup | None
     critic: CriticGroup | None
+    link: WeightLink | None = None
+    """Between actor and rollout, if they are in different processes."""
+
+    def sync_weights(self) -> None:
+        """Copy the actor's weights to the rollout, and check that all of them arrived.
+
+        Raises:
+            WorkerError: names the first weight that is missing or differs.
+        """
+        if self.link is None:
+            self.actor.sync_weights()
+        else:
+            self.link.sync()
 
     def save(self, folder: Path, state: ControllerState, max_to_keep: int | None) -> None:
         """Save actor, critic and the controller's state as one checkpoint under `folder`.
@@ -102,6 +156,8 @@ class PPOGroups(StartedGroups):
     def load(self, checkpoint: Path, step: int) -> None:
         """Load actor and critic from a folder that `save` wrote at `step`."""
         self.actor.load_checkpoint(str(checkpoint / "actor"), step)
+        if self.link is not None:
+            self.link.sync()
         if self.critic is not None:
             self.critic.load_checkpoint(str(checkpoint / "critic"), step)
 
@@ -149,18 +205,16 @@ def start_groups(
     """
     backend = open_backend(config.trainer)
     with close_on_error(backend) as groups:
-        policy = Role.ActorRolloutRef if needs_reference(config) else Role.ActorRollout
-        roles = [policy, *([Role.Critic] if needs_critic(config) else [])]
-        manager = resource_pool_manager or one_pool(config.trainer, roles, backend)
-        check_reference_placement(config, policy, manager)
-        classes = role_classes(config, policy, total_steps, role_worker_mapping)
+        manager = resource_pool_manager or pool_manager(config, backend)
+        pools = {pool: worker_keys(uses) for pool, uses in uses_by_pool(config, manager).items()}
+        workers = {key: uses for keys in pools.values() for key, uses in keys.items()}
+        classes = worker_classes(config, workers, total_steps, role_worker_mapping)
         manager.create_resource_pool()
         # Roles of one pool are built in the same processes, so they share the device's memory and
         # their calls take turns. Roles of different pools run side by side.
         views: dict[str, WorkerGroup] = {}
-        pool_of = {role: manager.pool_name(role) for role in roles}
-        for pool in dict.fromkeys(pool_of.values()):
-            members = {role.key: classes[role] for role in roles if pool_of[role] == pool}
+        for pool, keys in pools.items():
+            members = {key: classes[key] for key in keys}
             group: WorkerGroup = backend.worker_group(
                 manager.resource_pool_dict[pool],
                 backend.colocate(members),
@@ -169,36 +223,38 @@ def start_groups(
             groups.append(group)
             group.start_worker_aliveness_check(ALIVENESS_CHECK_S)
             views.update(group.spawn(members))
-        for role in roles:
-            views[role.key].init_model()
-        # Actor, rollout and reference are three uses of one worker, hence of one view.
-        view = views[policy.key]
-        return PPOGroups(
-            backend=backend,
-            groups=groups,
-            actor=view,
-            rollout=view,
-            ref=view if reads_ref_log_prob(config) else None,
-            critic=views.get(Role.Critic.key),
-        )
+        # The actor comes last: when it has loaded its model, the memory that the others need is
+        # known.
+        for key in sorted(views, key=lambda key: "actor" in workers[key]):
+            views[key].init_model()
+        view_of = {use: views[key] for key, uses in workers.items() for use in uses}
+        return groups_of_views(config, backend, groups, view_of)
 
 
-def check_reference_placement(
-    config: TrainConfig, policy: Role, manager: ResourcePoolManager
-) -> None:
-    """Check that the reference is in the policy's processes if KL over the vocabulary needs it.
+def groups_of_views(
+    config: TrainConfig,
+    backend: Backend,
+    groups: Sequence[WorkerGroup],
+    view_of: Mapping[str, WorkerGroup],
+) -> PPOGroups:
+    """Return the groups of a run from use → view of a worker group, with equal weights.
 
-    Raises:
-        ConfigError: the reference is mapped to another pool. Nothing was started.
+    Uses of the policy that share processes are one view.
     """
-    pool, policy_pool = manager.mapping.get(Role.RefPolicy), manager.pool_name(policy)
-    if config.actor_rollout_ref.actor.reads_full_kl and pool not in (None, policy_pool):
-        raise ConfigError(
-            "actor_rollout_ref.actor.kl_loss_type=full needs the logits of policy and reference in "
-            f"one process, but role {Role.RefPolicy} is mapped to pool {pool!r} and the policy to "
-            f"{policy_pool!r}; map both roles to one pool, or set kl_loss_type=k3",
-            key="actor_rollout_ref.actor.kl_loss_type",
-        )
+    actor, rollout = view_of["actor"], view_of["rollout"]
+    link = None
+    if actor is not rollout:
+        link = WeightLink(actor, rollout)
+        link.sync()
+    return PPOGroups(
+        backend=backend,
+        groups=groups,
+        actor=actor,
+        rollout=rollout,
+        ref=view_of["ref"] if reads_ref_log_prob(config) else None,
+        critic=view_of.get(CRITIC),
+        link=link,
+    )
 
 
 def open_backend(trainer: TrainerConfig | SFTTrainerConfig) -> Backend:
@@ -217,99 +273,5 @@ def one_pool(
         resource_pool_spec={"global": [trainer.n_gpus_per_node] * trainer.nnodes},
         mapping=dict.fromkeys(roles, "global"),
         backend=backend,
-        pool_options={"use_gpu": uses_accelerator(trainer.device), "max_colocate_count": 1},
+        pool_options=pool_options(trainer),
     )
-
-
-def uses_accelerator(device: str) -> bool:
-    """Return whether each rank needs an accelerator; `device` is a value of `trainer.device`."""
-    from quadriga.parallel.device import get_device_name
-
-    return (get_device_name() if device == "auto" else device) != "cpu"
-
-
-def rank_runtime(config: TrainConfig, total_steps: int) -> RankRuntime:
-    """Return what every rank of a role is told; `total_steps` counts its optimizer steps."""
-    return RankRuntime(
-        device=config.trainer.device,
-        threads=threads_per_rank(config.trainer),
-        seed=config.trainer.seed,
-        total_steps=total_steps,
-        max_response_length=config.data.max_response_length,
-        user_files=tuple(config.algorithm.user_files),
-    )
-
-
-def threads_per_rank(trainer: TrainerConfig | SFTTrainerConfig) -> int:
-    """Return `trainer.threads_per_worker`, or else the CPUs of a node divided by its ranks."""
-    if trainer.threads_per_worker is not None:
-        return trainer.threads_per_worker
-    # Ranks of a node compute at the same time. With more threads than cores they would wait for
-    # each other inside every matrix product.
-    cpus = trainer.num_cpus or len(os.sched_getaffinity(0))
-    return max(1, cpus // trainer.n_gpus_per_node)
-
-
-def role_classes(
-    config: TrainConfig,
-    policy: Role,
-    total_steps: int,
-    mapping: Mapping[Role, type[Worker]],
-) -> dict[Role, ClassWithInitArgs]:
-    """Return each role's worker class with its arguments. The ranks build the workers.
-
-    Raises:
-        ConfigError: a class of `mapping` lacks a method that the trainer calls.
-    """
-    from quadriga.single_controller import ClassWithInitArgs
-    from quadriga.workers import ActorRolloutRefWorker, CriticWorker
-
-    arr = config.actor_rollout_ref
-    actor_mini, critic_mini = mini_batch_prompts(config)
-    arr = dataclasses.replace(
-        arr, actor=dataclasses.replace(arr.actor, ppo_mini_batch_size=actor_mini)
-    )
-    critic = dataclasses.replace(
-        config.critic,
-        model=config.critic.model if config.critic.model.path else arr.model,
-        ppo_mini_batch_size=critic_mini,
-        ppo_epochs=config.critic.ppo_epochs or arr.actor.ppo_epochs,
-    )
-    # The schedule of a role counts the optimizer steps of that role.
-    actor_steps, critic_steps = batch_plan(config).optimizer_steps(total_steps)
-    policy_class = mapping.get(policy, ActorRolloutRefWorker)
-    critic_class = mapping.get(Role.Critic, CriticWorker)
-    reference = [RefGroup] if reads_ref_log_prob(config) else []
-    check_methods(policy, policy_class, [ActorGroup, RolloutGroup, *reference])
-    if needs_critic(config):
-        check_methods(Role.Critic, critic_class, [CriticGroup])
-    return {
-        policy: ClassWithInitArgs(
-            policy_class,
-            config=arr,
-            role=policy.key,
-            runtime=rank_runtime(config, actor_steps),
-        ),
-        Role.Critic: ClassWithInitArgs(
-            critic_class,
-            config=critic,
-            responses_per_prompt=arr.rollout.n,
-            runtime=rank_runtime(config, critic_steps),
-        ),
-    }
-
-
-def check_methods(role: Role, cls: type[Worker], protocols: Iterable[type]) -> None:
-    """Check that a worker class has every method that the trainer calls for a role.
-
-    Raises:
-        ConfigError: names the methods that are missing or not registered.
-    """
-    from quadriga.single_controller.dispatch.register import registered_methods
-
-    missing = [name for name in methods_of(protocols) if name not in registered_methods(cls)]
-    if missing:
-        raise ConfigError(
-            f"role {role}: the trainer calls {', '.join(missing)}, but {cls.__name__} has no such "
-            "registered method; define it and mark it with @register",
-        )

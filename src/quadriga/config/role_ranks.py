@@ -1,0 +1,143 @@
+"""From the section `placement` of the settings to the pools of the roles.
+
+Example: 2 nodes of 4 ranks, placement.actor=[0-3], placement.critic=[4,5], placement.rollout=[6-7]
+
+    role        ranks      pool             ranks on each node of the pool
+    actor       0 1 2 3    actor_ref        [4]
+    ref         0 1 2 3    actor_ref
+    critic      4 5        critic           [2]
+    rollout     6 7        rollout          [2]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError
+
+ROLES = ("actor", "rollout", "ref", "critic")
+
+
+@dataclass(frozen=True)
+class RolePool:
+    """Roles that share processes.
+
+    Attributes:
+        roles: the roles, in the order of `ROLES`.
+        ranks: the numbers of the ranks, over all nodes, in increasing order.
+        ranks_per_node: the number of these ranks on each node that has any.
+    """
+
+    roles: tuple[str, ...]
+    ranks: tuple[int, ...]
+    ranks_per_node: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The names of the roles, joined: "actor_rollout"."""
+        return "_".join(self.roles)
+
+
+def role_pools(config: TrainConfig, roles: Sequence[str] = ROLES) -> tuple[RolePool, ...]:
+    """Return the pools of these roles, in the order of their first roles.
+
+    Raises:
+        ConfigError: an entry is no rank, two roles share some of their ranks but not all, or a
+            rank has no role.
+    """
+    ranks_of = role_ranks(config)
+    pools: dict[tuple[int, ...], list[str]] = {}
+    for role in roles:
+        pools.setdefault(ranks_of[role], []).append(role)
+    _check_disjoint(pools)
+    _check_all_used(config, ranks_of, roles)
+    per_node = config.trainer.n_gpus_per_node
+    return tuple(
+        RolePool(tuple(members), ranks, _per_node(ranks, per_node))
+        for ranks, members in pools.items()
+    )
+
+
+def role_ranks(config: TrainConfig) -> Mapping[str, tuple[int, ...]]:
+    """Return role → its ranks in increasing order.
+
+    Raises:
+        ConfigError: an entry of `placement` is not a rank of the run.
+    """
+    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    given = {role: getattr(config.placement, role) for role in ROLES}
+    actor = tuple(range(world))
+    if given["actor"] is not None:
+        actor = _parse("actor", given["actor"], world)
+    return {
+        role: actor if entries is None else _parse(role, entries, world)
+        for role, entries in given.items()
+    }
+
+
+def num_ranks(config: TrainConfig, role: str) -> int:
+    """Return the number of ranks of a role."""
+    return len(role_ranks(config)[role])
+
+
+def _parse(role: str, entries: Sequence[int | str], world: int) -> tuple[int, ...]:
+    ranks = [rank for entry in entries for rank in _entry(role, entry)]
+    if not ranks:
+        raise _wrong(role, "must name at least one rank")
+    if beyond := [rank for rank in ranks if rank >= world]:
+        raise _wrong(
+            role,
+            f"names rank {beyond[0]}, but the run has ranks 0 to {world - 1} "
+            "(trainer.nnodes × trainer.n_gpus_per_node)",
+        )
+    if len(set(ranks)) < len(ranks):
+        twice = next(rank for rank in ranks if ranks.count(rank) > 1)
+        raise _wrong(role, f"names rank {twice} twice")
+    return tuple(sorted(ranks))
+
+
+def _entry(role: str, entry: int | str) -> range:
+    first, dash, last = str(entry).partition("-")
+    if not first.isdecimal() or (dash and not last.isdecimal()):
+        raise _wrong(role, f"has the entry {entry!r}; expected a rank such as 3 or a range, 0-3")
+    if dash and int(last) < int(first):
+        raise _wrong(role, f"has the entry {entry!r}, whose end is before its start")
+    return range(int(first), int(last if dash else first) + 1)
+
+
+def _check_disjoint(pools: Mapping[tuple[int, ...], Sequence[str]]) -> None:
+    owner: dict[int, str] = {}
+    for ranks, roles in pools.items():
+        for rank in ranks:
+            if rank in owner:
+                raise _wrong(
+                    roles[0],
+                    f"and placement.{owner[rank]} both name rank {rank}, but not the same ranks; "
+                    "give both roles equal ranks, then they share processes, or separate ones",
+                )
+            owner[rank] = roles[0]
+
+
+def _check_all_used(
+    config: TrainConfig, ranks_of: Mapping[str, tuple[int, ...]], roles: Sequence[str]
+) -> None:
+    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    used = {rank for role in roles for rank in ranks_of[role]}
+    if left := [rank for rank in range(world) if rank not in used]:
+        raise ConfigError(
+            f"no role uses rank {left[0]} of the {world} ranks (trainer.nnodes × "
+            f"trainer.n_gpus_per_node); roles of this run: {', '.join(roles)}. Give the rank to a "
+            "role in the section placement, or lower the number of ranks",
+            key="placement",
+        )
+
+
+def _per_node(ranks: Sequence[int], per_node: int) -> tuple[int, ...]:
+    nodes = [rank // per_node for rank in ranks]
+    return tuple(nodes.count(node) for node in dict.fromkeys(nodes))
+
+
+def _wrong(role: str, problem: str) -> ConfigError:
+    return ConfigError(f"placement.{role} {problem}", key=f"placement.{role}")

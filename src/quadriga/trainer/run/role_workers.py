@@ -1,0 +1,248 @@
+"""Which roles of a run share processes, and the worker class and arguments of each process.
+
+Example: actor and reference on one pool, rollout and critic on pools of their own:
+
+    pool       worker key   worker
+    a          actor_ref    ActorRolloutRefWorker(role="actor_ref")
+    b          rollout      ActorRolloutRefWorker(role="rollout")
+    c          critic       CriticWorker
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+from quadriga.config.plan import batch_plan, mini_batch_prompts
+from quadriga.config.role_ranks import role_pools
+from quadriga.config.schema import SFTTrainerConfig, TrainConfig, TrainerConfig
+from quadriga.errors import ConfigError, UnknownNameError
+from quadriga.single_controller import Backend, ClassWithInitArgs, Worker
+from quadriga.trainer.dataflow import needs_critic, needs_reference, reads_ref_log_prob
+from quadriga.trainer.placement import ResourcePoolManager, Role
+from quadriga.workers.roles import (
+    ActorGroup,
+    CriticGroup,
+    RefGroup,
+    RolloutGroup,
+    WeightReceiver,
+    WeightSender,
+    methods_of,
+)
+from quadriga.workers.runtime import RankRuntime
+
+POLICY_USES = ("actor", "rollout", "ref")
+CRITIC = "critic"
+_ROLES_OF_USE: dict[str, tuple[Role, ...]] = {
+    "actor": (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef),
+    "rollout": (Role.Rollout, Role.ActorRollout, Role.ActorRolloutRef),
+    # Without a pool of its own, the reference is in the processes of the actor.
+    "ref": (Role.RefPolicy, Role.ActorRolloutRef, Role.Actor, Role.ActorRollout),
+    CRITIC: (Role.Critic,),
+}
+"""Use → the roles that stand for it in a `ResourcePoolManager`; the first one that is mapped."""
+
+
+def uses_of_run(config: TrainConfig) -> tuple[str, ...]:
+    """Return what the run uses: actor and rollout, and reference and critic if they are read."""
+    return (
+        "actor",
+        "rollout",
+        *(["ref"] if needs_reference(config) else []),
+        *([CRITIC] if needs_critic(config) else []),
+    )
+
+
+def pool_manager(config: TrainConfig, backend: Backend) -> ResourcePoolManager:
+    """Return the pools that the section `placement` of the settings describes.
+
+    Raises:
+        ConfigError: the section is invalid.
+    """
+    pools = role_pools(config, uses_of_run(config))
+    return ResourcePoolManager(
+        resource_pool_spec={pool.name: list(pool.ranks_per_node) for pool in pools},
+        mapping={_ROLES_OF_USE[use][0]: pool.name for pool in pools for use in pool.roles},
+        backend=backend,
+        pool_options=pool_options(config.trainer),
+    )
+
+
+def pool_options(trainer: TrainerConfig | SFTTrainerConfig) -> dict[str, object]:
+    """Return the arguments of `Backend.resource_pool` that the settings give."""
+    return {"use_gpu": uses_accelerator(trainer.device), "max_colocate_count": 1}
+
+
+def uses_accelerator(device: str) -> bool:
+    """Return whether each rank needs an accelerator; `device` is a value of `trainer.device`."""
+    from quadriga.parallel.device import get_device_name
+
+    return (get_device_name() if device == "auto" else device) != "cpu"
+
+
+def uses_by_pool(config: TrainConfig, manager: ResourcePoolManager) -> dict[str, list[str]]:
+    """Return pool name → the uses that its processes have.
+
+    Raises:
+        ConfigError: KL over the vocabulary needs actor and reference on one pool.
+        UnknownNameError: a use is mapped to no pool.
+    """
+    pool_of = {use: _pool_of_use(use, manager) for use in uses_of_run(config)}
+    if config.actor_rollout_ref.actor.reads_full_kl and pool_of["ref"] != pool_of["actor"]:
+        raise ConfigError(
+            "actor_rollout_ref.actor.kl_loss_type=full needs the logits of policy and reference in "
+            f"one process, but role {Role.RefPolicy} is mapped to pool {pool_of['ref']!r} and the "
+            f"policy to {pool_of['actor']!r}; map both roles to one pool, or set kl_loss_type=k3",
+            key="actor_rollout_ref.actor.kl_loss_type",
+        )
+    pools: dict[str, list[str]] = {}
+    for use, pool in pool_of.items():
+        pools.setdefault(pool, []).append(use)
+    return pools
+
+
+def _pool_of_use(use: str, manager: ResourcePoolManager) -> str:
+    for role in _ROLES_OF_USE[use]:
+        if role in manager.mapping:
+            return manager.pool_name(role)
+    mapped = [str(role) for role in manager.mapping]
+    expected = " or ".join(str(role) for role in _ROLES_OF_USE[use])
+    raise UnknownNameError(
+        f"the run needs role {expected}, which is mapped to no pool; mapped roles: {mapped}",
+        name=use,
+        known=mapped,
+    )
+
+
+def worker_keys(uses: Sequence[str]) -> dict[str, list[str]]:
+    """Return worker key → its uses, for one pool.
+
+    One worker has all uses of the policy, so that they share weights. The critic is another.
+    """
+    policy = [use for use in uses if use != CRITIC]
+    keys = {"_".join(policy): policy} if policy else {}
+    return keys | ({CRITIC: [CRITIC]} if CRITIC in uses else {})
+
+
+def worker_classes(
+    config: TrainConfig,
+    workers: Mapping[str, Sequence[str]],
+    total_steps: int,
+    mapping: Mapping[Role, type[Worker]],
+) -> dict[str, ClassWithInitArgs]:
+    """Return the class of each worker with its arguments. The ranks build the workers.
+
+    Args:
+        workers: worker key → its uses, over all pools.
+        total_steps: training steps of the run.
+        mapping: role → a class in place of the built-in one.
+
+    Raises:
+        ConfigError: a class of `mapping` lacks a method that the trainer calls.
+    """
+    # The schedule of a role counts the optimizer steps of that role.
+    actor_steps, critic_steps = batch_plan(config).optimizer_steps(total_steps)
+    apart = not any({"actor", "rollout"} <= set(uses) for uses in workers.values())
+    classes: dict[str, ClassWithInitArgs] = {}
+    for key, uses in workers.items():
+        worker_class = _worker_class(key, uses, mapping)
+        check_methods(key, worker_class, _protocols(config, uses, apart))
+        if key == CRITIC:
+            classes[key] = _critic(config, worker_class, rank_runtime(config, critic_steps))
+        else:
+            classes[key] = _policy(config, worker_class, key, rank_runtime(config, actor_steps))
+    return classes
+
+
+def _policy(
+    config: TrainConfig, worker_class: type[Worker], key: str, runtime: RankRuntime
+) -> ClassWithInitArgs:
+    settings = config.actor_rollout_ref
+    mini_batch, _ = mini_batch_prompts(config)
+    actor = dataclasses.replace(settings.actor, ppo_mini_batch_size=mini_batch)
+    return ClassWithInitArgs(
+        worker_class,
+        config=dataclasses.replace(settings, actor=actor),
+        role=key,
+        runtime=runtime,
+    )
+
+
+def _critic(
+    config: TrainConfig, worker_class: type[Worker], runtime: RankRuntime
+) -> ClassWithInitArgs:
+    policy, critic = config.actor_rollout_ref, config.critic
+    _, mini_batch = mini_batch_prompts(config)
+    return ClassWithInitArgs(
+        worker_class,
+        config=dataclasses.replace(
+            critic,
+            model=critic.model if critic.model.path else policy.model,
+            ppo_mini_batch_size=mini_batch,
+            ppo_epochs=critic.ppo_epochs or policy.actor.ppo_epochs,
+        ),
+        responses_per_prompt=policy.rollout.n,
+        runtime=runtime,
+    )
+
+
+def _worker_class(
+    key: str, uses: Sequence[str], mapping: Mapping[Role, type[Worker]]
+) -> type[Worker]:
+    """Return the class of the role with this key, else of a role that contains the uses."""
+    from quadriga.workers import ActorRolloutRefWorker, CriticWorker
+
+    exact = [role for role in mapping if role.key == key]
+    roles = [*exact, *(role for use in uses for role in _ROLES_OF_USE[use])]
+    default = CriticWorker if key == CRITIC else ActorRolloutRefWorker
+    return next((mapping[role] for role in roles if role in mapping), default)
+
+
+def _protocols(config: TrainConfig, uses: Sequence[str], apart: bool) -> list[type]:
+    """Return the protocols of the methods that the trainer calls on a worker with these uses."""
+    needed: dict[str, list[type]] = {
+        "actor": [ActorGroup, *([WeightSender] if apart else [])],
+        "rollout": [RolloutGroup, *([WeightReceiver] if apart else [])],
+        "ref": [RefGroup] if reads_ref_log_prob(config) else [],
+        CRITIC: [CriticGroup],
+    }
+    return [protocol for use in uses for protocol in needed[use]]
+
+
+def check_methods(key: str, cls: type[Worker], protocols: Iterable[type]) -> None:
+    """Check that a worker class has every method that the trainer calls for a role.
+
+    Raises:
+        ConfigError: names the methods that are missing or not registered.
+    """
+    from quadriga.single_controller.dispatch.register import registered_methods
+
+    missing = [name for name in methods_of(protocols) if name not in registered_methods(cls)]
+    if missing:
+        raise ConfigError(
+            f"role {key}: the trainer calls {', '.join(missing)}, but {cls.__name__} has no such "
+            "registered method; define it and mark it with @register",
+        )
+
+
+def rank_runtime(config: TrainConfig, total_steps: int) -> RankRuntime:
+    """Return what every rank of a role is told; `total_steps` counts its optimizer steps."""
+    return RankRuntime(
+        device=config.trainer.device,
+        threads=threads_per_rank(config.trainer),
+        seed=config.trainer.seed,
+        total_steps=total_steps,
+        max_response_length=config.data.max_response_length,
+        user_files=tuple(config.algorithm.user_files),
+    )
+
+
+def threads_per_rank(trainer: TrainerConfig | SFTTrainerConfig) -> int:
+    """Return `trainer.threads_per_worker`, or else the CPUs of a node divided by its ranks."""
+    if trainer.threads_per_worker is not None:
+        return trainer.threads_per_worker
+    # Ranks of a node compute at the same time. With more threads than cores they would wait for
+    # each other inside every matrix product.
+    cpus = trainer.num_cpus or len(os.sched_getaffinity(0))
+    return max(1, cpus // trainer.n_gpus_per_node)
