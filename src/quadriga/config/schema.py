@@ -172,6 +172,9 @@ class RolloutConfig:
     val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     micro_batch_size: int = 256  # sequences that one rank generates at once
     dtype: DtypeName = "auto"  # of weights and computation; auto: as engine.dtype
+    # rollout and training engines of the policy take turns in device memory: while one side works,
+    # the weights and the optimizer state of the other are in host memory
+    take_turns: bool = False
     options: Options = field(default_factory=dict)  # keyword arguments of the engine
 
 

@@ -117,6 +117,20 @@ class ActorGroup(RoleGroup, Protocol):
         ...
 
 
+class TurnTakingGroup(RoleGroup, Protocol):
+    """A policy whose rollout and training engines take turns in device memory."""
+
+    @property
+    def rollout_mode(self) -> GroupMethod[[], list[None]]:
+        """Free device memory for generation: `ActorRolloutRefWorker.rollout_mode`."""
+        ...
+
+    @property
+    def trainer_mode(self) -> GroupMethod[[], list[None]]:
+        """Free device memory for training: `ActorRolloutRefWorker.trainer_mode`."""
+        ...
+
+
 class RefGroup(RoleGroup, Protocol):
     """The frozen reference policy."""
 
@@ -211,6 +225,8 @@ if TYPE_CHECKING:
         save_checkpoint = per_rank(ActorRolloutRefWorker.save_checkpoint)
         load_checkpoint = per_rank(ActorRolloutRefWorker.load_checkpoint)
         export_hf = per_rank(ActorRolloutRefWorker.export_hf)
+        rollout_mode = per_rank(ActorRolloutRefWorker.rollout_mode)
+        trainer_mode = per_rank(ActorRolloutRefWorker.trainer_mode)
 
     class _OfCritic:
         world_size = 1
@@ -225,6 +241,7 @@ if TYPE_CHECKING:
 
     _actor: ActorGroup = _OfPolicy()
     _rollout: RolloutGroup = _OfPolicy()
+    _turns: TurnTakingGroup = _OfPolicy()
     _ref: RefGroup = _OfPolicy()
     _critic: CriticGroup = _OfCritic()
     _sft: SFTGroup = _OfSFT()

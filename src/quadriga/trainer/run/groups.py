@@ -26,7 +26,14 @@ from quadriga.trainer.dataflow import needs_critic, needs_reference, reads_ref_l
 from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.run.resuming import ControllerState
 from quadriga.trainer.run.stopping import unchanged_handlers
-from quadriga.workers.roles import ActorGroup, CriticGroup, RefGroup, RolloutGroup, methods_of
+from quadriga.workers.roles import (
+    ActorGroup,
+    CriticGroup,
+    RefGroup,
+    RolloutGroup,
+    TurnTakingGroup,
+    methods_of,
+)
 from quadriga.workers.runtime import RankRuntime
 
 if TYPE_CHECKING:
@@ -67,13 +74,26 @@ def close_on_error(backend: Backend) -> Iterator[list[WorkerGroup]]:
 class PPOGroups(StartedGroups):
     """One view per role; views may share processes.
 
-    `ref` is None if no stage reads `ref_log_prob`, `critic` is None if no stage reads `values`.
+    `ref` is None if no stage reads `ref_log_prob`, `critic` is None if no stage reads `values`,
+    `turns` is None unless the engines of the policy take turns in device memory.
     """
 
     actor: ActorGroup
     rollout: RolloutGroup
     ref: RefGroup | None
     critic: CriticGroup | None
+    turns: TurnTakingGroup | None
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Give the device memory of the policy to the rollout within the block, then back."""
+        if self.turns is None:
+            yield
+            return
+        self.turns.rollout_mode()
+        yield
+        # Not after an error: it ends the run, and a call to a failed rank would hide it.
+        self.turns.trainer_mode()
 
     def save(self, folder: Path, state: ControllerState, max_to_keep: int | None) -> None:
         """Save actor, critic and the controller's state as one checkpoint under `folder`.
@@ -180,6 +200,7 @@ def start_groups(
             rollout=view,
             ref=view if reads_ref_log_prob(config) else None,
             critic=views.get(Role.Critic.key),
+            turns=view if config.actor_rollout_ref.rollout.take_turns else None,
         )
 
 
@@ -280,7 +301,8 @@ def role_classes(
     policy_class = mapping.get(policy, ActorRolloutRefWorker)
     critic_class = mapping.get(Role.Critic, CriticWorker)
     reference = [RefGroup] if reads_ref_log_prob(config) else []
-    check_methods(policy, policy_class, [ActorGroup, RolloutGroup, *reference])
+    turns = [TurnTakingGroup] if arr.rollout.take_turns else []
+    check_methods(policy, policy_class, [ActorGroup, RolloutGroup, *reference, *turns])
     if needs_critic(config):
         check_methods(Role.Critic, critic_class, [CriticGroup])
     return {
