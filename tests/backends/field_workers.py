@@ -42,6 +42,44 @@ class Fields(Worker):
             raise ValueError("asked to fail")
         return fields(torch.arange(4))
 
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def little(self, prompts):
+        """Return a field that is stored, and smaller than a return that Ray stores by itself."""
+        rows = prompts.batch["row"]
+        return DataProto.from_dict({"one": rows[:, None].float().repeat(1, WIDTH * 5 // 8)})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def first_rows(self, prompts, rows):
+        return fields(prompts.batch["row"][:rows])
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def one_by_one(self, prompts):
+        for row in prompts.batch["row"]:
+            yield fields(row.repeat(2)).select(["one"])
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def joined(self, prompts, data):
+        """Return received rows, not read, and new ones."""
+        return DataProto.concat([data.select(["one"]), self.make(prompts).select(["one"])])
+
+
+class Apart(Fields):
+    """Every stored field of a result is an object of its own."""
+
+    def __init__(self):
+        super().__init__()
+        from quadriga.backends.ray.calls import store
+
+        store.alone_bytes = lambda: 2
+
+
+class Caller(Worker):
+    """Calls another group, and so owns its results."""
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def call(self, group, prompts):
+        return group.make(prompts)
+
 
 class Echo(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -6,10 +6,21 @@ import gc
 import pickle
 import time
 
+import numpy as np
 import pytest
 import ray
 import torch
-from field_workers import WIDTH, AsyncEcho, Echo, Fields, Interleaving, Mine, fields
+from field_workers import (
+    WIDTH,
+    Apart,
+    AsyncEcho,
+    Caller,
+    Echo,
+    Fields,
+    Interleaving,
+    Mine,
+    fields,
+)
 
 from quadriga.backends.ray.calls import store
 from quadriga.backends.ray.calls.store import Result, ResultStore, is_plain_batch, opened
@@ -40,8 +51,9 @@ def check(data: DataProto, rows: int) -> None:
 
 def owners(data: DataProto) -> set[str]:
     """The processes that own the stored fields of a batch."""
-    stored = [data.batch.columns[key] for key in ("one", "two")]
-    return {h.location.ref.owner_address() for column in stored for h in column.handles}
+    columns = dict(getattr(data.batch, "columns", {})).values()
+    handles = [handle for column in columns for handle in getattr(column, "handles", ())]
+    return {handle.location.ref.owner_address() for handle in handles}
 
 
 @pytest.mark.parametrize("worker", [Fields, Interleaving])
@@ -111,21 +123,80 @@ def test_a_method_that_fails_after_it_has_made_fields(start, monkeypatch):
     assert not logged
 
 
-def test_fields_belong_to_the_worker_at_first_and_then_to_the_controller(ray_backend):
-    """The first result shows that a method has large fields."""
+def made_by(group) -> dict[str, tuple[DataProto, list[int]]]:
+    """Results of calls of every kind, and the rows in them."""
+    four, rows = prompts(4), [0, 1, 2, 3]
+    found = {f"call {number}": (group.make(four), rows) for number in range(2)}
+    if not hasattr(group, "joined"):
+        return found
+    found["little"] = group.little(four), rows
+    for number, (count, some) in enumerate([(0, []), (2, rows), (2, rows)]):
+        name = f"call {number} of a method whose first result has no fields"
+        found[name] = group.first_rows(four, count), some
+    for number, item in enumerate(group.one_by_one.stream(four)):
+        found[f"item {number} of a stream"] = item, [number, number, 2 + number, 2 + number]
+    joined = group.joined(four, group.make(four))
+    found["received rows and new ones"] = joined, [0, 1, 0, 1, 2, 3, 2, 3]
+    again = [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]
+    found["the same again"] = group.joined(four, joined), again
+    return found
+
+
+@pytest.mark.parametrize("worker", [Fields, Apart, Interleaving])
+def test_results_of_every_call_belong_to_the_caller_and_outlive_the_worker(ray_backend, worker):
+    """The first call and later ones; one object and several; streams; rows that were received."""
     pool = ray_backend.resource_pool([2], use_gpu=False)
-    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Fields))
-    workers, mine = group.make(prompts(4)), group.make(prompts(4))
-    assert len(owners(workers)) == 2 and len(owners(mine)) == 1
-    assert owners(mine) == {ray.put(0).owner_address()} and not owners(mine) & owners(workers)
+    group = ray_backend.worker_group(pool, ray_backend.class_with_args(worker))
+    found = made_by(group)
+    me = ray.put(0).owner_address()
+    for name, (data, rows) in found.items():
+        assert owners(data) == ({me} if rows else set()), name
     for handle in group.workers:
         ray.kill(handle)
+    group.wait_until_ended()
+    time.sleep(1.0)  # Ray tells the holders of an object of the death of its owner
+    for name, (data, rows) in found.items():
+        assert data.batch["one"][:, -1].tolist() == rows, name
+    pool.release()
+
+
+def test_fields_that_a_worker_called_for_are_lost_with_that_worker(ray_backend):
+    """They belong to it, because it is the caller."""
+    pools = [ray_backend.resource_pool([n], use_gpu=False) for n in (2, 1)]
+    group, caller = (
+        ray_backend.worker_group(pool, ray_backend.class_with_args(worker))
+        for pool, worker in zip(pools, (Fields, Caller), strict=True)
+    )
+    data, mine = caller.call(group, prompts(4)), group.make(prompts(4))
+    assert owners(data) and not owners(data) & owners(mine)
+    caller.shutdown()
     deadline = time.monotonic() + 20
-    with pytest.raises(LostObjectError, match=r"'one'.*rank 0 in make"):
+    with pytest.raises(LostObjectError, match=r"'one'.*Fields rank 0 in make.*that called") as told:
         while time.monotonic() < deadline:
-            workers[:2].batch["one"]
+            data[:2].batch["one"]
             time.sleep(0.1)
+    assert (told.value.field, told.value.rank, told.value.method) == ("one", 0, "make")
     check(mine, 4)
+    for pool in pools:
+        pool.release()
+
+
+def test_a_method_is_called_with_as_many_returns_as_its_fields_fill(ray_backend):
+    """Two objects are at first one return, then two; a method without fields has none."""
+    pool = ray_backend.resource_pool([2], use_gpu=False)
+    group = ray_backend.worker_group(pool, ray_backend.class_with_args(Apart))
+    for name, wanted in (("make", [None, 2, 2]), ("first_rows", [None, 0, 2])):
+        for number, objects in enumerate(wanted):
+            methods = [handle.methods.get(f"Apart.{name}") for handle in group._ranks.handles]
+            assert [m and m.objects for m in methods] == [objects] * 2
+            rows = () if name == "make" else (2 * number,)
+            data = getattr(group, name)(prompts(4), *rows)
+            found = dict(getattr(data.batch, "columns", {})).values()
+            keys = [handle.key for c in found for handle in getattr(c, "handles", ())]
+            refs = {key.partition(":")[0] for key in keys}
+            if name == "make":
+                assert len(refs) == (2 if number == 0 else 4)
+    group.shutdown()
     pool.release()
 
 
@@ -200,68 +271,74 @@ def test_a_rank_that_is_called_directly_gives_values(ray_backend, worker):
 # The store of one result, without Ray
 
 
-@pytest.fixture
-def put(monkeypatch):
-    """What was put, in order; a reference is its number."""
-    kept: list[object] = []
-    monkeypatch.setattr(store.ray, "put", lambda value: kept.append(value) or len(kept) - 1)
-    monkeypatch.setattr(store, "alone_bytes", lambda: 16 * MB)
-    return kept
+@pytest.fixture(autouse=True)
+def several_nodes(request, monkeypatch):
+    """Fields of 16 MiB are objects of their own."""
+    if "start" not in request.fixturenames:
+        monkeypatch.setattr(store, "alone_bytes", lambda: 16 * MB)
 
 
-def test_fields_that_are_put_together_are_one_return(put):
-    kept = ResultStore()
-    handles = kept.put_many([("a", 60 * KB), ("b", 20 * MB), ("c", 15 * MB)])
-    handles += kept.put_many([("d", 50 * MB), ("e", 15 * MB)])
-    first, second = kept.returns("value", apart=True)
-    assert second == ("a", "c", "e") and put == ["b", "d"]
-    assert opened(first, "second return") == "value"
-    assert [handle.location.ref for handle in handles] == ["second return", 0, "second return", 1,
-                                                        "second return"]  # fmt: skip
-    assert [handle.index for handle in handles] == [0, -1, 1, -1, 2]
+def result(sizes: list[int], count: int) -> tuple[list[int], list[object], list[tuple[str, int]]]:
+    """Return the sizes of the objects of fields, in pieces; and where each handle points."""
+    kept = ResultStore(store.RayStore())
+    handles = kept.put_many([(i, nbytes) for i, nbytes in enumerate(sizes[:-1])])
+    handles.append(kept.put(len(sizes) - 1, sizes[-1]))
+    first, *rest = kept.returns("value", count)
+    assert isinstance(first, Result) and len(rest) == count
+    objects = [first.fields] if count == 0 else [found for found in rest if found is not None]
+    fields = [[v for v in found if isinstance(v, int)] for found in objects]
+    assert opened(first, "first", [f"field {i}" for i in range(count)]) == "value"
+    places = [(handle.location.ref, handle.index) for handle in handles]
+    return first.objects, fields, places
 
 
-def test_fields_that_exceed_the_bundle_are_put_alone(put):
-    kept = ResultStore()
-    kept.put_many([(i, 15 * MB) for i in range(6)])
-    assert kept.returns(None, apart=True)[1] == (0, 1, 2, 3) and put == [4, 5]
+def test_small_fields_are_one_object_and_large_ones_are_apart():
+    sizes = [60 * KB, 20 * MB, 15 * MB]
+    assert result(sizes, 2) == (
+        2, [[1], [0, 2]], [("field 1", 0), ("field 0", 0), ("field 1", 1)],
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize(("apart", "nbytes"), [(False, MB), (True, 99 * KB)])
-def test_fields_are_put_without_a_second_return_or_if_they_are_small(put, apart, nbytes):
-    kept = ResultStore()
-    (handle,) = kept.put_many([("a", nbytes)])
-    first, second = kept.returns("value", apart)
-    assert second is None and put == [("a",)] and handle.location.ref == 0
-    assert opened(first, "unused") == "value" and handle.location.ref == 0
+def test_fields_beyond_the_last_return_are_put_into_it():
+    sizes = [20 * MB, 20 * MB, MB]
+    assert result(sizes, 2)[:2] == (3, [[1], [0, 2]])
+    assert result(sizes, 1)[:2] == (3, [[1, 0, 2]])
+    assert result(sizes, 4)[:2] == (3, [[1], [0], [2]])
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_result_without_fields_is_its_value(put, apart):
-    assert ResultStore().returns("value", apart) == ("value", None)
-    assert opened("value", None) == "value" and not put
+def test_without_a_return_for_them_fields_are_in_the_first():
+    assert result([MB, MB], 0) == (1, [[0, 1]], [("first", 0), ("first", 1)])
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_small_fields_fill_a_return_that_ray_stores(count):
+    """Ray would send a smaller one through the memory of the caller."""
+    kept = ResultStore(store.RayStore())
+    kept.put(np.zeros(70 * KB, np.uint8), 70 * KB)
+    *_, last = kept.returns(None, count)
+    fields = last if count else last.fields
+    assert sum(part.nbytes for part in fields) == store.RETURNED_BYTES
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_result_without_fields_is_its_value(count):
+    assert ResultStore(store.RayStore()).returns("value", count) == ("value", *[None] * count)
+    assert opened("value", None, ()) == "value"
 
 
 @pytest.mark.parametrize(("name", "plain"), [(name, name in PLAIN) for name in BATCHES])
-def test_which_batches_python_pickles(put, name, plain):
+def test_which_batches_python_pickles(name, plain):
     """Any other batch may hold references, or code that must be sent with it."""
-    packed = pack_argument(BATCHES[name](), ResultStore())
+    packed = pack_argument(BATCHES[name](), ResultStore(store.RayStore()))
     assert is_plain_batch(packed) == is_plain(packed) == plain
     assert not is_plain_batch([packed]) and is_plain(b"bytes") and not is_plain("s" * 1000)
 
 
-def test_a_single_put_is_an_object_of_its_own(put):
-    kept = ResultStore()
-    handle = kept.put("a", MB)
-    assert handle.location.ref == 0 and kept.returns("value", True) == ("value", None)
-
-
-def test_a_result_is_pickled_with_one_place(put):
-    kept = ResultStore()
+def test_handles_of_one_object_share_its_location_after_pickling():
+    kept = ResultStore(store.RayStore())
     handles = kept.put_many([("a", MB), ("b", MB)])
-    first, _ = kept.returns(handles, apart=True)
+    first, _ = kept.returns(handles, 1)
     back = pickle.loads(pickle.dumps(first))
-    assert isinstance(back, Result) and back.location.ref is None
-    a, b = opened(back, "there")
+    a, b = opened(back, "first", ["there"])
     assert (a.location.ref, a.index, b.location.ref, b.index) == ("there", 0, "there", 1)
     assert handles[0].location.ref is None

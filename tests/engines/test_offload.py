@@ -9,6 +9,8 @@ from __future__ import annotations
 import engine_cases as cases
 import torch
 
+from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.offload import OffloadedTensors
 
 
@@ -49,6 +51,18 @@ def test_steps_with_offload_equal_steps_without(model_folder):
     assert torch.equal(offloaded.forward(batch)["log_probs"], plain.forward(batch)["log_probs"])
     expected = dict(plain.state_stream())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in offloaded.state_stream())
+
+
+def test_reload_leaves_on_the_host_what_the_settings_keep_there(model_folder):
+    settings = EngineConfig(dtype="float32", param_offload=True)
+    engine = FSDPEngine(ModelConfig(path=model_folder), settings, cases.OPTIM, total_steps=4)
+    for parameter in engine.module.parameters():
+        parameter.data = parameter.data.clone()
+    engine._memory.enabled = True
+    engine.offload()
+    assert set(engine._memory.offloaded) == {"parameters", "moments"}
+    engine.reload()
+    assert set(engine._memory.offloaded) == {"parameters"}
 
 
 def test_an_offloaded_engine_saves_and_loads(model_folder, tmp_path):

@@ -86,6 +86,11 @@ class Plane(Worker):
             {"text": [f"{int(i)}" + "x" * 70_000 for i in rows]},
         )
 
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def call_generate(self, group, prompts):
+        """Call another group: this process then owns the results."""
+        return group.generate(prompts)
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_once_file_exists(self, prompts, path):
         """Do the same as `generate` once a file exists."""

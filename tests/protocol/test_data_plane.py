@@ -272,9 +272,8 @@ def test_a_dead_owner_is_named(plane_backends, groups):
     host = plane_backends["ray"]
     pool = host.resource_pool([2], use_gpu=False)
     group = host.worker_group(pool, host.class_with_args(Plane))
-    data = group.generate(prompts(4))
     others = groups("ray", 4)
-    survivors = others.generate(prompts(4))
+    data, survivors = group.call_generate(others, prompts(8)), group.generate(prompts(4))
     for handle in group.workers:
         ray.kill(handle)
     with pytest.raises(LostObjectError, match=r"'big'.*rank 0 in generate") as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import ipaddress
 import multiprocessing
 import os
@@ -128,8 +129,9 @@ def test_gloo_interface_of_the_user_is_kept(monkeypatch):
     assert distributed._gloo_on_loopback() == {}
 
 
-def test_ranks_on_ray_listen_on_loopback_only():
-    """Sockets that Ray itself opened before the group was joined are not counted."""
+@pytest.fixture(scope="module")
+def ray_ranks():
+    """The group of two ranks on Ray, and the addresses on which each listens since it joined."""
     from rank_sockets import SocketProbe
 
     from quadriga.backends import get_backend
@@ -139,6 +141,64 @@ def test_ranks_on_ray_listen_on_loopback_only():
     try:
         pool = backend.resource_pool([2], use_gpu=False, max_colocate_count=1)
         group = backend.worker_group(pool, backend.class_with_args(SocketProbe))
-        assert group.new_listeners() == [{"127.0.0.1"}, {"127.0.0.1"}]
+        yield group.new_listeners()
     finally:
         backend.shutdown()
+
+
+def test_ranks_on_ray_listen_on_loopback_only(ray_ranks):
+    """Sockets that Ray itself opened before the group was joined are not counted."""
+    assert ray_ranks == [{"127.0.0.1"}, {"127.0.0.1"}]
+
+
+# Process -> a method of each gRPC service that it offers to other machines.
+SERVICES = {
+    "driver": ["CoreWorkerService/KillActor"],
+    "gcs_server": ["NodeInfoGcsService/GetAllNodeInfo"],
+    "raylet": ["NodeManagerService/GetNodeStats", "ObjectManagerService/Push"],
+    "rank": ["CoreWorkerService/KillActor"],
+}
+
+
+def sockets_of_ray() -> list[tuple[str, str, int]]:
+    """Return (process, address, port) of every listening socket but those on loopback."""
+    own = psutil.Process()
+    found = []
+    for process in [own, *own.children(recursive=True)]:
+        words = " ".join(process.cmdline())
+        names = {"gcs_server": "gcs_server", "/raylet ": "raylet", "RuntimeEnvAgent": "agent",
+                 "SocketProbe": "rank"}  # fmt: skip
+        kind = next((name for mark, name in names.items() if mark in words), words[:60])
+        for c in process.net_connections("inet"):
+            if c.status == psutil.CONN_LISTEN and c.laddr.ip != "127.0.0.1":
+                found.append(("driver" if process == own else kind, c.laddr.ip, c.laddr.port))
+    return found
+
+
+def answers(port: int) -> set[str]:
+    """Return what the methods of `SERVICES` answer to a call without a token at this port."""
+    import grpc
+
+    codes = set()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for method in {m for methods in SERVICES.values() for m in methods}:
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(f"/ray.rpc.{method}")(b"", timeout=10)
+            codes.add(caught.value.code().name)
+    return codes
+
+
+def test_sockets_of_ray_are_those_of_the_page_and_need_the_token(ray_ranks):
+    found = sockets_of_ray()
+    everywhere = {kind for kind, ip, _ in found if ipaddress.ip_address(ip).is_unspecified}
+    assert everywhere == set(SERVICES)
+    for kind, ip, port in found:
+        if kind not in SERVICES:
+            assert kind == "agent"
+            agent = http.client.HTTPConnection(ip, port, timeout=10)
+            agent.request("POST", "/get_or_create_runtime_env", b"")
+            assert ip == own_address() and agent.getresponse().status == 401
+            agent.close()
+        else:
+            # Each port offers one service, which refuses; it does not know the other methods.
+            assert answers(port) == {"UNAUTHENTICATED", "UNIMPLEMENTED"}

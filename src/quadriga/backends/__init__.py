@@ -27,10 +27,11 @@ def register_backend(name: str, location: str) -> None:
     BACKENDS[name] = location
 
 
-def get_backend(name: str) -> Backend:
+def get_backend(name: str, **options: object) -> Backend:
     """Return a new backend of that name; import its libraries and no others.
 
-    Raises `UnknownNameError` with the nearest name.
+    `options`: arguments of its class; `get_backend("ray", store="shards")` makes a `RayBackend`
+    that fetches whole shards from other nodes. Raises `UnknownNameError` with the nearest name.
     """
     if name not in BACKENDS:
         near = difflib.get_close_matches(name, BACKENDS, n=1)
@@ -42,5 +43,5 @@ def get_backend(name: str) -> Backend:
             nearest=near[0] if near else None,
         )
     module, _, cls = BACKENDS[name].partition(":")
-    backend: Backend = getattr(importlib.import_module(module), cls)()
+    backend: Backend = getattr(importlib.import_module(module), cls)(**options)
     return backend

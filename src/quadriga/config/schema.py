@@ -139,6 +139,9 @@ class ActorConfig:
     ppo_mini_batch_size: int | None = None
     ppo_micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
     ppo_epochs: int = 1  # passes over the sequences of a step
+    # take the old log-probabilities from the update itself, without a pass of their own; needs one
+    # optimizer step per step; None: if that is so and nothing reads them before the update
+    old_log_probs_from_update: bool | None = None
     shuffle: bool = False  # shuffle the sequences in each epoch of a step
     loss_agg_mode: AggregationName = "token-mean"  # how token losses become one loss
     loss_scale_length: int | None = None  # of seq-mean-token-sum-norm; None: max_response_length
@@ -174,6 +177,9 @@ class RolloutConfig:
     dtype: DtypeName = "auto"  # of weights and computation; auto: as engine.dtype
     # MiB of weights sent at once to a rollout in other processes than the actor (`placement`)
     weight_bucket_mb: int = 256
+    # rollout and training engines of the policy take turns in device memory: while one side works,
+    # the weights and the optimizer state of the other are in host memory
+    take_turns: bool = False
     options: Options = field(default_factory=dict)  # keyword arguments of the engine
 
 
@@ -380,10 +386,12 @@ class SFTTrainerConfig:
     stop_at_accuracy: float | None = None  # stop when greedy validation accuracy reaches this value
     val_size: int = 256  # validation rows used each time
     max_response_length: int = 256  # tokens, in validation
+    project_name: str = "quadriga"  # of the learning curve and of trackers
+    experiment_name: str = "sft"  # name of the run there
     default_local_dir: str = "runs/sft"  # run folder
     overwrite: bool = False  # replace a run that is already in the folder
     samples_per_step: int = 8  # responses written to the run folder at each validation
-    # console, jsonl, tensorboard, or a tracker of your own
+    # console, jsonl, tensorboard, wandb, or a tracker of your own
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     call_timeout_s: float | None = 3600.0  # deadline of one call to a worker group; None: none
 

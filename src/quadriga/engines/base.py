@@ -149,5 +149,8 @@ class TrainEngine(Protocol):
         ...
 
     def reload(self) -> None:
-        """Move parameters and optimizer state back to the device."""
+        """Move parameters and optimizer state back to the device.
+
+        A state that the settings keep in host memory between calls stays there.
+        """
         ...

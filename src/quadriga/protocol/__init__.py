@@ -4,12 +4,13 @@
 - `columns/`: the fields of a batch, local or remote.
 - `values/`: one field: rows, encoding, storage.
 - `ops/`: what a batch can do besides selecting and concatenating rows.
+- `batch_file/`: the format of batch files.
 - `message.py`, `boundary.py`, `future.py`: a batch as it is sent; values at the process boundary;
   results of calls that have not returned.
 - `batch_shapes.py`, `fields.py`, `containers.py`: functions around a batch; the names of all
   fields; nested containers.
 
-Imports: `values` ← `columns` ← `ops`, `message.py` ← `dataproto.py` ← `boundary.py` ← `future.py`.
+Imports: `values` ← `columns`, `batch_file` ← `ops`, `message.py` ← `dataproto.py` ← `boundary.py` ← `future.py`.
 Of the rest of quadriga only `errors` and `lazy` are imported. Public names load when they are first
 used, so that importing this package imports neither torch nor tensordict.
 """

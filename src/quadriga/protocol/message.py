@@ -193,10 +193,11 @@ def _stored(handle: Handle, spec: FieldSpec, store: Store) -> Handle:
     if not isinstance(handle, LocalHandle) or handle.nbytes <= INLINE_BYTES or spec.kind == "raw":
         return handle
     # Several messages may need the same bytes: those of the parts of one batch, for example.
-    if handle.stored is None:
+    session = stored_once.session(store)
+    if handle.stored is None or handle.stored[0] != session:
         traffic.stored(handle.nbytes)
-        handle.stored = store.put(handle.value, handle.nbytes)
-    return handle.stored
+        handle.stored = session, store.put(handle.value, handle.nbytes)
+    return handle.stored[1]
 
 
 def unpack(message: Message) -> tuple[Contents, MetaInfo]:

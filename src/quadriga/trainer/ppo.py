@@ -136,7 +136,7 @@ class RayPPOTrainer:
             sampler = self.make_sampler(groups)
             for prompts in self.schedule():
                 with record.span("step"):
-                    with record.span("rollout"):
+                    with record.span("rollout"), groups.generating():
                         batch = record.log_stage(sampler.draw(prompts, self.step))
 
                     with record.span("evaluate"):
@@ -205,7 +205,8 @@ class RayPPOTrainer:
     def make_validator(self, groups: PPOGroups, record: RunRecord) -> Validator:
         """Return the validator of the run."""
         seed, loader = self.config.trainer.seed, self.ingredients.val_loader
-        return Validator(seed, loader, groups.rollout, self.reward_fn, record)
+        rollout, reward = groups.rollout, self.reward_fn
+        return Validator(seed, loader, rollout, reward, record, generating=groups.generating)
 
     def make_sampler(self, groups: PPOGroups) -> Sampler:
         """Return the sampler of the run."""

@@ -33,11 +33,11 @@ from quadriga.trainer.run.groups import (
     close_on_error,
     one_pool,
     open_backend,
-    threads_per_rank,
 )
 from quadriga.trainer.run.ingredients import check_rows, make_reward, prompt_dataset
 from quadriga.trainer.run.preflight import check_sft_config
 from quadriga.trainer.run.record import RunRecord
+from quadriga.trainer.run.role_workers import threads_per_rank
 from quadriga.trainer.run.sequence_checks import check_sft_data
 from quadriga.trainer.validation import Validator
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from quadriga.protocol import fields
@@ -19,7 +21,7 @@ class Validator:
 
     The mean is an accuracy (`val/accuracy`) if all scores so far are 0 or 1: right or wrong.
     Sampling is that of `rollout.val_sampling`, greedy by default. Without a loader `run` does
-    nothing.
+    nothing. The rollout generates within `generating()`.
     """
 
     def __init__(
@@ -29,12 +31,15 @@ class Validator:
         rollout: RolloutGroup,
         reward: BatchReward,
         record: RunRecord,
+        *,
+        generating: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.seed = seed
         self.loader = loader
         self.rollout = rollout
         self.reward = reward
         self.record = record
+        self.generating = generating
         self.last: Metrics = {}
         self.scores_right_or_wrong = True
 
@@ -43,7 +48,7 @@ class Validator:
         if not due or self.loader is None:
             return {}
         scores: list[float] = []
-        with self.record.span("validate"):
+        with self.record.span("validate"), self.generating():
             for number, prompts in enumerate(self.loader):
                 # The seeds depend on the number of the batch and not on the training step, so
                 # that validations of different steps sample with the same random numbers.

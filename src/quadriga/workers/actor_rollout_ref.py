@@ -296,17 +296,26 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_mode(self) -> None:
-        """Free device memory for generation: offload the training engine, resume the rollout."""
-        if self.actor is not None:
-            self.actor.offload()
+        """Free device memory for generation: offload the training engines, resume the rollout.
+
+        The trainer calls it before each generation if `rollout.take_turns` is set.
+        """
+        for engine in (self.actor, self.ref):
+            if engine is not None:
+                engine.offload()
         self._rollout().resume()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def trainer_mode(self) -> None:
-        """Free device memory for training: release the rollout, reload the training engine."""
+        """Free device memory for training: release the rollout, reload the training engines.
+
+        The trainer calls it after each generation if `rollout.take_turns` is set.
+        """
         if self.rollout is not None:
             self.rollout.release()
-        self._engine("actor").reload()
+        for engine in (self._engine("actor"), self.ref):
+            if engine is not None:
+                engine.reload()
 
     def _temperature(self) -> float:
         """Return the temperature at which log-probabilities are computed.

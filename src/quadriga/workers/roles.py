@@ -163,6 +163,20 @@ class WeightReceiver(Protocol):
         ...
 
 
+class TurnTakingGroup(RoleGroup, Protocol):
+    """A policy whose rollout and training engines take turns in device memory."""
+
+    @property
+    def rollout_mode(self) -> GroupMethod[[], list[None]]:
+        """Free device memory for generation: `ActorRolloutRefWorker.rollout_mode`."""
+        ...
+
+    @property
+    def trainer_mode(self) -> GroupMethod[[], list[None]]:
+        """Free device memory for training: `ActorRolloutRefWorker.trainer_mode`."""
+        ...
+
+
 class RefGroup(RoleGroup, Protocol):
     """The frozen reference policy."""
 
@@ -266,6 +280,8 @@ if TYPE_CHECKING:
         weight_dtypes = per_rank(ActorRolloutRefWorker.weight_dtypes)
         receive_weights = per_rank(ActorRolloutRefWorker.receive_weights)
         finish_weights = per_rank(ActorRolloutRefWorker.finish_weights)
+        rollout_mode = per_rank(ActorRolloutRefWorker.rollout_mode)
+        trainer_mode = per_rank(ActorRolloutRefWorker.trainer_mode)
 
     class _OfCritic:
         world_size = 1
@@ -280,6 +296,7 @@ if TYPE_CHECKING:
 
     _actor: ActorGroup = _OfPolicy()
     _rollout: RolloutGroup = _OfPolicy()
+    _turns: TurnTakingGroup = _OfPolicy()
     _ref: RefGroup = _OfPolicy()
     _sender: WeightSender = _OfPolicy()
     _receiver: WeightReceiver = _OfPolicy()

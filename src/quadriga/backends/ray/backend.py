@@ -7,6 +7,8 @@ from typing import Any
 
 import ray
 
+from quadriga.backends.ray.calls.row_store import StoreName, make_store, servers
+from quadriga.backends.ray.calls.store import RayStore
 from quadriga.backends.ray.calls.submission import RayCallBackend
 from quadriga.backends.ray.cluster import RaySession, ensure_ray
 from quadriga.backends.ray.group import RayWorkerGroup
@@ -28,13 +30,21 @@ class RayBackend(RayCallBackend):
 
     name = "ray"
 
-    def __init__(self) -> None:
+    def __init__(self, store: StoreName | RayStore = "auto") -> None:
+        """`store`: how fields that are stored on another node are read.
+
+        "auto": if at most a quarter of the rows of a shard is needed, that node cuts them out and
+        sends them; otherwise the whole shard is fetched. "rows": they are always cut out. "shards":
+        whole shards are always fetched.
+        """
+        super().__init__(store)
         self._session: RaySession | None = None
         self._pools: list[RayResourcePool] = []
 
     def start(self, **options: Any) -> None:
         """Connect to Ray (see `ensure_ray`). `shutdown` ends what this started."""
         self._session = ensure_ray(**options)
+        self.store = make_store(self.store)  # what the old one knows of a cluster is forgotten
 
     def shutdown(self) -> None:
         """Release the pools that were made here, and shut Ray down if `start` started it.
@@ -45,6 +55,7 @@ class RayBackend(RayCallBackend):
             for pool in self._pools:
                 if not pool.detached:
                     pool.release()
+            servers.stop()
         self._pools.clear()
         if self._session is not None:
             self._session.close()

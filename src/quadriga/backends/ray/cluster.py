@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
@@ -42,10 +42,10 @@ class RemoteMethod(Protocol):
         """Return the same method with other task options (`name`, `num_returns`, …)."""
 
 
-class TwoReturns(Protocol):
-    """A method of an actor that was given `num_returns=2`."""
+class SeveralReturns(Protocol):
+    """A method of an actor that was given `num_returns=2` or more."""
 
-    def remote(self, *args: object) -> tuple[Ref, Ref]:
+    def remote(self, *args: object) -> Sequence[Ref]:
         """Submit one task."""
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from quadriga.backends.ray.calls.row_store import serve_rows
 from quadriga.backends.ray.calls.submission import RayCallBackend
 from quadriga.backends.ray.placement.class_with_args import RayClassWithInitArgs
 from quadriga.backends.ray.placement.placement_groups import Strategy, local_places
@@ -61,7 +62,7 @@ class RayWorkerGroup(WorkerGroup):
         namespace: Ray namespace of the actors.
         register_center: also start an actor `{prefix}_register_center` that knows rank 0's address.
         master_port_range: (first, last + 1), where rank 0 may reserve its port, for firewalls.
-        backend: the backend that started the group.
+        backend: the backend that started the group, with the store of large fields.
         method_factory: makes the group's methods.
     """
 
@@ -116,11 +117,17 @@ class RayWorkerGroup(WorkerGroup):
                     "or existing workers (worker_names or worker_handles)."
                 )
             handles = start_ranks(
-                plans, roles, cls.cls.__name__, start_timeout, port_range=master_port_range
+                plans,
+                roles,
+                cls.cls.__name__,
+                start_timeout,
+                backend.store,
+                port_range=master_port_range,
             )
             if register_center:
                 facts = [handle.facts for handle in handles]
                 self.register_center = start_register_center(prefix, facts, detached, namespace)
+        serve_rows(backend.store, {handle.facts.node_id for handle in handles})
         ranks = RankSet(backend, handles, class_roles(roles), prefix, timeout)
         super().__init__(ranks, single, method_factory)
 

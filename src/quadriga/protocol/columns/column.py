@@ -16,6 +16,7 @@ from typing import TypeAlias, TypeGuard
 import numpy as np
 
 from quadriga.errors import FieldError, LostObjectError
+from quadriga.protocol.columns.cut_rows import cut_rows
 from quadriga.protocol.values import operations, rows, stored_once
 from quadriga.protocol.values.decode import decode
 from quadriga.protocol.values.encode import encode
@@ -76,15 +77,15 @@ class RemoteColumn:
             return self._fill([handles[0].value])
         return fetch([(key, self)])[0]
 
-    def _fill(self, payloads: Sequence[Payload]) -> LocalValue:
+    def _fill(self, payloads: Sequence[Payload], row_map: RowMap | None = None) -> LocalValue:
         """Decode the payloads, keep the value and drop the handles.
 
-        Several threads may decode at the same time; all of them return the value that was kept
-        first.
+        `row_map`: where the rows are in the payloads, if not where they are in the shards. Several
+        threads may decode at the same time; all of them return the value that was kept first.
         """
         # Decoding takes long and is done outside the lock, which guards the assignment only: one
         # lock for all columns is enough, and no thread waits for the decoding of another column.
-        value, nbytes = decode(self.spec, self.row_map, payloads)
+        value, nbytes = decode(self.spec, row_map or self.row_map, payloads)
         with _filling:
             if self._value is None:
                 traffic.fetched(nbytes)
@@ -157,23 +158,25 @@ def fetch(columns: Iterable[tuple[str, RemoteColumn]]) -> list[LocalValue]:
     """Read several columns, waiting once for all of them. Each stored value is fetched once."""
     # Handles are collected first: another thread that reads a column drops them.
     wanted = [(key, column, column.handles) for key, column in columns]
+    unread = [(column, handles) for _, column, handles in wanted if column.value is None]
+    cuts = cut_rows([(column.row_map, handles) for column, handles in unread])
     # Columns may share stored values: x of a batch and x of a slice of it have equal keys.
     unique: dict[str, Handle] = {}
-    for _, column, handles in wanted:
-        if column.value is None:
-            for handle in handles:
+    for (_, handles), cut in zip(unread, cuts, strict=True):
+        for shard, handle in enumerate(handles):
+            if shard not in cut.payloads:
                 unique.setdefault(handle.key, handle)
     try:
         found = dict(zip(unique, fetch_many(list(unique.values())), strict=True))
     except LostObjectError as error:
         raise _name_lost_field(wanted, error) from error
-    values = []
-    for _, column, handles in wanted:
-        value = column.value
-        if value is None:
-            value = column._fill([found[handle.key] for handle in handles])
-        values.append(value)
-    return values
+    for (column, handles), cut in zip(unread, cuts, strict=True):
+        payloads = [
+            cut.payloads[shard] if shard in cut.payloads else found[handle.key]
+            for shard, handle in enumerate(handles)
+        ]
+        column._fill(payloads, cut.row_map)
+    return [column.read(key) for key, column, _ in wanted]
 
 
 def _name_lost_field(
@@ -189,8 +192,8 @@ def _name_lost_field(
                 return LostObjectError(
                     f"field '{key}' is lost: its {shard.rows} rows were produced by {origin.role} "
                     f"rank {origin.rank} in {origin.method or 'the controller'} on node "
-                    f"{origin.node or 'unknown'}, and that process no longer runs. Read a field "
-                    "before its worker is stopped, or compute it again",
+                    f"{origin.node or 'unknown'}, and that node, or the process that called for "
+                    "them, no longer runs. Read a field before that, or compute it again",
                     field=key, role=origin.role, rank=origin.rank,
                     method=origin.method, node=origin.node,
                 )  # fmt: skip

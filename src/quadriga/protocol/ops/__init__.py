@@ -4,5 +4,5 @@
 - `join.py`: union. `split.py`: columns into rows, mini-batches.
 - `describe.py`: tables of the fields. `disk.py`: files.
 
-Imports `values`, `columns` and `containers`; `DataProto` calls these functions.
+Imports `values`, `columns`, `batch_file` and `containers`; `DataProto` calls these functions.
 """

@@ -278,7 +278,7 @@ class RowMap:
         which = self.offsets.searchsorted(selection.rows, side="right") - 1
         shard = self.segments[which, 0]
         row = self.segments[which, 1] + selection.rows - self.offsets[which]
-        return _runs(shard, row)
+        return runs(shard, row)
 
     def _range(self, start: int, stop: int) -> Ints:
         if len(self.segments) == 1:
@@ -347,7 +347,7 @@ def _join_many(segments: Sequence[Ints], numbers: Sequence[list[int]]) -> Ints:
     return _merge(np.concatenate(pieces))
 
 
-def _runs(shard: Ints, row: Ints) -> Ints:
+def runs(shard: Ints, row: Ints) -> Ints:
     """Return the segments of single rows: a new one wherever a row does not follow the previous.
 
     shard [0, 0, 1], row [0, 1, 4] has a break before index 2: [[0, 0, 2], [1, 4, 5]].

@@ -14,9 +14,19 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
+from typing import (
+    Any,
+    Generic,
+    Protocol,
+    Self,
+    TypeAlias,
+    TypeGuard,
+    TypeVar,
+    runtime_checkable,
+)
 
 import numpy as np
+from numpy.typing import NDArray
 
 StoredValue: TypeAlias = Any
 """What was put into a store: a payload, or any picklable value of a user."""
@@ -92,6 +102,33 @@ class Store(Protocol):
         """Return the values of these handles, in order."""
 
 
+class RowHandle(Handle, Protocol):
+    """A handle of a store that can send some rows of a payload without the others."""
+
+    def pays(self, share: float) -> bool:
+        """Return whether to fetch `share` of the rows (0.25: a quarter) without the others."""
+
+    @staticmethod
+    def fetch_rows(requests: Sequence[RowRequest]) -> list[StoredValue | None]:
+        """Return for each request the payload of its rows, in their order.
+
+        None: the rows could not be cut out, and the whole value is to be fetched.
+        """
+
+
+def is_row_handle(handle: Handle) -> TypeGuard[RowHandle]:
+    """Return whether the store of a handle can send some rows of a payload."""
+    return hasattr(type(handle), "fetch_rows")
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """Rows of one stored payload: `rows` are numbers of rows in it, int64."""
+
+    handle: RowHandle
+    rows: NDArray[np.int64]
+
+
 _counter = itertools.count()
 
 
@@ -104,8 +141,9 @@ class LocalHandle:
         self.value = value
         self.nbytes = nbytes
         self.key = key or f"local-{os.getpid()}-{next(_counter)}"
-        self.stored: Handle | None = None
-        """The handle of the same value in a shared store, after it was put there."""
+        self.stored: tuple[object, Handle] | None = None
+        """The session of a shared store (see `Store`) and the handle of the same value in it, after
+        the value was put there."""
 
     def fetch(self) -> StoredValue:
         return self.value
@@ -294,12 +332,14 @@ def inherit(value: T, sources: Iterable[object]) -> T:
 @dataclass(slots=True)
 class Counts:
     """`fetched_*`: rows copied into this process out of stored shards or messages, exactly those
-    rows; `stored_*`: what this process put into its store."""
+    rows; `stored_*`: what this process put into its store; `cut_bytes`: of the fetched rows, those
+    that the node of the shard cut out and sent."""
 
     fetched_bytes: int = 0
     fetched_fields: int = 0
     stored_bytes: int = 0
     stored_objects: int = 0
+    cut_bytes: int = 0
 
 
 class Traffic:
@@ -320,6 +360,11 @@ class Traffic:
         with self._lock:
             self._counts.stored_bytes += nbytes
             self._counts.stored_objects += 1
+
+    def cut(self, nbytes: int) -> None:
+        """Count rows of `nbytes` that another process cut out for this one."""
+        with self._lock:
+            self._counts.cut_bytes += nbytes
 
     def snapshot(self) -> Counts:
         """Return a copy of the counts."""

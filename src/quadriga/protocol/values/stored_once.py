@@ -56,7 +56,7 @@ class _Copy:
     version: int
 
 
-_Key = tuple[object, Rows]  # session (see `_session`) and rows
+_Key = tuple[object, Rows]  # session (see `session`) and rows
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -107,7 +107,7 @@ def find(value: LocalValue, spec: FieldSpec, payload: Payload, store: Store) -> 
     """Return the handle of the same bytes in `store`, None if they have to be stored."""
     source, rows = _place(value)
     copies = _sources.get(source)
-    copy = None if copies is None else copies.by_rows.get((_session(store), rows))
+    copy = None if copies is None else copies.by_rows.get((session(store), rows))
     if copy is None or copy.spec != spec or copy.version != _version(value):
         return None
     try:
@@ -123,7 +123,7 @@ def remember(value: LocalValue, spec: FieldSpec, handle: Handle, store: Store) -
     copies = _sources.get(source)
     if copies is None:
         copies = _sources[source] = _Copies()
-    key = _session(store), rows
+    key = session(store), rows
     copies.drop(key)
     copies.by_rows[key] = _Copy(spec, handle, _version(value))
     copies.rows += rows[1] - rows[0]
@@ -138,7 +138,7 @@ def _place(value: LocalValue) -> tuple[LocalValue, Rows]:
     return (part.source, part.rows) if part else (value, (0, operations.row_count(value)))
 
 
-def _session(store: Store) -> object:
+def session(store: Store) -> object:
     """Return what identifies the stored values: stores of one Ray cluster share them."""
     return getattr(store, "session", id(store))
 

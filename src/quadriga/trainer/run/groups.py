@@ -36,6 +36,7 @@ from quadriga.workers.roles import (
     CriticGroup,
     RefGroup,
     RolloutGroup,
+    TurnTakingGroup,
     WeightReceiver,
     WeightSender,
 )
@@ -108,15 +109,28 @@ class WeightLink:
 class PPOGroups(StartedGroups):
     """One view per role; views may share processes.
 
-    `ref` is None if no stage reads `ref_log_prob`, `critic` is None if no stage reads `values`.
+    `ref` is None if no stage reads `ref_log_prob`, `critic` is None if no stage reads `values`,
+    `turns` is None unless the engines of the policy take turns in device memory, and `link` is None
+    unless actor and rollout are in different processes.
     """
 
     actor: ActorGroup
     rollout: RolloutGroup
     ref: RefGroup | None
     critic: CriticGroup | None
-    link: WeightLink | None = None
-    """Between actor and rollout, if they are in different processes."""
+    turns: TurnTakingGroup | None
+    link: WeightLink | None
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Give the device memory of the policy to the rollout within the block, then back."""
+        if self.turns is None:
+            yield
+            return
+        self.turns.rollout_mode()
+        yield
+        # Not after an error: it ends the run, and a call to a failed rank would hide it.
+        self.turns.trainer_mode()
 
     def sync_weights(self) -> None:
         """Copy the actor's weights to the rollout, and check that all of them arrived.
@@ -253,6 +267,7 @@ def groups_of_views(
         rollout=rollout,
         ref=view_of["ref"] if reads_ref_log_prob(config) else None,
         critic=view_of.get(CRITIC),
+        turns=actor if config.actor_rollout_ref.rollout.take_turns else None,
         link=link,
     )
 

@@ -26,6 +26,7 @@ from quadriga.workers.roles import (
     CriticGroup,
     RefGroup,
     RolloutGroup,
+    TurnTakingGroup,
     WeightReceiver,
     WeightSender,
     methods_of,
@@ -95,6 +96,13 @@ def uses_by_pool(config: TrainConfig, manager: ResourcePoolManager) -> dict[str,
             f"one process, but role {Role.RefPolicy} is mapped to pool {pool_of['ref']!r} and the "
             f"policy to {pool_of['actor']!r}; map both roles to one pool, or set kl_loss_type=k3",
             key="actor_rollout_ref.actor.kl_loss_type",
+        )
+    if config.actor_rollout_ref.rollout.take_turns and pool_of["actor"] != pool_of["rollout"]:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.take_turns=true is for actor and rollout in one process, "
+            f"but the actor is on pool {pool_of['actor']!r} and the rollout on {pool_of['rollout']!r}; "
+            "set it to false",
+            key="actor_rollout_ref.rollout.take_turns",
         )
     pools: dict[str, list[str]] = {}
     for use, pool in pool_of.items():
@@ -202,7 +210,11 @@ def _worker_class(
 def _protocols(config: TrainConfig, uses: Sequence[str], apart: bool) -> list[type]:
     """Return the protocols of the methods that the trainer calls on a worker with these uses."""
     needed: dict[str, list[type]] = {
-        "actor": [ActorGroup, *([WeightSender] if apart else [])],
+        "actor": [
+            ActorGroup,
+            *([WeightSender] if apart else []),
+            *([TurnTakingGroup] if config.actor_rollout_ref.rollout.take_turns else []),
+        ],
         "rollout": [RolloutGroup, *([WeightReceiver] if apart else [])],
         "ref": [RefGroup] if reads_ref_log_prob(config) else [],
         CRITIC: [CriticGroup],

@@ -1,7 +1,8 @@
 """Ray's object store as the `Store` of the protocol, and the result of a rank's task.
 
-    task of a rank ──► first return:  Result(value, location)   the controller fetches it
-                   └─► second return: (field, field, …)         readers fetch it, by handle
+    task of a rank ──► first return:   Result(value, locations)   the controller fetches it
+                   ├─► second return:  fields                     readers fetch it, by handle
+                   └─► third return:   fields                     …
 
 **One object for a shard.** Every object costs its owner, and each process that holds a reference,
 some tenths of a millisecond. The fields of one shard are therefore put together into one object.
@@ -9,12 +10,17 @@ On one node a reader maps shared memory and copies only the fields that it reads
 object is sent as a whole, so in a cluster of several nodes a field of `ALONE_BYTES` or more is an
 object of its own: reading a small field never fetches a large one.
 
-**Ownership.** An object that a worker puts belongs to the worker: each process that learns of it
-tells the worker when it drops its reference, and the object is lost if the worker dies. A return of
-a task belongs to the caller from the start. A method whose results have large fields is therefore
-called with two returns, the result and its fields. An empty second return is not free (a tiny call
-on 8 ranks took a third longer), so the first call of a method has one return; its large fields, if
-there are any, are put by the worker, and every later call of that method has two.
+**Ownership.** A stored field belongs to the process that called, whether it was an argument or a
+result, and it exists as long as that process and the node of its bytes. An object that a worker
+puts would belong to the worker, so the fields of a result are returns of the task: they belong to
+the caller from the start. A call asks for as many returns as its method has filled before:
+
+    calls of one method                     returns   fields
+    the first                               2         all in the second
+    with 80 MiB of fields (two objects)     2         all in the second; the caller notes "two"
+    the next one                            3         in the second and the third
+    a method whose first result had none    1         in the first: the caller receives them once
+    the next one                            2         in the second
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import ray
 
 from quadriga.backends.ray.cluster import cluster_nodes
@@ -42,7 +49,8 @@ ALONE_BYTES = 16 * 2**20
 BUNDLE_BYTES = 64 * 2**20
 """Fields of one object are freed together, so an object holds no more than this on one node too."""
 RETURNED_BYTES = 100 * 1024
-"""Ray sends smaller returns through the memory of the caller; such fields are put instead."""
+"""Ray sends smaller returns through the memory of the caller. Fields are filled up to this size, so
+that their bytes stay on the node of the rank."""
 
 _LOST = (
     ray.exceptions.ObjectLostError,
@@ -65,16 +73,18 @@ transports.append(Transport((ray.ObjectRef, ray.actor.ActorHandle), _is_pickling
 
 
 class Location:
-    """Where an object is stored. `ref` is None while the object is the second return of a running
-    task: only the caller has that reference, and sets it when the result arrives (`opened`)."""
+    """Where an object is stored. `ref` is None while the object is a return of a running task: only
+    the caller has that reference, and sets it when the result arrives (`opened`)."""
 
-    __slots__ = ("ref",)
+    __slots__ = ("node", "ref")
 
-    def __init__(self, ref: Ref | None = None) -> None:
+    def __init__(self, ref: Ref | None = None, node: str = "") -> None:
         self.ref = ref
+        self.node = node
+        """Ray's id of the node that stored it; "" if readers need not know."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Location, (self.ref,)
+        return Location, (self.ref, self.node) if self.node else (self.ref,)
 
 
 class RayHandle:
@@ -94,7 +104,7 @@ class RayHandle:
     @property
     def key(self) -> str:
         """The reference and the position in the object."""
-        return f"{self._ref().hex()}:{self.index}"
+        return f"{self.ref.hex()}:{self.index}"
 
     def fetch(self) -> object:
         """Return the value. Raises `LostObjectError` if it is lost."""
@@ -107,36 +117,47 @@ class RayHandle:
         Raises `LostObjectError` if one is lost because the process that owned it has ended.
         """
         # Two handles of object A and one of B: found = [A, A, B], and Ray is asked for [A, B].
-        found = [handle._ref() for handle in handles]
+        found = [handle.ref for handle in handles]
         refs = list(dict.fromkeys(found))
         try:
             objects = dict(zip(refs, ray.get(refs), strict=True))
         except _LOST as error:
             raise LostObjectError(f"An object of Ray's store is lost: {error}") from error
         return [
-            _item(objects[ref], handle.index) for ref, handle in zip(found, handles, strict=True)
+            item_of(objects[ref], handle.index) for ref, handle in zip(found, handles, strict=True)
         ]
 
-    def _ref(self) -> Ref:
+    @property
+    def ref(self) -> Ref:
+        """The reference to the object. Raises `LostObjectError` before it is known."""
         if self.location.ref is None:
             raise LostObjectError("This field is part of a result that has not been received.")
         return self.location.ref
 
     def __reduce__(self) -> tuple[object, ...]:
-        return RayHandle, (self.location, self.nbytes, self.index)
+        return type(self), (self.location, self.nbytes, self.index)
 
 
-def _item(stored: object, index: int) -> object:
+def item_of(stored: object, index: int) -> object:
     if index == _WHOLE:
         return stored
-    assert isinstance(stored, tuple)
-    return stored[index]
+    fields = stored.fields if isinstance(stored, Result) else stored
+    assert isinstance(fields, tuple)
+    return fields[index]
 
 
 class RayStore:
-    """Put values into Ray's object store. The process that puts a value owns it."""
+    """Put values into Ray's object store. The process that puts a value owns it.
+
+    A reader on another node fetches whole objects. A store is pickled as its settings.
+    """
 
     in_process = False
+    handle_class: type[RayHandle] = RayHandle
+
+    def node(self) -> str:
+        """Return the id of the node of this process for readers that need it, else ""."""
+        return ""
 
     @property
     def session(self) -> object:
@@ -146,7 +167,7 @@ class RayStore:
 
     def put(self, value: object, nbytes: int = 0) -> Handle:
         """Store one value as an object of its own."""
-        return RayHandle(Location(ray.put(value)), nbytes)
+        return self.handle_class(Location(ray.put(value), self.node()), nbytes)
 
     def put_many(self, values: Sequence[tuple[object, int]]) -> list[Handle]:
         """Store `(value, nbytes)` pairs, small values together; return the handles in order."""
@@ -155,9 +176,9 @@ class RayStore:
             if len(bundle) == 1:
                 handles[bundle[0]] = self.put(*values[bundle[0]])
                 continue
-            location = Location(ray.put(tuple(values[i][0] for i in bundle)))
+            location = Location(ray.put(tuple(values[i][0] for i in bundle)), self.node())
             for index, i in enumerate(bundle):
-                handles[i] = RayHandle(location, values[i][1], index)
+                handles[i] = self.handle_class(location, values[i][1], index)
         return [handles[i] for i in range(len(values))]
 
     def get_many(self, handles: Sequence[Handle]) -> list[object]:
@@ -203,74 +224,109 @@ def _bundles(sizes: Sequence[int], alone: int) -> list[list[int]]:
 
 
 class Result:
-    """The first return of a task: a value whose handles point to `location`."""
+    """The first return of a task: a value whose handles point to `locations`.
 
-    __slots__ = ("location", "value")
+    `fields`: the fields themselves if the task had no return for them, else `()`. `objects`: how
+    many returns the fields of this result fill.
+    """
 
-    def __init__(self, value: object, location: Location) -> None:
+    __slots__ = ("fields", "locations", "objects", "value")
+
+    def __init__(
+        self,
+        value: object,
+        locations: Sequence[Location],
+        objects: int,
+        fields: tuple[object, ...] = (),
+    ) -> None:
         self.value = value
-        self.location = location
+        self.locations = locations
+        self.objects = objects
+        self.fields = fields
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Result, (self.value, self.location)
+        return Result, (self.value, self.locations, self.objects, self.fields)
 
 
-class ResultStore(RayStore):
+class ResultStore:
     """The store of one result: collects fields until the result itself is complete."""
 
-    def __init__(self) -> None:
-        self._location = Location()
-        self._fields: list[object] = []
-        self._nbytes = 0
+    in_process = False
+
+    def __init__(self, store: RayStore) -> None:
+        """`store`: the store of the rank, whose handles the result has."""
+        self._store = store
+        self._fields: list[tuple[object, RayHandle]] = []
+        # No other result may use the handles of this one, which are complete in the caller only.
+        self._session = object()
+
+    @property
+    def session(self) -> object:
+        """Identifies this result."""
+        return self._session
+
+    def put(self, value: object, nbytes: int = 0) -> Handle:
+        """Keep one value for the returns of the task."""
+        handle = self._store.handle_class(Location(), nbytes)
+        self._fields.append((value, handle))
+        return handle
 
     def put_many(self, values: Sequence[tuple[object, int]]) -> list[Handle]:
-        """Keep small values for the object of the result; put large ones at once."""
-        return [self._keep(value, nbytes) for value, nbytes in values]
+        """Keep values for the returns of the task."""
+        return [self.put(value, nbytes) for value, nbytes in values]
 
-    def _keep(self, value: object, nbytes: int) -> Handle:
-        # Fields of 40, 20 and 10 MiB:
-        #   one node         40 and 20 are kept; with 10 it would be 70 > 64, so 10 is put at once
-        #   several nodes    40 and 20 are at least ALONE_BYTES and are put at once; 10 is kept
-        if nbytes >= alone_bytes() or self._nbytes + nbytes > BUNDLE_BYTES:
-            return self.put(value, nbytes)
-        self._fields.append(value)
-        self._nbytes += nbytes
-        return RayHandle(self._location, nbytes, len(self._fields) - 1)
+    def get_many(self, handles: Sequence[Handle]) -> list[object]:
+        """Return the values of these handles, in order."""
+        return fetch_many(handles)
 
-    def returns(self, value: object, apart: bool) -> tuple[object, object]:
-        """Return the first and the second return of the task.
+    def returns(self, value: object, count: int) -> tuple[object, ...]:
+        """Return the first return of the task and its `count` returns of fields.
 
-        The second is None without `apart`, and if the fields are small: those are put here.
+        Returns of fields that this result does not fill are None.
         """
         if not self._fields:
             # Bytes are always a pickle (see `opened`), so a user's bytes are pickled as well.
             plain = type(value) is bytes or is_plain_batch(value)
-            return pickle.dumps(value) if plain else value, None
-        #   bytes of the fields   apart    first return            second   owner of the fields
-        #         409 600         False    Result, location set    None     the worker
-        #          40 960         True     Result, location set    None     the worker
-        #         409 600         True     Result, location None   fields   the caller
-        fields, result = tuple(self._fields), Result(value, self._location)
-        if apart and self._nbytes >= RETURNED_BYTES:
-            return result, fields
-        self._location.ref = ray.put(fields)
-        return result, None
+            return pickle.dumps(value) if plain else value, *[None] * count
+        bundles = _bundles([handle.nbytes for _, handle in self._fields], alone_bytes())
+        wanted = len(bundles)
+        # Three bundles, two returns: the last two bundles become one object.
+        places = max(count, 1)
+        bundles[places - 1 :] = [[i for bundle in bundles[places - 1 :] for i in bundle]]
+        objects = [self._object(bundle) for bundle in bundles if bundle]
+        locations = [location for location, _ in objects]
+        if not count:
+            return (Result(value, locations, wanted, objects[0][1]),)
+        result = Result(value, locations, wanted)
+        return result, *[fields for _, fields in objects], *[None] * (count - len(objects))
+
+    def _object(self, bundle: Sequence[int]) -> tuple[Location, tuple[object, ...]]:
+        """Return the location of a new object, to which its handles point, and the object."""
+        location = Location(node=self._store.node())
+        nbytes = 0
+        for index, i in enumerate(bundle):
+            handle = self._fields[i][1]
+            handle.location, handle.index = location, index
+            nbytes += handle.nbytes
+        missing = max(0, RETURNED_BYTES - nbytes)
+        filling = (np.zeros(missing, dtype=np.uint8),) if missing else ()
+        return location, (*[self._fields[i][0] for i in bundle], *filling)
 
 
-def opened(returned: object, fields: Ref | None) -> object:
+def opened(returned: object, ref: Ref, fields: Sequence[Ref]) -> object:
     """Return the value of a task.
 
-    `returned`: its first return. `fields`: the reference to its second return, None if the task
-    had one return.
+    `returned`: its first return. `ref`, `fields`: the references to its first return, and to its
+    returns of fields.
     """
     if type(returned) is bytes:
         return pickle.loads(returned)
     if not isinstance(returned, Result):
         return returned
-    if returned.location.ref is None:
-        # All handles of these fields share one `Location`, also after unpickling: pickle writes an
-        # object once and refers to it from then on. One assignment completes them all.
-        returned.location.ref = fields
+    # All handles of one object share one `Location`, also after unpickling: pickle writes an object
+    # once and refers to it from then on. One assignment completes them all.
+    for location, stored in zip(returned.locations, fields or (ref,), strict=False):
+        location.ref = stored
     return returned.value
 
 

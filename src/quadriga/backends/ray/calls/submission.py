@@ -19,13 +19,13 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import ray
 from ray import cloudpickle
 
-from quadriga.backends.ray.calls.store import RayStore, is_plain_batch, packed_batch
+from quadriga.backends.ray.calls.row_store import StoreName, make_store
+from quadriga.backends.ray.calls.store import RayStore, Result, is_plain_batch, packed_batch
 from quadriga.backends.ray.calls.waiting import RayBatch, RayPending
 from quadriga.backends.ray.health.failures import died
 from quadriga.backends.ray.health.nodes import dead_ranks, rank_alive
@@ -36,7 +36,7 @@ from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.call import Call, Pending, SharedArgument
 
 if TYPE_CHECKING:
-    from quadriga.backends.ray.cluster import RankActor, Ref, TwoReturns
+    from quadriga.backends.ray.cluster import RankActor, Ref, SeveralReturns
 
 BIG = 100 * 1024
 """Bytes. Ray sends a smaller argument inside the call and stores a larger one once per call."""
@@ -49,10 +49,9 @@ _SHORT = 1000
 class RayCallBackend:
     """Implement `quadriga.single_controller.backend.CallBackend` on Ray actors."""
 
-    @cached_property
-    def store(self) -> RayStore:
-        """Ray's object store."""
-        return RayStore()
+    def __init__(self, store: StoreName | RayStore = "auto") -> None:
+        """`store`: how fields of another node are read, see `row_store.make_store`."""
+        self.store = make_store(store)
 
     def submit(
         self,
@@ -70,7 +69,7 @@ class RayCallBackend:
             if key not in encoded:
                 encoded[key] = _encoded(call, handle.facts.interleaves)
         refs: list[Ref] = []
-        fields: list[Ref | None] = []
+        fields: list[Sequence[Ref]] = []
         # Under the lock, every rank receives the calls of two threads in the same order. Else:
         #   rank 0 receives a, b;  rank 1 receives b, a
         # If both calls contain a collective, rank 0 waits in that of a and rank 1 in that of b.
@@ -128,23 +127,34 @@ class RayCallBackend:
 class RayMethod:
     """How one method of one rank is called. Kept by the handle: making one takes 20 µs."""
 
-    __slots__ = ("_actor", "_apart", "_invoke", "_label", "has_large_fields")
+    __slots__ = ("_actor", "_apart", "_invoke", "_label", "objects")
 
     def __init__(self, actor: RankActor, label: str) -> None:
         self._actor, self._label = actor, label
         self._invoke = actor.quadriga_invoke.options(name=label)
-        self._apart: TwoReturns | None = None
-        self.has_large_fields = False
-        """Whether a result of this method had fields in the store (see `store`)."""
+        self._apart: tuple[int, SeveralReturns] | None = None
+        self.objects: int | None = None
+        """How many returns the fields of a result have filled (see `store`), None before the first
+        result. A return that is not filled costs time, so a method without fields has none."""
 
-    def send(self, *arguments: object) -> tuple[Ref, Ref | None]:
-        """Submit the task; return the references to its first and, if it has one, second return."""
-        if not self.has_large_fields:
-            return self._invoke.remote(*arguments), None
-        if self._apart is None:
-            method = self._actor.quadriga_invoke_apart.options(name=self._label, num_returns=2)
-            self._apart = cast("TwoReturns", method)
-        return self._apart.remote(*arguments)
+    def send(self, *arguments: object) -> tuple[Ref, Sequence[Ref]]:
+        """Submit the task; return the references to its result and to its returns of fields."""
+        count = 1 if self.objects is None else self.objects
+        if not count:
+            return self._invoke.remote(*arguments), ()
+        if self._apart is None or self._apart[0] != count:
+            method = self._actor.quadriga_invoke_apart.options(
+                name=self._label, num_returns=1 + count
+            )
+            self._apart = count, cast("SeveralReturns", method)
+        ref, *fields = self._apart[1].remote(count, *arguments)
+        return ref, fields
+
+    def received(self, returned: object) -> None:
+        """Note how many returns the fields of a result fill: the most of all results so far."""
+        objects = returned.objects if isinstance(returned, Result) else 0
+        if self.objects is None or objects > self.objects:
+            self.objects = objects
 
 
 Encoded: TypeAlias = tuple[object, ...]

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from quadriga.backends.ray.calls.slices import Awaited, Slices, until_deadline
-from quadriga.backends.ray.calls.store import Result, opened
+from quadriga.backends.ray.calls.store import opened
 from quadriga.backends.ray.health.failures import DEAD, FailedCall, died
 from quadriga.backends.ray.health.nodes import NodeProbe
 from quadriga.backends.ray.health.stacks import stacks_of
@@ -55,7 +55,7 @@ class RayBatch:
         label: str,
         timeout: float | None = None,
         ranks: RankSet | None = None,
-        fields: Sequence[Ref | None] = (),
+        fields: Sequence[Sequence[Ref]] = (),
     ) -> None:
         """Args:
         refs: first return of each task.
@@ -63,7 +63,7 @@ class RayBatch:
         label: "role.method", for messages.
         timeout: seconds from now to CallTimeoutError.
         ranks: the group; it is marked as broken if ranks had to be killed.
-        fields: second return of each task, None for a task with one.
+        fields: the returns of fields of each task; may be left out if no task has one.
         """
         self.refs = refs
         self.handles = handles
@@ -95,14 +95,12 @@ class RayBatch:
         return False
 
     def keep(self, values: list[object]) -> None:
-        """Open what the tasks returned, and note which methods have large fields."""
+        """Open what the tasks returned, and note how many objects the fields of results fill."""
         for i, returned in enumerate(values):
-            # Two calls of one method with 4 MB of fields:
-            #   first call     one return; the worker puts the fields and owns them; noted here
-            #   second call    two returns; the caller owns the fields (`RayMethod.send`)
-            if isinstance(returned, Result):
-                self.handles[i].methods[self.label].has_large_fields = True
-            values[i] = opened(returned, self.fields[i] if self.fields else None)
+            method = self.handles[i].methods.get(self.label)
+            if method is not None:
+                method.received(returned)
+            values[i] = opened(returned, self.refs[i], self.fields[i] if self.fields else ())
         self.values = values
 
     def raise_failure(self, index: int, error: RayError) -> NoReturn:
@@ -178,7 +176,7 @@ class RayPending:
     def __init__(
         self,
         ref: Ref,
-        fields: Ref | None = None,
+        fields: Sequence[Ref] = (),
         batch: RayBatch | None = None,
         index: int = 0,
         source: str = "",
@@ -186,7 +184,7 @@ class RayPending:
     ) -> None:
         """Args:
         ref: first return of the task.
-        fields: second return of the task, None if it has one.
+        fields: the returns of fields of the task.
         batch: the submission, None in another process.
         index: position in the batch.
         source: "role.method, rank r on node", for messages where the batch is not known.
@@ -245,7 +243,7 @@ class RayPending:
 
     def keep(self, values: list[object]) -> None:
         """Open the value. Used where the batch is not known."""
-        self.values = [opened(values[0], self.fields)]
+        self.values = [opened(values[0], self.ref, self.fields)]
 
     def raise_failure(self, index: int, error: RayError) -> NoReturn:
         """Raise the worker's error, or WorkerDiedError that names the source."""

@@ -47,7 +47,7 @@ class FailedCall:
         self,
         refs: Sequence[Ref],
         handles: Sequence[RankHandle],
-        fields: Sequence[Ref | None],
+        fields: Sequence[Sequence[Ref]],
         label: str,
     ) -> None:
         """`refs`, `handles`, `fields`: of each rank, as in `waiting.RayBatch`."""
@@ -91,9 +91,8 @@ class FailedCall:
         return failures, running
 
     def _read_failure_of_fields(self, index: int) -> None:
-        """Read the second return of a failed task: Ray logs errors that no process reads."""
-        fields = self._fields[index] if self._fields else None
-        if fields is not None:
+        """Read the other returns of a failed task: Ray logs errors that no process reads."""
+        for fields in self._fields[index] if self._fields else ():
             with suppress(RayError):
                 ray.get(fields, timeout=0)
 

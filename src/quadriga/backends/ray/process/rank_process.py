@@ -26,6 +26,7 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import IO, TYPE_CHECKING, TypeAlias
 
 import ray
@@ -46,7 +47,7 @@ from quadriga.single_controller.ranks.environment import RankEnvironment, Reserv
 from quadriga.single_controller.ranks.rank_host import RankHost
 
 if TYPE_CHECKING:
-    from quadriga.backends.ray.calls.store import ResultStore
+    from quadriga.backends.ray.calls.store import RayStore, ResultStore
     from quadriga.backends.ray.cluster import Ref
 
 Sent: TypeAlias = bytes | SharedArgument
@@ -101,7 +102,7 @@ class RankProcess:
         place: RankEnvironment,
         rendezvous: tuple[str, str],
         prepared: tuple[str, str],
-        payload: tuple[object, Mapping[str, ClassWithInitArgs]],
+        payload: tuple[object, Mapping[str, ClassWithInitArgs], RayStore],
     ) -> RankFacts:
         """Build the workers.
 
@@ -110,11 +111,16 @@ class RankProcess:
             rendezvous: result of rank 0's `quadriga_prepare`.
             prepared: result of this rank's `quadriga_prepare`. It orders the two: Ray does not
                 unpickle `payload`, which imports the user's modules, before this is known.
-            payload: the dispatch modes that the user has added, then the roles.
+            payload: the dispatch modes that the user has added, the roles, and the store of
+                large fields.
         """
         address, port = rendezvous
         place = replace(place, master_address=address, master_port=port)
         os.environ.update(place.variables())
+        # Three more, which verl's groups on Ray set.
+        os.environ["WG_BACKEND"] = "ray"
+        os.environ["RAY_LOCAL_RANK"] = str(place.local_rank)
+        os.environ["RAY_LOCAL_WORLD_SIZE"] = str(place.local_world_size)
         context = ray.get_runtime_context()
         self._facts = RankFacts(
             rank=place.rank,
@@ -131,7 +137,7 @@ class RankProcess:
             devices=visible_devices(),
             interleaves=isinstance(self, AsyncRankProcess),
         )
-        self._use_store()
+        self._use_store(payload[2])
         self._host = RankHost(
             place, self._facts.node, _survives_pickling, self._max_concurrency, in_process=False
         )
@@ -148,15 +154,21 @@ class RankProcess:
 
     def quadriga_invoke(self, sent: Sent, refs: Sequence[Ref] | None = None) -> object:
         """Run one call; return its result. `refs`: the references in it, if `sent` is bytes."""
-        return self._invoke(sent, refs, apart=False)[0]
+        return self._invoke(sent, refs, 0)[0]
 
-    def quadriga_invoke_apart(self, sent: Sent, refs: Sequence[Ref] | None = None) -> object:
-        """Run one call; return its result and, as a second return, its large fields."""
-        return self._invoke(sent, refs, apart=True)
+    def quadriga_invoke_apart(
+        self, count: int, sent: Sent, refs: Sequence[Ref] | None = None
+    ) -> object:
+        """Run one call; return its result and, as `count` further returns, its large fields."""
+        return self._invoke(sent, refs, count)
 
-    def _invoke(self, sent: Sent, refs: Sequence[Ref] | None, apart: bool) -> tuple[object, object]:
+    def _invoke(self, sent: Sent, refs: Sequence[Ref] | None, count: int) -> tuple[object, ...]:
         store = self._result_store()
-        return store.returns(self._host.invoke(self._call(sent, refs), store), apart)
+        return store.returns(self._host.invoke(self._call(sent, refs), store), count)
+
+    def quadriga_invoke_value(self, sent: Sent, refs: Sequence[Ref] | None = None) -> object:
+        """Run one call; return the value itself, for a program that calls `ray.get`."""
+        return unpack_results([self._host.invoke(self._call(sent, refs))])[0]
 
     def _call(self, sent: object, refs: Sequence[Ref] | None) -> Call:
         """Return a call from what was sent for it: bytes, or an object that opens to it."""
@@ -175,14 +187,14 @@ class RankProcess:
         assert isinstance(sent, Call)
         return sent
 
-    def _use_store(self) -> None:
+    def _use_store(self, store: RayStore) -> None:
         # Imported here because these modules load numpy, whose thread pools read the environment
         # variables that `quadriga_prepare` has set by now.
-        from quadriga.backends.ray.calls.store import RayStore, ResultStore
+        from quadriga.backends.ray.calls.store import ResultStore
         from quadriga.protocol.values.storage import use_store
 
-        use_store(RayStore())
-        self._result_store = ResultStore
+        use_store(store)
+        self._result_store = partial(ResultStore, store)
 
 
 class AsyncRankProcess(RankProcess):
@@ -197,20 +209,31 @@ class AsyncRankProcess(RankProcess):
         self, sent: Sent, refs: Sequence[Ref] | None = None, ticket: Ticket | None = None
     ) -> object:
         """Run one call; other calls run while a coroutine method waits."""
-        return (await self._invoke_async(sent, refs, ticket, apart=False))[0]
+        return (await self._invoke_async(sent, refs, ticket, 0))[0]
 
     async def quadriga_invoke_apart(
+        self,
+        count: int,
+        sent: Sent,
+        refs: Sequence[Ref] | None = None,
+        ticket: Ticket | None = None,
+    ) -> object:
+        """Run one call; the result's large fields are `count` further returns."""
+        return await self._invoke_async(sent, refs, ticket, count)
+
+    async def quadriga_invoke_value(
         self, sent: Sent, refs: Sequence[Ref] | None = None, ticket: Ticket | None = None
     ) -> object:
-        """Run one call; the result's large fields are a second return."""
-        return await self._invoke_async(sent, refs, ticket, apart=True)
+        """Run one call; return the value itself, for a program that calls `ray.get`."""
+        packed = await self._host.invoke_async(lambda: self._call(sent, refs), ticket)
+        return unpack_results([packed])[0]
 
     async def _invoke_async(
-        self, sent: Sent, refs: Sequence[Ref] | None, ticket: Ticket | None, apart: bool
-    ) -> tuple[object, object]:
+        self, sent: Sent, refs: Sequence[Ref] | None, ticket: Ticket | None, count: int
+    ) -> tuple[object, ...]:
         store = self._result_store()
         result = await self._host.invoke_async(lambda: self._call(sent, refs), ticket, store)
-        return store.returns(result, apart)
+        return store.returns(result, count)
 
     async def quadriga_coroutines(self) -> str:
         """Return where the coroutine methods of this rank wait, innermost frame first."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from quadriga.backends.ray.calls.row_store import make_store
 from quadriga.backends.ray.calls.waiting import RayBatch
 from quadriga.backends.ray.cluster import kill_actor
 from quadriga.backends.ray.process.memory import FULL_EVERY_IN_CONTROLLER, collect_rarely
@@ -28,6 +29,7 @@ from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs, 
 from quadriga.single_controller.ranks.environment import RankEnvironment, preloaded
 
 if TYPE_CHECKING:
+    from quadriga.backends.ray.calls.store import RayStore
     from quadriga.backends.ray.cluster import ActorFactory, RankActor, Ref
 
 SINGLE_START_TIMEOUT_S = 1800.0
@@ -70,6 +72,7 @@ def start_ranks(
     roles: Mapping[str, ClassWithInitArgs],
     class_name: str,
     timeout: float,
+    store: RayStore,
     named: bool = True,
     port_range: Sequence[int] | None = None,
 ) -> list[RankHandle]:
@@ -80,6 +83,7 @@ def start_ranks(
         roles: the classes that every process builds, by role.
         class_name: what Ray calls the actor class.
         timeout: seconds for all `__init__`s.
+        store: where the ranks put large fields.
         named: give the actors the names of the plans.
         port_range: (first, last + 1), where rank 0 may reserve its port.
 
@@ -91,7 +95,7 @@ def start_ranks(
     rank_class = rank_process_class(class_name, classes)
     factory = cast("ActorFactory", ray.remote(rank_class))
     send_code_of_loaded_files()
-    payload = ray.put((UserModes(Dispatch.added(), Execute.added()), dict(roles)))
+    payload = ray.put((UserModes(Dispatch.added(), Execute.added()), dict(roles), store))
     search_path = [path for path in sys.path if os.path.isdir(path)]
     actors: list[RankActor] = []
     try:
@@ -171,7 +175,8 @@ def start_single(
     place = RankEnvironment.read(variables)
     plan = RankPlan("", place, options, variables)
     name = member.cls.__name__ or next(iter(member.roles))
-    handles = start_ranks([plan], member.roles, name, SINGLE_START_TIMEOUT_S, named=False)
+    timeout, store = SINGLE_START_TIMEOUT_S, make_store("auto")
+    handles = start_ranks([plan], member.roles, name, timeout, store, named=False)
     return cast("RankActor", handles[0].native)
 
 

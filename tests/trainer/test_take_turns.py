@@ -1,0 +1,70 @@
+"""With `rollout.take_turns` the loop frees device memory before and after each generation."""
+
+from __future__ import annotations
+
+import pytest
+
+from quadriga.errors import ConfigError
+from quadriga.single_controller import Worker
+from quadriga.trainer.run import groups
+from quadriga.workers import ActorRolloutRefWorker
+
+TURNS = "actor_rollout_ref.rollout.take_turns"
+WATCHED = ("rollout_mode", "generate_sequences", "trainer_mode", "compute_log_prob", "update_actor",
+           "sync_weights")  # fmt: skip
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """The worker methods that a run calls, in order."""
+    seen: list[str] = []
+    for name in WATCHED:
+        original = getattr(ActorRolloutRefWorker, name)
+
+        def method(self, *args, _name=name, _original=original, **kwargs):
+            seen.append(_name)
+            return _original(self, *args, **kwargs)
+
+        vars(method).update(vars(original))
+        monkeypatch.setattr(ActorRolloutRefWorker, name, method)
+    return seen
+
+
+TRAINING = ["compute_log_prob", "update_actor", "sync_weights"]
+
+
+def test_the_loop_switches_around_every_generation(run, calls) -> None:
+    rows = run(f"{TURNS}=true", "actor_rollout_ref.actor.use_kl_loss=true")
+    turn = ["rollout_mode", "generate_sequences", "trainer_mode"]
+    # Weights at the start, a validation, two steps, a validation.
+    assert calls == ["sync_weights", *turn, *turn, *TRAINING, *turn, *TRAINING, *turn]
+    assert len(rows) == 3
+
+
+def test_without_the_setting_nothing_is_switched(run, calls) -> None:
+    run()
+    assert not {"rollout_mode", "trainer_mode"} & set(calls)
+
+
+def test_taking_turns_changes_no_number(run, tmp_path) -> None:
+    names = ("reward/mean", "actor/loss", "actor/grad_norm", "val/score")
+    plain = run()
+    turns = run(f"{TURNS}=true", f"trainer.default_local_dir={tmp_path / 'turns'}")
+    for ours, theirs in zip(plain, turns, strict=True):
+        assert [ours.get(name) for name in names] == [theirs.get(name) for name in names]
+
+
+def test_a_worker_class_that_cannot_switch_is_refused(train_overrides) -> None:
+    from quadriga.config.loading import load_config
+    from quadriga.config.schema import TrainConfig
+    from quadriga.trainer.placement import Role
+
+    left_out = {"rollout_mode", "trainer_mode", "__dict__", "__weakref__"}
+    methods = {k: v for k, v in vars(ActorRolloutRefWorker).items() if k not in left_out}
+    Fixed = type("Fixed", (Worker,), methods)
+    mapping = {Role.ActorRollout: Fixed}
+    config = load_config(TrainConfig, train_overrides)
+    groups.role_classes(config, Role.ActorRollout, 1, mapping)
+    config = load_config(TrainConfig, [*train_overrides, f"{TURNS}=true"])
+    with pytest.raises(ConfigError, match="calls rollout_mode, trainer_mode, but Fixed has no"):
+        groups.role_classes(config, Role.ActorRollout, 1, mapping)
