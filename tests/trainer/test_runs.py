@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from run_cases import timeless
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import GenerateConfig, TrainConfig
@@ -15,12 +16,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """The share of digits in the response, which a policy can raise within a few steps."""
     return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
 '''
-
-
-def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Return the metrics that do not depend on time."""
-    clocks = ("time/", "perf/", "progress/")
-    return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
 
 
 def test_a_run_writes_its_folder_and_a_model_that_generates(run, train_overrides, tmp_path) -> None:

@@ -13,6 +13,7 @@ from quadriga.single_controller import ClassWithInitArgs, Dispatch, Worker, Work
 from quadriga.single_controller.watch import raise_if_broken
 from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.run import groups
+from quadriga.trainer.run.role_workers import worker_classes
 
 
 class Idle(Worker):
@@ -43,9 +44,9 @@ def start(manager: ResourcePoolManager, *overrides: str) -> groups.PPOGroups:
 
 def use_workers(monkeypatch: pytest.MonkeyPatch, critic: type[Worker]) -> None:
     """Start `Idle` for the policy and `critic` for the critic."""
-    classes = {Role.ActorRollout: Idle, Role.Critic: critic}
-    built = {role: ClassWithInitArgs(cls) for role, cls in classes.items()}
-    monkeypatch.setattr(groups, "role_classes", lambda *_: built)
+    classes = {"actor_rollout": Idle, "critic": critic}
+    built = {key: ClassWithInitArgs(cls) for key, cls in classes.items()}
+    monkeypatch.setattr(groups, "worker_classes", lambda *_: built)
 
 
 def two_pools() -> ResourcePoolManager:
@@ -87,7 +88,9 @@ def test_a_start_that_fails_stops_the_groups_that_it_has_started(monkeypatch) ->
 
 def test_a_role_without_a_pool_is_named() -> None:
     only_policy = ResourcePoolManager({"a": [1]}, {Role.ActorRollout: "a"}, get_backend("local"))
-    with pytest.raises(UnknownNameError, match="role critic is not mapped to a pool"):
+    with pytest.raises(
+        UnknownNameError, match="the run needs role critic, which is mapped to no pool"
+    ):
         start(only_policy)
 
 
@@ -98,9 +101,10 @@ def test_the_schedule_of_each_role_counts_the_optimizer_steps_of_this_role() -> 
          "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.ppo_epochs=3",
          "critic.ppo_mini_batch_size=16", "critic.ppo_epochs=1"],
     )  # fmt: skip
-    classes = groups.role_classes(config, Role.ActorRollout, 10, {})
-    steps = {role: cls.kwargs["runtime"].total_steps for role, cls in classes.items()}
-    assert steps == {Role.ActorRollout: 72, Role.Critic: 20}
+    workers = {"actor_rollout": ["actor", "rollout"], "critic": ["critic"]}
+    classes = worker_classes(config, workers, 10, {})
+    steps = {key: cls.kwargs["runtime"].total_steps for key, cls in classes.items()}
+    assert steps == {"actor_rollout": 72, "critic": 20}
 
 
 class HalfCritic(Idle):
@@ -117,4 +121,4 @@ def test_a_worker_class_without_a_method_of_its_role_is_named() -> None:
     with pytest.raises(
         ConfigError, match=r"calls load_checkpoint, save_checkpoint, update_critic, but HalfCritic"
     ):
-        groups.role_classes(config, Role.ActorRollout, 1, mapping)
+        worker_classes(config, {"critic": ["critic"]}, 1, mapping)

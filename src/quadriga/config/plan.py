@@ -15,7 +15,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from quadriga.config.role_ranks import num_ranks
+from quadriga.config.role_ranks import ROLES, RolePool, num_ranks, role_pools
 from quadriga.config.schema import EngineConfig, TrainConfig
 
 
@@ -69,8 +69,14 @@ class _Step:
 
 @dataclass(frozen=True)
 class BatchPlan(_Step):
-    """The numbers of one training step. `total_steps` is None if the data size is unknown."""
+    """The numbers of one training step. `ranks` are those of the actor.
 
+    Attributes:
+        pools: the roles that share processes, if the settings place them.
+        total_steps: None if the data size is unknown.
+    """
+
+    pools: tuple[RolePool, ...]
     total_steps: int | None
     critic_warmup_steps: int
     actor: UpdatePlan
@@ -104,6 +110,13 @@ class BatchPlan(_Step):
         ]
         for update in (self.actor, self.critic) if with_critic else (self.actor,):
             lines += _update_lines(update, self)
+        if len(self.pools) > 1:
+            lines.append("placement")
+            lines += [
+                f"  {', '.join(pool.roles):<20} {len(pool.ranks)} ranks: "
+                f"{' + '.join(map(str, pool.ranks_per_node))} on {len(pool.ranks_per_node)} node(s)"
+                for pool in self.pools
+            ]
         if self.total_steps is not None:
             actor_steps, critic_steps = self.optimizer_steps(self.total_steps)
             of_critic = f" and {critic_steps} of the critic" if with_critic else ""
@@ -146,6 +159,7 @@ def batch_plan(
     )
     return BatchPlan(
         **vars(step),
+        pools=_pools(config),
         total_steps=_total_steps(config, train_rows),
         critic_warmup_steps=critic.warmup_steps,
         actor=_update(step, "actor", mini, epochs, actor_micro, actor.engine),
@@ -158,6 +172,15 @@ def batch_plan(
             critic.engine,
         ),
     )
+
+
+def _pools(config: TrainConfig) -> tuple[RolePool, ...]:
+    """Return the pools of the roles that the section `placement` names, and of actor and rollout."""
+    placed = [role for role in ROLES if getattr(config.placement, role) is not None]
+    if not placed:
+        return ()
+    named = {"actor", "rollout", *placed}
+    return role_pools(config, [role for role in ROLES if role in named])
 
 
 def _update(

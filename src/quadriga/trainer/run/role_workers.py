@@ -100,8 +100,7 @@ def uses_by_pool(config: TrainConfig, manager: ResourcePoolManager) -> dict[str,
     if config.actor_rollout_ref.rollout.take_turns and pool_of["actor"] != pool_of["rollout"]:
         raise ConfigError(
             "actor_rollout_ref.rollout.take_turns=true is for actor and rollout in one process, "
-            f"but the actor is on pool {pool_of['actor']!r} and the rollout on {pool_of['rollout']!r}; "
-            "set it to false",
+            f"but their pools are {pool_of['actor']!r} and {pool_of['rollout']!r}; set it to false",
             key="actor_rollout_ref.rollout.take_turns",
         )
     pools: dict[str, list[str]] = {}

@@ -1,0 +1,60 @@
+"""Settings of small runs, and the metrics of such a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+
+
+@dataclass(frozen=True)
+class Task:
+    """The folder with the data files and the model of `tiny_task`."""
+
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "base"
+
+    def data(self, part: str) -> str:
+        return f"[{self.folder / 'data' / part}.parquet]"
+
+
+def two_steps(tiny_task: Task, folder: Path) -> list[str]:
+    """The settings of `train_overrides`, with the run folder in `folder`."""
+    return [
+        f"actor_rollout_ref.model.path={tiny_task.model}",
+        f"data.train_files={tiny_task.data('train')}",
+        f"data.val_files={tiny_task.data('test')}",
+        "data.train_batch_size=8",
+        "data.max_response_length=12",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "algorithm.adv_estimator=grpo",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=0",
+        "trainer.backend=local",
+        "trainer.threads_per_worker=1",
+        f"trainer.default_local_dir={folder / 'run'}",
+        "trainer.loggers=[jsonl]",
+    ]
+
+
+def metrics_of_run(overrides: list[str]) -> list[dict[str, float]]:
+    """Train with these settings, and return the metrics of each step."""
+    from quadriga.observability.jsonl import read_jsonl
+    from quadriga.trainer.main import run_training
+
+    config = load_config(TrainConfig, overrides)
+    run_training(config)
+    return list(read_jsonl(Path(config.trainer.default_local_dir) / "metrics.jsonl"))
+
+
+def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Return the metrics that do not depend on time."""
+    clocks = ("time/", "perf/", "progress/")
+    return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]

@@ -1,0 +1,127 @@
+"""Roles on pools of their own compute the numbers of roles that share processes."""
+
+from __future__ import annotations
+
+import pytest
+from run_cases import metrics_of_run, timeless, two_steps
+
+from quadriga.backends import get_backend
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError, WorkerError
+from quadriga.trainer.placement import ResourcePoolManager, Role
+from quadriga.trainer.ppo import RayPPOTrainer
+from quadriga.trainer.run.groups import WeightLink
+
+GAE = (
+    "algorithm.adv_estimator=gae",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "trainer.total_training_steps=3",
+    "actor_rollout_ref.rollout.weight_bucket_mb=1",
+)
+
+
+PLACEMENTS = {
+    "critic apart": ("placement.actor=[0]", "placement.critic=[1]"),
+    "rollout apart": ("placement.actor=[0]", "placement.rollout=[1]"),
+    "reference apart": ("placement.actor=[0]", "placement.ref=[1]"),
+    "rollout and reference apart": (
+        "placement.actor=[0]", "placement.rollout=[1]", "placement.ref=[1]",
+    ),
+    "actor and critic, rollout and reference": (
+        "placement.actor=[0]", "placement.critic=[0]", "placement.rollout=[1]", "placement.ref=[1]",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def together(tiny_task, tmp_path_factory):
+    """The numbers of the run with all roles in one process."""
+    return timeless(metrics_of_run([*two_steps(tiny_task, tmp_path_factory.mktemp("all")), *GAE]))
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_every_placement_computes_the_same_numbers(run, together, name) -> None:
+    rows = run(*GAE, "trainer.n_gpus_per_node=2", *PLACEMENTS[name])
+    assert timeless(rows) == together
+
+
+def test_all_roles_apart_on_ray_compute_the_same_timeless(run, together) -> None:
+    rows = run(*GAE, "trainer.backend=ray", "trainer.num_cpus=4", "trainer.n_gpus_per_node=4",
+               "placement.actor=[0]", "placement.rollout=[1]", "placement.ref=[2]",
+               "placement.critic=[3]")  # fmt: skip
+    assert len(rows) == len(together)
+    for row, expected in zip(timeless(rows), together, strict=True):
+        assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_two_ranks_train_and_one_generates(run, together) -> None:
+    rows = run(*GAE, "trainer.backend=ray", "trainer.num_cpus=3", "trainer.n_gpus_per_node=3",
+               "placement.actor=[0-1]", "placement.rollout=[2]")  # fmt: skip
+    # The first step samples with the weights of the folder; two ranks sum in another order.
+    assert rows[1]["reward/mean"] == together[1]["reward/mean"]
+    assert rows[-1]["actor/loss"] == pytest.approx(together[-1]["actor/loss"], abs=1e-3)
+
+
+def test_a_resumed_run_with_the_rollout_apart_equals_an_undisturbed_one(run, tmp_path) -> None:
+    apart = (*GAE, "trainer.n_gpus_per_node=2", *PLACEMENTS["rollout apart"], "trainer.save_freq=1")
+    whole = timeless(run(*apart, f"trainer.default_local_dir={tmp_path / 'whole'}"))
+    parts = f"trainer.default_local_dir={tmp_path / 'parts'}"
+    run(*apart, parts, "trainer.total_training_steps=2")
+    resumed = timeless(run(*apart, parts, "trainer.resume_mode=auto"))
+    assert resumed[-1] == whole[-1]
+
+
+def trainer_of(train_overrides, *more: str, **mapping: str) -> RayPPOTrainer:
+    config = load_config(TrainConfig, [*train_overrides, *more])
+    manager = ResourcePoolManager(
+        {name: [1] for name in set(mapping.values())},
+        {getattr(Role, role): pool for role, pool in mapping.items()},
+        get_backend("local"),
+    )
+    return RayPPOTrainer(config, resource_pool_manager=manager)
+
+
+def test_a_reference_on_a_pool_of_its_own_runs_there(train_overrides) -> None:
+    trainer = trainer_of(train_overrides, *GAE, ActorRollout="a", RefPolicy="b", Critic="a")
+    groups = trainer.init_workers()
+    try:
+        assert [group.roles for group in groups.groups] == [("actor_rollout", "critic"), ("ref",)]
+        assert groups.ref is not groups.actor and groups.rollout is groups.actor
+    finally:
+        trainer.close()
+
+
+def test_engines_take_turns_only_in_one_process(train_overrides) -> None:
+    trainer = trainer_of(train_overrides, "actor_rollout_ref.rollout.take_turns=true",
+                         Actor="a", Rollout="b")  # fmt: skip
+    with pytest.raises(ConfigError, match="take_turns=true is for actor and rollout in one"):
+        trainer.init_workers()
+
+
+class OtherWeights:
+    """A sender that leaves out the first bucket."""
+
+    def __init__(self, sender):
+        self.sender = sender
+
+    @property
+    def send_weights(self):
+        return self
+
+    def stream(self, dtypes):
+        items = iter(self.sender.send_weights.stream(dtypes))
+        next(items)
+        yield from items
+
+
+def test_a_bucket_that_is_lost_stops_the_run(train_overrides) -> None:
+    small = "actor_rollout_ref.rollout.weight_bucket_mb=1"
+    trainer = trainer_of(train_overrides, small, Actor="a", Rollout="b")
+    groups = trainer.init_workers()
+    try:
+        groups.sync_weights()
+        with pytest.raises(WorkerError, match=r"no bucket of weights was received|was never sent"):
+            WeightLink(OtherWeights(groups.actor), groups.rollout).sync()
+    finally:
+        trainer.close()
