@@ -6,6 +6,8 @@ named is refused.
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import shutil
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from quadriga.checkpoint import marker as markers
-from quadriga.checkpoint.files import SavedFile, digest_file, digest_json, write_json
+from quadriga.checkpoint.files import HashedFile, SavedFile, digest_file, digest_json, write_json
 from quadriga.checkpoint.folders import (
     begin_checkpoint,
     commit_checkpoint,
@@ -280,6 +282,38 @@ def test_later_checkpoints_are_set_aside_and_not_pruned(root):
         assert prune_checkpoints(root, 2) == []
     assert read_marker(step_folder(root, 1)) == read_state_info(1)
     assert read_state(step_folder(root, 2)).step == 2
+
+
+def test_a_disk_that_is_full_at_any_write_leaves_a_complete_checkpoint(root, monkeypatch):
+    """Each write, flush and rename fails in turn; the marker is written by the last of them."""
+    left = [0]
+
+    def limited(call):
+        def limited_call(*arguments):
+            left[0] -= 1
+            if left[0] == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return call(*arguments)
+
+        return limited_call
+
+    monkeypatch.setattr(HashedFile, "write", limited(HashedFile.write))
+    monkeypatch.setattr(os, "fsync", limited(os.fsync))
+    monkeypatch.setattr(os, "replace", limited(os.replace))
+    for failing in itertools.count(1):
+        left[0] = failing
+        try:
+            save(root, 3)
+        except InputError as error:
+            assert "No space left on device" in str(error) and "\n" not in str(error)
+        else:
+            break
+        assert left[0] <= 0
+        newest, errors = newest_undamaged_checkpoint(root)
+        assert newest in (step_folder(root, 2), step_folder(root, 3)) and errors == []
+        shutil.rmtree(step_folder(root, 3), ignore_errors=True)
+    assert failing > 12, "files, folders, marker and rename were reached"
+    assert newest_undamaged_checkpoint(root) == (step_folder(root, 3), [])
 
 
 def test_files_that_have_not_changed_are_read_once(root, monkeypatch):

@@ -51,6 +51,7 @@ def refused(inputs, tmp_path, capsys, monkeypatch):
             f"actor_rollout_ref.model.path={inputs / 'model'}",
             f"data.train_files=[{inputs / 'rows.jsonl'}]",
             "data.train_batch_size=1",
+            "data.max_response_length=8",
             "algorithm.adv_estimator=reinforce_plus_plus",
             "actor_rollout_ref.actor.ppo_mini_batch_size=1",
             "trainer.backend=local",
@@ -63,6 +64,11 @@ def refused(inputs, tmp_path, capsys, monkeypatch):
         return lines[0]
 
     return _refused
+
+
+def test_unchanged_inputs_are_not_refused(inputs, refused):
+    with pytest.raises(AssertionError, match="a worker was started"):
+        refused(f"reward.path={inputs / 'rules.py'}")
 
 
 def loop(path):

@@ -175,7 +175,7 @@ def batch_plan(
 
 
 def _pools(config: TrainConfig) -> tuple[RolePool, ...]:
-    """Return the pools of the roles that the section `placement` names, and of actor and rollout."""
+    """Return the pools of actor, rollout and the roles that the section `placement` names."""
     placed = [role for role in ROLES if getattr(config.placement, role) is not None]
     if not placed:
         return ()

@@ -83,7 +83,7 @@ GUARDS = (
         "    _check_entries(folder)\n",
         "",
         f"{PATHS}::test_a_file_of_a_model_folder_that_is_no_file_is_refused"
-        "[tokenizer_config.json-dangling]",
+        "[generation_config.json-dangling]",
     ),
     Guard(
         "changed bytes in a checkpoint",
