@@ -132,7 +132,7 @@ TENSORS: tuple[Field, ...] = (
         "1 at tokens of the policy, end token included; 0 at padding and at tokens without loss",
         (_SFT_LOADER, _GENERATE, _SCORE, *_MASKING),
         (
-            _SCORE, *_FORWARD, "measure_batch", *_MASKING, *_SHAPING,
+            _SCORE, *_FORWARD, "measure_batch", "measure_entropy", *_MASKING, *_SHAPING,
             "estimate_advantages", "select_update_tokens", "log_samples",
         ),
     ),
@@ -164,7 +164,7 @@ TENSORS: tuple[Field, ...] = (
     ),
     Field(
         ENTROPYS, "[B, R]", "float32", "nats, of the actor before the update",
-        ("compute_log_prob",),
+        ("compute_log_prob",), ("measure_entropy",),
     ),
     Field(
         REF_LOG_PROB, "[B, R]", "float32", "nats, of the reference policy",

@@ -28,7 +28,12 @@ from quadriga.config.schema import TrainConfig
 from quadriga.protocol import DataProto
 from quadriga.trainer import dataflow, stages
 from quadriga.trainer.placement import ResourcePoolManager, Role
-from quadriga.trainer.run.groups import PPOGroups, gather, start_groups
+from quadriga.trainer.run.groups import (
+    PPOGroups,
+    gather,
+    settings_for_classes,
+    start_groups,
+)
 from quadriga.trainer.run.ingredients import Ingredients, load_ingredients
 from quadriga.trainer.run.record import RunRecord
 from quadriga.trainer.run.resuming import (
@@ -73,10 +78,12 @@ class RayPPOTrainer:
         resource_pool_manager: ResourcePoolManager | None = None,
         reward_fn: BatchReward | None = None,
     ) -> None:
+        config = settings_for_classes(config, role_worker_mapping or {})
         custom_reward = reward_fn is not None or ingredients is not None
         for flow in (dataflow.step_dataflow, dataflow.validation_dataflow):
             dataflow.check_dataflow(flow(config, custom_reward=custom_reward))
         self.config = config
+        self.log_prob_pass = not dataflow.takes_old_log_probs_from_update(config)
         self.ingredients = ingredients or load_ingredients(config)
         self.role_worker_mapping = role_worker_mapping or {}
         self.resource_pool_manager = resource_pool_manager
@@ -142,7 +149,9 @@ class RayPPOTrainer:
                     with record.span("evaluate"):
                         # `submit` does not wait: roles on different processes compute these
                         # side by side, while the controller scores the responses.
-                        pending = [actor.compute_log_prob.submit(batch)]
+                        pending = []
+                        if self.log_prob_pass:
+                            pending.append(actor.compute_log_prob.submit(batch))
                         if ref:
                             pending.append(ref.compute_ref_log_prob.submit(batch))
                         if critic:
@@ -180,7 +189,9 @@ class RayPPOTrainer:
         batch = log(stages.shape_scores(batch, config))
         if config.use_kl_in_reward:
             batch = log(stages.penalise_kl(batch, self.kl_controller, config.kl_penalty))
-        batch = log(stages.correct_mismatch(batch, config.rollout_correction))
+        if self.log_prob_pass:  # otherwise the update measures both
+            batch = log(stages.measure_entropy(batch))
+            batch = log(stages.correct_mismatch(batch, config.rollout_correction))
         batch = log(stages.estimate_advantages(batch, config))
         return log(stages.select_update_tokens(batch, self.config.actor_rollout_ref.actor))
 

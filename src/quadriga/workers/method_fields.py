@@ -49,8 +49,9 @@ UPDATE_CRITIC = StageFields(
 )
 UPDATE_ACTOR = StageFields(
     "update_actor",
-    reads=(*MODEL_INPUTS, fields.OLD_LOG_PROBS, fields.ADVANTAGES),
+    reads=(*MODEL_INPUTS, fields.ADVANTAGES),
     reads_if_present=(
+        fields.OLD_LOG_PROBS,
         fields.REF_LOG_PROB,
         fields.ROLLOUT_IS_WEIGHTS,
         fields.ROLLOUT_LOG_PROBS,
