@@ -136,6 +136,15 @@ def refills(config: TrainConfig) -> bool:
     return settings.enable and settings.mode == "refill"
 
 
+def masks_before_passes(config: TrainConfig) -> bool:
+    """Return whether rows are scored and masked before the passes over the batch.
+
+    Rows of zero-variance groups that are masked then need no log-probabilities and no values. With
+    other settings nothing is masked by score, so the responses are scored while the roles compute.
+    """
+    return config.algorithm.filter_groups.enable
+
+
 def step_dataflow(config: TrainConfig, *, custom_reward: bool = False) -> tuple[StageFields, ...]:
     """Return the stages of one step of `RayPPOTrainer.fit`, in order.
 
@@ -147,6 +156,13 @@ def step_dataflow(config: TrainConfig, *, custom_reward: bool = False) -> tuple[
     # the roles see it. Otherwise they are computed while the roles evaluate the batch.
     scores_early = refills(config)
     log_prob_pass = not takes_old_log_probs_from_update(config)
+    masks_early = masks_before_passes(config)
+    masking = (
+        (score, not scores_early),
+        (MEASURE_BATCH, True),
+        (MASK_TRUNCATED, algorithm.overlong.drop_truncated),
+        (_mask_zero_variance_groups(config), True),
+    )
     stages = (
         (LOAD_PROMPTS, True),
         (EXPAND_PROMPTS, True),
@@ -155,13 +171,11 @@ def step_dataflow(config: TrainConfig, *, custom_reward: bool = False) -> tuple[
         (score, scores_early),
         (REFILL, scores_early),
         (BALANCE_OVER_RANKS, config.trainer.balance_batch),
+        *(masking if masks_early else ()),
         (COMPUTE_LOG_PROB, log_prob_pass),
         (COMPUTE_REF_LOG_PROB, reads_ref_log_prob(config)),
         (COMPUTE_VALUES, critic),
-        (score, not scores_early),
-        (MEASURE_BATCH, True),
-        (MASK_TRUNCATED, algorithm.overlong.drop_truncated),
-        (_mask_zero_variance_groups(config), True),
+        *(() if masks_early else masking),
         (SHAPE_SCORES, True),
         (PENALISE_KL, algorithm.use_kl_in_reward),
         # Without the pass the update measures entropy and mismatch.
