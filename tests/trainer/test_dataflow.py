@@ -12,6 +12,7 @@ from quadriga.algorithms.advantages import ADVANTAGES
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
+from quadriga.engines.micro_batches import REQUIRED_FIELDS
 from quadriga.errors import ConfigError
 from quadriga.protocol import fields
 from quadriga.protocol.fields import StageFields
@@ -21,6 +22,7 @@ from quadriga.trainer.run.ingredients import load_ingredients
 from quadriga.trainer.run.record import RunRecord
 from quadriga.trainer.sampling import Sampler
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, SFTWorker
+from quadriga.workers.method_fields import MODEL_INPUTS
 
 ACTOR = "actor_rollout_ref.actor"
 DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -180,10 +182,16 @@ def test_readers_and_writers_of_the_list_of_fields_are_those_of_the_stages() -> 
 
 
 def test_every_field_is_read_by_a_stage() -> None:
-    """A field that no stage reads is computed and moved for nothing, but for these four."""
+    """A field that no stage reads is computed for nothing, but for those that users read."""
     unread = {field.name for field in fields.BY_NAME.values() if not field.read_by}
-    of_users = {fields.PROMPTS, fields.INDEX, fields.WEIGHT_VERSION, fields.RM_SCORES}
+    of_users = {
+        fields.PROMPTS, fields.POSITION_IDS, fields.INDEX, fields.WEIGHT_VERSION, fields.RM_SCORES,
+    }  # fmt: skip
     assert unread == of_users
+
+
+def test_worker_methods_read_what_the_engines_need_and_nothing_else() -> None:
+    assert set(MODEL_INPUTS) == set(REQUIRED_FIELDS)
 
 
 def test_stages_have_the_names_of_functions_and_methods() -> None:

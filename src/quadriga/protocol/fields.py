@@ -116,7 +116,7 @@ TENSORS: tuple[Field, ...] = (
     ),
     Field(
         POSITION_IDS, "[B, P], then [B, P+R]", "int64", "position of each token, from 0",
-        (*_LOADERS, _GENERATE), _FORWARD,
+        (*_LOADERS, _GENERATE),
     ),
     Field(
         SAMPLE_SEED, "[B]", "int64", "seed of the tokens that a row samples",
@@ -125,7 +125,7 @@ TENSORS: tuple[Field, ...] = (
     Field(PROMPTS, "[B, P]", "int64", "token ids, padded on the left", (_SFT_LOADER, _GENERATE)),
     Field(
         RESPONSES, "[B, R]", "int64", "token ids, padded on the right",
-        (_SFT_LOADER, _GENERATE), (_SCORE, *_FORWARD, "log_samples"),
+        (_SFT_LOADER, _GENERATE), (_SCORE, "log_samples"),
     ),
     Field(
         RESPONSE_MASK, "[B, R]", "int64",

@@ -9,14 +9,9 @@ from __future__ import annotations
 from quadriga.protocol import fields
 from quadriga.protocol.fields import StageFields
 
-MODEL_INPUTS = (
-    fields.INPUT_IDS,
-    fields.ATTENTION_MASK,
-    fields.POSITION_IDS,
-    fields.RESPONSES,
-    fields.RESPONSE_MASK,
-)
-"""What a training engine needs for a forward pass over sequences."""
+MODEL_INPUTS = (fields.INPUT_IDS, fields.ATTENTION_MASK, fields.RESPONSE_MASK)
+"""What a training engine needs for a forward pass over sequences. It derives the positions and the
+ids of the responses from these fields, so the others are not moved to the ranks."""
 
 GENERATE_SEQUENCES = StageFields(
     "generate_sequences",
