@@ -17,7 +17,6 @@ import math
 import sys
 import time
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -31,7 +30,6 @@ from scale_parts.simulated import ACTORS, Machines  # noqa: E402
 
 FULL = Sizes((8, 64, 512, 1024, 4096), times=5, budget_s=30.0, wall_s=120.0, field_bytes=64 * 2**20)
 QUICK = Sizes((8, 64), times=1, budget_s=3.0, wall_s=15.0, field_bytes=4 * 2**20)
-FEW = 64
 NAMES = ("calls", "futures", "local_fields", "placement", "watching")
 
 
@@ -69,9 +67,7 @@ def collect(names: tuple[str, ...], sizes: Sizes) -> dict[str, dict[int, float]]
                 continue
             expected = {step: _expected(by_ranks, ranks) for step, by_ranks in seconds.items()}
             with steps_of(name, machines, ranks, sizes) as steps:
-                # The receivers of many futures take much longer than sending them: one run.
-                chosen = replace(sizes, times=0) if name == "futures" and ranks > FEW else sizes
-                for step, value in cases.measure(steps, chosen, expected).items():
+                for step, value in cases.measure(steps, sizes, expected).items():
                     seconds.setdefault(step, {})[ranks] = value
             walls[ranks] = time.monotonic() - start
     machines.shutdown()

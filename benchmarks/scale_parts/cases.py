@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import ray
@@ -66,18 +67,31 @@ def calls(machines: Machines, ranks: int) -> Iterator[dict[str, Step]]:
 
 @contextmanager
 def futures(machines: Machines, ranks: int) -> Iterator[dict[str, Step]]:
-    """Send a future of `ranks` results that has not arrived to `ranks` receivers."""
+    """Send a future of `ranks` results that has not arrived to `ranks` receivers.
+
+    Once to the moment at which it is sent, once until all ranks have received their parts.
+    """
     producers, receivers = machines.group(ranks, 0), machines.group(ranks, 1)
+    started: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
-        gate = Path(folder, "gate")
-        future = producers.make.submit(empty_rows(ranks), str(gate))
-        started: list[object] = []
-        try:
-            yield {"future not arrived": lambda: started.append(receivers.take.submit(future))}
-        finally:
+        gates = (Path(folder, str(number)) for number in itertools.count())
+
+        def send() -> None:
+            gate = next(gates)
+            future = producers.make.submit(empty_rows(ranks), str(gate))
+            started.append(receivers.take.submit(future))
             gate.touch()
+
+        def receive() -> None:
+            send()
+            while started:
+                started.pop().get()
+
+        try:
+            yield {"future sent": send, "future sent and received": receive}
+        finally:
             for pending in started:
-                pending.get()  # type: ignore[attr-defined]  # a DataProtoFuture
+                pending.get()
 
 
 @contextmanager

@@ -101,6 +101,15 @@ def test_no_rank_runs_if_one_argument_cannot_be_pickled(taking):
     assert taking.count() == before
 
 
+def test_a_message_lists_the_first_ranks_of_many():
+    handles = [
+        RankHandle(None, "", RankFacts(rank, 1024, "10.0.0.1", 7, "10.0.0.1", "1"))
+        for rank in range(1024)
+    ]
+    assert waiting._places(handles[:2]) == "0 (10.0.0.1, pid 7), 1 (10.0.0.1, pid 7)"
+    assert waiting._places(handles).endswith("15 (10.0.0.1, pid 7) and 1008 more")
+
+
 class FakeRay:
     """Stand in for `ray`: results exist at once, and are local after two pulls."""
 

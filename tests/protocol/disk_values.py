@@ -175,7 +175,7 @@ def one_of_each() -> dict[str, object]:
         "fold": datetime.datetime(2026, 10, 25, 2, 30, fold=1), "delta": datetime.timedelta.min,
         "zone": zone, "decimal": decimal.Decimal("-0E-400"), "signal": decimal.Decimal("sNaN123"),
         "fraction": fractions.Fraction(-(10**40), 3), "uuid": uuid.UUID(int=5),
-        "uuid1": uuid.uuid1(),
+        "uuid1": uuid.UUID(int=6, is_safe=uuid.SafeUUID.unsafe),
         "numpy bool": np.bool_(True), "numpy float": np.float64("nan"), "numpy half": np.float16(1),
         "numpy text": np.str_("é\0"), "numpy bytes": np.bytes_(b"a\0"), "empty": np.str_(""),
         "numpy date": np.datetime64("NaT", "ns"), "numpy void": np.void(b"\1\2"),

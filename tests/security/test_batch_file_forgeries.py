@@ -206,8 +206,12 @@ def test_a_forged_structure_is_refused(name, path):
     refused(path, content, "is damaged: ")
 
 
+EMPTY = b'{"tensors": null, "arrays": [], "meta_info": {"dict": {}}}'.ljust(64)
+"""The structure of a batch without fields, 64 bytes."""
+
+
 def header_of(**changes: object) -> bytes:
-    header = Parts(None).header(bytes(8))
+    header = Parts(None).header(EMPTY)
     for name, entry in changes.items():
         header[name] = {**header.get(name, {}), **entry} if isinstance(entry, dict) else entry
     return json.dumps(header).encode()
@@ -215,25 +219,25 @@ def header_of(**changes: object) -> bytes:
 
 META = b'{"__metadata__": {"format": "quadriga batch", "version": "2"}, '
 HEADERS = {
-    "an overlap": header_of(nested={"data_offsets": [4, 8], "shape": [4]}),
-    "a gap": header_of(nested={"data_offsets": [12, 12]}),
-    "offsets beyond the file": header_of(nested={"data_offsets": [8, 10**15], "shape": [10**15]}),
-    "negative offsets": header_of(nested={"data_offsets": [-8, 8]}),
-    "reversed offsets": header_of(nested={"data_offsets": [8, 0]}),
-    "offsets of floats": header_of(nested={"data_offsets": [8.0, 8.0]}),
-    "three offsets": header_of(nested={"data_offsets": [8, 8, 8]}),
+    "an overlap": header_of(nested={"data_offsets": [60, 60]}),
+    "a gap": header_of(nested={"data_offsets": [68, 68]}),
+    "offsets beyond the file": header_of(nested={"data_offsets": [64, 10**15], "shape": [10**15]}),
+    "negative offsets": header_of(nested={"data_offsets": [-64, 64]}),
+    "reversed offsets": header_of(nested={"data_offsets": [64, 0]}),
+    "offsets of floats": header_of(nested={"data_offsets": [64.0, 64.0]}),
+    "three offsets": header_of(nested={"data_offsets": [64, 64, 64]}),
     "a shape that is larger than its bytes": header_of(nested={"shape": [2**40]}),
     "a shape that overflows": header_of(nested={"shape": [2**40, 2**40]}),
-    "a negative shape": header_of(structure={"shape": [-8]}),
+    "a negative shape": header_of(structure={"shape": [-64]}),
     "an unknown dtype": header_of(nested={"dtype": "O"}),
-    "a structure of floats": header_of(structure={"dtype": "F64", "shape": [1]}),
+    "a structure of floats": header_of(structure={"dtype": "F64", "shape": [8]}),
     "an entry that is a number": header_of(nested=5),
     "an entry with another key": header_of(nested={"code": 1}),
     "an entry behind the digest": header_of(more={"dtype": "U8", "shape": [0],
-                                                  "data_offsets": [40, 40]}),
+                                                  "data_offsets": [96, 96]}),
     "no entries": META[:-2] + b"}",
     "a key twice": header_of()[:-1] + b', "nested": {"dtype": "U8", "shape": [0], '
-                   b'"data_offsets": [8, 8]}}',
+                   b'"data_offsets": [64, 64]}}',
     "100,000 lists": META + b'"a": ' + nest(100_000, "[", "]").encode() + b"}",
     "no JSON": b"{" * 64,
     "a million digits": META + b'"a": ' + b"9" * 10**6 + b"}",
@@ -243,4 +247,35 @@ HEADERS = {
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_forged_header_is_refused(name, path):
-    refused(path, Parts(None).content(structure=bytes(8), header=HEADERS[name]), "is damaged: ")
+    refused(path, Parts(None).content(structure=EMPTY, header=HEADERS[name]), "is damaged: ")
+
+
+def test_the_header_that_is_not_forged_is_valid(path):
+    """The others are refused for what they say."""
+    path.write_bytes(Parts(None).content(structure=EMPTY, header=header_of()))
+    assert len(DataProto.load_from_disk(path)) == 0
+
+
+DTYPES = [
+    "|O",
+    "O",
+    "object",
+    "<f16",
+    "i4,O",
+    "<U0",
+    "|V0",
+    "T",
+    "f8",
+    "<M8[0s]",
+    "<M8[s]x",
+    "(2,)O",
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_come_from_a_list(dtype, path):
+    """Before numpy reads them."""
+    structure = {"fields": [["a", dtype, [], 0]], "size": 8, "aligned": False}
+    for value in (dtype, structure):
+        content = with_value({"array": [value, [1], None]}, b"\xff" * 16)
+        refused(path, content, "no numpy dtype .* in a batch file")

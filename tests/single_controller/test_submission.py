@@ -18,7 +18,7 @@ from quadriga.single_controller.call import Call
 BALLAST = np.zeros(2**18)
 """An argument of 2 MiB, above what Ray sends inside a call."""
 FIELDS = DataProto.from_dict({f"field {i}": torch.zeros(1, 2**13) for i in range(16)})
-"""A batch of 512 KiB, of which each field is small enough to be sent inside the call."""
+"""A batch of 512 KiB in fields that are small enough to be sent inside a call by themselves."""
 
 
 @pytest.fixture(scope="module", params=[Recorder, Interleaver], ids=["plain", "coroutines"])
@@ -39,6 +39,16 @@ def nothing_recorded(request):
 class RaisesWhenPickled:
     def __reduce__(self):
         raise ValueError("planted")
+
+
+def test_a_batch_with_attributes_is_no_batch_of_data(ray_backend):
+    from quadriga.backends.ray.calls.submission import is_batch_of_data
+    from quadriga.protocol.boundary import pack_argument
+
+    data = DataProto.from_dict({"x": torch.zeros(2, 2**15)})
+    assert is_batch_of_data(pack_argument(data, ray_backend.store))
+    data.tag = RaisesWhenPickled()  # of a class that may exist in this process only
+    assert not is_batch_of_data(pack_argument(data, ray_backend.store))
 
 
 @pytest.mark.parametrize("wrong", [threading.Lock, RaisesWhenPickled], ids=["lock", "raises"])
@@ -140,7 +150,7 @@ def test_a_call_that_arrives_last_finds_a_free_slot(limited):
     rank = limited.workers[0]
     calls = [Call("Interleaver", "record_later", (i,)) for i in range(3)]
     refs = [
-        rank.quadriga_invoke.remote(pickle.dumps(calls[i]), None, ("another sender", i))
+        rank.quadriga_invoke.remote(pickle.dumps(calls[i]), ("another sender", i))
         for i in (2, 1, 0)
     ]
     ray.get(refs, timeout=10)

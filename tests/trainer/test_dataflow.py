@@ -12,6 +12,7 @@ from quadriga.algorithms.advantages import ADVANTAGES
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
+from quadriga.engines.micro_batches import REQUIRED_FIELDS
 from quadriga.errors import ConfigError
 from quadriga.protocol import fields
 from quadriga.protocol.fields import StageFields
@@ -21,6 +22,7 @@ from quadriga.trainer.run.ingredients import load_ingredients
 from quadriga.trainer.run.record import RunRecord
 from quadriga.trainer.sampling import Sampler
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, SFTWorker
+from quadriga.workers.method_fields import MODEL_INPUTS
 
 ACTOR = "actor_rollout_ref.actor"
 DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -28,6 +30,9 @@ DOCS = Path(__file__).parents[2] / "docs" / "architecture.md"
 # Settings that together run every stage, each with every field that it can read and write.
 VARIANTS = {
     "grpo": ["algorithm.adv_estimator=grpo"],
+    "old log-probabilities from the update": [
+        f"{ACTOR}.ppo_mini_batch_size=null", f"{ACTOR}.old_log_probs_from_update=true",
+    ],
     "gae, KL in the loss": ["algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=true"],
     "gae, KL in the reward": ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"],
     "KL over the vocabulary": [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full"],
@@ -72,7 +77,8 @@ def estimator_of_old_log_probs(monkeypatch):
 
 
 def config_of(*overrides: str) -> TrainConfig:
-    return load_config(TrainConfig, ["algorithm.adv_estimator=grpo", *overrides])
+    usual = ["algorithm.adv_estimator=grpo", f"{ACTOR}.old_log_probs_from_update=false"]
+    return load_config(TrainConfig, [*usual, *overrides])
 
 
 def names(flow: tuple[StageFields, ...]) -> list[str]:
@@ -106,7 +112,7 @@ def test_supervised_fine_tuning_has_its_inputs() -> None:
 
 
 MOVES = [
-    ("compute_log_prob", "correct_mismatch", "old_log_probs"),
+    ("compute_log_prob", "measure_entropy", "entropys"),
     ("compute_values", "estimate_advantages", "values"),
     ("compute_ref_log_prob", "update_actor", "ref_log_prob"),
     ("score_responses", "measure_batch", "token_level_scores"),
@@ -175,6 +181,19 @@ def test_readers_and_writers_of_the_list_of_fields_are_those_of_the_stages() -> 
         assert set(field.written_by) - reserved == writers[field.name], field.name
 
 
+def test_every_field_is_read_by_a_stage() -> None:
+    """A field that no stage reads is computed for nothing, but for those that users read."""
+    unread = {field.name for field in fields.BY_NAME.values() if not field.read_by}
+    of_users = {
+        fields.PROMPTS, fields.POSITION_IDS, fields.INDEX, fields.WEIGHT_VERSION, fields.RM_SCORES,
+    }  # fmt: skip
+    assert unread == of_users
+
+
+def test_worker_methods_read_what_the_engines_need_and_nothing_else() -> None:
+    assert set(MODEL_INPUTS) == set(REQUIRED_FIELDS)
+
+
 def test_stages_have_the_names_of_functions_and_methods() -> None:
     homes = (stages, ActorRolloutRefWorker, CriticWorker, SFTWorker, Sampler, RunRecord)
     loaders = {"PromptLoader", "SFTLoader"}
@@ -225,7 +244,7 @@ def accessed(train_overrides, tmp_path):
     return _accessed
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if "estimator" not in v])
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if "in the estimator" not in v])
 def test_a_real_step_accesses_the_declared_fields(accessed, variant: str) -> None:
     flow, access = accessed(*VARIANTS[variant])
     present: set[str] = set()

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from quadriga.config.schema import ActorConfig
+from quadriga.errors import FieldError
 from quadriga.protocol import DataProto, fields
+from quadriga.workers.method_fields import UPDATE_ACTOR
 from quadriga.workers.updates import mini_batches, shuffle_seed, update_policy
 
 
@@ -85,6 +87,18 @@ def test_the_report_has_one_row_of_partials_per_rank() -> None:
     _, report = update(torch.ones(4, 2, dtype=torch.int64), mini=2)
     joined = DataProto.concat([report, report])
     assert [len(partials) for partials in joined.non_tensor_batch[fields.PARTIALS]] == [2, 2]
+
+
+@pytest.mark.parametrize(("mini", "epochs"), [(2, 1), (None, 2)])
+def test_two_optimizer_steps_without_old_log_probs_are_refused(mini, epochs) -> None:
+    data = rows(torch.ones(4, 2, dtype=torch.int64)).select(
+        batch_keys=[*UPDATE_ACTOR.reads]
+    )  # without `old_log_probs`
+    with pytest.raises(FieldError, match=r"'old_log_probs', which it needs for 2 optimizer steps"):
+        update_policy(
+            Recorder(), data, ActorConfig(ppo_mini_batch_size=mini, ppo_epochs=epochs),
+            responses_per_prompt=1, temperature=1.0, length_scale=4, world_size=1, seed=0,
+        )  # fmt: skip
 
 
 def test_mini_batches_cover_every_row_once_per_epoch() -> None:

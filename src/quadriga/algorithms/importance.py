@@ -10,6 +10,8 @@ Shapes: B samples, T tokens.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +26,7 @@ from quadriga.algorithms.checks import (
     to_bool_mask,
 )
 from quadriga.algorithms.clipped_losses import LOG_RATIO_LIMIT
+from quadriga.algorithms.partial import Partial, merge_partials
 from quadriga.algorithms.registry import look_up
 from quadriga.errors import AlgorithmError
 
@@ -177,34 +180,65 @@ def mismatch_metrics(
     Raises:
         ShapeError, MaskError, NonFiniteError.
     """
+    part = mismatch_statistics(old_log_prob_BT, rollout_log_prob_BT, response_mask_BT)
+    return mismatch_of_statistics(merge_partials([part]))
+
+
+def mismatch_statistics(
+    old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, response_mask_BT: Tensor
+) -> dict[str, Partial]:
+    """Return what `mismatch_of_statistics` needs, for the rows of a micro-batch.
+
+    Raises:
+        ShapeError, MaskError, NonFiniteError.
+    """
     mask, log_weights = _log_weights(old_log_prob_BT, rollout_log_prob_BT, response_mask_BT)
-    tokens = mask.sum().clamp(min=1)
     lengths = mask.sum(-1)
     present = lengths > 0
-    responses = present.sum().clamp(min=1)
     bounded = log_weights.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     rollout = rollout_log_prob_BT.detach().double().masked_fill(~mask, 0)
     log_ppl_rollout = -rollout.sum(-1) / lengths.clamp(min=1)
     log_ppl_train = log_ppl_rollout - log_weights.sum(-1) / lengths.clamp(min=1)
-    difference = (log_ppl_train - log_ppl_rollout).masked_fill(~present, 0)
     ppl_train, ppl_rollout = (
         x.clamp(max=LOG_RATIO_LIMIT).exp() for x in (log_ppl_train, log_ppl_rollout)
     )
-    ppl = (ppl_train - ppl_rollout).masked_fill(~present, 0)
-    probability = ((rollout + log_weights).exp() - rollout.exp()).masked_fill(~mask, 0)
-    ratios = (
-        log_weights.sum(-1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().masked_fill(~present, 0)
-    )
+    probability = (rollout + log_weights).exp() - rollout.exp()
+    ratios = log_weights.sum(-1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    weights = bounded.exp()
     # The tokens were sampled from π_rollout, so estimates of KL(π_rollout‖π_train) use
     # log π_rollout − log π_train = −log w: k1 = −log w and k3 = w − 1 − log w.
     return {
-        "mismatch_k1": float(-log_weights.sum() / tokens),
-        "mismatch_k3": float((torch.expm1(bounded) - bounded).sum() / tokens),
-        "mismatch_abs": float(log_weights.abs().sum() / tokens),
-        "mismatch_max": float(log_weights.abs().max()),
-        "mismatch_prob_max": float(probability.abs().max()),
-        "ppl_gap": float(ppl.sum() / responses),
-        "ppl_ratio": float((difference.sum() / responses).clamp(max=LOG_RATIO_LIMIT).exp()),
-        "effective_sample_size": _effective_fraction(bounded.exp().masked_fill(~mask, 0), mask),
-        "mismatch_sequence_ess": _effective_fraction(ratios, present),
+        "mismatch_k1": Partial.mean(-log_weights, mask),
+        "mismatch_k3": Partial.mean(torch.expm1(bounded) - bounded, mask),
+        "mismatch_abs": Partial.mean(log_weights.abs(), mask),
+        "mismatch_max": Partial.max(log_weights.abs(), mask),
+        "mismatch_prob_max": Partial.max(probability.abs(), mask),
+        "ppl_gap": Partial.mean(ppl_train - ppl_rollout, present),
+        "log_ppl_gap": Partial.mean(log_ppl_train - log_ppl_rollout, present),
+        "weight": Partial.mean(weights, mask),
+        "weight_square": Partial.mean(weights.square(), mask),
+        "ratio": Partial.mean(ratios, present),
+        "ratio_square": Partial.mean(ratios.square(), present),
     }
+
+
+def mismatch_of_statistics(merged: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of `mismatch_metrics` from statistics that were merged over rows.
+
+    Without a single token in the mask, `merged` is empty and the metrics are those of equal
+    engines.
+    """
+    kept = ("mismatch_k1", "mismatch_k3", "mismatch_abs", "mismatch_max", "mismatch_prob_max",
+            "ppl_gap")  # fmt: skip
+    return {
+        **{name: merged.get(name, 0.0) for name in kept},
+        "ppl_ratio": math.exp(min(merged.get("log_ppl_gap", 0.0), LOG_RATIO_LIMIT)),
+        "effective_sample_size": _effective_share(merged, "weight"),
+        "mismatch_sequence_ess": _effective_share(merged, "ratio"),
+    }
+
+
+def _effective_share(merged: Mapping[str, float], name: str) -> float:
+    """Return (Σw)² / (n·Σw²) from the means of w and of w²: (Σw / n)² / (Σw² / n)."""
+    square = merged.get(f"{name}_square", 0.0)
+    return merged.get(name, 0.0) ** 2 / square if square > 0 else 0.0

@@ -188,6 +188,7 @@ def _check_batches(config: TrainConfig, known: KnownNames) -> None:
             )
     actor_mini, critic_mini = mini_batch_prompts(config)
     _check_mini_batch(config, "actor", f"{ACTOR}.ppo_mini_batch_size", actor_mini)
+    _check_old_log_probs(config, actor_mini)
     if with_critic:
         _check_mini_batch(config, "critic", "critic.ppo_mini_batch_size", critic_mini)
 
@@ -206,6 +207,19 @@ def _check_mini_batch(config: TrainConfig, role: str, key: str, mini: int) -> No
             f"{key} × rollout.n = {mini} × {n} = {mini * n} sequences do not divide over "
             f"{_ranks(config, role)}; the product must be a multiple of the ranks",
             key=key,
+        )
+
+
+def _check_old_log_probs(config: TrainConfig, mini: int) -> None:
+    """Check that the weights of the update are those that generated, if it needs them to be."""
+    actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
+    steps = prompts // mini * actor.ppo_epochs
+    if actor.old_log_probs_from_update and steps > 1:
+        raise ConfigError(
+            f"{ACTOR}.old_log_probs_from_update=true needs one optimizer step per step, but "
+            f"{prompts} / {mini} mini-batches × {actor.ppo_epochs} epochs = {steps}: from the "
+            "second one on, the weights are not those that generated; set it to null or false",
+            key=f"{ACTOR}.old_log_probs_from_update",
         )
 
 

@@ -144,12 +144,10 @@ class FSDPEngine:
                 shard_group=mesh.get_group(SHARD),
             )
         self._memory: DeviceMemory[State] = DeviceMemory(self.device, self._tensors)
-        on_host: dict[State, bool] = {
-            "parameters": engine.param_offload,
-            "moments": engine.optimizer_offload,
-        }
-        self._kept_on_device = [state for state, offloaded in on_host.items() if not offloaded]
-        self._memory.offload(*(state for state, offloaded in on_host.items() if offloaded))
+        if engine.param_offload:
+            self._memory.offload("parameters")
+        if engine.optimizer_offload:
+            self._memory.offload("moments")
 
     @property
     def optimizer_steps(self) -> int:
@@ -334,7 +332,10 @@ class FSDPEngine:
         self._memory.return_freed()
 
     def reload(self) -> None:
-        self._memory.reload(*self._kept_on_device)
+        if not self.config.param_offload:
+            self._memory.reload("parameters")
+        if not self.config.optimizer_offload:
+            self._memory.reload("moments")
 
     @contextmanager
     def _lend_model(self) -> Iterator[TokenModel]:

@@ -113,7 +113,8 @@ class ShardedAdamW:
         # float64, so that its rounding does not depend on how the gradient is sharded.
         if not gradients:
             return torch.zeros(())
-        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+        wide = torch.promote_types(gradients[0].dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide))
         square = norms.double().square().sum()
         if self._shard_group is not None and dist.get_world_size(self._shard_group) > 1:
             dist.all_reduce(square, group=self._shard_group)

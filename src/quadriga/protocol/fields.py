@@ -116,7 +116,7 @@ TENSORS: tuple[Field, ...] = (
     ),
     Field(
         POSITION_IDS, "[B, P], then [B, P+R]", "int64", "position of each token, from 0",
-        (*_LOADERS, _GENERATE), _FORWARD,
+        (*_LOADERS, _GENERATE),
     ),
     Field(
         SAMPLE_SEED, "[B]", "int64", "seed of the tokens that a row samples",
@@ -125,14 +125,14 @@ TENSORS: tuple[Field, ...] = (
     Field(PROMPTS, "[B, P]", "int64", "token ids, padded on the left", (_SFT_LOADER, _GENERATE)),
     Field(
         RESPONSES, "[B, R]", "int64", "token ids, padded on the right",
-        (_SFT_LOADER, _GENERATE), (_SCORE, *_FORWARD, "log_samples"),
+        (_SFT_LOADER, _GENERATE), (_SCORE, "log_samples"),
     ),
     Field(
         RESPONSE_MASK, "[B, R]", "int64",
         "1 at tokens of the policy, end token included; 0 at padding and at tokens without loss",
         (_SFT_LOADER, _GENERATE, _SCORE, *_MASKING),
         (
-            _SCORE, *_FORWARD, "measure_batch", *_MASKING, *_SHAPING,
+            _SCORE, *_FORWARD, "measure_batch", "measure_entropy", *_MASKING, *_SHAPING,
             "estimate_advantages", "select_update_tokens", "log_samples",
         ),
     ),
@@ -164,7 +164,7 @@ TENSORS: tuple[Field, ...] = (
     ),
     Field(
         ENTROPYS, "[B, R]", "float32", "nats, of the actor before the update",
-        ("compute_log_prob",),
+        ("compute_log_prob",), ("measure_entropy",),
     ),
     Field(
         REF_LOG_PROB, "[B, R]", "float32", "nats, of the reference policy",

@@ -75,7 +75,8 @@ class DataProtoFuture(Deferred):
         """`pending`: what to wait for, in order. `collect_fn`: joins the results to one batch
         (`DataProto.concat` if None); must be picklable. `parts`: the part of the batch that this
         future is, from the outermost split to the innermost."""
-        self.pending = list(pending)
+        # A tuple, so that all parts of a future share one: a list each would be n² entries.
+        self.pending = tuple(pending)
         self.collect_fn = collect_fn
         self.parts = parts
 
@@ -164,6 +165,20 @@ class DataProtoFuture(Deferred):
         return [
             DataProtoFuture(self.pending, self.collect_fn, (*self.parts, part)) for part in parts
         ]
+
+    @property
+    def part(self) -> Part:
+        """The innermost split: which part this future is of `whole()`."""
+        return self.parts[-1] if self.parts else Part(0, 1, uneven=True)
+
+    def whole(self) -> DataProtoFuture:
+        """Return the future from which `chunk` made this one; itself if it is no part."""
+        return DataProtoFuture(self.pending, self.collect_fn, self.parts[:-1])
+
+    def split(self, like: Part) -> list[DataProto | TensorDictBase]:
+        """Wait for the results and return all parts of the split to which `like` belongs."""
+        joined = self.get()
+        return [Part(i, like.count, like.uneven).of(joined) for i in range(like.count)]
 
     @staticmethod
     def concat(data: Sequence[PendingValue]) -> DataProtoFuture:

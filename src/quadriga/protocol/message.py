@@ -38,7 +38,8 @@ from quadriga.protocol.values.storage import (
 )
 
 INLINE_BYTES = stored_once.NOTED_BYTES
-"""A field of a shard up to this size is sent in the message; a larger one is put into the store."""
+"""A field of a shard up to this size is sent in the message; a larger one is put into the store. So
+are further fields of an argument if all in its message would be larger together."""
 _SMALL = 2048
 """Arrays up to this many bytes are pickled as bytes: cheaper than an out-of-band buffer."""
 
@@ -65,12 +66,12 @@ class Message:
     `kind`: the class of the batch, None for `DataProto` itself; `attributes`: what an instance has
     besides the three parts of a batch; `head`: batch size and type of
     device of its tensor half, None if it has none; `row_map`: of the fields that this message
-    brings or has put into the store.
+    brings or has put into the store, None if all its fields were remote before.
     """
 
     kind: type[object] | None
     head: tuple[tuple[int, ...], str | None] | None
-    row_map: RowMap
+    row_map: RowMap | None
     tensors: Entries
     arrays: Entries
     meta: MetaInfo
@@ -104,27 +105,39 @@ def pack(
     The message contains no live tensor. Large fields are put into `store` in one call, written by
     `origin`.
     """
-    row_map = columns.row_map_of_shard(contents.rows, origin)
+    row_map: RowMap | None = None
     waiting: list[tuple[RemoteColumn, LocalValue, Payload, int]] = []
     # A result is stored for its receivers only: a method rarely returns the same tensor twice.
     reuse = origin is CONTROLLER
+    session: object = None
+    in_message = 0
 
     def entry(key: str, column: Column) -> Inline | RemoteColumn:
+        nonlocal row_map, session, in_message
         if is_remote(column):
             return _pass_on(key, column, store)
+        if row_map is None:
+            row_map = columns.row_map_of_shard(contents.rows, origin)
         value = local_value(column)
         spec, payload, nbytes = encode(value, key)
-        if nbytes <= INLINE_BYTES or spec.kind == "raw" or not row_map.shards:
+        # What a worker returns is one object in any case; an argument above 100 KiB would be copied
+        # into the message and then, by the transport, into a store.
+        fits = nbytes <= INLINE_BYTES and (not reuse or in_message + nbytes <= INLINE_BYTES)
+        if fits or spec.kind == "raw" or not row_map.shards:
+            in_message += nbytes
             # The payload may share memory with the live tensor, and is pickled later or never.
             private = spec.kind != "raw" or store.in_process
             return Inline(spec, snapshot(payload) if private else payload, nbytes)
-        handle = stored_once.find(value, spec, payload, store) if reuse else None
+        if reuse and session is None:
+            session = stored_once.session(store)
+        handle = stored_once.find(value, spec, payload, session) if reuse else None
         stored = RemoteColumn(spec, row_map, () if handle is None else (handle,))
         if handle is None:
             waiting.append((stored, value, payload, nbytes))
         return stored
 
-    message = _message(contents, kind, attributes, row_map, entry, store.in_process)
+    message = _message(contents, kind, attributes, entry, store.in_process)
+    message.row_map = row_map
     # One call for all large fields of the message: a store may put them into one object.
     if waiting:
         handles = store.put_many([(payload, nbytes) for _, _, payload, nbytes in waiting])
@@ -132,7 +145,7 @@ def pack(
             stored.handles = (handle,)
             traffic.stored(nbytes)
             if reuse:
-                stored_once.remember(value, stored.spec, handle, store)
+                stored_once.remember(value, stored.spec, handle, session)
     return message
 
 
@@ -147,15 +160,15 @@ def pack_for_pickle(contents: Contents, kind: type[object] | None, attributes: M
             return columns.for_pickle(key, column)
         return Inline(*encode(local_value(column), key))
 
-    row_map = columns.row_map_of_shard(contents.rows, CONTROLLER)
-    return _message(contents, kind, attributes, row_map, entry)
+    message = _message(contents, kind, attributes, entry)
+    message.row_map = columns.row_map_of_shard(contents.rows, CONTROLLER)
+    return message
 
 
 def _message(
     contents: Contents,
     kind: type[object] | None,
     attributes: MetaInfo,
-    row_map: RowMap,
     entry: Callable[[str, Column], Inline | RemoteColumn],
     private: bool = False,
 ) -> Message:
@@ -167,7 +180,7 @@ def _message(
     return Message(
         kind,
         head,
-        row_map,
+        None,
         {key: entry(key, column) for key, column in halves.tensor_columns(batch).items()},
         {key: entry(key, column) for key, column in halves.array_columns(arrays).items()},
         walk(meta, leaf) if meta else {},
@@ -218,15 +231,16 @@ def unpack(message: Message) -> tuple[Contents, MetaInfo]:
     return Contents(batch, arrays, meta), attributes
 
 
-def _received(entries: Entries, row_map: RowMap) -> dict[str, Column]:
+def _received(entries: Entries, row_map: RowMap | None) -> dict[str, Column]:
     return {key: _receive(key, entry, row_map) for key, entry in entries.items()}
 
 
-def _receive(key: str, entry: Inline | RemoteColumn, row_map: RowMap) -> Column:
+def _receive(key: str, entry: Inline | RemoteColumn, row_map: RowMap | None) -> Column:
     if isinstance(entry, RemoteColumn):
         column = entry.unread()
         small = column.has_local_payloads() and column.nbytes() <= INLINE_BYTES
         return column.read(key) if small else column
+    assert row_map is not None
     # Above the limit only in a message of `pack_for_pickle`: decoded when the field is read, so a
     # batch that is pickled and only partly read is not copied as a whole.
     if entry.nbytes > INLINE_BYTES and row_map.shards:
@@ -242,7 +256,8 @@ def _receive(key: str, entry: Inline | RemoteColumn, row_map: RowMap) -> Column:
 # objects. A batch of 3 rows with a field x that actor rank 0 stored, and a small local field y:
 #
 #     kind, head   None, ((3,), None)                     a DataProto; batch size and device
-#     own          1                                      row map of the fields of this message
+#     own          1                                      row map of the fields of this message,
+#                                                         None if it brings none
 #     row_maps     0: ((17, 3, 0),)                       shards (uid, rows, number of the writer)
 #                     (("actor", 0, "make", "10.0.0.1"),) writers
 #                     b"..."                              segments [[0, 0, 3]] as bytes
@@ -258,7 +273,7 @@ def _flatten(message: Message) -> Flat:
     row_maps = _RowMaps()
     tensors = _flat_entries(message.tensors, row_maps)
     arrays = _flat_entries(message.arrays, row_maps)
-    own = row_maps.number(message.row_map)
+    own = None if message.row_map is None else row_maps.number(message.row_map)
     head = message.kind, message.head, own, tuple(row_maps.flat)
     return *head, tensors, arrays, message.meta, message.attributes
 
@@ -266,7 +281,7 @@ def _flatten(message: Message) -> Flat:
 def _restore(
     kind: type[object] | None,
     head: tuple[tuple[int, ...], str | None] | None,
-    own: int,
+    own: int | None,
     row_maps: Iterable[Flat],
     tensors: Iterable[Flat],
     arrays: Iterable[Flat],
@@ -274,7 +289,7 @@ def _restore(
 ) -> Message:
     known = [_row_map(*parts) for parts in row_maps]
     fields = _entries(tensors, known), _entries(arrays, known)
-    return Message(kind, head, known[own], *fields, *rest)
+    return Message(kind, head, None if own is None else known[own], *fields, *rest)
 
 
 class _RowMaps:

@@ -59,6 +59,12 @@ class Call:
         """`"role.method"`, as error messages name the call."""
         return f"{self.role}.{self.method}"
 
+    def __reduce__(self) -> tuple[type[Call], tuple[object, ...]]:
+        # A dataclass with slots is pickled attribute by attribute, in Python: 3 µs for each rank.
+        return Call, (
+            self.role, self.method, self.args, self.kwargs, self.materialize, self.step,
+        )  # fmt: skip
+
 
 class SharedArgument(ABC):
     """Stands in a call for a value that several ranks receive and that is stored only once."""

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from quadriga.algorithms.advantages import get_advantage
 from quadriga.algorithms.policy_losses import get_policy_loss
+from quadriga.config.plan import batch_plan
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.protocol import fields
@@ -61,6 +62,7 @@ BALANCE_OVER_RANKS = StageFields("balance_over_ranks", reads=(fields.SEQUENCE_LE
 MEASURE_BATCH = StageFields(
     "measure_batch", reads=(_MASK, _SCORES, fields.FINISHED, fields.SEQUENCE_LENGTH)
 )
+MEASURE_ENTROPY = StageFields("measure_entropy", reads=(fields.ENTROPYS, _MASK))
 MASK_TRUNCATED = StageFields("mask_truncated", reads=(_MASK, fields.FINISHED), writes=(_MASK,))
 SHAPE_SCORES = StageFields(
     "shape_scores", reads=(_SCORES, _MASK), writes=(fields.TOKEN_LEVEL_REWARDS,)
@@ -107,10 +109,40 @@ def needs_reference(config: TrainConfig) -> bool:
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
+def takes_old_log_probs_from_update(config: TrainConfig) -> bool:
+    """Return whether the update computes the old log-probabilities itself.
+
+    If a step is one optimizer step, by the weights that generated the responses, they equal the
+    log-probabilities of the update without their gradient. A pass of their own is needed if a stage
+    reads them before the update, or if the actor is not updated in every step.
+    """
+    chosen = config.actor_rollout_ref.actor.old_log_probs_from_update
+    if chosen is not None:
+        return chosen
+    algorithm = config.algorithm
+    read_earlier = (
+        algorithm.use_kl_in_reward
+        or _corrects(config)
+        or "old_log_prob_BT" in get_advantage(algorithm.adv_estimator).needs
+        or _selects_tokens(config)
+    )
+    one_step = batch_plan(config).actor.optimizer_steps == 1
+    return one_step and not read_earlier and not config.critic.warmup_steps
+
+
 def refills(config: TrainConfig) -> bool:
     """Return whether more prompts are drawn in place of zero-variance prompt groups."""
     settings = config.algorithm.filter_groups
     return settings.enable and settings.mode == "refill"
+
+
+def masks_before_passes(config: TrainConfig) -> bool:
+    """Return whether rows are scored and masked before the passes over the batch.
+
+    Rows of zero-variance groups that are masked then need no log-probabilities and no values. With
+    other settings nothing is masked by score, so the responses are scored while the roles compute.
+    """
+    return config.algorithm.filter_groups.enable
 
 
 def step_dataflow(config: TrainConfig, *, custom_reward: bool = False) -> tuple[StageFields, ...]:
@@ -123,6 +155,14 @@ def step_dataflow(config: TrainConfig, *, custom_reward: bool = False) -> tuple[
     # With refilling the scores decide which rows stay in the batch, so they are computed before
     # the roles see it. Otherwise they are computed while the roles evaluate the batch.
     scores_early = refills(config)
+    log_prob_pass = not takes_old_log_probs_from_update(config)
+    masks_early = masks_before_passes(config)
+    masking = (
+        (score, not scores_early),
+        (MEASURE_BATCH, True),
+        (MASK_TRUNCATED, algorithm.overlong.drop_truncated),
+        (_mask_zero_variance_groups(config), True),
+    )
     stages = (
         (LOAD_PROMPTS, True),
         (EXPAND_PROMPTS, True),
@@ -131,16 +171,16 @@ def step_dataflow(config: TrainConfig, *, custom_reward: bool = False) -> tuple[
         (score, scores_early),
         (REFILL, scores_early),
         (BALANCE_OVER_RANKS, config.trainer.balance_batch),
-        (COMPUTE_LOG_PROB, True),
+        *(masking if masks_early else ()),
+        (COMPUTE_LOG_PROB, log_prob_pass),
         (COMPUTE_REF_LOG_PROB, reads_ref_log_prob(config)),
         (COMPUTE_VALUES, critic),
-        (score, not scores_early),
-        (MEASURE_BATCH, True),
-        (MASK_TRUNCATED, algorithm.overlong.drop_truncated),
-        (_mask_zero_variance_groups(config), True),
+        *(() if masks_early else masking),
         (SHAPE_SCORES, True),
         (PENALISE_KL, algorithm.use_kl_in_reward),
-        (_correct_mismatch(config), True),
+        # Without the pass the update measures entropy and mismatch.
+        (MEASURE_ENTROPY, log_prob_pass),
+        (_correct_mismatch(config), log_prob_pass or _corrects(config)),
         (_estimate_advantages(config), True),
         (SELECT_UPDATE_TOKENS, _selects_tokens(config)),
         (UPDATE_CRITIC, critic),
@@ -246,12 +286,15 @@ def _mask_zero_variance_groups(config: TrainConfig) -> StageFields:
 
 def _correct_mismatch(config: TrainConfig) -> StageFields:
     """Measures rollout against training always, and writes weights where the settings say so."""
-    corrects = config.algorithm.rollout_correction.level != "none"
     return StageFields(
         "correct_mismatch",
         reads=(fields.OLD_LOG_PROBS, fields.ROLLOUT_LOG_PROBS, _MASK),
-        writes=(fields.ROLLOUT_IS_WEIGHTS,) if corrects else (),
+        writes=(fields.ROLLOUT_IS_WEIGHTS,) if _corrects(config) else (),
     )
+
+
+def _corrects(config: TrainConfig) -> bool:
+    return config.algorithm.rollout_correction.level != "none"
 
 
 def _estimate_advantages(config: TrainConfig) -> StageFields:
@@ -270,8 +313,9 @@ def _update_actor(config: TrainConfig) -> StageFields:
     actor = config.actor_rollout_ref.actor
     loss = get_policy_loss(actor.policy_loss.name)
     optional = (
+        (fields.OLD_LOG_PROBS, not takes_old_log_probs_from_update(config)),
         (fields.REF_LOG_PROB, actor.use_kl_loss and not actor.reads_full_kl),
-        (fields.ROLLOUT_IS_WEIGHTS, config.algorithm.rollout_correction.level != "none"),
+        (fields.ROLLOUT_IS_WEIGHTS, _corrects(config)),
         (fields.ROLLOUT_LOG_PROBS, loss.needs_rollout_log_probs),
         (fields.SELECTED_TOKENS, _selects_tokens(config)),
     )

@@ -39,6 +39,7 @@ from quadriga.trainer.run.resuming import (
     inputs_of,
     read_state,
 )
+from quadriga.trainer.run.role_workers import settings_for_classes
 from quadriga.trainer.run.stopping import StopRequest
 from quadriga.trainer.sampling import Sampler
 from quadriga.trainer.stages import BatchReward
@@ -73,10 +74,13 @@ class RayPPOTrainer:
         resource_pool_manager: ResourcePoolManager | None = None,
         reward_fn: BatchReward | None = None,
     ) -> None:
+        config = settings_for_classes(config, role_worker_mapping or {})
         custom_reward = reward_fn is not None or ingredients is not None
         for flow in (dataflow.step_dataflow, dataflow.validation_dataflow):
             dataflow.check_dataflow(flow(config, custom_reward=custom_reward))
         self.config = config
+        self.log_prob_pass = not dataflow.takes_old_log_probs_from_update(config)
+        self.masks_early = dataflow.masks_before_passes(config)
         self.ingredients = ingredients or load_ingredients(config)
         self.role_worker_mapping = role_worker_mapping or {}
         self.resource_pool_manager = resource_pool_manager
@@ -140,14 +144,19 @@ class RayPPOTrainer:
                         batch = record.log_stage(sampler.draw(prompts, self.step))
 
                     with record.span("evaluate"):
+                        if self.masks_early:  # rows that are left out need no passes
+                            batch = self.score_and_mask(batch, record)
                         # `submit` does not wait: roles on different processes compute these
                         # side by side, while the controller scores the responses.
-                        pending = [actor.compute_log_prob.submit(batch)]
+                        pending = []
+                        if self.log_prob_pass:
+                            pending.append(actor.compute_log_prob.submit(batch))
                         if ref:
                             pending.append(ref.compute_ref_log_prob.submit(batch))
                         if critic:
                             pending.append(critic.compute_values.submit(batch))
-                        batch = record.log_stage(stages.score_responses(batch, self.reward_fn))
+                        if not self.masks_early:
+                            batch = self.score_and_mask(batch, record)
                         for evaluated in gather(pending):
                             batch = batch.union(evaluated)
 
@@ -171,16 +180,23 @@ class RayPPOTrainer:
             actor.export_hf(str(record.folder.model))
             return validator.last
 
+    def score_and_mask(self, batch: DataProto, record: RunRecord) -> DataProto:
+        """Score the responses, measure them, and mask those that take no part in the update."""
+        config, log = self.config.algorithm, record.log_stage
+        batch = log(stages.score_responses(batch, self.reward_fn))
+        batch = log(stages.measure_batch(batch))
+        batch = log(stages.mask_truncated(batch, config))
+        return log(stages.mask_zero_variance_groups(batch, config))
+
     def estimate_advantages(self, batch: DataProto, record: RunRecord) -> DataProto:
         """From scores to advantages, on the controller."""
         config, log = self.config.algorithm, record.log_stage
-        batch = log(stages.measure_batch(batch))
-        batch = log(stages.mask_truncated(batch, config))
-        batch = log(stages.mask_zero_variance_groups(batch, config))
         batch = log(stages.shape_scores(batch, config))
         if config.use_kl_in_reward:
             batch = log(stages.penalise_kl(batch, self.kl_controller, config.kl_penalty))
-        batch = log(stages.correct_mismatch(batch, config.rollout_correction))
+        if self.log_prob_pass:  # otherwise the update measures both
+            batch = log(stages.measure_entropy(batch))
+            batch = log(stages.correct_mismatch(batch, config.rollout_correction))
         batch = log(stages.estimate_advantages(batch, config))
         return log(stages.select_update_tokens(batch, self.config.actor_rollout_ref.actor))
 

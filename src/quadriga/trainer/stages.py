@@ -16,7 +16,7 @@ shapes, are in `protocol.fields`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -46,6 +46,7 @@ from quadriga.protocol import (
 from quadriga.trainer.dataflow import ESTIMATOR_FIELDS
 from quadriga.workers.generation import SamplingMode, generation_inputs
 from quadriga.workers.method_fields import GENERATE_SEQUENCES
+from quadriga.workers.objectives import MISMATCH
 from quadriga.workers.roles import RolloutGroup
 
 Metrics = dict[str, float]
@@ -200,6 +201,15 @@ def measure_batch(batch: DataProto) -> StageResult:
     return StageResult(batch, metrics)
 
 
+def measure_entropy(batch: DataProto) -> StageResult:
+    """Measure the entropy of the policy that generated, from the pass over the log-probabilities.
+
+    Without such a pass the update measures it.
+    """
+    entropy = batch.batch[fields.ENTROPYS][batch.batch[fields.RESPONSE_MASK].bool()]
+    return StageResult(batch, {"actor/entropy": float(entropy.mean())} if len(entropy) else {})
+
+
 def mask_truncated(batch: DataProto, config: AlgorithmConfig) -> StageResult:
     """Set the mask of truncated responses to 0, if `overlong.drop_truncated` says so.
 
@@ -298,9 +308,12 @@ def correct_mismatch(batch: DataProto, config: RolloutCorrectionConfig) -> Stage
         )
         batch.batch[fields.ROLLOUT_IS_WEIGHTS] = correction.weights_BT
         metrics.update(correction.metrics)
-    return StageResult(
-        batch, {f"mismatch/{k.removeprefix('mismatch_')}": v for k, v in metrics.items()}
-    )
+    return StageResult(batch, named_mismatch(metrics))
+
+
+def named_mismatch(metrics: Mapping[str, float]) -> Metrics:
+    """Return metrics of `algorithms.importance` under the names in the log."""
+    return {f"{MISMATCH}{name.removeprefix('mismatch_')}": v for name, v in metrics.items()}
 
 
 def estimate_advantages(batch: DataProto, config: AlgorithmConfig) -> StageResult:

@@ -160,10 +160,7 @@ class ActorRolloutRefWorker(Worker):
         Raises:
             WorkerError: a weight was sent twice.
         """
-        from quadriga.weight_sync import WeightReceiver
-
-        self._receiver = self._receiver or WeightReceiver(self._rollout())
-        self._receiver.receive(bucket)
+        self._weight_receiver().receive(bucket)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_weights(self) -> int:
@@ -172,13 +169,7 @@ class ActorRolloutRefWorker(Worker):
         Raises:
             WorkerError: a weight was not received, or differs; the message names the first one.
         """
-        if self._receiver is None:
-            raise WorkerError(
-                f"rank {self.rank}: finish_weights was called before receive_weights",
-                role=self.role,
-                rank=self.rank,
-            )
-        self.weight_version = self._receiver.finish()
+        self.weight_version = self._weight_receiver().finish()
         return self.weight_version
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
@@ -329,29 +320,26 @@ class ActorRolloutRefWorker(Worker):
     def _engine(self, use: Literal["actor", "ref"]) -> TrainEngine:
         engine = self.actor if use == "actor" else self.ref
         if engine is None:
-            remedy = (
-                "call init_model first"
-                if self.uses(use)
-                else f"build the worker with a role that includes {use!r}"
-            )
-            raise WorkerError(
-                f"rank {self.rank} with role {self.role!r} has no training engine for {use!r}: "
-                + remedy,
-                role=self.role,
-                rank=self.rank,
-            )
+            raise self._lacks(f"training engine for {use!r}", use)
         return engine
+
+    def _weight_receiver(self) -> WeightReceiver:
+        from quadriga.weight_sync import WeightReceiver
+
+        self._receiver = self._receiver or WeightReceiver(self._rollout())
+        return self._receiver
 
     def _rollout(self) -> RolloutEngine:
         if self.rollout is None:
-            remedy = (
-                "call init_model first"
-                if self.uses("rollout")
-                else "build the worker with a role that includes 'rollout'"
-            )
-            raise WorkerError(
-                f"rank {self.rank} with role {self.role!r} has no rollout engine: {remedy}",
-                role=self.role,
-                rank=self.rank,
-            )
+            raise self._lacks("rollout engine", "rollout")
         return self.rollout
+
+    def _lacks(self, engine: str, use: Use) -> WorkerError:
+        remedy = f"build the worker with a role that includes {use!r}"
+        if self.uses(use):
+            remedy = "call init_model first"
+        return WorkerError(
+            f"rank {self.rank} with role {self.role!r} has no {engine}: {remedy}",
+            role=self.role,
+            rank=self.rank,
+        )

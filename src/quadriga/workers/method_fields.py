@@ -9,14 +9,9 @@ from __future__ import annotations
 from quadriga.protocol import fields
 from quadriga.protocol.fields import StageFields
 
-MODEL_INPUTS = (
-    fields.INPUT_IDS,
-    fields.ATTENTION_MASK,
-    fields.POSITION_IDS,
-    fields.RESPONSES,
-    fields.RESPONSE_MASK,
-)
-"""What a training engine needs for a forward pass over sequences."""
+MODEL_INPUTS = (fields.INPUT_IDS, fields.ATTENTION_MASK, fields.RESPONSE_MASK)
+"""What a training engine needs for a forward pass over sequences. It derives the positions and the
+ids of the responses from these fields, so the others are not moved to the ranks."""
 
 GENERATE_SEQUENCES = StageFields(
     "generate_sequences",
@@ -49,8 +44,9 @@ UPDATE_CRITIC = StageFields(
 )
 UPDATE_ACTOR = StageFields(
     "update_actor",
-    reads=(*MODEL_INPUTS, fields.OLD_LOG_PROBS, fields.ADVANTAGES),
+    reads=(*MODEL_INPUTS, fields.ADVANTAGES),
     reads_if_present=(
+        fields.OLD_LOG_PROBS,
         fields.REF_LOG_PROB,
         fields.ROLLOUT_IS_WEIGHTS,
         fields.ROLLOUT_LOG_PROBS,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quadriga.algorithms.aggregation import aggregate, count_mask
 from quadriga.algorithms.entropy import entropy_bonus
+from quadriga.algorithms.importance import mismatch_statistics
 from quadriga.algorithms.kl import kl_loss
 from quadriga.algorithms.partial import Partial
 from quadriga.algorithms.policy_losses import compute_policy_loss, get_policy_loss
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 Loss = tuple[Tensor, Mapping[str, Tensor | float]]
 """The loss of a micro-batch, and metrics that the engine sums over micro-batches and ranks."""
+
+MISMATCH = "mismatch/"
+"""Prefix of the metrics of the difference between rollout and training."""
 
 Partials = Mapping[str, Partial]
 """The metrics of one micro-batch by name, as totals with weights."""
@@ -52,10 +56,23 @@ class BatchCounts:
 
 
 class PolicyObjective:
-    """Policy loss − entropy bonus + KL to the reference, for each token; then aggregated."""
+    """Policy loss − entropy bonus + KL to the reference, for each token; then aggregated.
 
-    def __init__(self, config: ActorConfig, counts: BatchCounts, length_scale: float) -> None:
+    `old_from_update`: the old log-probabilities are those of the update without their gradient.
+    Then its metrics contain what the pass that is left out would have given: the entropy, and
+    the mismatch of rollout and training.
+    """
+
+    def __init__(
+        self,
+        config: ActorConfig,
+        counts: BatchCounts,
+        length_scale: float,
+        *,
+        old_from_update: bool = False,
+    ) -> None:
         self.config = config
+        self.old_from_update = old_from_update
         self.counts = counts
         self.length_scale = length_scale
         self.settings = loss_settings(config.policy_loss)
@@ -63,16 +80,18 @@ class PolicyObjective:
 
     @property
     def reads_entropy(self) -> bool:
-        """Whether the engine must compute the entropy with its gradient."""
+        """Whether the engine must compute the entropy."""
         loss = get_policy_loss(self.config.policy_loss.name)
-        return self.config.entropy_coeff != 0 or loss.needs_entropy
+        # For the metric alone its gradient is 0, for which the backward pass does no work.
+        return self.config.entropy_coeff != 0 or loss.needs_entropy or self.old_from_update
 
     def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
-        mask = micro[fields.RESPONSE_MASK]
+        mask, log_prob = micro[fields.RESPONSE_MASK], outputs[LOG_PROBS]
+        old = log_prob.detach() if self.old_from_update else micro[fields.OLD_LOG_PROBS]
         policy = compute_policy_loss(
             self.config.policy_loss.name,
-            log_prob_BT=outputs[LOG_PROBS],
-            old_log_prob_BT=micro[fields.OLD_LOG_PROBS],
+            log_prob_BT=log_prob,
+            old_log_prob_BT=old,
             advantages_BT=micro[fields.ADVANTAGES],
             response_mask_BT=mask,
             rollout_log_prob_BT=micro.get(fields.ROLLOUT_LOG_PROBS),
@@ -86,7 +105,6 @@ class PolicyObjective:
         partials = {**policy.metrics, "pg_loss": Partial.mean(loss_BT, kept)}
         if self.config.entropy_coeff:
             bonus = entropy_bonus(outputs[ENTROPY], mask, entropy_coeff=self.config.entropy_coeff)
-            partials.update(bonus.metrics)
             loss_BT = loss_BT + bonus.loss_BT
         if self.config.use_kl_loss:
             kl = kl_loss(
@@ -99,7 +117,13 @@ class PolicyObjective:
             )
             partials.update(kl.metrics)
             loss_BT = loss_BT + kl.loss_BT
-        self.partials.append({f"actor/{name}": part for name, part in partials.items()})
+        if self.old_from_update:
+            partials["entropy"] = Partial.mean(outputs[ENTROPY], kept)
+        named = {f"actor/{name}": part for name, part in partials.items()}
+        if self.old_from_update and fields.ROLLOUT_LOG_PROBS in micro:
+            statistics = mismatch_statistics(old, micro[fields.ROLLOUT_LOG_PROBS], mask)
+            named |= {f"{MISMATCH}{name}": part for name, part in statistics.items()}
+        self.partials.append(named)
         return self._aggregate(loss_BT, mask), {}
 
     def _aggregate(self, loss_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quadriga.config.schema import ActorConfig, CriticConfig
+from quadriga.errors import FieldError
 from quadriga.protocol import DataProto, fields
 from quadriga.workers.method_fields import UPDATE_ACTOR, UPDATE_CRITIC
 from quadriga.workers.objectives import BatchCounts, Partials, PolicyObjective, ValueObjective
@@ -35,7 +37,8 @@ def update_policy(
     Waits for: the other ranks, at each optimizer step. Every rank must call this together.
 
     Args:
-        data: the fields `UPDATE_ACTOR.reads` and `UPDATE_ACTOR.reads_if_present`.
+        data: the fields `UPDATE_ACTOR.reads` and `UPDATE_ACTOR.reads_if_present`. Without
+            `old_log_probs`, they are those of the update itself.
         responses_per_prompt: rows per prompt; `ppo_mini_batch_size` counts prompts over all ranks.
         temperature: the sampling temperature of the rollout.
         length_scale: tokens by which `seq-mean-token-sum-norm` divides, unless a setting does.
@@ -48,24 +51,25 @@ def update_policy(
     """
     present = [key for key in UPDATE_ACTOR.reads_if_present if key in data.batch.keys()]  # noqa: SIM118
     rows = {key: data.batch[key] for key in (*UPDATE_ACTOR.reads, *present)}
+    size = rows_per_mini_batch(
+        config.ppo_mini_batch_size, len(data), responses_per_prompt, world_size
+    )
+    epochs, old_from_update = config.ppo_epochs, fields.OLD_LOG_PROBS not in rows
+    if old_from_update:
+        check_one_step(len(data), size, epochs)
     steps: list[dict[str, float]] = []
     partials: list[Partials] = []
-    for mini in mini_batches(
-        rows,
-        size=rows_per_mini_batch(
-            config.ppo_mini_batch_size, len(data), responses_per_prompt, world_size
-        ),
-        epochs=config.ppo_epochs,
-        shuffle=config.shuffle,
-        seed=seed,
-    ):
+    for mini in mini_batches(rows, size=size, epochs=epochs, shuffle=config.shuffle, seed=seed):
         counts = BatchCounts.of(mini[fields.RESPONSE_MASK], engine)
         # The count is the same on all ranks, so all of them skip the step together. A rank that
         # skipped alone would leave the others waiting in a collective.
         if counts.tokens == 0:
             continue
         objective = PolicyObjective(
-            config, counts=counts, length_scale=config.loss_scale_length or length_scale
+            config,
+            counts,
+            config.loss_scale_length or length_scale,
+            old_from_update=old_from_update,
         )
         steps.append(
             engine.train_step(
@@ -126,6 +130,22 @@ def rows_per_mini_batch(
         rows: the rows of this rank.
     """
     return max(1, rows if prompts is None else prompts * responses_per_prompt // world_size)
+
+
+def check_one_step(rows: int, size: int, epochs: int) -> None:
+    """Check that an update without `old_log_probs` is one optimizer step.
+
+    Raises:
+        FieldError: in a second step the weights would not be those that generated.
+    """
+    steps = epochs * max(1, math.ceil(rows / size))
+    if steps > 1:
+        raise FieldError(
+            f"update_actor got no field {fields.OLD_LOG_PROBS!r}, which it needs for {steps} "
+            f"optimizer steps ({rows} rows in mini-batches of {size} × {epochs} epochs); call "
+            "compute_log_prob before it, or make one optimizer step",
+            field=fields.OLD_LOG_PROBS,
+        )
 
 
 def shuffle_seed(seed: int, optimizer_steps: int) -> int:

@@ -10,6 +10,7 @@ produced by one call share one `RowMap`, so a selection is computed once for all
 from __future__ import annotations
 
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,9 @@ RowIndex = slice | Sequence[int] | Sequence[bool] | Array | torch.Tensor
 """An index that selects several rows."""
 _FEW = 4096
 """Up to this many segments a Python loop is faster than numpy on many small arrays."""
+
+_FEW_SHARDS = 16
+"""Up to this many segments Python sorts the shards of a part faster than numpy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +235,12 @@ class RowMap:
         return ends
 
     @cached_property
+    def starts(self) -> list[int]:
+        """`offsets` as a list, in which Python finds a row five times as fast as numpy does."""
+        starts: list[int] = self.offsets.tolist()
+        return starts
+
+    @cached_property
     def content(self) -> bytes:
         """The segments as bytes: equal for maps that differ in their shards only."""
         return self.segments.tobytes()
@@ -281,15 +291,12 @@ class RowMap:
         return runs(shard, row)
 
     def _range(self, start: int, stop: int) -> Ints:
-        if len(self.segments) == 1:
-            shard, first_row, _ = self.segments[0].tolist()
-            return np.array([[shard, first_row + start, first_row + stop]], dtype=np.int64)
-        first = int(self.offsets.searchsorted(start, side="right")) - 1
-        last = int(self.offsets.searchsorted(stop, side="left"))
+        first = bisect_right(self.starts, start) - 1
+        last = bisect_left(self.starts, stop)
         # [2, 5) of segments a [0, 3) and b [0, 3): a loses its first 2 rows, b its last 6 - 5 = 1.
         segments = self.segments[first:last].copy()
-        segments[0, 1] += start - self.offsets[first]
-        segments[-1, 2] -= self.offsets[last] - stop
+        segments[0, 1] += start - self.starts[first]
+        segments[-1, 2] -= self.starts[last] - stop
         return segments
 
 
@@ -372,10 +379,11 @@ def _merge(segments: Ints) -> Ints:
 
 def _without_unused_shards(segments: Ints) -> _Plan:
     """Renumber the shards of segments to those that are used, and return which those are."""
-    if len(segments) == 1:
-        only = int(segments[0, 0])
-        segments[0, 0] = 0
-        return segments, (only,)
-    used, renumbered = np.unique(segments[:, 0], return_inverse=True)
-    segments[:, 0] = renumbered.reshape(-1)
-    return segments, tuple(used.tolist())
+    if len(segments) > _FEW_SHARDS:
+        used, renumbered = np.unique(segments[:, 0], return_inverse=True)
+        segments[:, 0] = renumbered.reshape(-1)
+        return segments, tuple(used.tolist())
+    numbers = segments[:, 0].tolist()
+    kept = sorted(set(numbers))
+    segments[:, 0] = [kept.index(number) for number in numbers]
+    return segments, tuple(kept)

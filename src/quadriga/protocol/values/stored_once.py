@@ -11,9 +11,11 @@ and the handles of stored rows are kept with the source:
 
 A handle is used again only if the bytes are equal. A tensor whose version counter has changed was
 written into. Other writes leave the counter as it is (through `x.numpy()`, `x.data`, or the array
-from which x was made), so the bytes are compared as well; comparing takes a fraction of the time of
-storing. Handles are dropped with the source, and the oldest first if those of a source name more
-than twice its rows, or all of them together more than `KEPT_BYTES`.
+from which x was made), so the bytes are compared as well. Comparing reads both copies: it takes
+about as long as a put into memory of the store that was used before, and less than a put into fresh
+memory (docs/experiments.md). What it always saves is the memory of a second copy, and its way to
+other nodes. Handles are dropped with the source, and the oldest first if those of a source name
+more than twice its rows, or all of them together more than `KEPT_BYTES`.
 """
 
 from __future__ import annotations
@@ -103,11 +105,11 @@ def note_part(part: LocalValue, source: LocalValue, rows: RowRange) -> None:
         _parts[part] = _Part(source, (rows.start, rows.stop))
 
 
-def find(value: LocalValue, spec: FieldSpec, payload: Payload, store: Store) -> Handle | None:
-    """Return the handle of the same bytes in `store`, None if they have to be stored."""
+def find(value: LocalValue, spec: FieldSpec, payload: Payload, session: object) -> Handle | None:
+    """Return the handle of the same bytes in the store of `session`, None if there is none."""
     source, rows = _place(value)
     copies = _sources.get(source)
-    copy = None if copies is None else copies.by_rows.get((session(store), rows))
+    copy = None if copies is None else copies.by_rows.get((session, rows))
     if copy is None or copy.spec != spec or copy.version != _version(value):
         return None
     try:
@@ -117,13 +119,13 @@ def find(value: LocalValue, spec: FieldSpec, payload: Payload, store: Store) -> 
     return copy.handle if _same_bytes(payload, stored) else None
 
 
-def remember(value: LocalValue, spec: FieldSpec, handle: Handle, store: Store) -> None:
-    """Keep the handle of a value that was just stored."""
+def remember(value: LocalValue, spec: FieldSpec, handle: Handle, session: object) -> None:
+    """Keep the handle of a value that was just stored in the store of `session`."""
     source, rows = _place(value)
     copies = _sources.get(source)
     if copies is None:
         copies = _sources[source] = _Copies()
-    key = session(store), rows
+    key = session, rows
     copies.drop(key)
     copies.by_rows[key] = _Copy(spec, handle, _version(value))
     copies.rows += rows[1] - rows[0]

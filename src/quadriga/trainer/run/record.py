@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
+from quadriga.algorithms.importance import mismatch_of_statistics
 from quadriga.algorithms.partial import merge_partials
 from quadriga.checkpoint.folders import restore_folder, set_aside_after
 from quadriga.config.schema import SFTConfig, TrainConfig
@@ -19,7 +20,8 @@ from quadriga.observability.samples import Sample, SampleLog
 from quadriga.observability.timing import Timer
 from quadriga.observability.trackers import RunInfo, Trackers
 from quadriga.protocol import DataProto, fields
-from quadriga.trainer.stages import StageResult
+from quadriga.trainer.stages import StageResult, named_mismatch
+from quadriga.workers.objectives import MISMATCH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -144,7 +146,8 @@ class RunRecord:
             # A mean of means would be wrong: rank 0 with 2 tokens of loss 1.0 and rank 1 with 6
             # tokens of loss 2.0 report totals 2 and 12 with weights 2 and 6, and 14 / 8 = 1.75.
             per_rank = report.non_tensor_batch[fields.PARTIALS]
-            self._metrics.add(merge_partials([part for rank in per_rank for part in rank]))
+            merged = merge_partials([part for rank in per_rank for part in rank])
+            self._metrics.add(_finished(merged))
 
     def end_step(self, step: int) -> None:
         """Pass the metrics of the step to every tracker and begin the next step."""
@@ -200,6 +203,15 @@ def _validation_row(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         return [("validation accuracy", f"{metrics['val/accuracy']:.1%}")]
     score = metrics.get("val/score")
     return [] if score is None else [("validation score", f"{score:.3f}")]
+
+
+def _finished(merged: dict[str, float]) -> dict[str, float]:
+    """Replace merged statistics of the mismatch, if an update has measured them, by metrics."""
+    names = [name for name in merged if name.startswith(MISMATCH)]
+    if not names:
+        return merged
+    statistics = {name.removeprefix(MISMATCH): merged.pop(name) for name in names}
+    return {**merged, **named_mismatch(mismatch_of_statistics(statistics))}
 
 
 def read_samples(

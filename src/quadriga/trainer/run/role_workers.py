@@ -221,6 +221,26 @@ def _protocols(config: TrainConfig, uses: Sequence[str], apart: bool) -> list[ty
     return [protocol for use in uses for protocol in needed[use]]
 
 
+def settings_for_classes(config: TrainConfig, mapping: Mapping[Role, type[Worker]]) -> TrainConfig:
+    """Return the settings with which worker classes of the user get the fields that they expect.
+
+    A class with an update or a pass of its own may read `old_log_probs`, so the pass is made unless
+    the settings say otherwise.
+    """
+    from quadriga.workers import ActorRolloutRefWorker
+
+    policy = config.actor_rollout_ref
+    own = any(
+        getattr(cls, name, None) not in (None, getattr(ActorRolloutRefWorker, name))
+        for cls in mapping.values()
+        for name in ("compute_log_prob", "update_actor")
+    )
+    if not own or policy.actor.old_log_probs_from_update is not None:
+        return config
+    actor = dataclasses.replace(policy.actor, old_log_probs_from_update=False)
+    return dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(policy, actor=actor))
+
+
 def check_methods(key: str, cls: type[Worker], protocols: Iterable[type]) -> None:
     """Check that a worker class has every method that the trainer calls for a role.
 

@@ -13,6 +13,7 @@ from quadriga.config.schema import EngineConfig, GenerateConfig, ModelConfig, SF
 from quadriga.errors import ConfigError
 from quadriga.models.context_window import LongestSequence, check_context_window
 from quadriga.models.vocabulary import check_vocabulary, largest_token_id
+from quadriga.protocol import fields
 from quadriga.trainer.dataflow import needs_critic, needs_reference, reads_ref_log_prob
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def check_model_inputs(
         ModelError: a sequence exceeds the context window, or a token id exceeds the embedding.
     """
     check_context_window(model.path, longest, trust_remote_code=model.trust_remote_code)
-    rows = [dataset[i]["input_ids"] for dataset in datasets for i in range(len(dataset))]
+    rows = [dataset[i][fields.INPUT_IDS] for dataset in datasets for i in range(len(dataset))]
     check_vocabulary(
         model.path,
         tokenizer,

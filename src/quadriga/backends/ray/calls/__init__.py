@@ -1,8 +1,8 @@
 """How a call reaches the ranks, and how its results come back.
 
 `submission` packs the calls and starts the actor tasks, `waiting` and, for long waits,
-`slices` wait for their results, `store` keeps large fields in Ray's object store. A rank's process
-imports `store` only.
+`slices` wait for their results, `splitting` has one rank split a future for many, `store` keeps
+large fields in Ray's object store. A rank's process imports `store` only.
 
 May import: `cluster`, `health`, `process.memory`, `process.user_code`, and the packages below
 `backends`.

@@ -37,6 +37,8 @@ FIRST_WAIT_S = 0.2
 """How long a wait asks Ray for everything at once, before it goes on in slices."""
 PROBE_S = 2.0
 """How often a wait asks the nodes."""
+SHOWN_RANKS = 16
+"""How many ranks a message lists."""
 LOG_S = 60.0
 """How often a long wait logs which ranks it waits for."""
 
@@ -319,4 +321,6 @@ def _is_returned(ref: Ref) -> bool:
 
 
 def _places(handles: Sequence[RankHandle]) -> str:
-    return ", ".join(f"{h.facts.rank} ({h.facts.node}, pid {h.facts.pid})" for h in handles)
+    shown = [f"{h.facts.rank} ({h.facts.node}, pid {h.facts.pid})" for h in handles[:SHOWN_RANKS]]
+    more = len(handles) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -47,11 +47,13 @@ from quadriga.single_controller.ranks.environment import RankEnvironment, Reserv
 from quadriga.single_controller.ranks.rank_host import RankHost
 
 if TYPE_CHECKING:
+    from quadriga.backends.ray.calls.splitting import Splits
     from quadriga.backends.ray.calls.store import RayStore, ResultStore
     from quadriga.backends.ray.cluster import Ref
 
-Sent: TypeAlias = bytes | SharedArgument
-"""What the controller sends for a call."""
+Sent: TypeAlias = "bytes | tuple[bytes, list[Ref]] | SharedArgument"
+"""What the controller sends for a call: its bytes, the same with the references in it, or an object
+that opens to it."""
 
 
 class RankProcess:
@@ -152,32 +154,31 @@ class RankProcess:
         """Return the roles that this process hosts, with their classes."""
         return {role: type(worker) for role, worker in self._host.workers.items()}
 
-    def quadriga_invoke(self, sent: Sent, refs: Sequence[Ref] | None = None) -> object:
-        """Run one call; return its result. `refs`: the references in it, if `sent` is bytes."""
-        return self._invoke(sent, refs, 0)[0]
+    def quadriga_invoke(self, sent: Sent) -> object:
+        """Run one call; return its result."""
+        return self._invoke(sent, 0)[0]
 
-    def quadriga_invoke_apart(
-        self, count: int, sent: Sent, refs: Sequence[Ref] | None = None
-    ) -> object:
+    def quadriga_invoke_apart(self, count: int, sent: Sent) -> object:
         """Run one call; return its result and, as `count` further returns, its large fields."""
-        return self._invoke(sent, refs, count)
+        return self._invoke(sent, count)
 
-    def _invoke(self, sent: Sent, refs: Sequence[Ref] | None, count: int) -> tuple[object, ...]:
+    def _invoke(self, sent: Sent, count: int) -> tuple[object, ...]:
         store = self._result_store()
-        return store.returns(self._host.invoke(self._call(sent, refs), store), count)
+        return store.returns(self._host.invoke(self._call(sent), store), count)
 
-    def quadriga_invoke_value(self, sent: Sent, refs: Sequence[Ref] | None = None) -> object:
+    def quadriga_invoke_value(self, sent: Sent) -> object:
         """Run one call; return the value itself, for a program that calls `ray.get`."""
-        return unpack_results([self._host.invoke(self._call(sent, refs))])[0]
+        return unpack_results([self._host.invoke(self._call(sent))])[0]
 
-    def _call(self, sent: object, refs: Sequence[Ref] | None) -> Call:
-        """Return a call from what was sent for it: bytes, or an object that opens to it."""
+    def _call(self, sent: object) -> Call:
+        """Return a call from what was sent for it."""
         role, method = getattr(sent, "label", ("", ""))
         try:
-            if refs is not None and isinstance(sent, bytes):
+            if isinstance(sent, tuple):
                 from quadriga.backends.ray.calls.submission import PickledCall
 
-                sent = PickledCall((role, method), sent, (), refs)
+                data, refs = sent
+                sent = PickledCall((role, method), data, (), refs)
             while isinstance(sent, SharedArgument):
                 sent = sent.open()
             if isinstance(sent, bytes):
@@ -186,6 +187,15 @@ class RankProcess:
             raise self._host.unreadable(role, method, error) from error
         assert isinstance(sent, Call)
         return sent
+
+    def quadriga_split(self, splits: Splits) -> object:
+        """Wait for futures and return their parts, for the ranks that receive one part each (see
+        `calls.splitting`)."""
+        from quadriga.protocol.boundary import pack_argument, wait_for_arguments
+
+        wait_for_arguments([future for future, _ in splits])
+        parts = [pack_argument(part) for future, like in splits for part in future.split(like)]
+        return tuple(parts) if len(parts) > 1 else parts[0]
 
     def _use_store(self, store: RayStore) -> None:
         # Imported here because these modules load numpy, whose thread pools read the environment
@@ -205,34 +215,30 @@ class AsyncRankProcess(RankProcess):
         # Arguments are waited for in a thread, but Ray warns as if that were inside the loop.
         os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
 
-    async def quadriga_invoke(
-        self, sent: Sent, refs: Sequence[Ref] | None = None, ticket: Ticket | None = None
-    ) -> object:
+    async def quadriga_invoke(self, sent: Sent, ticket: Ticket | None = None) -> object:
         """Run one call; other calls run while a coroutine method waits."""
-        return (await self._invoke_async(sent, refs, ticket, 0))[0]
+        return (await self._invoke_async(sent, ticket, 0))[0]
 
     async def quadriga_invoke_apart(
-        self,
-        count: int,
-        sent: Sent,
-        refs: Sequence[Ref] | None = None,
-        ticket: Ticket | None = None,
+        self, count: int, sent: Sent, ticket: Ticket | None = None
     ) -> object:
         """Run one call; the result's large fields are `count` further returns."""
-        return await self._invoke_async(sent, refs, ticket, count)
+        return await self._invoke_async(sent, ticket, count)
 
-    async def quadriga_invoke_value(
-        self, sent: Sent, refs: Sequence[Ref] | None = None, ticket: Ticket | None = None
-    ) -> object:
+    async def quadriga_invoke_value(self, sent: Sent, ticket: Ticket | None = None) -> object:
         """Run one call; return the value itself, for a program that calls `ray.get`."""
-        packed = await self._host.invoke_async(lambda: self._call(sent, refs), ticket)
+        packed = await self._host.invoke_async(lambda: self._call(sent), ticket)
         return unpack_results([packed])[0]
 
+    async def quadriga_split(self, splits: Splits) -> object:
+        """Do the same in a thread, while the loop goes on."""
+        return await asyncio.to_thread(super().quadriga_split, splits)
+
     async def _invoke_async(
-        self, sent: Sent, refs: Sequence[Ref] | None, ticket: Ticket | None, count: int
+        self, sent: Sent, ticket: Ticket | None, count: int
     ) -> tuple[object, ...]:
         store = self._result_store()
-        result = await self._host.invoke_async(lambda: self._call(sent, refs), ticket, store)
+        result = await self._host.invoke_async(lambda: self._call(sent), ticket, store)
         return store.returns(result, count)
 
     async def quadriga_coroutines(self) -> str:
