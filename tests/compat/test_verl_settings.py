@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -60,6 +62,17 @@ def test_every_row_of_the_table_names_a_setting_of_ours(cls, table):
     for row in table.values():
         for key in row.keys:
             type_of_key(cls, key)  # raises for an unknown key
+
+
+def test_the_page_has_every_row_of_the_tables():
+    page = (Path(__file__).parents[2] / "docs/concepts/verl_settings.md").read_text()
+    _, *sections = page.split("\n## ")
+    for section, table in zip(sections, (TRAIN, SFT, GENERATE), strict=True):
+        rows = [
+            f"| `{key}` | {', '.join(f'`{ours}`' for ours in row.keys)} |"
+            for key, row in table.items()
+        ]
+        assert [line for line in section.splitlines() if line.startswith("| `")] == rows
 
 
 def test_a_file_is_translated(file, monkeypatch):
