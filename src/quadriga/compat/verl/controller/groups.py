@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from quadriga.backends.ray import RayClassWithInitArgs, RayResourcePool
 from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
 from quadriga.backends.ray.calls.values import submit_value
+from quadriga.backends.ray.cluster import ensure_ray
 from quadriga.backends.ray.placement.class_with_args import RayColocatedClass
 from quadriga.backends.ray.process.attach import classes_of
 from quadriga.backends.ray.programs import actor_method, stored
@@ -73,6 +74,7 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
     ) -> None:
         for option in IGNORED_OPTIONS:
             kwargs.pop(option, None)
+        ensure_ray()  # as Ray's own functions do, if the program has not called ray.init
         self.use_gpu = bool(kwargs.pop("use_gpu", resource_pool and resource_pool.use_gpu))
         if self.use_gpu and resource_pool is not None and not resource_pool.use_gpu:
             raise DispatchError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from quadriga.backends.ray import RayResourcePool
+from quadriga.backends.ray.cluster import ensure_ray
 from quadriga.backends.ray.placement.placement_groups import alive_nodes, sort_by_node_address
 from quadriga.errors import PlacementError
 from quadriga.single_controller.placement.feasibility import check_feasible
@@ -40,6 +41,7 @@ class ResourcePoolManager(Generic[RoleT]):
 
         Raises `PlacementError` unless all fit on the nodes at the same time.
         """
+        ensure_ray()  # as Ray's own functions do, if the program has not called ray.init
         pools = {
             name: RayResourcePool(
                 ranks,
