@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quadriga.protocol import DataProto
+from quadriga.protocol.values.storage import traffic
 from quadriga.single_controller import Dispatch, Worker, register
 
 WIDTH = 16384  # float32 columns: a row weighs 64 KiB
@@ -79,6 +80,38 @@ class Caller(Worker):
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def call(self, group, prompts):
         return group.make(prompts)
+
+
+class Reader(Worker):
+    """Makes fields that are stored, and reads rows of them."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def make(self, data):
+        """Return `fields` and `rag` with 16384 numbers in each row, in rows of two lengths."""
+        rows = data.batch["row"]
+        made = fields(rows)
+        ragged = [torch.full((8192 * (1 + int(i) % 3),), float(i)) for i in rows]
+        made.batch["rag"] = torch.nested.nested_tensor(ragged, layout=torch.jagged)
+        return made
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def read(self, data, keys):
+        """Return the numbers of the rows, which all fields must have, and the bytes that were cut
+        for this read."""
+        traffic.reset()
+        data.prefetch(keys)
+        cut = traffic.reset().cut_bytes
+        one = data.batch["one"][:, -1].tolist()
+        assert data.batch["two"][:, 0].tolist() == [2 * row for row in one]
+        assert [part.unique().tolist() for part in data.batch["rag"].unbind()] == [[r] for r in one]
+        return one, cut
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def forget(self):
+        """Look up the row servers again."""
+        from quadriga.backends.ray.calls.row_store import servers
+
+        servers._known.clear()
 
 
 class Echo(Worker):

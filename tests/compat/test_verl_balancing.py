@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quadriga.compat.verl import balancing
+from quadriga.compat.verl.tensors import balancing
 
 
 @pytest.mark.parametrize(("backend", "device"), [("nccl", "meta"), ("cpu:gloo,cuda:nccl", "cpu")])

@@ -14,27 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from verl_names import PUBLIC
+from verl_names import LEFT_OUT, PUBLIC
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
 from quadriga.compat.verl.names import MODULES
+from quadriga.compat.verl.trainer_names import NOT_OFFERED, TRAINER_MODULES
 from quadriga.errors import ConflictError, FieldError, LengthError
-
-# Public names of these modules of verl 0.9.1 that Quadriga leaves out. docs/concepts/migration.md
-# gives the reasons.
-LEFT_OUT = {
-    "verl.protocol": "BatchData serialize_single_tensor serialize_tensordict "
-    "deserialize_single_tensor deserialize_tensordict",
-    "verl.utils.device": "AscendHardwareVersion get_npu_versions check_ipc_version_support",
-    "verl.utils.py_functional": "timeout_limit NestedNamespace DynamicEnumMeta DynamicEnum "
-    "convert_nested_value_to_list_recursive",
-    "verl.utils.tensordict_utils": "maybe_fix_3d_position_ids",
-    "verl.single_controller.ray.base": "FusedWorkerCLSName",
-    "verl.trainer.ppo.core_algos": "compute_optimal_token_baseline_advantage "
-    "compute_multi_turn_optimal_token_baseline_advantage compute_pf_ppo_reweight_data "
-    "compute_policy_loss_dppo_tv compute_policy_loss_dppo_kl compute_policy_loss_dro "
-    "compute_policy_loss_reinforce compute_policy_loss_bypass_mode",
-}
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -83,6 +68,41 @@ def is_on_page(name: str, page: str) -> bool:
 def test_every_public_name_of_verl_is_provided_or_left_out(module):
     missing = set(PUBLIC[module].split()) - set(MODULES[module])
     assert missing == set(LEFT_OUT.get(module, "").split())
+
+
+@pytest.mark.parametrize("module", TRAINER_MODULES)
+def test_a_name_that_is_not_offered_says_what_to_use(module):
+    loaded = importlib.import_module(module)
+    for name in LEFT_OUT.get(module, "").split():
+        with pytest.raises(AttributeError, match=f"has no '{name}' in Quadriga"):
+            getattr(loaded, name)
+
+
+def test_advice_for_names_and_modules_that_are_not_offered():
+    from verl.trainer import main_ppo
+    from verl.workers import engine_workers
+
+    with pytest.raises(AttributeError, match=r"Use verl\.trainer\.main_ppo\.TaskRunner\."):
+        main_ppo.TaskRunnerV1  # noqa: B018
+    with pytest.raises(AttributeError, match=r"Use quadriga\.workers\.CriticWorker"):
+        engine_workers.TrainingWorker  # noqa: B018
+    with pytest.raises(ModuleNotFoundError, match=r"Use quadriga\.rollout"):
+        importlib.import_module("verl.workers.rollout.vllm_rollout")
+    with pytest.raises(ModuleNotFoundError, match=r"module 'verl\.nothing'\. docs/concepts"):
+        importlib.import_module("verl.nothing")
+
+
+@pytest.mark.parametrize("use", sorted(set(NOT_OFFERED.values())))
+def test_what_is_advised_exists(use):
+    """Each advice begins with a name that can be imported, or with a reason."""
+    first = use.split(" ")[0].rstrip(";,.")
+    if first in ("no", "ActorRolloutRefWorker", "ActorRolloutRefWorker.export_hf"):
+        return
+    module, _, name = first.rpartition(".")
+    try:
+        importlib.import_module(first)
+    except ImportError:
+        assert getattr(importlib.import_module(module), name) is not None
 
 
 def test_importing_the_modules_imports_no_library():

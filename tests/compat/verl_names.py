@@ -1,9 +1,11 @@
-"""The public names that verl 0.9.1 defines at the top level of the modules that Quadriga replaces.
+"""The public names that verl 0.9.1 defines in the modules that Quadriga replaces, and our choice.
 
 The list was read from verl's source. It leaves out constants such as loggers and folders.
 """
 
 from __future__ import annotations
+
+from quadriga.compat.verl.names import MODULES
 
 PUBLIC = {
     "verl": ("DataProto"),
@@ -84,4 +86,77 @@ PUBLIC = {
         "get_kl_controller get_policy_loss_fn kl_penalty kl_penalty_forward register_adv_est "
         "register_policy_loss"
     ),
+    "verl.trainer.main_ppo": ("TaskRunnerV1 main run_ppo"),
+    "verl.trainer.main_ppo_v0": ("BaseTaskRunner TaskRunner"),
+    "verl.trainer.main_generation_server": (
+        "generate generate_per_replica main start_server submit_request"
+    ),
+    "verl.trainer.sft_trainer": ("SFTTrainer create_sft_dataset main run_sft"),
+    "verl.trainer.ppo.ray_trainer": (
+        "RayPPOTrainer apply_kl_penalty compute_advantage compute_response_mask "
+        "compute_spec_decode_metrics"
+    ),
+    "verl.trainer.ppo.utils": (
+        "Role create_rl_dataset create_rl_sampler need_critic need_reference_policy "
+        "need_reward_model need_teacher_policy"
+    ),
+    "verl.workers.engine_workers": ("ActorRolloutRefWorker TrainingWorker"),
+    "verl.utils.fs": (
+        "copy_local_path_from_hdfs copy_to_local copy_to_shm get_local_temp_path is_non_local "
+        "local_mkdir_safe md5_encode verify_copy"
+    ),
+    "verl.utils.model": (
+        "CausalLMOutputForPPO LambdaLayer check_exclude_modules check_target_modules "
+        "compute_position_id_with_mask convert_weight_keys create_huggingface_actor "
+        "create_huggingface_critic create_random_mask extract_multi_modal_inputs "
+        "get_generation_config get_hf_auto_model_class get_hf_model_path "
+        "get_huggingface_actor_config get_lora_rank_from_adapter get_model_size "
+        "get_parallel_gptmodel_from_config get_parallel_model_from_config load_mcore_dist_weights "
+        "load_megatron_gptmodel_weights load_megatron_model_weights load_valuehead_model "
+        "normalize_model_name normalize_pp_vpp_params pad_packed_inputs patch_valuehead_model "
+        "print_model_size squeeze update_model_config"
+    ),
+    "verl.utils.torch_functional": (
+        "allgather_dict_into_dict allgather_dict_tensors broadcast_dict_tensor "
+        "calculate_sum_pi_squared_from_logits check_device_is_available clip_by_value "
+        "compute_grad_norm distributed_masked_mean distributed_mean_max_min_std "
+        "entropy_from_logits entropy_from_logits_with_chunking expand_as_nested gather_from_labels "
+        "get_constant_schedule_with_warmup get_cosine_schedule_with_warmup get_response_mask "
+        "get_unpad_data get_wsd_schedule_with_warmup log_probs_from_logits_all_rmpad "
+        "log_probs_from_logits_response log_probs_from_logits_response_rmpad logprobs_from_logits "
+        "logprobs_from_logits_flash_attn logprobs_from_logits_naive "
+        "logprobs_from_logits_torch_npu logprobs_from_logits_v2 masked_mean masked_sum masked_var "
+        "masked_whiten pad_2d_list_to_length pad_sequence_to_length post_process_logits "
+        "postprocess_data prepare_decoder_attention_mask remove_pad_token "
+        "split_dict_tensor_into_batches tokenize_and_postprocess_data use_original_torch_compile"
+    ),
+}
+
+# Public names of these modules of verl 0.9.1 that Quadriga leaves out. docs/concepts/migration.md
+# gives the reasons.
+LEFT_OUT = {
+    "verl.utils.device": "AscendHardwareVersion get_npu_versions check_ipc_version_support",
+    "verl.utils.py_functional": "timeout_limit NestedNamespace DynamicEnumMeta DynamicEnum "
+    "convert_nested_value_to_list_recursive",
+    "verl.utils.tensordict_utils": "maybe_fix_3d_position_ids",
+    "verl.single_controller.ray.base": "FusedWorkerCLSName",
+    "verl.trainer.main_ppo": "TaskRunnerV1",
+    "verl.trainer.main_generation_server": "generate generate_per_replica start_server "
+    "submit_request",
+    "verl.trainer.sft_trainer": "create_sft_dataset",
+    "verl.trainer.ppo.ray_trainer": "compute_spec_decode_metrics",
+    "verl.trainer.ppo.utils": "create_rl_dataset create_rl_sampler need_reward_model "
+    "need_teacher_policy",
+    "verl.workers.engine_workers": "TrainingWorker",
+    "verl.utils.fs": "copy_local_path_from_hdfs copy_to_shm get_local_temp_path is_non_local "
+    "local_mkdir_safe md5_encode verify_copy",
+    # Of these two, Quadriga has the few functions that worker code imports.
+    **{
+        module: " ".join(sorted(set(PUBLIC[module].split()) - set(MODULES[module])))
+        for module in ("verl.utils.model", "verl.utils.torch_functional")
+    },
+    "verl.trainer.ppo.core_algos": "compute_optimal_token_baseline_advantage "
+    "compute_multi_turn_optimal_token_baseline_advantage compute_pf_ppo_reweight_data "
+    "compute_policy_loss_dppo_tv compute_policy_loss_dppo_kl compute_policy_loss_dro "
+    "compute_policy_loss_reinforce compute_policy_loss_bypass_mode",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from protocol_cases import shard
 
 from quadriga.backends import get_backend
 from quadriga.backends.local.calls import LocalStore
+from quadriga.backends.ray.calls.row_store import RowStore
 from quadriga.protocol import DataProto, DataProtoConfig, message, use_store
 from quadriga.protocol.values import stored_once
 
@@ -51,7 +53,11 @@ def plane_backends():
         )  # fmt: skip
     backend = get_backend("ray")
     backend.start()
-    yield {"ray": backend, "local": get_backend("local")}
+    # On one node nothing would be cut: `near` sends every read through the row server.
+    rows = get_backend("ray", store=RowStore(math.inf, near=True))
+    rows.start()
+    yield {"ray": backend, "rows": rows, "local": get_backend("local")}
+    rows.shutdown()
     backend.shutdown()
     if started:
         ray.shutdown()

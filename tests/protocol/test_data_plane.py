@@ -22,14 +22,18 @@ from quadriga.protocol.values.storage import traffic
 BIG_ROW = 4 * WIDTH
 
 
-@pytest.fixture(scope="module")
-def groups(plane_backends):
-    """Return `groups(backend, ranks)`: one group each, shared by all tests."""
+@pytest.fixture(scope="module", params=["shards", "rows"])
+def groups(request, plane_backends):
+    """Return `groups(backend, ranks)`: one group each, shared by all tests.
+
+    All tests run with both stores of Ray: readers map whole shards, or have rows cut out of them.
+    """
     started = {}
 
     def group(backend: str, ranks: int):
         if (backend, ranks) not in started:
-            host = plane_backends[backend]
+            rows = request.param == "rows" and backend == "ray"
+            host = plane_backends["rows" if rows else backend]
             pool = host.resource_pool([ranks], use_gpu=False)
             started[backend, ranks] = host.worker_group(pool, host.class_with_args(Plane))
         return started[backend, ranks]

@@ -234,7 +234,7 @@ def test_construction_checks_lengths_and_types():
     ):
         DataProto(non_tensor_batch={"s": [1]})
     with pytest.raises(FieldError, match="at least one batch dimension"):
-        DataProto(batch={"x": torch.ones(2)})
+        DataProto(batch=TensorDict({"x": torch.ones(2)}, batch_size=[]))
     broken = six()
     broken.non_tensor_batch["s"] = np.array(["only one"], dtype=object)
     with pytest.raises(LengthError, match="'s' has 1"):

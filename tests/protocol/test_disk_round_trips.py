@@ -168,6 +168,7 @@ REFUSED = {
     "one value for all rows": (
         TensorDict({"k": NonTensorData("v", batch_size=[2])}, [2]), "'k'.*NonTensorData"
     ),
+    "tensor as a key": ({torch.ones(1): 1}, "tensor as a key"),
     "masked": (np.ma.masked_array([1.0], [True]), "MaskedArray"),
     "records": (np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), "recarray"),
     "record": (np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])[0], "record"),

@@ -78,6 +78,7 @@ WITHIN = {
     "a ragged dimension that does not exist": {"jagged": ["uint8", [8], "cpu", 9, 0, None, None]},
     "rows of the smallest integer": {"jagged": ["uint8", [8], "cpu", 1, -(2**63), None, None]},
     "a key twice": {"pairs": [[1, 1], [True, 2]]},
+    "a tensor as a key": {"pairs": [[{"tensor": ["uint8", [16], "cpu", None]}, 1]]},
     "a list as a key": {"pairs": [[[1], 1]]},
     "a dict in a set": {"set": [{"dict": {}}]},
     "a set with one element twice": {"set": [1, 1.0]},

@@ -23,6 +23,7 @@ from quadriga.models import (
     load_value_model,
     write_tiny_model,
 )
+from quadriga.models.context_window import LongestSequence
 
 SHAPE = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=48)
 LOADERS = pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
@@ -156,7 +157,7 @@ def test_code_of_the_folder_needs_trust_remote_code(folder, tmp_path, load, file
 
 def test_context_window_is_read_from_a_checked_folder_only(folder, tmp_path):
     def window(path):
-        check_context_window(path, longest_prompt=4, max_response_length=4)
+        check_context_window(path, LongestSequence(8, "4 + 4 is 8 tokens", "lower both"))
 
     window(folder)
     change_config(folder, num_hidden_layers=10**9)

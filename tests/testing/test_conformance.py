@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -258,6 +258,44 @@ class Lost:
         return None
 
 
+class NeverEndsStreams(Faulty):
+    """Generators that are dropped stay open."""
+
+    def faulty_submit(self, ranks, targets, calls, timeout):
+        def unless_it_ends(rank, call):
+            closes = call.step is not None and call.step.action == "close"
+            return None if closes else rank.invoke(call, timeout)
+
+        return self.submit_with(unless_it_ends, ranks, targets, calls)
+
+
+class SwapsItems(Faulty):
+    """The second item comes before the first."""
+
+    def faulty_submit(self, ranks, targets, calls, timeout):
+        def swapped(rank, call):
+            if call.step is None or call.method != "row_by_row" or call.step.action == "close":
+                return rank.invoke(call, timeout)
+            if call.step.action == "open":
+                first = rank.invoke(call, timeout)
+                self.held[rank] = first
+                return rank.invoke(replace(call, step=replace(call.step, action="next")), timeout)
+            return self.held.pop(rank, None) or rank.invoke(call, timeout)
+
+        self.held = getattr(self, "held", Held())
+        return self.submit_with(swapped, ranks, targets, calls)
+
+
+class Held(dict):
+    """Items by rank, which cannot be hashed."""
+
+    def __setitem__(self, rank, item):
+        super().__setitem__(id(rank), item)
+
+    def pop(self, rank, default=None):
+        return super().pop(id(rank), default)
+
+
 class NeverAwaits(Faulty):
     def faulty_submit(self, ranks, targets, calls, timeout):
         def started(rank, call):
@@ -321,6 +359,7 @@ FAULTS = {
     "padding": KeepsPadding,
     "mutation": SharesMemory,
     "futures": LosesFutures,
+    "streams": NeverEndsStreams,
     "coroutines": NeverAwaits,
     "roles": NoSiblings,
     "errors": UntypedErrors,
@@ -329,6 +368,11 @@ FAULTS = {
     "names": NoNames,
     "end": NeverEnds,
 }
+
+
+def test_the_kit_finds_a_backend_that_swaps_items_of_a_stream():
+    with BackendUnderTest(SwapsItems()) as subject, pytest.raises(LawBroken, match="item i is"):
+        backend_laws.streams.check(subject)
 
 
 @pytest.mark.parametrize("law", BACKEND_LAWS, ids=str)

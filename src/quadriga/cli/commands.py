@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -29,6 +30,8 @@ class Invocation:
     overrides: tuple[str, ...] = ()
     file: str | None = None
     print_config: bool = False
+    verl: str | None = None
+    """A settings file of verl; the overrides are verl's then."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,30 @@ def with_settings(
     def run(invocation: Invocation) -> None:
         from quadriga.config.loading import load_config, to_yaml
 
-        config = load_config(settings, invocation.overrides, invocation.file)
+        if invocation.verl is not None:
+            config = translated(settings, invocation)
+        else:
+            config = load_config(settings, invocation.overrides, invocation.file)
         if invocation.print_config:
             print(to_yaml(config), end="")
         else:
             action(config)
 
     return Command(name, summary, run, settings)
+
+
+def translated(settings: type[T], invocation: Invocation) -> T:
+    """Return our settings for a command line of verl, and tell what became of it."""
+    from quadriga.config.verl.settings import read_verl
+    from quadriga.config.verl.table import TRAIN
+    from quadriga.errors import ConfigError
+
+    if invocation.file is not None:
+        raise ConfigError("--verl and --config name two settings files; pass one", key="--verl")
+    assert invocation.verl is not None
+    translation = read_verl(settings, TRAIN, invocation.verl, invocation.overrides)
+    print(translation.report(), file=sys.stderr)
+    return translation.config
 
 
 def train(config: TrainConfig) -> None:

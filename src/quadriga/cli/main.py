@@ -20,6 +20,7 @@ from types import FrameType
 
 from quadriga import __version__
 from quadriga.cli.commands import COMMANDS, Command, Invocation
+from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
 from quadriga.containment import ExitGuard
 from quadriga.errors import InputError, QuadrigaError
@@ -108,6 +109,7 @@ def parse(arguments: Sequence[str]) -> Invocation:
         overrides=(*known.overrides, *rest),
         file=getattr(known, "config", None),
         print_config=getattr(known, "print_config", False),
+        verl=getattr(known, "verl", None),
     )
 
 
@@ -165,6 +167,10 @@ def _add_command(parent: argparse._SubParsersAction[_Parser], name: str, command
         return
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Settings, listed below")
     parser.add_argument("--config", metavar="FILE", help="A YAML file of settings")
+    if command.settings is TrainConfig:
+        parser.add_argument(
+            "--verl", metavar="FILE", help="A settings file of verl; settings are verl's then"
+        )
     parser.add_argument(
         "--print-config", action="store_true", help="Print all settings as YAML and exit"
     )

@@ -10,7 +10,8 @@
 - `batch_shapes.py`, `fields.py`, `containers.py`: functions around a batch; the names of all
   fields; nested containers.
 
-Imports: `values` ← `columns`, `batch_file` ← `ops`, `message.py` ← `dataproto.py` ← `boundary.py` ← `future.py`.
+Imports: `values` ← `columns`, `batch_file` ← `ops`, `message.py` ← `dataproto.py` ← `boundary.py` ←
+`future.py`.
 Of the rest of quadriga only `errors` and `lazy` are imported. Public names load when they are first
 used, so that importing this package imports neither torch nor tensordict.
 """

@@ -74,8 +74,8 @@ class DataProtoConfig(metaclass=_ConfigMeta):
 class DataProto:
     """A batch: tensors, arrays of the same length, and settings.
 
-    - `batch`: a `TensorDict` whose tensors share dimension 0 ([N, ...]), None if there are no
-      tensors, or a `RemoteBatch` (same reading interface) while some tensors are remote.
+    - `batch`: a `TensorDict` whose tensors share dimension 0 ([N, ...]) or a dict that becomes one,
+      None without tensors, a `RemoteBatch` (same reading interface) while some are remote.
     - `non_tensor_batch`: dict of numpy arrays [N, ...], usually of dtype object.
     - `meta_info`: a plain dict; not split; merged by `concat`.
 
@@ -90,10 +90,12 @@ class DataProto:
 
     def __init__(
         self,
-        batch: TensorHalf = None,
+        batch: TensorHalf | dict[str, torch.Tensor] = None,
         non_tensor_batch: ArrayHalf | None = None,
         meta_info: MetaInfo | None = None,
     ) -> None:
+        if type(batch) is dict:
+            batch = construct.check_dicts(batch, {}, 1)[0]
         self.batch = batch
         self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
         self.meta_info = {} if meta_info is None else meta_info
@@ -270,22 +272,20 @@ class DataProto:
 
     def pop(
         self,
-        batch_keys: Sequence[str] | None = None,
-        non_tensor_batch_keys: Sequence[str] | None = None,
-        meta_info_keys: Sequence[str] | None = None,
+        batch_keys: str | Sequence[str] | None = None,
+        non_tensor_batch_keys: str | Sequence[str] | None = None,
+        meta_info_keys: str | Sequence[str] | None = None,
     ) -> Self:
-        """Remove these keys and return them as a batch; None means none of that kind."""
-        popped = self.select(
-            batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [], deepcopy=False
-        )
-        if not batch_keys:
+        """Remove these keys, or one key, of each kind and return them; None means none."""
+        given = (batch_keys, non_tensor_batch_keys, meta_info_keys)
+        tensors, arrays, meta = ([k] if isinstance(k, str) else list(k or ()) for k in given)
+        popped = self.select(tensors, arrays, meta)
+        if not tensors:
             popped.batch = None
-        for key in batch_keys or []:
-            del self.batch[key]
-        for key in non_tensor_batch_keys or []:
-            del self.non_tensor_batch[key]
-        for key in meta_info_keys or []:
-            del self.meta_info[key]
+        parts: tuple[Any, ...] = tuple(self.contents)  # one that is None has no keys
+        for part, keys in zip(parts, (tensors, arrays, meta), strict=True):
+            for key in keys:
+                del part[key]
         return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:

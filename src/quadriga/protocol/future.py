@@ -97,9 +97,10 @@ class DataProtoFuture(Deferred):
         return all(map(_is_done, _leaves(self.pending)))
 
     def cancel(self) -> bool:
-        """Drop the calls that ranks have not started; calls that have started go on.
+        """Drop the results of calls that have not ended.
 
-        Returns whether any may have been dropped. `get` then raises, unless all have started.
+        On Ray, a rank with coroutine methods ends its call; another rank runs it to the end, now or
+        when its turn comes. Returns whether a result was dropped: `get` then raises.
         """
         dropped = list(map(_cancel, _leaves(self.pending)))
         return any(dropped)

@@ -72,6 +72,11 @@ class RankHandle:
         self.sent += 1
         return ticket
 
+    def take_ticket_back(self) -> None:
+        """Undo `next_ticket` for a call that was not sent: the next call would wait for it."""
+        if self.facts.interleaves:
+            self.sent -= 1
+
     def __reduce__(self) -> tuple[type[RankHandle], tuple[object, str, RankFacts]]:
         return RankHandle, (self.native, self.name, self.facts)
 
@@ -134,8 +139,9 @@ class CallBackend(Protocol):
         """Send `calls[i]` to rank `targets[i]`. Do not wait for the results.
 
         Encode all calls before the first is sent: if one cannot be encoded, no rank may run. Hold
-        `ranks.lock` while they are sent. A wait that is not over `timeout` seconds after the
-        submission raises CallTimeoutError.
+        `ranks.lock` while they are sent. If sending to one rank fails, raise WorkerError for
+        that rank and treat the others as the peers of a rank that has failed. A wait that is not
+        over `timeout` seconds after the submission raises CallTimeoutError.
         """
         ...
 

@@ -116,8 +116,10 @@ class CallView:
         memo: A dict that belongs to the call. The dispatch function stores in it what the collect
             function needs, such as the number of padding rows or an order to restore.
 
-    Other attributes are read from the group. A view that was pickled with a future has no group;
-    it keeps its memo, its ranks, and the meshes and the rank layout that were read before.
+    Other attributes are read from the group and set on it, and `isinstance(view, WorkerGroup)` is
+    true, so that a dispatch function can use the view as the group. A view that was pickled with a
+    future has no group; it keeps its memo, its ranks, and the meshes and the rank layout that were
+    read before.
     """
 
     __slots__ = (
@@ -164,12 +166,30 @@ class CallView:
             raise AttributeError(name)
         return getattr(self.group, name)
 
-    def __getstate__(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in self.__slots__ if name != "group"}
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in CallView.__slots__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.group, name, value)
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+    @property  # type: ignore[misc]  # an attribute of `object`; `isinstance` reads it
+    def __class__(self) -> type:
+        try:
+            return type(self.group)
+        except AttributeError:  # a view that was pickled
+            return CallView
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _view_without_group, (
+            {name: getattr(self, name) for name in self.__slots__ if name != "group"},
+        )
+
+
+def _view_without_group(state: dict[str, object]) -> CallView:
+    view = CallView.__new__(CallView)
+    for name, value in state.items():
+        setattr(view, name, value)
+    return view
 
 
 @dataclass(frozen=True)

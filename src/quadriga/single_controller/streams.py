@@ -57,11 +57,11 @@ class Stream:
         """Yield (rank, item) as the items come. The generators start with the first of them."""
         from quadriga.protocol.future import DataProtoFuture, as_completed
 
-        waiting = {
-            rank: self.send([rank], [call])
-            for rank, call in zip(self.targets, self.opening, strict=True)
-        }
+        waiting: dict[int, Sequence[Pending]] = {}
         try:
+            # Inside `try`: if the second rank cannot be called, the first generator is ended.
+            for rank, call in zip(self.targets, self.opening, strict=True):
+                waiting[rank] = self.send([rank], [call])
             while waiting:
                 futures = {DataProtoFuture(pending): rank for rank, pending in waiting.items()}
                 rank = futures[next(as_completed(futures))]

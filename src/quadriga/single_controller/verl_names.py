@@ -6,7 +6,7 @@ These names are part of the public interface of every group, because programs fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from quadriga.single_controller.named_calls import NamedCalls
@@ -32,6 +32,10 @@ class VerlNames(NamedCalls):
     def spawn_fused(self, prefix_set: Iterable[str]) -> dict[str, object]:
         """Return one view per role of a fused class. The same as `spawn`."""
         return self.spawn(prefix_set)  # type: ignore[attr-defined, no-any-return]  # WorkerGroup's
+
+    def __iter__(self: _Group) -> Iterator[object]:
+        """Iterate over `workers`."""
+        return iter(self.workers)
 
     def _is_worker_alive(self: _Group, worker: object) -> bool:
         """Return whether the process of a rank exists. `worker`: an entry of `workers`."""

@@ -8,6 +8,7 @@ from typing import TypedDict, Unpack
 
 from quadriga.errors import (
     CallTimeoutError,
+    LengthError,
     UnregisteredMethodError,
     WorkerDiedError,
     WorkerError,
@@ -122,6 +123,35 @@ def futures(subject: BackendUnderTest) -> None:
     expect(_rows(future.get()), [0, 2, 4, 6], "get() afterwards")
 
 
+@law(
+    "streams",
+    "a generator method gives its items in order, is at most one item ahead, and ends when it is "
+    "dropped or fails",
+)
+def streams(subject: BackendUnderTest) -> None:
+    probe = subject.probe
+    probe.take_steps()
+    items = [_rows(item) for item in probe.row_by_row.stream(rows(4))]
+    expect(items, [[0, 4], [2, 6]], "item i is item i of every rank, joined")
+    expect(probe.take_steps(), [["item 0", "item 1", "closed"]] * RANKS, "steps of the ranks")
+    dropped = probe.row_by_row.stream(rows(8))
+    expect(_rows(next(dropped)), [0, 8], "the first item")
+    expect(probe.first(), 0, "a call between two items")
+    dropped.close()
+    expect(probe.take_steps(), [["item 0", "item 1", "closed"]] * RANKS, "after it was dropped")
+    unordered = list(probe.up_to.stream_unordered([3, 1]))
+    expect([item for rank, item in unordered if rank == 0], [0, 1, 2], "items of rank 0")
+    expect([item for rank, item in unordered if rank == 1], [10], "items of rank 1")
+    uneven = probe.up_to.stream([2, 1])
+    expect(next(uneven), [0, 10], "the first item of uneven ranks")
+    expect_raises(lambda: next(uneven), LengthError, "the second, which one rank does not have")
+    failing = probe.fail_after.stream(1)
+    expect(next(failing), [0, 0], "the item before a failure")
+    error = expect_raises(lambda: next(failing), WorkerMethodError, "the item that fails")
+    expect(_where(error), ("probe", 1, "fail_after"), "attributes")
+    expect(probe.first(), 0, "the next call")
+
+
 @law("coroutines", "a method may be an `async def`")
 def coroutines(subject: BackendUnderTest) -> None:
     expect(subject.probe.later(), [0, 1], "later()")
@@ -204,6 +234,7 @@ BACKEND_LAWS: tuple[Law[BackendUnderTest], ...] = (
     padding,
     mutation,
     futures,
+    streams,
     coroutines,
     roles,
     errors,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from quadriga.errors import ConfigError
@@ -29,6 +30,7 @@ class Probe(Worker):
         if number < 0:
             raise ConfigError(f"number must be 0 or more, got {number}")
         self.number = number
+        self.steps: list[str] = []
         self._register_dispatch_collect_info("all", 0, self.rank == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -63,6 +65,37 @@ class Probe(Worker):
         """Return the rank from a coroutine."""
         await asyncio.sleep(0.001)
         return self.rank
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def row_by_row(self, data: DataProto) -> Iterator[DataProto]:
+        """Yield the rows one by one, doubled, and record each step."""
+        try:
+            for i in range(len(data)):
+                self.steps.append(f"item {i}")
+                yield self.double(data[i : i + 1])
+        finally:
+            self.steps.append("closed")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def up_to(self, counts: list[int]) -> AsyncIterator[int]:
+        """Yield as many numbers as `counts` says for this rank."""
+        for i in range(counts[self.rank]):
+            await asyncio.sleep(0.001)
+            yield 10 * self.rank + i
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail_after(self, count: int) -> Iterator[int]:
+        """Yield `count` numbers, then raise KeyError on rank 1."""
+        for i in range(count + 1):
+            if i == count and self.rank == 1:
+                raise KeyError("planted")
+            yield i
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_steps(self) -> list[str]:
+        """Return what `row_by_row` has recorded, and forget it."""
+        steps, self.steps = self.steps, []
+        return steps
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def double(self, data: DataProto) -> DataProto:

@@ -49,8 +49,7 @@ def update_policy(
         `meta_info["metrics"]`: means over the optimizer steps, equal on all ranks; and one row of
         `partials` with the metrics of this rank that are still to be merged with other ranks'.
     """
-    present = [key for key in UPDATE_ACTOR.reads_if_present if key in data.batch.keys()]  # noqa: SIM118
-    rows = {key: data.batch[key] for key in (*UPDATE_ACTOR.reads, *present)}
+    rows = _inputs_of_actor(data)
     size = rows_per_mini_batch(
         config.ppo_mini_batch_size, len(data), responses_per_prompt, world_size
     )
@@ -65,12 +64,8 @@ def update_policy(
         # skipped alone would leave the others waiting in a collective.
         if counts.tokens == 0:
             continue
-        objective = PolicyObjective(
-            config,
-            counts,
-            config.loss_scale_length or length_scale,
-            old_from_update=old_from_update,
-        )
+        scale = config.loss_scale_length or length_scale
+        objective = PolicyObjective(config, counts, scale, old_from_update=old_from_update)
         steps.append(
             engine.train_step(
                 mini,
@@ -83,6 +78,11 @@ def update_policy(
         )
         partials += objective.partials
     return _report(steps, partials, prefix="actor/")
+
+
+def _inputs_of_actor(data: DataProto) -> dict[str, Tensor]:
+    present = [key for key in UPDATE_ACTOR.reads_if_present if key in data.batch.keys()]  # noqa: SIM118
+    return {key: data.batch[key] for key in (*UPDATE_ACTOR.reads, *present)}
 
 
 def update_values(

@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING
 from quadriga.lazy import lazy_names
 
 _HOME = {
+    "Nsight": "process.profiling",
     "RayBackend": "backend",
     "RayClassWithInitArgs": "placement.class_with_args",
     "RayResourcePool": "placement.pool",
     "RayWorkerGroup": "group",
     "SubRayResourcePool": "placement.pool",
+    "TorchProfiler": "process.profiling",
     "create_colocated_worker_cls": "placement.class_with_args",
     "create_colocated_worker_cls_fused": "placement.class_with_args",
     "create_colocated_worker_raw_cls": "placement.class_with_args",
@@ -55,5 +57,7 @@ if TYPE_CHECKING:
     from quadriga.backends.ray.placement.pool import SubRayResourcePool as SubRayResourcePool
     from quadriga.backends.ray.placement.pool import merge_resource_pool as merge_resource_pool
     from quadriga.backends.ray.placement.pool import split_resource_pool as split_resource_pool
+    from quadriga.backends.ray.process.profiling import Nsight as Nsight
+    from quadriga.backends.ray.process.profiling import TorchProfiler as TorchProfiler
 else:
     __getattr__, __dir__ = lazy_names(__name__, _HOME)

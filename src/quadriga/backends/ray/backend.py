@@ -33,9 +33,9 @@ class RayBackend(RayCallBackend):
     def __init__(self, store: StoreName | RayStore = "auto") -> None:
         """`store`: how fields that are stored on another node are read.
 
-        "auto": if at most a quarter of the rows of a shard is needed, that node cuts them out and
-        sends them; otherwise the whole shard is fetched. "rows": they are always cut out. "shards":
-        whole shards are always fetched.
+        "auto": if the ranks of one node need at most an eighth of the rows of a shard, the node of
+        the shard cuts them out and sends them; otherwise the whole shard is fetched. "rows": they
+        are always cut out. "shards": whole shards are always fetched.
         """
         super().__init__(store)
         self._session: RaySession | None = None

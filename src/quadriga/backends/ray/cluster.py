@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import ray
+import ray.util.client
+
+from quadriga.errors import ConfigError
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -124,8 +127,9 @@ def ensure_ray(
         log_to_driver: print the output of the workers here.
         options: further arguments of `ray.init`.
 
-    An existing connection is used unchanged.
+    An existing connection is used unchanged. Raises `ConfigError` for Ray Client (`ray://`).
     """
+    refuse_ray_client(address or os.environ.get("RAY_ADDRESS"))
     if ray.is_initialized():
         return RaySession(started=False)
     for name, value in _ENVIRONMENT.items():
@@ -152,6 +156,23 @@ def ensure_ray(
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     ray.init(**settings)  # type: ignore[arg-type]  # settings of several types in one dict
     return RaySession(started=True)
+
+
+def refuse_ray_client(address: str | None = None) -> None:
+    """Raise `ConfigError` if this process is connected through Ray Client, or `address` is of it.
+
+    Such a process is no process of the cluster: it has no store, its references are those of a
+    proxy, and Ray tells it neither the node of an object nor the state of an actor.
+    """
+    is_client = ray.util.client.ray.is_connected()  # type: ignore[no-untyped-call]  # of Ray
+    if is_client or (address or "").startswith("ray://"):
+        raise ConfigError(
+            "Ray Client (ray://) is not supported: the controller puts batches into the object "
+            f"store of its node, and a client has none. Got {address or 'a connected client'}. "
+            "Start the program on a node of the cluster, for example with `ray job submit` or with "
+            'address="auto".',
+            key="address",
+        )
 
 
 def cluster_nodes() -> list[RayNode]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
 from quadriga.backends.ray.calls.row_store import serve_rows
 from quadriga.backends.ray.calls.submission import RayCallBackend
+from quadriga.backends.ray.cluster import refuse_ray_client
 from quadriga.backends.ray.placement.class_with_args import RayClassWithInitArgs
 from quadriga.backends.ray.placement.placement_groups import Strategy, local_places
 from quadriga.backends.ray.placement.pool import RayResourcePool
+from quadriga.backends.ray.process.profiling import Nsight, Profiler, profiler_of_rank
 from quadriga.backends.ray.process.register_center import start_register_center
 from quadriga.backends.ray.process.start import (
     RankPlan,
@@ -54,6 +56,7 @@ class RayWorkerGroup(WorkerGroup):
         device_name: "cuda" or "npu".
         worker_env: environment variables that are set before the worker's modules load: the same
             for all ranks, one mapping per rank, or a function of the rank.
+        profiler: `Nsight(...)` or `TorchProfiler(...)` for all ranks or some of them.
         role: the name of a class that is one role by itself, in messages.
         timeout: default deadline of a call in seconds.
         start_timeout: seconds for all `__init__`s.
@@ -78,6 +81,7 @@ class RayWorkerGroup(WorkerGroup):
         device_name: str = "cuda",
         worker_env: WorkerEnv | None = None,
         *,
+        profiler: Profiler | None = None,
         role: str | None = None,
         timeout: float | None = None,
         start_timeout: float = START_TIMEOUT_S,
@@ -88,6 +92,7 @@ class RayWorkerGroup(WorkerGroup):
         backend: RayCallBackend | None = None,
         method_factory: MethodFactory = BoundMethod,
     ) -> None:
+        refuse_ray_client()
         backend = backend or RayCallBackend()
         use_store(backend.store)
         if ray_cls_with_init is None:
@@ -104,7 +109,10 @@ class RayWorkerGroup(WorkerGroup):
             prefix = name_prefix or handles[0].facts.group_prefix
         else:
             prefix = name_prefix or uuid.uuid4().hex[:6]
-            planner = _Planner(cls, prefix, detached, worker_env, device_name, namespace)
+            methods = {name for each in class_roles(roles).values() for name in dir(each)}
+            planner = _Planner(
+                cls, prefix, detached, worker_env, device_name, namespace, profiler, methods
+            )
             if sharing_with is not None:
                 plans = planner.beside(sharing_with)
             elif resource_pool is not None:
@@ -166,7 +174,10 @@ class _Planner:
         worker_env: WorkerEnv | None,
         device_name: str,
         namespace: str | None,
+        profiler: Profiler | None,
+        methods: Collection[str],
     ) -> None:
+        self.profiler, self.methods = profiler, methods
         self.cls = cls if isinstance(cls, RayClassWithInitArgs) else _as_ray(cls)
         self.prefix = prefix
         self.worker_env = worker_env
@@ -215,7 +226,13 @@ class _Planner:
     ) -> RankPlan:
         name = f"{self.prefix}{self.cls.cls.__name__}_{suffix}"
         variables = variables_of_rank(self.worker_env, place.rank, place.world_size)
-        return RankPlan(name, place, {**options, **self.lifetime}, {**variables, **own})
+        profiler = profiler_of_rank(self.profiler, place.rank, place.world_size, self.methods)
+        if isinstance(profiler, Nsight):
+            given = cast("Mapping[str, object]", options.get("runtime_env") or {})
+            options = {**options, "runtime_env": {**given, **profiler.runtime_env()}}
+            profiler = None
+        options, variables = {**options, **self.lifetime}, {**variables, **own}
+        return RankPlan(name, place, options, variables, profiler)
 
 
 def _as_ray(cls: ClassWithInitArgs) -> RayClassWithInitArgs:

@@ -9,21 +9,23 @@ process and in the worker processes that it starts. An installed verl is neither
 changed; its other modules cannot be imported in such a process. A name is imported when it is first
 used.
 
-    names           the table of all names
-    core_algos      advantages, KL, value loss, loss aggregation      policy_losses   policy losses
-    decorator       dispatch and collect functions                    worker          Worker
-    groups          worker groups, resource pools, ports              device          accelerators
-    balancing       sequence-length balancing                         tensordicts     TensorDicts
-    functional      small helper functions                            config          settings
+    controller/   workers, worker groups, modes     device       accelerators
+    algorithms/   advantages, losses, stages        functional   small helper functions
+    tensors/      tensors and batches               files        files and tokenizers
+    trainer       trainers and entry points         config       settings
+    names, trainer_names    the tables of names
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 
 from quadriga.compat.verl.names import MODULES
+from quadriga.compat.verl.trainer_names import advice
 from quadriga.errors import ConfigError
 from quadriga.single_controller.ranks.environment import preload_in_workers
 
@@ -45,7 +47,8 @@ class AliasModule(ModuleType):
         sources: dict[str, str] = self.__dict__.get("_sources", {})
         if name not in sources:
             raise AttributeError(
-                f"{self.__name__!r} has no {name!r} in Quadriga. It has: {', '.join(sources)}."
+                f"{self.__name__!r} has no {name!r} in Quadriga."
+                f"{advice(f'{self.__name__}.{name}')} It has: {', '.join(sources)}."
             )
         module, _, attribute = sources[name].partition(":")
         value: object = getattr(importlib.import_module(module), attribute)
@@ -54,6 +57,29 @@ class AliasModule(ModuleType):
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._sources})
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return module_named, (self.__name__,)
+
+
+def module_named(name: str) -> ModuleType:
+    """Return the module of that name, in a process that has imported this one."""
+    return importlib.import_module(name)
+
+
+class NotOffered(MetaPathFinder):
+    """Refuses the modules of verl that Quadriga does not provide, and says what to use."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> None:
+        """Raise `ModuleNotFoundError` for a module below `verl`; find no other module."""
+        if fullname.startswith("verl.") and isinstance(sys.modules.get("verl"), AliasModule):
+            raise ModuleNotFoundError(
+                f"Quadriga does not provide the module {fullname!r}.{advice(fullname)} "
+                "docs/concepts/migration.md lists what it provides.",
+                name=fullname,
+            )
 
 
 def install() -> None:
@@ -81,6 +107,7 @@ def install() -> None:
         if parent:
             setattr(sys.modules[parent], child, sys.modules[name])
     sys.modules["verl"].__dict__["__version__"] = VERSION
+    sys.meta_path.append(NotOffered())
 
 
 install()

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 from quadriga import protocol
-from quadriga.errors import ConflictError
+from quadriga.errors import ConflictError, LengthError
 from quadriga.single_controller.ranks.environment import environment
 
 if TYPE_CHECKING:
@@ -75,15 +75,20 @@ def convert_to_regular_types(obj: object) -> object:
 
 
 def parallel_put(data_list: Sequence[object], max_workers: int | None = None) -> list[object]:
-    """Put objects into Ray's object store from threads and return their object references.
+    """Put objects into Ray's object store from threads. Return their references, in order.
 
-    An object that the store keeps inside its handle is returned as that handle.
+    `max_workers`: the number of threads; None: one per object, 16 at most. Raises `LengthError` for
+    an empty list and for fewer than one thread.
     """
-    from quadriga.backends.ray.calls.store import RayStore
+    from quadriga.backends.ray.programs import stored
 
-    with protocol.use_store(RayStore()):
-        handles = protocol.parallel_put(data_list, max_workers)
-    return [getattr(handle, "ref", handle) for handle in handles]
+    if not data_list:
+        raise LengthError("parallel_put: expected at least one object, got an empty list")
+    workers = min(16, len(data_list)) if max_workers is None else max_workers
+    if workers < 1:
+        raise LengthError(f"parallel_put: expected max_workers of 1 or more, got {max_workers}")
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(stored, data_list))
 
 
 def get_event_loop() -> asyncio.AbstractEventLoop:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from quadriga.compat.verl.trainer_names import TRAINER_MODULES
+
 PROTOCOL = "quadriga.protocol"
 CONTROLLER = "quadriga.single_controller"
 RAY = "quadriga.backends.ray"
@@ -10,7 +12,6 @@ COMPAT = "quadriga.compat.verl"
 _PROTOCOL_NAMES = (
     "DataProto",
     "DataProtoConfig",
-    "DataProtoFuture",
     "DataProtoItem",
     "collate_fn",
     "fold_batch_dim",
@@ -23,7 +24,6 @@ _PROTOCOL_NAMES = (
 _DECORATOR_OWN = (
     "Dispatch",
     "Execute",
-    "get_predefined_dispatch_fn",
     "make_nd_compute_dataproto_dispatch_fn",
     "register",
     "register_dispatch_mode",
@@ -32,10 +32,17 @@ _DECORATOR_OWN = (
 _DECORATOR_SHIMS = (
     "DISPATCH_MODE_FN_REGISTRY",
     "MAGIC_ATTR",
+    "_check_dispatch_mode",
+    "_check_execute_mode",
     "collect_all_to_all",
     "collect_dp_compute",
     "collect_dp_compute_data_proto",
     "collect_lazy_compute_data_proto",
+    "collect_megatron_compute",
+    "collect_megatron_compute_data_proto",
+    "collect_megatron_pp_as_dp",
+    "collect_megatron_pp_as_dp_data_proto",
+    "collect_megatron_pp_only",
     "collect_nd_compute",
     "collect_nd_compute_dataproto",
     "dispatch_all_to_all",
@@ -43,10 +50,16 @@ _DECORATOR_SHIMS = (
     "dispatch_dp_compute_data_proto",
     "dispatch_dp_compute_data_proto_with_func",
     "dispatch_lazy_compute_data_proto",
+    "dispatch_megatron_compute",
+    "dispatch_megatron_compute_data_proto",
+    "dispatch_megatron_pp_as_dp",
+    "dispatch_megatron_pp_as_dp_data_proto",
+    "dispatch_megatron_pp_only",
     "dispatch_nd_compute",
     "dispatch_nd_compute_dataproto",
     "dispatch_one_to_all",
     "dummy_direct_rollout_call",
+    "get_predefined_dispatch_fn",
     "get_predefined_execute_fn",
     "init_predefined_dispatch_mode",
     "init_predefined_execute_mode",
@@ -60,15 +73,6 @@ _RAY_OWN = (
     "create_colocated_worker_raw_cls",
     "merge_resource_pool",
     "split_resource_pool",
-)
-_RAY_SHIMS = (
-    "RayWorkerGroup",
-    "ResourcePoolManager",
-    "extract_pg_from_exist",
-    "func_generator",
-    "get_master_addr_port",
-    "get_random_string",
-    "sort_placement_group_by_node_ip",
 )
 _DEVICE = (
     "auto_set_device",
@@ -185,15 +189,28 @@ def _all_in(module: str, *names: str) -> dict[str, str]:
 
 
 _BASE = {
-    **_all_in(CONTROLLER, "ClassWithInitArgs", "ResourcePool", "WorkerGroup"),
-    **_all_in(CONTROLLER, "Worker"),
+    **_all_in(CONTROLLER, "ClassWithInitArgs", "ResourcePool"),
+    **_all_in(f"{COMPAT}.controller.binding", "WorkerGroup"),
+    **_all_in(f"{COMPAT}.controller.worker", "Worker"),
 }
+_FUTURE = _all_in(f"{COMPAT}.controller.futures", "DataProtoFuture")
+_POOLS = {
+    **_all_in(f"{COMPAT}.controller.groups", "RayWorkerGroup"),
+    **_all_in(f"{COMPAT}.controller.pools", "ResourcePoolManager"),
+}
+
+_PLACES = ("DistGlobalInfo", "DistRankInfo")
 
 # Names that a module of verl imports from another one and that users import from there.
 _DEVICE_AGAIN = ("get_resource_name", "get_torch_device", "get_visible_devices_keyword")
 _DECORATOR_AGAIN = {
-    **_all_in(CONTROLLER, "Dispatch", "get_predefined_dispatch_fn"),
-    **_all_in(f"{COMPAT}.decorator", "MAGIC_ATTR", "get_predefined_execute_fn"),
+    **_all_in(CONTROLLER, "Dispatch"),
+    **_all_in(
+        f"{COMPAT}.controller.decorator",
+        "MAGIC_ATTR",
+        "get_predefined_dispatch_fn",
+        "get_predefined_execute_fn",
+    ),
 }
 
 MODULES: dict[str, dict[str, str]] = {
@@ -203,6 +220,15 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "verl.protocol": {
         **_all_in(PROTOCOL, *_PROTOCOL_NAMES),
+        **_FUTURE,
+        **_all_in(
+            f"{COMPAT}.tensors.serialization",
+            "BatchData",
+            "deserialize_single_tensor",
+            "deserialize_tensordict",
+            "serialize_single_tensor",
+            "serialize_tensordict",
+        ),
         **_all_in(
             f"{COMPAT}.functional",
             "all_gather_data_proto",
@@ -214,37 +240,53 @@ MODULES: dict[str, dict[str, str]] = {
     "verl.single_controller": _BASE,
     "verl.single_controller.base": _BASE,
     "verl.single_controller.base.decorator": {
-        **_all_in(PROTOCOL, "DataProtoFuture"),
+        **_FUTURE,
         **_all_in(CONTROLLER, *_DECORATOR_OWN),
-        **_all_in(f"{COMPAT}.decorator", *_DECORATOR_SHIMS),
+        **_all_in(f"{COMPAT}.controller.decorator", *_DECORATOR_SHIMS),
     },
     "verl.single_controller.base.worker": {
         **_all_in(CONTROLLER, "Dispatch", "Execute", "register"),
         **_all_in(f"{COMPAT}.device", *_DEVICE_AGAIN),
-        **_all_in(f"{COMPAT}.groups", "WorkerHelper"),
-        **_all_in(f"{COMPAT}.worker", "DistGlobalInfo", "DistRankInfo"),
-        **_all_in(CONTROLLER, "Worker"),
+        **_all_in(f"{COMPAT}.controller.ports", "WorkerHelper"),
+        **_all_in(
+            f"{COMPAT}.controller.worker", "DistGlobalInfo", "DistRankInfo", "Worker", "WorkerMeta"
+        ),
+    },
+    "verl.single_controller.base.megatron": {},
+    "verl.single_controller.base.megatron.worker": {
+        **_all_in(
+            f"{COMPAT}.controller.worker",
+            "DistGlobalInfo",
+            "DistRankInfo",
+            "MegatronWorker",
+            "Worker",
+        ),
     },
     "verl.single_controller.base.worker_group": {
         **_DECORATOR_AGAIN,
-        **_all_in(CONTROLLER, "ClassWithInitArgs", "ResourcePool", "WorkerGroup"),
-        **_all_in(f"{COMPAT}.groups", "check_workers_alive"),
+        **_all_in(CONTROLLER, "ClassWithInitArgs", "ResourcePool"),
+        **_all_in(f"{COMPAT}.controller.binding", "WorkerGroup"),
+        **_all_in(f"{COMPAT}.controller.groups", "check_workers_alive"),
     },
     "verl.single_controller.ray": {
         **_all_in(RAY, *_RAY_OWN),
-        **_all_in(f"{COMPAT}.groups", "RayWorkerGroup", "ResourcePoolManager"),
+        **_POOLS,
     },
     "verl.single_controller.ray.base": {
         **_DECORATOR_AGAIN,
         **_all_in(PROTOCOL, "DataProto"),
-        **_all_in(CONTROLLER, "ClassWithInitArgs", "ResourcePool", "WorkerGroup"),
+        **_BASE,
         **_all_in(f"{COMPAT}.device", "get_device_name"),
         **_all_in(f"{COMPAT}.functional", "temp_env_var"),
         **_all_in(RAY, *_RAY_OWN),
-        **_all_in(f"{COMPAT}.groups", *_RAY_SHIMS),
-        **_all_in(CONTROLLER, "Worker"),
+        **_POOLS,
+        **_all_in(f"{COMPAT}.controller.binding", "func_generator"),
+        **_all_in(
+            f"{COMPAT}.controller.pools", "extract_pg_from_exist", "sort_placement_group_by_node_ip"
+        ),
+        **_all_in(f"{COMPAT}.controller.ports", "get_master_addr_port", "get_random_string"),
     },
-    "verl.utils": {},
+    "verl.utils": {"hf_tokenizer": f"{COMPAT}.files:hf_tokenizer"},
     "verl.utils.ray_utils": {
         **_all_in(CONTROLLER, "ray_noset_visible_devices"),
         **_all_in(f"{COMPAT}.functional", "auto_await", "get_event_loop", "parallel_put"),
@@ -254,13 +296,14 @@ MODULES: dict[str, dict[str, str]] = {
     "verl.utils.seqlen_balancing": {
         **_all_in(PROTOCOL, "DataProto"),
         **_all_in(f"{COMPAT}.device", "get_device_name"),
-        **_all_in(f"{COMPAT}.balancing", *_BALANCING),
+        **_all_in(f"{COMPAT}.tensors.balancing", *_BALANCING),
     },
-    "verl.utils.tensordict_utils": _all_in(f"{COMPAT}.tensordicts", *_TENSORDICT),
+    "verl.utils.tensordict_utils": _all_in(f"{COMPAT}.tensors.tensordicts", *_TENSORDICT),
     "verl.trainer": {},
     "verl.trainer.ppo": {},
     "verl.trainer.ppo.core_algos": {
-        **_all_in(f"{COMPAT}.core_algos", *_CORE),
-        **_all_in(f"{COMPAT}.policy_losses", *_LOSSES),
+        **_all_in(f"{COMPAT}.algorithms.core_algos", *_CORE),
+        **_all_in(f"{COMPAT}.algorithms.policy_losses", *_LOSSES),
     },
+    **TRAINER_MODULES,
 }

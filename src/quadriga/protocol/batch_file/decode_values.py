@@ -93,6 +93,8 @@ class Decoder:
         return frozenset(self._keys(self._items(raw, depth)))
 
     def _keys(self, keys: list[object]) -> list[object]:
+        if any(isinstance(key, Tensor | TensorDict) for key in keys):
+            raise MalformedError("a tensor is a key of a dict or an element of a set")
         check_hashes(keys)
         if len(set(keys)) != len(keys):
             raise MalformedError("a key of a dict or set occurs twice")

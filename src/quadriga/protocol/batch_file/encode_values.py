@@ -12,7 +12,7 @@ JSON of a value: itself, or an object with one key, the tag that selects the dec
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,10 +93,10 @@ class Encoder:
         return {"tuple": self._items(value, depth)}
 
     def _set(self, value: set[object], depth: int) -> Json:
-        return {"set": self._items(value, depth)}
+        return {"set": self._items(_keys(value), depth)}
 
     def _frozenset(self, value: frozenset[object], depth: int) -> Json:
-        return {"frozenset": self._items(value, depth)}
+        return {"frozenset": self._items(_keys(value), depth)}
 
     def _slice(self, value: slice, depth: int) -> Json:
         return {"slice": self._items((value.start, value.stop, value.step), depth)}
@@ -110,6 +110,7 @@ class Encoder:
         return {"ordered": self._pairs(value, depth)}
 
     def _pairs(self, value: Mapping[object, object], depth: int) -> list[Json]:
+        _keys(value)
         return [[self.value(key, depth), self.value(item, depth)] for key, item in value.items()]
 
     def _bytes(self, value: bytes, depth: int) -> Json:
@@ -212,6 +213,13 @@ class Encoder:
         form, pixels, values = images.encode_image(value)
         self._output.add_nested(len(pixels), lambda: memoryview(pixels))
         return {"image": [form, self._items(values, depth)]}
+
+
+def _keys(keys: Collection[object]) -> Collection[object]:
+    """Return keys or elements. A tensor is found by its identity, which a file does not keep."""
+    if any(isinstance(key, Tensor | TensorDict) for key in keys):
+        raise UnsupportedError("a tensor as a key of a dict or an element of a set")
+    return keys
 
 
 def _stored(value: Tensor) -> Stored:

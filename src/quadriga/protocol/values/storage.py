@@ -377,5 +377,10 @@ class Traffic:
             counts, self._counts = self._counts, Counts()
             return counts
 
+    def __reduce__(self) -> str:
+        # A worker class of a script is sent with the globals that it names: the receiver counts in
+        # its own `traffic`.
+        return "traffic"
+
 
 traffic = Traffic()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypedDict, TypeVar
+from typing import Generic, NoReturn, TypedDict, TypeVar
 
 from quadriga.errors import DispatchError, UnknownNameError
 from quadriga.single_controller.call import GroupView, Split
@@ -67,6 +67,11 @@ class DispatchMode:
     def __repr__(self) -> str:
         return f"Dispatch.{self.name}"
 
+    @property
+    def value(self) -> str:
+        """The name, as `enum.Enum` calls it."""
+        return self.name
+
 
 @dataclass(frozen=True, eq=False)
 class ExecuteMode:
@@ -86,15 +91,42 @@ class ExecuteMode:
     def __repr__(self) -> str:
         return f"Execute.{self.name}"
 
+    @property
+    def value(self) -> str:
+        """The name, as `enum.Enum` calls it."""
+        return self.name
+
 
 ModeT = TypeVar("ModeT", DispatchMode, ExecuteMode)
 
 
-class ModeRegistry(Generic[ModeT]):
-    """An enumeration that can be extended: `Dispatch.NAME`, `Dispatch["NAME"]`, iteration, `in`."""
+@dataclass(frozen=True)
+class NotGiven:
+    """Stands for a function of a mode that was added by its name alone."""
 
-    def __init__(self, title: str) -> None:
+    mode: str
+    advice: str
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise DispatchError."""
+        raise DispatchError(f"{self.mode} was added by its name alone. {self.advice}")
+
+
+class ModeRegistry(Generic[ModeT]):
+    """An enumeration that can be extended: `Dispatch.NAME`, `Dispatch["NAME"]`, iteration, `in`.
+
+    `isinstance(value, Dispatch)` tests whether a value is a dispatch mode.
+
+    Args:
+        title: the name of the enumeration.
+        kind: the class of its modes.
+        by_name: makes a mode of a name alone, for `register`.
+    """
+
+    def __init__(self, title: str, kind: type[ModeT], by_name: Callable[[str], ModeT]) -> None:
         self._title = title
+        self._kind: type[ModeT] = kind
+        self._by_name: Callable[[str], ModeT] = by_name
         self._members: dict[str, ModeT] = {}
         self._builtin: frozenset[str] = frozenset()
         self._adopted: set[str] = set()
@@ -123,8 +155,20 @@ class ModeRegistry(Generic[ModeT]):
         """Return the mode of that name, or `default`."""
         return self._members.get(name, default)
 
+    def from_name(self, name: str) -> ModeT | None:
+        """Return the mode of that name in any case, None if there is none."""
+        return self._members.get(name) or self._members.get(name.upper())
+
+    def names(self) -> list[str]:
+        """Return the name of every mode."""
+        return list(self._members)
+
+    def values(self) -> list[ModeT]:
+        """Return every mode."""
+        return list(self._members.values())
+
     def __iter__(self) -> Iterator[ModeT]:
-        return iter(list(self._members.values()))
+        return iter(self.values())
 
     def __len__(self) -> int:
         return len(self._members)
@@ -136,8 +180,22 @@ class ModeRegistry(Generic[ModeT]):
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._members]
 
+    def __instancecheck__(self, value: object) -> bool:
+        return isinstance(value, self._kind)
+
+    def __or__(self, other: object) -> tuple[object, object]:
+        # For `isinstance(mode, Dispatch | dict)`. `isinstance` accepts a tuple of types.
+        return self, other
+
     def __repr__(self) -> str:
         return f"<{self._title}: {', '.join(self._members)}>"
+
+    def register(self, name: str) -> ModeT:
+        """Add a mode by its name alone, in capital letters.
+
+        A call with it fails until it gets its functions. Raises `DispatchError` if it exists.
+        """
+        return self.add(self._by_name(name.upper()))
 
     def add(self, mode: ModeT) -> ModeT:
         """Add a mode. Raises `DispatchError` if its name is taken.
@@ -163,12 +221,12 @@ class ModeRegistry(Generic[ModeT]):
         self._builtin -= {mode.name}
         return mode
 
-    def remove(self, name: str) -> None:
-        """Remove a mode that was added at run time."""
-        if name in self._builtin:
-            raise DispatchError(f"{self._title}.{name} is built in and cannot be removed.")
-        self[name]  # raises for an unknown name
-        del self._members[name]
+    def remove(self, name: str) -> ModeT:
+        """Remove a mode that was added at run time, and return it."""
+        mode = self.from_name(name) or self[name]  # raises for an unknown name
+        if mode.name in self._builtin:
+            raise DispatchError(f"{self._title}.{mode.name} is built in and cannot be removed.")
+        return self._members.pop(mode.name)
 
     def seal(self) -> None:
         """Mark every mode that was added before this call as built in."""
@@ -192,8 +250,24 @@ class _UnknownModeError(UnknownNameError, AttributeError):
     """Is an AttributeError too, so that `hasattr(Dispatch, name)` works."""
 
 
-Dispatch: ModeRegistry[DispatchMode] = ModeRegistry("Dispatch")
-Execute: ModeRegistry[ExecuteMode] = ModeRegistry("Execute")
+def _dispatch_by_name(name: str) -> DispatchMode:
+    missing = NotGiven(
+        f"Dispatch.{name}",
+        f"Give it its functions: update_dispatch_mode(Dispatch.{name}, dispatch_fn, collect_fn).",
+    )
+    return DispatchMode(name, missing, missing)
+
+
+def _execute_by_name(name: str) -> ExecuteMode:
+    missing = NotGiven(
+        f"Execute.{name}",
+        f"Give it its ranks: update_execute_mode(Execute.{name}, ranks).",
+    )
+    return ExecuteMode(name, missing)
+
+
+Dispatch = ModeRegistry("Dispatch", DispatchMode, _dispatch_by_name)
+Execute = ModeRegistry("Execute", ExecuteMode, _execute_by_name)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from quadriga.single_controller.dispatch.modes import (
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 RECORD_ATTRIBUTE = "__quadriga_method__"
+VERL_ATTRIBUTE = "attrs_3141562937"
+"""The attribute under which verl's programs find the modes of a method, as a dict."""
 
 
 def register(
@@ -52,6 +54,12 @@ def register(
             is_coroutine=inspect.iscoroutinefunction(function),
         )
         setattr(function, RECORD_ATTRIBUTE, record)
+        as_given = {
+            "dispatch_mode": dispatch_mode,
+            "execute_mode": execute_mode,
+            "blocking": blocking,
+        }
+        setattr(function, VERL_ATTRIBUTE, as_given)
         return function
 
     return mark

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from quadriga.errors import DispatchError
+from quadriga.single_controller.ranks.verl_names import VerlFusedNames
 from quadriga.single_controller.ranks.worker import Worker
 
 
@@ -31,6 +32,11 @@ class ClassWithInitArgs:
     def shares_process(self) -> bool:
         """Whether this stands for several roles in one process."""
         return False
+
+    @property
+    def fused_worker_used(self) -> bool:
+        """Whether the class is one worker that builds a worker per role (`FusedWorker`)."""
+        return issubclass(self.cls, VerlFusedNames)
 
     def build(self) -> Any:  # an instance of the user's class, which need not be a `Worker`
         """Build the worker in this process."""
@@ -88,7 +94,7 @@ class ColocatedClass(ClassWithInitArgs):
         return {role: member.build() for role, member in self.class_dict.items()}
 
 
-class FusedWorker(Worker):
+class FusedWorker(VerlFusedNames, Worker):
     """A worker that builds one worker per role and has it as an attribute named like the role.
 
     The role table of its process contains these roles too.
@@ -111,7 +117,12 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, ClassWithInitArgs]) ->
     """Return a class with one attribute per role, for subclasses that use several roles."""
     checked = ColocatedClass(class_dict)
     name = "Fused_" + "_".join(checked.class_dict)
-    return type(name, (FusedWorker,), {"role_classes": checked.class_dict, "__module__": __name__})
+    members: dict[str, object] = {
+        "role_classes": checked.class_dict,
+        "raw_cls_dict": {role: member.cls for role, member in checked.class_dict.items()},
+        "__module__": __name__,
+    }
+    return type(name, (FusedWorker,), members)
 
 
 def roles_of(classes: dict[str, type]) -> dict[str, type]:

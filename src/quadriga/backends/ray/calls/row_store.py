@@ -8,9 +8,9 @@ group that has ranks there. It is not the rank that produced the rows: that rank
 call, and two ranks that wait for rows of each other would wait for ever. It answers also after that
 rank has ended.
 
-Rows are cut out if they are a small part of a remote shard: at most `share` of its rows. Otherwise,
-and whenever the row server cannot answer, the whole object is fetched, which is always possible
-while its owner and its node run.
+Rows are cut out if the ranks of the reading node need a small part of a remote shard: at most
+`share` of its rows. Otherwise, and whenever the row server cannot answer, the whole object is
+fetched, which is always possible while its owner and its node run.
 """
 
 from __future__ import annotations
@@ -40,9 +40,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quadriga.data")
 
 StoreName = Literal["auto", "rows", "shards"]
-SHARE = 0.25
-"""The part of a remote shard up to which "auto" cuts. Ranks of one node may read different rows of
-one object, and fetching it as a whole serves all of them."""
+SHARE = 1 / 8
+"""The part of a remote shard up to which "auto" cuts. A whole object that one rank fetches serves
+all ranks of its node, so the parts of all of them count:
+
+    nodes   ranks of each   part of one rank   of its node    "auto"
+        2               8               1/16           1/2    whole shards
+       16               8              1/128          1/16    rows
+        8               1                1/8           1/8    rows
+"""
 ANSWER_S = 60.0
 """How long a row server may take."""
 LOOK_UP_AGAIN_S = 30.0
@@ -116,7 +122,7 @@ class RowStore(RayStore):
     """Put values into Ray's object store, and have rows of remote values cut out by their node.
 
     Args:
-        share: cut if at most this part of the rows of a shard is needed.
+        share: cut if the ranks of the reading node need at most this part of the rows of a shard.
         near: cut also on the node of the reader, where reading shared memory is cheaper. It lets
             a cluster of one node test what several nodes do.
     """
@@ -126,6 +132,8 @@ class RowStore(RayStore):
     def __init__(self, share: float = SHARE, near: bool = False) -> None:
         self.share = share
         self.near = near
+        self.readers = 1
+        """How many ranks of this group read on this node."""
         self._node: str | None = None
 
     def node(self) -> str:
@@ -140,7 +148,8 @@ class RowStore(RayStore):
 
     def cuts(self, node: str, share: float) -> bool:
         """Return whether to cut `share` of the rows out of a shard of that node."""
-        return bool(node) and share <= self.share and (self.near or node != self.node())
+        few = share * self.readers <= self.share
+        return few and bool(node) and (self.near or node != self.node())
 
     def __reduce__(self) -> tuple[object, ...]:
         return RowStore, (self.share, self.near)

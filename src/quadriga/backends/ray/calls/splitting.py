@@ -15,13 +15,13 @@ other receivers wait for rank 0. The first failure of any result is the failure 
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, TypeAlias
 
+from quadriga.backends.ray.calls.store import is_future
 from quadriga.backends.ray.calls.waiting import RayPending
 from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
 from quadriga.single_controller.backend import RankHandle
@@ -45,10 +45,11 @@ def split_futures(handles: Sequence[RankHandle], calls: Sequence[Call]) -> Seque
     Calls that receive futures themselves (`materialize=False`) are returned as they are, and so are
     futures inside lists and dicts.
     """
-    first = calls[0]
-    if not first.materialize or not any(map(_is_future, _values(first))):
+    if not calls[0].materialize:
         return calls
-    futures = [value for call in calls for value in _values(call) if _is_future(value)]
+    futures = [
+        value for call in calls for value in (*call.args, *call.kwargs.values()) if is_future(value)
+    ]
     receivers = Counter(map(_key, futures))
     many = {
         _key(future): (future.whole(), future.part)
@@ -57,10 +58,10 @@ def split_futures(handles: Sequence[RankHandle], calls: Sequence[Call]) -> Seque
     }
     if not many:
         return calls
-    parts = dict(zip(many, _split(handles[0], first.label, list(many.values())), strict=True))
+    parts = dict(zip(many, _split(handles[0], calls[0].label, list(many.values())), strict=True))
 
     def part(value: object) -> object:
-        if _is_future(value) and _key(value) in parts:
+        if is_future(value) and _key(value) in parts:
             return type(value)([parts[_key(value)][value.part.index]])
         return value
 
@@ -88,16 +89,6 @@ def _split(handle: RankHandle, label: str, splits: Splits) -> list[list[RayPendi
     refs = iter([sent] if sum(counts) == 1 else sent)
     source = f"the split of a future for {label}, rank {handle.facts.rank} on {handle.facts.node}"
     return [[RayPending(ref, source=source) for ref in islice(refs, n)] for n in counts]
-
-
-def _values(call: Call) -> tuple[object, ...]:
-    return (*call.args, *call.kwargs.values())
-
-
-def _is_future(value: object) -> TypeGuard[DataProtoFuture]:
-    # While a process has not loaded this module, no value can be a future.
-    module = sys.modules.get("quadriga.protocol.future")
-    return module is not None and isinstance(value, module.DataProtoFuture)
 
 
 def _key(future: DataProtoFuture) -> _Key:

@@ -29,7 +29,7 @@ import pickle
 import sys
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import numpy as np
 import ray
@@ -40,6 +40,7 @@ from quadriga.protocol.values.storage import Handle, Transport, fetch_many, tran
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import Ref
+    from quadriga.protocol.future import DataProtoFuture
     from quadriga.protocol.message import Message
 
 # Two float32 fields in a cluster of several nodes:
@@ -154,6 +155,7 @@ class RayStore:
 
     in_process = False
     handle_class: type[RayHandle] = RayHandle
+    readers = 1
 
     def node(self) -> str:
         """Return the id of the node of this process for readers that need it, else ""."""
@@ -337,6 +339,12 @@ def packed_batch(value: object) -> Message | None:
     if module is None or type(value) is not module.Message:
         return None
     return cast("Message", value)
+
+
+def is_future(value: object) -> TypeGuard[DataProtoFuture]:
+    """Return whether `value` is a batch that ranks may still be computing."""
+    module = sys.modules.get("quadriga.protocol.future")
+    return module is not None and isinstance(value, module.DataProtoFuture)
 
 
 def is_plain_batch(value: object) -> bool:

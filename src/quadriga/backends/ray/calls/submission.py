@@ -26,9 +26,15 @@ from ray import cloudpickle
 
 from quadriga.backends.ray.calls.row_store import StoreName, make_store
 from quadriga.backends.ray.calls.splitting import split_futures
-from quadriga.backends.ray.calls.store import RayStore, Result, is_plain_batch, packed_batch
+from quadriga.backends.ray.calls.store import (
+    RayStore,
+    Result,
+    is_future,
+    is_plain_batch,
+    packed_batch,
+)
 from quadriga.backends.ray.calls.waiting import RayBatch, RayPending
-from quadriga.backends.ray.health.failures import died
+from quadriga.backends.ray.health.failures import FailedCall, died
 from quadriga.backends.ray.health.nodes import dead_ranks, rank_alive
 from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
 from quadriga.errors import DispatchError, WorkerError
@@ -64,7 +70,8 @@ class RayCallBackend:
         """Submit one actor task per rank, named "role.method"."""
         label = calls[0].label
         handles = [ranks.handles[target] for target in targets]
-        calls = split_futures(handles, calls)
+        if any(map(is_future, (*calls[0].args, *calls[0].kwargs.values()))):
+            calls = split_futures(handles, calls)
         encoded: dict[tuple[int, bool], object] = {}
         for handle, call in zip(handles, calls, strict=True):
             key = id(call), handle.facts.interleaves
@@ -82,7 +89,12 @@ class RayCallBackend:
                     method = handle.methods[label] = RayMethod(handle.native, label)
                 sent = encoded[id(call), handle.facts.interleaves]
                 ticket = (handle.next_ticket(),) if handle.facts.interleaves else ()
-                ref, apart = method.send(sent, *ticket)
+                try:
+                    ref, apart = method.send(sent, *ticket)
+                except Exception as error:  # of Ray, or of an object that it pickles
+                    handle.take_ticket_back()
+                    received = FailedCall(refs, handles[: len(refs)], fields, label)
+                    raise received.not_sent(handle, error, ranks) from error
                 refs.append(ref)
                 fields.append(apart)
         batch = RayBatch(refs, handles, label, timeout, ranks, fields)

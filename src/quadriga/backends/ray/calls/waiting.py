@@ -37,6 +37,8 @@ FIRST_WAIT_S = 0.2
 """How long a wait asks Ray for everything at once, before it goes on in slices."""
 PROBE_S = 2.0
 """How often a wait asks the nodes."""
+SENT_AFTER_S = 0.5
+"""A call that is as old as this has been sent to its rank."""
 SHOWN_RANKS = 16
 """How many ranks a message lists."""
 LOG_S = 60.0
@@ -227,9 +229,17 @@ class RayPending:
         return known is not None or bool(ray.wait(self.refs, timeout=0, fetch_local=False)[0])
 
     def cancel(self) -> bool:
-        """Drop the call if its rank has not started it. Return False if the result exists."""
+        """Drop the result. Return False if it exists.
+
+        A rank with coroutine methods ends the call. Another rank runs it when its turn comes.
+        """
         if self.done():
             return False
+        if self.batch is None or not self.batch.handles[self.index].facts.interleaves:
+            # A call that Ray cancels before it is sent leaves a gap in the numbers of the calls of
+            # that rank. The rank would wait 30 s for it and refuse the next call.
+            sent = 0.0 if self.batch is None else time.monotonic() - self.batch.started
+            time.sleep(max(0.0, SENT_AFTER_S - sent))
         ray.cancel(self.ref)
         return True
 

@@ -20,8 +20,8 @@ from ray.exceptions import (
 
 from quadriga.backends.ray.health.nodes import actor_alive
 from quadriga.backends.ray.health.stacks import in_collective, last_lines, stacks_of
-from quadriga.errors import QuadrigaError, WorkerDiedError, WorkerMethodError
-from quadriga.single_controller.backend import RankHandle
+from quadriga.errors import QuadrigaError, WorkerDiedError, WorkerError, WorkerMethodError
+from quadriga.single_controller.backend import RankHandle, RankSet
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import Ref
@@ -74,6 +74,33 @@ class FailedCall:
         if note:
             first.args = (f"{first.args[0]}\n\n{note}",)
         return first
+
+    def not_sent(self, failed: RankHandle, error: Exception, ranks: RankSet) -> WorkerError:
+        """Return the error for a call that this object's ranks received and one rank did not.
+
+        `.remote()` of the rank `failed` raised `error`: the queue of its actor is full, or this
+        process has left the cluster. This counts as a failure of that rank: the others run the call
+        to its end, and those that wait for the rank in a collective are killed.
+        """
+        running: list[RankHandle] = []
+        if self._refs:
+            _, running = self._failures(GRACE_S)
+        note = self._release(running) if running else ""
+        role, _, method = self._label.rpartition(".")
+        facts = failed.facts
+        first = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+        cause = f"{self._label} could not be sent to rank {facts.rank} on {facts.node}: {first}"
+        if self.killed:
+            killed = ", ".join(str(handle.facts.rank) for handle in self.killed)
+            ranks.broken = f"rank(s) {killed} were killed in a collective after {cause}"
+        received = ", ".join(str(handle.facts.rank) for handle in self._handles) or "none"
+        return WorkerError(
+            f"{cause}. Rank(s) that received the call: {received}.\n\n{note}".rstrip(),
+            role=role,
+            rank=facts.rank,
+            node=facts.node,
+            method=method,
+        )
 
     def _failures(self, grace: float) -> tuple[list[QuadrigaError], list[RankHandle]]:
         """Return the failures so far, and the ranks that still run the call."""

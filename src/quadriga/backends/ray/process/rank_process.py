@@ -38,6 +38,7 @@ from quadriga.backends.ray.process.memory import (
     collect_rarely,
     keep_freed_memory,
 )
+from quadriga.backends.ray.process.profiling import TorchProfiler
 from quadriga.single_controller.backend import RankFacts
 from quadriga.single_controller.call import Call, SharedArgument, unpack_results
 from quadriga.single_controller.placement.devices import visible_devices
@@ -62,6 +63,7 @@ class RankProcess:
     _host: RankHost
     _facts: RankFacts
     _result_store: Callable[[], ResultStore]
+    _profiler: TorchProfiler | None = None
     _max_concurrency: int | None = None
     """How many calls run at the same time, where Ray does not limit it."""
 
@@ -105,6 +107,7 @@ class RankProcess:
         rendezvous: tuple[str, str],
         prepared: tuple[str, str],
         payload: tuple[object, Mapping[str, ClassWithInitArgs], RayStore],
+        profiler: TorchProfiler | None = None,
     ) -> RankFacts:
         """Build the workers.
 
@@ -115,6 +118,7 @@ class RankProcess:
                 unpickle `payload`, which imports the user's modules, before this is known.
             payload: the dispatch modes that the user has added, the roles, and the store of
                 large fields.
+            profiler: traces calls.
         """
         address, port = rendezvous
         place = replace(place, master_address=address, master_port=port)
@@ -139,6 +143,8 @@ class RankProcess:
             devices=visible_devices(),
             interleaves=isinstance(self, AsyncRankProcess),
         )
+        self._profiler = profiler
+        payload[2].readers = place.local_world_size
         self._use_store(payload[2])
         self._host = RankHost(
             place, self._facts.node, _survives_pickling, self._max_concurrency, in_process=False
@@ -164,7 +170,12 @@ class RankProcess:
 
     def _invoke(self, sent: Sent, count: int) -> tuple[object, ...]:
         store = self._result_store()
-        return store.returns(self._host.invoke(self._call(sent), store), count)
+        call = self._call(sent)
+        if self._profiler is None:
+            return store.returns(self._host.invoke(call, store), count)
+        with self._profiler.trace(call.role, call.method, self._facts.rank):
+            result = self._host.invoke(call, store)
+        return store.returns(result, count)
 
     def quadriga_invoke_value(self, sent: Sent) -> object:
         """Run one call; return the value itself, for a program that calls `ray.get`."""

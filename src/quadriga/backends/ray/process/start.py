@@ -15,6 +15,7 @@ from quadriga.backends.ray.calls.row_store import make_store
 from quadriga.backends.ray.calls.waiting import RayBatch
 from quadriga.backends.ray.cluster import kill_actor
 from quadriga.backends.ray.process.memory import FULL_EVERY_IN_CONTROLLER, collect_rarely
+from quadriga.backends.ray.process.profiling import TorchProfiler
 from quadriga.backends.ray.process.rank_process import (
     AsyncRankProcess,
     RankProcess,
@@ -49,6 +50,8 @@ class RankPlan:
     """Options of the Ray actor."""
     variables: dict[str, str]
     """Environment variables of the process."""
+    profiler: TorchProfiler | None = None
+    """What traces its calls."""
 
 
 class UserModes:
@@ -110,7 +113,7 @@ def start_ranks(
             for actor, plan in zip(actors, plans, strict=True)
         ]
         ready = [
-            actor.quadriga_setup.remote(plan.place, prepared[0], mine, payload)
+            actor.quadriga_setup.remote(plan.place, prepared[0], mine, payload, plan.profiler)
             for actor, plan, mine in zip(actors, plans, prepared, strict=True)
         ]
         facts = _wait(ready, plans, actors, next(iter(roles)), timeout)

@@ -28,8 +28,9 @@ from quadriga.algorithms.advantages import (
 from quadriga.algorithms.aggregation import aggregate, count_mask
 from quadriga.algorithms.groups import Groups
 from quadriga.algorithms.value_loss import value_loss
+from quadriga.compat.verl.algorithms.lookups import MissingNameError, TakenNameError
 from quadriga.compat.verl.config import VerlConfig, number, setting
-from quadriga.errors import InputError, UnknownNameError
+from quadriga.errors import InputError
 
 EntryT = TypeVar("EntryT")
 Advantages: TypeAlias = tuple[Tensor, Tensor]
@@ -259,14 +260,14 @@ def register_adv_est(
 
     Quadriga's trainer can use the estimator too (`algorithm.adv_estimator=<name>`). It passes
     `token_level_rewards`, `response_mask`, `index` (int array [B], the prompt group of each
-    sample) and `config=None`. The decorator raises InputError if the name is taken.
+    sample) and `config=None`. The decorator raises TakenNameError if the name is taken.
     """
     name = _name(name_or_enum)
 
     def add(function: EstimatorFn) -> EstimatorFn:
         known = ADV_ESTIMATOR_REGISTRY.get(name)
         if known not in (None, function):
-            raise InputError(
+            raise TakenNameError(
                 f"The advantage estimator {name!r} is registered already. Choose another name.",
                 name=name,
             )
@@ -299,7 +300,7 @@ def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> EstimatorFn:
 def registered(registry: Mapping[str, EntryT], name: str, kind: str) -> EntryT:
     """Return `registry[name]`. Raises `UnknownNameError`, which lists the known names."""
     if name not in registry:
-        raise UnknownNameError(
+        raise MissingNameError(
             f"No {kind} {name!r}. Known: {', '.join(registry)}.",
             name=name,
             known=list(registry),

@@ -1,0 +1,91 @@
+"""Ray's own calls, for the programs of `quadriga.compat` that mix them with worker groups."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeGuard, cast
+
+import ray
+from ray import cloudpickle
+
+from quadriga.backends.ray.cluster import kill_actor
+from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
+from quadriga.single_controller.ranks.class_with_args import plain_class
+from quadriga.single_controller.ranks.environment import preloaded
+
+if TYPE_CHECKING:
+    from quadriga.backends.ray.cluster import ActorFactory, Ref
+
+
+def is_reference(value: object) -> TypeGuard[Ref]:
+    """Return whether a value is a reference of Ray."""
+    return isinstance(value, ray.ObjectRef)
+
+
+def all_references(values: object) -> TypeGuard[list[Ref]]:
+    """Return whether a value is a list of references, and not empty."""
+    return isinstance(values, list | tuple) and bool(values) and all(map(is_reference, values))
+
+
+def values_of(refs: Sequence[Ref]) -> list[object]:
+    """Wait for references and return their objects, as `ray.get`."""
+    return list(ray.get(list(refs)))
+
+
+def stored(value: object) -> Ref:
+    """Put an object into Ray's store and return its reference, as `ray.put`."""
+    return ray.put(value)
+
+
+def actor_method(actor: object, name: str) -> Callable[..., Ref]:
+    """Return the function that starts a method of an actor of any class."""
+    started: Callable[..., Ref] = getattr(actor, name).remote
+    return started
+
+
+class ProgramActor:
+    """Runs one method of a user's class, in a process that finds the modules of the controller."""
+
+    def run(self, search_path: Sequence[str], preload: Sequence[str], sent: bytes) -> object:
+        """Build the class and call its method.
+
+        Args:
+            search_path: where the controller finds modules.
+            preload: modules to import first.
+            sent: (class, name of the method, arguments), pickled.
+        """
+        sys.path.extend(path for path in search_path if path not in sys.path)
+        for module in preload:
+            importlib.import_module(module)
+        # Unpickled here and not by Ray, because it imports the user's modules.
+        cls, method, args = pickle.loads(sent)
+        return getattr(cls(), method)(*args)
+
+
+def run_in_actor(cls: object, method: str, *args: object) -> object:
+    """Build a class in an actor, call one method, end the actor, and return the method's value.
+
+    `cls`: a class, or the result of `ray.remote(cls)`, whose options are the actor's. Raises what
+    the method raised.
+    """
+    send_code_of_loaded_files()
+    sent = cloudpickle.dumps(  # type: ignore[no-untyped-call]  # untyped in Ray
+        (plain_class(cls), method, args)
+    )
+    given: Mapping[str, object] = getattr(cls, "_default_options", None) or {}
+    factory = cast("ActorFactory", ray.remote(ProgramActor))
+    actor = factory.options(**{"num_cpus": 0, **given}).remote()
+    search_path = [path for path in sys.path if os.path.isdir(path)]
+    try:
+        return values_of([actor_method(actor, "run")(search_path, preloaded(), sent)])[0]
+    finally:
+        kill_actor(actor)
+
+
+def write_timeline(path: str) -> None:
+    """Write a trace of all tasks, in Chrome's format, to a file."""
+    ray.timeline(filename=path)

@@ -1,0 +1,303 @@
+"""The dispatch and collect functions of verl's decorator module, computed by the dispatch modes.
+
+`worker_group` is a worker group or a view of one. The functions without a mesh need only its
+`world_size`, so that code which composes them can pass an object of its own. A function that joins
+batches accepts Ray's references to them too, and then returns a `DataProtoFuture`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, TypedDict, cast
+
+from quadriga.errors import DispatchError
+from quadriga.single_controller import Dispatch, Execute
+from quadriga.single_controller.call import CallView, Collector, GroupInfo, GroupView, Split
+from quadriga.single_controller.dispatch import batch_modes, builtin_modes, megatron_modes
+from quadriga.single_controller.dispatch.modes import (
+    CollectFn,
+    DispatchFn,
+    DispatchMode,
+    ExecuteMode,
+    ModeFunctions,
+    inline_dispatch_mode,
+    update_dispatch_mode,
+)
+from quadriga.single_controller.dispatch.modes import (
+    get_predefined_dispatch_fn as functions_of_mode,
+)
+from quadriga.single_controller.dispatch.register import VERL_ATTRIBUTE
+
+MAGIC_ATTR = VERL_ATTRIBUTE
+
+
+def _view(worker_group: GroupInfo) -> GroupView:
+    if isinstance(worker_group, CallView):
+        return worker_group
+    return CallView(worker_group, range(worker_group.world_size), "dispatch")
+
+
+def collect_later(collect_fn: CollectFn, view: GroupView, output: object) -> object:
+    """Join results, or return a future of the batches that references of Ray name.
+
+    A collect function of the user's, and one that returns a list, receives the references.
+    """
+    from quadriga.backends.ray.programs import all_references, is_reference
+
+    plain = collect_fn.func if isinstance(collect_fn, partial) else collect_fn
+    if plain not in _JOINING or not (all_references(output) or is_reference(output)):
+        return collect_fn(view, output)
+    from quadriga.compat.verl.controller.futures import DataProtoFuture
+
+    assert isinstance(view, CallView)
+    refs = output if isinstance(output, list | tuple) else [output]
+    return DataProtoFuture(Collector(collect_fn, view), list(refs))
+
+
+_JOINING = (
+    batch_modes.collect_joined,
+    batch_modes.collect_by_mesh,
+    megatron_modes.DP.collect_batches,
+    megatron_modes.PP_AS_DP.collect_batches,
+)
+"""The collect functions that join batches."""
+
+
+def dispatch_one_to_all(worker_group: GroupInfo, *args: object, **kwargs: object) -> Split:
+    """Send the same argument to every rank."""
+    n = len(_view(worker_group).ranks)
+    return tuple([value] * n for value in args), {name: [v] * n for name, v in kwargs.items()}
+
+
+def dispatch_all_to_all(worker_group: GroupInfo, *args: object, **kwargs: object) -> Split:
+    """Return the arguments unchanged if each is a list with one entry per rank.
+
+    Otherwise every rank receives all of them as they are.
+    """
+    view = _view(worker_group)
+    n = view.world_size
+    columns = [v for v in args if isinstance(v, list | tuple) and len(v) == n]
+    named: dict[str, Sequence[object]] = {
+        k: v for k, v in kwargs.items() if isinstance(v, list | tuple) and len(v) == n
+    }
+    if not view.single and len(columns) == len(args) and len(named) == len(kwargs):
+        return tuple(columns), named
+    return dispatch_one_to_all(worker_group, *args, **kwargs)
+
+
+def collect_all_to_all(worker_group: GroupInfo, output: list[object]) -> list[object]:
+    """Return the results unchanged, one per rank."""
+    return output
+
+
+def dispatch_dp_compute(worker_group: GroupInfo, *args: object, **kwargs: object) -> Split:
+    """Check that each argument is a list with one entry per rank. Raises `LengthError` if not."""
+    return builtin_modes.dispatch_lists(_view(worker_group), *args, **kwargs)
+
+
+def collect_dp_compute(worker_group: GroupInfo, output: list[object]) -> list[object]:
+    """Return the results unchanged, one per rank."""
+    return output
+
+
+def dispatch_dp_compute_data_proto(
+    worker_group: GroupInfo, *args: object, **kwargs: object
+) -> Split:
+    """Split every batch into one part per rank."""
+    return batch_modes.dispatch_batches(_view(worker_group), *args, **kwargs)
+
+
+def dispatch_dp_compute_data_proto_with_func(
+    worker_group: GroupInfo,
+    function: Callable[..., object],
+    *args: object,
+    **kwargs: object,
+) -> Split:
+    """Send `function` to every rank and split every batch into one part per rank."""
+    return batch_modes.dispatch_function_and_batches(_view(worker_group), function, *args, **kwargs)
+
+
+def collect_dp_compute_data_proto(worker_group: GroupInfo, output: list[object]) -> object:
+    """Concatenate the batches of the ranks and remove the padding."""
+    return collect_later(batch_modes.collect_joined, _view(worker_group), output)
+
+
+def dispatch_nd_compute_dataproto(
+    dp_rank_mapping: list[int],
+    dp_size: int,
+    worker_group: GroupInfo,
+    *args: object,
+    **kwargs: object,
+) -> Split:
+    """Split every batch by data-parallel rank. Rank r receives part `dp_rank_mapping[r]`."""
+    return batch_modes.split_by_part(_view(worker_group), dp_rank_mapping, args, kwargs)
+
+
+def dispatch_nd_compute(
+    dp_rank_mapping: list[int],
+    dp_size: int,
+    worker_group: GroupInfo,
+    *args: Sequence[object],
+    **kwargs: Sequence[object],
+) -> Split:
+    """Give rank r entry `dp_rank_mapping[r]` of each argument, a list per data-parallel rank."""
+
+    def spread(entries: Sequence[object]) -> list[object]:
+        return [entries[dp_rank] for dp_rank in dp_rank_mapping]
+
+    return tuple(map(spread, args)), {name: spread(value) for name, value in kwargs.items()}
+
+
+def collect_nd_compute(
+    collect_mask: list[bool], worker_group: GroupInfo, output: list[object]
+) -> list[object]:
+    """Return the results of the ranks whose entry in `collect_mask` is true."""
+    return [value for value, collects in zip(output, collect_mask, strict=True) if collects]
+
+
+def collect_nd_compute_dataproto(
+    collect_mask: list[bool], worker_group: GroupInfo, output: list[object]
+) -> object:
+    """Concatenate the batches of the ranks whose entry in `collect_mask` is true."""
+    chosen = collect_nd_compute(collect_mask, worker_group, output)
+    return collect_later(batch_modes.collect_joined, _view(worker_group), chosen)
+
+
+def dispatch_lazy_compute_data_proto(
+    mesh_name: str, worker_group: GroupInfo, *args: object, **kwargs: object
+) -> Split:
+    """Split every batch by data-parallel rank of a mesh that the workers registered."""
+    return batch_modes.dispatch_by_mesh(mesh_name, _view(worker_group), *args, **kwargs)
+
+
+def collect_lazy_compute_data_proto(
+    mesh_name: str, worker_group: GroupInfo, output: list[object]
+) -> object:
+    """Concatenate the batches of the collecting ranks of a mesh."""
+    collect_fn = partial(batch_modes.collect_by_mesh, mesh_name)
+    return collect_later(collect_fn, _view(worker_group), output)
+
+
+def dummy_direct_rollout_call(worker_group: GroupInfo, *args: object, **kwargs: object) -> None:
+    """Raise DispatchError: methods of DIRECT_ROLLOUT_METHOD are not called through a group."""
+    builtin_modes.refuse_direct_call(_view(worker_group), *args, **kwargs)
+
+
+class ExecuteName(TypedDict):
+    """The name of the group's method that runs calls of an execute mode."""
+
+    execute_fn_name: str
+
+
+def get_predefined_execute_fn(execute_mode: ExecuteMode) -> ExecuteName:
+    """Return the name of the group's method that runs calls of this mode.
+
+    It is `execute_` and the name of the mode: `execute_first_half` for `Execute.FIRST_HALF`.
+    """
+    return {"execute_fn_name": f"execute_{execute_mode.name.lower()}"}
+
+
+def init_predefined_dispatch_mode() -> None:
+    """Do nothing: the built-in dispatch modes exist from the start."""
+
+
+def init_predefined_execute_mode() -> None:
+    """Do nothing: the built-in execute modes exist from the start."""
+
+
+def _check_dispatch_mode(dispatch_mode: object) -> None:
+    """Raise `DispatchError` unless the value is a dispatch mode or a dict of its functions."""
+    if isinstance(dispatch_mode, dict):
+        inline_dispatch_mode(cast(ModeFunctions, dispatch_mode))
+    elif not isinstance(dispatch_mode, DispatchMode):
+        raise DispatchError(
+            "dispatch_mode must be a member of Dispatch or a dict with 'dispatch_fn' and "
+            f"'collect_fn', got {dispatch_mode!r}."
+        )
+
+
+def _check_execute_mode(execute_mode: object) -> None:
+    """Raise `DispatchError` unless the value is an execute mode."""
+    if not isinstance(execute_mode, ExecuteMode):
+        raise DispatchError(f"execute_mode must be a member of Execute, got {execute_mode!r}.")
+
+
+# The functions of a mode, for programs that call them with a group
+
+
+def _dispatch_for_group(
+    function: DispatchFn, worker_group: GroupInfo, *a: object, **k: object
+) -> Split:
+    return function(_view(worker_group), *a, **k)
+
+
+def _collect_for_group(function: CollectFn, worker_group: GroupInfo, output: object) -> object:
+    return collect_later(function, _view(worker_group), output)
+
+
+_BUILT_IN = frozenset(mode.name for mode in Dispatch)
+
+
+def get_predefined_dispatch_fn(dispatch_mode: DispatchMode) -> ModeFunctions:
+    """Return the two functions of a mode. Both take a group, or a view of one."""
+    functions = functions_of_mode(dispatch_mode)
+    if dispatch_mode.name not in _BUILT_IN:
+        return functions
+    return {
+        "dispatch_fn": _for_group(_dispatch_for_group, functions["dispatch_fn"]),
+        "collect_fn": _for_group(_collect_for_group, functions["collect_fn"]),
+    }
+
+
+@cache
+def _for_group(adapter: Callable[..., Any], function: Callable[..., object]) -> Callable[..., Any]:
+    """Return one object per function, so that the functions of a mode compare equal."""
+    return partial(adapter, function)
+
+
+class _Registry(dict[DispatchMode, ModeFunctions]):
+    """Dispatch mode → its two functions, those of modes that are added later included.
+
+    Assigning to it replaces the functions of a mode, also for methods that are registered already.
+    """
+
+    def __getitem__(self, mode: DispatchMode) -> ModeFunctions:
+        return get_predefined_dispatch_fn(mode)
+
+    def __setitem__(self, mode: DispatchMode, functions: ModeFunctions) -> None:
+        update_dispatch_mode(mode, **inline_functions(functions))
+        super().__setitem__(mode, functions)
+
+    def __contains__(self, mode: object) -> bool:
+        return mode in Dispatch
+
+
+def inline_functions(functions: ModeFunctions) -> ModeFunctions:
+    """Return the two functions of a mode. Raises `DispatchError` if there are others, or fewer."""
+    mode = inline_dispatch_mode(functions)
+    return {"dispatch_fn": mode.dispatch_fn, "collect_fn": mode.collect_fn}
+
+
+DISPATCH_MODE_FN_REGISTRY = _Registry({mode: functions_of_mode(mode) for mode in Dispatch})
+
+
+# The functions of the MEGATRON modes
+
+
+def _megatron(name: str) -> ModeFunctions:
+    return get_predefined_dispatch_fn(Dispatch[name])
+
+
+dispatch_megatron_compute = _megatron("MEGATRON_COMPUTE")["dispatch_fn"]
+collect_megatron_compute = _megatron("MEGATRON_COMPUTE")["collect_fn"]
+dispatch_megatron_compute_data_proto = _megatron("MEGATRON_COMPUTE_PROTO")["dispatch_fn"]
+collect_megatron_compute_data_proto = _megatron("MEGATRON_COMPUTE_PROTO")["collect_fn"]
+dispatch_megatron_pp_as_dp = _megatron("MEGATRON_PP_AS_DP")["dispatch_fn"]
+collect_megatron_pp_as_dp = _megatron("MEGATRON_PP_AS_DP")["collect_fn"]
+dispatch_megatron_pp_as_dp_data_proto = _megatron("MEGATRON_PP_AS_DP_PROTO")["dispatch_fn"]
+collect_megatron_pp_as_dp_data_proto = _megatron("MEGATRON_PP_AS_DP_PROTO")["collect_fn"]
+dispatch_megatron_pp_only = _megatron("MEGATRON_PP_ONLY")["dispatch_fn"]
+collect_megatron_pp_only = _megatron("MEGATRON_PP_ONLY")["collect_fn"]
+
+__all__ = ["DISPATCH_MODE_FN_REGISTRY", "MAGIC_ATTR", "Dispatch", "Execute"]

@@ -1,0 +1,311 @@
+"""verl's `RayWorkerGroup`: calls return Ray's object references, and names are bound verl's way."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from quadriga.backends.ray import RayClassWithInitArgs, RayResourcePool
+from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
+from quadriga.backends.ray.calls.values import submit_value
+from quadriga.backends.ray.cluster import ensure_ray
+from quadriga.backends.ray.placement.class_with_args import RayColocatedClass
+from quadriga.backends.ray.process.attach import classes_of
+from quadriga.backends.ray.programs import actor_method, stored
+from quadriga.compat.verl.controller import decorator
+from quadriga.compat.verl.controller.binding import ModeOfMethod, WorkerGroup, mode_of
+from quadriga.compat.verl.controller.binding import func_generator as library_functor
+from quadriga.errors import DispatchError, WorkerDiedError
+from quadriga.protocol import DataProto
+from quadriga.single_controller import ClassWithInitArgs
+from quadriga.single_controller.bound_method import build_calls
+from quadriga.single_controller.dispatch.modes import (
+    Dispatch,
+    DispatchMode,
+    NotGiven,
+)
+from quadriga.single_controller.dispatch.register import registered_methods
+
+if TYPE_CHECKING:
+    from quadriga.backends.ray.cluster import RankActor
+
+WorkerT = TypeVar("WorkerT")
+
+IGNORED_OPTIONS = ("profile_steps", "worker_nsight_options", "master_addr")
+_EXECUTE_FUNCTIONS = (
+    "execute_all",
+    "execute_all_async",
+    "execute_rank_zero",
+    "execute_rank_zero_async",
+    "_execute_remote_single_worker",
+)
+_ANY_ARGUMENTS = DispatchMode(
+    "ALL_TO_ALL of verl", decorator.dispatch_all_to_all, decorator.collect_all_to_all
+)
+
+
+class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
+    """A Ray worker group that accepts verl's keywords and returns Ray's object references.
+
+    A method that waits runs as in Quadriga, unless a subclass replaces `_bind_worker_method` or an
+    execute function. A method with `blocking=False` returns what its collect function makes of the
+    references: a list of them, or a `DataProtoFuture` for modes that join batches.
+
+    `master_port` asks rank 0 to use that port. `use_gpu` must agree with the pool. `profile_steps`,
+    `worker_nsight_options`, `master_addr` and `ray_wait_register_center_timeout` are accepted and
+    ignored.
+    """
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool | None = None,
+        ray_cls_with_init: ClassWithInitArgs | None = None,
+        bin_pack: bool = True,
+        name_prefix: str | None = None,
+        detached: bool = False,
+        worker_names: Sequence[str] | None = None,
+        worker_handles: Sequence[RankActor] | None = None,
+        ray_wait_register_center_timeout: int = 300,
+        **kwargs: Any,  # options of the group, typed there
+    ) -> None:
+        for option in IGNORED_OPTIONS:
+            kwargs.pop(option, None)
+        ensure_ray()  # as Ray's own functions do, if the program has not called ray.init
+        self.use_gpu = bool(kwargs.pop("use_gpu", resource_pool and resource_pool.use_gpu))
+        if self.use_gpu and resource_pool is not None and not resource_pool.use_gpu:
+            raise DispatchError(
+                f"use_gpu=True, but {resource_pool!r} was made with use_gpu=False. Make both equal."
+            )
+        # Rank 0 chooses a port of a range; a range of one port fixes it.
+        port = kwargs.pop("master_port", None)
+        if port is not None:
+            kwargs["master_port_range"] = (int(port), int(port) + 1)
+        existing = worker_names is not None or worker_handles is not None
+        if ray_cls_with_init is None and existing:
+            ray_cls_with_init = _class_of_ranks(worker_names, worker_handles, kwargs)
+        self.ray_cls_with_init = ray_cls_with_init
+        self.device_name = kwargs.get("device_name", "cuda")
+        self.customized_worker_env = kwargs.get("worker_env") or {}
+        self.wg_dict: dict[str, object] | None = None
+        self.method_names: list[str] = []
+        self._is_init_with_detached_workers = existing
+        super().__init__(
+            resource_pool,
+            ray_cls_with_init,
+            bin_pack,
+            name_prefix,
+            detached,
+            worker_names,
+            worker_handles,
+            **kwargs,
+        )
+
+    # What verl's programs read
+
+    @property
+    def _workers(self) -> list[Any]:  # type: ignore[override]  # another group of one's own sets it
+        return self.workers
+
+    @property
+    def _worker_names(self) -> list[str]:  # type: ignore[override]  # see above
+        return self.worker_names
+
+    @property
+    def _world_size(self) -> int:
+        return self.world_size
+
+    @property
+    def _master_addr(self) -> str:
+        return self.master_address
+
+    @property
+    def _master_port(self) -> str:
+        return self.master_port
+
+    @property
+    def _dispatch_info(self) -> dict[str, list[int]]:
+        """The data-parallel ranks of the meshes that were queried."""
+        return {mesh: dp for (_, mesh), (dp, _) in self._ranks.meshes.items()}
+
+    @property
+    def _collect_info(self) -> dict[str, list[bool]]:
+        """Which ranks are collected, of the meshes that were queried."""
+        return {mesh: collects for (_, mesh), (_, collects) in self._ranks.meshes.items()}
+
+    @property
+    def fused_worker_used(self) -> bool:  # type: ignore[override]  # see above
+        """Whether the group was made by `create_colocated_worker_cls_fused`."""
+        return self.ray_cls_with_init is not None and self.ray_cls_with_init.fused_worker_used
+
+    @property
+    def sub_cls_name(self) -> str:
+        """The role of a view of one role of several, "" for other groups."""
+        return self._role or "" if len(self._ranks.roles) > 1 else ""
+
+    # Binding
+
+    def _bind(self) -> None:
+        """Make each registered method an attribute, through `_bind_worker_method`."""
+        self._offered = self._bound_names(self._ranks.roles, self._role)
+        self.method_names = self._bind_worker_method(self._class_to_bind(), library_functor)
+        if type(self)._bind_worker_method is RayWorkerGroup._bind_worker_method:
+            # A method that is overridden without @register keeps the record of the overridden one.
+            for name in set(self._offered) - set(self.method_names):
+                setattr(self, name, self._native(name))
+
+    def _class_to_bind(self) -> type:
+        """Return the class of the role, or a class with the methods `<role>_<method>` of all."""
+        if self._role is not None:
+            return self.class_of(self._role)
+        members = {
+            offered: getattr(self.class_of(role), name)
+            for offered, (role, name) in self._offered.items()
+        }
+        return type("_".join(self._ranks.roles), (), members)
+
+    def _bind_worker_method(self, user_defined_cls: type, func_generator: Any) -> list[str]:
+        """Make each registered method of a class an attribute of the group. Return their names.
+
+        With the `func_generator` of this library, a method that waits becomes a method of
+        Quadriga's groups, which has deadlines and reports the first failure of any rank.
+        """
+        names = super()._bind_worker_method(user_defined_cls, func_generator)
+        if func_generator is library_functor:
+            for name in names:
+                found = mode_of(getattr(user_defined_cls, name), name)
+                if found is not None and found[1] and self._runs_natively(name, found[0]):
+                    setattr(self, name, self._native(name))
+        return names
+
+    def _runs_natively(self, name: str, mode: ModeOfMethod) -> bool:
+        if name not in self._offered or isinstance(mode.execute.ranks, NotGiven):
+            return False
+        own = type(self)
+        return all(getattr(own, f) is getattr(RayWorkerGroup, f) for f in _EXECUTE_FUNCTIONS)
+
+    def _native(self, name: str) -> Callable[..., object]:
+        """Return the attribute that Quadriga's group has for a method."""
+        role, method = self._offered[name]
+        record = registered_methods(self.class_of(role))[method]
+        if record.current_dispatch == Dispatch["ALL_TO_ALL"] and not record.current_execute.single:
+            record = replace(record, dispatch_mode=_ANY_ARGUMENTS)
+        return self._method_factory(self, role, record)
+
+    def _execute_function(self, mode: ModeOfMethod, method: str) -> Callable[..., object]:
+        name = decorator.get_predefined_execute_fn(mode.execute)["execute_fn_name"]
+        known = isinstance(mode.execute.ranks, NotGiven) or hasattr(type(self), name)
+        if known or mode.dispatch.ranks:
+            return super()._execute_function(mode, method)
+        return functools.partial(self._execute_on_ranks, mode)
+
+    def _execute_on_ranks(
+        self, mode: ModeOfMethod, method_name: str, *args: list[object], **kwargs: list[object]
+    ) -> list[object]:
+        """Call the ranks of an execute mode, with one entry of each argument per rank."""
+        view = mode.views[threading.get_ident()]
+        return [
+            self._execute_remote_single_worker(
+                self.workers[rank],
+                method_name,
+                *(column[i] for column in args),
+                **{name: column[i] for name, column in kwargs.items()},
+            )
+            for i, rank in enumerate(view.ranks)
+        ]
+
+    # Calls by name return Ray's object references where Quadriga returns `Pending` objects.
+
+    def _execute_remote_single_worker(
+        self, worker: object, method_name: str, *args: object, **kwargs: object
+    ) -> object:
+        """Call any method of one worker. Return a Ray object reference to its value."""
+        role, name = self._role_and_method(method_name)
+        rank = next((r for r, known in enumerate(self.workers) if known is worker), None)
+        if rank is None:
+            return actor_method(worker, method_name)(*args, **kwargs)
+        ranks = self._ranks
+        if ranks.broken:
+            label = f"{role}.{name}"
+            raise WorkerDiedError(f"{label} cannot be called: {ranks.broken}", method=label)
+        record = registered_methods(ranks.roles[role]).get(name)
+        materialize = record is None or record.materialize_futures
+        (call,) = build_calls(ranks, role, name, [(args, kwargs)], materialize)
+        return submit_value(ranks, rank, call)
+
+    def execute_all_async(  # type: ignore[override]  # see above
+        self, method_name: str, *args: object, **kwargs: object
+    ) -> list[object]:
+        """Call any method by name on every rank. Return one Ray object reference per rank.
+
+        If every argument is a list of world_size length, rank i receives entry i of each.
+        """
+        n = self.world_size
+        given = (*args, *kwargs.values())
+        if all(isinstance(value, list) and len(value) == n for value in given):
+            parts = [
+                (
+                    tuple(_entry(value, i) for value in args),
+                    {name: _entry(value, i) for name, value in kwargs.items()},
+                )
+                for i in range(n)
+            ]
+        else:
+            # A batch is stored once, whatever the number of ranks that receive it.
+            once = {id(v): stored(v) for v in given if isinstance(v, DataProto) and n > 1}
+            same_args = tuple(once.get(id(value), value) for value in args)
+            parts = [(same_args, {k: once.get(id(v), v) for k, v in kwargs.items()})] * n
+        return [
+            self._execute_remote_single_worker(worker, method_name, *mine, **named)
+            for worker, (mine, named) in zip(self.workers, parts, strict=True)
+        ]
+
+    def execute_rank_zero_async(  # type: ignore[override]  # see above
+        self, method_name: str, *args: object, **kwargs: object
+    ) -> object:
+        """Call any method by name on rank 0. Return a Ray object reference."""
+        return self._execute_remote_single_worker(self.workers[0], method_name, *args, **kwargs)
+
+    def execute_all(  # type: ignore[override]  # see above
+        self, method_name: str, *args: object, **kwargs: object
+    ) -> list[object]:
+        """Call `execute_all_async`."""
+        return self.execute_all_async(method_name, *args, **kwargs)
+
+    def execute_rank_zero(  # type: ignore[override]  # see above
+        self, method_name: str, *args: object, **kwargs: object
+    ) -> object:
+        """Call `execute_rank_zero_async`."""
+        return self.execute_rank_zero_async(method_name, *args, **kwargs)
+
+
+def _entry(value: object, index: int) -> object:
+    return value[index] if isinstance(value, list) else value
+
+
+def _class_of_ranks(
+    names: Sequence[str] | None, actors: Sequence[RankActor] | None, options: dict[str, Any]
+) -> ClassWithInitArgs:
+    """Return the class, or the roles, of ranks that exist."""
+    classes = classes_of(names, actors, options.get("namespace"))
+    if len(classes) > 1:
+        return RayColocatedClass({role: RayClassWithInitArgs(cls) for role, cls in classes.items()})
+    role, cls = next(iter(classes.items()))
+    options.setdefault("role", role)
+    return RayClassWithInitArgs(cls)
+
+
+def check_workers_alive(
+    workers: Sequence[WorkerT], is_alive: Callable[[WorkerT], bool], gap_time: float = 1.0
+) -> None:
+    """Check every `gap_time` seconds. Interrupt the main thread once a worker is not alive."""
+    import _thread
+
+    # verl calls this in a thread. Only the main thread can be interrupted from another one.
+    while all(map(is_alive, workers)):
+        time.sleep(gap_time)
+    if threading.main_thread().is_alive():
+        _thread.interrupt_main()

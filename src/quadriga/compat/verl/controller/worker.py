@@ -1,0 +1,108 @@
+"""verl's `Worker`, and its records of the place of a rank in a tp × dp × pp × cp layout."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Self
+
+from quadriga import single_controller
+from quadriga.backends.ray.cluster import this_node
+from quadriga.backends.ray.process.register_center import join_register_center
+from quadriga.compat.verl.controller.ports import WorkerHelper
+from quadriga.compat.verl.device import get_visible_devices_keyword
+from quadriga.single_controller import RankLayout
+from quadriga.single_controller.ranks.environment import RankEnvironment
+
+DISABLED = "DISABLE_WORKER_INIT"
+"""With the value 1, a worker that is started by hand does not look for the other ranks."""
+
+
+@dataclass
+class DistRankInfo:
+    """Coordinates of a rank in a tp × dp × pp × cp layout."""
+
+    tp_rank: int
+    dp_rank: int
+    pp_rank: int
+    cp_rank: int
+
+
+@dataclass
+class DistGlobalInfo:
+    """Sizes of a tp × dp × pp × cp layout."""
+
+    tp_size: int
+    dp_size: int
+    pp_size: int
+    cp_size: int
+
+
+@dataclass
+class WorkerMeta:
+    """The variables of `Worker.env_keys`, by their names in lower case with an underscore."""
+
+    store: dict[str, object]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the variables, None for one that is not known."""
+        return {key: self.store.get(key) for key in (f"_{k.lower()}" for k in Worker.env_keys())}
+
+
+class Worker(single_controller.Worker, WorkerHelper):
+    """A worker in verl's spelling.
+
+    A worker group tells its ranks where rank 0 is. A worker that Ray alone has started
+    (`ray.remote(MyWorker).remote()`, with RANK, WORLD_SIZE, WG_PREFIX and WG_BACKEND=ray in its
+    environment) finds out through an actor: rank 0 starts the register center of the prefix, and
+    the other ranks ask it.
+    """
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        env = os.environ
+        by_hand = env.get("WG_BACKEND") == "ray" and "RANK" in env and "WG_PREFIX" in env
+        known = env.get("MASTER_ADDR") and env.get("MASTER_PORT")
+        if by_hand and not known and env.get(DISABLED, "0") != "1":
+            place = RankEnvironment.read()
+            self = super().__new__(cls)
+            self._configure_before_init(f"{place.group_prefix}_register_center", place.rank)
+            return self
+        return super().__new__(cls)
+
+    @classmethod
+    def env_keys(cls) -> list[str]:
+        """Return the environment variables that `_configure_with_store` sets."""
+        return [*super().env_keys()[:-1], get_visible_devices_keyword()]
+
+    def _configure_before_init(self, register_center_name: str, rank: int) -> None:
+        """Find the address and the port of rank 0, and set MASTER_ADDR and MASTER_PORT."""
+        joined = join_register_center(register_center_name, rank, self.world_size)
+        self.register_center = joined
+        os.environ.update(MASTER_ADDR=joined.master_address, MASTER_PORT=joined.master_port)
+        self._environment = RankEnvironment.read()
+
+    def get_node_id(self) -> str:
+        """Return Ray's id of the node of this rank."""
+        return this_node()
+
+
+class MegatronWorker(Worker):
+    """A worker with a rank layout, for the MEGATRON dispatch modes.
+
+    Megatron-core registers the layout in verl. Here a worker calls `register_layout`.
+    """
+
+    def register_layout(self, tp: int = 1, cp: int = 1, pp: int = 1) -> None:
+        """Register the layout of this rank. The data-parallel size is what remains of the ranks."""
+        dp = self.world_size // (tp * cp * pp)
+        self._register_rank_layout(RankLayout.of_rank(self.rank, tp=tp, cp=cp, dp=dp, pp=pp))
+
+    def get_megatron_rank_info(self) -> DistRankInfo:
+        """Return the coordinates of this rank. Raises `MeshError` if it has no layout."""
+        at = self._query_rank_layout()
+        return DistRankInfo(at.tp_rank, at.dp_rank, at.pp_rank, at.cp_rank)
+
+    def get_megatron_global_info(self) -> DistGlobalInfo:
+        """Return the sizes of the layout. Raises `MeshError` if this rank has none."""
+        at = self._query_rank_layout()
+        return DistGlobalInfo(at.tp_size, at.dp_size, at.pp_size, at.cp_size)

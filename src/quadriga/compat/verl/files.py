@@ -1,0 +1,31 @@
+"""verl's functions for files and tokenizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quadriga.errors import ModelError
+from quadriga.models import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def copy_to_local(src: str, cache_dir: str | None = None, **kwargs: object) -> str:
+    """Return the path of a file or folder of this machine, unchanged; `~` is replaced.
+
+    `cache_dir` and the other arguments are for other places, which are refused. Raises
+    `ModelError` for a path of HDFS or an object store.
+    """
+    if "://" in src and not src.startswith("hf://"):
+        raise ModelError(
+            f"copy_to_local: {src!r} is not on this machine. Copy it to a folder first, and pass "
+            "that folder"
+        )
+    return str(Path(src).expanduser()) if src.startswith("~") else src
+
+
+def hf_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model folder or a model of the hub. It has a padding token."""
+    return load_tokenizer(name_or_path, trust_remote_code=trust_remote_code)

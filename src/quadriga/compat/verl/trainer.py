@@ -1,0 +1,289 @@
+"""verl's trainers: `RayPPOTrainer`, the runner of a training, and the entry points.
+
+    run_ppo(config, MyRunner)           connects to Ray with the user's `ray_kwargs`
+      MyRunner.run(config)              in an actor
+        add_actor_rollout_worker …      hooks: which class and which pool each role has
+        init_resource_pool_mgr          hook: the pools
+        RayPPOTrainer(…).fit()          Quadriga's trainer, with the settings translated
+
+`config` is a configuration of verl (a mapping or an OmegaConf node), or a `TrainConfig`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from quadriga.backends import get_backend
+from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
+from quadriga.backends.ray.cluster import ensure_ray
+from quadriga.backends.ray.programs import run_in_actor, write_timeline
+from quadriga.compat.verl.config import VerlConfig, setting
+from quadriga.compat.verl.controller.groups import RayWorkerGroup
+from quadriga.compat.verl.controller.pools import ResourcePoolManager
+from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
+from quadriga.config.verl.settings import plain_values, translate
+from quadriga.config.verl.table import GENERATE, SFT, TRAIN, Row
+from quadriga.errors import ConfigError
+from quadriga.protocol import DataProto, fields
+from quadriga.single_controller import Worker
+from quadriga.single_controller.ranks.class_with_args import plain_class
+from quadriga.trainer.placement import ResourcePoolManager as QuadrigaPools
+from quadriga.trainer.placement import Role
+from quadriga.trainer.ppo import RayPPOTrainer as QuadrigaTrainer
+from quadriga.trainer.run.groups import uses_accelerator
+from quadriga.trainer.run.preflight import check_train_config
+from quadriga.trainer.stages import BatchReward
+from quadriga.workers import ActorRolloutRefWorker, CriticWorker
+
+C = TypeVar("C", TrainConfig, SFTConfig, GenerateConfig)
+PoolManager: TypeAlias = "ResourcePoolManager[Role] | QuadrigaPools"
+
+RUNTIME_ENV = {
+    "env_vars": {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN"},
+}
+"""What `run_ppo` asks of Ray's processes, unless `ray_kwargs` says otherwise."""
+
+
+def settings_of(config: VerlConfig, cls: type[C], table: Mapping[str, Row], tell: bool = True) -> C:
+    """Return our settings: `config` itself, or its translation. `tell`: report on stderr."""
+    if isinstance(config, cls):
+        return config
+    translation = translate(cls, table, plain_values(config))
+    if tell:
+        print(translation.report(), file=sys.stderr)
+    return translation.config
+
+
+class RewardOfTensors:
+    """A reward function of verl as one of Quadriga.
+
+    verl's `reward_fn(data, return_dict=True)` returns a dict with `reward_tensor` [B, R] float32,
+    or that tensor.
+    """
+
+    def __init__(self, reward_fn: Any) -> None:  # a user's object
+        self.reward_fn = reward_fn
+
+    def __call__(self, data: DataProto, /) -> DataProto:
+        """Score every row. Raises `ConfigError` if the function returns something else."""
+        try:
+            returned = self.reward_fn(data, return_dict=True)
+        except TypeError:  # a function without `return_dict`
+            returned = self.reward_fn(data)
+        scores = returned.get("reward_tensor") if isinstance(returned, Mapping) else returned
+        if not isinstance(scores, torch.Tensor):
+            raise ConfigError(
+                "reward_fn must return a tensor [B, R], or a dict with 'reward_tensor', got "
+                f"{type(returned).__name__}",
+                key="reward_fn",
+            )
+        return DataProto.from_dict({fields.TOKEN_LEVEL_SCORES: scores.float()})
+
+
+class RayPPOTrainer(QuadrigaTrainer):
+    """Quadriga's trainer with the arguments of verl's.
+
+    The tokenizer and the data come from the settings. Raises `ConfigError` for datasets, samplers
+    and collate functions, which Quadriga's loaders replace.
+    """
+
+    def __init__(
+        self,
+        config: VerlConfig,
+        tokenizer: object = None,
+        role_worker_mapping: Mapping[Role, object] | None = None,
+        resource_pool_manager: PoolManager | None = None,
+        ray_worker_group_cls: type = RayWorkerGroup,
+        processor: object = None,
+        reward_fn: object = None,
+        val_reward_fn: object = None,
+        train_dataset: object = None,
+        val_dataset: object = None,
+        collate_fn: object = None,
+        train_sampler: object = None,
+        device_name: str | None = None,
+    ) -> None:
+        refused = {
+            "processor": processor,
+            "val_reward_fn": None if val_reward_fn is reward_fn else val_reward_fn,
+            "train_dataset": train_dataset,
+            "val_dataset": val_dataset,
+            "collate_fn": collate_fn,
+            "train_sampler": train_sampler,
+        }
+        for name, value in refused.items():
+            if value is not None:
+                raise ConfigError(
+                    f"RayPPOTrainer: {name} has no counterpart; Quadriga reads data.train_files "
+                    "and data.val_files with loaders that can be resumed. Pass None",
+                    key=name,
+                )
+        if ray_worker_group_cls not in (RayWorkerGroup, QuadrigaRayWorkerGroup):
+            raise ConfigError(
+                f"RayPPOTrainer starts groups of Quadriga, not of {ray_worker_group_cls!r}; start "
+                "groups of your own class in a loop of your own",
+                key="ray_worker_group_cls",
+            )
+        ours = settings_of(config, TrainConfig, TRAIN)
+        _check_tokenizer(tokenizer, ours)
+        check_train_config(ours)
+        super().__init__(
+            ours,
+            role_worker_mapping=worker_classes(role_worker_mapping or {}),
+            resource_pool_manager=_pools(resource_pool_manager, device_name or ours.trainer.device),
+            reward_fn=_reward(reward_fn),
+        )
+
+
+def worker_classes(mapping: Mapping[Role, object]) -> dict[Role, type[Worker]]:
+    """Return the worker class of each role, also for the results of `ray.remote`."""
+    return {role: plain_class(cls) for role, cls in mapping.items()}
+
+
+class TaskRunner:
+    """Runs one training. A subclass replaces hooks.
+
+    Attributes:
+        role_worker_mapping: role → worker class, or the result of `ray.remote(class)`.
+        mapping: role → name of its pool.
+    """
+
+    def __init__(self) -> None:
+        self.role_worker_mapping: dict[Role, object] = {}
+        self.mapping: dict[Role, str] = {}
+
+    def add_actor_rollout_worker(self, config: VerlConfig) -> tuple[type, type]:
+        """Choose the class of the policy. Return it and the class of groups."""
+        role = Role.ActorRolloutRef if need_reference_policy(config) else Role.ActorRollout
+        self.role_worker_mapping[role] = ActorRolloutRefWorker
+        self.mapping[role] = "global_pool"
+        return ActorRolloutRefWorker, RayWorkerGroup
+
+    def add_critic_worker(self, config: VerlConfig) -> None:
+        """Choose the class of the critic, if the estimator needs one."""
+        if need_critic(config):
+            self.role_worker_mapping[Role.Critic] = CriticWorker
+            self.mapping[Role.Critic] = "global_pool"
+
+    def add_ref_policy_worker(self, config: VerlConfig, ref_policy_cls: type) -> None:
+        """Do nothing: the reference is in the workers of the policy."""
+
+    def add_reward_model_resource_pool(self, config: VerlConfig) -> None:
+        """Do nothing: rewards are rules, which need no pool."""
+
+    def init_resource_pool_mgr(self, config: VerlConfig) -> PoolManager:
+        """Return the pools: one, with `n_gpus_per_node` ranks on each node."""
+        ours = settings_of(config, TrainConfig, TRAIN, tell=False)
+        ranks = [ours.trainer.n_gpus_per_node] * ours.trainer.nnodes
+        return ResourcePoolManager({"global_pool": ranks}, self.mapping, max_colocate_count=1)
+
+    def run(self, config: VerlConfig) -> dict[str, float]:
+        """Train. Return the metrics of the last validation."""
+        policy_class, group_class = self.add_actor_rollout_worker(config)
+        self.add_critic_worker(config)
+        self.add_reward_model_resource_pool(config)
+        self.add_ref_policy_worker(config, policy_class)
+        trainer = RayPPOTrainer(
+            config,
+            role_worker_mapping=self.role_worker_mapping,
+            resource_pool_manager=self.init_resource_pool_mgr(config),
+            ray_worker_group_cls=group_class,
+        )
+        try:
+            with trainer.stop.listening():
+                trainer.init_workers()
+                return trainer.fit()
+        finally:
+            trainer.close()
+
+
+def run_ppo(config: VerlConfig, task_runner_class: object = TaskRunner) -> object:
+    """Connect to Ray, run the training in an actor, and return what its `run` returns.
+
+    `config.ray_kwargs.ray_init` holds arguments of `ray.init`; its `runtime_env` is merged with
+    `RUNTIME_ENV`, and its values win. `config.ray_kwargs.timeline_json_file`: a file for a trace of
+    all tasks. A connection to Ray that exists is used unchanged.
+    """
+    ray_kwargs = setting(config, "ray_kwargs")
+    session = ensure_ray(**ray_init_arguments(setting(ray_kwargs, "ray_init")))
+    try:
+        result = run_in_actor(task_runner_class, "run", config)
+        timeline = setting(ray_kwargs, "timeline_json_file")
+        if timeline is not None:
+            write_timeline(str(timeline))
+        return result
+    finally:
+        session.close()
+
+
+def ray_init_arguments(given: VerlConfig) -> dict[str, Any]:
+    """Return the arguments of `ray.init`: the user's, and `RUNTIME_ENV` where they are silent."""
+    arguments = {} if given is None else plain_values(given)
+    own = arguments.get("runtime_env") or {}
+    assert isinstance(own, dict)
+    variables = {**RUNTIME_ENV["env_vars"], **(own.get("env_vars") or {})}
+    kept = {key: value for key, value in own.items() if value is not None}
+    return {
+        **{key: value for key, value in arguments.items() if value is not None},
+        "runtime_env": {**kept, "env_vars": variables},
+    }
+
+
+def need_reference_policy(config: VerlConfig) -> bool:
+    """Return whether a stage reads the reference policy."""
+    actor = setting(setting(config, "actor_rollout_ref"), "actor")
+    in_reward = setting(setting(config, "algorithm"), "use_kl_in_reward", False)
+    return bool(in_reward or setting(actor, "use_kl_loss", False))
+
+
+def need_critic(config: VerlConfig) -> bool:
+    """Return whether the estimator reads values."""
+    return str(setting(setting(config, "algorithm"), "adv_estimator", "gae")) == "gae"
+
+
+def run_sft(config: VerlConfig) -> object:
+    """Fine-tune as `quadriga sft`, with settings of verl or an `SFTConfig`."""
+    from quadriga.trainer.sft import run_sft as run
+
+    return run(settings_of(config, SFTConfig, SFT))
+
+
+def run_generation(config: VerlConfig) -> object:
+    """Generate as `quadriga generate`, with settings of verl or a `GenerateConfig`."""
+    from quadriga.trainer.generate import run_generation as run
+
+    return run(settings_of(config, GenerateConfig, GENERATE))
+
+
+def _check_tokenizer(tokenizer: object, config: TrainConfig) -> None:
+    model = config.actor_rollout_ref.model
+    expected = model.tokenizer_path or model.path
+    given = getattr(tokenizer, "name_or_path", expected)
+    if given != expected:
+        raise ConfigError(
+            f"RayPPOTrainer: the tokenizer is loaded from {expected!r}, but one of {given!r} was "
+            "passed. Set actor_rollout_ref.model.tokenizer_path to its folder",
+            key="tokenizer",
+        )
+
+
+def _pools(manager: PoolManager | None, device: str) -> QuadrigaPools | None:
+    if not isinstance(manager, ResourcePoolManager):
+        return manager
+    return QuadrigaPools(
+        manager.resource_pool_spec,
+        manager.mapping,
+        backend=get_backend("ray"),
+        pool_options={
+            "use_gpu": uses_accelerator("auto" if device == "cuda" else device),
+            "max_colocate_count": manager.max_colocate_count,
+        },
+    )
+
+
+def _reward(reward_fn: Any) -> BatchReward | None:  # a user's object
+    return None if reward_fn is None else RewardOfTensors(reward_fn)

@@ -1,0 +1,5 @@
+"""Settings of verl as settings of ours.
+
+table.py      what each setting of verl becomes
+settings.py   read verl's file and command line, apply the table, list what is ignored
+"""

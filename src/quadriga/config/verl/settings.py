@@ -1,0 +1,258 @@
+"""Read settings of verl: its YAML file with Hydra overrides → settings of ours, and what is left.
+
+    verl's file and overrides ──Hydra──► values ──table──► our values ──build──► TrainConfig
+                                            └── no row in the table ──► `Translation.ignored`
+
+A setting that changes what is computed and has no counterpart is an error (`_REFUSED`). Any other
+one is listed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from quadriga.config.convert import build
+from quadriga.config.reading import check_override, read_settings_file
+from quadriga.config.verl.table import LEAVE, Row
+from quadriga.config.writing import Plain, remember_given
+from quadriga.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+_REFUSED: dict[str, str] = {
+    "actor_rollout_ref.model.lora_rank": "Quadriga trains all parameters and has no LoRA",
+    "actor_rollout_ref.model.lora.rank": "Quadriga trains all parameters and has no LoRA",
+    "actor_rollout_ref.rollout.multi_turn.enable": "Quadriga generates one response per prompt",
+    "reward.reward_model.enable": "Quadriga scores with rules; give a function by reward.path",
+    "reward_model.enable": "Quadriga scores with rules; give a function by reward.path",
+    "distillation.enabled": "Quadriga has no distillation loss",
+    "algorithm.use_pf_ppo": "Quadriga has no reweighting of samples",
+    "algorithm.rollout_correction.bypass_mode": "Quadriga computes the log-probabilities again",
+}
+"""Settings that must be off, and why."""
+_STRATEGIES = ("fsdp", "fsdp2")
+_UNUSED = ("_target_", "???")
+MOST_LISTED = 30
+"""Ignored settings of a file up to this number are listed by name."""
+
+
+@dataclass(frozen=True)
+class Becomes:
+    """One setting of verl and what it has become."""
+
+    verl_key: str
+    verl_value: object
+    key: str
+    value: object
+
+    def __str__(self) -> str:
+        return f"{self.verl_key}={self.verl_value} → {self.key}={self.value}"
+
+    @property
+    def changed(self) -> bool:
+        """Whether the key or the value differs from verl's."""
+        return (self.verl_key, self.verl_value) != (self.key, self.value)
+
+
+@dataclass(frozen=True)
+class Translation(Generic[T]):
+    """Settings of ours that were read from settings of verl.
+
+    Attributes:
+        config: our settings, not checked against each other yet.
+        becomes: what each setting has become.
+        ignored: verl's keys without a counterpart that have a value other than null.
+        chosen: the keys of the command line.
+    """
+
+    config: T
+    becomes: tuple[Becomes, ...]
+    ignored: tuple[str, ...]
+    chosen: frozenset[str] = frozenset()
+
+    def report(self) -> str:
+        """Return what the settings of the command line have become, and what is ignored.
+
+        Of a file with many ignored settings, only their numbers are given, by section.
+        """
+        lines = [f"{len(self.becomes)} settings of verl were translated"]
+        lines += [f"  {b}" for b in self.becomes if b.verl_key in self.chosen and b.changed]
+        given = [key for key in self.ignored if key in self.chosen]
+        rest = [key for key in self.ignored if key not in self.chosen]
+        if given:
+            lines += ["ignored, without a counterpart, from the command line:"]
+            lines += [f"  {key}" for key in given]
+        if rest:
+            shown = _by_section(rest) if len(rest) <= MOST_LISTED else _counted(rest)
+            lines += ["ignored, without a counterpart, from the file:"]
+            lines += [f"  {line}" for line in shown]
+        return "\n".join(lines)
+
+
+def read_verl(
+    cls: type[T], table: Mapping[str, Row], file: str | Path, overrides: Iterable[str] = ()
+) -> Translation[T]:
+    """Read verl's settings file, compose it with Hydra as verl does, and translate it.
+
+    An override that names a key which the file does not have adds it. Raises `ConfigError` if the
+    file or an override cannot be read, and for a setting that must be off.
+    """
+    path = Path(file).expanduser().resolve()
+    read_settings_file(path)  # checks its size and its structure
+    texts = list(overrides)
+    chosen = frozenset(text.partition("=")[0].lstrip("+~") for text in texts)
+    return translate(cls, table, _composed(path, texts), chosen)
+
+
+def translate(
+    cls: type[T],
+    table: Mapping[str, Row],
+    values: Mapping[str, object],
+    chosen: frozenset[str] = frozenset(),
+) -> Translation[T]:
+    """Translate verl's values, a mapping of mappings. Raises `ConfigError` as `read_verl`."""
+    given = {key: value for key, value in _leaves(values, table) if not _is_unused(key, value)}
+    _check_offered(given)
+    ours: dict[str, Plain] = {}
+    becomes = []
+    for verl_key, row in table.items():
+        if verl_key not in given or _belongs_to_unused_critic(verl_key, given):
+            continue
+        value = row.convert(given[verl_key])
+        if value is LEAVE:
+            continue
+        for key in row.keys:
+            _set(ours, key, _expanded(key, value))
+            becomes.append(Becomes(verl_key, given[verl_key], key, value))
+    ignored = [
+        key for key, value in given.items() if key not in table and value not in (None, {}, [])
+    ]
+    config = build(cls, ours, "translated from verl: ")
+    remember_given(config, ours)
+    return Translation(config, tuple(becomes), tuple(ignored), chosen)
+
+
+def plain_values(config: object) -> dict[str, object]:
+    """Return a configuration of verl as plain values: an OmegaConf node, a mapping, or an object
+    with attributes. Raises `ConfigError` for anything else."""
+    if OmegaConf.is_config(config):
+        resolved = OmegaConf.to_container(config, resolve=True)
+        assert isinstance(resolved, dict)
+        return {str(key): value for key, value in resolved.items()}
+    found = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"expected settings of verl (a mapping or an OmegaConf node), got {config!r}"
+        )
+    nested = (int, float, str, bool, list, tuple, type(None))
+    return {k: v if isinstance(v, nested) else plain_values(v) for k, v in found.items()}
+
+
+def _composed(path: Path, overrides: list[str]) -> dict[str, object]:
+    """Return the values of a file with its defaults list and overrides, interpolations resolved."""
+    texts = []
+    for text in overrides:
+        key, sign, _ = text.partition("=")
+        if not sign or not key:
+            raise ConfigError(f"expected key=value, got {text!r}", key=key)
+        check_override(text, key)
+        texts.append(text if text.startswith(("+", "~")) else f"++{text}")
+    before = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(version_base=None, config_dir=str(path.parent)):
+            tree = compose(config_name=path.stem, overrides=texts)
+        values = OmegaConf.to_container(tree, resolve=True)
+    except (HydraException, OmegaConfBaseException, RecursionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"cannot read {path} as settings of verl: {reason}", key="--verl"
+        ) from None
+    finally:
+        GlobalHydra.instance().hydra = before
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _leaves(
+    values: Mapping[str, object], table: Mapping[str, Row], prefix: str = ""
+) -> Iterator[tuple[str, object]]:
+    """Yield (dotted key, value) of every value; a mapping that is a key of the table is a value."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and key not in table:
+            yield from _leaves({str(k): v for k, v in value.items()}, table, f"{key}.")
+        else:
+            yield key, value
+
+
+def _is_unused(key: str, value: object) -> bool:
+    return key.rpartition(".")[2] == _UNUSED[0] or value == _UNUSED[1] or value is None
+
+
+def _check_offered(given: Mapping[str, object]) -> None:
+    for key, reason in _REFUSED.items():
+        if given.get(key) not in (None, False, 0):
+            raise ConfigError(f"{key}={given[key]!r} of verl has no counterpart: {reason}", key=key)
+    for key in ("actor_rollout_ref.actor.strategy", "critic.strategy"):
+        if given.get(key, _STRATEGIES[0]) not in _STRATEGIES:
+            raise ConfigError(
+                f"{key}={given[key]!r} of verl has no counterpart: Quadriga trains with FSDP2; set "
+                f"{key}=fsdp2",
+                key=key,
+            )
+
+
+def _belongs_to_unused_critic(key: str, given: Mapping[str, object]) -> bool:
+    """Whether a setting is of the critic, and the estimator needs no values."""
+    return key.startswith("critic.") and given.get("algorithm.adv_estimator", "gae") != "gae"
+
+
+def _set(tree: dict[str, Plain], key: str, value: object) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = tree.setdefault(section, {})
+        assert isinstance(inner, dict)
+        tree = inner
+    tree[last] = value  # type: ignore[assignment]  # `build` checks the type
+
+
+def _expanded(key: str, value: object) -> object:
+    """Return a path with `~` replaced. verl expands it when it reads a file."""
+    names = ("path", "tokenizer_path", "default_local_dir", "train_files", "val_files", "output")
+    if key.rpartition(".")[2] not in (*names, "data_files"):
+        return value
+    if isinstance(value, str):
+        return str(Path(value).expanduser()) if value.startswith("~") else value
+    return [_expanded(key, item) for item in value] if isinstance(value, list) else value
+
+
+def _by_section(keys: Iterable[str]) -> list[str]:
+    """Return one line per section: `actor_rollout_ref.actor: grad_norm, strategy`."""
+    sections: dict[str, list[str]] = {}
+    for key in keys:
+        *section, last = key.rsplit(".", 1)
+        sections.setdefault(".".join(section), []).append(last)
+    return [
+        f"{name}: {', '.join(names)}" if name else ", ".join(names)
+        for name, names in sections.items()
+    ]
+
+
+def _counted(keys: Iterable[str]) -> list[str]:
+    """Return one line per section of at most two parts: `actor_rollout_ref.actor: 64 settings`."""
+    counts = Counter(".".join(key.split(".")[:-1][:2]) or key for key in keys)
+    return [f"{name}: {count} setting{'s' * (count > 1)}" for name, count in counts.items()]

@@ -1,0 +1,180 @@
+"""A call whose `.remote()` raises for one rank when other ranks have received it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import ray
+import torch.distributed as dist
+
+from quadriga.backends.ray.calls import submission
+from quadriga.errors import WorkerDiedError, WorkerError
+from quadriga.single_controller import Dispatch, Worker, register
+
+QUEUE = 3
+"""How many calls Ray accepts for one rank."""
+
+
+class Gated(Worker):
+    def __init__(self):
+        super().__init__()
+        self.ran = []
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def wait_for(self, path):
+        """Return when the file exists."""
+        deadline = time.monotonic() + 60
+        while not Path(path).exists():
+            assert time.monotonic() < deadline, "the file was not created in time"
+            time.sleep(0.02)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def record(self, value):
+        self.ran.append(value)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def recorded(self):
+        return self.ran
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def items(self, value):
+        try:
+            self.ran.append(value)
+            yield value
+        finally:
+            self.ran.append("closed")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def join(self):
+        """Start a process group of all ranks."""
+        dist.init_process_group("gloo")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def meet(self):
+        dist.barrier()
+
+
+class GatedCoroutines(Gated):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def later(self):
+        return self.rank
+
+
+@pytest.fixture
+def start_gated(ray_backend):
+    started = []
+
+    def start(worker=Gated, **options):
+        pool = ray_backend.resource_pool([3], use_gpu=False)
+        cls = ray_backend.class_with_args(worker)
+        cls.update_options(options)
+        group = ray_backend.worker_group(pool, cls, timeout=60)
+        started.extend((pool, group))
+        return group
+
+    yield start
+    for thing in reversed(started):
+        (getattr(thing, "shutdown", None) or thing.release)()
+
+
+def refuse_rank(monkeypatch, group, rank):
+    """Let `.remote()` of one rank raise."""
+    send = submission.RayMethod.send
+    native = group._ranks.handles[rank].native
+
+    def refuse(method, *arguments):
+        if method._actor is native:
+            raise RuntimeError("planted")
+        return send(method, *arguments)
+
+    monkeypatch.setattr(submission.RayMethod, "send", refuse)
+
+
+def test_a_full_queue_of_one_rank_is_its_failure_and_the_others_run_the_call(start_gated, tmp_path):
+    group = start_gated(max_pending_calls=QUEUE)
+    gate = tmp_path / "gate"
+    waiting = [group.workers[2].wait_for.remote(str(gate)) for _ in range(QUEUE)]
+    with pytest.raises(WorkerError, match=r"(?s)Gated.record could not be sent to rank 2 on .*"
+                       r"PendingCallsLimit.*that received the call: 0, 1\.") as raised:  # fmt: skip
+        group.record("half")
+    error = raised.value
+    assert (error.role, error.rank, error.method) == ("Gated", 2, "record")
+    gate.touch()
+    ray.get(waiting)
+    group.record("after")
+    assert group.recorded() == [["half", "after"], ["half", "after"], ["after"]]
+
+
+def test_ranks_that_run_a_call_which_one_rank_has_not_received_are_named(
+    start_gated, tmp_path, monkeypatch
+):
+    group = start_gated()
+    gate = tmp_path / "gate"
+    with monkeypatch.context() as patched:
+        refuse_rank(patched, group, 2)
+        with pytest.raises(WorkerError, match=r"(?s)to rank 2 .*Still running .*: rank\(s\) 0, 1"):
+            group.wait_for(str(gate))
+    gate.touch()
+    assert group.recorded() == [[], [], []]
+
+
+def test_ranks_that_wait_for_it_in_a_collective_are_killed(start_gated, monkeypatch):
+    """The rule for every rank that fails. Nothing is left that waits."""
+    group = start_gated()
+    group.join()
+    with monkeypatch.context() as patched:
+        refuse_rank(patched, group, 2)
+        with pytest.raises(WorkerError, match=r"(?s)to rank 2 .*collective and killed: .* 0, 1"):
+            group.meet()
+    with pytest.raises(WorkerDiedError, match=r"recorded cannot be called: .*0, 1 were killed"):
+        group.recorded()
+
+
+def test_the_first_rank_cannot_be_called(start_gated, monkeypatch):
+    group = start_gated()
+    with monkeypatch.context() as patched:
+        refuse_rank(patched, group, 0)
+        with pytest.raises(WorkerError, match=r"to rank 0 .*that received the call: none"):
+            group.record("never")
+    assert group.recorded() == [[], [], []]
+
+
+def test_a_rank_without_the_call_has_no_ticket_for_it(start_gated, monkeypatch):
+    """Its next call would wait for the missing one."""
+    group = start_gated(GatedCoroutines)
+    group.record("first")
+    with monkeypatch.context() as patched:
+        refuse_rank(patched, group, 1)
+        with pytest.raises(WorkerError, match=r"sent to rank 1 .*RuntimeError: planted"):
+            group.record("half")
+    group.record("last")
+    assert group.recorded() == [["first", "half", "last"], ["first", "last"], ["first", "last"]]
+
+
+def test_a_generator_is_ended_if_a_later_rank_cannot_be_called(start_gated, monkeypatch):
+    group = start_gated()
+    with monkeypatch.context() as patched:
+        refuse_rank(patched, group, 2)
+        stream = group.items.stream_unordered("item")
+        with pytest.raises(WorkerError, match="rank 2"):
+            next(stream)
+    assert group.recorded() == [["item", "closed"], ["item", "closed"], []]
+
+
+def test_a_call_that_is_cancelled_at_once_leaves_no_gap(start_gated, tmp_path):
+    """Ray would refuse the next call of each rank, after half a minute. The cancelled call is run:
+    ranks without coroutine methods cannot drop it."""
+    group = start_gated()
+    gate = tmp_path / "gate"
+    first = group.wait_for(str(gate))
+    for _ in range(30):
+        cancelled = group.record.submit("cancelled")
+        assert cancelled.cancel()
+    gate.touch()
+    first.get()
+    group.record.options(timeout=20)("after")
+    assert [seen[-1] for seen in group.recorded()] == ["after"] * 3
+    with pytest.raises(Exception, match="cancelled"):
+        cancelled.get(timeout=20)

@@ -1,0 +1,148 @@
+"""Rows of another node: cut out there, or whole shards. And the choice between the two."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from field_workers import Reader
+
+from quadriga.backends import get_backend
+from quadriga.backends.ray.calls import row_store
+from quadriga.backends.ray.calls.row_store import RowStore, make_store, servers
+from quadriga.backends.ray.calls.store import RayStore
+from quadriga.errors import ConfigError
+from quadriga.protocol import DataProto
+from quadriga.protocol.values.cut import cut
+
+
+@pytest.fixture(scope="module")
+def seen():
+    program = Path(__file__).with_name("rows_program.py")
+    run = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))
+
+
+def test_whole_shards_are_copied_to_every_node_that_reads_rows_of_them(seen):
+    found = seen["shards"]["permuted"]
+    assert found["right"] and found["copies"] == [2, 2, 2] and found["cut rows"] == [0, 0, 0]
+    assert seen["shards"]["controller"][:2] == [True, 0]
+
+
+def test_rows_are_cut_out_and_no_shard_is_copied(seen):
+    """Each rank needs one row of two other nodes; `rag` has rows of half to one and a half times
+    the bytes of a row of the others, and 8 bytes for each of its offsets."""
+    found = seen["rows"]["permuted"]
+    assert found["right"] and found["copies"] == [0, 0, 0] and seen["servers"] == 3
+    assert all(5 <= rows < 7.1 for rows in found["cut rows"])
+    assert seen["rows"]["controller"] == [True, 1, 0]
+
+
+def test_by_default_a_few_rows_are_cut_out_and_a_third_is_not(seen):
+    assert seen["auto"]["a third"] == seen["shards"]["permuted"]
+    assert seen["auto"]["one row"] == [True, 1, 0]
+
+
+def test_whole_shards_are_fetched_if_a_row_server_was_killed(seen):
+    killed, after = seen["killed server"]
+    assert killed["right"] and killed["copies"] == [2, 2, 2] and after
+
+
+def test_rows_of_ranks_that_have_ended_are_cut_out_by_their_nodes(seen):
+    found, rows = seen["dead ranks"]
+    assert found == [[0.0], [9.0], [18.0]] and rows >= 2
+
+
+def test_rows_of_a_lost_node_are_an_error_that_names_their_rank(seen):
+    assert seen["lost node"] == {"field": "one", "rank is right": True, "method": "make"}
+
+
+@pytest.fixture
+def near(ray_backend):
+    """A group on one node whose reads all go through the row server."""
+    backend = get_backend("ray", store=RowStore(math.inf, near=True))
+    pool = backend.resource_pool([2], use_gpu=False)
+    yield backend.worker_group(pool, backend.class_with_args(Reader), timeout=60)
+    backend.shutdown()
+
+
+def rows(count):
+    import torch
+
+    return DataProto.from_dict({"row": torch.arange(count)})
+
+
+def test_ranks_that_read_each_others_rows_at_the_same_time_do_not_wait_for_each_other(near):
+    data = near.make(rows(8))
+    data.reorder(np.array([7, 0, 6, 1, 5, 2, 4, 3]))
+    found = near.read(data, ["one", "two", "rag"])
+    assert [row for first, _ in found for row in first] == [7, 0, 6, 1, 5, 2, 4, 3]
+    assert all(cut_bytes > 0 for _, cut_bytes in found)
+
+
+def test_a_row_server_that_does_not_answer_is_waited_for_once(near, monkeypatch, caplog):
+    """Then whole objects are fetched."""
+    data = near.make(rows(8))
+    monkeypatch.setattr(row_store, "ANSWER_S", 0.2)
+    never = ray.remote(num_cpus=0)(Silent).remote()
+    monkeypatch.setattr(servers, "of", lambda node: never)
+    with caplog.at_level(logging.WARNING, "quadriga.data"):
+        assert data[5:].batch["one"][:, 0].tolist() == [5, 6, 7]
+    assert "did not send rows (GetTimeoutError); whole objects are fetched" in caplog.text
+    ray.kill(never)
+
+
+class Silent:
+    def cut(self, refs, cuts):
+        import time
+
+        time.sleep(30)
+
+
+def test_without_a_row_server_whole_objects_are_fetched(near, monkeypatch):
+    data = near.make(rows(8))
+    monkeypatch.setattr(servers, "_known", {})
+    monkeypatch.setattr(row_store, "_name", lambda node: "no actor has this name")
+    assert data[5:].batch["one"][:, 0].tolist() == [5, 6, 7]
+    looked_up = []
+    monkeypatch.setattr(row_store.ray, "get_actor", lambda *a, **k: looked_up.append(a))
+    assert data[:1].batch["two"][:, 0].tolist() == [0]
+    assert not looked_up, "a missing row server is looked up once in a while"
+
+
+@pytest.mark.parametrize(
+    ("share", "readers", "cuts"),
+    [(1 / 8, 1, True), (1 / 7, 1, False), (1 / 64, 8, True), (1 / 63, 8, False)],
+)
+def test_the_parts_of_all_ranks_of_a_node_count(share, readers, cuts):
+    """16 nodes of 8 ranks: each needs 1/128 of a shard, each node 1/16."""
+    store = make_store("auto")
+    store._node, store.readers = "mine", readers
+    assert store.cuts("other", share) == cuts
+    assert not store.cuts("mine", share) and not store.cuts("", share)
+
+
+def test_the_stores_of_the_setting():
+    assert type(make_store("shards")) is RayStore
+    assert make_store("rows").share == math.inf and make_store("auto").share == 1 / 8
+    with pytest.raises(ConfigError, match=r"store='row': expected \"auto\", \"rows\" or"):
+        get_backend("ray", store="row")
+
+
+def test_cut():
+    array = np.arange(12.0).reshape(4, 3)
+    ragged = np.array([0, 1, 2, 3, 4, 5]), np.array([0, 3, 4, 4, 6])
+    found = cut({"a": array, "r": ragged}, np.array([3, 0, 2]))
+    assert found["a"].tolist() == [[9, 10, 11], [0, 1, 2], [6, 7, 8]]
+    values, offsets = found["r"]
+    assert values.tolist() == [4, 5, 0, 1, 2] and offsets.tolist() == [0, 2, 5, 5]

@@ -1,0 +1,60 @@
+"""One small Ray cluster for all programs, and groups that are ended after the last of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    import ray
+
+    started = not ray.is_initialized()
+    if started:
+        ray.init(
+            "local",
+            num_cpus=16,
+            include_dashboard=False,
+            object_store_memory=200 * 2**20,
+            log_to_driver=False,
+        )
+    yield
+    if started:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def start(cluster: None) -> Iterator[object]:
+    """start(cls, *args, ranks=2, group=RayWorkerGroup, **options) -> a worker group."""
+    import ray
+    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+    ended = []
+
+    def starter(cls, *args, ranks=2, group=RayWorkerGroup, **options):
+        pool = RayResourcePool([ranks], use_gpu=False, max_colocate_count=1)
+        held = cls
+        if not isinstance(cls, RayClassWithInitArgs):
+            held = RayClassWithInitArgs(ray.remote(cls), *args)
+        ended.append(pool)
+        started = group(
+            resource_pool=pool, ray_cls_with_init=held, device_name="cpu", use_gpu=False, **options
+        )
+        ended.append(started)
+        return started
+
+    yield starter
+    for thing in reversed(ended):
+        (getattr(thing, "shutdown", None) or thing.release)()
+
+
+@pytest.fixture(scope="session")
+def calculators(start) -> object:
+    """Two ranks of `Calculator`, for many programs: to start a group takes seconds."""
+    from program_workers import Calculator
+
+    return start(Calculator)

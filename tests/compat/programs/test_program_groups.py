@@ -1,0 +1,253 @@
+"""Programs that use groups, and classes of groups, in verl's ways."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import ray
+import torch
+from program_workers import Calculator
+from verl import DataProto
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import (
+    Dispatch,
+    Execute,
+    get_predefined_dispatch_fn,
+    register,
+)
+from verl.single_controller.base.worker_group import WorkerGroup
+from verl.single_controller.ray import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+    create_colocated_worker_cls_fused,
+    split_resource_pool,
+)
+from verl.single_controller.ray.base import func_generator
+
+
+@pytest.fixture
+def group(calculators):
+    return calculators
+
+
+def test_a_group_is_iterated_and_indexed(group):
+    assert [ray.get(worker.tensor.remote(1)).tolist() for worker in group] == [[0.0], [1.0]]
+    assert ray.get(group.workers[1].rank_plus.remote(1)) == 2
+    assert group.world_size == len(group.workers) == len(group.worker_names)
+
+
+def test_one_worker_is_called(group):
+    ref = group._execute_remote_single_worker(group.workers[1], "own", "x", y=1)
+    assert ray.get(ref) == (1, "x", 1)
+
+
+def test_lists_are_split_by_execute_all(group):
+    assert ray.get(group.execute_all("own", ["a", "b"], y=[1, 2])) == [(0, "a", 1), (1, "b", 2)]
+    assert group.execute_all_sync("own", ["a", "b"]) == [(0, "a", 0), (1, "b", 0)]
+    assert ray.get(group.execute_all("own", ["a"], y=1)) == [(0, ["a"], 1), (1, ["a"], 1)]
+    assert ray.get(group.execute_rank_zero("own", ["a", "b"])) == (0, ["a", "b"], 0)
+
+
+FIRST_HALF = Execute.register("FIRST_HALF")
+
+
+def dispatch_to_half(worker_group, *args, **kwargs):
+    assert isinstance(worker_group, WorkerGroup)
+    assert len(worker_group.workers) == worker_group.world_size
+    half = worker_group.world_size // 2
+    return tuple([arg] * half for arg in args), {k: [v] * half for k, v in kwargs.items()}
+
+
+def collect_half(worker_group, output):
+    assert worker_group.name_prefix
+    return output
+
+
+class Half(Worker):
+    """A method that runs on half of the ranks."""
+
+    @register(
+        dispatch_mode={"dispatch_fn": dispatch_to_half, "collect_fn": collect_half},
+        execute_mode=FIRST_HALF,
+    )
+    def where(self, x):
+        return self.rank + x
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def everywhere(self):
+        return self.rank
+
+
+class HalfGroup(RayWorkerGroup):
+    """A group with an execute mode, a functor and a binding policy of its own."""
+
+    def execute_first_half(self, method_name, *args, **kwargs):
+        half = range(self.world_size // 2)
+        return [
+            self._execute_remote_single_worker(
+                self.workers[i],
+                method_name,
+                *(arg[i] for arg in args),
+                **{name: value[i] for name, value in kwargs.items()},
+            )
+            for i in half
+        ]
+
+    def _bind_worker_method(self, user_defined_cls, func_generator):
+        self.calls = []
+        return super()._bind_worker_method(user_defined_cls, traced)
+
+
+def traced(self, method_name, dispatch_fn, collect_fn, execute_fn, blocking):
+    class Functor:
+        def __call__(this, *args, **kwargs):
+            self.calls.append((type(this).__name__, execute_fn.__name__))
+            args, kwargs = dispatch_fn(self, *args, **kwargs)
+            output = execute_fn(method_name, *args, **kwargs)
+            return collect_fn(self, ray.get(output) if blocking else output)
+
+    return type(method_name, (Functor,), {})()
+
+
+def test_an_execute_mode_and_a_functor_of_ones_own(start):
+    class Plain(RayWorkerGroup):
+        execute_first_half = HalfGroup.execute_first_half
+
+    plain = start(Half, group=Plain)
+    assert plain.where(x=5) == [5]  # with the functor of the library
+    group = HalfGroup.from_detached(worker_handles=plain.workers)
+    assert group.where(10) == [10]
+    assert group.everywhere() == [0, 1]
+    assert group.calls == [("where", "execute_first_half"), ("everywhere", "execute_all")]
+    assert type(group.where).__name__ == "where"
+
+
+def test_the_library_functor_takes_functions_of_the_caller(group):
+    functor = func_generator(
+        group,
+        "add",
+        dispatch_fn=lambda worker_group, x: (([x, x + 1],), {}),
+        collect_fn=lambda worker_group, output: sum(output),
+        execute_fn=group.execute_all,
+        blocking=True,
+    )
+    before = group.add(0)
+    assert functor(1) == sum(before) + 3
+    assert type(functor).__name__ == "add"
+
+
+class Own(WorkerGroup):
+    """A group of plain Ray actors, with only verl's base class."""
+
+    def __init__(self, actors, cls):
+        super().__init__(resource_pool=None)
+        self._workers = actors
+        self._bind_worker_method(cls, func_generator)
+
+    def execute_all(self, method_name, *args, **kwargs):
+        assert not args and not kwargs
+        return [getattr(worker, method_name).remote() for worker in self._workers]
+
+
+def test_a_group_of_ones_own_over_plain_actors(cluster):
+    class Plain:
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def answer(self):
+            return 42
+
+    actors = [ray.remote(num_cpus=0)(Plain).remote() for _ in range(2)]
+    group = Own(actors, Plain)
+    assert group.answer() == [42, 42]
+    assert (group.world_size, isinstance(group, WorkerGroup)) == (2, True)
+    for actor in actors:
+        ray.kill(actor)
+
+
+def test_attributes_that_dispatch_functions_read(group):
+    assert isinstance(group, WorkerGroup)
+    assert isinstance(group.resource_pool, RayResourcePool)
+    assert group.ray_cls_with_init.cls is Calculator
+    assert (group.fused_worker_used, group.sub_cls_name, group.device_name) == (False, "", "cpu")
+    assert group._workers == group.workers
+    assert group._worker_names == group.worker_names
+    assert (group._master_addr, group._master_port) == (group.master_address, group.master_port)
+    mode = get_predefined_dispatch_fn(Dispatch.ONE_TO_ALL)
+    assert mode["dispatch_fn"](group, 1, k=2) == (([1, 1],), {"k": [2, 2]})
+
+
+def test_an_attached_group_finds_its_classes(group):
+    attached = RayWorkerGroup.from_detached(
+        name_prefix=group.name_prefix, worker_handles=group.workers
+    )
+    assert attached.add(0) == group.add(0)
+    assert ray.get(attached.execute_all("tensor", 1))[1].tolist() == [1.0]
+    by_name = RayWorkerGroup.from_detached(
+        worker_names=group.worker_names, ray_cls_with_init=group.ray_cls_with_init
+    )
+    assert by_name.add(0) == group.add(0)
+
+
+def test_a_copy_of_a_group_calls_the_same_workers(group):
+    twin = copy.deepcopy(group)
+    before = group.add(0)
+    assert twin.add(1) == [value + 1 for value in before]
+
+
+def roles():
+    return {
+        "actor": RayClassWithInitArgs(ray.remote(Calculator), 10),
+        "critic": RayClassWithInitArgs(ray.remote(Calculator), start=20),
+    }
+
+
+def test_two_roles_in_one_process(start):
+    both = start(create_colocated_worker_cls(roles()), ranks=1)
+    views = both.spawn(prefix_set={"actor", "critic"})
+    assert (views["actor"].add(1), views["critic"].add(1)) == ([11], [21])
+    assert both.actor_add(1) == [12]
+    assert ray.get(both.execute_all("critic_add", 1)) == [22]
+    assert ray.get(views["actor"].rank_plus(3)) == [3]
+    assert ray.get(views["critic"].workers[0].critic_add.remote(1)) == 23
+
+
+def test_a_fused_group(start):
+    held = create_colocated_worker_cls_fused(roles())
+    assert (held.fused_worker_used, held.cls.is_fused_worker) == (True, True)
+    assert held.cls.raw_cls_dict == {"actor": Calculator, "critic": Calculator}
+    fused = start(held, ranks=1)
+    views = fused.spawn(prefix_set={"actor", "critic"})
+    assert (views["actor"].add(1), views["critic"].add(1)) == ([11], [21])
+    assert (views["actor"].sub_cls_name, views["actor"].fused_worker_used) == ("actor", True)
+    fused.fuse({"actor", "critic"})
+    assert fused.actor.add(1) == [12]
+    worker = fused.workers[0]
+    assert ray.get(worker._fuw_execute.remote("critic_fwmn_add", 1)) == 22
+    assert ray.get(views["critic"].execute_all("add", 1)) == [23]
+
+
+def scaled(worker, data, factor=1):
+    return DataProto.from_dict({"a": data.batch["a"] * factor + worker.rank})
+
+
+def test_a_function_of_the_driver_runs_in_the_workers(group):
+    data = DataProto.from_dict({"a": torch.ones(4)})
+    result = group.execute_with_func_generator(scaled, data)
+    assert result.batch["a"].tolist() == [1.0, 1.0, 2.0, 2.0]
+    assert group.execute_func_rank_zero(max, 3, 4) == 4
+    assert group.first(["kept", "whole"]) == (0, ["kept", "whole"])
+
+
+def test_two_groups_on_parts_of_a_pool(cluster):
+    pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
+    held = RayClassWithInitArgs(ray.remote(Calculator))
+    groups = [
+        RayWorkerGroup(part, held, device_name="cpu", use_gpu=False)
+        for part in split_resource_pool(pool, 1)
+    ]
+    assert [group.add(0) for group in groups] == [[0], [0]]
+    for group in groups:
+        group.shutdown()
+    pool.release()

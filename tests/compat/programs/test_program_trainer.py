@@ -1,0 +1,308 @@
+"""Programs that use verl's estimators, stages, helpers and entry points of training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from verl import DataProto
+from verl.trainer.main_ppo import TaskRunner, run_ppo
+from verl.trainer.ppo.core_algos import (
+    ADV_ESTIMATOR_REGISTRY,
+    AdvantageEstimator,
+    compute_gae_advantage_return,
+    get_adv_estimator_fn,
+    get_kl_controller,
+    register_adv_est,
+)
+from verl.trainer.ppo.ray_trainer import (
+    RayPPOTrainer,
+    ResourcePoolManager,
+    Role,
+    apply_kl_penalty,
+    compute_advantage,
+    compute_response_mask,
+)
+from verl.utils import torch_functional as verl_F
+from verl.utils.model import (
+    compute_position_id_with_mask,
+    create_random_mask,
+    get_model_size,
+)
+from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
+
+from quadriga.algorithms.advantages import ADVANTAGES
+from quadriga.compat.verl.trainer import ray_init_arguments
+from quadriga.errors import ConfigError, InputError
+
+
+@pytest.fixture
+def registries():
+    """Removes the estimators that a program has added."""
+    known = set(ADV_ESTIMATOR_REGISTRY), set(ADVANTAGES)
+    yield
+    for registry, names in zip((ADV_ESTIMATOR_REGISTRY, ADVANTAGES), known, strict=True):
+        for name in set(registry) - names:
+            del registry[name]
+
+
+def test_an_estimator_is_registered_and_found(registries):
+    @register_adv_est("mine")
+    def mine(token_level_rewards, response_mask, index=None, config=None, **kwargs):
+        return token_level_rewards, token_level_rewards
+
+    assert get_adv_estimator_fn("mine") is mine is ADV_ESTIMATOR_REGISTRY["mine"]
+    assert register_adv_est("mine")(mine) is mine  # the same function once more
+    with pytest.raises(ValueError, match="'mine' is registered already"):
+        register_adv_est("mine")(lambda **kwargs: None)
+
+
+def test_an_estimator_is_found_by_its_enum_member():
+    assert get_adv_estimator_fn(AdvantageEstimator.GAE) is compute_gae_advantage_return
+    assert get_adv_estimator_fn("gae") is ADV_ESTIMATOR_REGISTRY["gae"]
+    assert AdvantageEstimator("grpo") is AdvantageEstimator.GRPO
+    assert AdvantageEstimator.GRPO == "grpo"
+    with pytest.raises(ValueError, match="no_such"):
+        get_adv_estimator_fn("no_such")
+    with pytest.raises(ValueError, match="no_such"):
+        AdvantageEstimator("no_such")
+
+
+def scored():
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 0]])
+    scores = torch.zeros(4, 3)
+    scores[:, 0] = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    return DataProto.from_dict(
+        {
+            "responses": torch.zeros(4, 3, dtype=torch.long),
+            "attention_mask": torch.cat([torch.ones(4, 2, dtype=torch.long), mask], dim=1),
+            "token_level_scores": scores,
+            "token_level_rewards": scores.clone(),
+            "old_log_probs": torch.full((4, 3), -1.0),
+            "ref_log_prob": torch.full((4, 3), -1.5),
+        },
+        {"uid": ["p", "p", "q", "q"]},
+    )
+
+
+def test_the_mask_of_the_responses():
+    assert compute_response_mask(scored()).sum(-1).tolist() == [2, 3, 1, 2]
+
+
+def test_the_kl_penalty_is_subtracted():
+    data = scored()
+    data.batch["response_mask"] = compute_response_mask(data)
+    control = get_kl_controller({"type": "fixed", "kl_coef": 0.1})
+    data, metrics = apply_kl_penalty(data, control, kl_penalty="kl")
+    rewards = data.batch["token_level_rewards"]
+    assert rewards[0].tolist() == pytest.approx([0.95, -0.05, 0.0])
+    assert metrics == {
+        "actor/reward_kl_penalty": pytest.approx(0.5),
+        "actor/reward_kl_penalty_coeff": 0.1,
+    }
+
+
+def test_advantages_of_a_batch():
+    data = compute_advantage(scored(), adv_estimator=AdvantageEstimator.GRPO)
+    half = 0.5 / (0.5**0.5 + 1e-6)
+    assert data.batch["advantages"][0, 0] == pytest.approx(half, rel=1e-4)
+    assert data.batch["advantages"][2].tolist() == [0.0] * 3  # equal rewards
+    plain = compute_advantage(scored(), "grpo", norm_adv_by_std_in_grpo=False)
+    assert plain.batch["advantages"][1, 2] == pytest.approx(-0.5)
+    values = scored()
+    values.batch["values"] = torch.zeros(4, 3)
+    gae = compute_advantage(values, AdvantageEstimator.GAE, gamma=0.5, lam=1.0)
+    assert gae.batch["returns"][0].tolist() == [1.0, 0.0, 0.0]
+    assert compute_advantage(scored(), "rloo").batch["advantages"][0, 0] == pytest.approx(1.0)
+
+
+def test_an_estimator_of_ones_own_in_compute_advantage(registries):
+    @register_adv_est("constant")
+    def constant(token_level_rewards, response_mask, index, config=None, **kwargs):
+        assert list(index) == ["p", "p", "q", "q"]
+        return response_mask * config["size"], response_mask
+
+    data = compute_advantage(scored(), "constant", config={"size": 3})
+    assert data.batch["advantages"][2].tolist() == [3, 0, 0]
+
+
+def test_helpers_of_models():
+    ids = torch.zeros(64, 10, dtype=torch.long)
+    mask = create_random_mask(ids, max_ratio_of_valid_token=0.7, max_ratio_of_left_padding=0.3)
+    counts = mask.sum(-1)
+    assert mask.dtype == torch.int64 and int(counts.min()) >= 1 and int(counts.max()) <= 7
+    assert mask[:, :3].sum() < mask[:, 3:6].sum()  # left padding, of 3 at most
+    for row in mask:  # one run of ones
+        assert (row.diff().abs().sum() + row[0] + row[-1]) == 2
+    with pytest.raises(InputError, match="ratios"):
+        create_random_mask(ids, 0.9, 0.3)
+    positions = compute_position_id_with_mask(torch.tensor([[0, 0, 1, 1, 0]]))
+    assert positions.tolist() == [[0, 0, 0, 1, 1]]
+    assert get_model_size(torch.nn.Linear(10, 100, bias=False)) == (1000.0, "")
+    assert get_model_size(torch.nn.Linear(10, 200, bias=False), "K") == (2.0, "K")
+
+
+def test_helpers_of_tensors():
+    values, mask = torch.tensor([[1.0, 2.0, 9.0]]), torch.tensor([[1, 1, 0]])
+    assert verl_F.masked_mean(values, mask).item() == pytest.approx(1.5)
+    assert verl_F.masked_sum(values, mask, axis=-1).tolist() == [3.0]
+    logits = torch.tensor([[0.0, 0.0]])
+    assert verl_F.logprobs_from_logits(logits, torch.tensor([1])).item() == pytest.approx(
+        -0.6931, 1e-3
+    )
+    assert verl_F.entropy_from_logits(logits).item() == pytest.approx(0.6931, 1e-3)
+    ids = torch.tensor([[5, 2, 7, 2]])
+    assert verl_F.get_response_mask(ids, eos_token=2).tolist() == [[1, 1, 0, 0]]
+    assert verl_F.get_response_mask(ids, eos_token=[7]).tolist() == [[1, 1, 1, 0]]
+    assert verl_F.pad_sequence_to_length(ids, 5, 0, left_pad=True).tolist() == [[0, 5, 2, 7, 2]]
+    assert verl_F.pad_2d_list_to_length([[1], [2, 3]], 0).tolist() == [[1, 0], [2, 3]]
+    clipped = verl_F.clip_by_value(values, torch.tensor(1.5), torch.tensor(2.5))
+    assert clipped.tolist() == [[1.5, 2.0, 2.5]]
+
+
+def test_roles_and_pools():
+    manager = ResourcePoolManager(
+        resource_pool_spec={"global_pool": [2, 2], "critic_pool": [1]},
+        mapping={Role.ActorRollout: "global_pool", Role.Critic: "critic_pool"},
+    )
+    assert manager.get_n_gpus() == 5
+    judge = Role.add("Judge")
+    assert (Role.Judge, str(judge)) == (judge, "judge")
+
+
+def test_the_arguments_of_ray_init_are_merged():
+    merged = ray_init_arguments(
+        {
+            "num_cpus": 4,
+            "address": None,
+            "runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO", "MINE": "1"}, "py_executable": None},
+        }
+    )
+    assert merged == {
+        "num_cpus": 4,
+        "runtime_env": {
+            "env_vars": {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "INFO", "MINE": "1"}
+        },
+    }
+    assert ray_init_arguments(None)["runtime_env"]["env_vars"]["NCCL_DEBUG"] == "WARN"
+
+
+def verl_settings(task, folder):
+    """Settings of verl for one step on one rank."""
+    return {
+        "data": {
+            "train_files": str(task / "data" / "train.parquet"),
+            "train_batch_size": 4,
+            "max_response_length": 6,
+        },
+        "actor_rollout_ref": {
+            "model": {"path": str(task / "base")},
+            "actor": {"ppo_mini_batch_size": 4, "optim": {"lr": 1e-3}, "use_kl_loss": False},
+            "rollout": {"name": "vllm", "n": 2, "gpu_memory_utilization": 0.4},
+        },
+        "algorithm": {"adv_estimator": "grpo"},
+        "trainer": {
+            "total_training_steps": 1,
+            "n_gpus_per_node": 1,
+            "device": "cpu",
+            "logger": ["file"],
+            "default_local_dir": str(folder / "run"),
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    from quadriga.config.loading import load_config
+    from quadriga.config.schema import ArithmeticDataConfig
+    from quadriga.trainer.make_data import run_make_data
+
+    folder = tmp_path_factory.mktemp("task")
+    settings = [
+        f"output={folder / 'data'}",
+        f"model_output={folder / 'base'}",
+        *("train_size=16", "val_size=4", "sft_size=8", "max_number=5"),
+        *("hidden_size=32", "num_layers=1", "num_heads=2", "intermediate_size=32"),
+    ]
+    run_make_data(load_config(ArithmeticDataConfig, settings))
+    return folder
+
+
+class OwnActor(ActorRolloutRefWorker):
+    """A worker class of one's own, in place of the built-in one."""
+
+
+class Runner(TaskRunner):
+    """A runner that replaces hooks."""
+
+    def add_actor_rollout_worker(self, config):
+        _, group_class = super().add_actor_rollout_worker(config)
+        self.role_worker_mapping[Role.ActorRollout] = OwnActor
+        return OwnActor, group_class
+
+    def init_resource_pool_mgr(self, config):
+        self.mapping[Role.ActorRollout] = "own_pool"
+        return ResourcePoolManager({"own_pool": [1]}, self.mapping, max_colocate_count=1)
+
+    def run(self, config):
+        super().run(config)
+        return sorted(map(str, self.role_worker_mapping)), dict(self.mapping)
+
+
+def test_run_ppo_with_hooks_of_ones_own(cluster, task, tmp_path):
+    settings = verl_settings(task, tmp_path)
+    roles, mapping = run_ppo(settings, task_runner_class=Runner)
+    assert (roles, mapping) == (["actor_rollout"], {Role.ActorRollout: "own_pool"})
+    assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0
+
+
+def test_what_the_trainer_cannot_take_is_refused(task, tmp_path):
+    settings = verl_settings(task, tmp_path)
+    for name in ("train_dataset", "collate_fn", "train_sampler", "processor"):
+        with pytest.raises(ConfigError, match=f"{name} has no counterpart"):
+            RayPPOTrainer(settings, **{name: object()})
+    with pytest.raises(ConfigError, match="groups of Quadriga, not of"):
+        RayPPOTrainer(settings, ray_worker_group_cls=dict)
+    settings["actor_rollout_ref"]["model"]["lora_rank"] = 8
+    with pytest.raises(ConfigError, match="has no LoRA"):
+        RayPPOTrainer(settings)
+
+
+def test_a_reward_function_of_verl(task, tmp_path):
+    def reward_fn(data, return_dict=False):
+        scores = torch.zeros(data.batch["responses"].shape)
+        return {"reward_tensor": scores} if return_dict else scores
+
+    trainer = RayPPOTrainer(verl_settings(task, tmp_path), reward_fn=reward_fn)
+    batch = DataProto.from_dict({"responses": torch.zeros(2, 3)})
+    assert trainer.reward_fn(batch).batch["token_level_scores"].shape == (2, 3)
+
+
+def test_generation_with_settings_of_verl(task, tmp_path):
+    from verl.trainer.main_generation import run_generation
+
+    answers = run_generation(
+        {
+            "model": {"path": str(task / "base")},
+            "data": {
+                "path": str(task / "data" / "test.parquet"),
+                "n_samples": 2,
+                "output_path": str(tmp_path / "out.parquet"),
+                "batch_size": 4,
+            },
+            "rollout": {"temperature": 1.0, "response_length": 4},
+            "trainer": {"device": "cpu"},
+        }
+    )
+    assert [len(answer.responses) for answer in answers] == [2] * 4
+    assert (tmp_path / "out.parquet").exists()
+
+
+def test_the_names_of_the_workers():
+    from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
+
+    import quadriga.workers
+    from quadriga.trainer.sft import SFTTrainer
+
+    assert ActorRolloutRefWorker is quadriga.workers.ActorRolloutRefWorker
+    assert CriticWorker is quadriga.workers.CriticWorker
+    assert FSDPSFTTrainer is SFTTrainer

@@ -1,0 +1,189 @@
+"""A settings file and a command line of verl become settings of ours, and the rest is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from quadriga.cli.main import main
+from quadriga.config.convert import type_of_key
+from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
+from quadriga.config.verl.settings import plain_values, read_verl, translate
+from quadriga.config.verl.table import GENERATE, SFT, TRAIN
+from quadriga.errors import ConfigError
+
+FILE = """
+actor_rollout_ref:
+  model: {path: ~/models/small, lora_rank: 0, use_remove_padding: true}
+  actor:
+    strategy: fsdp
+    ppo_mini_batch_size: 16
+    clip_ratio: 0.3
+    clip_ratio_low: null
+    clip_ratio_high: 0.4
+    optim: {lr: 1e-5, lr_warmup_steps: -1, total_training_steps: -1, betas: [0.9, 0.95]}
+    fsdp_config: {param_offload: true, forward_prefetch: false, dtype: bfloat16}
+    policy_loss: {loss_mode: gspo}
+    kl_loss_type: kl
+  rollout:
+    _target_: verl.workers.config.RolloutConfig
+    name: vllm
+    n: 8
+    prompt_length: ${data.max_prompt_length}
+    val_kwargs: {temperature: 0.5}
+data: {train_files: a.parquet, train_batch_size: 32, max_prompt_length: 64, seed: null}
+algorithm: {adv_estimator: grpo, kl_ctrl: {kl_coef: 0.01}}
+critic: {optim: {lr: 5e-5}, model: {path: ~/models/other}}
+trainer:
+  logger: [console, wandb, file]
+  project_name: mine
+  save_freq: -1
+  test_freq: 5
+  total_training_steps: null
+  default_local_dir: checkpoints/${trainer.project_name}
+  device: cuda
+ray_kwargs: {ray_init: {num_cpus: 4}}
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "ppo_trainer.yaml"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("cls", "table"), [(TrainConfig, TRAIN), (SFTConfig, SFT), (GenerateConfig, GENERATE)]
+)
+def test_every_row_of_the_table_names_a_setting_of_ours(cls, table):
+    for row in table.values():
+        for key in row.keys:
+            type_of_key(cls, key)  # raises for an unknown key
+
+
+def test_the_page_has_every_row_of_the_tables():
+    page = (Path(__file__).parents[2] / "docs/concepts/verl_settings.md").read_text()
+    _, *sections = page.split("\n## ")
+    for section, table in zip(sections, (TRAIN, SFT, GENERATE), strict=True):
+        rows = [
+            f"| `{key}` | {', '.join(f'`{ours}`' for ours in row.keys)} |"
+            for key, row in table.items()
+        ]
+        assert [line for line in section.splitlines() if line.startswith("| `")] == rows
+
+
+def test_a_file_is_translated(file, monkeypatch):
+    monkeypatch.setenv("HOME", "/elsewhere")
+    config = read_verl(TrainConfig, TRAIN, file).config
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert config.actor_rollout_ref.model.path == "/elsewhere/models/small"
+    assert (actor.ppo_mini_batch_size, actor.optim.lr, actor.optim.betas) == (16, 1e-5, (0.9, 0.95))
+    loss = actor.policy_loss
+    assert (loss.name, loss.clip_ratio_low, loss.clip_ratio_high) == ("gspo_token", 0.3, 0.4)
+    assert (actor.engine.param_offload, actor.engine.dtype) == (True, "bfloat16")
+    assert actor.kl_loss_type == "k1"
+    assert (rollout.name, rollout.n, rollout.val_sampling.temperature) == ("hf", 8, 0.5)
+    assert config.data.train_files == ["a.parquet"]
+    assert config.trainer.loggers == ["console", "jsonl"]
+    assert (config.trainer.save_freq, config.trainer.test_freq) == (0, 5)
+    assert config.trainer.default_local_dir == "checkpoints/mine"
+    assert (config.trainer.device, config.trainer.num_cpus) == ("auto", 4)
+    assert config.critic == TrainConfig().critic  # grpo needs no critic
+
+
+def test_a_critic_is_translated_where_the_estimator_needs_one(file):
+    config = read_verl(TrainConfig, TRAIN, file, ["algorithm.adv_estimator=gae"]).config
+    assert config.critic.optim.lr == 5e-5
+
+
+def test_overrides_of_the_command_line_win_and_may_add_keys(file):
+    translation = read_verl(
+        TrainConfig,
+        TRAIN,
+        file,
+        [
+            "data.train_batch_size=64",
+            "+data.val_files=[v.parquet]",
+            "trainer.val_before_train=False",
+        ],
+    )
+    data = translation.config.data
+    assert (data.train_batch_size, data.val_files) == (64, ["v.parquet"])
+    assert translation.config.trainer.val_before_train is False
+
+
+def test_what_is_ignored_is_listed(file):
+    chosen = "actor_rollout_ref.rollout.gpu_memory_utilization"
+    translation = read_verl(
+        TrainConfig, TRAIN, file, [f"{chosen}=0.5", "trainer.logger=[console,wandb]"]
+    )
+    ignored = set(translation.ignored)
+    assert {chosen, "actor_rollout_ref.actor.fsdp_config.forward_prefetch"} <= ignored
+    assert not {key for key in ignored if "_target_" in key or key in TRAIN}
+    report = translation.report()
+    assert "trainer.logger=['console', 'wandb'] → trainer.loggers=['console']" in report
+    command_line, _, from_file = report.partition("from the file:")
+    assert chosen in command_line and chosen not in from_file
+    assert "actor_rollout_ref.actor.fsdp_config: forward_prefetch" in from_file
+
+
+def test_a_long_list_is_counted_by_section():
+    values = {"actor_rollout_ref": {"actor": {f"k{i}": i for i in range(40)}}, "other": 1}
+    report = translate(TrainConfig, TRAIN, values).report()
+    assert "actor_rollout_ref.actor: 40 settings" in report and "k7" not in report
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor_rollout_ref.model.lora_rank=8", "has no LoRA"),
+        ("actor_rollout_ref.actor.strategy=megatron", "trains with FSDP2"),
+        ("reward_model.enable=true", "scores with rules"),
+        ("data.train_batch_size=many", "data.train_batch_size"),
+        ("data.seed=${nothing}", "cannot read"),
+        ("data.seed", "expected key=value"),
+    ],
+)
+def test_settings_that_cannot_be_taken_are_errors(file, override, message):
+    with pytest.raises(ConfigError, match=message):
+        read_verl(TrainConfig, TRAIN, file, [override])
+
+
+def test_a_file_with_a_defaults_list(tmp_path):
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "dp.yaml").write_text("ppo_epochs: 3\n")
+    file = tmp_path / "main.yaml"
+    file.write_text("defaults:\n  - actor@actor_rollout_ref.actor: dp\n  - _self_\n")
+    config = read_verl(TrainConfig, TRAIN, file).config
+    assert config.actor_rollout_ref.actor.ppo_epochs == 3
+
+
+def test_configurations_of_several_kinds():
+    expected = {"data": {"seed": 3, "files": ["a"]}}
+    assert plain_values(OmegaConf.create(expected)) == expected
+    assert plain_values(expected) == expected
+    with pytest.raises(ConfigError, match="expected settings of verl"):
+        plain_values(3)
+
+
+def test_the_command_line_prints_the_translation_once(capsys, monkeypatch, file):
+    import sys
+    from types import SimpleNamespace
+
+    seen = []
+    module = SimpleNamespace(run_training=seen.append)
+    monkeypatch.setitem(sys.modules, "quadriga.trainer.main", module)
+    command = ["train", "--verl", str(file), "data.train_batch_size=8", "trainer.v1.mode=sync"]
+    assert main(command) == 0
+    assert [config.data.train_batch_size for config in seen] == [8]
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("settings of verl were translated") == 1
+    assert "  trainer.v1.mode\n" in shown.err
+    assert main(["train", "--verl", str(file), "--config", str(file)]) == 2
+    assert "pass one" in capsys.readouterr().err
+    assert main(["train", "--verl", str(file.parent / "none.yaml")]) == 2
+    assert "no settings file" in capsys.readouterr().err
