@@ -34,7 +34,7 @@ from quadriga.single_controller.ranks.class_with_args import plain_class
 from quadriga.trainer.placement import ResourcePoolManager as QuadrigaPools
 from quadriga.trainer.placement import Role
 from quadriga.trainer.ppo import RayPPOTrainer as QuadrigaTrainer
-from quadriga.trainer.run.groups import uses_accelerator
+from quadriga.trainer.run.role_workers import uses_accelerator
 from quadriga.trainer.run.preflight import check_train_config
 from quadriga.trainer.stages import BatchReward
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
