@@ -11,8 +11,6 @@ from tensordict import TensorDict
 
 from quadriga.protocol import DataProto
 from quadriga.protocol.boundary import pack_argument, unpack_argument
-from quadriga.protocol.columns.column import RemoteColumn
-from quadriga.protocol.message import Inline
 from quadriga.protocol.values import operations, stored_once
 from quadriga.protocol.values.storage import InProcessStore, traffic
 
@@ -46,13 +44,6 @@ def test_four_calls_store_the_bytes_once(store, kind):
     assert first > 0 and [stored_by(data, 2) for _ in range(3)] == [0, 0, 0]
     assert stored_by(data.select(["v"]).rename("v", "w"), 2) == 0
     assert stored_by(data, 1) > 0 and stored_by(data, 1) == 0
-
-
-def test_an_argument_has_no_more_small_fields_in_its_message_than_one_may_be_large():
-    fields = {name: torch.zeros(2, 5 * 1024) for name in "abc"}  # 40 KiB each, 64 KiB are allowed
-    packed = pack_argument(DataProto.from_dict(fields))
-    assert [type(packed.tensors[name]) for name in "abc"] == [Inline, RemoteColumn, RemoteColumn]
-    assert unpack_argument(packed).batch["c"].shape == (2, 5 * 1024)
 
 
 def test_arrays_are_stored_once(store):

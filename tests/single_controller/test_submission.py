@@ -18,7 +18,7 @@ from quadriga.single_controller.call import Call
 BALLAST = np.zeros(2**18)
 """An argument of 2 MiB, above what Ray sends inside a call."""
 FIELDS = DataProto.from_dict({f"field {i}": torch.zeros(1, 2**13) for i in range(16)})
-"""A batch of 512 KiB in fields that are small enough to be sent inside a call by themselves."""
+"""A batch of 512 KiB, of which each field is small enough to be sent inside the call."""
 
 
 @pytest.fixture(scope="module", params=[Recorder, Interleaver], ids=["plain", "coroutines"])

@@ -38,8 +38,7 @@ from quadriga.protocol.values.storage import (
 )
 
 INLINE_BYTES = stored_once.NOTED_BYTES
-"""A field of a shard up to this size is sent in the message; a larger one is put into the store. So
-are further fields of an argument if all in its message would be larger together."""
+"""A field of a shard up to this size is sent in the message; a larger one is put into the store."""
 _SMALL = 2048
 """Arrays up to this many bytes are pickled as bytes: cheaper than an out-of-band buffer."""
 
@@ -110,21 +109,16 @@ def pack(
     # A result is stored for its receivers only: a method rarely returns the same tensor twice.
     reuse = origin is CONTROLLER
     session: object = None
-    in_message = 0
 
     def entry(key: str, column: Column) -> Inline | RemoteColumn:
-        nonlocal row_map, session, in_message
+        nonlocal row_map, session
         if is_remote(column):
             return _pass_on(key, column, store)
         if row_map is None:
             row_map = columns.row_map_of_shard(contents.rows, origin)
         value = local_value(column)
         spec, payload, nbytes = encode(value, key)
-        # What a worker returns is one object in any case; an argument above 100 KiB would be copied
-        # into the message and then, by the transport, into a store.
-        fits = nbytes <= INLINE_BYTES and (not reuse or in_message + nbytes <= INLINE_BYTES)
-        if fits or spec.kind == "raw" or not row_map.shards:
-            in_message += nbytes
+        if nbytes <= INLINE_BYTES or spec.kind == "raw" or not row_map.shards:
             # The payload may share memory with the live tensor, and is pickled later or never.
             private = spec.kind != "raw" or store.in_process
             return Inline(spec, snapshot(payload) if private else payload, nbytes)
