@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -58,3 +59,32 @@ def calculators(start) -> object:
     from program_workers import Calculator
 
     return start(Calculator)
+
+
+@pytest.fixture(scope="session")
+def mode_workers() -> Iterator[object]:
+    """The module `mode_workers`. The modes that it adds are removed after the last program."""
+    from quadriga.single_controller import Dispatch, Execute
+
+    before = {registry: set(registry.names()) for registry in (Dispatch, Execute)}
+    import mode_workers
+
+    yield mode_workers
+    for registry, names in before.items():
+        for name in set(registry.names()) - names:
+            registry.remove(name)
+    del sys.modules["mode_workers"]
+
+
+@pytest.fixture
+def judge() -> Iterator[object]:
+    """The role `Role.Judge`, which a program has added. Removed after the program."""
+    from verl.trainer.ppo.ray_trainer import Role
+
+    from quadriga.trainer import placement
+
+    known = "Judge" in placement._ROLES
+    yield Role.add("Judge")
+    if not known:
+        del placement._ROLES["Judge"]
+        del Role.Judge

@@ -118,8 +118,7 @@ class Judge(Worker):
         return DataProto.from_dict({"score": -data.batch["response_mask"].sum(-1).float()})
 
 
-def test_a_role_of_ones_own_on_a_pool_of_its_own(start):
-    judge = Role.add("Judge")
+def test_a_role_of_ones_own_on_a_pool_of_its_own(start, judge):
     manager = ResourcePoolManager({"judges": [1]}, {judge: "judges"}, max_colocate_count=1)
     assert (manager.mapping[Role.Judge], manager.get_n_gpus()) == ("judges", 1)
     group = start(Judge, ranks=manager.get_n_gpus())

@@ -9,10 +9,8 @@ import ray
 import torch
 from program_workers import Calculator
 from verl import DataProto
-from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import (
     Dispatch,
-    Execute,
     get_predefined_dispatch_fn,
     register,
 )
@@ -51,36 +49,6 @@ def test_lists_are_split_by_execute_all(group):
     assert ray.get(group.execute_rank_zero("own", ["a", "b"])) == (0, ["a", "b"], 0)
 
 
-FIRST_HALF = Execute.register("FIRST_HALF")
-
-
-def dispatch_to_half(worker_group, *args, **kwargs):
-    assert isinstance(worker_group, WorkerGroup)
-    assert len(worker_group.workers) == worker_group.world_size
-    half = worker_group.world_size // 2
-    return tuple([arg] * half for arg in args), {k: [v] * half for k, v in kwargs.items()}
-
-
-def collect_half(worker_group, output):
-    assert worker_group.name_prefix
-    return output
-
-
-class Half(Worker):
-    """A method that runs on half of the ranks."""
-
-    @register(
-        dispatch_mode={"dispatch_fn": dispatch_to_half, "collect_fn": collect_half},
-        execute_mode=FIRST_HALF,
-    )
-    def where(self, x):
-        return self.rank + x
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def everywhere(self):
-        return self.rank
-
-
 class HalfGroup(RayWorkerGroup):
     """A group with an execute mode, a functor and a binding policy of its own."""
 
@@ -112,11 +80,11 @@ def traced(self, method_name, dispatch_fn, collect_fn, execute_fn, blocking):
     return type(method_name, (Functor,), {})()
 
 
-def test_an_execute_mode_and_a_functor_of_ones_own(start):
+def test_an_execute_mode_and_a_functor_of_ones_own(start, mode_workers):
     class Plain(RayWorkerGroup):
         execute_first_half = HalfGroup.execute_first_half
 
-    plain = start(Half, group=Plain)
+    plain = start(mode_workers.Half, group=Plain)
     assert plain.where(x=5) == [5]  # with the functor of the library
     group = HalfGroup.from_detached(worker_handles=plain.workers)
     assert group.where(10) == [10]

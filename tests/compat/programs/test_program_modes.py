@@ -17,81 +17,31 @@ from verl.single_controller.base.decorator import (
     _check_dispatch_mode,
     _check_execute_mode,
     collect_all_to_all,
-    collect_dp_compute_data_proto,
     collect_megatron_compute,
     collect_megatron_pp_as_dp_data_proto,
-    dispatch_dp_compute_data_proto,
     dispatch_megatron_compute,
     dispatch_megatron_compute_data_proto,
     dispatch_megatron_pp_as_dp_data_proto,
     dispatch_one_to_all,
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
-    register,
-    register_dispatch_mode,
     update_dispatch_mode,
 )
 
 from quadriga.errors import DispatchError, UnknownNameError
 from quadriga.single_controller import GroupLayout, RankLayout
 
-REVERSED = Dispatch.register("REVERSED")
-
-
-def reverse_dispatch(worker_group, *args, **kwargs):
-    return tuple(list(reversed(arg)) for arg in args), kwargs
-
-
-DISPATCH_MODE_FN_REGISTRY[REVERSED] = {
-    "dispatch_fn": reverse_dispatch,
-    "collect_fn": collect_all_to_all,
-}
-
-
-def padded_dispatch(worker_group, data):
-    return dispatch_dp_compute_data_proto(worker_group, data)
-
-
-register_dispatch_mode("SUMMED", dispatch_one_to_all, lambda group, output: sum(output))
-
-
-class Modes(Worker):
-    @register(dispatch_mode=Dispatch.REVERSED)
-    def mine(self, x):
-        return x
-
-    @register(dispatch_mode=Dispatch.SUMMED)
-    def summed(self, x):
-        return x + self.rank
-
-    @register(
-        dispatch_mode={
-            "dispatch_fn": padded_dispatch,
-            "collect_fn": collect_dp_compute_data_proto,
-        }
-    )
-    def composed(self, data):
-        return data
-
-    @register(
-        dispatch_mode={
-            "dispatch_fn": padded_dispatch,
-            "collect_fn": collect_dp_compute_data_proto,
-        },
-        blocking=False,
-    )
-    def composed_later(self, data):
-        return data
-
 
 @pytest.fixture(scope="module")
-def group(start):
-    return start(Modes)
+def group(start, mode_workers):
+    return start(mode_workers.Modes)
 
 
-def test_a_mode_written_into_the_registry(group):
+def test_a_mode_written_into_the_registry(group, mode_workers):
     assert group.mine(["a", "b"]) == ["b", "a"]
-    assert DISPATCH_MODE_FN_REGISTRY[REVERSED]["dispatch_fn"] is reverse_dispatch
+    functions = DISPATCH_MODE_FN_REGISTRY[Dispatch.REVERSED]
+    assert functions["dispatch_fn"] is mode_workers.reverse_dispatch
+    assert Dispatch.REVERSED in list(DISPATCH_MODE_FN_REGISTRY)
     assert get_predefined_dispatch_fn(Dispatch.REVERSED)["collect_fn"] is collect_all_to_all
 
 
@@ -176,14 +126,14 @@ def test_megatron_functions():
     assert joined.batch["a"].tolist() == [0, 1, 2, 3]
 
 
-def test_the_record_of_a_method_is_a_dict():
-    record = getattr(Modes.mine, MAGIC_ATTR)
+def test_the_record_of_a_method_is_a_dict(mode_workers):
+    record = getattr(mode_workers.Modes.mine, MAGIC_ATTR)
     assert isinstance(record, dict)
-    assert record["dispatch_mode"] == REVERSED
+    assert record["dispatch_mode"] == Dispatch.REVERSED
     assert (record["execute_mode"], record["blocking"]) == (Execute.ALL, True)
     assert MAGIC_ATTR == "attrs_3141562937"
-    inline = getattr(Modes.composed_later, MAGIC_ATTR)
-    assert inline["dispatch_mode"]["dispatch_fn"] is padded_dispatch
+    inline = getattr(mode_workers.Modes.composed_later, MAGIC_ATTR)
+    assert inline["dispatch_mode"]["dispatch_fn"] is mode_workers.padded_dispatch
     assert inline["blocking"] is False
     assert hasattr(Worker.execute_with_func_generator, MAGIC_ATTR)
 

@@ -159,13 +159,13 @@ def test_helpers_of_tensors():
     assert clipped.tolist() == [[1.5, 2.0, 2.5]]
 
 
-def test_roles_and_pools():
+def test_roles_and_pools(judge):
     manager = ResourcePoolManager(
         resource_pool_spec={"global_pool": [2, 2], "critic_pool": [1]},
         mapping={Role.ActorRollout: "global_pool", Role.Critic: "critic_pool"},
     )
     assert manager.get_n_gpus() == 5
-    judge = Role.add("Judge")
+    assert Role.add("Judge") is not None  # once more
     assert (Role.Judge, str(judge)) == (judge, "judge")
 
 

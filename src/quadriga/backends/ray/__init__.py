@@ -2,6 +2,7 @@
 
     backend.py   RayBackend: the `Backend` of the controller
     group.py     RayWorkerGroup: start or attach the ranks of a group
+    programs.py  Ray's own calls, for programs of `quadriga.compat`
     cluster.py   the connection to Ray, and types for what Ray leaves untyped
     calls/       submit calls, wait for results, store large fields
     process/     the process of one rank

@@ -7,7 +7,7 @@ batches accepts Ray's references to them too, and then returns a `DataProtoFutur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import cache, partial
 from typing import Any, TypedDict, cast
 
@@ -256,8 +256,8 @@ def _for_group(adapter: Callable[..., Any], function: Callable[..., object]) -> 
     return partial(adapter, function)
 
 
-class _Registry(dict[DispatchMode, ModeFunctions]):
-    """Dispatch mode → its two functions, those of modes that are added later included.
+class _Registry(MutableMapping[DispatchMode, ModeFunctions]):
+    """Dispatch mode → its two functions, for every mode of `Dispatch`.
 
     Assigning to it replaces the functions of a mode, also for methods that are registered already.
     """
@@ -267,7 +267,15 @@ class _Registry(dict[DispatchMode, ModeFunctions]):
 
     def __setitem__(self, mode: DispatchMode, functions: ModeFunctions) -> None:
         update_dispatch_mode(mode, **inline_functions(functions))
-        super().__setitem__(mode, functions)
+
+    def __delitem__(self, mode: DispatchMode) -> None:
+        Dispatch.remove(mode.name)
+
+    def __iter__(self) -> Iterator[DispatchMode]:
+        return iter(Dispatch)
+
+    def __len__(self) -> int:
+        return len(Dispatch)
 
     def __contains__(self, mode: object) -> bool:
         return mode in Dispatch
@@ -279,7 +287,7 @@ def inline_functions(functions: ModeFunctions) -> ModeFunctions:
     return {"dispatch_fn": mode.dispatch_fn, "collect_fn": mode.collect_fn}
 
 
-DISPATCH_MODE_FN_REGISTRY = _Registry({mode: functions_of_mode(mode) for mode in Dispatch})
+DISPATCH_MODE_FN_REGISTRY = _Registry()
 
 
 # The functions of the MEGATRON modes
