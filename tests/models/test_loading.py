@@ -102,6 +102,11 @@ def test_value_model_has_a_zero_head_on_the_policy_backbone(folder):
         torch.testing.assert_close(values(input_ids=ids).logits[..., 0], hidden.sum(-1))
 
 
+def test_values_are_no_view_of_which_sharding_would_warn(folder):
+    values = load_value_model(folder)
+    assert not values(torch.tensor([[1, 2, 3]])).logits._is_view()
+
+
 def test_value_model_can_be_saved_and_loaded(folder, tmp_path):
     values = load_value_model(folder)
     with torch.no_grad():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -130,7 +131,14 @@ def load_value_model(
         with torch.no_grad():
             for parameter in head.parameters():
                 parameter.zero_()
+    # The output of a linear layer of three dimensions is a view, and FSDP2 warns of a model that
+    # returns one. One float per token is copied.
+    head.register_forward_hook(_copy_output)
     return model
+
+
+def _copy_output(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output.clone()
 
 
 def _config(folder: Path, attn_implementation: str, trust_remote_code: bool) -> PretrainedConfig:
