@@ -28,7 +28,7 @@ from quadriga.protocol.values.storage import traffic
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 ROW = 4 * WIDTH
 NODES = 3
-NODE = {"num_cpus": 5, "object_store_memory": 150 * 2**20}
+NODE = {"num_cpus": 1, "object_store_memory": 150 * 2**20}  # one rank per node
 
 
 class Seen:

@@ -27,7 +27,7 @@ from quadriga.protocol.values.cut import cut
 def seen():
     program = Path(__file__).with_name("rows_program.py")
     run = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=300
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=170
     )
     assert run.returncode == 0, run.stderr
     return json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))

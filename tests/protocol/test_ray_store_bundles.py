@@ -7,6 +7,7 @@ import pytest
 
 from quadriga.backends.ray import cluster
 from quadriga.backends.ray.calls import store as ray_store
+from quadriga.errors import LostObjectError
 
 MB = 2**20
 
@@ -44,9 +45,24 @@ def test_handles_of_one_object_return_their_own_values(monkeypatch):
     kept: list[object] = []
     monkeypatch.setattr(ray_store.ray, "put", lambda value: kept.append(value) or len(kept) - 1)
     monkeypatch.setattr(ray_store, "alone_bytes", lambda: 16 * MB)
-    monkeypatch.setattr(ray_store.ray, "get", lambda refs: [kept[ref] for ref in refs])
+    monkeypatch.setattr(ray_store.ray, "get", lambda refs, timeout: [kept[ref] for ref in refs])
     store = ray_store.RayStore()
     handles = store.put_many([("a", 1), (np.zeros(1), 16 * MB), ("b", 2), ("c", 3)])
     assert len(kept) == 2 and [h.nbytes for h in handles] == [1, 16 * MB, 2, 3]
     assert store.get_many([handles[3], handles[0], handles[2]]) == ["c", "a", "b"]
     assert handles[1].fetch() is kept[0]
+
+
+def test_a_value_that_does_not_arrive_is_an_error_after_a_deadline(monkeypatch):
+    waits = []
+
+    def get(refs, timeout):
+        waits.append(timeout)
+        raise ray_store.ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(ray_store.ray, "get", get)
+    monkeypatch.setattr(ray_store, "FETCH_S", 0.5)
+    handle = ray_store.RayHandle(ray_store.Location("a reference"), 1)
+    with pytest.raises(LostObjectError, match=r"1 object\(s\) .* did not arrive within 0\.5 s"):
+        handle.fetch()
+    assert waits == [0.5]

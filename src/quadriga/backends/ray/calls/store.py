@@ -53,6 +53,10 @@ RETURNED_BYTES = 100 * 1024
 """Ray sends smaller returns through the memory of the caller. Fields are filled up to this size, so
 that their bytes stay on the node of the rank."""
 
+FETCH_S = 900.0
+"""How long stored values may take to arrive. Ray itself gives up after ten minutes on a node that
+it cannot reach, but not on one that sends too slowly."""
+
 _LOST = (
     ray.exceptions.ObjectLostError,
     ray.exceptions.ReferenceCountingAssertionError,
@@ -115,13 +119,19 @@ class RayHandle:
     def fetch_many(handles: Sequence[RayHandle]) -> list[object]:
         """Return the values as views of shared memory, with one `ray.get` for all of them.
 
-        Raises `LostObjectError` if one is lost because the process that owned it has ended.
+        Raises `LostObjectError` if one is lost because the process that owned it has ended, or if
+        they do not arrive in a quarter of an hour.
         """
         # Two handles of object A and one of B: found = [A, A, B], and Ray is asked for [A, B].
         found = [handle.ref for handle in handles]
         refs = list(dict.fromkeys(found))
         try:
-            objects = dict(zip(refs, ray.get(refs), strict=True))
+            # One long wait: short ones would cancel the transfers of large objects each time.
+            objects = dict(zip(refs, ray.get(refs, timeout=FETCH_S), strict=True))
+        except ray.exceptions.GetTimeoutError as error:
+            raise LostObjectError(
+                f"{len(refs)} object(s) of Ray's store did not arrive within {FETCH_S:g} s."
+            ) from error
         except _LOST as error:
             raise LostObjectError(f"An object of Ray's store is lost: {error}") from error
         return [
