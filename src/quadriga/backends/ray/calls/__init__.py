@@ -2,7 +2,8 @@
 
 `submission` packs the calls and starts the actor tasks, `waiting` and, for long waits,
 `slices` wait for their results, `splitting` has one rank split a future for many, `store` keeps
-large fields in Ray's object store. A rank's process imports `store` only.
+large fields in Ray's object store, and `row_store` has rows of other nodes cut out there. A rank's
+process imports `store` and `row_store` only.
 
 May import: `cluster`, `health`, `process.memory`, `process.user_code`, and the packages below
 `backends`.
