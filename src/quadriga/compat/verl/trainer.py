@@ -28,13 +28,13 @@ from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
 from quadriga.config.verl.settings import plain_values, translate
 from quadriga.config.verl.table import GENERATE, SFT, TRAIN, Row
 from quadriga.errors import ConfigError
+from quadriga.parallel.device import get_device_name
 from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import Worker
 from quadriga.single_controller.ranks.class_with_args import plain_class
 from quadriga.trainer.placement import ResourcePoolManager as QuadrigaPools
 from quadriga.trainer.placement import Role
 from quadriga.trainer.ppo import RayPPOTrainer as QuadrigaTrainer
-from quadriga.trainer.run.role_workers import uses_accelerator
 from quadriga.trainer.run.preflight import check_train_config
 from quadriga.trainer.stages import BatchReward
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
@@ -279,7 +279,7 @@ def _pools(manager: PoolManager | None, device: str) -> QuadrigaPools | None:
         manager.mapping,
         backend=get_backend("ray"),
         pool_options={
-            "use_gpu": uses_accelerator("auto" if device == "cuda" else device),
+            "use_gpu": device != "cpu" and get_device_name() != "cpu",
             "max_colocate_count": manager.max_colocate_count,
         },
     )
