@@ -22,7 +22,7 @@ from quadriga.observability.trackers import (
 
 
 class Recorder:
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self, fails: type[Exception] | None = None) -> None:
         self.rows, self.closed, self.fails = [], 0, fails
 
     def log(self, step, metrics):
@@ -30,8 +30,8 @@ class Recorder:
 
     def close(self):
         self.closed += 1
-        if self.fails:
-            raise OSError("no")
+        if self.fails is not None:
+            raise self.fails("no")
 
 
 def run_info(path, **more):
@@ -92,15 +92,29 @@ def test_wandb_that_is_not_installed_is_refused_before_the_start(monkeypatch):
         check_trackers(["jsonl", "wandb"])
 
 
-def test_every_tracker_is_closed_even_if_one_raises():
-    first, second = Recorder(fails=True), Recorder()
+@pytest.mark.parametrize("fails", [OSError, RuntimeError])
+def test_every_tracker_is_closed_even_if_one_raises(fails):
+    first, second = Recorder(fails), Recorder()
     trackers = Trackers([first, second])
     trackers.log(1, {"a": 1.0})
-    with pytest.raises(OSError, match="no"):
+    with pytest.raises(fails, match="no"):
         trackers.close()
     trackers.close()
     assert (first.closed, second.closed) == (1, 1)
     assert second.rows == [(1, {"a": 1.0})]
+
+
+def test_a_tracker_that_cannot_be_created_closes_those_before_it(tmp_path, monkeypatch):
+    first = Recorder()
+
+    def fail(run):
+        raise RuntimeError("no service")
+
+    factories = {"first": lambda run: first, "second": fail}
+    monkeypatch.setattr("quadriga.observability.trackers.TRACKERS", factories)
+    with pytest.raises(RuntimeError, match="no service"):
+        Trackers.open(["first", "second"], run_info(tmp_path))
+    assert first.closed == 1
 
 
 def test_an_unknown_tracker_names_the_nearest_and_none_is_created(tmp_path):

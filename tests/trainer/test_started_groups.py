@@ -86,6 +86,45 @@ def test_a_start_that_fails_stops_the_groups_that_it_has_started(monkeypatch) ->
     assert [group.roles for group in stopped] == [("actor_rollout",), ("critic",)]
 
 
+def test_close_stops_every_group_and_the_backend_even_if_one_raises(monkeypatch) -> None:
+    stopped: list[str] = []
+
+    def fails_for_the_actor(group: WorkerGroup) -> None:
+        stopped.append(group.roles[0])
+        if group.roles == ("actor_rollout",):
+            raise RuntimeError("no connection")
+
+    use_workers(monkeypatch, critic=Idle)
+    started = start(two_pools())
+    backend = type(started.backend)
+    monkeypatch.setattr(WorkerGroup, "shutdown", fails_for_the_actor)
+    monkeypatch.setattr(backend, "shutdown", lambda _: stopped.append("backend"))
+    with pytest.raises(RuntimeError, match="no connection"):
+        started.close()
+    assert stopped == ["actor_rollout", "critic", "backend"]
+    monkeypatch.undo()
+    started.close()
+
+
+def test_a_group_ends_every_rank_even_if_one_raises(monkeypatch) -> None:
+    backend = get_backend("local")
+    pool = backend.resource_pool([3])
+    group = backend.worker_group(pool, backend.class_with_args(Idle))
+    original, ended = type(backend).kill, []
+
+    def fails_for_rank_0(self, handle) -> None:
+        ended.append(handle.facts.rank)
+        if handle.facts.rank == 0:
+            raise RuntimeError("no connection")
+        original(self, handle)
+
+    monkeypatch.setattr(type(backend), "kill", fails_for_rank_0)
+    with pytest.raises(RuntimeError, match="no connection"):
+        group.shutdown()
+    assert ended == [0, 1, 2]
+    assert [group.is_alive(rank) for rank in range(3)] == [True, False, False]
+
+
 def test_a_role_without_a_pool_is_named() -> None:
     only_policy = ResourcePoolManager({"a": [1]}, {Role.ActorRollout: "a"}, get_backend("local"))
     with pytest.raises(

@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -182,7 +183,10 @@ class Trackers:
 
     @classmethod
     def open(cls, names: Iterable[str], run: RunInfo) -> Trackers:
-        """Create the trackers with these names. Raises `UnknownNameError` before it creates any."""
+        """Create the trackers with these names. Raises `UnknownNameError` before it creates any.
+
+        If one cannot be created, those before it are closed.
+        """
         names = list(dict.fromkeys(names))
         check_trackers(names)
         run = replace(
@@ -191,7 +195,13 @@ class Trackers:
             project_name=mask_secrets(run.project_name),
             experiment_name=mask_secrets(run.experiment_name),
         )
-        return cls([TRACKERS[name](run) for name in names])
+        with ExitStack() as started:
+            trackers = []
+            for name in names:
+                trackers.append(TRACKERS[name](run))
+                started.callback(trackers[-1].close)
+            started.pop_all()
+        return cls(trackers)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass the metrics of a step to every tracker, with secrets masked in their names.
@@ -203,13 +213,8 @@ class Trackers:
             tracker.log(step, metrics)
 
     def close(self) -> None:
-        """Close every tracker, even if one raises; the first error is raised at the end."""
+        """Close every tracker before an error of one is raised."""
         trackers, self._trackers = self._trackers, []
-        failure: Exception | None = None
-        for tracker in trackers:
-            try:
-                tracker.close()
-            except OSError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        with ExitStack() as stack:  # which calls the last callback first
+            for tracker in reversed(trackers):
+                stack.callback(tracker.close)

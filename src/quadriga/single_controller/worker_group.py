@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, Self
 
 from quadriga.errors import (
@@ -264,10 +265,11 @@ class WorkerGroup(VerlNames):
         forget(self._ranks)
 
     def shutdown(self) -> None:
-        """End the processes of the group."""
+        """End the processes of the group, all of them before an error of one is raised."""
         self.stop_worker_aliveness_check()
-        for handle in self._ranks.handles:
-            self._ranks.backend.kill(handle)
+        with ExitStack() as stack:  # which calls the last callback first
+            for handle in reversed(self._ranks.handles):
+                stack.callback(self._ranks.backend.kill, handle)
 
 
 def find_death(ranks: RankSet) -> WorkerError | None:

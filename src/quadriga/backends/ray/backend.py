@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import ray
@@ -49,16 +50,18 @@ class RayBackend(RayCallBackend):
     def shutdown(self) -> None:
         """Release the pools that were made here, and shut Ray down if `start` started it.
 
-        Pools of detached groups stay: those groups outlive this driver.
+        Pools of detached groups stay: those groups outlive this driver. If one part cannot be
+        ended, the others are ended before its error is raised.
         """
-        if ray.is_initialized():
-            for pool in self._pools:
-                if not pool.detached:
-                    pool.release()
-            servers.stop()
-        self._pools.clear()
-        if self._session is not None:
-            self._session.close()
+        pools, self._pools = self._pools, []
+        with ExitStack() as stack:  # which calls the last callback first
+            if self._session is not None:
+                stack.callback(self._session.close)
+            if ray.is_initialized():
+                stack.callback(servers.stop)
+                for pool in reversed(pools):
+                    if not pool.detached:
+                        stack.callback(pool.release)
 
     def resource_pool(
         self, process_on_nodes: Sequence[int], name: str | None = None, **options: Any

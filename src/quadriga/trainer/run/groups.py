@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,10 +57,14 @@ class StartedGroups:
     groups: Sequence[WorkerGroup]
 
     def close(self) -> None:
-        """Stop every process of these groups, and the backend if this run started it."""
-        for group in self.groups:
-            group.shutdown()
-        self.backend.shutdown()
+        """Stop every process of these groups, and the backend if this run started it.
+
+        If one of them cannot be stopped, the others are stopped before its error is raised.
+        """
+        with ExitStack() as stack:  # which calls the last callback first
+            stack.callback(self.backend.shutdown)
+            for group in reversed(self.groups):
+                stack.callback(group.shutdown)
 
 
 @contextmanager

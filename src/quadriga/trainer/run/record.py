@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -52,7 +53,6 @@ class RunRecord:
         self.spent: dict[str, float] = {}  # seconds by span, over the whole run
         self.last: dict[str, float] = {}  # metrics of the last step
         self._metrics = MetricSet()
-        self._samples = SampleLog(folder.samples)
         self._began = time.perf_counter()
         self._title = mask_secrets(
             f"{config.trainer.project_name} / {config.trainer.experiment_name}"
@@ -68,6 +68,10 @@ class RunRecord:
                 config.trainer.experiment_name,
             ),
         )
+        with ExitStack() as started:
+            started.callback(self._trackers.close)
+            self._samples = SampleLog(folder.samples)
+            started.pop_all()
 
     @classmethod
     def open(
@@ -114,15 +118,14 @@ class RunRecord:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
+        with ExitStack() as stack:  # which calls the last callback first
+            stack.callback(self.folder.close)
+            stack.callback(self._samples.close)
             self._trackers.close()
-            self._samples.close()
             # The plot reads the metrics file, which is complete only after the trackers are closed.
             if error is None:
                 plot_learning_curve(self.folder.metrics, self.folder.plot, title=self._title)
                 self._closing_table()
-        finally:
-            self.folder.close()
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the current step."""

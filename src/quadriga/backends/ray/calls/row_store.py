@@ -21,6 +21,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import numpy as np
@@ -245,8 +246,9 @@ class Servers:
         with self._lock:
             started, self._started = self._started, []
             self._known.clear()
-        for server in started:
-            kill_actor(server)
+        with ExitStack() as stack:  # all are ended before an error of one is raised
+            for server in reversed(started):
+                stack.callback(kill_actor, server)
 
     def start(self, nodes: Iterable[str]) -> None:
         """Start the row servers of nodes that have none. They end with this driver."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
@@ -116,9 +117,10 @@ class RayResourcePool(ResourcePool):
 
     def release(self) -> None:
         """Remove the placement groups. Processes that still run there are ended."""
-        for group in self.pgs or []:
-            remove_placement_group(group)
-        self.pgs = None
+        groups, self.pgs = self.pgs or [], None
+        with ExitStack() as stack:  # all are removed before an error of one is raised
+            for group in reversed(groups):
+                stack.callback(remove_placement_group, group)
 
     def bundle(self, device_name: str) -> dict[str, float]:
         """Return the resources of one process."""

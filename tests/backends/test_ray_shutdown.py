@@ -1,0 +1,64 @@
+"""The Ray backend ends all that it has started, even if Ray refuses to end a part of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from quadriga.backends.ray import backend as ray_backends
+from quadriga.backends.ray.backend import RayBackend
+from quadriga.backends.ray.calls import row_store
+from quadriga.backends.ray.placement import pool as pools
+
+
+def failing_first(ended: list[object]):
+    """Return a function that notes its argument and raises for the first one."""
+
+    def end(item: object) -> None:
+        ended.append(item)
+        if len(ended) == 1:
+            raise RuntimeError("no connection")
+
+    return end
+
+
+class Session:
+    """A connection that notes that it was closed."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_every_pool_is_released_and_the_connection_closed_even_if_one_raises(monkeypatch):
+    released: list[object] = []
+    backend, session = RayBackend(), Session()
+    made = [backend.resource_pool([1]) for _ in range(3)]
+    stopped: list[object] = []
+    monkeypatch.setattr(backend, "_session", session)
+    monkeypatch.setattr(ray_backends.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_backends.servers, "stop", lambda: stopped.append("servers"))
+    monkeypatch.setattr(pools.RayResourcePool, "release", failing_first(released))
+    with pytest.raises(RuntimeError, match="no connection"):
+        backend.shutdown()
+    assert released == made and stopped == ["servers"] and session.closed
+
+
+def test_a_pool_removes_every_placement_group_even_if_one_raises(monkeypatch):
+    removed: list[object] = []
+    monkeypatch.setattr(pools, "remove_placement_group", failing_first(removed))
+    pool = pools.RayResourcePool([1, 1, 1])
+    monkeypatch.setattr(pool, "pgs", ["a", "b", "c"])
+    with pytest.raises(RuntimeError, match="no connection"):
+        pool.release()
+    assert removed == ["a", "b", "c"] and pool.pgs is None
+
+
+def test_every_row_server_is_ended_even_if_one_raises(monkeypatch):
+    ended: list[object] = []
+    monkeypatch.setattr(row_store, "kill_actor", failing_first(ended))
+    servers = row_store.Servers()
+    monkeypatch.setattr(servers, "_started", ["a", "b"])
+    with pytest.raises(RuntimeError, match="no connection"):
+        servers.stop()
+    assert ended == ["a", "b"]
