@@ -34,7 +34,8 @@ def test_bundles(sizes, alone, bundles):
 def test_a_cluster_started_by_quadriga_frees_objects_soon(monkeypatch, mine, found):
     """A period that the user has set is kept."""
     name, seen = "RAY_free_objects_period_milliseconds", []
-    monkeypatch.setattr(cluster.os, "environ", {} if mine is None else {name: mine})
+    own = {"RAY_AUTH_MODE": "disabled"}  # no token in the home folder
+    monkeypatch.setattr(cluster.os, "environ", own if mine is None else {**own, name: mine})
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster.ray, "init", lambda **_: seen.append(cluster.os.environ[name]))
     cluster.ensure_ray()

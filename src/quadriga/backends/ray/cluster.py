@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import ray
@@ -144,6 +147,7 @@ def ensure_ray(
     if address:
         settings["address"] = address
     else:
+        protect_token()
         # "local" starts a cluster even if another one runs on this machine.
         settings.update(
             address="local",
@@ -156,6 +160,29 @@ def ensure_ray(
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     ray.init(**settings)  # type: ignore[arg-type]  # settings of several types in one dict
     return RaySession(started=True)
+
+
+def protect_token() -> None:
+    """Let only this user read Ray's token, with which a process can run code in the cluster.
+
+    Ray writes a new token with the default mode, so all users of the machine could read it. It
+    takes an empty file for a missing token and keeps the file's mode: such a file is made here. An
+    existing token that all users can read is made private; any other mode is the user's choice.
+    """
+    chosen = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or any(
+        name in os.environ for name in chosen
+    ):
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    with suppress(OSError):  # no home folder that can be written: Ray reports that itself
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            if os.fstat(file).st_mode & stat.S_IROTH:
+                os.fchmod(file, 0o600)
+        finally:
+            os.close(file)
 
 
 def refuse_ray_client(address: str | None = None) -> None:
