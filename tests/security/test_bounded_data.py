@@ -1,6 +1,7 @@
 """Data files and chat templates that are made to exhaust time or memory are refused by name.
 
-Every case has a row in the table of docs/security.md.
+Every case has a row in the table of docs/security.md. One that is not refused in time exceeds the
+deadline of its test.
 """
 
 import json
@@ -19,12 +20,28 @@ from quadriga.errors import DataError, ModelError
 from quadriga.models import train_tokenizer
 from quadriga.observability.jsonl import read_jsonl
 
+pytestmark = pytest.mark.timeout(60)
+
 ROW = {"prompt": "3+4", "extra_info": {"answer": "7"}}
 
 
 @pytest.fixture
 def tokenizer():
     return train_tokenizer(["3+4=7\n#### 7"])
+
+
+@pytest.fixture
+def tokenised(tokenizer, monkeypatch):
+    """The texts that the tokenizer receives."""
+    kind, texts = type(tokenizer), []
+    call = kind.__call__
+
+    def recorded(self, text, **options):
+        texts.extend(text)
+        return call(self, text, **options)
+
+    monkeypatch.setattr(kind, "__call__", recorded)
+    return texts
 
 
 JSON_LINES = {
@@ -52,11 +69,9 @@ def test_a_json_line_is_refused_with_its_file_and_row(name, tmp_path, monkeypatc
     path = tmp_path / "a.jsonl"
     first = json.dumps(ROW).encode() + b"\n"
     path.write_bytes(first + (line if isinstance(line, bytes) else line.encode()) + b"\n")
-    began = time.monotonic()
     with pytest.raises(DataError, match=r"a\.jsonl, (row 1|line 2): ") as caught:
         read_rows([path])
     assert len(str(caught.value)) < 1000
-    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("line", ["[" * 100_000, "9" * 100_000, "\xff", "[]"])
@@ -107,11 +122,9 @@ def test_a_parquet_file_is_refused_by_name(name, tmp_path, monkeypatch):
     table = pa.Table.from_arrays([PARQUET[name]()], ["prompt"])
     pq.write_table(table, path, compression="zstd")
     assert path.stat().st_size < 1_000_000
-    began = time.monotonic()
     with pytest.raises(DataError, match=r"data file .*a\.parquet") as caught:
         read_rows([path])
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("change", ["cut", "swapped", "zeros", "empty", "text"])
@@ -154,25 +167,25 @@ def test_rows_are_equal_however_many_are_read_at_a_time(tmp_path, monkeypatch):
 # Prompts of megabytes
 
 
-def test_a_long_prompt_is_left_out_without_tokenising_it(tokenizer):
+def test_a_long_prompt_is_left_out_without_tokenising_it(tokenizer, tokenised):
     values = [{"prompt": "3+4"}, {"prompt": "7" * 50_000_000}, {"prompt": "4+3"}]
-    began = time.monotonic()
     dataset = PromptDataset.from_rows(values, tokenizer, max_prompt_length=64)
-    assert time.monotonic() - began < 2
     assert dataset.filtered == 1
+    assert len(tokenised) == 2 and max(map(len, tokenised)) < 1000
     assert [item["index"] for item in [dataset[0], dataset[1]]] == [0, 2]
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"max_prompt_length": 64, "filter_overlong_prompts": False}]
 )
-def test_a_long_prompt_is_an_error_where_none_may_be_left_out(tokenizer, options):
+def test_a_long_prompt_is_an_error_where_none_may_be_left_out(tokenizer, tokenised, options):
     values = [{"prompt": "3+4"}, {"prompt": "7" * 2_000_000}]
     with pytest.raises(DataError, match="given, row 1: the prompt has 2000000 characters"):
         PromptDataset.from_rows(values, tokenizer, **options)
+    assert tokenised == []
 
 
-def test_a_long_answer_is_left_out_without_tokenising_it(tokenizer, tmp_path):
+def test_a_long_answer_is_left_out_without_tokenising_it(tokenizer, tokenised, tmp_path):
     path = tmp_path / "a.jsonl"
     long = {**ROW, "extra_info": {"answer": "7" * 5_000_000}}
     path.write_text(f"{json.dumps(ROW)}\n{json.dumps(long)}\n")
@@ -180,6 +193,7 @@ def test_a_long_answer_is_left_out_without_tokenising_it(tokenizer, tmp_path):
     assert (len(dataset), dataset.filtered) == (1, 1)
     with pytest.raises(DataError, match="row 1: prompt and answer have 5000003 characters"):
         SFTDataset([path], tokenizer)
+    assert len(tokenised) == 2 and max(map(len, tokenised)) < 1000  # one prompt and its answer
 
 
 # Chat templates
@@ -208,11 +222,9 @@ TEMPLATES = {
 def test_a_chat_template_is_refused_by_name(name, tokenizer, monkeypatch):
     monkeypatch.setattr("quadriga.data.chat._TEMPLATE_S", 1.0)
     tokenizer.chat_template = TEMPLATES[name]
-    began = time.monotonic()
     with pytest.raises(ModelError, match="the chat template of the tokenizer") as caught:
         PromptDataset.from_rows([{"prompt": "3+4"}], tokenizer, max_prompt_length=64)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
-    assert time.monotonic() - began < 5
 
 
 def test_the_prompt_that_a_template_cannot_write_is_named(tokenizer):

@@ -1,4 +1,7 @@
-"""Model folders that would run code, load other files, or ask for memory without bounds."""
+"""Model folders that would run code, load other files, or ask for memory without bounds.
+
+A folder that is not refused in time exceeds the deadline of its test.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import json
 import os
 import pickle
 import shutil
-import time
 
 import pytest
 import torch
@@ -24,6 +26,8 @@ from quadriga.models import (
     write_tiny_model,
 )
 from quadriga.models.context_window import LongestSequence
+
+pytestmark = pytest.mark.timeout(60)
 
 SHAPE = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=48)
 LOADERS = pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
@@ -47,11 +51,9 @@ def change_config(folder, **changes):
 
 
 def refused(load, folder, match, **settings):
-    """Check that `load` raises a `ModelError` of one line soon, and return its text."""
-    start = time.monotonic()
+    """Check that `load` raises a `ModelError` of one line, and return its text."""
     with pytest.raises(ModelError, match=match) as caught:
         load(folder, **settings)
-    assert time.monotonic() - start < 10
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -39,13 +39,12 @@ def test_the_first_signal_lets_the_step_end_and_the_second_does_not(number):
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.timeout(60)  # an interrupt that does not reach the step
 def test_a_step_that_takes_longer_than_the_grace_is_interrupted():
     stop = stopper(grace_s=0.2)
-    began = time.monotonic()
     with stop.listening(), stop.steps(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
-        time.sleep(20)
-    assert time.monotonic() - began < 5
+        time.sleep(600)
 
 
 def test_the_timer_of_the_grace_ends_with_the_run():
