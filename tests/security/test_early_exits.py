@@ -123,3 +123,39 @@ def test_a_command_that_imports_the_file_has_code_2(tmp_path):
     assert done.returncode == 2, done.stdout
     assert done.stderr.startswith("error: ") and "os._exit(0)" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("status", [256, -256, 2**40])
+@pytest.mark.parametrize("call", ["os._exit", "sys.exit"])
+def test_a_code_that_the_system_cuts_to_0_is_not_success(call, status):
+    # The system keeps the lowest 8 bits of an exit code: 256 becomes 0.
+    done = run_program(PROGRAM.format(code=f"import os, sys\n{call}({status})"))
+    assert done.returncode == 1, done.stderr
+
+
+def test_a_closed_connection_of_the_user_is_not_success():
+    # Python raises the same exception for a connection as for standard output without a reader.
+    done = run_program(PROGRAM.format(code="raise BrokenPipeError(32, 'the peer is gone')"))
+    assert done.returncode == 1
+    assert "the peer is gone" in done.stderr
+
+
+@pytest.mark.parametrize(("options", "status"), [("", 1), (", '--print-config'", 0)])
+def test_a_run_that_loses_the_reader_of_its_output_is_not_success(options, status):
+    code = "while True:\n    print('step', flush=True)"
+    program = PROGRAM.format(code=code).replace('"train"', f'"train"{options}')
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == status, errors
+    assert "Traceback" not in errors
+    assert ("standard output" in errors) == bool(status)
+
+
+@pytest.mark.parametrize("argument", ["'text'", "-128"])
+def test_an_interrupt_with_another_argument_has_the_code_of_ctrl_c(argument):
+    done = run_program(PROGRAM.format(code=f"raise KeyboardInterrupt({argument})"))
+    assert done.returncode == 130, done.stderr

@@ -63,9 +63,9 @@ class Message:
     """One batch as it is sent.
 
     `kind`: the class of the batch, None for `DataProto` itself; `attributes`: what an instance has
-    besides the three parts of a batch; `head`: batch size and type of
-    device of its tensor half, None if it has none; `row_map`: of the fields that this message
-    brings or has put into the store, None if all its fields were remote before.
+    besides the three parts of a batch; `head`: batch size and device type of its tensor half, None
+    if it has none; `row_map`: of the fields that this message brings or has put into the store,
+    None if all its fields were remote before.
     """
 
     kind: type[object] | None
@@ -360,7 +360,8 @@ def _flat_handle(handle: Handle) -> Flat:
     """Return `(module and name of the class, *arguments)`; a `LocalHandle` has no class name."""
     if type(handle) is LocalHandle:
         return None, _flat_payload(handle.value), handle.nbytes
-    return _class_name(type(handle)), *handle.__reduce__()[1]
+    kind = type(handle)
+    return (kind.__module__, kind.__qualname__), *handle.__reduce__()[1]
 
 
 def _handle(kind: tuple[str, str] | None, *arguments: Any) -> Handle:
@@ -372,21 +373,13 @@ def _handle(kind: tuple[str, str] | None, *arguments: Any) -> Handle:
 
 
 @cache
-def _class_name(kind: type[object]) -> tuple[str, str]:
-    return kind.__module__, kind.__qualname__
-
-
-@cache
 def _handle_class(module: str, name: str) -> Callable[..., Handle]:
     found: Callable[..., Handle] = getattr(importlib.import_module(module), name)
     return found
 
 
 def _flat_payload(payload: Payload) -> object:
-    """Return a payload with small arrays as lists of dtype, shape and bytes.
-
-    A payload is never a list otherwise.
-    """
+    """Return a payload with small arrays as lists (dtype, shape, bytes); nothing else is a list."""
     if isinstance(payload, np.ndarray):
         if payload.nbytes > _SMALL or payload.dtype == object:
             return payload

@@ -113,19 +113,9 @@ class RayWorkerGroup(WorkerGroup):
             planner = _Planner(
                 cls, prefix, detached, worker_env, device_name, namespace, profiler, methods
             )
-            if sharing_with is not None:
-                plans = planner.beside(sharing_with)
-            elif resource_pool is not None:
-                if detached:
-                    resource_pool.detach()
-                plans = planner.in_pool(resource_pool, "STRICT_PACK" if bin_pack else "PACK")
-            else:
-                raise DispatchError(
-                    "RayWorkerGroup needs a resource_pool, a group to share with (sharing_with), "
-                    "or existing workers (worker_names or worker_handles)."
-                )
+            strategy: Strategy = "STRICT_PACK" if bin_pack else "PACK"
             handles = start_ranks(
-                plans,
+                planner.plans(resource_pool, sharing_with, strategy, detached),
                 roles,
                 cls.cls.__name__,
                 start_timeout,
@@ -185,6 +175,28 @@ class _Planner:
         self.lifetime: dict[str, object] = {"lifetime": "detached"} if detached else {}
         if namespace is not None:
             self.lifetime["namespace"] = namespace
+
+    def plans(
+        self,
+        pool: RayResourcePool | None,
+        sharing_with: WorkerGroup | None,
+        strategy: Strategy,
+        detached: bool,
+    ) -> list[RankPlan]:
+        """Return the plans of all ranks: beside the ranks of a group, or in a pool.
+
+        Raises `DispatchError` without either.
+        """
+        if sharing_with is not None:
+            return self.beside(sharing_with)
+        if pool is None:
+            raise DispatchError(
+                "RayWorkerGroup needs a resource_pool, a group to share with (sharing_with), "
+                "or existing workers (worker_names or worker_handles)."
+            )
+        if detached:
+            pool.detach()
+        return self.in_pool(pool, strategy)
 
     def in_pool(self, pool: RayResourcePool, strategy: Strategy) -> list[RankPlan]:
         """Plan one rank per bundle of the pool."""

@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeGuard
 import numpy as np
 
 from quadriga.errors import FieldError, LostObjectError
-from quadriga.protocol.columns.cut_rows import cut_rows
+from quadriga.protocol.columns.cut_rows import CutRows, cut_rows
 from quadriga.protocol.values import operations, rows, stored_once
 from quadriga.protocol.values.decode import decode
 from quadriga.protocol.values.encode import encode
@@ -29,6 +29,7 @@ from quadriga.protocol.values.storage import (
     Origin,
     fetch_many,
     inherit,
+    is_row_handle,
     is_transport_pickling,
     mark,
     traffic,
@@ -159,7 +160,10 @@ def fetch(columns: Iterable[tuple[str, RemoteColumn]]) -> list[LocalValue]:
     # Handles are collected first: another thread that reads a column drops them.
     wanted = [(key, column, column.handles) for key, column in columns]
     unread = [(column, handles) for _, column, handles in wanted if column.value is None]
-    cuts = cut_rows([(column.row_map, handles) for column, handles in unread])
+    if any(is_row_handle(handle) for _, handles in unread for handle in handles):
+        cuts = cut_rows([(column.row_map, handles) for column, handles in unread])
+    else:
+        cuts = [CutRows(column.row_map) for column, _ in unread]
     # Columns may share stored values: x of a batch and x of a slice of it have equal keys.
     unique: dict[str, Handle] = {}
     for (_, handles), cut in zip(unread, cuts, strict=True):

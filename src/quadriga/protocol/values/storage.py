@@ -105,6 +105,10 @@ class Store(Protocol):
 class RowHandle(Handle, Protocol):
     """A handle of a store that can send some rows of a payload without the others."""
 
+    @property
+    def sends_rows(self) -> bool:
+        """Whether some process can send rows of this value."""
+
     def pays(self, share: float) -> bool:
         """Return whether to fetch `share` of the rows (0.25: a quarter) without the others."""
 
@@ -118,7 +122,7 @@ class RowHandle(Handle, Protocol):
 
 def is_row_handle(handle: Handle) -> TypeGuard[RowHandle]:
     """Return whether the store of a handle can send some rows of a payload."""
-    return hasattr(type(handle), "fetch_rows")
+    return getattr(handle, "sends_rows", False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,11 @@ class RayHandle:
         """The reference and the position in the object."""
         return f"{self.ref.hex()}:{self.index}"
 
+    @property
+    def sends_rows(self) -> bool:
+        """Whether the node of the value is known, which a `RowStore` notes if there are several."""
+        return bool(self.location.node)
+
     def fetch(self) -> object:
         """Return the value. Raises `LostObjectError` if it is lost."""
         return self.fetch_many([self])[0]
