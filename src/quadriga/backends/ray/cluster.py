@@ -128,7 +128,8 @@ def ensure_ray(
             used if it is set.
         namespace: Ray namespace of named actors.
         log_to_driver: print the output of the workers here.
-        options: further arguments of `ray.init`.
+        options: further arguments of `ray.init`. `include_dashboard` is False by default; with
+            the package ray[default], True starts the dashboard, which `ray list actors` reads.
 
     An existing connection is used unchanged. Raises `ConfigError` for Ray Client (`ray://`).
     """
@@ -154,7 +155,7 @@ def ensure_ray(
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             object_store_memory=object_store_memory,
-            include_dashboard=False,
+            include_dashboard=options.get("include_dashboard", False),
         )
     # Ray logs its token authentication at warning level on every start.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
