@@ -64,10 +64,13 @@ class ExitGuard:
         os._exit = self._really_exit
 
     def _exit(self, status: int) -> NoReturn:
-        if os.getpid() == self._owner and status == 0 and self.code:
+        # The system keeps the lowest 8 bits: 256 would become 0.
+        if os.getpid() == self._owner and self.code and not status & 0xFF:
             frame = sys._getframe(1)
             where = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
-            text = f"error: os._exit(0) in {where}: the exit code is {self.code}, because the"
+            text = (
+                f"error: os._exit({status}) in {where}: the exit code is {self.code}, because the"
+            )
             os.write(2, f"{text} command has not ended with success\n".encode())
             self._really_exit(self.code)
         self._really_exit(status)
@@ -77,7 +80,9 @@ def describe(error: BaseException) -> str:
     """Return the type and the message of an exception, which may be one of the user's classes."""
     try:
         text = str(error)
-    except Exception:  # the class of the exception is the user's, its `__str__` may raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # the class of the exception is the user's, its `__str__` may raise
         text = "(its message cannot be read)"
     return cut(f"{type(error).__name__}: {text}", MAX_DETAIL)
 

@@ -36,12 +36,16 @@ class Invocation:
 
 @dataclass(frozen=True)
 class Command:
-    """A command. `name` can be two words; `settings` is None for a command without settings."""
+    """A command. `name` can be two words; `settings` is None for a command without settings.
+
+    `writes_files`: what it prints is not its result, so it has not succeeded if it ends early.
+    """
 
     name: str
     summary: str
     run: Callable[[Invocation], None]
     settings: type[DataclassInstance] | None = None
+    writes_files: bool = False
 
     def help_text(self) -> str:
         """Return all settings of the command with their defaults, or "" if it has none."""
@@ -53,7 +57,12 @@ class Command:
 
 
 def with_settings(
-    name: str, summary: str, action: Callable[[T], None], settings: type[T]
+    name: str,
+    summary: str,
+    action: Callable[[T], None],
+    settings: type[T],
+    *,
+    writes_files: bool = False,
 ) -> Command:
     """Return a command that loads its settings and calls `action`, or only prints them."""
 
@@ -69,7 +78,7 @@ def with_settings(
         else:
             action(config)
 
-    return Command(name, summary, run, settings)
+    return Command(name, summary, run, settings, writes_files)
 
 
 def translated(settings: type[T], invocation: Invocation) -> T:
@@ -153,8 +162,16 @@ def doctor(_: Invocation) -> None:
 
 
 COMMANDS = (
-    with_settings("train", "Train a model with reinforcement learning", train, TrainConfig),
-    with_settings("sft", "Fine-tune a model on reference answers", sft, SFTConfig),
+    with_settings(
+        "train",
+        "Train a model with reinforcement learning",
+        train,
+        TrainConfig,
+        writes_files=True,
+    ),
+    with_settings(
+        "sft", "Fine-tune a model on reference answers", sft, SFTConfig, writes_files=True
+    ),
     with_settings(
         "generate",
         "Generate responses to a prompt or to files of prompts",
@@ -166,11 +183,14 @@ COMMANDS = (
         "Make arithmetic problems, and optionally a tiny model",
         data_make,
         ArithmeticDataConfig,
+        writes_files=True,
     ),
     with_settings("plan", "Show the batch arithmetic of a training run", plan, TrainConfig),
     with_settings(
         "algorithms", "Show estimators, losses and their settings", algorithms, AlgorithmsConfig
     ),
     Command("doctor", "Show installed packages and the resources of this machine", doctor),
-    with_settings("demo", "Make data and a tiny model, and train it", demo, DemoConfig),
+    with_settings(
+        "demo", "Make data and a tiny model, and train it", demo, DemoConfig, writes_files=True
+    ),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import select
 import signal
 import sys
 import threading
@@ -55,26 +56,49 @@ def _run(arguments: Sequence[str]) -> int:
     except QuadrigaError as error:
         return _report(_one_screen(error), 1)
     except KeyboardInterrupt as error:
-        number = error.args[0] if error.args else signal.SIGINT
-        return _report("stopped", 128 + int(number))
+        number = signal.SIGTERM if signal.SIGTERM in error.args else signal.SIGINT
+        return _report("stopped", 128 + number)
     except SystemExit as error:
         if invocation is None:  # help was asked for, or the command line is not valid
             raise
-        code = error.code if isinstance(error.code, int) and error.code else 1
+        # The system keeps the lowest 8 bits: 256 would become 0.
+        code = error.code if isinstance(error.code, int) and error.code & 0xFF else 1
         return _report(f"error: the command ended early, by sys.exit({error.code!r})", code)
-    except BrokenPipeError:
-        # The reader of standard output has exited, as in `… | head`. Python flushes standard output
-        # once more at exit; without a valid target it would report the error again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except MemoryError:
         return _report("error: this machine has not enough memory for the run", 1)
     except Exception as error:
+        # A connection that code of the user has opened raises `BrokenPipeError`, too.
+        if isinstance(error, BrokenPipeError) and _output_has_no_reader():
+            return _end_without_reader(invocation)
         shown = "".join(traceback.format_exception(error)).rstrip()
         if mask_secrets(shown) == shown:
             raise
         return _report(shown, 1)
     return 0
+
+
+def _output_has_no_reader() -> bool:
+    """Return whether the reader of standard output has exited, as in `… | head`."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)  # 0: the events to report are errors only
+    except (OSError, ValueError):  # it is closed, or no file
+        return False
+    return bool(poll.poll(0))
+
+
+def _end_without_reader(invocation: Invocation | None) -> int:
+    """Return the exit code of a command that could not print its output."""
+    # Python flushes standard output once more at exit; without a valid target it would report the
+    # error again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if invocation is None or invocation.print_config or not invocation.command.writes_files:
+        return 0
+    return _report(
+        "error: the command ended early, because the reader of standard output has exited; write "
+        "the output to a file",
+        1,
+    )
 
 
 @contextmanager
