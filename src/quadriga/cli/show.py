@@ -26,6 +26,7 @@ PARTS = {
     "tensordict": "batches",
     "pyarrow": "parquet files",
     "tensorboard": "trainer.loggers: tensorboard",
+    "wandb": "trainer.loggers: wandb (extra: wandb)",
     "matplotlib": "the learning curve",
     "peft": "LoRA (extra: lora)",
     "math_verify": "rewards for mathematics (extra: math)",
