@@ -88,5 +88,10 @@ def describe(error: BaseException) -> str:
 
 
 def cut(text: str, length: int) -> str:
-    """Return at most `length` characters of a text, and the length of the whole if it is longer."""
-    return text if len(text) <= length else f"{text[:length]}… ({len(text)} characters)"
+    """Return at most `length` characters of a text, and the length of the whole if it is longer.
+
+    Half a surrogate pair becomes "?": it cannot be written to a file or a terminal.
+    """
+    if len(text) > length:
+        text = f"{text[:length]}… ({len(text)} characters)"
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()

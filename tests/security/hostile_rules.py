@@ -188,3 +188,28 @@ def exit_at_two(solution_str, **_):
     if solution_str == "2":
         os._exit(0)
     return int(solution_str)
+
+
+class ExitsAsText(Exception):
+    """An exception whose message ends the process."""
+
+    def __str__(self):
+        raise SystemExit(0)
+
+
+def raise_an_exit_as_text(solution_str, **_):
+    if solution_str == "2":
+        raise ExitsAsText
+    return float(solution_str)
+
+
+def return_half_a_pair(solution_str, **_):
+    if solution_str == "2":
+        raise ValueError("half \ud800")
+    return {"score": float(solution_str), "half \ud800": 1.0, "note": "\udfff"}
+
+
+def begin_a_message(solution_str, **_):
+    if solution_str == "2":
+        os.write(int(sys.argv[1]), b"\x00\x00\x01\x00abc")
+    return float(solution_str)

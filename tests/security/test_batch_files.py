@@ -189,6 +189,39 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
 
 
+@pytest.mark.parametrize("name", ["", "/", "a\0b", "\ud800", "x" * 300])
+def test_a_name_that_no_file_can_have_is_an_input_error(name):
+    with pytest.raises(InputError, match="cannot write"):
+        DataProto().save_to_disk(name)
+    with pytest.raises(DataError):
+        DataProto.load_from_disk(name)
+
+
+def test_a_file_can_have_the_longest_name(tmp_path):
+    path = tmp_path / ("x" * 255)
+    DataProto(meta_info={"a": 1}).save_to_disk(path)
+    assert DataProto.load_from_disk(path).meta_info == {"a": 1}
+    assert [*tmp_path.iterdir()] == [path]
+
+
+NOT_READ_BACK = {
+    "a tensor as a key": DataProto(meta_info={torch.ones(1): 1}),
+    "a boolean that is neither 0 nor 1": DataProto.from_dict(
+        {"x": torch.tensor([2], dtype=torch.uint8).view(torch.bool)}
+    ),
+    "a text with a character outside Unicode": DataProto.from_dict(
+        {"y": torch.ones(1)}, {"x": np.array([0x7FFFFFFF], np.uint32).view("<U1")}
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", NOT_READ_BACK)
+def test_what_cannot_be_read_back_is_not_written(reason, path):
+    with pytest.raises(FieldError, match=f"contains {reason}"):
+        NOT_READ_BACK[reason].save_to_disk(path)
+    assert not path.exists()
+
+
 def test_a_file_that_ends_while_it_is_read_is_refused(path, monkeypatch):
     """The digest was right; then another process cuts the file."""
     content = saved(sample_batch(), path)

@@ -207,6 +207,19 @@ def test_exceptions_of_any_class_fail_only_their_sample():
     assert [outcome.status for outcome in outcomes] == ["raised", "raised", "raised", "scored"]
 
 
+def test_what_a_function_returns_can_be_written_as_text():
+    outcomes = run("return_half_a_pair", 2, timeout_s=5)
+    assert outcomes[0].extra == {"half ?": 1.0, "note": "?"}
+    assert outcomes[1].detail == "ValueError: half ?"
+
+
+def test_a_message_that_is_begun_and_not_ended_holds_up_the_pool_for_a_bounded_time(monkeypatch):
+    monkeypatch.setattr("quadriga.rewards.pool_process._RECEIVE_S", 1)
+    outcomes = run("begin_a_message", 3, timeout_s=60)
+    assert [outcome.status for outcome in outcomes] == ["scored", "crashed", "scored"]
+    assert "BlockingIOError" in outcomes[1].detail
+
+
 # Functions in the controller
 
 
@@ -246,6 +259,12 @@ def scores_of(name, numbers, **options):
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_function_cannot_end_the_controller(processes):
     program = f"print(scores_of('exit_at_two', [1, 2, 3], num_processes={processes}))"
+    assert output_of(program) == "([1.0, 0.0, 3.0], 1.0)\n"
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_the_message_of_an_exception_cannot_end_the_controller(processes):
+    program = f"print(scores_of('raise_an_exit_as_text', [1, 2, 3], num_processes={processes}))"
     assert output_of(program) == "([1.0, 0.0, 3.0], 1.0)\n"
 
 

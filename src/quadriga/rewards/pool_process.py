@@ -17,7 +17,8 @@ from quadriga.rewards.outcome import CRASHED, TIMED_OUT, Outcome, Report, Sample
 
 _EXIT_S = 5.0  # time for a process to exit after it has closed its pipe
 _END_S = 7.0  # time for a supervisor to end all its processes
-_TRANSFER_S = 30  # time for one message to be sent or received
+_SEND_S = 30  # time for the process to read more of a sample
+_RECEIVE_S = 5  # time for the rest of a report to arrive: other processes wait for it
 _MAX_REPORT = 1 << 20  # bytes of a report; `outcome` bounds its parts to less
 
 
@@ -43,9 +44,9 @@ class PoolProcess:
         # A process that stops reading or writing in the middle of a message must not block the
         # pool: the kernel ends such a call with an error.
         with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
-            limit = struct.pack("ll", _TRANSFER_S, 0)
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            limits = {socket.SO_SNDTIMEO: _SEND_S, socket.SO_RCVTIMEO: _RECEIVE_S}
+            for option, seconds in limits.items():
+                ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
         megabytes = round(memory_gb * 1024) if memory_gb else 0
         program = [sys.executable, "-m", "quadriga.rewards.pool_worker"]
         self.popen = subprocess.Popen(

@@ -12,6 +12,7 @@ entry is read once, and `nested` from its beginning to its end.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -135,8 +136,11 @@ def _write_all(file: FileIO, data: memoryview) -> None:
 @contextmanager
 def _replacing(path: Path) -> Iterator[FileIO]:
     """Yield a new file that takes the place of `path` after the block, if nothing is raised."""
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+    # Not longer than the longest name of a file, whatever the length of `path.name`.
+    partial = path.parent / f".{secrets.token_hex(8)}.part"
     try:
+        if not _can_exist(path):
+            raise OSError(errno.EINVAL, "no file can have this name")
         try:
             with FileIO(partial, "xb") as file:  # x: never through a link
                 yield file
@@ -155,6 +159,13 @@ def _replacing(path: Path) -> Iterator[FileIO]:
             "another folder",
             path=str(path),
         ) from error
+
+
+def _can_exist(path: Path) -> bool:
+    try:
+        return bool(path.name) and b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
 
 
 @dataclass
@@ -205,9 +216,9 @@ def opened(path: Path) -> Iterator[Input]:
     Raises `DataError` for a file of another format, and for one that is damaged, also within the
     block.
     """
-    if not path.is_file():
-        raise DataError(f"no batch file {path}", path=str(path))
     try:
+        if not path.is_file():
+            raise DataError(f"no batch file {path}", path=str(path))
         with FileIO(path, "rb") as file:
             yield _read_header(file, path)
     except (MalformedError, ValueError, TypeError, ArithmeticError, RuntimeError) as error:

@@ -174,14 +174,14 @@ def check_items(value: Array) -> None:
             check_items(part)
     elif value.dtype.kind == "b" and value.size:
         if int(np.ascontiguousarray(value).view(np.uint8).max()) > 1:
-            raise MalformedError("a boolean is neither 0 nor 1")
+            raise MalformedError("a boolean that is neither 0 nor 1")
     elif value.dtype.kind == "U" and value.size:
         code_points = np.ascontiguousarray(value).reshape(-1).view(f"{value.dtype.str[0]}u4")
         if int(code_points.max()) > 0x10FFFF:
-            raise MalformedError("a text has a character outside Unicode")
+            raise MalformedError("a text with a character outside Unicode")
 
 
 def check_booleans(value: Tensor) -> None:
     """Do the same for a tensor."""
     if value.dtype == torch.bool and value.numel() and int(value.view(torch.uint8).max()) > 1:
-        raise MalformedError("a boolean is neither 0 nor 1")
+        raise MalformedError("a boolean that is neither 0 nor 1")

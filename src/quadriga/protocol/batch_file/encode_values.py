@@ -23,7 +23,14 @@ from torch import Tensor
 from quadriga.errors import FieldError
 from quadriga.protocol.batch_file import images
 from quadriga.protocol.batch_file.container import Bytes, Output
-from quadriga.protocol.batch_file.dtypes import TORCH_DTYPES, Stored, numpy_json, numpy_stored
+from quadriga.protocol.batch_file.dtypes import (
+    TORCH_DTYPES,
+    Stored,
+    check_booleans,
+    check_items,
+    numpy_json,
+    numpy_stored,
+)
 from quadriga.protocol.batch_file.limits import MAX_DEPTH, Json, MalformedError, checked_shape
 from quadriga.protocol.batch_file.plain_values import (
     UnsupportedError,
@@ -58,6 +65,17 @@ class Encoder:
         """Encode one value of `meta_info`. Raises `FieldError` as `field` does."""
         self._label = None
         return self._named(f"meta_info[{key!r}]", str(key), value)
+
+    def setting_key(self, key: object) -> Json:
+        """Encode a key of `meta_info`. Raises `FieldError` as `field` does."""
+        self._label = None
+        try:
+            _keys([key])
+        except UnsupportedError as error:
+            raise FieldError(
+                f"meta_info contains {error}, which a batch file does not support", field=str(key)
+            ) from error
+        return self._named(f"meta_info[{key!r}]", str(key), key)
 
     def _named(self, where: str, key: str, value: object) -> Json:
         try:
@@ -158,6 +176,7 @@ class Encoder:
                 f"a tensor of layout {value.layout}, dtype {name} on device {value.device.type}"
             )
         stored = _stored(value)
+        check_booleans(value)
         entry = self._add(stored, tuple(value.shape), lambda: _raw(host_array(value)))
         return {"tensor": [name, list(value.shape), value.device.type, entry]}
 
@@ -166,6 +185,7 @@ class Encoder:
             values, offsets = jagged.parts(value)
         except FieldError as error:
             raise UnsupportedError(f"a tensor that is not supported ({error})") from error
+        check_booleans(values)
         stored, shape, rows = _stored(values), tuple(values.shape), int(offsets.shape[0]) - 1
         entries = (
             self._add(stored, shape, lambda: _raw(host_array(values))),
@@ -199,6 +219,7 @@ class Encoder:
             checked_shape(value.shape, value.itemsize)
             return {"objects": [list(value.shape), self._nested(value.ravel().tolist(), depth)]}
         kind, stored = numpy_json(value.dtype), numpy_stored(value.dtype)
+        check_items(value)
         entry = self._add(stored, value.shape, lambda: _raw(value))
         return {"array": [kind, list(value.shape), entry]}
 

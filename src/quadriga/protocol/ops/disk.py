@@ -55,7 +55,7 @@ def _settings(encoder: Encoder, meta: MetaInfo) -> Json:
             f"meta_info is a {type(meta).__qualname__}; a batch file expects a dict",
             field="meta_info",
         )
-    pairs = [[encoder.setting(key, key), encoder.setting(key, meta[key])] for key in meta]
+    pairs = [[encoder.setting_key(key), encoder.setting(key, meta[key])] for key in meta]
     return {"pairs" if type(meta) is dict else "ordered": pairs}
 
 
