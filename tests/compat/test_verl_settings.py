@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from quadriga.cli.main import main
 from quadriga.config.convert import type_of_key
+from quadriga.config.loading import to_yaml
 from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
 from quadriga.config.verl.settings import plain_values, read_verl, translate
 from quadriga.config.verl.table import GENERATE, SFT, TRAIN
@@ -150,6 +151,31 @@ def test_a_long_list_is_counted_by_section():
 def test_settings_that_cannot_be_taken_are_errors(file, override, message):
     with pytest.raises(ConfigError, match=message):
         read_verl(TrainConfig, TRAIN, file, [override])
+
+
+@pytest.mark.timeout(60)  # texts that double 40 times
+def test_interpolations_that_double_are_refused_before_they_are_resolved(tmp_path):
+    lines = ["algorithm:", "  a0: xxxxxxxxxx"]
+    lines += [f"  a{i}: ${{.a{i - 1}}}${{.a{i - 1}}}" for i in range(1, 40)]
+    (tmp_path / "main.yaml").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ConfigError, match="stand for more than"):
+        read_verl(TrainConfig, TRAIN, tmp_path / "main.yaml")
+    (tmp_path / "main.yaml").write_text("trainer: {project_name: a}\n")
+    overrides = [f"trainer.{line.strip().replace(': ', '=')}" for line in lines[1:]]
+    with pytest.raises(ConfigError, match="stand for more than"):
+        read_verl(TrainConfig, TRAIN, tmp_path / "main.yaml", overrides)
+
+
+def test_values_of_variables_are_not_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_FOLDER", "shared-folder")
+    (tmp_path / "main.yaml").write_text(
+        "trainer: {project_name: 'a-${oc.env:MY_FOLDER}', experiment_name: '${.project_name}'}\n"
+    )
+    config = read_verl(TrainConfig, TRAIN, tmp_path / "main.yaml").config
+    assert config.trainer.project_name == config.trainer.experiment_name == "a-shared-folder"
+    written = to_yaml(config)
+    assert "project_name: a-${oc.env:MY_FOLDER}" in written
+    assert "shared-folder" not in written
 
 
 def test_a_file_with_a_defaults_list(tmp_path):

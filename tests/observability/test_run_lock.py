@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, InputError
 from quadriga.observability import run_lock
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.run_lock import LOCK, STALE_AFTER_S, LockOwner, RunLock, check_lock
@@ -100,6 +100,26 @@ def test_a_link_in_place_of_the_lock_is_not_written_through(tmp_path):
     with pytest.raises(OSError, match="symbolic links"):
         RunLock.acquire(tmp_path / "run")
     assert (tmp_path / "precious").read_text() == "x"
+
+
+REFUSED = "is no file|is a symbolic link|already holds a run|cannot write"
+
+
+@pytest.mark.timeout(60)  # a read that does not end
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+@pytest.mark.parametrize("name", [LOCK, "config.yaml", "metrics.jsonl", "samples.jsonl"])
+def test_what_is_no_file_in_place_of_a_file_of_the_run_is_not_read(tmp_path, name, kind):
+    path = tmp_path / "run" / name
+    path.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    for how in ({}, {"resume": True}):
+        with pytest.raises(InputError, match=REFUSED):
+            RunFolder.open(tmp_path / "run", TrainConfig(), **how)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "samples.jsonl"])

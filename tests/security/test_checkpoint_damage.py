@@ -115,6 +115,14 @@ def list_of_another_type(folder, root):
     rewrite_marker(folder, files=["x"])
 
 
+def take_the_step_out(folder, root):
+    rewrite_marker(folder, step=None)
+
+
+def info_of_another_type(folder, root):
+    rewrite_marker(folder, info=[1])
+
+
 def empty_the_marker(folder, root):
     (folder / MARKER).write_text("")
 
@@ -164,6 +172,8 @@ DAMAGE = {
     alter_and_sign_the_step: "is of step 7, but its folder is named global_step_2",
     empty_the_file_list: "lists no file",
     list_of_another_type: "does not list files with size and digest",
+    take_the_step_out: "has no number of a step",
+    info_of_another_type: "has no state of a run",
     empty_the_marker: "not valid JSON",
     nest_the_marker: "not valid JSON",
     marker_of_another_step: "is of step 1, but its folder is named global_step_2",

@@ -307,7 +307,8 @@ def test_config_that_is_no_json_is_refused_in_one_line(folder, content, message)
 @pytest.mark.parametrize(
     "header",
     [b"", b"\xff" * 8, (2).to_bytes(8, "little") + b"[]", (9).to_bytes(8, "little") + b"{",
-     (16).to_bytes(8, "little") + b'{"a": {"b": [1]}', (10).to_bytes(8, "little") + b'{"a": null'],
+     (16).to_bytes(8, "little") + b'{"a": {"b": [1]}', (10).to_bytes(8, "little") + b'{"a": null',
+     (27).to_bytes(8, "little") + b'{"a": {"shape": [1e99999]}}'],
 )  # fmt: skip
 def test_weights_with_a_wrong_header_are_refused(folder, header):
     (folder / "model.safetensors").write_bytes(header)

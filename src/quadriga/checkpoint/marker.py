@@ -147,7 +147,7 @@ def _digest(path: Path) -> str:
 
 
 def _read(folder: Path) -> JsonObject:
-    """Return the marker if its format, its digest and its step are as expected."""
+    """Return the marker if its format, its digest, its step and its `info` are as expected."""
     if not is_plain_file(folder, MARKER):
         raise CheckpointError(
             f"{folder} is not a complete checkpoint: it has no {MARKER}; expected a folder "
@@ -170,6 +170,13 @@ def _read(folder: Path) -> JsonObject:
             "checkpoint is damaged; resume from another one",
             path=str(path),
         )
+    for key, kind, what in (("step", int, "number of a step"), ("info", dict, "state of a run")):
+        if not isinstance(marker.get(key), kind):
+            raise CheckpointError(
+                f"{path} has no {what} ({key!r}): the checkpoint is damaged; resume from another "
+                "one",
+                path=str(path),
+            )
     named = _STEP_FOLDER.fullmatch(folder.name)
     if named and int(named[1]) != marker["step"]:
         raise CheckpointError(

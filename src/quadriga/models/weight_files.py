@@ -253,8 +253,18 @@ def _header(folder: Path, name: str) -> list[list[int]]:
                     for tensor, entry in header.items()
                     if tensor != "__metadata__"
                 ]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    # OverflowError: a size of 1e400.
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         problem = f"its header cannot be read ({type(error).__name__})"
+    except OSError as error:
+        problem = f"it cannot be read ({error.strerror})"
     raise ModelError(
         f"the model in {folder} cannot be loaded: {name} is not a safetensors file: {problem}",
         path=str(folder),

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -93,10 +94,9 @@ def keep_rows(path: Path, keep: Callable[[JsonObject], bool]) -> None:
     rows = [row for row in read_jsonl(path) if keep(row)]
     fresh = path.with_name(f".{path.name}.new")
     fresh.unlink(missing_ok=True)
-    file = JsonlFile(fresh)
-    for row in rows:
-        file.write(row)
-    file.close()
+    with closing(JsonlFile(fresh)) as file:
+        for row in rows:
+            file.write(row)
     fresh.replace(path)
 
 

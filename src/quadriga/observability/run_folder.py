@@ -113,7 +113,8 @@ class RunFolder:
                 )
         if not locked:
             check_lock(self.path)
-        for name in (CONFIG, METRICS, SAMPLES, PLOT) if resume or not overwrite else ():
+        written = (CONFIG, METRICS, SAMPLES, PLOT) if resume or not overwrite else ()
+        for name in written:
             if (self.path / name).is_symlink():
                 raise ConfigError(
                     f"{self.path / name} is a symbolic link, and a run writes no file outside its "
@@ -126,6 +127,13 @@ class RunFolder:
                 "resume the run (trainer.resume_mode=auto) or replace it (trainer.overwrite=true)",
                 key="trainer.default_local_dir",
             )
+        for name in written:
+            if (self.path / name).exists() and not (self.path / name).is_file():
+                raise ConfigError(
+                    f"{self.path / name} is no file, and a run writes a file there; remove it, or "
+                    "choose another trainer.default_local_dir",
+                    key="trainer.default_local_dir",
+                )
 
     @property
     def holds_run(self) -> bool:

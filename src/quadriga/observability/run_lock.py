@@ -136,9 +136,14 @@ def check_lock(folder: Path) -> None:
     """Raise `ConfigError` if a run that is alive holds the lock. Nothing is written."""
     path = folder / LOCK
     try:
-        owner = LockOwner.read(path.read_text(errors="replace")[:4096])
-        age = time.time() - path.stat().st_mtime
-    except OSError:
+        # Neither a link to a device without an end nor a pipe without a writer is waited for.
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            owner = _owner_in(file)
+            age = time.time() - os.fstat(file).st_mtime
+        finally:
+            os.close(file)
+    except OSError:  # no lock, or no file, which `RunLock.acquire` refuses
         return
     refuse_if_alive(folder, owner, age)
 

@@ -9,6 +9,7 @@ one is listed.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from quadriga.config.convert import build
-from quadriga.config.reading import check_override, read_settings_file
+from quadriga.config.reading import check_interpolations, check_override, read_settings_file
 from quadriga.config.verl.table import LEAVE, Row
 from quadriga.config.writing import Plain, remember_given
 from quadriga.errors import ConfigError
@@ -45,6 +46,9 @@ _REFUSED: dict[str, str] = {
 """Settings that must be off, and why."""
 _STRATEGIES = ("fsdp", "fsdp2")
 _UNUSED = ("_target_", "???")
+_VARIABLE = re.compile(r"\$\{oc\.env:[^${}]*\}")
+_KEY = re.compile(r"\$\{(\.*[\w.-]+)\}")
+_DEEPEST = 8  # keys that refer to one another
 MOST_LISTED = 30
 """Ignored settings of a file up to this number are listed by name."""
 
@@ -114,7 +118,43 @@ def read_verl(
     read_settings_file(path)  # checks its size and its structure
     texts = list(overrides)
     chosen = frozenset(text.partition("=")[0].lstrip("+~") for text in texts)
-    return translate(cls, table, _composed(path, texts), chosen)
+    unresolved, values = _composed(path, texts)
+    translation = translate(cls, table, values, chosen)
+    remember_given(translation.config, _of_variables(translation.becomes, unresolved, table))
+    return translation
+
+
+def _of_variables(
+    becomes: Iterable[Becomes], unresolved: Mapping[str, object], table: Mapping[str, Row]
+) -> dict[str, Plain]:
+    """Return our key → the text with `${oc.env:NAME}` that it was resolved from.
+
+    An interpolation of verl's keys is followed: `${trainer.project_name}` becomes the text of
+    that key. Our file cannot have it, because our keys have other names.
+    """
+    texts = {key: text for key, text in _leaves(unresolved, table) if isinstance(text, str)}
+    found: dict[str, Plain] = {}
+    for b in becomes:
+        text = _followed(b.verl_key, texts)
+        unchanged = b.value == b.verl_value  # else the text stands for another value
+        if unchanged and "${oc.env:" in text and "${" not in _VARIABLE.sub("", text):
+            found[b.key] = text
+    return found
+
+
+def _followed(key: str, texts: Mapping[str, str], depth: int = 0) -> str:
+    """Return the text of a key, with interpolations of other keys replaced by their texts."""
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[1]
+        section = key.split(".")
+        if name.startswith("."):  # one dot: the section of the key; each further one: one outside
+            up = len(name) - len(name.lstrip("."))
+            name = ".".join([*section[: max(0, len(section) - up)], name.lstrip(".")])
+        return match[0] if name not in texts else _followed(name, texts, depth + 1)
+
+    text = texts.get(key, "")
+    return text if depth > _DEEPEST else _KEY.sub(replace, text)
 
 
 def translate(
@@ -161,8 +201,9 @@ def plain_values(config: object) -> dict[str, object]:
     return {k: v if isinstance(v, nested) else plain_values(v) for k, v in found.items()}
 
 
-def _composed(path: Path, overrides: list[str]) -> dict[str, object]:
-    """Return the values of a file with its defaults list and overrides, interpolations resolved."""
+def _composed(path: Path, overrides: list[str]) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the values of a file with its defaults list and overrides, twice: with interpolations
+    unresolved, and resolved."""
     texts = []
     for text in overrides:
         key, sign, _ = text.partition("=")
@@ -175,6 +216,9 @@ def _composed(path: Path, overrides: list[str]) -> dict[str, object]:
     try:
         with initialize_config_dir(version_base=None, config_dir=str(path.parent)):
             tree = compose(config_name=path.stem, overrides=texts)
+        unresolved = OmegaConf.to_container(tree, resolve=False)
+        assert isinstance(unresolved, dict)
+        check_interpolations({str(key): value for key, value in unresolved.items()})
         values = OmegaConf.to_container(tree, resolve=True)
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -184,7 +228,8 @@ def _composed(path: Path, overrides: list[str]) -> dict[str, object]:
     finally:
         GlobalHydra.instance().hydra = before
     assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+    plain, resolved = ({str(k): v for k, v in tree.items()} for tree in (unresolved, values))
+    return plain, resolved
 
 
 def _leaves(
