@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -82,7 +83,7 @@ def test_a_text_that_looks_like_an_interpolation_is_read_back(tmp_path):
      "password", "db_passwd", "PWD_2", "passphrase", "client_secret", "clientSecret", "credentials",
      "aws_secret_access_key", "access_key_id", "private_key", "ssh_key", "authorization", "auth",
      "cookie", "bearer", "jwt", "sentry_dsn", "webhook_url", "connection_string", "token_value",
-     "signing_key", "SlackWebhook"],
+     "signing_key", "SlackWebhook", "DB_PASSWORD1", "api_keys", "passwords", "GITHUB_PAT"],
 )  # fmt: skip
 def test_names_of_secrets(name):
     assert is_secret_name(name)
@@ -120,6 +121,15 @@ def test_values_in_nested_containers_are_masked():
     assert mask_values(value) == {"a": [{"Authorization": "***"}, "x***y"], "n": 3}
 
 
+def test_numbers_are_masked_by_name():
+    value = {"db_password": 12345678, "api_key": [123456789], "pad_token": 0, "auth": True}
+    masked = {"db_password": "***", "api_key": ["***"], "pad_token": 0, "auth": True}
+    assert mask_values(value) == masked
+    config = load_config(TrainConfig, ["+algorithm.options.db_password=12345678"])
+    assert "12345678" not in to_yaml(config)
+    assert mask_secrets("called with 12345678") == "called with ***"
+
+
 # Text
 
 
@@ -128,6 +138,7 @@ def test_values_in_nested_containers_are_masked():
     [
         (f"key {VALUE}.", "key ***."),
         ("postgres://ann:pass@host/db", "postgres://***@host/db"),
+        ("https://ann:p@ss:w@host/x", "https://***@host/x"),
         ("https://example.org/a?b=c@d", "https://example.org/a?b=c@d"),
         ("hf_" + "a1B2" * 8, "***"),
         ("sk-proj-" + "a1B2" * 8, "***"),
@@ -147,6 +158,36 @@ def test_variables_that_are_no_secrets_are_not_masked(monkeypatch):
     monkeypatch.setenv("SHORT_TOKEN", "1")
     monkeypatch.setenv("CREDENTIALS", "/run/credentials.json")
     text = "workfolder 1 /run/credentials.json shared-folder"
+    assert mask_secrets(text) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("AWS_SECRET_ACCESS_KEY", "/x7bKqLm+NoPq/RsTu"), ("OPENAI_KEY", "a1b2c3d4e5f6g7h8")],
+)
+def test_variables_with_the_value_of_a_secret_are_masked(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert mask_secrets(f"key {value}.") == "key ***."
+
+
+def test_variables_that_name_a_file_or_a_word_are_not_masked(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DB_PASSWORD", str(tmp_path / "file"))
+    monkeypatch.setenv("PROMPT_KEY", "a_long_name_of_a_column")
+    text = f"{tmp_path / 'file'} a_long_name_of_a_column"
+    assert mask_secrets(text) == text
+
+
+@pytest.mark.parametrize("write", [repr, json.dumps, ascii])
+def test_secrets_are_masked_in_quoted_text(monkeypatch, write):
+    monkeypatch.setenv("DB_PASSWORD", 'pa"ss\\wo\nrdé')
+    assert "ss" not in mask_secrets(write(os.environ["DB_PASSWORD"]))
+
+
+def test_the_search_for_keys_takes_time_in_proportion_to_the_text():
+    # At each of the million marks, the search must not read the text to its end: it would take
+    # hours.
+    text = "eyJ-" * 1_000_000
     assert mask_secrets(text) == text
 
 

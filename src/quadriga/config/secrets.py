@@ -4,13 +4,14 @@ Three things make a text a secret:
 
     its name     a setting or a variable called `hub_token`, `apiKey`, `DB_PASSWORD`, …
     its value    the value of an environment variable, or of a setting, with such a name; it is
-                 masked wherever it occurs
+                 masked wherever it occurs, also as text in quotes
     its form     a user and password in a URL, or a key with the prefix of a known service
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import re
@@ -25,23 +26,29 @@ T = TypeVar("T")
 
 # The last words of a name: `hub_token`, but not `max_tokens_per_micro_batch`.
 _NAME = re.compile(
-    r"(^|_)(token|password|passwd|pwd|pass|passphrase|passcode|pin_code|secret|secrets|"
-    r"credential|credentials|creds|auth|authorization|bearer|cookie|jwt|dsn|webhook|webhook_url|"
+    r"(^|_)(token|passwords?|passwd|pwd|pass|passphrase|passcode|pin_code|secret|secrets|"
+    r"credential|credentials|creds|auth|authorization|bearer|cookie|jwt|dsn|pat|webhook|webhook_url|"
     r"connection_string|conn_str|signature|salt|"
     r"(api|access|secret|private|encryption|signing|license|account|storage|service|master|"
-    r"shared|auth|ssh|session|webhook|deploy|client)_?key|apikey|"
-    r"(token|password|secret|key)_(value|id|string|base64|b64))(_\d+)?$"
+    r"shared|auth|ssh|session|webhook|deploy|client)_?keys?|apikeys?|"
+    r"(token|password|secret|key)_(value|id|string|base64|b64))(_?\d+)?$"
 )
 # The word before a capital: `apiKey` → `api_Key`, `HFToken` → `HF_Token`.
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _FORMS = re.compile(
-    r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]{1,20}://)[^\s/@:'\"]{0,200}:[^\s/@'\"]{1,500}@"
+    r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]{1,20}://)[^\s/@:'\"]{0,200}:[^\s/'\"]{1,500}@"
     r"|\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\b(gh[pousr]_|github_pat_)[A-Za-z0-9_]{20,}"
     r"|\bglpat-[A-Za-z0-9_-]{16,}|\bxox[a-z]-[A-Za-z0-9-]{10,}|\b(AKIA|ASIA)[A-Z0-9]{16}\b"
-    r"|\bAIza[A-Za-z0-9_-]{30,}|\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+"
+    # The search for a token of three parts begins at the first character of a part only, and does
+    # not give characters back: its time is proportional to the length of the text.
+    r"|\bAIza[A-Za-z0-9_-]{30,}"
+    r"|(?<![A-Za-z0-9_-])[A-Za-z0-9_-]{13,}+\.eyJ[A-Za-z0-9_-]{10,}+\.[A-Za-z0-9_-]+"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
 _FORM_MARKS = ("://", "hf_", "sk-", "gh", "glpat-", "xox", "AKIA", "ASIA", "AIza", "eyJ", "-----B")
+
+_NAME_OF_FILE = re.compile(r"(?i)cred")
+_RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[\x21-\x7e]{16,}")
 
 _values_of_settings: set[str] = set()
 
@@ -111,19 +118,31 @@ def _masked(value: object, name: str) -> object:
         return type(value)([_masked(item, name) for item in value])
     if isinstance(value, str):
         return MASK if value and is_secret_name(name) else mask_secrets(value)
-    return value
+    is_number = isinstance(value, int | float) and len(str(value)) >= MIN_LENGTH
+    return MASK if is_number and is_secret_name(name) else value
 
 
 def _secret_values() -> Iterator[str]:
     """Yield the values to mask, longest first: one may be a part of another."""
     found = {value for name, value in os.environ.items() if _is_secret_variable(name, value)}
-    return iter(sorted(found | _values_of_settings, key=len, reverse=True))
+    found |= _values_of_settings
+    # As they are written in errors and in JSON, where "a\n" has a backslash.
+    found |= {
+        written[1:-1]
+        for value in found
+        if not (value.isascii() and value.isalnum())
+        for written in (repr(value), ascii(value), json.dumps(value))
+    }
+    return iter(sorted(found, key=len, reverse=True))
 
 
 def _is_secret_variable(name: str, value: str) -> bool:
-    # PWD is the working directory. A path, such as that of a file with credentials, is no secret.
-    no_secret = name in ("PWD", "OLDPWD") or len(value) < MIN_LENGTH or value.startswith("/")
-    return not no_secret and is_secret_name(name)
+    # PWD is the working directory.
+    if name in ("PWD", "OLDPWD") or len(value) < MIN_LENGTH:
+        return False
+    if value.startswith("/") and (_NAME_OF_FILE.search(name) or os.path.exists(value)):
+        return False  # a path, such as that of a file with credentials
+    return is_secret_name(name) or bool(name.endswith("_KEY") and _RANDOM.fullmatch(value))
 
 
 def _at(text: str) -> str:

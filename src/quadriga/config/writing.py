@@ -49,8 +49,8 @@ def remember_given(config: DataclassInstance, given: Mapping[str, Plain]) -> Non
     """Remember the interpolations of the given values, and the values of secret settings."""
     values = _values_of(config)
     for key, value in _leaves(values, ""):
-        if isinstance(value, str) and is_secret_name(key.rpartition(".")[2]):
-            remember_secret(value)
+        if isinstance(value, str | int) and is_secret_name(key.rpartition(".")[2]):
+            remember_secret(str(value))
     for key, text in _leaves(dict(given), ""):
         value = _at(values, key)
         if "${" in str(text) and value is not None:
