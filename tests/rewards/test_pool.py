@@ -13,6 +13,7 @@ from quadriga.errors import ConfigError
 from quadriga.rewards.functions import FunctionRef
 from quadriga.rewards.outcome import Sample
 from quadriga.rewards.pool import RewardPool
+from quadriga.rewards.pool_process import PoolProcess
 
 USER_FILE = str(Path(__file__).with_name("user_rules.py"))
 
@@ -92,6 +93,7 @@ def test_an_interrupted_batch_leaves_no_outcomes_for_the_next(monkeypatch):
 
 ORPHAN = """
 from quadriga.rewards.pool import RewardPool
+from quadriga.rewards.pool_process import PoolProcess
 from tests.rewards.test_pool import sample
 pool = RewardPool(1, timeout_s=600)
 print(int(pool.run([sample("process_id")])[0].score), flush=True)
@@ -114,3 +116,17 @@ def test_a_hanging_function_ends_when_its_parent_is_killed():
         time.sleep(0.1)
     os.kill(pid, signal.SIGKILL)
     pytest.fail(f"process {pid} outlived its parent by 30 s")
+
+
+def test_a_process_that_cannot_be_killed_is_not_waited_for_without_a_deadline(monkeypatch):
+    process = PoolProcess()
+
+    def wait(timeout=None):
+        assert timeout is not None
+        raise subprocess.TimeoutExpired("pool_worker", timeout)
+
+    monkeypatch.setattr(process.popen, "wait", wait)
+    process.kill()
+    assert process.connection.closed
+    monkeypatch.undo()
+    process.popen.wait(timeout=60)

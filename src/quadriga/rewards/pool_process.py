@@ -138,7 +138,10 @@ class PoolProcess:
         self.popen.terminate()
 
     def kill(self) -> None:
-        """Kill the process with everything that it has started, and wait for its end."""
+        """Kill the process with everything that it has started, and wait for its end.
+
+        A process that waits in the kernel, for example for a lost file system, ends later.
+        """
         self.usable = self.busy = False
         self.ask_to_end()
         try:
@@ -149,5 +152,6 @@ class PoolProcess:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     if group > 0:
                         os.killpg(group, signal.SIGKILL)
-            self.popen.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(_END_S)
         self.connection.close()

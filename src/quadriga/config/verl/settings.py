@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from quadriga.config.convert import build
 from quadriga.config.reading import check_interpolations, check_override, read_settings_file
+from quadriga.config.secrets import mask_secrets
 from quadriga.config.verl.table import LEAVE, Row
 from quadriga.config.writing import Plain, remember_given
 from quadriga.errors import ConfigError
@@ -88,7 +89,8 @@ class Translation(Generic[T]):
     chosen: frozenset[str] = frozenset()
 
     def report(self) -> str:
-        """Return what the settings of the command line have become, and what is ignored.
+        """Return what the settings of the command line have become, and what is ignored, with
+        secrets masked.
 
         Of a file with many ignored settings, only their numbers are given, by section.
         """
@@ -103,7 +105,7 @@ class Translation(Generic[T]):
             shown = _by_section(rest) if len(rest) <= MOST_LISTED else _counted(rest)
             lines += ["ignored, without a counterpart, from the file:"]
             lines += [f"  {line}" for line in shown]
-        return "\n".join(lines)
+        return mask_secrets("\n".join(lines))
 
 
 def read_verl(
