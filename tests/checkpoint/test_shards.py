@@ -78,6 +78,28 @@ def test_an_unknown_format_is_an_error(tmp_path):
         shards.read_indexes(tmp_path)
 
 
+WRONG_INDEXES = {
+    "blocks as a list": {"blocks": []},
+    "a block as a number": {"blocks": {"w": 5}},
+    "a block without a shape": {"blocks": {"w": {"offset": [0, 0]}}},
+    "an offset of one dimension": {"blocks": {"w": {"shape": [7, 5], "offset": [0]}}},
+    "an offset as text": {"blocks": {"w": {"shape": [7, 5], "offset": ["a", "b"]}}},
+    "extra values as a list": {"extra": []},
+    "no scalars": {"extra": {"random": {}}},
+    "no random states": {"extra": {"scalars": {}}},
+    "random states of another type": {"extra": {"scalars": {}, "random": {"python": [3, [1], 2]}}},
+}
+
+
+@pytest.mark.parametrize("name", WRONG_INDEXES)
+def test_an_index_with_a_value_of_another_type_is_named(name, tmp_path):
+    save_rank_state(tmp_path, {"w": FULL}, {}, rank=0, world_size=1)
+    index = tmp_path / "shard_00000.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | WRONG_INDEXES[name]))
+    with pytest.raises(CheckpointError, match=r"shard_00000\.json"):
+        load_rank_state(tmp_path, {"w": FULL.clone()}, rank=0)
+
+
 def test_scalars_and_random_states_are_restored(tmp_path):
     scalar = torch.tensor(3.5)
     random.seed(1)

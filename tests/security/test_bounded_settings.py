@@ -105,6 +105,7 @@ OVERRIDES = {
     "nested lists": "algorithm.options.x=" + "[" * 20_000 + "]" * 20_000,
     "nested mappings": "algorithm.options.x=" + "{a:" * 500 + "1" + "}" * 500,
     "a long value": "data.train_files=[" + "a," * 100_000 + "b]",
+    "a list of many values": "data.train_files=[" + "a," * 30_000 + "b]",
     "a long unknown key": "x" * 60_000 + "=1",
     "a deep unknown key": "data." + "x." * 20_000 + "y=1",
     "a deep key of options": "algorithm.options." + "x." * 20_000 + "y=1",

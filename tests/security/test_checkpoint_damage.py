@@ -115,6 +115,11 @@ def list_of_another_type(folder, root):
     rewrite_marker(folder, files=["x"])
 
 
+def digest_of_another_type(folder, root):
+    files = json.loads((folder / MARKER).read_text())["files"]
+    rewrite_marker(folder, files={name: file | {"digest": 5} for name, file in files.items()})
+
+
 def take_the_step_out(folder, root):
     rewrite_marker(folder, step=None)
 
@@ -172,6 +177,7 @@ DAMAGE = {
     alter_and_sign_the_step: "is of step 7, but its folder is named global_step_2",
     empty_the_file_list: "lists no file",
     list_of_another_type: "does not list files with size and digest",
+    digest_of_another_type: "does not list files with size and digest",
     take_the_step_out: "has no number of a step",
     info_of_another_type: "has no state of a run",
     empty_the_marker: "not valid JSON",

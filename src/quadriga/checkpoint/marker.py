@@ -192,6 +192,8 @@ def _files(folder: Path, marker: JsonObject) -> list[SavedFile]:
     listed = marker.get("files")
     try:
         files = [SavedFile(n, f["size"], f["digest"]) for n, f in dict(listed or {}).items()]
+        if not all(type(f.size) is int and type(f.digest) is str for f in files):
+            raise TypeError("a size is no integer, or a digest is no text")
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"{folder / MARKER} does not list files with size and digest", path=str(folder)

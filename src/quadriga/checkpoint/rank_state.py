@@ -18,6 +18,7 @@ from quadriga.checkpoint.shards import (
     read_indexes,
     write_shard,
 )
+from quadriga.errors import CheckpointError
 from quadriga.observability.jsonl import JsonObject
 
 
@@ -58,11 +59,21 @@ def load_rank_state(
     folder = Path(folder)
     indexes = read_indexes(folder, step=step)
     read_blocks(folder, tensors, rank=rank, step=step)
+    states: dict[str, Tensor] | None = None
     if rank < len(indexes):
         with open_tensors(_random_file(folder, rank), indexes[rank].origin) as file:
             states = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        restore_random(states, indexes[rank].extra["random"])
-    scalars: JsonObject = indexes[0].extra["scalars"]
+    path = indexes[rank if states else 0].path.with_suffix(".json")
+    try:
+        if states is not None:
+            restore_random(states, indexes[rank].extra["random"])
+        scalars: JsonObject = {**indexes[0].extra["scalars"]}
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path}: its scalars or random states cannot be restored: {error}; resume from "
+            "another checkpoint",
+            path=str(path),
+        ) from error
     return scalars
 
 

@@ -177,12 +177,20 @@ def _read_index(folder: Path, rank: int) -> ShardIndex:
         raise CheckpointError(f"{path} is missing, but its index exists", path=str(path))
     try:
         origin = Origin(int(raw["step"]), int(raw["rank"]), int(raw["world_size"]))
-        return ShardIndex(path, origin, raw["blocks"], raw["extra"])
-    except (KeyError, TypeError, ValueError) as error:
+        blocks = {name: _stored_block(block) for name, block in raw["blocks"].items()}
+        return ShardIndex(path, origin, blocks, {**raw["extra"]})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path.with_suffix('.json')} lacks an entry or has one of another type: {error}",
             path=str(path),
         ) from error
+
+
+def _stored_block(raw: JsonObject) -> StoredBlock:
+    shape, offset = ([int(number) for number in raw[key]] for key in ("shape", "offset"))
+    if len(shape) != len(offset):
+        raise ValueError(f"a block of shape {shape} with the offset {offset}")
+    return {"shape": shape, "offset": offset}
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from quadriga.errors import ConfigError
 
 MAX_FILE = 1 << 20  # bytes of a settings file
 MAX_TEXT = 1 << 16  # bytes of one override
+MAX_COMMAS = 4000  # of one override; the time to parse it grows with the square of its values
 MAX_VALUES = 20_000  # values of a settings file, with aliases expanded
 MAX_DEPTH = 32  # nested lists and mappings
 MAX_INTERPOLATED = 200  # texts with interpolations
@@ -64,6 +65,12 @@ def check_override(text: str, key: str) -> None:
         raise ConfigError(
             f"{key}: an override may have {MAX_TEXT} characters, got {len(text)}; "
             "write long values into a file and pass it with --config",
+            key=key,
+        )
+    if text.count(",") > MAX_COMMAS:
+        raise ConfigError(
+            f"{key}: an override may have {MAX_COMMAS} commas, got {text.count(',')}; "
+            "write long lists into a file and pass it with --config",
             key=key,
         )
     depth = 0
