@@ -136,9 +136,11 @@ def test_a_run_folder_that_is_no_folder_is_refused(tmp_path, refused, kind, plac
             "resumed": tmp_path / "global_step_2"}[place]  # fmt: skip
     path.parent.mkdir(exist_ok=True)
     kind(path)
-    if kind is folder and place != "resumed":
-        return  # an empty folder is used
     mode = path if place == "resumed" else "auto"
+    if kind is folder and place != "resumed":
+        with pytest.raises(AssertionError, match="a worker was started"):  # in the empty folder
+            refused(f"trainer.resume_mode={mode}")
+        return
     assert str(path) in refused(f"trainer.resume_mode={mode}")
 
 

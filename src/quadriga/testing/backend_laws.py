@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TypedDict, Unpack
 
@@ -68,12 +69,13 @@ class BackendUnderTest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for group in self._groups:
-            group.shutdown()
-        for pool in self._pools:
-            release = getattr(pool, "release", None)
-            if release is not None:
-                release()
+        with ExitStack() as stack:  # all are ended before an error of one is raised
+            for pool in self._pools:
+                release = getattr(pool, "release", None)
+                if release is not None:
+                    stack.callback(release)
+            for group in self._groups:
+                stack.callback(group.shutdown)
 
 
 @law("protocol", "the object implements the `Backend` protocol")
