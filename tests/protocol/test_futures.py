@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -18,23 +19,40 @@ def batch(n: int = 4) -> DataProto:
 
 
 class Later:
-    """A pending result that exists after some seconds."""
+    """A pending result that exists once `end` is called."""
 
-    def __init__(self, seconds: float, value: object = None) -> None:
-        self.at, self.value, self.cancelled = time.monotonic() + seconds, value, False
+    def __init__(self, value: object = None) -> None:
+        self.value, self.cancelled, self.ended = value, False, threading.Event()
+
+    def end(self) -> Later:
+        self.ended.set()
+        return self
 
     def done(self) -> bool:
-        return time.monotonic() >= self.at
+        return self.ended.is_set()
 
     def cancel(self) -> bool:
         self.cancelled = not self.done()
         return self.cancelled
 
     def result(self) -> object:
-        time.sleep(max(0.0, self.at - time.monotonic()))
+        assert self.ended.wait(60)
         if isinstance(self.value, Exception):
             raise self.value
         return self.value
+
+
+class Together(Later):
+    """A pending result that exists when all results of the barrier are waited for."""
+
+    def __init__(self, value: object, barrier: threading.Barrier) -> None:
+        super().__init__(value)
+        self.barrier = barrier
+
+    def result(self) -> object:
+        if not self.done():
+            self.barrier.wait(60)
+        return self.end().value
 
 
 class Plain:
@@ -45,41 +63,42 @@ class Plain:
 
 
 def test_get_with_a_limit_raises_and_may_be_called_again():
-    future = DataProtoFuture([Later(0.0, batch()), Later(0.3, batch())])
-    started = time.monotonic()
+    late = Later(batch())
+    future = DataProtoFuture([Later(batch()).end(), late])
     with pytest.raises(CallTimeoutError, match=r"no result after 0\.05 s.*goes on"):
         future.get(timeout=0.05)
-    assert time.monotonic() - started < 0.25 and not future.done()
+    assert not future.done()
+    late.end()
     assert len(future.get(timeout=5)) == 8 and future.done()
     assert len(DataProtoFuture([Plain()]).get(timeout=0.1)) == 4
 
 
 def test_futures_are_awaited_side_by_side():
     async def both():
-        futures = [DataProtoFuture([Later(0.2, batch(n))]) for n in (1, 2)]
+        barrier = threading.Barrier(2)
+        futures = [DataProtoFuture([Together(batch(n), barrier)]) for n in (1, 2)]
         return await asyncio.gather(*futures), await futures[0].chunk(1)[0]
 
-    started = time.monotonic()
     (one, two), again = asyncio.run(both())
     assert [len(one), len(two), len(again)] == [1, 2, 1]
-    assert time.monotonic() - started < 0.39
 
 
 def test_futures_are_yielded_in_the_order_in_which_they_end():
-    slow, failed, fast = (
-        DataProtoFuture([Later(seconds, value)])
-        for seconds, value in ((0.3, batch()), (0.15, ValueError("worker")), (0.0, batch()))
-    )
-    found = list(as_completed([slow, failed, fast]))
-    assert found[0] is fast and found[1] is failed and found[2] is slow
+    parts = [Later(batch()), Later(ValueError("worker")), Later(batch())]
+    futures = [DataProtoFuture([part]) for part in parts]
+    ended = as_completed(futures, timeout=60)
+    for number in (2, 1, 0):
+        parts[number].end()
+        assert next(ended) is futures[number]
+    assert list(ended) == []
     with pytest.raises(ValueError, match="worker"):
-        found[1].get()
+        futures[1].get()
     with pytest.raises(CallTimeoutError, match=r"1 futures have no result after 0\.05 s"):
-        list(as_completed([fast, DataProtoFuture([Later(9)])], timeout=0.05))
+        list(as_completed([futures[2], DataProtoFuture([Later()])], timeout=0.05))
 
 
 def test_a_future_of_futures_is_done_and_cancelled_with_its_parts():
-    parts = [Later(9), Later(0)]
+    parts = [Later(), Later().end()]
     joined = DataProtoFuture.concat([DataProtoFuture([part]).chunk(2)[0] for part in parts])
     assert not joined.done() and joined.cancel()
     assert [part.cancelled for part in parts] == [True, False]
@@ -111,11 +130,10 @@ def test_futures_of_the_ray_backend(plane_backends):
     pool = host.resource_pool([2], use_gpu=False)
     group = host.worker_group(pool, host.class_with_args(Sleeper))
     group.sleep(batch(), 0.0)
-    slow, fast = group.sleep.submit(batch(), 1.0), None
-    started = time.monotonic()
+    slow = group.sleep.submit(batch(), 3.0)
     with pytest.raises(CallTimeoutError, match="no result in time"):
         slow.get(timeout=0.1)
-    assert time.monotonic() - started < 0.8 and not slow.done()
+    assert not slow.done()
     waiting = group.sleep.submit(batch(), 0.0)
     assert waiting.cancel()
     assert len(asyncio.run(_await(slow))) == 4 and slow.done()
