@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import ray.util.client
@@ -11,8 +13,10 @@ import torch
 
 from quadriga.backends import get_backend
 from quadriga.backends.ray import Nsight, RayWorkerGroup, TorchProfiler
+from quadriga.backends.ray.process.rank_process import RankProcess
 from quadriga.errors import ConfigError, QuadrigaError
-from quadriga.single_controller import Dispatch, Worker, register
+from quadriga.single_controller import ClassWithInitArgs, Dispatch, Worker, register
+from quadriga.single_controller.call import Call
 
 
 class Multiplier(Worker):
@@ -83,6 +87,37 @@ def test_a_profiler_that_fits_no_rank_is_refused_before_a_process_starts(
     monkeypatch.setattr("quadriga.backends.ray.group.start_ranks", None)
     with pytest.raises(ConfigError, match=said):
         start_profiled(profiler)
+
+
+class Generator(Multiplier):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def generate(self):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("options", "cls", "said"),
+    [
+        ({}, Generator, r"coroutine methods \['generate'\], whose calls overlap"),
+        ({"worker_names": ["a"]}, Multiplier, "ranks that run already cannot get a profiler"),
+        ({"worker_handles": [None]}, Multiplier, "ranks that run already cannot get a profiler"),
+    ],
+)
+def test_a_profiler_that_would_trace_nothing_is_refused(options, cls, said, monkeypatch):
+    monkeypatch.setattr("quadriga.backends.ray.group.use_store", lambda store: None)
+    with pytest.raises(ConfigError, match=said):
+        RayWorkerGroup(
+            ray_cls_with_init=ClassWithInitArgs(cls), profiler=TorchProfiler("/t"), **options
+        )
+
+
+def test_a_call_whose_value_is_returned_itself_is_traced_too(tmp_path):
+    process = RankProcess()
+    process._profiler = TorchProfiler(str(tmp_path))
+    process._facts = SimpleNamespace(rank=3)
+    process._host = SimpleNamespace(invoke=lambda call, store: 5)
+    assert process.quadriga_invoke_value(pickle.dumps(Call("role", "method", (), {}))) == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["role.method-rank3-0.json"]
 
 
 def test_values_of_profilers_are_checked():

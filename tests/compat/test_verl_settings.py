@@ -38,7 +38,7 @@ data: {train_files: a.parquet, train_batch_size: 32, max_prompt_length: 64, seed
 algorithm: {adv_estimator: grpo, kl_ctrl: {kl_coef: 0.01}}
 critic: {optim: {lr: 5e-5}, model: {path: ~/models/other}}
 trainer:
-  logger: [console, wandb, file]
+  logger: [console, wandb, file, mlflow]
   project_name: mine
   save_freq: -1
   test_freq: 5
@@ -88,7 +88,7 @@ def test_a_file_is_translated(file, monkeypatch):
     assert actor.kl_loss_type == "k1"
     assert (rollout.name, rollout.n, rollout.val_sampling.temperature) == ("hf", 8, 0.5)
     assert config.data.train_files == ["a.parquet"]
-    assert config.trainer.loggers == ["console", "jsonl"]
+    assert config.trainer.loggers == ["console", "wandb", "jsonl"]
     assert (config.trainer.save_freq, config.trainer.test_freq) == (0, 5)
     assert config.trainer.default_local_dir == "checkpoints/mine"
     assert (config.trainer.device, config.trainer.num_cpus) == ("auto", 4)
@@ -119,16 +119,23 @@ def test_overrides_of_the_command_line_win_and_may_add_keys(file):
 def test_what_is_ignored_is_listed(file):
     chosen = "actor_rollout_ref.rollout.gpu_memory_utilization"
     translation = read_verl(
-        TrainConfig, TRAIN, file, [f"{chosen}=0.5", "trainer.logger=[console,wandb]"]
+        TrainConfig, TRAIN, file, [f"{chosen}=0.5", "trainer.logger=[console,swanlab]"]
     )
     ignored = set(translation.ignored)
     assert {chosen, "actor_rollout_ref.actor.fsdp_config.forward_prefetch"} <= ignored
     assert not {key for key in ignored if "_target_" in key or key in TRAIN}
     report = translation.report()
-    assert "trainer.logger=['console', 'wandb'] → trainer.loggers=['console']" in report
+    assert "trainer.logger=['console', 'swanlab'] → trainer.loggers=['console']" in report
     command_line, _, from_file = report.partition("from the file:")
+    assert "  trainer.logger=swanlab\n" in command_line
     assert chosen in command_line and chosen not in from_file
     assert "actor_rollout_ref.actor.fsdp_config: forward_prefetch" in from_file
+
+
+def test_a_logger_of_the_file_without_a_tracker_is_listed(file):
+    translation = read_verl(TrainConfig, TRAIN, file)
+    assert "trainer.logger=mlflow" in translation.ignored
+    assert "trainer: logger=mlflow" in translation.report()
 
 
 def test_a_long_list_is_counted_by_section():

@@ -85,6 +85,14 @@ def test_full_kl_needs_actor_and_reference_together():
         check_train_settings(placed, KNOWN)
 
 
+def test_engines_take_turns_only_if_actor_and_rollout_have_equal_ranks():
+    turns = "actor_rollout_ref.rollout.take_turns=true"
+    check_train_settings(config(turns), KNOWN)
+    placed = config(turns, "placement.actor=[0-1]", "placement.rollout=[2-3]")
+    with pytest.raises(ConfigError, match="take_turns=true is for actor and rollout in one"):
+        check_train_settings(placed, KNOWN)
+
+
 def test_sequences_divide_over_the_ranks_of_each_role():
     placed = config("placement.actor=[0]", "placement.critic=[1-5]", ranks=6)
     with pytest.raises(ConfigError, match=r"do not divide over 5 ranks \(placement.critic\)"):

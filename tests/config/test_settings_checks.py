@@ -173,6 +173,10 @@ def test_unknown_names_and_choices_name_the_nearest(override, words):
         ("critic.optim.betas=[0.9,1.0]", "betas must be at least 0 and below 1, got 1.0"),
         ("critic.optim.lr=nan", "critic.optim.lr must be at least 0, got nan"),
         ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node must be at least 1, got 0"),
+        (
+            "actor_rollout_ref.rollout.weight_bucket_mb=0",
+            "rollout.weight_bucket_mb must be at least 1, got 0",
+        ),
         ("data.seed=-1", "data.seed must be at least 0, got -1"),
     ],
 )

@@ -140,6 +140,13 @@ def _check_placement(config: TrainConfig, known: KnownNames) -> None:
             "remove placement.ref, or set kl_loss_type=k3",
             key="placement.ref",
         )
+    together = any({"actor", "rollout"} <= set(pool.roles) for pool in pools)
+    if config.actor_rollout_ref.rollout.take_turns and not together:
+        raise ConfigError(
+            f"{ROLLOUT}.take_turns=true is for actor and rollout in one process, but placement "
+            "gives them different ranks; remove placement.rollout, or set take_turns=false",
+            key=f"{ROLLOUT}.take_turns",
+        )
 
 
 def _check_sampling(config: TrainConfig, known: KnownNames) -> None:

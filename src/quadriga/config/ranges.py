@@ -58,7 +58,7 @@ RANGES: dict[str, Range] = {
             "total_epochs", "total_training_steps", "total_steps", "max_tokens_per_micro_batch",
             "max_ckpt_to_keep", "buffer_length", "max_num_gen_batches", "phrasings",
             "hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size",
-            "vocab_size", "max_number", "min_steps", "max_steps",
+            "vocab_size", "max_number", "min_steps", "max_steps", "weight_bucket_mb",
         ),
         _COUNT,
     ),

@@ -31,7 +31,7 @@ from verl.utils.model import (
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 
 from quadriga.algorithms.advantages import ADVANTAGES
-from quadriga.compat.verl.trainer import ray_init_arguments
+from quadriga.compat.verl.trainer import RewardOfTensors, ray_init_arguments
 from quadriga.errors import ConfigError, InputError
 
 
@@ -275,6 +275,24 @@ def test_a_reward_function_of_verl(task, tmp_path):
     trainer = RayPPOTrainer(verl_settings(task, tmp_path), reward_fn=reward_fn)
     batch = DataProto.from_dict({"responses": torch.zeros(2, 3)})
     assert trainer.reward_fn(batch).batch["token_level_scores"].shape == (2, 3)
+
+
+def test_a_reward_function_is_called_once_with_what_it_takes():
+    calls = []
+
+    def plain(data):
+        calls.append(len(data))
+        return torch.zeros(len(data), 3)
+
+    def broken(data, return_dict=False):
+        calls.append(return_dict)
+        raise TypeError("planted")
+
+    batch = DataProto.from_dict({"responses": torch.zeros(2, 3)})
+    assert RewardOfTensors(plain)(batch).batch["token_level_scores"].shape == (2, 3)
+    with pytest.raises(TypeError, match="planted"):
+        RewardOfTensors(broken)(batch)
+    assert calls == [2, True]
 
 
 def test_generation_with_settings_of_verl(task, tmp_path):

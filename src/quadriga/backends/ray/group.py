@@ -15,7 +15,13 @@ from quadriga.backends.ray.cluster import refuse_ray_client
 from quadriga.backends.ray.placement.class_with_args import RayClassWithInitArgs
 from quadriga.backends.ray.placement.placement_groups import Strategy, local_places
 from quadriga.backends.ray.placement.pool import RayResourcePool
-from quadriga.backends.ray.process.profiling import Nsight, Profiler, profiler_of_rank
+from quadriga.backends.ray.process.profiling import (
+    Nsight,
+    Profiler,
+    check_profiler,
+    profiler_of_rank,
+)
+from quadriga.backends.ray.process.rank_process import coroutine_methods
 from quadriga.backends.ray.process.register_center import start_register_center
 from quadriga.backends.ray.process.start import (
     RankPlan,
@@ -104,7 +110,9 @@ class RayWorkerGroup(WorkerGroup):
         single = None if cls.shares_process else next(iter(roles))
         self._bound_names(class_roles(roles), single)  # raises before anything is started
         self.resource_pool = resource_pool
-        if worker_names is not None or worker_handles is not None:
+        existing = worker_names is not None or worker_handles is not None
+        check_profiler(profiler, coroutine_methods(class_roles(roles)), existing)
+        if existing:
             handles = _attach(worker_names, worker_handles, namespace)
             prefix = name_prefix or handles[0].facts.group_prefix
         else:

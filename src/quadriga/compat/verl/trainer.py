@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -65,15 +66,18 @@ class RewardOfTensors:
     or that tensor.
     """
 
-    def __init__(self, reward_fn: Any) -> None:  # a user's object
+    def __init__(self, reward_fn: Callable[..., object]) -> None:
         self.reward_fn = reward_fn
+        # From the signature, and not by a call: a TypeError can also be one of its own code.
+        parameters = inspect.signature(reward_fn).parameters.values()
+        self._returns_dict = any(
+            p.name == "return_dict" or p.kind is p.VAR_KEYWORD for p in parameters
+        )
 
     def __call__(self, data: DataProto, /) -> DataProto:
         """Score every row. Raises `ConfigError` if the function returns something else."""
-        try:
-            returned = self.reward_fn(data, return_dict=True)
-        except TypeError:  # a function without `return_dict`
-            returned = self.reward_fn(data)
+        options = {"return_dict": True} if self._returns_dict else {}
+        returned = self.reward_fn(data, **options)
         scores = returned.get("reward_tensor") if isinstance(returned, Mapping) else returned
         if not isinstance(scores, torch.Tensor):
             raise ConfigError(
@@ -285,5 +289,12 @@ def _pools(manager: PoolManager | None, device: str) -> QuadrigaPools | None:
     )
 
 
-def _reward(reward_fn: Any) -> BatchReward | None:  # a user's object
-    return None if reward_fn is None else RewardOfTensors(reward_fn)
+def _reward(reward_fn: object) -> BatchReward | None:
+    if reward_fn is None:
+        return None
+    if not callable(reward_fn):
+        raise ConfigError(
+            f"RayPPOTrainer: reward_fn must be a function of a batch, got {reward_fn!r}",
+            key="reward_fn",
+        )
+    return RewardOfTensors(reward_fn)

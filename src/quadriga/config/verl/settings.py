@@ -79,7 +79,8 @@ class Translation(Generic[T]):
     Attributes:
         config: our settings, not checked against each other yet.
         becomes: what each setting has become.
-        ignored: verl's keys without a counterpart that have a value other than null.
+        ignored: verl's keys without a counterpart that have a value other than null, and the parts
+            of a value that have none, as `key=part`.
         chosen: the keys of the command line.
     """
 
@@ -96,8 +97,8 @@ class Translation(Generic[T]):
         """
         lines = [f"{len(self.becomes)} settings of verl were translated"]
         lines += [f"  {b}" for b in self.becomes if b.verl_key in self.chosen and b.changed]
-        given = [key for key in self.ignored if key in self.chosen]
-        rest = [key for key in self.ignored if key not in self.chosen]
+        given = [key for key in self.ignored if key.partition("=")[0] in self.chosen]
+        rest = [key for key in self.ignored if key not in given]
         if given:
             lines += ["ignored, without a counterpart, from the command line:"]
             lines += [f"  {key}" for key in given]
@@ -170,9 +171,11 @@ def translate(
     _check_offered(given)
     ours: dict[str, Plain] = {}
     becomes = []
+    left_out = []
     for verl_key, row in table.items():
         if verl_key not in given or _belongs_to_unused_critic(verl_key, given):
             continue
+        left_out += [f"{verl_key}={part}" for part in row.left_out(given[verl_key])]
         value = row.convert(given[verl_key])
         if value is LEAVE:
             continue
@@ -184,7 +187,7 @@ def translate(
     ]
     config = build(cls, ours, "translated from verl: ")
     remember_given(config, ours)
-    return Translation(config, tuple(becomes), tuple(ignored), chosen)
+    return Translation(config, tuple(becomes), (*ignored, *left_out), chosen)
 
 
 def plain_values(config: object) -> dict[str, object]:

@@ -6,7 +6,7 @@ returns `LEAVE` for a value that stands for our default (-1 steps, null).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,10 +23,14 @@ LEAVE: Final = Leave()
 
 @dataclass(frozen=True)
 class Row:
-    """Our keys for one of verl's, and the conversion of its value."""
+    """Our keys for one of verl's, and the conversion of its value.
+
+    `left_out`: the parts of verl's value that the conversion drops.
+    """
 
     keys: tuple[str, ...]
     convert: Convert
+    left_out: Callable[[object], Sequence[str]]
 
 
 def same(value: object) -> object:
@@ -34,9 +38,16 @@ def same(value: object) -> object:
     return LEAVE if value is None else value
 
 
-def to(*keys: str, convert: Convert = same) -> Row:
+def nothing(value: object) -> Sequence[str]:
+    """Return no parts: the whole value is converted."""
+    return ()
+
+
+def to(
+    *keys: str, convert: Convert = same, left_out: Callable[[object], Sequence[str]] = nothing
+) -> Row:
     """Return a row of the table."""
-    return Row(keys, convert)
+    return Row(keys, convert, left_out)
 
 
 def named(names: Mapping[object, object]) -> Convert:
@@ -61,23 +72,32 @@ def frequency(value: object) -> object:
 
 KL = named({"kl": "k1", "mse": "k2", "kl+": "k1+", "mse+": "k2"})
 DTYPE = named({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"})
-DEVICE = named({"cuda": "auto", "npu": "npu", None: LEAVE})
+DEVICE = named({"cuda": "auto"})
 LOSS = named({"vanilla": "ppo_clip", "gspo": "gspo_token"})
 ESTIMATOR = named({"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"})
 RESUME = named({"resume_path": LEAVE})  # then `resume_from_path` is the value
-TRACKERS = ("console", "jsonl", "tensorboard")
+TRACKERS = {
+    "console": "console",
+    "file": "jsonl",
+    "jsonl": "jsonl",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+}
+"""verl's logger → our tracker."""
+
+
+def _loggers(value: object) -> list[object]:
+    return [value] if isinstance(value, str) else list(value) if isinstance(value, list) else []
 
 
 def trackers(value: object) -> object:
-    """Our trackers among verl's loggers; `file` is `jsonl`. Empty: our default."""
-    given = [value] if isinstance(value, str) else list(value) if isinstance(value, list) else []
-    ours = ["jsonl" if name == "file" else name for name in given]
-    return [name for name in ours if name in TRACKERS] or LEAVE
+    """Our trackers for verl's loggers. Empty: our default."""
+    return [TRACKERS[name] for name in map(str, _loggers(value)) if name in TRACKERS] or LEAVE
 
 
-def fraction_level(value: object) -> object:
-    """`rollout_is`: null → none."""
-    return "none" if value is None else value
+def other_loggers(value: object) -> Sequence[str]:
+    """The loggers for which Quadriga has no tracker."""
+    return [name for name in map(str, _loggers(value)) if name not in TRACKERS]
 
 
 def _optim(verl: str, ours: str) -> dict[str, Row]:
@@ -126,7 +146,7 @@ _TRAINER = {
     "trainer.project_name": to("trainer.project_name"),
     "trainer.experiment_name": to("trainer.experiment_name"),
     "trainer.default_local_dir": to("trainer.default_local_dir"),
-    "trainer.logger": to("trainer.loggers", convert=trackers),
+    "trainer.logger": to("trainer.loggers", convert=trackers, left_out=other_loggers),
     "trainer.test_freq": to("trainer.test_freq", convert=frequency),
     "trainer.device": to("trainer.device", convert=DEVICE),
     "ray_kwargs.ray_init.num_cpus": to("trainer.num_cpus"),
@@ -207,9 +227,7 @@ TRAIN: dict[str, Row] = {
     "algorithm.filter_groups.max_num_gen_batches": to(
         "algorithm.filter_groups.max_num_gen_batches", convert=positive
     ),
-    "algorithm.rollout_correction.rollout_is": to(
-        "algorithm.rollout_correction.level", convert=fraction_level
-    ),
+    "algorithm.rollout_correction.rollout_is": to("algorithm.rollout_correction.level"),
     "algorithm.rollout_correction.rollout_is_threshold": to("algorithm.rollout_correction.upper"),
     "algorithm.rollout_correction.rollout_is_batch_normalize": to(
         "algorithm.rollout_correction.normalise"

@@ -46,7 +46,8 @@ class TorchProfiler:
 
     `folder`: on the node of the rank. `methods`: which methods; None: all. `ranks`: which ranks;
     None: all. `calls`: how many calls of each method are traced. A trace of the whole call is kept
-    in memory until it is written. Coroutine methods, whose calls overlap, are not traced.
+    in memory until it is written. A group with coroutine methods is refused: their calls overlap in
+    one process, so no trace would be of one call.
     """
 
     folder: str
@@ -81,6 +82,27 @@ class TorchProfiler:
 
 
 Profiler = Nsight | TorchProfiler
+
+
+def check_profiler(profiler: Profiler | None, coroutines: Collection[str], existing: bool) -> None:
+    """Check that a profiler can do its work in a group.
+
+    `coroutines`: the coroutine methods of its classes. `existing`: whether its ranks run already.
+    Raises `ConfigError` otherwise.
+    """
+    if profiler is not None and existing:
+        raise ConfigError(
+            "profiler: ranks that run already cannot get a profiler. Pass it to the group that "
+            "starts them.",
+            key="profiler",
+        )
+    if isinstance(profiler, TorchProfiler) and coroutines:
+        raise ConfigError(
+            f"profiler: the group has the coroutine methods {sorted(coroutines)}, whose calls "
+            "overlap in one process, so TorchProfiler cannot trace one call. Use Nsight, or a "
+            "class without coroutine methods.",
+            key="profiler",
+        )
 
 
 def profiler_of_rank(

@@ -170,16 +170,18 @@ class RankProcess:
 
     def _invoke(self, sent: Sent, count: int) -> tuple[object, ...]:
         store = self._result_store()
-        call = self._call(sent)
-        if self._profiler is None:
-            return store.returns(self._host.invoke(call, store), count)
-        with self._profiler.trace(call.role, call.method, self._facts.rank):
-            result = self._host.invoke(call, store)
-        return store.returns(result, count)
+        return store.returns(self._run(self._call(sent), store), count)
 
     def quadriga_invoke_value(self, sent: Sent) -> object:
         """Run one call; return the value itself, for a program that calls `ray.get`."""
-        return unpack_results([self._host.invoke(self._call(sent))])[0]
+        return unpack_results([self._run(self._call(sent))])[0]
+
+    def _run(self, call: Call, store: ResultStore | None = None) -> object:
+        """Run one call, under the profiler if this rank has one. Return its packed result."""
+        if self._profiler is None:
+            return self._host.invoke(call, store)
+        with self._profiler.trace(call.role, call.method, self._facts.rank):
+            return self._host.invoke(call, store)
 
     def _call(self, sent: object) -> Call:
         """Return a call from what was sent for it."""
@@ -281,7 +283,7 @@ def rank_process_class(name: str, classes: Mapping[str, type]) -> type[RankProce
         for method, _ in inspect.getmembers(cls, inspect.isfunction)
         if not method.startswith("__")
     ]
-    is_async = any(map(_has_coroutines, roles_of(dict(classes)).values()))
+    is_async = bool(coroutine_methods(classes))
     forwarder = _async_forwarder if is_async else _forwarder
     for role, method in methods:
         prefix = f"{role}_" if len(classes) > 1 else ""
@@ -289,8 +291,13 @@ def rank_process_class(name: str, classes: Mapping[str, type]) -> type[RankProce
     return type(name, (AsyncRankProcess if is_async else RankProcess,), members)
 
 
-def _has_coroutines(cls: type) -> bool:
-    return bool(inspect.getmembers(cls, inspect.iscoroutinefunction))
+def coroutine_methods(classes: Mapping[str, type]) -> set[str]:
+    """Return the coroutine methods of the classes of a group, by role, and of fused roles."""
+    return {
+        name
+        for cls in roles_of(dict(classes)).values()
+        for name, _ in inspect.getmembers(cls, inspect.iscoroutinefunction)
+    }
 
 
 def _forwarder(role: str, method: str) -> Callable[..., object]:
