@@ -210,6 +210,21 @@ GUARDS = (
         "tests/observability/test_run_lock.py::test_a_second_run_in_a_folder_is_refused",
     ),
     Guard(
+        "a pipe in place of the lock",
+        "observability/run_lock.py",
+        "os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC",
+        "os.O_NOFOLLOW | os.O_CLOEXEC",
+        "tests/observability/test_run_lock.py"
+        "::test_what_is_no_file_in_place_of_a_file_of_the_run_is_not_read[run.lock-pipe]",
+    ),
+    Guard(
+        "a token of Ray that all users can read",
+        "backends/ray/cluster.py",
+        "        protect_token()\n",
+        "",
+        "tests/security/test_ray_token.py::test_a_new_token_is_written_into_a_private_file",
+    ),
+    Guard(
         "sockets of ranks on other addresses",
         "parallel/distributed.py",
         "_LOOPBACK if one_node else os.environ",
