@@ -70,14 +70,17 @@ def test_a_tracker_that_cannot_be_created_leaves_no_file_open(open_record, files
     assert not (tmp_path / "run/run.lock").exists()
 
 
-def test_samples_that_cannot_be_written_leave_no_tracker_open(open_record, tmp_path):
+def test_samples_that_cannot_be_written_leave_no_tracker_open(open_record, tmp_path, monkeypatch):
     closed: list[str] = []
 
     class Tracker(FailsToClose):
         def close(self):
             closed.append("tracker")
 
-    (tmp_path / "run/samples.jsonl").mkdir(parents=True)
+    def fail(path):
+        raise InputError(f"cannot write {path}")
+
+    monkeypatch.setattr(record, "SampleLog", fail)
     with pytest.raises(InputError, match=r"cannot write .*samples\.jsonl"):
         open_record(lambda run: Tracker())
     assert closed == ["tracker"]
