@@ -93,6 +93,13 @@ def test_a_damaged_lock_is_stale(tmp_path, text):
     RunLock.acquire(tmp_path).release()
 
 
+@pytest.mark.parametrize("started", [float("nan"), 1e300, -1e20])
+def test_a_lock_with_a_start_time_outside_the_calendar_is_damaged(tmp_path, started):
+    write_lock(tmp_path, host="another", started=started)
+    check_lock(tmp_path)
+    RunLock.acquire(tmp_path).release()
+
+
 def test_a_link_in_place_of_the_lock_is_not_written_through(tmp_path):
     (tmp_path / "precious").write_text("x")
     (tmp_path / "run").mkdir()

@@ -213,3 +213,14 @@ def begin_a_message(solution_str, **_):
     if solution_str == "2":
         os.write(int(sys.argv[1]), b"\x00\x00\x01\x00abc")
     return float(solution_str)
+
+
+def look_for_the_connection_in_a_copy(**_):
+    pid = os.fork()
+    if not pid:
+        try:
+            os.fstat(int(sys.argv[1]))
+        except OSError:
+            os._exit(0)
+        os._exit(1)
+    return float(os.waitpid(pid, 0)[1])

@@ -349,6 +349,20 @@ def test_files_that_have_not_changed_are_read_once(root, monkeypatch):
         verify_checkpoint(folder)
 
 
+def test_a_file_that_changes_while_it_is_compared_is_read_again(root, monkeypatch):
+    folder, compare = step_folder(root, 2), markers._compare
+
+    def compare_and_change(folder, files):
+        compare(folder, files)
+        flip_a_bit(folder, root)
+
+    monkeypatch.setattr(markers, "_SETTLED_S", 0.0)
+    monkeypatch.setattr(markers, "_compare", compare_and_change)
+    verify_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="other content than was written"):
+        verify_checkpoint(folder)
+
+
 def test_files_that_were_just_written_are_read_again(root, monkeypatch):
     read = []
     monkeypatch.setattr(markers, "digest_file", lambda path: read.append(path) or digest_file(path))

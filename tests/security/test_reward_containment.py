@@ -64,6 +64,10 @@ def test_a_function_that_forks_and_returns_shifts_no_scores(name):
     assert {outcome.status for outcome in outcomes} == {"scored"}
 
 
+def test_a_copy_of_the_process_does_not_hold_the_connection():
+    assert run("look_for_the_connection_in_a_copy")[0].score == 0
+
+
 @pytest.mark.parametrize("name", ["report_for_another_sample", "report_as_another_process"])
 def test_a_report_with_another_sample_or_process_is_refused(name):
     outcomes = run(name, 3, timeout_s=5)

@@ -35,6 +35,7 @@ from quadriga.errors import ConfigError
 LOCK = "run.lock"
 RENEW_S = 30.0
 STALE_AFTER_S = 600.0
+_LAST_START = 2.0**36  # about the year 4100; a later time is not that of a run
 _START_TOLERANCE_S = 2.0  # the start time of a process is computed from clock ticks
 
 
@@ -72,7 +73,7 @@ class LockOwner:
             return None
         kinds = {"user": str, "host": str, "pid": int, "started": int | float, "token": str}
         whole = all(isinstance(getattr(owner, f.name), kinds[f.name]) for f in fields(cls))
-        return owner if whole else None
+        return owner if whole and 0 <= owner.started < _LAST_START else None
 
     def is_alive(self, age_s: float) -> bool:
         """Return whether this owner still runs; `age_s`: since it has renewed its lock."""
