@@ -97,6 +97,8 @@ def test_names_of_ranks_and_a_name_that_is_taken(pool):
     center = ray.get_actor("run__register_center")
     zero = ray.get(center.get_rank_zero_info.remote(), timeout=30)
     assert zero == {"MASTER_ADDR": group.master_address, "MASTER_PORT": group.master_port}
+    nodes = ray.get(center.get_worker_info.remote(), timeout=30)
+    assert nodes == dict.fromkeys(range(4), ray.get_runtime_context().get_node_id())
     other = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
     with pytest.raises(ConfigError, match=r"'run_Adder_0:0' exists already"):
         group_on(other, name_prefix="run_")

@@ -187,9 +187,9 @@ def test_values_of_variables_are_not_written(tmp_path, monkeypatch):
 
 def test_the_report_shows_no_secrets(file, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "s3cr3t-v4lue")
-    override = "actor_rollout_ref.model.path='~/${oc.env:WANDB_API_KEY}'"
+    override = "custom_reward_function.path='/rewards/${oc.env:WANDB_API_KEY}'"
     report = read_verl(TrainConfig, TRAIN, file, [override]).report()
-    assert "s3cr3t-v4lue" not in report and "/***" in report
+    assert "s3cr3t-v4lue" not in report and "reward.path=/rewards/***" in report
 
 
 def test_a_file_with_a_defaults_list(tmp_path):

@@ -104,9 +104,7 @@ class RayWorkerGroup(WorkerGroup):
         if ray_cls_with_init is None:
             raise DispatchError("RayWorkerGroup needs ray_cls_with_init, to know the methods.")
         cls = ray_cls_with_init
-        roles = cls.roles
-        if role is not None and not cls.shares_process:
-            roles = {role: cls}
+        roles = cls.roles if role is None or cls.shares_process else {role: cls}
         single = None if cls.shares_process else next(iter(roles))
         self._bound_names(class_roles(roles), single)  # raises before anything is started
         self.resource_pool = resource_pool

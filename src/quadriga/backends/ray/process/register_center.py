@@ -47,10 +47,6 @@ class WorkerGroupRegisterCenter:
         self._facts[fact.rank] = fact
         return self._facts[0]
 
-    def get_facts(self) -> list[RankFacts]:
-        """Return everything known of each rank, in the order of ranks."""
-        return [self._facts[rank] for rank in sorted(self._facts)]
-
 
 def start_register_center(
     prefix: str, facts: Sequence[RankFacts], detached: bool, namespace: str | None
