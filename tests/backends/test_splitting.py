@@ -10,6 +10,7 @@ from worker_cases import Taking, Unequal
 from quadriga.backends.ray.calls import splitting
 from quadriga.backends.ray.calls.splitting import split_futures
 from quadriga.backends.ray.calls.waiting import RayPending
+from quadriga.compat.verl.controller.futures import DataProtoFuture as FutureOfVerl
 from quadriga.errors import LengthError, WorkerMethodError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller import Dispatch, Worker, register
@@ -37,6 +38,10 @@ class Rows(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def whole(self, data: DataProto) -> list[int]:
         return data.batch["row"].tolist()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def same(self, value: object) -> object:
+        return value
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, materialize_futures=False)
     def future(self, data: DataProtoFuture) -> int:
@@ -86,6 +91,53 @@ def test_each_rank_receives_its_rows(groups, always, cls):
     assert groups(cls).whole(groups(Rows).make.submit(prompts(4))) == [[0, 1, 1, 2, 3, 3]] * 2
     half = groups(Rows).make.submit(prompts(8)).chunk(2)[1]  # 4 5 5 6 7 7
     assert [found[1][0] for found in groups(cls).rows(half)] == [[4, 5, 5], [6, 7, 7]]
+
+
+@pytest.mark.parametrize("cls", [Rows, AsyncRows])
+def test_every_rank_receives_the_whole_value_of_a_future_that_is_no_batch(groups, always, cls):
+    rows = groups(Rows)
+    for value in (7, None, "text", b"bytes", (1, 2)):
+        assert groups(cls).same(rows.same.submit(value)) == [[value, value]] * 2
+    one = DataProtoFuture(rows.same.submit(b"bytes").pending, _first)
+    assert groups(cls).same(one) == [b"bytes"] * 2
+
+
+def test_a_part_of_a_value_that_is_no_batch_is_refused_by_type(groups, always, monkeypatch):
+    for many in (0, 256):
+        monkeypatch.setattr(splitting, "MANY", many)
+        with pytest.raises(WorkerMethodError, match=r"a part of a future.*got list"):
+            groups(Rows).rows(groups(Rows).same.submit(7))
+
+
+def test_futures_with_one_result_and_different_joins_are_split_apart(groups, always):
+    made = groups(Rows).make.submit(prompts(2))  # 0, 1 1
+    both = [DataProtoFuture(made.pending, join) for join in (_first, _last)]
+    parts = [future.chunk(1)[0] for future in both]
+    assert groups(Rows).same(parts[0])[1].batch["row"].tolist() == [0]
+    calls = [Call("rows", "same", tuple(parts))] * 2
+    handles = groups(Rows)._ranks.handles
+    first, last = split_futures(handles, calls)[0].args
+    assert [f.get().batch["row"].tolist() for f in (first, last)] == [[0], [1, 1]]
+
+
+def test_a_future_of_verl_keeps_the_function_of_its_value(groups, always):
+    made = groups(Rows).make.submit(prompts(4))  # 0 1 1 2 3 3
+    refs = [ray.put(result) for result in made.get().chunk(2)]
+    future = FutureOfVerl(DataProto.concat, refs, _reversed)
+    received = groups(Rows).rows(future)
+    assert [rows for _, (rows, _) in received] == [[3, 3, 2], [1, 1, 0]]
+
+
+def _first(results):
+    return results[0]
+
+
+def _last(results):
+    return results[-1]
+
+
+def _reversed(batch):
+    return batch[torch.arange(len(batch) - 1, -1, -1)]
 
 
 def test_a_method_that_wants_the_future_gets_it(groups, always):

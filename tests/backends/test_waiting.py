@@ -13,9 +13,15 @@ from worker_cases import Taking, Unequal
 
 from quadriga.backends.ray.calls import slices, waiting
 from quadriga.backends.ray.calls.waiting import RayBatch, RayPending
-from quadriga.errors import CallTimeoutError, DispatchError, WorkerMethodError
-from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.errors import (
+    CallTimeoutError,
+    DispatchError,
+    WorkerDiedError,
+    WorkerMethodError,
+)
+from quadriga.protocol import DataProto, DataProtoFuture, as_completed
 from quadriga.single_controller.backend import RankFacts, RankHandle
+from quadriga.single_controller.watch import forget, report
 
 SOON_S = 60
 """Much less than the time that the slow ranks take."""
@@ -153,3 +159,36 @@ def test_a_sent_result_keeps_the_rest_of_its_deadline():
     sent = pickle.loads(pickle.dumps(pending))
     assert sent.source == "actor.make, rank 3 on node-1"
     assert 40 < sent.expires - time.monotonic() <= 50
+
+
+def test_a_future_is_done_when_one_of_its_ranks_has_failed(unequal):
+    future = unequal().make.submit(batch(), fails=1)
+    assert next(as_completed([future], timeout=SOON_S)) is future
+    raised_soon(future.get, "reward_model")
+
+
+def test_a_future_is_done_at_the_deadline_of_its_call(unequal):
+    late = unequal().make.options(timeout=0.3).submit(batch())
+    assert next(as_completed([late], timeout=SOON_S)) is late
+    with pytest.raises(CallTimeoutError, match=r"exceeded its deadline of 0\.3 s"):
+        late.get()
+    assert late.cancel()
+
+
+def test_a_future_is_done_when_a_watched_group_is_broken(unequal):
+    running, owner = unequal().make.submit(batch()), Taking
+    assert not running.done()
+    report(owner, WorkerDiedError("rank 3 of another group has ended"))
+    try:
+        assert running.done()
+        with pytest.raises(WorkerDiedError, match="rank 3 of another group"):
+            running.get()
+    finally:
+        forget(owner)
+    assert not running.done()
+
+
+def test_the_deadline_of_a_call_ends_the_wait_for_items_in_any_order(unequal):
+    items = unequal().items.options(timeout=0.3).stream_unordered()
+    with pytest.raises(CallTimeoutError, match=r"items exceeded its deadline of 0\.3 s"):
+        list(items)

@@ -166,6 +166,11 @@ class Unequal(Worker):
         time.sleep(300)
         return data
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def items(self):
+        time.sleep(300)
+        yield self.rank
+
 
 class Taking(Worker):
     """Take any arguments, and count calls of `each`."""

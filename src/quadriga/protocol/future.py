@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -33,6 +34,8 @@ class PendingValue(Protocol):
 
     - `arrived`: the packed result if this process knows it without waiting, else None;
     - `done() -> bool`: whether the result, or the error instead of it, exists;
+    - `all_done(pendings) -> bool`, a static method: whether `wait_all(pendings)` returns or raises
+      without waiting for a rank;
     - `cancel() -> bool`: drop the call if it has not started; False if it cannot be dropped;
     - `wait_all(pendings, timeout=None)`, a static method: wait for several at once, so that the
       first failure of any of them ends the wait. Raises `CallTimeoutError` after `timeout` seconds.
@@ -51,7 +54,15 @@ class Part:
     uneven: bool
 
     def of(self, batch: DataProto | TensorDictBase) -> DataProto | TensorDictBase:
-        """Return this part of a batch, as a value of the same type."""
+        """Return this part of a batch, as a value of the same type.
+
+        Raises `FieldError` if the value is no batch.
+        """
+        if not isinstance(batch, DataProto | TensorDictBase):
+            raise FieldError(
+                "a part of a future is rows of a DataProto or TensorDict, got "
+                f"{type(batch).__name__}; use the future itself, which any rank can receive"
+            )
         whole = _as_dataproto(batch)
         bounds = chunk_bounds(len(whole), self.count, self.uneven or whole.is_padding_enabled())
         part = whole.slice(bounds[self.index], bounds[self.index + 1])
@@ -93,8 +104,13 @@ class DataProtoFuture(Deferred):
     result = get
 
     def done(self) -> bool:
-        """Return whether `get` returns or raises without waiting for a rank."""
-        return all(map(_is_done, _leaves(self.pending)))
+        """Return whether `get` returns or raises without waiting for a rank.
+
+        On Ray that is the case when all ranks have ended, when one of them has failed, after the
+        deadline of the call, and while a watched group is broken.
+        """
+        kinds = _by_kind(_leaves(self.pending))
+        return all(_are_done(kind, pendings) for kind, pendings in kinds.items())
 
     def cancel(self) -> bool:
         """Drop the results of calls that have not ended.
@@ -122,12 +138,8 @@ class DataProtoFuture(Deferred):
                 f"timeout: expected a number of seconds, 0 or more, or None, got {timeout!r}"
             )
         expires = None if timeout is None else time.monotonic() + timeout
-        kinds: dict[type, list[PendingValue]] = {}
-        for pending in _leaves(
-            [future for future in values if isinstance(future, DataProtoFuture)]
-        ):
-            kinds.setdefault(type(pending), []).append(pending)
-        for kind, pendings in kinds.items():
+        futures = [future for future in values if isinstance(future, DataProtoFuture)]
+        for kind, pendings in _by_kind(_leaves(futures)).items():
             left = None if expires is None else max(0.0, expires - time.monotonic())
             wait_all = getattr(kind, "wait_all", None)
             if wait_all is not None:
@@ -174,11 +186,18 @@ class DataProtoFuture(Deferred):
 
     def whole(self) -> DataProtoFuture:
         """Return the future from which `chunk` made this one; itself if it is no part."""
-        return DataProtoFuture(self.pending, self.collect_fn, self.parts[:-1])
+        whole = copy.copy(self)
+        whole.parts = self.parts[:-1]
+        return whole
 
-    def split(self, like: Part) -> list[DataProto | TensorDictBase]:
-        """Wait for the results and return all parts of the split to which `like` belongs."""
+    def split(self, like: Part) -> list[Any]:
+        """Wait for the results and return all parts of the split to which `like` belongs.
+
+        A split into one part returns the value itself, which need not be a batch.
+        """
         joined = self.get()
+        if like.count == 1:
+            return [joined]
         return [Part(i, like.count, like.uneven).of(joined) for i in range(like.count)]
 
     @staticmethod
@@ -226,6 +245,19 @@ def as_completed(
         else:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def _by_kind(pendings: Iterable[PendingValue]) -> dict[type, list[PendingValue]]:
+    """Return class → its pending values."""
+    kinds: dict[type, list[PendingValue]] = {}
+    for pending in pendings:
+        kinds.setdefault(type(pending), []).append(pending)
+    return kinds
+
+
+def _are_done(kind: type, pendings: Sequence[PendingValue]) -> bool:
+    all_done: Callable[[Sequence[PendingValue]], bool] | None = getattr(kind, "all_done", None)
+    return all(map(_is_done, pendings)) if all_done is None else all_done(pendings)
 
 
 def _is_done(pending: PendingValue) -> bool:

@@ -59,10 +59,12 @@ def split_futures(handles: Sequence[RankHandle], calls: Sequence[Call]) -> Seque
     if not many:
         return calls
     parts = dict(zip(many, _split(handles[0], calls[0].label, list(many.values())), strict=True))
+    # Loaded, because there are futures.
+    from quadriga.protocol.future import DataProtoFuture
 
     def part(value: object) -> object:
         if is_future(value) and _key(value) in parts:
-            return type(value)([parts[_key(value)][value.part.index]])
+            return DataProtoFuture([parts[_key(value)][value.part.index]], the_value)
         return value
 
     # By identity: ranks that receive the same call still do, so that it is encoded once.
@@ -91,5 +93,12 @@ def _split(handle: RankHandle, label: str, splits: Splits) -> list[list[RayPendi
     return [[RayPending(ref, source=source) for ref in islice(refs, n)] for n in counts]
 
 
+def the_value(values: Sequence[object]) -> object:
+    """Return the value of a future with one result, as it is: not every value is a batch."""
+    (value,) = values
+    return value
+
+
 def _key(future: DataProtoFuture) -> _Key:
-    return id(future.pending), (*future.parts[:-1], future.part.count, future.part.uneven)
+    split = (*future.parts[:-1], future.part.count, future.part.uneven)
+    return id(future.pending), (id(future.collect_fn), *split)

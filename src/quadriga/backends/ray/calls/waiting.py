@@ -25,6 +25,7 @@ from quadriga.backends.ray.health.nodes import NodeProbe
 from quadriga.backends.ray.health.stacks import stacks_of
 from quadriga.errors import CallTimeoutError, QuadrigaError, WorkerDiedError
 from quadriga.single_controller.backend import RankHandle, RankSet
+from quadriga.single_controller.watch import broken_groups
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import Ref
@@ -175,7 +176,7 @@ class RayPending:
     deadline.
     """
 
-    __slots__ = ("batch", "expires", "fields", "index", "ref", "source", "values")
+    __slots__ = ("batch", "expires", "fields", "index", "ref", "returned", "source", "values")
 
     def __init__(
         self,
@@ -202,6 +203,8 @@ class RayPending:
         self.expires = None if left is None else time.monotonic() + left
         self.values: list[object] | None = None
         """The value, once it was waited for, where the batch is not known."""
+        self.returned = False
+        """Whether the task is known to have returned and not raised."""
 
     @property
     def refs(self) -> list[Ref]:
@@ -225,8 +228,39 @@ class RayPending:
 
     def done(self) -> bool:
         """Return whether the value, or the error instead of it, exists."""
-        known = self.values if self.batch is None else self.batch.values
-        return known is not None or bool(ray.wait(self.refs, timeout=0, fetch_local=False)[0])
+        return self._is_known() or bool(ray.wait(self.refs, timeout=0, fetch_local=False)[0])
+
+    @staticmethod
+    def all_done(pendings: Sequence[RayPending]) -> bool:
+        """Return whether `wait_all` returns or raises without waiting for a rank.
+
+        It raises when one rank has failed, at the deadline of a call, and while a watched group is
+        broken.
+        """
+        missing = {p.ref: p for p in pendings if not p._is_known()}
+        if not missing or broken_groups:
+            return True
+        deadlines = {p.expires if p.batch is None else p.batch.expires for p in missing.values()}
+        if any(at is not None and time.monotonic() >= at for at in deadlines):
+            return True
+        refs = list(missing)
+        ended, running = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        return not running or any(missing[ref]._has_failed() for ref in ended)
+
+    def _is_known(self) -> bool:
+        return (self.values if self.batch is None else self.batch.values) is not None
+
+    def _has_failed(self) -> bool:
+        """Return whether the task, which has ended, has raised. Reads its result at most once."""
+        if not self.returned:
+            try:
+                ray.get(self.ref, timeout=0)
+            except GetTimeoutError:
+                pass  # a large result on another node: an error would be here
+            except RayError:
+                return True
+            self.returned = True
+        return False
 
     def cancel(self) -> bool:
         """Drop the result. Return False if it exists.

@@ -208,6 +208,8 @@ class RankProcess:
 
         wait_for_arguments([future for future, _ in splits])
         parts = [pack_argument(part) for future, like in splits for part in future.split(like)]
+        # Bytes are always a pickle (see `store.opened`), so a user's bytes are pickled as well.
+        parts = [pickle.dumps(part) if type(part) is bytes else part for part in parts]
         return tuple(parts) if len(parts) > 1 else parts[0]
 
     def _use_store(self, store: RayStore) -> None:
