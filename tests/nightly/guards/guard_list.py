@@ -166,6 +166,20 @@ GUARDS = (
         f"{EXITS}::test_a_run_that_code_of_the_user_ends_does_not_exit_with_0[sys.exit]",
     ),
     Guard(
+        "a closed connection of the user",
+        "cli/main.py",
+        "if isinstance(error, BrokenPipeError) and _output_has_no_reader():",
+        "if isinstance(error, BrokenPipeError):",
+        f"{EXITS}::test_a_closed_connection_of_the_user_is_not_success",
+    ),
+    Guard(
+        "the connection in a copy of a reward process",
+        "rewards/pool_worker.py",
+        "    os.register_at_fork(after_in_child=connection.close)\n",
+        "",
+        f"{REWARDS}::test_a_copy_of_the_process_does_not_hold_the_connection",
+    ),
+    Guard(
         "reward processes after a failed run",
         "trainer/ppo.py",
         "with closing(self.ingredients):",
