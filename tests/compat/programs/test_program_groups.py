@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -24,6 +25,8 @@ from verl.single_controller.ray import (
     split_resource_pool,
 )
 from verl.single_controller.ray.base import func_generator
+
+from quadriga.errors import CallTimeoutError
 
 
 @pytest.fixture
@@ -91,6 +94,27 @@ def test_an_execute_mode_and_a_functor_of_ones_own(start, mode_workers):
     assert group.everywhere() == [0, 1]
     assert group.calls == [("where", "execute_first_half"), ("everywhere", "execute_all")]
     assert type(group.where).__name__ == "where"
+
+
+def test_a_functor_ends_at_the_deadline_of_its_group(monkeypatch):
+    waits = []
+
+    def get(refs, timeout=None):
+        waits.append((refs, timeout))
+        raise ray.exceptions.GetTimeoutError("planted")
+
+    monkeypatch.setattr(ray, "get", get)
+    functor = func_generator(
+        SimpleNamespace(_ranks=SimpleNamespace(timeout=7.0)),
+        "work",
+        dispatch_fn=lambda group: ((), {}),
+        collect_fn=lambda group, output: output,
+        execute_fn=lambda name: ["a", "b"],
+        blocking=True,
+    )
+    with pytest.raises(CallTimeoutError, match="work exceeded its deadline of 7 s"):
+        functor()
+    assert waits == [(["a", "b"], 7.0)]
 
 
 def test_the_library_functor_takes_functions_of_the_caller(group):

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 
 import ray
 from ray import cloudpickle
+from ray.exceptions import GetTimeoutError
 
 from quadriga.backends.ray.cluster import kill_actor
 from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
+from quadriga.errors import CallTimeoutError
 from quadriga.single_controller.ranks.class_with_args import plain_class
 from quadriga.single_controller.ranks.environment import preloaded
 
@@ -31,9 +33,20 @@ def all_references(values: object) -> TypeGuard[list[Ref]]:
     return isinstance(values, list | tuple) and bool(values) and all(map(is_reference, values))
 
 
-def values_of(refs: Sequence[Ref]) -> list[object]:
-    """Wait for references and return their objects, as `ray.get`."""
-    return list(ray.get(list(refs)))
+def values_of(refs: Sequence[Ref], timeout: float | None = None, source: str = "") -> list[object]:
+    """Wait for references and return their objects, as `ray.get`.
+
+    `source`: what they are, for messages. Raises `CallTimeoutError` after `timeout` seconds. None
+    is for calls whose length is the user's choice: a whole training, a group without a deadline.
+    """
+    try:
+        return list(ray.get(list(refs), timeout=timeout))
+    except GetTimeoutError as error:
+        raise CallTimeoutError(
+            f"{source or 'a reference of Ray'} exceeded its deadline of {timeout:g} s. Give the "
+            "group a larger timeout.",
+            method=source,
+        ) from error
 
 
 def stored(value: object) -> Ref:

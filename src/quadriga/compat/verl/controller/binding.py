@@ -23,6 +23,7 @@ from quadriga.compat.verl.controller.decorator import (
     get_predefined_execute_fn,
 )
 from quadriga.errors import DispatchError
+from quadriga.single_controller.backend import RankSet
 from quadriga.single_controller.bound_method import parts_of_ranks
 from quadriga.single_controller.call import CallView, GroupInfo
 from quadriga.single_controller.dispatch.modes import (
@@ -57,14 +58,18 @@ def func_generator(
         dispatch_fn: `dispatch_fn(group, *args, **kwargs)` splits the arguments.
         collect_fn: `collect_fn(group, outputs)` joins the results.
         execute_fn: `execute_fn(method_name, *args, **kwargs)` returns Ray's references.
-        blocking: whether to wait for the references before `collect_fn`.
+        blocking: whether to wait for the references before `collect_fn`. The wait ends with
+            `CallTimeoutError` at the deadline that the group was given.
     """
 
     def call(functor: object, *args: object, **kwargs: object) -> object:
         split_args, split_kwargs = dispatch_fn(self, *args, **kwargs)
         output = execute_fn(method_name, *split_args, **split_kwargs)
         if blocking:
-            output = values_of(output) if isinstance(output, list) else values_of([output])[0]
+            ranks: RankSet | None = getattr(self, "_ranks", None)  # not in a group of one's own
+            refs = output if isinstance(output, list) else [output]
+            values = values_of(refs, ranks.timeout if ranks else None, method_name)
+            output = values if isinstance(output, list) else values[0]
         return collect_fn(self, output)
 
     functor: Functor = type(method_name, (), {"__call__": call})()
