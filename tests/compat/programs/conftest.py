@@ -28,37 +28,54 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-@pytest.fixture(scope="session")
-def start(cluster: None) -> Iterator[object]:
+class Starter:
     """start(cls, *args, ranks=2, group=RayWorkerGroup, **options) -> a worker group."""
-    import ray
-    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
-    ended = []
+    def __init__(self):
+        self.started = []
 
-    def starter(cls, *args, ranks=2, group=RayWorkerGroup, **options):
+    def __call__(self, cls, *args, ranks=2, group=None, **options):
+        import ray
+        from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
         pool = RayResourcePool([ranks], use_gpu=False, max_colocate_count=1)
+        self.started.append(pool)
         held = cls
         if not isinstance(cls, RayClassWithInitArgs):
             held = RayClassWithInitArgs(ray.remote(cls), *args)
-        ended.append(pool)
-        started = group(
+        started = (group or RayWorkerGroup)(
             resource_pool=pool, ray_cls_with_init=held, device_name="cpu", use_gpu=False, **options
         )
-        ended.append(started)
+        self.started.append(started)
         return started
 
+    def end(self):
+        for started in reversed(self.started):
+            (getattr(started, "shutdown", None) or started.release)()
+
+
+@pytest.fixture
+def start(cluster: None) -> Iterator[Starter]:
+    """Starts groups, which end with the test: the tests of all folders may share one cluster."""
+    starter = Starter()
     yield starter
-    for thing in reversed(ended):
-        (getattr(thing, "shutdown", None) or thing.release)()
+    starter.end()
 
 
-@pytest.fixture(scope="session")
-def calculators(start) -> object:
-    """Two ranks of `Calculator`, for many programs: to start a group takes seconds."""
+@pytest.fixture(scope="module")
+def start_for_module(cluster: None) -> Iterator[Starter]:
+    """Starts groups, which end with the module."""
+    starter = Starter()
+    yield starter
+    starter.end()
+
+
+@pytest.fixture(scope="module")
+def calculators(start_for_module: Starter) -> object:
+    """Two ranks of `Calculator`, for the programs of a module: to start a group takes seconds."""
     from program_workers import Calculator
 
-    return start(Calculator)
+    return start_for_module(Calculator)
 
 
 @pytest.fixture(scope="session")

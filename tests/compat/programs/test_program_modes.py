@@ -33,8 +33,8 @@ from quadriga.single_controller import GroupLayout, RankLayout
 
 
 @pytest.fixture(scope="module")
-def group(start, mode_workers):
-    return start(mode_workers.Modes)
+def group(start_for_module, mode_workers):
+    return start_for_module(mode_workers.Modes)
 
 
 def test_a_mode_written_into_the_registry(group, mode_workers):

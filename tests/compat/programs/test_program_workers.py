@@ -49,8 +49,8 @@ class Placed(Calculator):
 
 
 @pytest.fixture(scope="module")
-def group(start):
-    return start(Placed)
+def group(start_for_module):
+    return start_for_module(Placed)
 
 
 def test_the_private_attributes_of_a_worker(group):
