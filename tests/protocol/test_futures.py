@@ -51,7 +51,7 @@ class Together(Later):
 
     def result(self) -> object:
         if not self.done():
-            self.barrier.wait(60)
+            self.barrier.wait()
         return self.end().value
 
 
@@ -75,7 +75,7 @@ def test_get_with_a_limit_raises_and_may_be_called_again():
 
 def test_futures_are_awaited_side_by_side():
     async def both():
-        barrier = threading.Barrier(2)
+        barrier = threading.Barrier(2, timeout=60)
         futures = [DataProtoFuture([Together(batch(n), barrier)]) for n in (1, 2)]
         return await asyncio.gather(*futures), await futures[0].chunk(1)[0]
 
@@ -152,3 +152,14 @@ async def _await(future):
 def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout):
     with pytest.raises(ProtocolError, match=r"timeout: expected a number of seconds"):
         DataProtoFuture([]).get(timeout=timeout)
+
+
+def test_any_number_of_futures_is_awaited_at_the_same_time():
+    barrier = threading.Barrier(80, timeout=20)
+
+    async def wait_for_all():
+        return await asyncio.gather(
+            *[DataProtoFuture([Together(batch(), barrier)]) for _ in range(80)]
+        )
+
+    assert len(asyncio.run(wait_for_all())) == 80

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 
 import pytest
 import torch
@@ -123,3 +124,18 @@ def test_a_tensor_at_the_end_of_a_long_sequence_is_found(monkeypatch, sequence):
     monkeypatch.delitem(sys.modules, BOUNDARY, raising=False)
     assert boundary_for([sequence([0] * 10_000)]) is None
     assert boundary_for([{"x": sequence([0] * 100 + [torch.zeros(1)])}]) is not None
+
+
+def test_any_number_of_senders_wait_for_arguments_at_the_same_time():
+    """The arguments of each call arrive when all calls wait for theirs."""
+    host, barrier = host_of(Steps), threading.Barrier(80)
+
+    def opened():
+        barrier.wait(timeout=20)
+        return Call("role", "step", (0,))
+
+    async def calls():
+        await asyncio.gather(*[host.invoke_async(opened, (f"{i}", 0)) for i in range(80)])
+
+    asyncio.run(calls())
+    assert len(host.workers["role"].started) == 80

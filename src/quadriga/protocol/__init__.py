@@ -9,6 +9,7 @@
   results of calls that have not returned.
 - `batch_shapes.py`, `fields.py`, `containers.py`: functions around a batch; the names of all
   fields; nested containers.
+- `threads.py`: waiting in a thread, for programs with an event loop.
 
 Imports: `values` ← `columns`, `batch_file` ← `ops`, `message.py` ← `dataproto.py` ← `boundary.py` ←
 `future.py`.

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import math
 import time
@@ -20,6 +19,7 @@ from quadriga.errors import CallTimeoutError, FieldError, LengthError, ProtocolE
 from quadriga.protocol.boundary import Deferred, unpack_result
 from quadriga.protocol.dataproto import DataProto, DataProtoConfig
 from quadriga.protocol.message import Message
+from quadriga.protocol.threads import in_thread
 from quadriga.protocol.values.rows import chunk_bounds
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
@@ -123,7 +123,7 @@ class DataProtoFuture(Deferred):
 
     def __await__(self) -> Generator[Any, None, Any]:
         """Wait for the result in a thread, so that the event loop goes on."""
-        return asyncio.to_thread(self.get).__await__()
+        return in_thread(self.get).__await__()
 
     @staticmethod
     def wait_all(values: Sequence[Deferred], timeout: float | None = None) -> None:

@@ -17,6 +17,7 @@ from quadriga.errors import (
     WorkerInitError,
     WorkerMethodError,
 )
+from quadriga.protocol.threads import in_thread
 from quadriga.single_controller.call import (
     Arguments,
     Call,
@@ -126,7 +127,7 @@ class RankHost:
         async with AsyncExitStack() as slot:
             # The turn ends when the method has started, so that coroutine methods can interleave.
             async with self._order.turn(ticket):
-                call, args, kwargs = await asyncio.to_thread(self._prepare, opened)
+                call, args, kwargs = await in_thread(self._prepare, opened)
                 await slot.enter_async_context(self._slots)
                 try:
                     value = self._start(call, args, kwargs)

@@ -39,6 +39,7 @@ from quadriga.backends.ray.process.memory import (
     keep_freed_memory,
 )
 from quadriga.backends.ray.process.profiling import TorchProfiler
+from quadriga.protocol.threads import in_thread
 from quadriga.single_controller.backend import RankFacts
 from quadriga.single_controller.call import Call, SharedArgument, unpack_results
 from quadriga.single_controller.placement.devices import visible_devices
@@ -247,7 +248,7 @@ class AsyncRankProcess(RankProcess):
 
     async def quadriga_split(self, splits: Splits) -> object:
         """Do the same in a thread, while the loop goes on."""
-        return await asyncio.to_thread(super().quadriga_split, splits)
+        return await in_thread(super().quadriga_split, splits)
 
     async def _invoke_async(
         self, sent: Sent, ticket: Ticket | None, count: int
