@@ -180,7 +180,10 @@ def load_checked(path: Path, content: bytes, outcomes: Counter[str]) -> None:
     signal.alarm(SECONDS)
     tracemalloc.start()
     try:
-        data = DataProto.load_from_disk(path)
+        # The limit holds for one load. Over many loads the process grows by what the tools of the
+        # test keep.
+        with memory_limit():
+            data = DataProto.load_from_disk(path)
         outcome = "loaded"
     except DataError as error:
         data, outcome = None, str(error)

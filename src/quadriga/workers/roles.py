@@ -14,7 +14,7 @@ compare every member with that method, so that a method with another signature i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from quadriga.protocol import DataProto
@@ -122,7 +122,9 @@ class ActorGroup(RoleGroup, Protocol):
 class StreamMethod(Protocol[ArgumentsP, ResultT_co]):
     """A generator method of a worker group. Item i of the stream joins item i of every rank."""
 
-    def stream(self, *args: ArgumentsP.args, **kwargs: ArgumentsP.kwargs) -> Iterator[ResultT_co]:
+    def stream(
+        self, *args: ArgumentsP.args, **kwargs: ArgumentsP.kwargs
+    ) -> Generator[ResultT_co, None, None]:
         """Run the generators on the ranks; each is at most one item ahead of the iterator.
 
         Raises:
@@ -131,7 +133,7 @@ class StreamMethod(Protocol[ArgumentsP, ResultT_co]):
         ...
 
 
-class WeightSender(Protocol):
+class SendingGroup(Protocol):
     """The actor, for a rollout in other processes."""
 
     @property
@@ -143,7 +145,7 @@ class WeightSender(Protocol):
         ...
 
 
-class WeightReceiver(Protocol):
+class ReceivingGroup(Protocol):
     """A rollout whose weights come from other processes."""
 
     @property
@@ -298,7 +300,7 @@ if TYPE_CHECKING:
     _rollout: RolloutGroup = _OfPolicy()
     _turns: TurnTakingGroup = _OfPolicy()
     _ref: RefGroup = _OfPolicy()
-    _sender: WeightSender = _OfPolicy()
-    _receiver: WeightReceiver = _OfPolicy()
+    _sender: SendingGroup = _OfPolicy()
+    _receiver: ReceivingGroup = _OfPolicy()
     _critic: CriticGroup = _OfCritic()
     _sft: SFTGroup = _OfSFT()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,11 +34,11 @@ from quadriga.trainer.run.stopping import unchanged_handlers
 from quadriga.workers.roles import (
     ActorGroup,
     CriticGroup,
+    ReceivingGroup,
     RefGroup,
     RolloutGroup,
+    SendingGroup,
     TurnTakingGroup,
-    WeightReceiver,
-    WeightSender,
 )
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class WeightLink:
     read them from the store. While one bucket is read, the actor makes the next.
     """
 
-    sender: WeightSender
-    receiver: WeightReceiver
+    sender: SendingGroup
+    receiver: ReceivingGroup
 
     def sync(self) -> None:
         """Copy all weights, then compare digests on every rank of the rollout.
@@ -98,12 +98,14 @@ class WeightLink:
         """
         dtypes, *_ = self.receiver.weight_dtypes()
         reading: DataProtoFuture | None = None
-        for bucket, *_ in self.sender.send_weights.stream(dtypes):
-            if bucket is None:
-                raise WorkerError("rank 0 of the actor yielded no bucket of weights")
-            if reading is not None:
-                reading.get()  # two buckets at most are in the store
-            reading = self.receiver.receive_weights.submit(bucket)
+        # Closed if a rank of the rollout fails: the generators of the actor's ranks then end.
+        with closing(self.sender.send_weights.stream(dtypes)) as buckets:
+            for bucket, *_ in buckets:
+                if bucket is None:
+                    raise WorkerError("rank 0 of the actor yielded no bucket of weights")
+                if reading is not None:
+                    reading.get()  # two buckets at most are in the store
+                reading = self.receiver.receive_weights.submit(bucket)
         if reading is not None:
             reading.get()
         self.receiver.finish_weights()

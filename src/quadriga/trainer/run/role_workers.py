@@ -24,11 +24,11 @@ from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.workers.roles import (
     ActorGroup,
     CriticGroup,
+    ReceivingGroup,
     RefGroup,
     RolloutGroup,
+    SendingGroup,
     TurnTakingGroup,
-    WeightReceiver,
-    WeightSender,
     methods_of,
 )
 from quadriga.workers.runtime import RankRuntime
@@ -211,10 +211,10 @@ def _protocols(config: TrainConfig, uses: Sequence[str], apart: bool) -> list[ty
     needed: dict[str, list[type]] = {
         "actor": [
             ActorGroup,
-            *([WeightSender] if apart else []),
+            *([SendingGroup] if apart else []),
             *([TurnTakingGroup] if config.actor_rollout_ref.rollout.take_turns else []),
         ],
-        "rollout": [RolloutGroup, *([WeightReceiver] if apart else [])],
+        "rollout": [RolloutGroup, *([ReceivingGroup] if apart else [])],
         "ref": [RefGroup] if reads_ref_log_prob(config) else [],
         CRITIC: [CriticGroup],
     }
