@@ -96,6 +96,7 @@ def test_a_row_server_that_does_not_answer_is_waited_for_once(near, monkeypatch,
     monkeypatch.setattr(row_store, "ANSWER_S", 0.2)
     never = ray.remote(num_cpus=0)(Silent).remote()
     monkeypatch.setattr(servers, "of", lambda node: never)
+    monkeypatch.setattr(servers, "_missing", {})  # what the test notes there ends with it
     with caplog.at_level(logging.WARNING, "quadriga.data"):
         assert data[5:].batch["one"][:, 0].tolist() == [5, 6, 7]
     assert "did not send rows (GetTimeoutError); whole objects are fetched" in caplog.text
@@ -146,3 +147,17 @@ def test_cut():
     assert found["a"].tolist() == [[9, 10, 11], [0, 1, 2], [6, 7, 8]]
     values, offsets = found["r"]
     assert values.tolist() == [4, 5, 0, 1, 2] and offsets.tolist() == [0, 2, 5, 5]
+
+
+def test_a_row_server_that_failed_is_not_asked_for_a_while(monkeypatch):
+    now, asked = [0.0], []
+    monkeypatch.setattr(row_store.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        row_store.ray, "get_actor", lambda name, namespace: asked.append(name) or "server"
+    )
+    known = row_store.Servers()
+    assert known.of("a") == "server" and len(asked) == 1
+    known.forget("a")
+    assert known.of("a") is None and len(asked) == 1
+    now[0] = row_store.LOOK_UP_AGAIN_S + 1
+    assert known.of("a") == "server" and len(asked) == 2

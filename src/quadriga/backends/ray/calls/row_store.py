@@ -237,9 +237,10 @@ class Servers:
         return server
 
     def forget(self, node: str) -> None:
-        """Look the row server of a node up again when it is needed."""
+        """Do not ask the row server of a node for a while: it may hang, and every read would wait."""
         with self._lock:
             self._known.pop(_name(node), None)
+            self._missing[_name(node)] = time.monotonic() + LOOK_UP_AGAIN_S
 
     def stop(self) -> None:
         """End the row servers that this process has started. Whole objects are fetched then."""
