@@ -1,7 +1,7 @@
 """Calls whose references `ray.get` turns into values, for programs that call Ray themselves.
 
 RayCallBackend.submit    reference to what `RayPending` opens: a packed result, fields apart
-submit_value             reference to the value: numbers, tensors, batches of remote fields
+submit_values            reference to the value: numbers, tensors, batches of remote fields
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from quadriga.backends.ray.calls.submission import _encoded
 from quadriga.backends.ray.calls.waiting import RayPending
+from quadriga.backends.ray.health.failures import FailedCall
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.call import Call
 
@@ -18,18 +19,30 @@ if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import Ref
 
 
-def submit_value(ranks: RankSet, rank: int, call: Call) -> Ref:
-    """Send one call to one rank. Return the reference to its value.
+def submit_values(ranks: RankSet, targets: Sequence[int], calls: Sequence[Call]) -> list[Ref]:
+    """Send `calls[i]` to rank `targets[i]`. Return the references to their values.
 
-    The task is named "role.method". Calls of one controller start in the order in which they were
+    The tasks are named "role.method". Calls of one controller start in the order in which they were
     sent, whichever of the two functions has sent them. Raises `DispatchError` if an argument cannot
-    be pickled.
+    be pickled: no call was sent then. Raises `WorkerError` if a call cannot be sent.
     """
-    handle = ranks.handles[rank]
-    sent = _encoded(call, handle.facts.interleaves)
+    handles = [ranks.handles[target] for target in targets]
+    encoded: dict[int, object] = {}  # ranks that receive the same arguments have one call
+    for handle, call in zip(handles, calls, strict=True):
+        if id(call) not in encoded:
+            encoded[id(call)] = _encoded(call, handle.facts.interleaves)
+    refs: list[Ref] = []
+    # Under the lock, every rank receives the calls of two threads in the same order.
     with ranks.lock:
-        ticket = (handle.next_ticket(),) if handle.facts.interleaves else ()
-        return _method(handle, call.label)(sent, *ticket)
+        for handle, call in zip(handles, calls, strict=True):
+            ticket = (handle.next_ticket(),) if handle.facts.interleaves else ()
+            try:
+                refs.append(_method(handle, call.label)(encoded[id(call)], *ticket))
+            except Exception as error:  # of Ray
+                handle.take_ticket_back()
+                received = FailedCall(refs, handles[: len(refs)], (), call.label)
+                raise received.not_sent(handle, error, ranks) from error
+    return refs
 
 
 def _method(handle: RankHandle, label: str) -> Callable[..., Ref]:

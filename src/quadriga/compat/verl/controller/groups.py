@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quadriga.backends.ray import RayClassWithInitArgs, RayResourcePool
 from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
-from quadriga.backends.ray.calls.values import submit_value
+from quadriga.backends.ray.calls.values import submit_values
 from quadriga.backends.ray.cluster import ensure_ray
 from quadriga.backends.ray.placement.class_with_args import RayColocatedClass
 from quadriga.backends.ray.process.attach import classes_of
@@ -22,7 +22,7 @@ from quadriga.compat.verl.controller.binding import func_generator as library_fu
 from quadriga.errors import DispatchError, WorkerDiedError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import ClassWithInitArgs
-from quadriga.single_controller.bound_method import build_calls
+from quadriga.single_controller.bound_method import Part, build_calls
 from quadriga.single_controller.dispatch.modes import (
     Dispatch,
     DispatchMode,
@@ -207,15 +207,29 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
     ) -> list[object]:
         """Call the ranks of an execute mode, with one entry of each argument per rank."""
         view = mode.views[threading.get_ident()]
-        return [
-            self._execute_remote_single_worker(
-                self.workers[rank],
-                method_name,
-                *(column[i] for column in args),
-                **{name: column[i] for name, column in kwargs.items()},
+        parts: list[Part] = [
+            (
+                tuple(column[i] for column in args),
+                {name: column[i] for name, column in kwargs.items()},
             )
-            for i, rank in enumerate(view.ranks)
+            for i in range(len(view.ranks))
         ]
+        return self._call_ranks(view.ranks, method_name, parts)
+
+    def _call_ranks(
+        self, targets: Sequence[int], method_name: str, parts: Sequence[Part]
+    ) -> list[object]:
+        """Call any method of some ranks with the arguments of each, all packed before one is sent.
+
+        A class that replaces `_execute_remote_single_worker` is asked once for each rank.
+        """
+        name = "_execute_remote_single_worker"
+        if getattr(type(self), name) is not getattr(RayWorkerGroup, name):
+            return [
+                self._execute_remote_single_worker(self.workers[rank], method_name, *args, **kwargs)
+                for rank, (args, kwargs) in zip(targets, parts, strict=True)
+            ]
+        return list(self._submit(targets, method_name, parts))
 
     # Calls by name return Ray's object references where Quadriga returns `Pending` objects.
 
@@ -223,18 +237,24 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
         self, worker: object, method_name: str, *args: object, **kwargs: object
     ) -> object:
         """Call any method of one worker. Return a Ray object reference to its value."""
-        role, name = self._role_and_method(method_name)
         rank = next((r for r, known in enumerate(self.workers) if known is worker), None)
         if rank is None:
+            self._role_and_method(method_name)  # raises for a method that no role has
             return actor_method(worker, method_name)(*args, **kwargs)
+        return self._submit([rank], method_name, [(args, kwargs)])[0]
+
+    def _submit(
+        self, targets: Sequence[int], method_name: str, parts: Sequence[Part]
+    ) -> Sequence[object]:
+        role, name = self._role_and_method(method_name)
         ranks = self._ranks
         if ranks.broken:
             label = f"{role}.{name}"
             raise WorkerDiedError(f"{label} cannot be called: {ranks.broken}", method=label)
         record = registered_methods(ranks.roles[role]).get(name)
         materialize = record is None or record.materialize_futures
-        (call,) = build_calls(ranks, role, name, [(args, kwargs)], materialize)
-        return submit_value(ranks, rank, call)
+        calls = build_calls(ranks, role, name, parts, materialize)
+        return submit_values(ranks, targets, calls)
 
     def execute_all_async(  # type: ignore[override]  # see above
         self, method_name: str, *args: object, **kwargs: object
@@ -258,10 +278,7 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
             once = {id(v): stored(v) for v in given if isinstance(v, DataProto) and n > 1}
             same_args = tuple(once.get(id(value), value) for value in args)
             parts = [(same_args, {k: once.get(id(v), v) for k, v in kwargs.items()})] * n
-        return [
-            self._execute_remote_single_worker(worker, method_name, *mine, **named)
-            for worker, (mine, named) in zip(self.workers, parts, strict=True)
-        ]
+        return self._call_ranks(range(n), method_name, parts)
 
     def execute_rank_zero_async(  # type: ignore[override]  # see above
         self, method_name: str, *args: object, **kwargs: object
