@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from protocol_cases import shard
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from quadriga.errors import FieldError
 from quadriga.protocol import DataProto
@@ -73,3 +73,13 @@ def test_unsupported_types_are_refused_at_saving(tmp_path):
     with pytest.raises(FieldError, match=r"field 'o' contains a .*Custom"):
         data.save_to_disk(path)
     assert len(DataProto.load_from_disk(path)) == 0 and os.listdir(tmp_path) == ["x"]
+
+
+def test_stacks_of_too_many_rows_are_refused_at_saving(tmp_path, monkeypatch):
+    monkeypatch.setattr("quadriga.protocol.batch_file.encode_values.MAX_STACK_ROWS", 10)
+    stack = NonTensorStack(*[NonTensorData(str(row)) for row in range(6)])
+    data = DataProto.from_dict({"x": torch.zeros(6)}, meta_info={"a": stack})
+    data.save_to_disk(tmp_path / "batch")
+    data.meta_info["b"] = stack
+    with pytest.raises(FieldError, match=r"meta_info\['b'\].*more than 10 rows of NonTensorStack"):
+        data.save_to_disk(tmp_path / "batch")

@@ -120,6 +120,7 @@ WITHIN = {
     "a TensorDict of a negative size": {"tensordict": [[-1], None, None, []]},
     "a TensorDict of 2^70 rows": {"tensordict": [[2**70], None, None, []]},
     "a stack that is a number": {"stack": 3},
+    "stacks of very many rows": [{"stack": [0] * 70_000}, {"stack": [0] * 70_000}],
 }  # fmt: skip
 
 

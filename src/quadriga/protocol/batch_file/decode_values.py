@@ -28,6 +28,7 @@ from quadriga.protocol.batch_file.dtypes import (
 from quadriga.protocol.batch_file.limits import (
     MAX_DEPTH,
     MAX_DIMS,
+    MAX_STACK_ROWS,
     Json,
     MalformedError,
     brief,
@@ -52,6 +53,7 @@ class Decoder:
 
     def __init__(self, source: Input) -> None:
         self._source = source
+        self._stack_rows = 0
 
     def field(self, raw: Json) -> LocalValue:
         """Return the value of a field, or the `TensorDict` of all tensors."""
@@ -183,6 +185,9 @@ class Decoder:
 
     def _stack(self, raw: Json, depth: int) -> NonTensorStack:
         # Objects are entries of a TensorDict only as a stack of non-tensors.
+        self._stack_rows += len(expect_list(raw))
+        if self._stack_rows > MAX_STACK_ROWS:
+            raise MalformedError(f"more than {MAX_STACK_ROWS} rows of non-tensor stacks")
         return NonTensorStack(*map(NonTensorData, self._items(raw, depth)))
 
     def _tensordict(self, raw: Json, depth: int) -> TensorDict:

@@ -31,7 +31,13 @@ from quadriga.protocol.batch_file.dtypes import (
     numpy_json,
     numpy_stored,
 )
-from quadriga.protocol.batch_file.limits import MAX_DEPTH, Json, MalformedError, checked_shape
+from quadriga.protocol.batch_file.limits import (
+    MAX_DEPTH,
+    MAX_STACK_ROWS,
+    Json,
+    MalformedError,
+    checked_shape,
+)
 from quadriga.protocol.batch_file.plain_values import (
     UnsupportedError,
     are_json,
@@ -53,6 +59,7 @@ class Encoder:
 
     def __init__(self, output: Output) -> None:
         self._output = output
+        self._stack_rows = 0
         self._label: str | None = None
         """The name of the field, while its bytes get entries of their own."""
 
@@ -143,6 +150,9 @@ class Encoder:
     def _bytes_of(self, value: object, depth: int) -> Json:
         """Encode a value that consists of bytes."""
         if type(value) is NonTensorStack and value.batch_dims == 1:
+            self._stack_rows += len(value)
+            if self._stack_rows > MAX_STACK_ROWS:
+                raise UnsupportedError(f"more than {MAX_STACK_ROWS} rows of NonTensorStack")
             return {"stack": self._nested(value.tolist(), depth)}
         if type(value) is TensorDict:
             return {"tensordict": self._tensordict(value, depth)}
