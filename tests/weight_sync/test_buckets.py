@@ -116,12 +116,24 @@ def test_a_bucket_that_arrives_changed_is_named():
         receiver.finish()
 
 
-def test_two_versions_are_not_mixed():
+def test_a_sync_after_a_failed_one_begins_anew():
     sent = {"a": torch.randn(8), "b": torch.randn(8)}
     target = Target(sent)
     receiver = WeightReceiver(target)
     receiver.receive(next(weight_buckets(Source(sent), {}, 1, limit=32, keep=True)))
-    with pytest.raises(WorkerError, match="received a bucket of version 2"):
-        receiver.receive(next(weight_buckets(Source(sent), {}, 2, limit=32, keep=True)))
+    for bucket in weight_buckets(Source(sent), {}, 2, limit=32, keep=True):
+        receiver.receive(bucket)
+    assert receiver.finish() == 2
+
+
+def test_the_buckets_of_a_version_do_not_complete_another():
+    sent = {"a": torch.randn(8), "b": torch.randn(8)}
+    target = Target(sent)
+    receiver = WeightReceiver(target)
+    receiver.receive(next(weight_buckets(Source(sent), {}, 1, limit=32, keep=True)))
+    second = list(weight_buckets(Source(sent), {}, 2, limit=32, keep=True))[1]
+    receiver.receive(second)
+    with pytest.raises(WorkerError, match="version 2: 'a' was never sent"):
+        receiver.finish()
     with pytest.raises(WorkerError, match="no bucket of weights was received"):
-        WeightReceiver(target).finish()
+        receiver.finish()

@@ -120,16 +120,12 @@ class WeightReceiver:
         """Copy the weights of one bucket.
 
         Raises:
-            WorkerError: the bucket is of another version than the buckets before it, or a weight
-                was sent twice.
+            WorkerError: a weight was sent twice.
         """
         version = int(bucket.meta_info[_VERSION])
-        if self._version not in (None, version):
-            raise WorkerError(
-                f"weight sync to version {self._version}: received a bucket of version {version}; "
-                "finish_weights must be called between two versions",
-                version=self._version,
-            )
+        if version != self._version:
+            # The first bucket of a sync. If an earlier sync failed, nothing of it counts.
+            self._version, self._sent = version, {}
         entries = [_Entry(*row) for row in bucket.meta_info[_TABLE]]
         for entry in entries:
             if entry.name in self._sent:
@@ -139,7 +135,6 @@ class WeightReceiver:
                     version=version,
                 )
             self._sent[entry.name] = entry.digest
-        self._version = version
         self._target.update_weights(_unpack(bucket.batch[_BYTES][0], entries), version)
 
     def finish(self) -> int:
@@ -148,10 +143,11 @@ class WeightReceiver:
         Raises:
             WorkerError: no bucket was received, a weight was not sent, or a weight differs.
         """
-        if self._version is None:
+        version, sent = self._version, self._sent
+        self._version, self._sent = None, {}
+        if version is None:
             raise WorkerError("finish_weights was called, but no bucket of weights was received")
-        compare_digests(self._sent, self._target.weights_digest(), self._version)
-        version, self._version, self._sent = self._version, None, {}
+        compare_digests(sent, self._target.weights_digest(), version)
         return version
 
 
