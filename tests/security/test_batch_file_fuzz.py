@@ -1,6 +1,6 @@
 """Batch files that were changed at random: a valid batch or a `DataError`, in bounded resources.
 
-About 20 seconds in the suite, with the same changes in every run. The nightly test draws other ones
+About a minute in the suite, with the same changes in every run. The nightly test draws other ones
 for 30 minutes, or for as many seconds as `QUADRIGA_FUZZ_SECONDS` says.
 """
 
@@ -27,7 +27,7 @@ from disk_values import VALUES, one_of_each
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
 NIGHTLY_SECONDS = float(os.environ.get("QUADRIGA_FUZZ_SECONDS", 1800))
-EXAMPLES = 500
+EXAMPLES = 6000
 FUZZ = settings(
     deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck)
 )
