@@ -49,3 +49,25 @@ def _process_group_of_the_module_ends() -> Iterator[None]:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def _placement_groups() -> set[str]:
+    """Return the ids of the placement groups that exist, if this process is connected to Ray."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return set()
+    from ray.util import placement_group_table
+
+    return {key for key, entry in placement_group_table().items() if entry["state"] != "REMOVED"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _placement_groups_of_the_module_are_removed() -> Iterator[None]:
+    """Release what pools of the module still reserve: folders may share one cluster of 16 CPUs."""
+    before = _placement_groups()
+    yield
+    for left in _placement_groups() - before:
+        from ray import PlacementGroupID
+        from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(left))))

@@ -28,19 +28,21 @@ def groups(request, plane_backends):
 
     All tests run with both stores of Ray: readers map whole shards, or have rows cut out of them.
     """
-    started = {}
+    started, pools = {}, []
 
     def group(backend: str, ranks: int):
         if (backend, ranks) not in started:
             rows = request.param == "rows" and backend == "ray"
             host = plane_backends["rows" if rows else backend]
-            pool = host.resource_pool([ranks], use_gpu=False)
+            pools.append(pool := host.resource_pool([ranks], use_gpu=False))
             started[backend, ranks] = host.worker_group(pool, host.class_with_args(Plane))
         return started[backend, ranks]
 
     yield group
     for one in started.values():
         one.shutdown()
+    for pool in pools:
+        getattr(pool, "release", lambda: None)()
 
 
 @pytest.fixture(params=["local", "ray"])
