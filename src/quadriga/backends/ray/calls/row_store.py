@@ -237,7 +237,7 @@ class Servers:
         return server
 
     def forget(self, node: str) -> None:
-        """Do not ask the row server of a node for a while: it may hang, and every read would wait."""
+        """Do not ask the row server of a node for a while: it may hang, and readers would wait."""
         with self._lock:
             self._known.pop(_name(node), None)
             self._missing[_name(node)] = time.monotonic() + LOOK_UP_AGAIN_S
