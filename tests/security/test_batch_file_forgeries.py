@@ -39,6 +39,11 @@ WITHIN = {
     "fields that overlap": {"array": [
         {"fields": [["a", "<i8", [], 0], ["b", "<i8", [], 0]], "size": 8, "aligned": False},
         [2], None]},
+    "a field beyond the structure whose end overflows": {"array": [
+        {"fields": [["a", "|b1", [], 2**31 - 1]], "size": 8, "aligned": False}, [1], None]},
+    "a text beyond the structure whose end overflows": {"array": [
+        {"fields": [["a", "|V1", [], 4], ["b", "<U2", [], 2**31 - 1]], "size": 29,
+         "aligned": True}, [1], None]},
     "long double": {"array": ["<f16", [1], None]},
     "a dtype with a comma": {"array": ["i4,O", [1], None]},
     "a dtype without a size": {"array": ["<U0", [10**9], None]},

@@ -134,7 +134,8 @@ def numpy_dtype(raw: Json, depth: int = 0) -> np.dtype[np.generic]:
         if not _NUMPY_TEXT.fullmatch(raw):
             raise MalformedError(f"no numpy dtype {brief(raw)} in a batch file")
         return np.dtype(raw)
-    fields, size, aligned = expect_object(raw, "fields", "size", "aligned")
+    fields, raw_size, aligned = expect_object(raw, "fields", "size", "aligned")
+    size = expect_int(raw_size, low=1, high=2**31 - 1)
     names: list[str] = []
     formats: list[np.dtype[np.generic]] = []
     offsets: list[int] = []
@@ -145,10 +146,16 @@ def numpy_dtype(raw: Json, depth: int = 0) -> np.dtype[np.generic]:
         names.append(expect_text(name))
         dims = checked_shape([expect_int(dim) for dim in expect_list(shape)], inner.itemsize)
         formats.append(np.dtype((inner, dims)) if dims else inner)
-        offsets.append(expect_int(offset, high=2**31))
+        # numpy adds the two as C integers: 2**31 - 1 + 1 is negative, hence within the structure
+        # for its own check, and reading the field would read other memory.
+        if formats[-1].itemsize > size:
+            raise MalformedError(
+                f"a field of {formats[-1].itemsize} bytes in a structure of {size}"
+            )
+        offsets.append(expect_int(offset, high=size - formats[-1].itemsize))
         titles.append(expect_text(title[0]) if title else None)
     # Fields that overlap would make the checks of their items take more time than the file is long.
-    if sum(part.itemsize for part in formats) > expect_int(size):
+    if sum(part.itemsize for part in formats) > size:
         raise MalformedError("the fields of a structure overlap")
     made: np.dtype[np.generic] = np.dtype(
         {
@@ -156,7 +163,7 @@ def numpy_dtype(raw: Json, depth: int = 0) -> np.dtype[np.generic]:
             "formats": formats,
             "offsets": offsets,
             "titles": titles,
-            "itemsize": expect_int(size, low=1, high=2**31 - 1),
+            "itemsize": size,
         },
         align=aligned is True,
     )
