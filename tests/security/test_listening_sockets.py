@@ -167,7 +167,7 @@ def sockets_of_ray() -> list[tuple[str, str, int]]:
     for process in [own, *own.children(recursive=True)]:
         words = " ".join(process.cmdline())
         names = {"gcs_server": "gcs_server", "/raylet ": "raylet", "RuntimeEnvAgent": "agent",
-                 "SocketProbe": "rank"}  # fmt: skip
+                 "ray::": "rank"}  # fmt: skip
         kind = next((name for mark, name in names.items() if mark in words), words[:60])
         for c in process.net_connections("inet"):
             if c.status == psutil.CONN_LISTEN and c.laddr.ip != "127.0.0.1":
