@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from processes import command_line
 from quadriga.errors import CollectiveError
 from quadriga.parallel import distributed
 from quadriga.parallel.distributed import data_parallel_mesh, init_distributed
@@ -165,10 +166,12 @@ def sockets_of_ray() -> list[tuple[str, str, int]]:
     own = psutil.Process()
     found = []
     for process in [own, *own.children(recursive=True)]:
-        words = " ".join(process.cmdline())
+        words = command_line(process)
         names = {"gcs_server": "gcs_server", "/raylet ": "raylet", "RuntimeEnvAgent": "agent",
                  "ray::": "rank"}  # fmt: skip
         kind = next((name for mark, name in names.items() if mark in words), words[:60])
+        if not words:
+            continue
         for c in process.net_connections("inet"):
             if c.status == psutil.CONN_LISTEN and c.laddr.ip != "127.0.0.1":
                 found.append(("driver" if process == own else kind, c.laddr.ip, c.laddr.port))

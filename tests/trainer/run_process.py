@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from processes import command_line
+
 _MARK = "QUADRIGA_TEST_RUN"  # every process inherits this variable, whatever its parent
 
 
@@ -54,7 +56,7 @@ class RunProcess:
         began = time.monotonic()
         while left := self.processes():
             waited = time.monotonic() - began
-            names = [f"{p.pid} {' '.join(p.cmdline())[:80]}" for p in left if p.is_running()]
+            names = [f"{p.pid} {command_line(p)[:80]}" for p in left]
             assert waited < timeout_s, f"left after {waited:.0f} s: {names}"
             time.sleep(0.1)
         return time.monotonic() - began

@@ -268,13 +268,15 @@ def test_an_undeclared_access_is_recorded(accessed, monkeypatch) -> None:
     module = {"__name__": stages.__name__, "fields": fields, "measure": stages.measure_batch}
     exec(
         "def measure_batch(batch):\n"
-        "    batch.batch[fields.VALUES] = batch.batch[fields.ENTROPYS]\n"
+        "    batch.batch[fields.VALUES] = batch.batch[fields.ROLLOUT_LOG_PROBS]\n"
         "    return measure(batch)\n",
         module,
     )
     monkeypatch.setattr(stages, "measure_batch", module["measure_batch"])
     _, access = accessed()
-    assert access.reads["measure_batch"] - set(dataflow.MEASURE_BATCH.reads) == {fields.ENTROPYS}
+    assert access.reads["measure_batch"] - set(dataflow.MEASURE_BATCH.reads) == {
+        fields.ROLLOUT_LOG_PROBS
+    }
     assert access.writes["measure_batch"] == {fields.VALUES}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
+from processes import command_line
 from quadriga.config.loading import load_config
 from quadriga.config.schema import SFTConfig, TrainConfig
 from quadriga.errors import RewardError
@@ -25,7 +26,7 @@ def fail(**_):
 
 def pool_processes() -> list[psutil.Process]:
     own = psutil.Process().children(recursive=True)
-    return [p for p in own if "quadriga.rewards.pool_worker" in p.cmdline()]
+    return [p for p in own if "quadriga.rewards.pool_worker" in command_line(p)]
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from quadriga.errors import ConfigError
 from quadriga.single_controller import Worker
-from quadriga.trainer.run import groups
+from quadriga.trainer.run import role_workers
 from quadriga.workers import ActorRolloutRefWorker
 
 TURNS = "actor_rollout_ref.rollout.take_turns"
@@ -62,9 +62,9 @@ def test_a_worker_class_that_cannot_switch_is_refused(train_overrides) -> None:
     left_out = {"rollout_mode", "trainer_mode", "__dict__", "__weakref__"}
     methods = {k: v for k, v in vars(ActorRolloutRefWorker).items() if k not in left_out}
     Fixed = type("Fixed", (Worker,), methods)
-    mapping = {Role.ActorRollout: Fixed}
+    workers, mapping = {"actor_rollout": ["actor", "rollout"]}, {Role.ActorRollout: Fixed}
     config = load_config(TrainConfig, train_overrides)
-    groups.role_classes(config, Role.ActorRollout, 1, mapping)
+    role_workers.worker_classes(config, workers, 1, mapping)
     config = load_config(TrainConfig, [*train_overrides, f"{TURNS}=true"])
     with pytest.raises(ConfigError, match="calls rollout_mode, trainer_mode, but Fixed has no"):
-        groups.role_classes(config, Role.ActorRollout, 1, mapping)
+        role_workers.worker_classes(config, workers, 1, mapping)
