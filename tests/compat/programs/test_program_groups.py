@@ -26,6 +26,8 @@ from verl.single_controller.ray import (
 )
 from verl.single_controller.ray.base import func_generator
 
+from quadriga.backends.ray import Nsight
+from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
 from quadriga.errors import CallTimeoutError
 
 
@@ -243,3 +245,19 @@ def test_two_groups_on_parts_of_a_pool(cluster):
     for group in groups:
         group.shutdown()
     pool.release()
+
+
+def test_a_profiled_group_with_gpus_runs_under_nsys(cluster, monkeypatch):
+    taken = []
+    monkeypatch.setattr(
+        QuadrigaRayWorkerGroup, "__init__", lambda self, *args, **options: taken.append(options)
+    )
+    options = {"trace": "cuda,nvtx", "capture-range": "cudaProfilerApi", "capture-range-end": None}
+    held = RayClassWithInitArgs(ray.remote(Calculator))
+    for use_gpu, steps in ((True, [1, 5]), (False, [1, 5]), (True, None)):
+        pool = RayResourcePool([1], use_gpu=use_gpu)
+        RayWorkerGroup(
+            pool, held, use_gpu=use_gpu, profile_steps=steps, worker_nsight_options=options
+        )
+    flags = {**options, "capture-range-end": "repeat-shutdown:12"}
+    assert taken == [{"profiler": Nsight(flags)}, {}, {}]

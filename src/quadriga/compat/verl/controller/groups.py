@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +15,7 @@ from quadriga.backends.ray.calls.values import submit_values
 from quadriga.backends.ray.cluster import ensure_ray
 from quadriga.backends.ray.placement.class_with_args import RayColocatedClass
 from quadriga.backends.ray.process.attach import classes_of
+from quadriga.backends.ray.process.profiling import Nsight
 from quadriga.backends.ray.programs import actor_method, stored
 from quadriga.compat.verl.controller import decorator
 from quadriga.compat.verl.controller.binding import ModeOfMethod, WorkerGroup, mode_of
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 WorkerT = TypeVar("WorkerT")
 
-IGNORED_OPTIONS = ("profile_steps", "worker_nsight_options", "master_addr")
+IGNORED_OPTIONS = ("master_addr",)
 _EXECUTE_FUNCTIONS = (
     "execute_all",
     "execute_all_async",
@@ -55,9 +56,9 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
     execute function. A method with `blocking=False` returns what its collect function makes of the
     references: a list of them, or a `DataProtoFuture` for modes that join batches.
 
-    `master_port` asks rank 0 to use that port. `use_gpu` must agree with the pool. `profile_steps`,
-    `worker_nsight_options`, `master_addr` and `ray_wait_register_center_timeout` are accepted and
-    ignored.
+    `master_port` asks rank 0 to use that port. `use_gpu` must agree with the pool. With
+    `profile_steps`, ranks with a GPU run under `nsys` with the flags `worker_nsight_options`.
+    `master_addr` and `ray_wait_register_center_timeout` are accepted and ignored.
     """
 
     def __init__(
@@ -80,6 +81,10 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
             raise DispatchError(
                 f"use_gpu=True, but {resource_pool!r} was made with use_gpu=False. Make both equal."
             )
+        steps = kwargs.pop("profile_steps", None)
+        nsight_options = kwargs.pop("worker_nsight_options", None)
+        if steps and nsight_options and self.use_gpu:
+            kwargs["profiler"] = nsight_of(nsight_options, len(steps))
         # Rank 0 chooses a port of a range; a range of one port fixes it.
         port = kwargs.pop("master_port", None)
         if port is not None:
@@ -326,3 +331,15 @@ def check_workers_alive(
         time.sleep(gap_time)
     if threading.main_thread().is_alive():
         _thread.interrupt_main()
+
+
+def nsight_of(options: Mapping[str, object], steps: int) -> Nsight:
+    """Return verl's `worker_nsight_options` for a run that profiles `steps` steps.
+
+    The capture ends with its sixth range of a step, verl's number of profiled methods, unless
+    `capture-range-end` is given.
+    """
+    flags = {name: str(value) for name, value in options.items() if value is not None}
+    if "capture-range" in flags:
+        flags.setdefault("capture-range-end", f"repeat-shutdown:{6 * steps}")
+    return Nsight(flags)
