@@ -22,6 +22,7 @@ from quadriga.backends.ray import (
     merge_resource_pool,
     split_resource_pool,
 )
+from quadriga.backends.ray.placement.placement_groups import NodeResources
 from quadriga.errors import (
     ConfigError,
     DispatchError,
@@ -32,6 +33,14 @@ from quadriga.errors import (
 from quadriga.single_controller import Dispatch, Execute, ResourcePool
 
 HERE = Path(__file__).parent
+
+
+def test_a_pool_asks_for_gpus_if_a_node_has_any(ray_backend, monkeypatch):
+    """The controller's machine does not decide: a head node often has no GPU."""
+    assert not ray_backend.resource_pool([1], use_gpu=None).use_gpu
+    node = NodeResources("10.0.0.2", {"CPU": 4.0, "GPU": 2.0})
+    monkeypatch.setattr("quadriga.backends.ray.backend.alive_nodes", lambda: [node])
+    assert ray_backend.resource_pool([1], use_gpu=None).use_gpu
 
 
 def test_split_twice_and_merge(pool):

@@ -116,6 +116,14 @@ def test_overrides_of_the_command_line_win_and_may_add_keys(file):
     assert translation.config.trainer.val_before_train is False
 
 
+def test_settings_of_a_critic_that_the_estimator_does_not_need_are_listed(file):
+    chosen = ["critic.optim.lr=1e-3", "algorithm.adv_estimator=grpo"]
+    told = read_verl(TrainConfig, TRAIN, file, chosen)
+    assert "  critic.optim.lr=0.001 (the estimator reads no values)" in told.report().splitlines()
+    told = read_verl(TrainConfig, TRAIN, file, [chosen[0], "algorithm.adv_estimator=gae"])
+    assert "no values" not in told.report() and told.config.critic.optim.lr == 1e-3
+
+
 def test_what_is_ignored_is_listed(file):
     chosen = "actor_rollout_ref.rollout.gpu_memory_utilization"
     translation = read_verl(

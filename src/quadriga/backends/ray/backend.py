@@ -69,9 +69,14 @@ class RayBackend(RayCallBackend):
         """Return a `RayResourcePool`, which `shutdown` releases.
 
         It is for one group unless `max_colocate_count` says otherwise. `name`: its name in
-        messages. `options`: further arguments of `RayResourcePool`.
+        messages. `options`: further arguments of `RayResourcePool`, and `use_gpu=None`, which asks
+        for GPUs if a node of the cluster has any. The node of the controller may have none.
         """
         options.setdefault("max_colocate_count", 1)
+        if options.get("use_gpu", True) is None:
+            options["use_gpu"] = any(
+                node.resources.get(kind, 0) > 0 for node in alive_nodes() for kind in ("GPU", "NPU")
+            )
         pool = RayResourcePool(process_on_nodes, **options)
         pool.label = name or pool.label
         self._pools.append(pool)

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from quadriga.algorithms.advantages import get_advantage
 from quadriga.backends import get_backend
 from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
 from quadriga.backends.ray.cluster import ensure_ray
@@ -27,9 +28,8 @@ from quadriga.compat.verl.controller.groups import RayWorkerGroup
 from quadriga.compat.verl.controller.pools import ResourcePoolManager
 from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
 from quadriga.config.verl.settings import plain_values, translate
-from quadriga.config.verl.table import GENERATE, SFT, TRAIN, Row
+from quadriga.config.verl.table import ESTIMATOR, GENERATE, SFT, TRAIN, Row
 from quadriga.errors import ConfigError
-from quadriga.parallel.device import get_device_name
 from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import Worker
 from quadriga.single_controller.ranks.class_with_args import plain_class
@@ -37,6 +37,7 @@ from quadriga.trainer.placement import ResourcePoolManager as QuadrigaPools
 from quadriga.trainer.placement import Role
 from quadriga.trainer.ppo import RayPPOTrainer as QuadrigaTrainer
 from quadriga.trainer.run.preflight import check_train_config
+from quadriga.trainer.run.role_workers import use_gpu
 from quadriga.trainer.stages import BatchReward
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
 
@@ -133,12 +134,14 @@ class RayPPOTrainer(QuadrigaTrainer):
                 key="ray_worker_group_cls",
             )
         ours = settings_of(config, TrainConfig, TRAIN)
+        # verl's default is "cuda", also where a program runs on CPUs.
+        device = ours.trainer.device if device_name in (None, "cuda") else device_name
         _check_tokenizer(tokenizer, ours)
         check_train_config(ours)
         super().__init__(
             ours,
             role_worker_mapping=worker_classes(role_worker_mapping or {}),
-            resource_pool_manager=_pools(resource_pool_manager, device_name or ours.trainer.device),
+            resource_pool_manager=_pools(resource_pool_manager, device),
             reward_fn=_reward(reward_fn),
         )
 
@@ -246,7 +249,8 @@ def need_reference_policy(config: VerlConfig) -> bool:
 
 def need_critic(config: VerlConfig) -> bool:
     """Return whether the estimator reads values."""
-    return str(setting(setting(config, "algorithm"), "adv_estimator", "gae")) == "gae"
+    name = setting(setting(config, "algorithm"), "adv_estimator", "gae")
+    return get_advantage(str(ESTIMATOR(name))).needs_values
 
 
 def run_sft(config: VerlConfig) -> object:
@@ -283,7 +287,7 @@ def _pools(manager: PoolManager | None, device: str) -> QuadrigaPools | None:
         manager.mapping,
         backend=get_backend("ray"),
         pool_options={
-            "use_gpu": device != "cpu" and get_device_name() != "cpu",
+            "use_gpu": use_gpu(device),
             "max_colocate_count": manager.max_colocate_count,
         },
     )

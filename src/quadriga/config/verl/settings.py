@@ -173,7 +173,11 @@ def translate(
     becomes = []
     left_out = []
     for verl_key, row in table.items():
-        if verl_key not in given or _belongs_to_unused_critic(verl_key, given):
+        if verl_key not in given:
+            continue
+        if _belongs_to_unused_critic(verl_key, given):
+            if verl_key in chosen:
+                left_out.append(f"{verl_key}={given[verl_key]} (the estimator reads no values)")
             continue
         left_out += [f"{verl_key}={part}" for part in row.left_out(given[verl_key])]
         value = row.convert(given[verl_key])

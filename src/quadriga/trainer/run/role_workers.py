@@ -72,14 +72,15 @@ def pool_manager(config: TrainConfig, backend: Backend) -> ResourcePoolManager:
 
 def pool_options(trainer: TrainerConfig | SFTTrainerConfig) -> dict[str, object]:
     """Return the arguments of `Backend.resource_pool` that the settings give."""
-    return {"use_gpu": uses_accelerator(trainer.device), "max_colocate_count": 1}
+    return {"use_gpu": use_gpu(trainer.device), "max_colocate_count": 1}
 
 
-def uses_accelerator(device: str) -> bool:
-    """Return whether each rank needs an accelerator; `device` is a value of `trainer.device`."""
-    from quadriga.parallel.device import get_device_name
+def use_gpu(device: str) -> bool | None:
+    """Return whether each rank needs an accelerator. None: if the cluster has any.
 
-    return (get_device_name() if device == "auto" else device) != "cpu"
+    `device`: a value of `trainer.device`.
+    """
+    return None if device == "auto" else device != "cpu"
 
 
 def uses_by_pool(config: TrainConfig, manager: ResourcePoolManager) -> dict[str, list[str]]:
