@@ -235,7 +235,7 @@ def bad_calls(group, backend):
         "an argument cannot be sent": lambda: group.raise_on(threading.Lock()),
         "around critic.unpicklable, rank 0": lambda: group.unpicklable(),
         "A result of critic.unreadable from rank 0": lambda: group.unreadable(),
-        "An argument of critic.take could not be read by rank 0": lambda: group.take(Unreadable()),
+        "An argument of critic.take could not be read by rank": lambda: group.take(Unreadable()),
         "KeyError in critic.raise_on, rank 1 of 2": lambda: group.raise_on(1),
     }
 
