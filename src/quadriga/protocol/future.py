@@ -47,7 +47,7 @@ class PendingValue(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part `index` of `count` of a batch; `uneven` if the process that split it allows padding."""
+    """Part `index` of `count` of a batch; `uneven`: lengths may differ by one."""
 
     index: int
     count: int
@@ -166,15 +166,16 @@ class DataProtoFuture(Deferred):
             joined = part.of(joined)
         return joined
 
-    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+    def chunk(self, chunks: int, uneven: bool = False) -> list[DataProtoFuture]:
         """Return `chunks` futures, one for each part, without waiting.
 
-        A length that does not divide raises `LengthError` when a part is read, unless padding is
-        enabled in this process or for the batch.
+        A length that does not divide raises `LengthError` when a part is read, unless `uneven` is
+        set or padding is enabled in this process or for the batch.
         """
         if chunks < 1:
             raise LengthError(f"expected at least 1 part to split a batch into, got {chunks}")
-        parts = [Part(i, chunks, DataProtoConfig.auto_padding) for i in range(chunks)]
+        uneven = uneven or DataProtoConfig.auto_padding
+        parts = [Part(i, chunks, uneven) for i in range(chunks)]
         return [
             DataProtoFuture(self.pending, self.collect_fn, (*self.parts, part)) for part in parts
         ]

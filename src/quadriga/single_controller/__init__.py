@@ -19,6 +19,7 @@ from quadriga.lazy import lazy_names
 
 _HOME = {
     "Backend": "backend",
+    "BindingPolicy": "worker_group",
     "BoundMethod": "bound_method",
     "Call": "call",
     "ClassWithInitArgs": "ranks.class_with_args",
@@ -44,6 +45,7 @@ _HOME = {
     "register_dispatch_mode": "dispatch.modes",
     "register_execute_mode": "dispatch.modes",
     "split_resource_pool": "placement.resource_pool",
+    "uneven_dispatch_mode": "dispatch.batch_modes",
     "update_dispatch_mode": "dispatch.modes",
     "update_execute_mode": "dispatch.modes",
     "with_hooks": "hooks",
@@ -58,6 +60,9 @@ if TYPE_CHECKING:
     from quadriga.single_controller.call import GroupView as GroupView
     from quadriga.single_controller.dispatch.batch_modes import (
         make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
+    )
+    from quadriga.single_controller.dispatch.batch_modes import (
+        uneven_dispatch_mode as uneven_dispatch_mode,
     )
     from quadriga.single_controller.dispatch.builtin_modes import Dispatch as Dispatch
     from quadriga.single_controller.dispatch.builtin_modes import Execute as Execute
@@ -100,6 +105,7 @@ if TYPE_CHECKING:
         create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
     )
     from quadriga.single_controller.ranks.worker import Worker as Worker
+    from quadriga.single_controller.worker_group import BindingPolicy as BindingPolicy
     from quadriga.single_controller.worker_group import WorkerGroup as WorkerGroup
 else:
     __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -27,6 +27,13 @@ from quadriga.single_controller.verl_names import VerlNames
 from quadriga.single_controller.watch import Watch, forget
 
 MethodFactory = Callable[["WorkerGroup", str, MethodRecord], Callable[..., object]]
+BindingPolicy = Callable[[type, MethodRecord], bool]
+"""`policy(worker_class, record)`: whether a registered method becomes an attribute of the group."""
+
+
+def bind_all(worker_class: type, record: MethodRecord) -> bool:
+    """Bind every registered method."""
+    return True
 
 
 class WorkerGroup(VerlNames):
@@ -41,37 +48,49 @@ class WorkerGroup(VerlNames):
         role: The role whose methods get plain names. None: all roles, each as a prefix.
         method_factory: `method_factory(group, role, record)` returns the attribute for a method,
             in place of a `BoundMethod`; for example with code before and after each call.
+        binding: `binding(worker_class, record)` says whether a method becomes an attribute. A
+            method that does not can still be called by its name (`call_all`).
     """
 
     def __init__(
-        self, ranks: RankSet, role: str | None = None, method_factory: MethodFactory = BoundMethod
+        self,
+        ranks: RankSet,
+        role: str | None = None,
+        method_factory: MethodFactory = BoundMethod,
+        binding: BindingPolicy = bind_all,
     ) -> None:
         self._ranks = ranks
         self._role = role
         self._method_factory = method_factory
+        self._binding = binding
         self._views: dict[str, WorkerGroup] = {}
         self._bind()
 
     def _bind(self) -> None:
         """Make each registered method an attribute."""
-        self._offered = self._bound_names(self._ranks.roles, self._role)
+        self._offered = self._bound_names(self._ranks.roles, self._role, self._binding)
         for offered, (role, name) in self._offered.items():
             record = registered_methods(self._ranks.roles[role])[name]
             self.__dict__[offered] = self._method_factory(self, role, record)
 
     @classmethod
     def _bound_names(
-        cls, roles: Mapping[str, type], role: str | None = None
+        cls,
+        roles: Mapping[str, type],
+        role: str | None = None,
+        binding: BindingPolicy = bind_all,
     ) -> dict[str, tuple[str, str]]:
         """Return the names that a group of these worker classes offers, as name → (role, method).
 
-        `role` as in `__init__`. Backends call this before they start a process. Raises
-        `DispatchError` for a method with the name of an attribute of the group.
+        `role` and `binding` as in `__init__`. Backends call this before they start a process.
+        Raises `DispatchError` for a method with the name of an attribute of the group.
         """
         names: dict[str, tuple[str, str]] = {}
         for each in roles if role is None else (role,):
             prefix = f"{each}_" if role is None else ""
-            for name in registered_methods(roles[each]):
+            for name, record in registered_methods(roles[each]).items():
+                if not binding(roles[each], record):
+                    continue
                 for offered in (prefix + name, name):  # `name` in the view of the role
                     if hasattr(cls, offered):
                         raise DispatchError(
@@ -86,6 +105,13 @@ class WorkerGroup(VerlNames):
         if name.startswith("__") or "_offered" not in self.__dict__:
             raise AttributeError(name)
         reraise_in_property(self, name)
+        if self._left_out(name):
+            raise UnregisteredMethodError(
+                f"{self} has no attribute {name!r}: its binding policy leaves this registered "
+                f"method out. Call it by name, call_all({name!r}, …), or change the policy.",
+                method=name,
+                known=sorted(self._offered),
+            )
         known = sorted(n for n in self._offered if not n.startswith("_"))
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
@@ -95,6 +121,15 @@ class WorkerGroup(VerlNames):
             method=name,
             known=known,
         )
+
+    def _left_out(self, name: str) -> bool:
+        """Return whether the binding policy left a registered method of this name out."""
+        for role in self.roles if self._role is None else (self._role,):
+            prefix = f"{role}_" if self._role is None else ""
+            methods = registered_methods(self.class_of(role))
+            if name.startswith(prefix) and name.removeprefix(prefix) in methods:
+                return True
+        return False
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # a group names processes, and a copy would name the same ones
@@ -164,7 +199,7 @@ class WorkerGroup(VerlNames):
             # Attributes of a subclass (its pool, its ports) belong to the view too.
             own = {k: v for k, v in self.__dict__.items() if k not in self._offered}
             view.__dict__.update(own)
-            WorkerGroup.__init__(view, self._ranks, role, self._method_factory)
+            WorkerGroup.__init__(view, self._ranks, role, self._method_factory, self._binding)
             self._views[role] = view
         return self._views[role]
 

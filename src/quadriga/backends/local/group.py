@@ -22,7 +22,12 @@ from quadriga.single_controller.ranks.environment import (
     variables_of_rank,
 )
 from quadriga.single_controller.ranks.rank_host import RankHost
-from quadriga.single_controller.worker_group import MethodFactory, WorkerGroup
+from quadriga.single_controller.worker_group import (
+    BindingPolicy,
+    MethodFactory,
+    WorkerGroup,
+    bind_all,
+)
 
 MACHINE_OPTIONS = (
     "bin_pack", "device_name", "master_port_range", "namespace", "register_center", "start_timeout",
@@ -46,6 +51,7 @@ class LocalWorkerGroup(WorkerGroup):
         detached: bool = False,
         sharing_with: WorkerGroup | None = None,
         method_factory: MethodFactory = BoundMethod,
+        binding: BindingPolicy = bind_all,
         **machine_options: object,
     ) -> None:
         """Args:
@@ -60,6 +66,7 @@ class LocalWorkerGroup(WorkerGroup):
         detached: must be False.
         sharing_with: another group, whose bundles are used instead of a pool's.
         method_factory: makes the group's methods.
+        binding: which registered methods become attributes of the group.
         machine_options: `MACHINE_OPTIONS`, so that a program may run on either backend.
 
         Raises `PlacementError` for `detached=True` or a pool of another backend, `ConfigError` for
@@ -75,7 +82,7 @@ class LocalWorkerGroup(WorkerGroup):
             classes = {role: cls_with_init}
         role_classes = roles_of({name: member.cls for name, member in classes.items()})
         single = None if cls_with_init.shares_process else next(iter(classes))
-        self._bound_names(role_classes, single)  # raises before anything is built
+        self._bound_names(role_classes, single, binding)  # raises before anything is built
         self._ports: list[ReservedPort] = []
         places = self._places(local, prefix)
         variables = [variables_of_rank(worker_env, p.rank, p.world_size) for p in places]
@@ -84,7 +91,7 @@ class LocalWorkerGroup(WorkerGroup):
             for place, own in zip(places, variables, strict=True)
         ]
         ranks = RankSet(backend, handles, role_classes, prefix, timeout)
-        super().__init__(ranks, single, method_factory)
+        super().__init__(ranks, single, method_factory, binding)
 
     def _places(self, local: Sequence[tuple[int, int]], prefix: str) -> list[RankEnvironment]:
         port = LOCAL_PORT
@@ -118,7 +125,7 @@ def _check_options(given: Mapping[str, object], detached: bool) -> None:
         if name not in MACHINE_OPTIONS:
             raise ConfigError(
                 f"A local group has no option {name!r}. It takes name_prefix, role, worker_env, "
-                f"timeout, sharing_with, method_factory, and without effect "
+                f"timeout, sharing_with, method_factory, binding, and without effect "
                 f"{', '.join(MACHINE_OPTIONS)}.",
                 key=name,
             )

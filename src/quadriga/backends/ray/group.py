@@ -40,7 +40,12 @@ from quadriga.single_controller.ranks.environment import (
     WorkerEnv,
     variables_of_rank,
 )
-from quadriga.single_controller.worker_group import MethodFactory, WorkerGroup
+from quadriga.single_controller.worker_group import (
+    BindingPolicy,
+    MethodFactory,
+    WorkerGroup,
+    bind_all,
+)
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import RankActor
@@ -73,6 +78,7 @@ class RayWorkerGroup(WorkerGroup):
         master_port_range: (first, last + 1), where rank 0 may reserve its port, for firewalls.
         backend: the backend that started the group, with the store of large fields.
         method_factory: makes the group's methods.
+        binding: which registered methods become attributes of the group.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class RayWorkerGroup(WorkerGroup):
         master_port_range: Sequence[int] | None = None,
         backend: RayCallBackend | None = None,
         method_factory: MethodFactory = BoundMethod,
+        binding: BindingPolicy = bind_all,
     ) -> None:
         refuse_ray_client()
         backend = backend or RayCallBackend()
@@ -106,7 +113,7 @@ class RayWorkerGroup(WorkerGroup):
         cls = ray_cls_with_init
         roles = cls.roles if role is None or cls.shares_process else {role: cls}
         single = None if cls.shares_process else next(iter(roles))
-        self._bound_names(class_roles(roles), single)  # raises before anything is started
+        self._bound_names(class_roles(roles), single, binding)  # raises before anything is started
         self.resource_pool = resource_pool
         existing = worker_names is not None or worker_handles is not None
         check_profiler(profiler, coroutine_methods(class_roles(roles)), existing)
@@ -133,7 +140,7 @@ class RayWorkerGroup(WorkerGroup):
                 self.register_center = start_register_center(prefix, facts, detached, namespace)
         serve_rows(backend.store, {handle.facts.node_id for handle in handles})
         ranks = RankSet(backend, handles, class_roles(roles), prefix, timeout)
-        super().__init__(ranks, single, method_factory)
+        super().__init__(ranks, single, method_factory, binding)
 
     @classmethod
     def from_detached(

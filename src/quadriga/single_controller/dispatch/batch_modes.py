@@ -59,10 +59,34 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> ModeFunctions:
     }
 
 
+def uneven_dispatch_mode(mesh_name: str | None = None) -> ModeFunctions:
+    """Return a dispatch mode that splits any number of rows without padding.
+
+    For `@register(dispatch_mode=...)`, as `DP_COMPUTE_PROTO`, or as the mode of a mesh. 5 rows are
+    split into parts of 3 and 2 rows for two ranks, of 2, 1, 1 and 1 for four; with fewer rows than
+    parts the last parts are empty. The ranks must not run collectives whose number depends on the
+    number of their rows. A batch with padding enabled is padded as in other modes.
+    """
+    if mesh_name is None:
+        return {"dispatch_fn": dispatch_uneven_batches, "collect_fn": collect_joined}
+    return {
+        "dispatch_fn": partial(dispatch_uneven_by_mesh, mesh_name),
+        "collect_fn": partial(collect_by_mesh, mesh_name),
+    }
+
+
 def dispatch_by_mesh(mesh_name: str, view: GroupView, *args: object, **kwargs: object) -> Split:
     """Split every batch by data-parallel rank. Every rank receives any other argument whole."""
     view.collect_info(mesh_name)  # the view must know it before a future with the view is pickled
     return split_by_part(view, view.dispatch_info(mesh_name), args, kwargs)
+
+
+def dispatch_uneven_by_mesh(
+    mesh_name: str, view: GroupView, *args: object, **kwargs: object
+) -> Split:
+    """Split as `dispatch_by_mesh` does, but into parts whose lengths may differ by one."""
+    view.collect_info(mesh_name)
+    return split_by_part(view, view.dispatch_info(mesh_name), args, kwargs, uneven=True)
 
 
 def collect_by_mesh(mesh_name: str, view: GroupView, outputs: object) -> object:
@@ -73,12 +97,16 @@ def collect_by_mesh(mesh_name: str, view: GroupView, outputs: object) -> object:
 
 
 def split_by_part(
-    view: GroupView, part_of_rank: Sequence[int], args: Arguments, kwargs: KeywordArguments
+    view: GroupView,
+    part_of_rank: Sequence[int],
+    args: Arguments,
+    kwargs: KeywordArguments,
+    uneven: bool = False,
 ) -> Split:
     """Split batches into max(part_of_rank) + 1 parts. Rank r receives part `part_of_rank[r]`."""
     if not args and not kwargs:
         return (), {}
-    split_args, split_kwargs = split_arguments(view, args, kwargs, max(part_of_rank) + 1)
+    split_args, split_kwargs = split_arguments(view, args, kwargs, max(part_of_rank) + 1, uneven)
     # `pieces[part]` is one object for all ranks of a part, which `build_calls` packs once.
     mine = [part_of_rank[rank] for rank in view.ranks]
     return (
@@ -153,6 +181,11 @@ def dispatch_batches(view: GroupView, *args: object, **kwargs: object) -> Split:
     return split_arguments(view, args, kwargs, len(view.ranks))
 
 
+def dispatch_uneven_batches(view: GroupView, *args: object, **kwargs: object) -> Split:
+    """Split as `dispatch_batches` does, but into parts whose lengths may differ by one."""
+    return split_arguments(view, args, kwargs, len(view.ranks), uneven=True)
+
+
 def dispatch_function_and_batches(
     view: GroupView, function: object, *args: object, **kwargs: object
 ) -> Split:
@@ -175,43 +208,55 @@ def collect_joined(view: GroupView, outputs: object) -> object:
 
 
 def split_arguments(
-    view: GroupView, args: Arguments, kwargs: KeywordArguments, parts: int
+    view: GroupView,
+    args: Arguments,
+    kwargs: KeywordArguments,
+    parts: int,
+    uneven: bool = False,
 ) -> Split:
     """Split every batch into `parts` parts of equal length. Repeat any other value.
 
     A batch with padding enabled is filled with copies of its own rows, which `join` removes (see
-    `padding`). Raises `LengthError` if another batch does not divide, or if two batches of the call
-    need different padding.
+    `padding`). Another batch that does not divide is split into parts whose lengths differ by one
+    if `uneven` is set. Raises `LengthError` if it is not set, or if two batches of the call need
+    different padding.
     """
     if not args and not kwargs:
         return (), {}
-    split_args = tuple(_split(view, parts, f"argument {i}", a) for i, a in enumerate(args))
+    split_args = tuple(_split(view, parts, f"argument {i}", a, uneven) for i, a in enumerate(args))
     split_kwargs = {
-        name: _split(view, parts, f"argument {name!r}", a) for name, a in kwargs.items()
+        name: _split(view, parts, f"argument {name!r}", a, uneven) for name, a in kwargs.items()
     }
     return split_args, split_kwargs
 
 
-def _split(view: GroupView, parts: int, where: str, value: object) -> Sequence[object]:
+def _split(
+    view: GroupView, parts: int, where: str, value: object, uneven: bool
+) -> Sequence[object]:
     if not is_batch(value):
         return [value] * parts
     from quadriga.protocol import DataProto, DataProtoFuture
+    from quadriga.protocol.future import Part
 
     if isinstance(value, DataProtoFuture):
         arrived = value.arrived()
         # Parts of a received batch are sent as their own rows, parts of a future as the whole
         # future, of which the rank takes its rows.
-        return (value if arrived is None or len(arrived) % parts else arrived).chunk(parts)
+        if arrived is None or len(arrived) % parts:
+            return value.chunk(parts, uneven)
+        return arrived.chunk(parts)
     if len(value) % parts and isinstance(value, DataProto) and value.is_padding_enabled():
         from quadriga.single_controller.dispatch.padding import add_padding
 
         value = add_padding(view, where, value, parts)
     rows = len(value)
+    if rows % parts and uneven:
+        return [Part(i, parts, uneven).of(value) for i in range(parts)]
     if rows % parts:
         raise LengthError(
             f"{view.method}: {where} has {rows} rows, which do not divide into {parts} equal "
-            f"parts. Pass {rows - rows % parts} or {rows + parts - rows % parts} rows, or enable "
-            "padding (auto_padding=True)."
+            f"parts. Pass {rows - rows % parts} or {rows + parts - rows % parts} rows, enable "
+            "padding (auto_padding=True), or register the method with uneven_dispatch_mode()."
         )
     if isinstance(value, DataProto):
         return list(value.chunk(parts))

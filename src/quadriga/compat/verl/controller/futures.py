@@ -43,9 +43,9 @@ class DataProtoFuture(protocol.DataProtoFuture):
             return protocol.DataProtoFuture.concat(data)
         return DataProtoFuture(protocol.DataProto.concat, data)
 
-    def chunk(self, chunks: int) -> list[protocol.DataProtoFuture]:
+    def chunk(self, chunks: int, uneven: bool = False) -> list[protocol.DataProtoFuture]:
         """Return `chunks` futures, one for each part, without waiting."""
-        return [self._with_parts(part.parts) for part in super().chunk(chunks)]
+        return [self._with_parts(part.parts) for part in super().chunk(chunks, uneven)]
 
     def _with_parts(self, parts: tuple[Any, ...]) -> Self:
         twin = type(self)(self.collect_fn or protocol.DataProto.concat, self.futures)

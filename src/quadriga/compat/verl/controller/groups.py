@@ -30,6 +30,7 @@ from quadriga.single_controller.dispatch.modes import (
     NotGiven,
 )
 from quadriga.single_controller.dispatch.register import registered_methods
+from quadriga.single_controller.worker_group import bind_all
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import RankActor
@@ -155,7 +156,7 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
 
     def _bind(self) -> None:
         """Make each registered method an attribute, through `_bind_worker_method`."""
-        self._offered = self._bound_names(self._ranks.roles, self._role)
+        self._offered = self._bound_names(self._ranks.roles, self._role, self._binding)
         self.method_names = self._bind_worker_method(self._class_to_bind(), library_functor)
         if type(self)._bind_worker_method is RayWorkerGroup._bind_worker_method:
             # A method that is overridden without @register keeps the record of the overridden one.
@@ -163,8 +164,12 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
                 setattr(self, name, self._native(name))
 
     def _class_to_bind(self) -> type:
-        """Return the class of the role, or a class with the methods `<role>_<method>` of all."""
-        if self._role is not None:
+        """Return the class of the role, or a class with the methods that the group offers.
+
+        That is a class with the methods `<role>_<method>` of several roles, or with the methods
+        that a binding policy chose.
+        """
+        if self._role is not None and self._binding is bind_all:
             return self.class_of(self._role)
         members = {
             offered: getattr(self.class_of(role), name)

@@ -1,0 +1,76 @@
+"""Binding policies: which registered methods become attributes of a group."""
+
+from __future__ import annotations
+
+import pytest
+
+from quadriga.errors import DispatchError, UnregisteredMethodError
+from quadriga.single_controller import Dispatch, Worker, register
+
+
+def hidden(function):
+    """Flag a method that programs do not call."""
+    function.hidden = True
+    return function
+
+
+class Counter(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def count(self):
+        return self._internal_step()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def _internal_step(self):
+        return self.rank + 1
+
+    @hidden
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reset(self):
+        return "reset"
+
+
+def no_internals(worker_class, record):
+    return not record.name.startswith("_internal")
+
+
+def no_flagged(worker_class, record):
+    return not getattr(getattr(worker_class, record.name), "hidden", False)
+
+
+@pytest.mark.parametrize(
+    ("policy", "bound", "left_out"),
+    [(no_internals, ["count", "reset"], "_internal_step"), (no_flagged, ["count"], "reset")],
+)
+def test_a_policy_chooses_by_name_or_by_a_flag_of_the_method(start, policy, bound, left_out):
+    group = start(Counter, 2, binding=policy)
+    for name in bound:
+        assert callable(getattr(group, name))
+    assert group.count() == [1, 2]  # a worker calls its own methods as before
+    assert not hasattr(group, left_out)
+    with pytest.raises(UnregisteredMethodError, match="its binding policy leaves this registered"):
+        getattr(group, left_out)()
+    assert len(group.call_all(left_out)) == 2  # by name, every method can be called
+
+
+def test_the_views_of_the_roles_have_the_policy_of_the_group(start, backend):
+    roles = {"a": backend.class_with_args(Counter), "b": backend.class_with_args(Counter)}
+    group = start(None, 2, roles=roles, binding=no_flagged)
+    assert group.a_count() == group.spawn(["b"])["b"].count() == [1, 2]
+    assert not hasattr(group, "a_reset") and not hasattr(group.spawn(["b"])["b"], "reset")
+    with pytest.raises(UnregisteredMethodError, match="its binding policy"):
+        group.b_reset()
+    with pytest.raises(UnregisteredMethodError, match="has no registered method 'b_rest'"):
+        group.b_rest()
+
+
+def test_a_method_that_is_left_out_may_have_the_name_of_an_attribute_of_the_group(start):
+    class Named(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def roles(self):
+            return "a method"
+
+    with pytest.raises(DispatchError, match="has 'roles' itself"):
+        start(Named, 1)
+    group = start(Named, 1, binding=lambda worker_class, record: record.name != "roles")
+    assert group.roles == ("Named",)
+    assert group.call_all("roles") == ["a method"]
