@@ -154,6 +154,8 @@ def test_backends_by_name(monkeypatch):
     monkeypatch.setattr("quadriga.backends.BACKENDS", dict(BACKENDS))
     with pytest.raises(UnknownNameError, match="Did you mean 'local'"):
         get_backend("locl")
+    with pytest.raises(ConfigError, match=r"get_backend\('local'\): got an unexpected .*'store'"):
+        get_backend("local", store="rows")
     register_backend("mine", "quadriga.backends.local.backend:LocalBackend")
     assert get_backend("mine").name == "local"
 

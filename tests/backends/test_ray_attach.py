@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+
+import psutil
 import pytest
 import ray
 from worker_cases import Adder, Faulty, group_on
@@ -14,8 +18,15 @@ from quadriga.backends.ray import (
     split_resource_pool,
 )
 from quadriga.backends.ray.placement import placement_groups
-from quadriga.backends.ray.process import start
-from quadriga.errors import CallTimeoutError, ConfigError, PlacementError
+from quadriga.backends.ray.process import register_center, start
+from quadriga.backends.ray.process.register_center import join_register_center
+from quadriga.errors import (
+    CallTimeoutError,
+    ConfigError,
+    DispatchError,
+    PlacementError,
+    WorkerDiedError,
+)
 
 
 def test_attaching_to_a_busy_rank_says_so(pool, monkeypatch):
@@ -30,6 +41,35 @@ def test_attaching_to_a_busy_rank_says_so(pool, monkeypatch):
         RayClassWithInitArgs(Adder)(sharing_with=group.workers[2])
     assert not busy.done()
     group.shutdown()
+
+
+def test_an_option_that_only_a_start_reads_is_refused(pool):
+    group = group_on(pool, Adder, 1)
+    attached = {"worker_handles": group.workers, "ray_cls_with_init": RayClassWithInitArgs(Adder)}
+    with pytest.raises(DispatchError, match="worker_env, register_center has no effect"):
+        RayWorkerGroup.from_detached(worker_env={"A": "1"}, register_center=True, **attached)
+
+
+def test_errors_of_the_register_center(ray_backend, monkeypatch):
+    monkeypatch.setattr(register_center, "JOIN_TIMEOUT_S", 0.5)
+    name = "joined_register_center"
+    with pytest.raises(CallTimeoutError, match=r"rank 1 of 2 found no actor 'joined_reg"):
+        join_register_center(name, 1, 2)
+    first = join_register_center(name, 0, 2)
+    with pytest.raises(PlacementError, match=r"exists already: .* prefix 'joined'"):
+        join_register_center(name, 0, 2)
+    ray.get(first.center.get_rank_zero_info.remote(), timeout=30)  # it has started
+    stopped = psutil.Process(
+        ray.get(first.center.__ray_call__.remote(lambda actor: os.getpid()), timeout=30)
+    )
+    stopped.suspend()
+    with pytest.raises(CallTimeoutError, match="did not answer rank 1 of 2 within 0 s"):
+        join_register_center(name, 1, 2)
+    stopped.kill()
+    with pytest.raises(WorkerDiedError, match="has ended before rank 1 of 2 joined"):
+        while True:
+            with contextlib.suppress(CallTimeoutError):  # until Ray knows of the death
+                join_register_center(name, 1, 2)
 
 
 @pytest.mark.parametrize("option", ["max_restarts", "max_task_retries"])

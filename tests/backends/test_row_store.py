@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -88,6 +89,18 @@ def test_ranks_that_read_each_others_rows_at_the_same_time_do_not_wait_for_each_
     found = near.read(data, ["one", "two", "rag"])
     assert [row for first, _ in found for row in first] == [7, 0, 6, 1, 5, 2, 4, 3]
     assert all(cut_bytes > 0 for _, cut_bytes in found)
+
+
+def test_a_cluster_of_one_node_that_grows_is_noticed(monkeypatch):
+    nodes = [SimpleNamespace(alive=True)]
+    monkeypatch.setattr(row_store, "cluster_nodes", lambda: nodes)
+    monkeypatch.setattr(row_store, "this_node", lambda: "first")
+    store = RowStore()
+    assert store.node() == ""
+    nodes.append(SimpleNamespace(alive=True))
+    assert store.node() == ""  # the nodes are not counted at every call
+    monkeypatch.setattr(row_store, "LOOK_S", 0.0)
+    assert store.node() == "first"
 
 
 def test_a_row_server_that_does_not_answer_is_waited_for_once(near, monkeypatch, caplog):

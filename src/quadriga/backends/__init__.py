@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from typing import TYPE_CHECKING
 
-from quadriga.errors import UnknownNameError
+from quadriga.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from quadriga.single_controller.backend import Backend
 
 BACKENDS = {
@@ -31,7 +34,11 @@ def get_backend(name: str, **options: object) -> Backend:
     """Return a new backend of that name; import its libraries and no others.
 
     `options`: arguments of its class; `get_backend("ray", store="shards")` makes a `RayBackend`
-    that fetches whole shards from other nodes. Raises `UnknownNameError` with the nearest name.
+    that fetches whole shards from other nodes.
+
+    Raises:
+        UnknownNameError: there is no such backend; the nearest name is given.
+        ConfigError: the backend has no such option.
     """
     if name not in BACKENDS:
         near = difflib.get_close_matches(name, BACKENDS, n=1)
@@ -43,5 +50,12 @@ def get_backend(name: str, **options: object) -> Backend:
             nearest=near[0] if near else None,
         )
     module, _, cls = BACKENDS[name].partition(":")
-    backend: Backend = getattr(importlib.import_module(module), cls)(**options)
-    return backend
+    factory: Callable[..., Backend] = getattr(importlib.import_module(module), cls)
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise ConfigError(
+            f"get_backend({name!r}): {error}; its options are {signature}.", key=name
+        ) from error
+    return factory(**options)

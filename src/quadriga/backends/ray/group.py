@@ -118,6 +118,15 @@ class RayWorkerGroup(WorkerGroup):
         existing = worker_names is not None or worker_handles is not None
         check_profiler(profiler, coroutine_methods(class_roles(roles)), existing)
         if existing:
+            given = {
+                "worker_env": worker_env, "sharing_with": sharing_with, "detached": detached,
+                "register_center": register_center, "master_port_range": master_port_range,
+            }  # fmt: skip
+            if unused := [option for option, value in given.items() if value]:
+                raise DispatchError(
+                    f"RayWorkerGroup attaches to ranks that run already, so {', '.join(unused)} "
+                    "has no effect; give it to the group that starts the ranks."
+                )
             handles = _attach(worker_names, worker_handles, namespace)
             prefix = name_prefix or handles[0].facts.group_prefix
         else:

@@ -52,6 +52,8 @@ all ranks of its node, so the parts of all of them count:
 """
 ANSWER_S = 60.0
 """How long a row server may take."""
+LOOK_S = 10.0
+"""How long a cluster of one node is taken for one."""
 LOOK_UP_AGAIN_S = 30.0
 """How long a node without a row server is not asked again."""
 THREADS = 4
@@ -135,11 +137,16 @@ class RowStore(RayStore):
         self.near = near
         self.readers = 1
         """How many ranks of this group read on this node."""
-        self._node: str | None = None
+        self._node = ""
+        self._looked = -math.inf  # when the nodes were counted
 
     def node(self) -> str:
-        """Return the id of this node; "" in a cluster of one node, which has no other reader."""
-        if self._node is None:
+        """Return the id of this node; "" in a cluster of one node, which has no other reader.
+
+        Nodes may join, so that a cluster of one node is looked at again after `LOOK_S` seconds.
+        """
+        if not self._node and time.monotonic() - self._looked > LOOK_S:
+            self._looked = time.monotonic()
             alone = sum(node.alive for node in cluster_nodes()) == 1
             self._node = "" if alone and not self.near else this_node()
         return self._node

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from quadriga.backends.ray.cluster import node_address, this_node
-from quadriga.errors import CallTimeoutError
+from quadriga.errors import CallTimeoutError, PlacementError, WorkerDiedError
 from quadriga.single_controller.backend import RankFacts
 from quadriga.single_controller.ranks.environment import ReservedPort
 
@@ -51,14 +52,23 @@ class WorkerGroupRegisterCenter:
 def start_register_center(
     prefix: str, facts: Sequence[RankFacts], detached: bool, namespace: str | None
 ) -> object:
-    """Start the actor `{prefix}_register_center` and return its handle. It takes no CPU."""
+    """Start the actor `{prefix}_register_center` and return its handle. It takes no CPU.
+
+    Raises `PlacementError` if an actor has this name already.
+    """
     options: dict[str, object] = {"name": f"{prefix}_register_center", "num_cpus": 0}
     if detached:
         options["lifetime"] = "detached"
     if namespace is not None:
         options["namespace"] = namespace
     factory = cast("ActorFactory", ray.remote(WorkerGroupRegisterCenter))
-    return factory.options(**options).remote(list(facts))
+    try:
+        return factory.options(**options).remote(list(facts))
+    except ValueError as error:  # Ray's error for a name that is taken
+        raise PlacementError(
+            f"the register center {options['name']!r} exists already: another group has the prefix "
+            f"{prefix!r}. Choose another name_prefix (WG_PREFIX), or end that group"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,11 @@ class Joined:
 def join_register_center(name: str, rank: int, world_size: int) -> Joined:
     """Find rank 0 through the actor `name`, which rank 0 starts.
 
-    Raises `CallTimeoutError` if there is no such actor after `JOIN_TIMEOUT_S` seconds.
+    Raises:
+        CallTimeoutError: there is no such actor, or it does not answer, within `JOIN_TIMEOUT_S`
+            seconds.
+        WorkerDiedError: the actor has ended.
+        PlacementError: rank 0 cannot start the actor, because the name is taken.
     """
     prefix = name.removesuffix("_register_center")
     port = ReservedPort.choose() if rank == 0 else None
@@ -90,7 +104,8 @@ def join_register_center(name: str, rank: int, world_size: int) -> Joined:
     while True:
         try:
             center: Any = ray.get_actor(name)  # a handle has every method of its actor
-            first = ray.get(center.add_rank.remote(mine), timeout=JOIN_TIMEOUT_S)
+            left = max(0.0, expires - time.monotonic())
+            first = ray.get(center.add_rank.remote(mine), timeout=left)
             return Joined(first.master_address, first.master_port, center, None)
         except ValueError as error:  # rank 0 has not started it yet
             if time.monotonic() > expires:
@@ -99,4 +114,14 @@ def join_register_center(name: str, rank: int, world_size: int) -> Joined:
                     f"{JOIN_TIMEOUT_S:.0f} s; start rank 0 of WG_PREFIX={prefix!r}, or set "
                     "MASTER_ADDR and MASTER_PORT"
                 ) from error
+        except GetTimeoutError as error:
+            raise CallTimeoutError(
+                f"the register center {name!r} did not answer rank {rank} of {world_size} within "
+                f"{JOIN_TIMEOUT_S:.0f} s"
+            ) from error
+        except RayActorError as error:
+            raise WorkerDiedError(
+                f"the register center {name!r} has ended before rank {rank} of {world_size} "
+                f"joined; start rank 0 of WG_PREFIX={prefix!r} again"
+            ) from error
         time.sleep(0.1)

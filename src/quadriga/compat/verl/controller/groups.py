@@ -91,6 +91,10 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
         if port is not None:
             kwargs["master_port_range"] = (int(port), int(port) + 1)
         existing = worker_names is not None or worker_handles is not None
+        if existing:  # verl ignores what only a start reads
+            detached = False
+            for option in ("worker_env", "master_port_range"):
+                kwargs.pop(option, None)
         if ray_cls_with_init is None and existing:
             ray_cls_with_init = _class_of_ranks(worker_names, worker_handles, kwargs)
         self.ray_cls_with_init = ray_cls_with_init
