@@ -1,12 +1,18 @@
-"""Micro-batches stay within the budget of computed tokens."""
+"""Micro-batches stay within the budget of computed tokens, and keep prompt groups whole."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from quadriga.engines.micro_batches import plan_micro_batches, select_rows
+from quadriga.engines import micro_batches as planning
+from quadriga.engines.micro_batches import (
+    equal_counts_over_ranks,
+    plan_micro_batches,
+    select_rows,
+)
 from quadriga.parallel.aligned_rows import left_align
+from quadriga.parallel.costs import AttentionCost, CostModel
 from quadriga.parallel.packing import pack_rows
 
 
@@ -31,7 +37,7 @@ def computed_tokens(batch, micro_batches, *, packed: bool) -> list[int]:
 def test_prompt_counts_in_each_micro_batch_that_computes_it():
     batch = rows_of([(0, 800, 100)] * 5)
     micro_batches = plan_micro_batches(batch, size=None, max_tokens=1000, share_prompts=True)
-    assert [rows.tolist() for rows in micro_batches] == [[0, 1], [2, 3], [4]]
+    assert sorted(torch.cat(micro_batches).tolist()) == list(range(5))
     assert computed_tokens(batch, micro_batches, packed=True) == [1000, 1000, 900]
 
 
@@ -70,3 +76,84 @@ def test_row_longer_than_the_budget_is_a_micro_batch_of_its_own():
     for packed in (True, False):
         plan = plan_micro_batches(batch, size=None, max_tokens=10, share_prompts=packed)
         assert sorted(sorted(rows.tolist()) for rows in plan) in ([[0], [1], [2]], [[0, 2], [1]])
+
+
+def groups_of_plan(batch, plan) -> list[int]:
+    """For each prompt of the batch, the number of micro-batches that compute it."""
+    prompts = [{int(batch["input_ids"][row].max()) for row in rows} for rows in plan]
+    return [sum(number in part for part in prompts) for number in sorted(set.union(*prompts))]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_groups_that_fit_are_computed_in_one_micro_batch(seed):
+    random = torch.Generator().manual_seed(seed)
+    rows = [
+        (group, 10, int(torch.randint(1, 8, (1,), generator=random)))
+        for group in range(9)
+        for _ in range(4)
+    ]
+    order = torch.randperm(len(rows), generator=random).tolist()
+    batch = rows_of([rows[i] for i in order])
+    plan = plan_micro_batches(batch, size=None, max_tokens=80, share_prompts=True)
+    assert groups_of_plan(batch, plan) == [1] * 9
+    plan = plan_micro_batches(batch, size=8, max_tokens=1, share_prompts=True)
+    assert groups_of_plan(batch, plan) == [1] * 9 and [len(part) for part in plan] == [8] * 4 + [4]
+
+
+def test_a_group_beyond_the_budget_is_split_into_as_few_parts_as_possible():
+    batch = rows_of([(0, 50, 10)] * 6 + [(1, 5, 10)] * 2)
+    plan = plan_micro_batches(batch, size=None, max_tokens=85, share_prompts=True)
+    assert groups_of_plan(batch, plan) == [2, 1]
+    assert sorted(computed_tokens(batch, plan, packed=True)) == [25, 80, 80]
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "lengths", "computed"),
+    [
+        ([3, 2, 2, 1], 4, [4, 4], [1, 1, 1, 1]),
+        ([3, 3], 4, [3, 3], [1, 1]),
+        # Whole groups would need four micro-batches.
+        ([3, 3, 3, 3], 4, [4, 4, 4], [1, 2, 2, 1]),
+        ([8], 3, [3, 3, 2], [3]),
+    ],
+)
+def test_rows_of_a_fixed_number_need_no_more_micro_batches_than_before(
+    groups, size, lengths, computed
+):
+    batch = rows_of([(group, 4, 2) for group, rows in enumerate(groups) for _ in range(rows)])
+    plan = plan_micro_batches(batch, size=size, max_tokens=1, share_prompts=True)
+    assert sorted(torch.cat(plan).tolist()) == list(range(sum(groups)))
+    assert sorted(map(len, plan), reverse=True) == lengths
+    assert groups_of_plan(batch, plan) == computed
+
+
+def test_micro_batches_have_equal_costs_and_the_most_expensive_one_is_first():
+    """By tokens 60 + 20 and 40 + 40 are equal. By cost, n tokens cost n · (n + 1) / 2."""
+    cost = CostModel(token=0.0, attention=(AttentionCost(1.0),))
+    batch = rows_of([(0, 1, 59), (1, 1, 39), (2, 1, 39), (3, 1, 19)])
+    settings = {"size": None, "max_tokens": 130, "share_prompts": True}
+    by_tokens = plan_micro_batches(batch, **settings)
+    assert sorted(sorted(part.tolist()) for part in by_tokens) == [[0, 3], [1, 2]]
+    # 1830 against 820 + 820 + 210 = 1850.
+    by_cost = plan_micro_batches(batch, **settings, cost=cost)
+    assert [sorted(part.tolist()) for part in by_cost] == [[1, 2, 3], [0]]
+    # A budget of 99 tokens does not allow that.
+    tight = plan_micro_batches(batch, **{**settings, "max_tokens": 99}, cost=cost)
+    assert [sorted(part.tolist()) for part in tight] == [[0, 3], [1, 2]]
+
+
+def test_a_rank_matches_the_micro_batches_of_the_others_if_its_groups_allow_it(monkeypatch):
+    batch = rows_of([(group, 10, 5) for group in range(3) for _ in range(2)])
+
+    def plan(least: int) -> list[torch.Tensor]:
+        return plan_micro_batches(batch, size=None, max_tokens=60, share_prompts=True, least=least)
+
+    def counts(others: int) -> list[int | None]:
+        monkeypatch.setattr(planning, "max_over_ranks", lambda own, device: max(own, others))
+        found = equal_counts_over_ranks(plan, torch.device("cpu"))
+        return [None if rows is None else len(rows) for rows in found]
+
+    assert counts(1) == [6]
+    assert counts(2) == [4, 2]
+    assert counts(3) == [2, 2, 2]
+    assert counts(4) == [2, 2, 2, None]

@@ -4,6 +4,7 @@
 - `fsdp`: the engine over FSDP2. It uses `model_setup` (load and prepare the model), `sharding`
   (apply `fully_shard`), `micro_batches` (which rows go together), `optimizer`, `schedule` and
   `offload` (device memory to host memory and back).
+- `sequence_cost`: what sequences of a model cost, from its config.
 - `token_model`: one forward pass, from rows of tokens to one number for each response token. It
   uses `packed_attention` and `fused_head`.
 

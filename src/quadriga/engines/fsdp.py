@@ -29,6 +29,7 @@ from quadriga.engines.base import Batch, HeadKind, LossFn, Outputs, TrainEngine
 from quadriga.engines.micro_batches import (
     check_fields,
     dummy_batch,
+    equal_counts_over_ranks,
     plan_micro_batches,
     select_rows,
 )
@@ -56,7 +57,6 @@ from quadriga.parallel.distributed import (
     data_parallel_mesh,
     init_distributed,
     local_device,
-    max_over_ranks,
     rank,
     sum_metrics_over_ranks,
     sum_over_ranks,
@@ -229,27 +229,19 @@ class FSDPEngine:
             totals[name] = totals.get(name, 0.0) + float(value)
 
     def _plan(self, batch: Batch, size: int | None) -> list[Tensor | None]:
-        """Return the row indices of each micro-batch. None is a dummy micro-batch.
-
-        All ranks get the same number, at least one, because FSDP's collectives must match.
-        """
-        # Three ranks whose rows make 2, 3 and 0 micro-batches; each forward and backward gathers
-        # the parameters of every unit from all ranks:
-        #
-        #   rank 0   [rows] [rows] None
-        #   rank 1   [rows] [rows] [rows]
-        #   rank 2   None   None   None
+        """Return the row indices of each micro-batch; see `equal_counts_over_ranks`."""
         check_fields(batch)
         if size is None and not self.config.use_dynamic_bsz:
             size = max(len(batch[fields.INPUT_IDS]), 1)
-        micro_batches = plan_micro_batches(
+        plan = partial(
+            plan_micro_batches,
             batch,
             size=size,
             max_tokens=self.config.max_tokens_per_micro_batch,
             share_prompts=self._token_model.packed,
+            cost=self._token_model.cost,
         )
-        count = max_over_ranks(max(len(micro_batches), 1), self.device)
-        return [*micro_batches, *[None] * (count - len(micro_batches))]
+        return equal_counts_over_ranks(plan, self.device)
 
     def _set_last_backward(self, last: bool) -> None:
         """Say whether this backward pass reduces gradients and frees gathered parameters.

@@ -1,18 +1,23 @@
 """Split a rank's rows into micro-batches.
 
 The split changes time and memory, but no gradient (`engines.base.LossFn`). Rows with the same
-prompt are neighbours, so that the packed forward pass computes the prompt once.
+prompt are in one micro-batch where they fit, so that the packed forward pass computes the prompt
+once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from quadriga.engines.base import Batch
 from quadriga.errors import ConfigError, FieldError
+from quadriga.parallel.balancing import token_budget_micro_batches
+from quadriga.parallel.costs import TOKENS, CostModel
+from quadriga.parallel.distributed import max_over_ranks
+from quadriga.parallel.group_partitions import RowCosts, Rows
 from quadriga.parallel.packing import first_row_with_same_prompt
 from quadriga.protocol import fields
 
@@ -30,19 +35,31 @@ def check_fields(batch: Batch) -> None:
 
 
 def plan_micro_batches(
-    batch: Batch, *, size: int | None, max_tokens: int, share_prompts: bool
+    batch: Batch,
+    *,
+    size: int | None,
+    max_tokens: int,
+    share_prompts: bool,
+    cost: CostModel = TOKENS,
+    least: int = 1,
 ) -> list[Tensor]:
-    """Return the row indices of each micro-batch.
+    """Return the row indices of each micro-batch, the most expensive micro-batch first.
 
     Every row with a target is in exactly one micro-batch. Rows whose `response_mask` is all 0
     (prompt groups without an advantage, padding rows) need no computation and are left out.
 
+    With `share_prompts`, rows with the same prompt are in one micro-batch where they fit. If they
+    do not, they are split, and each part computes the prompt again.
+
     Args:
         size: rows of a micro-batch. None: split by tokens.
-        max_tokens: a micro-batch takes rows until the next one would exceed this number of computed
-            tokens. A row that is longer is a micro-batch of its own.
+        max_tokens: a micro-batch has at most this number of computed tokens. A row that is longer
+            is a micro-batch of its own.
         share_prompts: whether the forward pass packs rows and computes equal prompts once.
             Otherwise it pads each row to the longest of its micro-batch.
+        cost: what sequences cost. Micro-batches that are split by tokens have about equal costs.
+        least: make at least this number of micro-batches, if packed rows are split by tokens and no
+            further prompt is computed twice.
 
     Raises:
         ConfigError: `size` or `max_tokens` is below 1.
@@ -57,54 +74,110 @@ def plan_micro_batches(
         return []
     valid = batch[fields.ATTENTION_MASK][rows].bool().cpu()
     if not share_prompts:
-        if size is not None:
-            return list(torch.split(rows, size))
-        length = valid.sum(1)
-        order = torch.argsort(length, descending=True, stable=True)
-        counts = _rows_that_fit_padded(length[order].tolist(), max_tokens)
-        return list(torch.split(rows[order], counts))
+        return _padded_micro_batches(rows, valid.sum(1), size, max_tokens)
     width = valid.shape[1] - batch[fields.RESPONSE_MASK].shape[1]
-    owner = first_row_with_same_prompt(
-        batch[fields.INPUT_IDS][rows, :width].cpu(), valid[:, :width]
-    )
-    order = torch.argsort(owner, stable=True)
-    if size is not None:
-        return list(torch.split(rows[order], size))
-    lengths = zip(
-        owner[order].tolist(),
-        valid[order, :width].sum(1).tolist(),
-        valid[order, width:].sum(1).tolist(),
-        strict=True,
-    )
-    return list(torch.split(rows[order], _rows_that_fit_packed(lengths, max_tokens)))
+    prompts = batch[fields.INPUT_IDS][rows, :width].cpu()
+    owner = first_row_with_same_prompt(prompts, valid[:, :width]).numpy()
+    lengths = valid[:, :width].sum(1).numpy(), valid[:, width:].sum(1).numpy()
+    costs, tokens = (RowCosts.of(model, owner, *lengths) for model in (cost, TOKENS))
+    if size is None:
+        parts = _groups_within_tokens(costs, tokens, max_tokens, least)
+    else:
+        parts = _groups_within_rows(costs, size)
+    # All ranks compute their first micro-batch together, then their second one. Sorted by cost,
+    # micro-batches of about equal cost meet.
+    return [rows[torch.tensor(part)] for part in sorted(parts, key=costs.total, reverse=True)]
 
 
-def _rows_that_fit_packed(rows: Iterable[tuple[int, int, int]], max_tokens: int) -> list[int]:
-    """Return the number of rows of each micro-batch of packed rows.
+def equal_counts_over_ranks(
+    plan: Callable[..., list[Tensor]], device: torch.device
+) -> list[Tensor | None]:
+    """Plan the micro-batches of this rank so that all ranks have the same number, at least one.
 
-    `rows`: (number of the prompt, tokens of the prompt, tokens of the response) of each row, with
-    equal prompts next to each other.
+    FSDP's collectives must match. Waits for: the other ranks, which must call this together.
+
+    Args:
+        plan: returns the micro-batches of this rank, at least `least` of them if it can.
+
+    Returns:
+        The row indices of each micro-batch; None for a dummy micro-batch.
     """
-    # Four rows with the prompts A A A B of 4 tokens, responses of 3, 2, 4 and 1 tokens, and
-    # max_tokens 12. A prompt counts once in each micro-batch that computes it:
+    # Three ranks whose rows make 2, 3 and 0 micro-batches; each forward and backward gathers the
+    # parameters of every unit from all ranks:
     #
-    #   prompt            A        A      A         B
-    #   added tokens    4 + 3      2      4       4 + 1
-    #   sum               7        9   13 > 12: the third row starts a micro-batch with 4 + 4
-    #                                     8     13 > 12: the last row starts a micro-batch with 5
+    #   rank 0   [rows] [rows] [rows]     the rows of two micro-batches, in smaller ones
+    #   rank 1   [rows] [rows] [rows]
+    #   rank 2   None   None   None
     #
-    # Result: 2, 1 and 1 rows of 9, 8 and 5 tokens.
-    counts: list[int] = []
-    tokens, last_prompt = 0, -1
-    for prompt, prompt_tokens, response_tokens in rows:
-        added = response_tokens + (prompt_tokens if prompt != last_prompt else 0)
-        if not counts or tokens + added > max_tokens:
-            counts.append(0)
-            tokens, added = 0, prompt_tokens + response_tokens
-        counts[-1] += 1
-        tokens += added
-        last_prompt = prompt
-    return counts
+    # If rank 0 had two prompt groups only, its third micro-batch would be None: a third one would
+    # compute a prompt twice.
+    micro_batches = plan(least=1)
+    count = max_over_ranks(max(len(micro_batches), 1), device)
+    if len(micro_batches) < count:
+        micro_batches = plan(least=count)
+    return [*micro_batches, *[None] * (count - len(micro_batches))]
+
+
+def _padded_micro_batches(
+    rows: Tensor, length: Tensor, size: int | None, max_tokens: int
+) -> list[Tensor]:
+    if size is not None:
+        return list(torch.split(rows, size))
+    order = torch.argsort(length, descending=True, stable=True)
+    counts = _rows_that_fit_padded(length[order].tolist(), max_tokens)
+    return list(torch.split(rows[order], counts))
+
+
+def _groups_within_tokens(
+    costs: RowCosts, tokens: RowCosts, max_tokens: int, least: int
+) -> list[Rows]:
+    """Put whole prompt groups into micro-batches of at most `max_tokens` computed tokens."""
+    # Four rows with the prompts A A B A of 4 tokens, responses of 3, 2, 1 and 4 tokens, and
+    # max_tokens 12. Group A computes 4 + 3 + 2 + 4 = 13 tokens, so it is split; its responses may
+    # have 12 − 4 = 8 tokens in each part:
+    #
+    #   parts          A 3 + 2     A 4     B 1
+    #   tokens         4 + 5       4 + 4   4 + 1      no two of them have at most 12
+    #
+    # Result: three micro-batches of 9, 8 and 5 tokens.
+    alone: list[Rows] = []
+    units: list[Rows] = []
+    for group in tokens.groups(range(len(tokens))):
+        if tokens.total(group) <= max_tokens:
+            units.append(group)
+            continue
+        fitting = [row for row in group if tokens.total([row]) <= max_tokens]
+        alone += [[row] for row in group if row not in fitting]
+        left = max_tokens - int(tokens.shared[group[0]])
+        for part in token_budget_micro_batches(tokens.own[fitting], left):
+            units.append([fitting[i] for i in part])
+    if not units:
+        return alone
+    chosen = token_budget_micro_batches(
+        [tokens.total(unit) for unit in units],
+        max_tokens,
+        min_batches=min(max(1, least - len(alone)), len(units)),
+        costs=[costs.total(unit) for unit in units],
+    )
+    return alone + [[row for unit in part for row in units[unit]] for part in chosen]
+
+
+def _groups_within_rows(costs: RowCosts, size: int) -> list[Rows]:
+    """Return as few micro-batches of at most `size` rows as there can be.
+
+    Groups stay whole where that needs no more micro-batches.
+    """
+    # Groups of 3, 2, 2 and 1 rows, size 4: {3 1} and {2 2} keep all groups whole. Groups of 3 and 3
+    # rows, size 4: two micro-batches of 3 rows. Three groups of 3, size 4: whole groups need three
+    # micro-batches, and 9 rows do as well. Four groups of 3: whole groups need four, 12 rows need
+    # three, so rows are cut in order: {3 1}, {2 2}, {1 3}.
+    groups = sorted(costs.groups(range(len(costs))), key=costs.total, reverse=True)
+    pieces = [group[i : i + size] for group in groups for i in range(0, len(group), size)]
+    whole = token_budget_micro_batches([len(piece) for piece in pieces], size)
+    if len(whole) <= -(-len(costs) // size):
+        return [[row for piece in part for row in pieces[piece]] for part in whole]
+    in_order = [row for group in groups for row in group]
+    return [in_order[i : i + size] for i in range(0, len(in_order), size)]
 
 
 def _rows_that_fit_padded(lengths: Iterable[int], max_tokens: int) -> list[int]:

@@ -18,6 +18,7 @@ from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES, Batch, He
 from quadriga.engines.fused_head import MIN_FUSED_LOGITS, FusedHead, fusable_layer
 from quadriga.engines.micro_batches import dummy_batch
 from quadriga.engines.packed_attention import supports_packing, use_packed_attention
+from quadriga.engines.sequence_cost import sequence_cost, splits_attention
 from quadriga.errors import ConfigError
 from quadriga.models.linear_full_kl import linear_full_kl
 from quadriga.models.linear_log_prob import linear_log_probs
@@ -77,9 +78,8 @@ class TokenModel:
         self.head = head
         self.device = device
         self.packed = supports_packing(model) if packed is None else packed
-        # The split needs a mask. With a mask, accelerators cannot use their fastest kernel; a CPU
-        # gains from less padding.
-        self.split_attention = device.type == "cpu"
+        self.split_attention = splits_attention(device.type)
+        self.cost = sequence_cost(model.config, head, device.type)
         if self.packed:
             use_packed_attention(model)
         self._fused_head: FusedHead | None = None

@@ -7,7 +7,9 @@
 - `aligned_rows`: rows with their padding at the end, for models that cannot be packed.
 - `targets`: the response tokens whose outputs are needed, for both forms of rows.
 - `balancing`, `initial_partitions`, `exchanges`: partitions and micro-batches of about equal token
-  counts.
+  counts or costs.
+- `costs`: what sequences cost, linear and quadratic in their tokens.
+- `group_partitions`: partitions of whole prompt groups.
 
 May import `errors`, `config`, `protocol`, `algorithms` and `observability`.
 """

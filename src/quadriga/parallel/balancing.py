@@ -95,7 +95,11 @@ def _check(lengths: NDArray[np.float64], k: int, equal_size: bool) -> None:
 
 
 def token_budget_micro_batches(
-    seqlens: LengthsLike, max_tokens: int, min_batches: int = 1
+    seqlens: LengthsLike,
+    max_tokens: int,
+    min_batches: int = 1,
+    *,
+    costs: LengthsLike | None = None,
 ) -> list[list[int]]:
     """Split the indices 0 … n-1 into few micro-batches of at most `max_tokens` tokens each.
 
@@ -107,6 +111,7 @@ def token_budget_micro_batches(
         max_tokens: budget of one micro-batch.
         min_batches: smallest number of micro-batches, at most n. The ranks of a group must have
             the same number: give the largest over the ranks.
+        costs: n costs, which are balanced where the budget allows it; None: the lengths.
 
     Returns:
         Ascending lists of indices, none empty; [] if there are no sequences.
@@ -129,9 +134,10 @@ def token_budget_micro_batches(
         )
     fitted = _first_fit_decreasing(lengths, max_tokens)
     number = max(len(fitted), min_batches)
-    balanced = get_seqlen_balanced_partitions(lengths, number, equal_size=False)
-    if max(lengths[micro_batch].sum() for micro_batch in balanced) <= max_tokens:
-        return balanced
+    for weights in (lengths,) if costs is None else (costs, lengths):
+        balanced = get_seqlen_balanced_partitions(weights, number, equal_size=False)
+        if max(lengths[micro_batch].sum() for micro_batch in balanced) <= max_tokens:
+            return balanced
     # Balancing minimises the spread, not the maximum, so it may exceed the budget by a little.
     # First fit never does. If more micro-batches are required than it made, halve the fullest.
     while len(fitted) < number:
