@@ -30,6 +30,9 @@
         ├── NonFiniteError          NaN or infinity; names the tensor and the row
         └── GroupError              a prompt group is empty or of the wrong size
 
+`LengthError`, `ConflictError` and `MeshError` are AssertionErrors too: verl checks the same by
+`assert`, and programs written for it catch that class.
+
 A message says what was expected, what was received, where, and what to do. Keyword arguments become
 attributes (`error.rank`). Errors are sent between processes, so every error can be pickled, and its
 attributes are pickled with it.
@@ -101,7 +104,7 @@ class ProtocolError(QuadrigaError, ValueError):
     """A batch was built or used incorrectly. Attribute where one field is at fault: `field`."""
 
 
-class LengthError(ProtocolError):
+class LengthError(ProtocolError, AssertionError):
     """Lengths that must agree differ, or a batch does not divide evenly."""
 
 
@@ -112,7 +115,7 @@ class FieldError(ProtocolError, KeyError):
         return str(self.args[0])
 
 
-class ConflictError(ProtocolError):
+class ConflictError(ProtocolError, AssertionError):
     """Two batches hold different values under one key."""
 
 
@@ -128,7 +131,7 @@ class UnregisteredMethodError(DispatchError, AttributeError):
     """The worker class has no registered method of this name. Attributes: `method`, `known`."""
 
 
-class MeshError(DispatchError):
+class MeshError(DispatchError, AssertionError):
     """A mesh is not registered, or is registered twice. Attribute: `mesh_name`."""
 
 

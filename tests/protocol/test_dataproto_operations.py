@@ -78,7 +78,7 @@ def test_concat_merges_meta_info():
         "same": [1, 2],
         "only": 5,
     }
-    with pytest.raises(ConflictError, match=r"meta_info\['same'\].*1 and 2"):
+    with pytest.raises(ConflictError, match=r"meta_info key 'same'.*1 and 2"):
         DataProto.concat([part(same=1), part(same=2)])
     with pytest.raises(FieldError, match="a dict or a list of dicts, got float"):
         DataProto.concat([part(metrics=[0.5])])

@@ -25,7 +25,7 @@ class Reader(Worker):
     [
         ({"MINE": "all"}, ["all", "all", "all"]),
         ([{"MINE": "a"}, {}, {"MINE": "c"}], ["a", None, "c"]),
-        (lambda rank: {"MINE": str(10 * rank), "RANK": "7"}, ["0", "10", "20"]),
+        (lambda rank: {"MINE": str(10 * rank)}, ["0", "10", "20"]),
     ],
     ids=["mapping", "list", "function"],
 )
@@ -40,6 +40,7 @@ def test_variables_of_each_rank(start, worker_env, values):
     [
         ([{}, {}], "worker_env has 2 entries for 3 ranks"),
         ({"MINE": 1}, "worker_env of rank 0: .*'MINE': 1"),
+        ({"WORLD_SIZE": "9"}, "worker_env of rank 0 has WORLD_SIZE, which the worker group sets"),
         (lambda rank: {"MINE": None} if rank == 2 else {}, "worker_env of rank 2"),
     ],
 )

@@ -36,11 +36,19 @@ class AliasModule(ModuleType):
     """A module whose names are defined in other modules.
 
     `sources` maps each name to "module:attribute". The source is imported when the name is read.
+
+    A value that is assigned to a name replaces it for the functions of its module too, as in a
+    module of verl. It replaces only names that are defined for verl's programs: a name of
+    Quadriga's own modules is replaced here and not there.
     """
+
+    _sources: dict[str, str]
+    _replaced: dict[str, object]
 
     def __init__(self, name: str, sources: dict[str, str]) -> None:
         super().__init__(name, f"Quadriga's names under {name}. See quadriga.compat.verl.")
-        self._sources = sources
+        self.__dict__["_sources"] = sources
+        self.__dict__["_replaced"] = {}
         self.__all__ = [public for public in sources if not public.startswith("_")]
 
     def __getattr__(self, name: str) -> object:
@@ -50,10 +58,28 @@ class AliasModule(ModuleType):
                 f"{self.__name__!r} has no {name!r} in Quadriga."
                 f"{advice(f'{self.__name__}.{name}')} It has: {', '.join(sources)}."
             )
-        module, _, attribute = sources[name].partition(":")
-        value: object = getattr(importlib.import_module(module), attribute)
-        setattr(self, name, value)
+        module, attribute = self._source(name)
+        value: object = getattr(module, attribute)
+        self.__dict__[name] = value
         return value
+
+    def _source(self, name: str) -> tuple[ModuleType, str]:
+        """Return the module that defines a name, and the name there."""
+        module, _, attribute = self._sources[name].partition(":")
+        return importlib.import_module(module), attribute
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if self.__dict__["_sources"].get(name, "").startswith(f"{__name__}."):
+            module, attribute = self._source(name)
+            self._replaced.setdefault(name, getattr(module, attribute))
+            setattr(module, attribute, value)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._replaced:  # the end of `unittest.mock.patch`, for example
+            module, attribute = self._source(name)
+            setattr(module, attribute, self._replaced.pop(name))
+        super().__delattr__(name)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._sources})

@@ -330,7 +330,8 @@ def _metric_dicts(value: object, part: int) -> list[Mapping[str, object]]:
 def meta_conflict(key: str, mine: object, other: object, where: str) -> ConflictError:
     """Return the error for a key of `meta_info` with two values."""
     return ConflictError(
-        f"meta_info['{key}'] has different values in {where}: {show(mine)} and {show(other)}",
+        f"Conflicting values for meta_info key '{key}': different values in {where}: {show(mine)} "
+        f"and {show(other)}",
         field=key,
     )
 

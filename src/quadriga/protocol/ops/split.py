@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torch.utils.data import DataLoader
 
@@ -59,6 +60,8 @@ def unfold_column_chunks(contents: Contents, n_split: int, split_keys: Sequence[
 def _split(key: str, value: LocalValue, n_split: int) -> LocalValue:
     if isinstance(value, torch.Tensor) and value.is_nested:
         return _split_jagged(key, value, n_split)
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype == object:
+        return _split_objects(key, value, n_split)
     if isinstance(value, TensorDictBase):
         raise FieldError(f"field '{key}' is a nested TensorDict and has no columns", field=key)
     if len(value.shape) < 2 or value.shape[1] % n_split:
@@ -68,6 +71,30 @@ def _split(key: str, value: LocalValue, n_split: int) -> LocalValue:
             field=key,
         )
     return value.reshape(value.shape[0] * n_split, value.shape[1] // n_split, *value.shape[2:])
+
+
+def _split_objects(key: str, value: NDArray[Any], n_split: int) -> NDArray[Any]:
+    """Split every row, a list, tuple or array, into `n_split` rows of the same type."""
+    pieces: list[object] = []
+    for row, entries in enumerate(value):
+        if not isinstance(entries, list | tuple | np.ndarray) or np.ndim(entries) == 0:
+            raise LengthError(
+                f"row {row} of field '{key}' is a {type(entries).__name__} and has no columns; "
+                "only rows that are lists, tuples or arrays can be split",
+                field=key,
+            )
+        if len(entries) % n_split:
+            raise LengthError(
+                f"row {row} of field '{key}' has {len(entries)} columns, which do not divide into "
+                f"{n_split}",
+                field=key,
+            )
+        size = len(entries) // n_split
+        pieces += [entries[i * size : (i + 1) * size] for i in range(n_split)]
+    # `np.array(pieces)` would make columns of entries of equal length.
+    result = np.empty(len(pieces), dtype=object)
+    result[:] = pieces
+    return result
 
 
 def _split_jagged(key: str, value: torch.Tensor, n_split: int) -> torch.Tensor:

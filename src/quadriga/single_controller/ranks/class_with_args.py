@@ -38,6 +38,16 @@ class ClassWithInitArgs:
         """Whether the class is one worker that builds a worker per role (`FusedWorker`)."""
         return issubclass(self.cls, VerlFusedNames)
 
+    @fused_worker_used.setter
+    def fused_worker_used(self, used: bool) -> None:
+        # Programs written for verl set it. It follows from the class here.
+        if used != self.fused_worker_used:
+            raise DispatchError(
+                f"fused_worker_used={used!r} was set for {self.cls.__name__}, which is "
+                f"{'' if self.fused_worker_used else 'not '}a class of several roles "
+                "(create_colocated_worker_raw_cls). Do not set it."
+            )
+
     def build(self) -> Any:  # an instance of the user's class, which need not be a `Worker`
         """Build the worker in this process."""
         return self.cls(*self.args, **self.kwargs)

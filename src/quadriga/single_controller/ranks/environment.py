@@ -70,6 +70,13 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
         ) from None
 
 
+_OF_GROUPS = frozenset(RankEnvironment(0, 1, 0, 1).variables()) | {
+    "RAY_LOCAL_RANK",
+    "RAY_LOCAL_WORLD_SIZE",
+    "WG_BACKEND",
+}
+"""The variables that a worker group sets."""
+
 WorkerEnv = Mapping[str, str] | Sequence[Mapping[str, str]] | Callable[[int], Mapping[str, str]]
 """The environment variables of a group: the same for all ranks, one mapping per rank, or a function
 of the rank."""
@@ -78,8 +85,8 @@ of the rank."""
 def variables_of_rank(worker_env: WorkerEnv | None, rank: int, world_size: int) -> dict[str, str]:
     """Return the environment variables that a user has set for one rank.
 
-    Raises `ConfigError` for a list of another length, and for a name or a value that is not a
-    string.
+    Raises `ConfigError` for a list of another length, for a name or a value that is not a string,
+    and for a variable that the group sets itself.
     """
     if worker_env is None:
         return {}
@@ -102,6 +109,12 @@ def variables_of_rank(worker_env: WorkerEnv | None, rank: int, world_size: int) 
                 f"{value!r}.",
                 key="worker_env",
             )
+    if own := sorted(_OF_GROUPS & set(variables)):
+        raise ConfigError(
+            f"worker_env of rank {rank} has {', '.join(own)}, which the worker group sets for each "
+            "rank from its place in the group. Remove it; master_port_range chooses the port.",
+            key="worker_env",
+        )
     return dict(variables)
 
 

@@ -217,9 +217,22 @@ class Worker(VerlWorkerNames):
         dispatch_dp_rank: dict[str, int],
         collect_dp_rank: dict[str, bool],
     ) -> None:
-        """Register one mesh from the two dicts that `get_dispatch_collect` returns."""
+        """Register one mesh from the two dicts that `get_dispatch_collect` of a worker returns.
+
+        A worker that has registered one mesh gives its place under any `mesh_name`. Raises
+        `MeshError` if it has registered several and none of them has this name.
+        """
+        source = mesh_name
+        if mesh_name not in dispatch_dp_rank and len(dispatch_dp_rank) == 1:
+            source = next(iter(dispatch_dp_rank))
+        if source not in dispatch_dp_rank or source not in collect_dp_rank:
+            raise MeshError(
+                f"Mesh {mesh_name!r} is not among the registered meshes "
+                f"{sorted(dispatch_dp_rank)}. Pass the dicts of one mesh, or a name of theirs.",
+                mesh_name=mesh_name,
+            )
         self._register_dispatch_collect_info(
-            mesh_name, dispatch_dp_rank[mesh_name], collect_dp_rank[mesh_name]
+            mesh_name, dispatch_dp_rank[source], collect_dp_rank[source]
         )
 
     def _mesh(self, mesh_name: str) -> tuple[int, bool]:
