@@ -15,6 +15,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.ray import RayClassWithInitArgs
 from verl.single_controller.ray.base import create_colocated_worker_raw_cls
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, register_adv_est
+from verl.utils import tensordict_utils
 from verl.utils.ray_utils import parallel_put
 
 from quadriga.algorithms.advantages import ADVANTAGES
@@ -140,3 +141,16 @@ def test_a_fused_class_is_marked_as_one():
     assert held.fused_worker_used
     with pytest.raises(DispatchError, match="Worker, which is not a class of several roles"):
         RayClassWithInitArgs(Worker).fused_worker_used = True
+
+
+def test_the_union_of_tensordicts_with_objects():
+    def rows(*names):
+        return tensordict_utils.get_tensordict(
+            {"x": torch.arange(2), "source": list(names)}, non_tensor_dict={"top_p": 0.8}
+        )
+
+    joined = tensordict_utils.union_tensor_dict(rows("a", "b"), rows("a", "b"))
+    assert list(joined["source"]) == ["a", "b"]
+    assert joined["top_p"] == 0.8
+    with pytest.raises(AssertionError, match="field 'source' has different values"):
+        tensordict_utils.union_tensor_dict(rows("a", "b"), rows("a", "c"))

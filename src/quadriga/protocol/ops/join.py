@@ -76,9 +76,10 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     """
     _check_sizes(tensor_dict1, tensor_dict2)
     known = set(tensor_dict1.keys())
-    for key, value in tensor_dict2.items():
-        if key in known and not operations.same(tensor_dict1[key], value):
-            raise _conflict(key, tensor_dict1[key], value)
+    for key, _ in tensor_dict2.items():
+        # `items` yields the containers of tensordict in place of lists of objects.
+        if key in known and not operations.same(tensor_dict1[key], tensor_dict2[key]):
+            raise _conflict(key, tensor_dict1[key], tensor_dict2[key])
     for key, value in tensor_dict2.items():
         if key not in known:
             tensor_dict1[key] = value
