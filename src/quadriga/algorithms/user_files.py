@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,12 @@ class UserFile:
 
 
 _LOADED: dict[str, UserFile] = {}
+_RUNNING: ContextVar[str | None] = ContextVar("running_user_file", default=None)
+
+
+def running_user_file() -> str | None:
+    """Return the absolute path of the user's file that is being imported, or None."""
+    return _RUNNING.get()
 
 
 def load_user_file(path: str | Path) -> tuple[str, ...]:
@@ -67,6 +74,7 @@ def _run(file: Path, module_name: str) -> None:
         raise InputError(f"`{file}` cannot be imported.", path=str(file))
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
+    running = _RUNNING.set(str(file))
     try:
         with contained():
             spec.loader.exec_module(module)
@@ -79,6 +87,8 @@ def _run(file: Path, module_name: str) -> None:
         raise InputError(
             f"`{file}` raised while it was imported: {describe(error)}", path=str(file)
         ) from error
+    finally:
+        _RUNNING.reset(running)
 
 
 def loaded_user_files() -> tuple[UserFile, ...]:

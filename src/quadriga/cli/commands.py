@@ -67,18 +67,32 @@ def with_settings(
     """Return a command that loads its settings and calls `action`, or only prints them."""
 
     def run(invocation: Invocation) -> None:
-        from quadriga.config.loading import load_config, to_yaml
+        from quadriga.config.loading import to_yaml
 
         if invocation.verl is not None:
             config = translated(settings, invocation)
         else:
-            config = load_config(settings, invocation.overrides, invocation.file)
+            config = load(settings, invocation)
         if invocation.print_config:
             print(to_yaml(config), end="")
         else:
             action(config)
 
     return Command(name, summary, run, settings, writes_files)
+
+
+def load(settings: type[T], invocation: Invocation) -> T:
+    """Return the settings of a command line; those of a training run with the sections of roles
+    that the user's files add."""
+    from quadriga.config.loading import load_config
+
+    if settings is TrainConfig:
+        from quadriga.trainer.roles.settings import load_train_config
+
+        config = load_train_config(invocation.overrides, invocation.file)
+        assert isinstance(config, settings)
+        return config
+    return load_config(settings, invocation.overrides, invocation.file)
 
 
 def translated(settings: type[T], invocation: Invocation) -> T:

@@ -61,10 +61,22 @@ def type_of_key(cls: type, key: str) -> object:
 
 
 def unknown_setting(cls: type, key: str, where: str = "") -> UnknownSettingError:
-    """Return the error for a key that does not exist; its message names the nearest key."""
+    """Return the error for a key that does not exist; its message names the nearest key, else the
+    keys of its section."""
     near = nearest_key(cls, key) if len(key) <= MAX_SHOWN else None
-    hint = f"; did you mean {near}?" if near else "; --help lists every setting"
+    hint = f"; did you mean {near}?" if near else _known_in_section(cls, key)
     return UnknownSettingError(f"{where}no setting {cut(key)}{hint}", key=key, nearest=near)
+
+
+def _known_in_section(cls: type, key: str) -> str:
+    """Return the settings beside a key that does not exist, for a message."""
+    kind: object = cls
+    *sections, _ = key.split(".")
+    for name in sections:
+        kind = field_types(kind).get(name) if is_settings(kind) else None
+    if not sections or not is_settings(kind):
+        return "; --help lists every setting"
+    return f"; section {'.'.join(sections)} has {', '.join(field_types(kind))}"
 
 
 def nearest_key(cls: type, key: str) -> str | None:
@@ -149,7 +161,13 @@ class _Builder:
                 given[name] = self.section(getattr(default, name), value, f"{prefix}{name}.")
             else:
                 given[name] = self.value(kinds[name], value, f"{prefix}{name}")
-        return dataclasses.replace(default, **given)
+        try:
+            return dataclasses.replace(default, **given)
+        except ConfigError:
+            raise
+        except (ValueError, TypeError) as error:  # `__post_init__` of a section of a user
+            name = prefix.rstrip(".")
+            raise ConfigError(f"{self.where}{name}: {error}", key=name) from error
 
     def value(self, kind: object, value: object, key: str) -> object:
         """Return the value of one setting, or raise `ConfigError` if it is not of type `kind`."""

@@ -21,11 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from quadriga.config.convert import build, cut, type_of_key, unknown_setting
 from quadriga.config.reading import check_interpolations, check_override, read_settings_file
+from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import is_secret_name, mask_secrets
 from quadriga.config.setting_types import holds_text, is_free_form, is_settings
 from quadriga.config.writing import Plain, remember_given, to_plain
 from quadriga.config.writing import to_yaml as to_yaml
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, UnknownSettingError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -55,6 +56,32 @@ def load_config(cls: type[T], overrides: Iterable[str] = (), file: str | Path | 
     config = build(cls, _resolve(cls, tree, given))
     remember_given(config, given)
     return config
+
+
+def given_user_files(overrides: Iterable[str], file: str | Path | None = None) -> list[str]:
+    """Return `algorithm.user_files` as a file and overrides give it; [] if they do not.
+
+    These files can add sections of settings, so keys that do not exist are left to `load_config`,
+    which is called when all sections are known.
+
+    Raises:
+        ConfigError: the setting is no list of texts, or an override or the file cannot be read.
+    """
+    tree = OmegaConf.create({} if file is None else read_settings_file(Path(file)))
+    parser = OverridesParser.create()
+    for text in overrides:
+        try:
+            change = _parse(parser, TrainConfig, text)
+            _apply(tree, TrainConfig, change)
+        except UnknownSettingError:
+            continue
+    section = _container(tree).get("algorithm")
+    if not isinstance(section, dict) or "user_files" not in section:
+        return []
+    values = {"user_files": section["user_files"]}
+    if "${" in str(values):  # of the other values only those that it refers to are resolved
+        values = _resolved_at(TrainConfig, tree, "algorithm.user_files")
+    return build(TrainConfig, {"algorithm": values}).algorithm.user_files
 
 
 def _container(tree: DictConfig) -> dict[str, Plain]:
@@ -154,6 +181,22 @@ def _resolve(
         raise ConfigError("cannot resolve a setting: it refers to itself") from None
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def _resolved_at(cls: type[DataclassInstance], tree: DictConfig, key: str) -> dict[str, Plain]:
+    """Return the last part of a key → its value, with each `${key}` in it replaced."""
+    check_interpolations(_container(tree))
+    merged = OmegaConf.merge(OmegaConf.create(to_plain(cls())), tree)
+    name = key.rpartition(".")[2]
+    try:
+        value = OmegaConf.create({name: OmegaConf.select(merged, key)}, parent=merged)
+        plain = OmegaConf.to_container(value, resolve=True)
+    except OmegaConfBaseException as error:
+        raise _unresolved(cls, error) from None
+    except RecursionError:
+        raise ConfigError("cannot resolve a setting: it refers to itself") from None
+    assert isinstance(plain, dict)
+    return {str(name): value for name, value in plain.items()}
 
 
 def _unresolved(cls: type, error: OmegaConfBaseException) -> ConfigError:

@@ -15,7 +15,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from quadriga.config.role_ranks import ROLES, RolePool, num_ranks, role_pools
+from quadriga.config.role_ranks import ROLES, RolePool, num_ranks, role_pools, roles_of
 from quadriga.config.schema import EngineConfig, TrainConfig
 
 
@@ -175,12 +175,14 @@ def batch_plan(
 
 
 def _pools(config: TrainConfig) -> tuple[RolePool, ...]:
-    """Return the pools of actor, rollout and the roles that the section `placement` names."""
-    placed = [role for role in ROLES if getattr(config.placement, role) is not None]
+    """Return the pools of actor, rollout, the roles that the section `placement` names, and the
+    roles that users have added; () if the section names none."""
+    roles = roles_of(config)
+    placed = [role for role in roles if getattr(config.placement, role) is not None]
     if not placed:
         return ()
-    named = {"actor", "rollout", *placed}
-    return role_pools(config, [role for role in ROLES if role in named])
+    named = {"actor", "rollout", *placed, *(role for role in roles if role not in ROLES)}
+    return role_pools(config, [role for role in roles if role in named])
 
 
 def _update(

@@ -11,13 +11,51 @@ Example: 2 nodes of 4 ranks, placement.actor=[0-3], placement.critic=[4,5], plac
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from quadriga.config.schema import TrainConfig
+from quadriga.config.schema import PlacementConfig, TrainConfig
 from quadriga.errors import ConfigError
 
 ROLES = ("actor", "rollout", "ref", "critic")
+"""The built-in roles. `roles_of` also returns those that users have added to a run."""
+
+
+def with_roles(roles: Mapping[str, type | None]) -> type[TrainConfig]:
+    """Return `TrainConfig` with a section, and ranks in `placement`, for each added role.
+
+    `roles`: the key of a role → the dataclass of its section, or None for no section. For
+    {"judge": JudgeConfig} the settings `judge.…` and `placement.judge` exist. Equal arguments
+    return the same class.
+    """
+    return _with_roles(tuple(roles.items())) if roles else TrainConfig
+
+
+@lru_cache(maxsize=64)
+def _with_roles(roles: tuple[tuple[str, type | None], ...]) -> type[TrainConfig]:
+    placement = dataclasses.make_dataclass(
+        "PlacementConfig",
+        [(key, list[int | str] | None, dataclasses.field(default=None)) for key, _ in roles],
+        bases=(PlacementConfig,),
+        frozen=True,
+    )
+    sections = [(key, cls) for key, cls in roles if cls is not None]
+    return dataclasses.make_dataclass(
+        "TrainConfig",
+        [
+            (key, cls, dataclasses.field(default_factory=cls))
+            for key, cls in (("placement", placement), *sections)
+        ],
+        bases=(TrainConfig,),
+        frozen=True,
+    )
+
+
+def roles_of(config: TrainConfig) -> tuple[str, ...]:
+    """Return the roles that can be placed: `ROLES`, then those that users have added."""
+    return tuple(field.name for field in dataclasses.fields(config.placement))
 
 
 @dataclass(frozen=True)
@@ -25,7 +63,7 @@ class RolePool:
     """Roles that share processes.
 
     Attributes:
-        roles: the roles, in the order of `ROLES`.
+        roles: the roles, in the order of `roles_of`.
         ranks: the numbers of the ranks, over all nodes, in increasing order.
         ranks_per_node: the number of these ranks on each node that has any.
     """
@@ -40,14 +78,15 @@ class RolePool:
         return "_".join(self.roles)
 
 
-def role_pools(config: TrainConfig, roles: Sequence[str] = ROLES) -> tuple[RolePool, ...]:
-    """Return the pools of these roles, in the order of their first roles.
+def role_pools(config: TrainConfig, roles: Sequence[str] | None = None) -> tuple[RolePool, ...]:
+    """Return the pools of these roles, by default of all, in the order of their first roles.
 
     Raises:
         ConfigError: an entry is no rank, two roles share some of their ranks but not all, or a
             rank has no role.
     """
     ranks_of = role_ranks(config)
+    roles = roles_of(config) if roles is None else roles
     pools: dict[tuple[int, ...], list[str]] = {}
     for role in roles:
         pools.setdefault(ranks_of[role], []).append(role)
@@ -67,7 +106,7 @@ def role_ranks(config: TrainConfig) -> Mapping[str, tuple[int, ...]]:
         ConfigError: an entry of `placement` is not a rank of the run.
     """
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    given = {role: getattr(config.placement, role) for role in ROLES}
+    given = {role: getattr(config.placement, role) for role in roles_of(config)}
     actor = tuple(range(world))
     if given["actor"] is not None:
         actor = _parse("actor", given["actor"], world)

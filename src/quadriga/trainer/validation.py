@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from quadriga.protocol import fields
 from quadriga.trainer import stages
+from quadriga.trainer.roles.stage_runner import StageRunner
 from quadriga.trainer.stages import BatchReward, Metrics
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ class Validator:
 
     The mean is an accuracy (`val/accuracy`) if all scores so far are 0 or 1: right or wrong.
     Sampling is that of `rollout.val_sampling`, greedy by default. Without a loader `run` does
-    nothing. The rollout generates within `generating()`.
+    nothing. The rollout generates within `generating()`. `run_stage` runs the stages, with those of
+    added roles beside them.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Validator:
         record: RunRecord,
         *,
         generating: Callable[[], AbstractContextManager[None]] = nullcontext,
+        run_stage: StageRunner | None = None,
     ) -> None:
         self.seed = seed
         self.loader = loader
@@ -40,6 +43,7 @@ class Validator:
         self.reward = reward
         self.record = record
         self.generating = generating
+        self.run_stage = run_stage or StageRunner()
         self.last: Metrics = {}
         self.scores_right_or_wrong = True
 
@@ -52,9 +56,10 @@ class Validator:
             for number, prompts in enumerate(self.loader):
                 # The seeds depend on the number of the batch and not on the training step, so
                 # that validations of different steps sample with the same random numbers.
-                rows = stages.expand_prompts(prompts, n=1, step=number, seed=self.seed).batch
-                batch = stages.generate(rows, self.rollout, "val").batch
-                batch = stages.score_responses(batch, self.reward).batch
+                run, expand = self.run_stage, stages.expand_prompts
+                rows = run(expand, prompts, n=1, step=number, seed=self.seed).batch
+                batch = run(stages.generate, rows, self.rollout, "val").batch
+                batch = run(stages.score_responses, batch, self.reward).batch
                 scores += batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1).tolist()
                 if number == 0:
                     self.record.log_samples(step, batch, split="val")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,9 @@ from quadriga.errors import CheckpointError, WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.trainer.dataflow import reads_ref_log_prob
 from quadriga.trainer.placement import ResourcePoolManager, Role
+from quadriga.trainer.roles.checks import INIT, check_states, has_method, saved_roles
+from quadriga.trainer.roles.registry import added_roles
+from quadriga.trainer.roles.start_order import start_order
 from quadriga.trainer.run.resuming import ControllerState
 from quadriga.trainer.run.role_workers import (
     CRITIC,
@@ -29,6 +32,7 @@ from quadriga.trainer.run.role_workers import (
     uses_by_pool,
     worker_classes,
     worker_keys,
+    workers_of,
 )
 from quadriga.trainer.run.stopping import unchanged_handlers
 from quadriga.workers.roles import (
@@ -117,7 +121,8 @@ class PPOGroups(StartedGroups):
 
     `ref` is None if no stage reads `ref_log_prob`, `critic` is None if no stage reads `values`,
     `turns` is None unless the engines of the policy take turns in device memory, and `link` is None
-    unless actor and rollout are in different processes.
+    unless actor and rollout are in different processes. `added` has the groups of added roles by
+    their keys.
     """
 
     actor: ActorGroup
@@ -126,6 +131,7 @@ class PPOGroups(StartedGroups):
     critic: CriticGroup | None
     turns: TurnTakingGroup | None
     link: WeightLink | None
+    added: Mapping[str, WorkerGroup] = field(default_factory=dict)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -150,7 +156,8 @@ class PPOGroups(StartedGroups):
             self.link.sync()
 
     def save(self, folder: Path, state: ControllerState, max_to_keep: int | None) -> None:
-        """Save actor, critic and the controller's state as one checkpoint under `folder`.
+        """Save actor, critic, added roles with a state, and the controller's state as one
+        checkpoint under `folder`.
 
         The checkpoint becomes visible by one rename at the end: a run that is killed before that
         leaves the earlier checkpoints, and no incomplete one.
@@ -167,6 +174,9 @@ class PPOGroups(StartedGroups):
             if self.critic is not None:
                 critic = self.critic.save_checkpoint(str(partial / "critic"), state.step)
                 files += reported_files("critic", critic)
+            for key, group in saved_roles(self.added).items():
+                written = group.save_checkpoint(str(partial / key), state.step)
+                files += reported_files(key, written)
             commit_checkpoint(partial, files, state.as_info())
         except BaseException:
             discard_checkpoint(partial)
@@ -174,12 +184,19 @@ class PPOGroups(StartedGroups):
         prune_checkpoints(folder, max_to_keep)
 
     def load(self, checkpoint: Path, step: int) -> None:
-        """Load actor and critic from a folder that `save` wrote at `step`."""
+        """Load actor, critic and added roles from a folder that `save` wrote at `step`.
+
+        Raises:
+            CheckpointError: it has no state of an added role that saves one.
+        """
+        check_states(checkpoint, saved_roles(self.added))
         self.actor.load_checkpoint(str(checkpoint / "actor"), step)
         if self.link is not None:
             self.link.sync()
         if self.critic is not None:
             self.critic.load_checkpoint(str(checkpoint / "critic"), step)
+        for key, group in saved_roles(self.added).items():
+            group.load_checkpoint(str(checkpoint / key), step)
 
 
 def reported_files(role: str, per_rank: Sequence[Sequence[SavedFile]]) -> list[SavedFile]:
@@ -226,15 +243,15 @@ def start_groups(
     backend = open_backend(config.trainer)
     with close_on_error(backend) as groups:
         manager = resource_pool_manager or pool_manager(config, backend)
-        pools = {pool: worker_keys(uses) for pool, uses in uses_by_pool(config, manager).items()}
-        workers = {key: uses for keys in pools.values() for key, uses in keys.items()}
+        pools = uses_by_pool(config, manager)
+        workers = workers_of(pools)
         classes = worker_classes(config, workers, total_steps, role_worker_mapping)
         manager.create_resource_pool()
         # Roles of one pool are built in the same processes, so they share the device's memory and
         # their calls take turns. Roles of different pools run side by side.
         views: dict[str, WorkerGroup] = {}
-        for pool, keys in pools.items():
-            members = {key: classes[key] for key in keys}
+        for pool, uses in pools.items():
+            members = {key: classes[key] for key in worker_keys(uses)}
             group: WorkerGroup = backend.worker_group(
                 manager.resource_pool_dict[pool],
                 backend.colocate(members),
@@ -243,10 +260,9 @@ def start_groups(
             groups.append(group)
             group.start_worker_aliveness_check(ALIVENESS_CHECK_S)
             views.update(group.spawn(members))
-        # The actor comes last: when it has loaded its model, the memory that the others need is
-        # known.
-        for key in sorted(views, key=lambda key: "actor" in workers[key]):
-            views[key].init_model()
+        for key in start_order(workers, added_roles(config)):
+            if has_method(views[key], key, INIT):
+                views[key].init_model()
         view_of = {use: views[key] for key, uses in workers.items() for use in uses}
         return groups_of_views(config, backend, groups, view_of)
 
@@ -275,6 +291,7 @@ def groups_of_views(
         critic=view_of.get(CRITIC),
         turns=actor if config.actor_rollout_ref.rollout.take_turns else None,
         link=link,
+        added={added.key: view_of[added.key] for added in added_roles(config)},
     )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quadriga.config.schema import DataConfig, RewardConfig, TrainConfig
+from quadriga.trainer.dataflow import step_dataflow, validation_dataflow
+from quadriga.trainer.roles.places import scores_come_from_roles
 from quadriga.trainer.run.sequence_checks import check_training_data
 from quadriga.trainer.stages import BatchReward
 
@@ -75,8 +77,11 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
     )
     check_training_data(config, tokenizer, datasets)
     reward = make_reward(config.reward, tokenizer, config.algorithm.reward_components)
-    check_rows(reward, train_loader)
-    check_rows(reward, val_loader)
+    # Rows need no rule where a role scores the responses.
+    if not scores_come_from_roles(step_dataflow(config)):
+        check_rows(reward, train_loader)
+    if not scores_come_from_roles(validation_dataflow(config)):
+        check_rows(reward, val_loader)
     return Ingredients(tokenizer, train_loader, val_loader, reward)
 
 

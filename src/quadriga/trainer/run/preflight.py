@@ -19,6 +19,7 @@ from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
 from quadriga.rollout import ROLLOUTS
+from quadriga.trainer.roles.settings import check_roles_in_settings
 from quadriga.trainer.run.resuming import check_resume
 
 
@@ -31,6 +32,7 @@ def check_train_config(config: TrainConfig) -> None:
     # The user's files come first: they register names that the settings may use.
     for path in config.algorithm.user_files:
         load_user_file(path)
+    check_roles_in_settings(config)
     check_train_settings(config, known_names())
     check_files(config.data.train_files, "data.train_files", needed=True)
     check_files(config.data.val_files, "data.val_files", needed=False)

@@ -144,13 +144,22 @@ class RunRecord:
                 are reduced by the kind of the metric; `partials` has one row per rank of totals
                 and weights, which are merged here.
         """
-        self._metrics.add(report.meta_info.get("metrics", {}))
-        if fields.PARTIALS in report.non_tensor_batch:
-            # A mean of means would be wrong: rank 0 with 2 tokens of loss 1.0 and rank 1 with 6
-            # tokens of loss 2.0 report totals 2 and 12 with weights 2 and 6, and 14 / 8 = 1.75.
-            per_rank = report.non_tensor_batch[fields.PARTIALS]
-            merged = merge_partials([part for rank in per_rank for part in rank])
-            self._metrics.add(_finished(merged))
+        self._metrics.add(_metrics_of(report))
+
+    def log_role(self, prefix: str, report: DataProto) -> None:
+        """Add the metrics that an added role returns to the current step, named `prefix…`.
+
+        Args:
+            prefix: "judge/" makes `judge/loss` of `loss` and of `judge/loss`.
+            report: as in `log_update`.
+        """
+        role = prefix.rstrip("/").rpartition("/")[2]
+        self._metrics.add(
+            {
+                f"{prefix}{name.removeprefix(f'{role}/')}": value
+                for name, value in _metrics_of(report).items()
+            }
+        )
 
     def end_step(self, step: int) -> None:
         """Pass the metrics of the step to every tracker and begin the next step."""
@@ -199,6 +208,17 @@ class RunRecord:
             ("model", str(self.folder.model)),
         ]
         console.table("done", rows)
+
+
+def _metrics_of(report: DataProto) -> dict[str, float | Sequence[float]]:
+    """Return the metrics in the result of a worker method; `RunRecord.log_update` has its form."""
+    metrics = dict(report.meta_info.get("metrics", {}))
+    if fields.PARTIALS in report.non_tensor_batch:
+        # A mean of means would be wrong: rank 0 with 2 tokens of loss 1.0 and rank 1 with 6
+        # tokens of loss 2.0 report totals 2 and 12 with weights 2 and 6, and 14 / 8 = 1.75.
+        per_rank = report.non_tensor_batch[fields.PARTIALS]
+        metrics |= _finished(merge_partials([part for rank in per_rank for part in rank]))
+    return metrics
 
 
 def _validation_row(metrics: Mapping[str, float]) -> list[tuple[str, str]]:

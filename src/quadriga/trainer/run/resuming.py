@@ -20,6 +20,8 @@ from quadriga.config.schema import TrainConfig, TrainerConfig
 from quadriga.errors import CheckpointError
 from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS
+from quadriga.trainer.roles.checks import check_states, saving_roles
+from quadriga.trainer.roles.registry import added_roles
 
 if TYPE_CHECKING:
     from quadriga.data import PromptLoader
@@ -254,4 +256,5 @@ def check_resume(config: TrainConfig) -> Path | None:
     if checkpoint is not None:
         changes = Changes.between(read_state(checkpoint).inputs, inputs_of(config))
         changes.check(checkpoint, override=config.trainer.resume_override)
+        check_states(checkpoint, saving_roles(added_roles(config)))
     return checkpoint

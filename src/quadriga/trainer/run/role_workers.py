@@ -21,6 +21,9 @@ from quadriga.errors import ConfigError, UnknownNameError
 from quadriga.single_controller import Backend, ClassWithInitArgs, Worker
 from quadriga.trainer.dataflow import needs_critic, needs_reference, reads_ref_log_prob
 from quadriga.trainer.placement import ResourcePoolManager, Role
+from quadriga.trainer.roles.checks import check_mapping, worker_of
+from quadriga.trainer.roles.registry import added_roles
+from quadriga.trainer.roles.start_order import start_order
 from quadriga.workers.roles import (
     ActorGroup,
     CriticGroup,
@@ -46,17 +49,46 @@ _ROLES_OF_USE: dict[str, tuple[Role, ...]] = {
 
 
 def uses_of_run(config: TrainConfig) -> tuple[str, ...]:
-    """Return what the run uses: actor and rollout, and reference and critic if they are read."""
+    """Return what the run uses: actor and rollout, reference and critic if they are read, and the
+    added roles."""
     return (
         "actor",
         "rollout",
         *(["ref"] if needs_reference(config) else []),
         *([CRITIC] if needs_critic(config) else []),
+        *(added.key for added in added_roles(config)),
     )
 
 
-def pool_manager(config: TrainConfig, backend: Backend) -> ResourcePoolManager:
+def check_roles(
+    config: TrainConfig,
+    mapping: Mapping[Role, type[Worker]],
+    manager: ResourcePoolManager | None,
+) -> None:
+    """Check the added roles before any process starts: classes, pools and start order.
+
+    Args:
+        mapping: role → a class in place of the built-in or registered one.
+        manager: the pools of a program; None: those of the settings.
+
+    Raises:
+        ConfigError: a class, a pool or the start order does not fit.
+    """
+    added = added_roles(config)
+    check_mapping(mapping, added, "role_worker_mapping")
+    if manager is not None:
+        check_mapping(manager.mapping, added, "the mapping of resource_pool_manager")
+    for role in added:
+        worker_of(role, config, mapping, RankRuntime())
+    if added:
+        pools = uses_by_pool(config, manager or pool_manager(config, None))
+        start_order(workers_of(pools), added)
+
+
+def pool_manager(config: TrainConfig, backend: Backend | None) -> ResourcePoolManager:
     """Return the pools that the section `placement` of the settings describes.
+
+    `backend`: that makes the pools; None if they are only read.
 
     Raises:
         ConfigError: the section is invalid.
@@ -64,7 +96,7 @@ def pool_manager(config: TrainConfig, backend: Backend) -> ResourcePoolManager:
     pools = role_pools(config, uses_of_run(config))
     return ResourcePoolManager(
         resource_pool_spec={pool.name: list(pool.ranks_per_node) for pool in pools},
-        mapping={_ROLES_OF_USE[use][0]: pool.name for pool in pools for use in pool.roles},
+        mapping={_roles_of_use(config)[use][0]: pool.name for pool in pools for use in pool.roles},
         backend=backend,
         pool_options=pool_options(config.trainer),
     )
@@ -90,7 +122,8 @@ def uses_by_pool(config: TrainConfig, manager: ResourcePoolManager) -> dict[str,
         ConfigError: KL over the vocabulary needs actor and reference on one pool.
         UnknownNameError: a use is mapped to no pool.
     """
-    pool_of = {use: _pool_of_use(use, manager) for use in uses_of_run(config)}
+    roles = _roles_of_use(config)
+    pool_of = {use: _pool_of_use(roles[use], manager) for use in uses_of_run(config)}
     if config.actor_rollout_ref.actor.reads_full_kl and pool_of["ref"] != pool_of["actor"]:
         raise ConfigError(
             "actor_rollout_ref.actor.kl_loss_type=full needs the logits of policy and reference in "
@@ -110,15 +143,20 @@ def uses_by_pool(config: TrainConfig, manager: ResourcePoolManager) -> dict[str,
     return pools
 
 
-def _pool_of_use(use: str, manager: ResourcePoolManager) -> str:
-    for role in _ROLES_OF_USE[use]:
+def _roles_of_use(config: TrainConfig) -> dict[str, tuple[Role, ...]]:
+    """Return `_ROLES_OF_USE` with the added roles of the run."""
+    return _ROLES_OF_USE | {added.key: (added.role,) for added in added_roles(config)}
+
+
+def _pool_of_use(roles: Sequence[Role], manager: ResourcePoolManager) -> str:
+    for role in roles:
         if role in manager.mapping:
             return manager.pool_name(role)
     mapped = [str(role) for role in manager.mapping]
-    expected = " or ".join(str(role) for role in _ROLES_OF_USE[use])
+    expected = " or ".join(str(role) for role in roles)
     raise UnknownNameError(
         f"the run needs role {expected}, which is mapped to no pool; mapped roles: {mapped}",
-        name=use,
+        name=roles[0].key,
         known=mapped,
     )
 
@@ -126,11 +164,17 @@ def _pool_of_use(use: str, manager: ResourcePoolManager) -> str:
 def worker_keys(uses: Sequence[str]) -> dict[str, list[str]]:
     """Return worker key → its uses, for one pool.
 
-    One worker has all uses of the policy, so that they share weights. The critic is another.
+    One worker has all uses of the policy, so that they share weights. Every other role is a worker
+    of its own.
     """
-    policy = [use for use in uses if use != CRITIC]
+    policy = [use for use in uses if use in POLICY_USES]
     keys = {"_".join(policy): policy} if policy else {}
-    return keys | ({CRITIC: [CRITIC]} if CRITIC in uses else {})
+    return keys | {use: [use] for use in uses if use not in POLICY_USES}
+
+
+def workers_of(pools: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return worker key → its uses, over all pools."""
+    return {key: own for uses in pools.values() for key, own in worker_keys(uses).items()}
 
 
 def worker_classes(
@@ -149,11 +193,16 @@ def worker_classes(
     Raises:
         ConfigError: a class of `mapping` lacks a method that the trainer calls.
     """
+    added = {role.key: role for role in added_roles(config)}
     # The schedule of a role counts the optimizer steps of that role.
     actor_steps, critic_steps = batch_plan(config).optimizer_steps(total_steps)
     apart = not any({"actor", "rollout"} <= set(uses) for uses in workers.values())
     classes: dict[str, ClassWithInitArgs] = {}
     for key, uses in workers.items():
+        if key in added:
+            runtime = rank_runtime(config, total_steps)
+            classes[key] = worker_of(added[key], config, mapping, runtime)
+            continue
         worker_class = _worker_class(key, uses, mapping)
         check_methods(key, worker_class, _protocols(config, uses, apart))
         if key == CRITIC:

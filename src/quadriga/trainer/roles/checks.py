@@ -1,0 +1,145 @@
+"""Checks of added roles before any process starts: classes, methods, constructors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import CheckpointError, ConfigError
+from quadriga.single_controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup
+from quadriga.single_controller.dispatch.register import registered_methods
+from quadriga.trainer.placement import Role
+from quadriga.trainer.roles.registry import AddedRole, is_built_in
+from quadriga.workers.runtime import RankRuntime
+
+INIT, SAVE, LOAD = "init_model", "save_checkpoint", "load_checkpoint"
+
+
+def worker_of(
+    added: AddedRole,
+    config: TrainConfig,
+    mapping: Mapping[Role, type[Worker]],
+    runtime: RankRuntime,
+) -> ClassWithInitArgs:
+    """Return the worker class of an added role with its arguments, after all checks of it.
+
+    Args:
+        mapping: role → a class in place of the registered one.
+        runtime: what every rank of the role is told about the run.
+
+    Raises:
+        ConfigError: the role has no class, or the class lacks a method or a parameter.
+    """
+    cls = mapping.get(added.role, added.worker)
+    if cls is None:
+        raise ConfigError(
+            f"role {added.key} has no worker class; pass worker=… to register_role, or "
+            "role_worker_mapping to RayPPOTrainer"
+        )
+    if not (isinstance(cls, type) and issubclass(cls, Worker)):
+        raise ConfigError(
+            f"role {added.key}: the worker class must be a subclass of Worker, got {cls!r}"
+        )
+    _check_methods(added, cls)
+    return ClassWithInitArgs(cls, **_arguments(added, cls, config, runtime))
+
+
+def check_mapping(mapping: Mapping[Role, object], added: tuple[AddedRole, ...], name: str) -> None:
+    """Check that a program gives classes and pools only to roles that take part in the run.
+
+    `name`: of the argument that has the roles.
+
+    Raises:
+        ConfigError: names a role that the trainer does not call.
+    """
+    known = {one.role for one in added}
+    for role in mapping:
+        if not is_built_in(role) and role not in known:
+            raise ConfigError(
+                f"{name} has role {role}, which the trainer does not call; register it with "
+                "register_role and load the settings with load_train_config"
+            )
+
+
+def has_method(group: WorkerGroup, role: str, name: str) -> bool:
+    """Return whether the workers of a role have a registered method."""
+    return name in registered_methods(group.class_of(role))
+
+
+def saving_roles(added: Iterable[AddedRole]) -> list[str]:
+    """Return the keys of the roles whose registered classes have a state."""
+    return [
+        role.key
+        for role in added
+        if role.worker is not None and SAVE in registered_methods(role.worker)
+    ]
+
+
+def saved_roles(groups: Mapping[str, WorkerGroup]) -> dict[str, WorkerGroup]:
+    """Return those of the groups whose workers have a state that belongs to a checkpoint."""
+    return {key: group for key, group in groups.items() if has_method(group, key, SAVE)}
+
+
+def check_states(checkpoint: Path, keys: Iterable[str]) -> None:
+    """Check that a checkpoint holds the states of added roles, by their keys.
+
+    Raises:
+        CheckpointError: it was saved without one of them.
+    """
+    for key in keys:
+        if not (checkpoint / key).is_dir():
+            raise CheckpointError(
+                f"{checkpoint} has no state of role {key}, whose workers save one: it was saved "
+                "without this role; resume with the roles of that run, or start a new run",
+                path=str(checkpoint),
+            )
+
+
+def _check_methods(added: AddedRole, cls: type[Worker]) -> None:
+    methods = registered_methods(cls)
+    missing = [stage.method for stage in added.stages if stage.method not in methods]
+    if missing:
+        raise ConfigError(
+            f"role {added.key}: its stages call {', '.join(missing)}, but {cls.__name__} has no "
+            "such registered method; define it and mark it with @register"
+        )
+    for stage in added.stages:
+        if methods[stage.method].current_dispatch == Dispatch.ONE_TO_ALL:
+            raise ConfigError(
+                f"role {added.key}: method {stage.method} of {cls.__name__} has dispatch mode "
+                "ONE_TO_ALL, which returns a list and no batch; use Dispatch.DP_COMPUTE_PROTO"
+            )
+    for one, other in ((SAVE, LOAD), (LOAD, SAVE)):
+        if one in methods and other not in methods:
+            raise ConfigError(
+                f"role {added.key}: {cls.__name__} has {one} but no registered {other}; a "
+                "checkpoint needs both"
+            )
+
+
+def _arguments(
+    added: AddedRole, cls: type[Worker], config: TrainConfig, runtime: RankRuntime
+) -> dict[str, object]:
+    """Return those of `config` and `runtime` that the constructor takes."""
+    given: dict[str, object] = {"runtime": runtime}
+    if added.settings is not None:
+        given["config"] = getattr(config, added.key)
+    parameters = inspect.signature(cls).parameters
+    if added.settings is not None and "config" not in parameters:
+        raise ConfigError(
+            f"role {added.key} has settings, but the constructor of {cls.__name__} has no "
+            "parameter `config`; add it"
+        )
+    for name, parameter in parameters.items():
+        needed = parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        )
+        if needed and name not in given:
+            raise ConfigError(
+                f"role {added.key}: the constructor of {cls.__name__} needs `{name}`, but it is "
+                f"given {' and '.join(given)}; give the parameter a default"
+            )
+    return {name: value for name, value in given.items() if name in parameters}

@@ -1,0 +1,288 @@
+"""Declare a role: its worker class, its settings, its start order, and its calls in a step.
+
+    JUDGE = Role.add("Judge")
+    register_role(
+        JUDGE,
+        worker=JudgeWorker,
+        settings=JudgeConfig,
+        starts_after=[Role.Critic],
+        stages=[
+            RoleStage("judge", reads=(RESPONSES,), writes=("judgement",), before="shape_scores")
+        ],
+    )
+
+A role that a file of `algorithm.user_files` registers takes part in the runs whose settings name
+this file. A role that a program registers by itself takes part in every run of the program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import keyword
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quadriga.algorithms.user_files import running_user_file
+from quadriga.config.role_ranks import ROLES, roles_of
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError, UnknownNameError
+from quadriga.observability.metrics import METRICS
+from quadriga.protocol.fields import StageFields
+from quadriga.trainer.placement import Role
+
+if TYPE_CHECKING:
+    from quadriga.single_controller import Worker
+
+_BUILT_IN = (
+    Role.Actor,
+    Role.Rollout,
+    Role.ActorRollout,
+    Role.Critic,
+    Role.RefPolicy,
+    Role.ActorRolloutRef,
+)
+_RESERVED = {
+    *(role.key for role in _BUILT_IN),
+    *("_".join(uses) for uses in (("actor", "ref"), ("rollout", "ref"))),  # workers of the policy
+    *(field.name for field in dataclasses.fields(TrainConfig)),
+    *(name.partition("/")[0] for name in METRICS),  # metrics of a role begin with its key
+}
+
+
+@dataclass(frozen=True)
+class RoleStage:
+    """One call of a role in each step: a stage that stands beside a named one.
+
+    Attributes:
+        method: the worker method. It takes a batch with the fields `reads`, and returns one with
+            the fields `writes` and the same rows; numbers under `meta_info["metrics"]` are logged.
+        reads: fields that must be in the batch. The method receives these and no others.
+        writes: fields that the method returns; fields that exist are replaced. Without any, the
+            method is an update: it may return metrics, and rows are never padded.
+        reads_if_present: fields that it receives only where an earlier stage has written them.
+        before, after: the name of a stage of `trainer.dataflow`, or of a stage of an added role,
+            `judge.score`. Exactly one of both is given.
+        in_validation: whether the stage also runs in validation.
+    """
+
+    method: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    reads_if_present: tuple[str, ...] = ()
+    before: str | None = None
+    after: str | None = None
+    in_validation: bool = False
+
+    @property
+    def neighbour(self) -> str:
+        """The name of the stage that it stands beside."""
+        return self.before or self.after or ""
+
+
+@dataclass(frozen=True)
+class AddedRole:
+    """A role of a user. `origin` is the file that registered it, "" for a program.
+
+    `worker` is None if a trainer is given the class in `role_worker_mapping`.
+    """
+
+    role: Role
+    worker: type[Worker] | None
+    settings: type | None
+    stages: tuple[RoleStage, ...]
+    starts_after: tuple[Role, ...]
+    starts_before: tuple[Role, ...]
+    origin: str
+
+    @property
+    def key(self) -> str:
+        """The name of the role in settings, messages, metrics and checkpoints."""
+        return self.role.key
+
+
+@dataclass(frozen=True)
+class PlacedStage:
+    """A stage with the key of its role."""
+
+    role: str
+    stage: RoleStage
+
+    @property
+    def name(self) -> str:
+        """The name of the stage in the dataflow, in messages and in times: "judge.score"."""
+        return f"{self.role}.{self.stage.method}"
+
+    @property
+    def fields(self) -> StageFields:
+        """What the stage reads and writes, under its name."""
+        stage = self.stage
+        return StageFields(self.name, stage.reads, stage.writes, stage.reads_if_present)
+
+
+_ADDED: dict[str, AddedRole] = {}
+
+
+def register_role(
+    role: Role,
+    *,
+    worker: type[Worker] | None = None,
+    settings: type | None = None,
+    stages: Iterable[RoleStage] = (),
+    starts_after: Iterable[Role] = (),
+    starts_before: Iterable[Role] = (),
+) -> AddedRole:
+    """Add a role to training runs.
+
+    Args:
+        role: a result of `Role.add`, or `Role.RewardModel`.
+        worker: the worker class. Its constructor receives `config`, an object of `settings`, and
+            `runtime`, a `RankRuntime`, if it has parameters of these names.
+        settings: a frozen dataclass with a default for every field: the section `<key>` of the
+            settings. None: the role has no section.
+        stages: its calls in each step.
+        starts_after, starts_before: roles whose models are loaded earlier, and later. Roles that a
+            run does not have are left out.
+
+    Returns:
+        The role as it is registered. A file that is loaded again replaces its own roles.
+
+    Raises:
+        ConfigError: the role is built in or registered by another file, its key cannot be used, or
+            an argument is invalid.
+    """
+    added = AddedRole(
+        role=role,
+        worker=worker,
+        settings=settings,
+        stages=tuple(stages),
+        starts_after=tuple(starts_after),
+        starts_before=tuple(starts_before),
+        origin=running_user_file() or "",
+    )
+    _check_role(added)
+    _check_settings(added)
+    for stage in added.stages:
+        _check_stage(added, stage)
+    methods = [stage.method for stage in added.stages]
+    if twice := [method for method in methods if methods.count(method) > 1]:
+        raise ConfigError(
+            f"role {added.key} has two stages that call {twice[0]}; a stage has the name of its "
+            "method, so give each stage a method of its own"
+        )
+    _ADDED[added.key] = added
+    return added
+
+
+def registered_for(user_files: Sequence[str]) -> tuple[AddedRole, ...]:
+    """Return the roles that these files have registered, and those of the program."""
+    origins = {"", *(str(Path(file).expanduser().resolve()) for file in user_files)}
+    return tuple(added for added in _ADDED.values() if added.origin in origins)
+
+
+def added_roles(config: TrainConfig) -> tuple[AddedRole, ...]:
+    """Return the added roles of a run, in the order in which they were registered.
+
+    Raises:
+        UnknownNameError: the settings have a role that is not registered in this process.
+    """
+    keys = [key for key in roles_of(config) if key not in ROLES]
+    for key in keys:
+        if key not in _ADDED:
+            raise UnknownNameError(
+                f"the settings have role {key}, which is not registered in this process; load its "
+                f"file first; registered: {', '.join(_ADDED) or 'none'}",
+                name=key,
+                known=list(_ADDED),
+            )
+    return tuple(_ADDED[key] for key in keys)
+
+
+def added_stages(config: TrainConfig, *, validation: bool = False) -> tuple[PlacedStage, ...]:
+    """Return the stages of the added roles of a run; `validation`: those that run there."""
+    return tuple(
+        PlacedStage(added.key, stage)
+        for added in added_roles(config)
+        for stage in added.stages
+        if stage.in_validation or not validation
+    )
+
+
+def is_built_in(role: Role) -> bool:
+    """Return whether the trainer calls a role without registration."""
+    return role in _BUILT_IN
+
+
+def _check_role(added: AddedRole) -> None:
+    role = added.role
+    if not isinstance(role, Role):
+        raise ConfigError(f"register_role takes a role, such as Role.add('Judge'), got {role!r}")
+    if is_built_in(role):
+        raise ConfigError(
+            f"role {role} is built in; to replace its worker class, pass role_worker_mapping to "
+            "RayPPOTrainer; to add a role, use Role.add"
+        )
+    if role.key in _RESERVED:
+        raise ConfigError(
+            f"role {role.name} has key {role.key!r}, which names a section of the settings or a "
+            f"group of metrics; give it another one: Role.add({role.name!r}, key=…)"
+        )
+    if not role.key.isidentifier() or keyword.iskeyword(role.key):
+        raise ConfigError(
+            f"role {role.name} has key {role.key!r}, which cannot be the name of a section; give "
+            f"it an identifier: Role.add({role.name!r}, key=…)"
+        )
+    before = _ADDED.get(role.key)
+    if before is not None and before.origin != added.origin:
+        raise ConfigError(
+            f"role {role.key} is registered already, by {before.origin or 'the program'}; give the "
+            "other role another name"
+        )
+    for other in (*added.starts_after, *added.starts_before):
+        if not isinstance(other, Role) or other == role:
+            raise ConfigError(
+                f"role {role.key}: starts_after and starts_before take other roles, such as "
+                f"Role.Critic, got {other!r}"
+            )
+
+
+def _check_settings(added: AddedRole) -> None:
+    settings = added.settings
+    if settings is None:
+        return
+    is_dataclass = isinstance(settings, type) and dataclasses.is_dataclass(settings)
+    if not is_dataclass or not vars(settings)["__dataclass_params__"].frozen:
+        raise ConfigError(
+            f"role {added.key}: settings must be a class with @dataclass(frozen=True), got "
+            f"{settings!r}"
+        )
+    missing = dataclasses.MISSING
+    for field in dataclasses.fields(settings):
+        if field.default is missing and field.default_factory is missing:
+            raise ConfigError(
+                f"role {added.key}: setting {field.name} of {settings.__name__} has no default; "
+                "give it one"
+            )
+
+
+def _check_stage(added: AddedRole, stage: RoleStage) -> None:
+    if not isinstance(stage, RoleStage):
+        raise ConfigError(f"role {added.key}: stages takes RoleStage objects, got {stage!r}")
+    if (stage.before is None) == (stage.after is None):
+        raise ConfigError(
+            f"stage {added.key}.{stage.method} must stand before or after one stage, got "
+            f"before={stage.before!r} and after={stage.after!r}; give one of both"
+        )
+    if not stage.reads:
+        raise ConfigError(
+            f"stage {added.key}.{stage.method} reads no field; name at least one in reads, such as "
+            "response_mask, from which the method knows its rows"
+        )
+    for name in ("reads", "writes", "reads_if_present"):
+        names = getattr(stage, name)
+        if isinstance(names, str) or not all(isinstance(field, str) for field in names):
+            raise ConfigError(
+                f"stage {added.key}.{stage.method}: {name} must be a tuple of names of fields, "
+                f"got {names!r}"
+            )

@@ -1,0 +1,165 @@
+"""Run the stages of a step, and the stages of added roles before and after them.
+
+    run = StageRunner(stages, groups, record)
+    batch = record.log_stage(run(stages.shape_scores, batch, config))
+
+The second line runs the added stages that stand before `shape_scores`, then this function of
+`trainer.stages`, then those that stand after it. Without added stages it only calls the function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
+
+from quadriga.errors import FieldError, LengthError, WorkerError
+from quadriga.protocol import (
+    DataProto,
+    DataProtoFuture,
+    pad_dataproto_to_divisor,
+    unpad_dataproto,
+)
+from quadriga.trainer import stages
+from quadriga.trainer.roles.places import PASSES
+from quadriga.trainer.roles.registry import PlacedStage
+from quadriga.trainer.stages import StageResult
+from quadriga.workers.method_fields import GENERATE_SEQUENCES
+from quadriga.workers.roles import GroupMethod
+
+if TYPE_CHECKING:
+    from quadriga.single_controller import WorkerGroup
+    from quadriga.trainer.run.record import RunRecord
+
+ArgumentsP = ParamSpec("ArgumentsP")
+
+
+class StageRunner:
+    """Runs stages with those of added roles beside them.
+
+    Args:
+        added: the stages of added roles.
+        groups: role key → its worker group.
+        record: where metrics and times of added stages are logged; needed if there are any.
+        prefix: before the names of their metrics, "val/" in validation.
+    """
+
+    def __init__(
+        self,
+        added: Sequence[PlacedStage] = (),
+        groups: Mapping[str, WorkerGroup] | None = None,
+        record: RunRecord | None = None,
+        prefix: str = "",
+    ) -> None:
+        self.added = tuple(added)
+        self.groups = groups or {}
+        self.record = record
+        self.prefix = prefix
+
+    def __call__(
+        self,
+        stage: Callable[Concatenate[DataProto, ArgumentsP], StageResult],
+        batch: DataProto,
+        /,
+        *args: ArgumentsP.args,
+        **kwargs: ArgumentsP.kwargs,
+    ) -> StageResult:
+        """Run a function of `trainer.stages` and the stages beside it. Return its metrics."""
+        # `stages.generate` calls the worker method that is the stage.
+        name = GENERATE_SEQUENCES.name if stage is stages.generate else _name(stage)
+        result = stage(self._beside("before", name, batch), *args, **kwargs)
+        return StageResult(self._beside("after", name, result.batch), result.metrics)
+
+    def update(self, method: GroupMethod[[DataProto], DataProto], batch: DataProto) -> DataProto:
+        """Run an update of a built-in role and the stages beside it; log its metrics."""
+        batch = self._beside("before", _name(method), batch)
+        report = method(batch)
+        if self.record is not None:
+            self.record.log_update(report)
+        return self._beside("after", _name(method), batch)
+
+    def before_passes(self, batch: DataProto) -> DataProto:
+        """Run the stages that stand before a pass: all of them before the first one."""
+        for name in PASSES:
+            batch = self._beside("before", name, batch)
+        return batch
+
+    def after_passes(self, batch: DataProto) -> DataProto:
+        """Run the stages that stand after a pass: all of them when all passes have ended."""
+        for name in PASSES:
+            batch = self._beside("after", name, batch)
+        return batch
+
+    def _beside(self, side: str, name: str, batch: DataProto) -> DataProto:
+        for placed in self.added:
+            if getattr(placed.stage, side) == name:
+                batch = self._beside("before", placed.name, batch)
+                batch = self._run(placed, batch)
+                batch = self._beside("after", placed.name, batch)
+        return batch
+
+    def _run(self, placed: PlacedStage, batch: DataProto) -> DataProto:
+        """Call the method of an added stage. Return the batch with the fields that it writes."""
+        assert self.record is not None, "added stages need a record"
+        stage, group = placed.stage, self.groups[placed.role]
+        present = {*_tensors(batch), *batch.non_tensor_batch}
+        inputs = _select(
+            batch, [*stage.reads, *(key for key in stage.reads_if_present if key in present)]
+        )
+        extra = 0
+        if stage.writes:
+            # Rows that are added are scored for nothing; in an update they would count.
+            inputs, extra = pad_dataproto_to_divisor(inputs, group.world_size)
+        with self.record.span(placed.name):
+            result: object = getattr(group, stage.method)(inputs)
+            if isinstance(result, DataProtoFuture):
+                result = result.get()
+        if result is None and not stage.writes:
+            return batch
+        if not isinstance(result, DataProto):
+            raise WorkerError(
+                f"stage {placed.name} returned {type(result).__name__}, expected a DataProto with "
+                f"the fields {', '.join(stage.writes) or 'none'}",
+                role=placed.role,
+                method=stage.method,
+            )
+        self.record.log_role(f"{self.prefix}{placed.role}/", result)
+        return _written(placed, batch, unpad_dataproto(result, extra)) if stage.writes else batch
+
+
+def _written(placed: PlacedStage, batch: DataProto, result: DataProto) -> DataProto:
+    """Return the batch with the fields that a stage has returned, in place of its own."""
+    writes, returned = set(placed.stage.writes), {*_tensors(result), *result.non_tensor_batch}
+    if returned != writes:
+        raise FieldError(
+            f"stage {placed.name} declares writes {', '.join(sorted(writes))}, but returned "
+            f"{', '.join(sorted(returned)) or 'no field'}; make both equal",
+            field=min(returned ^ writes),
+        )
+    if len(result) != len(batch):
+        raise LengthError(
+            f"stage {placed.name} got {len(batch)} rows and returned {len(result)}; expected one "
+            "row for each row of the batch"
+        )
+    present = (*_tensors(batch), *batch.non_tensor_batch)
+    kept = _select(batch, [key for key in present if key not in writes])
+    kept.meta_info = dict(batch.meta_info)
+    added = _select(result, list(writes))
+    added.meta_info = {key: value for key, value in result.meta_info.items() if key != "metrics"}
+    return kept.union(added)
+
+
+def _select(batch: DataProto, keys: Sequence[str]) -> DataProto:
+    tensors = set(_tensors(batch))
+    return batch.select(
+        batch_keys=[key for key in keys if key in tensors],
+        non_tensor_batch_keys=[key for key in keys if key not in tensors],
+        meta_info_keys=[],
+    )
+
+
+def _tensors(batch: DataProto) -> list[str]:
+    return [] if batch.batch is None else [str(key) for key in batch.batch.keys()]  # noqa: SIM118
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__name__", ""))

@@ -1,0 +1,91 @@
+"""The order in which the workers of a run load their models.
+
+Without declarations: critic, reference, reward model, added roles, a rollout in other processes,
+and the actor last, because then the memory that the others need is known. A worker with several
+uses has the place of its last one. The declarations of added roles come first:
+
+    roles       critic, actor_rollout, judge (starts_before critic), mirror (starts_after actor)
+    order       judge, critic, actor_rollout, mirror
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+
+from quadriga.errors import ConfigError
+from quadriga.trainer.placement import Role
+from quadriga.trainer.roles.registry import AddedRole, is_built_in
+
+_ORDER = ("critic", "ref", "reward_model", "", "rollout", "actor")
+"""The uses in the order without declarations; "" stands for the other roles of users."""
+_USES: dict[Role, tuple[str, ...]] = {
+    Role.Actor: ("actor",),
+    Role.Rollout: ("rollout",),
+    Role.ActorRollout: ("actor", "rollout"),
+    Role.ActorRolloutRef: ("actor", "rollout", "ref"),
+    Role.RefPolicy: ("ref",),
+    Role.Critic: ("critic",),
+}
+
+
+def start_order(workers: Mapping[str, Sequence[str]], added: Sequence[AddedRole]) -> list[str]:
+    """Return the keys of the workers in the order in which they load their models.
+
+    Args:
+        workers: worker key → its uses.
+        added: the added roles of the run.
+
+    Raises:
+        ConfigError: the declarations have a cycle, or name a role that is not registered.
+    """
+    earlier: dict[str, set[str]] = {key: set() for key in workers}
+    for role in added:
+        for other in _workers_of(role, role.starts_after, workers, added):
+            earlier[role.key].add(other)
+        for other in _workers_of(role, role.starts_before, workers, added):
+            earlier[other].add(role.key)
+    sorter = TopologicalSorter(earlier)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise ConfigError(_cycle(error.args[1], workers)) from None
+    places = {key: (max(map(_place, uses)), n) for n, (key, uses) in enumerate(workers.items())}
+    order: list[str] = []
+    ready: list[str] = []
+    while sorter.is_active():
+        first, *ready = sorted([*ready, *sorter.get_ready()], key=places.__getitem__)
+        order.append(first)
+        sorter.done(first)
+    return order
+
+
+def _place(use: str) -> int:
+    return _ORDER.index(use if use in _ORDER else "")
+
+
+def _workers_of(
+    role: AddedRole,
+    others: Sequence[Role],
+    workers: Mapping[str, Sequence[str]],
+    added: Sequence[AddedRole],
+) -> list[str]:
+    """Return the workers of the run that have a use of these roles."""
+    known = {one.role for one in added}
+    for other in others:
+        if not is_built_in(other) and other != Role.RewardModel and other not in known:
+            raise ConfigError(
+                f"role {role.key} is to start before or after role {other}, which is not part of "
+                "the run; register it with register_role, or name another role"
+            )
+    uses = {use for other in others for use in _USES.get(other, (other.key,))}
+    return [key for key, own in workers.items() if uses & set(own)]
+
+
+def _cycle(keys: Sequence[str], workers: Mapping[str, Sequence[str]]) -> str:
+    shared = [key for key in dict.fromkeys(keys) if len(workers[key]) > 1]
+    notes = [f"{key} is one worker with {', '.join(workers[key])}" for key in shared]
+    return (
+        f"the start order of the roles has a cycle: {' before '.join(keys)}; change starts_after "
+        f"or starts_before of one of them{''.join(f' ({note})' for note in notes)}"
+    )
