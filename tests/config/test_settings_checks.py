@@ -116,6 +116,10 @@ def test_defaults_pass():
             ["trainer.n_gpus_per_node=4", "critic.engine.fsdp_size=3"],
             "critic.engine.fsdp_size=3 must be -1 (all ranks) or divide the 4 ranks",
         ),
+        (
+            ["trainer.balance_batch=false", "trainer.balance_groups=false"],
+            "balance_groups=false balances single sequences, but trainer.balance_batch=false",
+        ),
     ],
 )
 def test_conflicting_settings(overrides, words):

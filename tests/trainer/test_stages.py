@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import AlgorithmConfig
 from quadriga.protocol import DataProto, DataProtoFuture, fields
 from quadriga.trainer import stages
+from quadriga.trainer.balancing import Balance
 
 # Three prompt groups of two responses: a (both wrong, one of them long), b (one right), c (both
 # right).
@@ -28,7 +31,8 @@ def batch() -> DataProto:
             fields.RESPONSE_MASK: mask,
             fields.TOKEN_LEVEL_SCORES: scores,
             fields.FINISHED: torch.tensor(FINISHED),
-            fields.SEQUENCE_LENGTH: torch.tensor([9, 1, 8, 2, 3, 7]),
+            fields.SEQUENCE_LENGTH: torch.tensor([9, 3, 8, 4, 3, 7]),
+            fields.PROMPT_LENGTH: torch.ones(6, dtype=torch.int64),
             fields.OLD_LOG_PROBS: -torch.ones(6, 4),
             fields.ROLLOUT_LOG_PROBS: -torch.ones(6, 4) - mask * torch.tensor(2.0).log(),
             fields.REF_LOG_PROB: -torch.ones(6, 4),
@@ -110,25 +114,64 @@ def test_the_rollout_correction_uses_its_settings(overrides: list[str], weight: 
     assert metrics["mismatch/k1"] == pytest.approx(-0.6931472)
 
 
-def test_balancing_gives_each_rank_the_same_number_of_tokens() -> None:
-    data, metrics = stages.balance_over_ranks(batch(), 3)
-    lengths = data.batch[fields.SEQUENCE_LENGTH]
-    assert lengths.view(3, 2).sum(-1).tolist() == [10, 10, 10]
-    assert metrics == {"batch/token_spread": 0.0}
-    assert sorted(lengths.tolist()) == [1, 2, 3, 7, 8, 9]
+def lengths_of_ranks(data: DataProto, ranks: int) -> list[list[int]]:
+    return [sorted(part) for part in data.batch[fields.SEQUENCE_LENGTH].view(ranks, -1).tolist()]
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_a_batch_that_cannot_be_balanced_keeps_its_order(ranks: int) -> None:
-    data, metrics = stages.balance_over_ranks(batch(), ranks)
-    assert data.batch[fields.SEQUENCE_LENGTH].tolist() == [9, 1, 8, 2, 3, 7]
+def test_balancing_keeps_groups_whole_and_counts_a_shared_prompt_once() -> None:
+    """The groups have 9 + 3, 8 + 4 and 3 + 7 tokens. Prompts of 1 token count once: 11, 11, 9."""
+    data, metrics = stages.balance_over_ranks(batch(), Balance(ranks=3))
+    assert sorted(lengths_of_ranks(data, 3)) == [[3, 7], [3, 9], [4, 8]]
+    assert metrics["batch/token_spread"] == pytest.approx(2 / 11)
+    assert metrics["batch/cost_imbalance"] == pytest.approx(11 / (31 / 3))
+    two, _ = stages.balance_over_ranks(batch(), Balance(ranks=2))
+    assert [uid for uid, _ in groupby(two.non_tensor_batch[fields.UID])] in (
+        ["a", "c", "b", "c"], ["b", "c", "a", "c"],
+    )  # fmt: skip
+
+
+def test_sequences_are_balanced_one_by_one_where_prompts_are_not_shared() -> None:
+    """9 + 3 = 12, 8 + 3 = 11, 7 + 4 = 11."""
+    balance = Balance(ranks=3, whole_groups=False, shares_prompts=False)
+    data, metrics = stages.balance_over_ranks(batch(), balance)
+    assert sorted(lengths_of_ranks(data, 3)) == [[3, 8], [3, 9], [4, 7]]
+    assert metrics["batch/token_spread"] == pytest.approx(1 / 12)
+
+
+def test_masked_rows_cost_nothing() -> None:
+    """Group b is masked: its rows fill up the parts of the two groups that are computed."""
+    data = batch()
+    data.batch[fields.RESPONSE_MASK][2:4] = 0
+    balanced, metrics = stages.balance_over_ranks(data, Balance(ranks=2, masked=True))
+    assert balanced.non_tensor_batch[fields.UID].tolist() in (
+        ["a", "a", "b", "c", "c", "b"], ["c", "c", "b", "a", "a", "b"],
+    )  # fmt: skip
+    assert metrics["batch/token_spread"] == pytest.approx(2 / 11)
+
+
+def test_a_mini_batch_keeps_its_rows() -> None:
+    data, _ = stages.balance_over_ranks(batch(), Balance(ranks=2, mini_batch_rows=2))
+    parts = data.non_tensor_batch[fields.UID].reshape(2, 3)
+    assert parts.tolist() == [["a", "b", "c"]] * 2
+
+
+@pytest.mark.parametrize("balance", [Balance(1), Balance(4), Balance(3, enabled=False)])
+def test_a_batch_that_is_not_balanced_keeps_its_order(balance: Balance) -> None:
+    data, metrics = stages.balance_over_ranks(batch(), balance)
+    assert data.batch[fields.SEQUENCE_LENGTH].tolist() == [9, 3, 8, 4, 3, 7]
     assert metrics == {}
 
 
 def test_expanded_prompts_have_one_uid_per_prompt_and_one_seed_per_row() -> None:
-    prompts = DataProto.from_dict({fields.INPUT_IDS: torch.tensor([[1], [2]])})
+    prompts = DataProto.from_dict(
+        {
+            fields.INPUT_IDS: torch.tensor([[0, 1], [2, 3]]),
+            fields.ATTENTION_MASK: torch.tensor([[0, 1], [1, 1]]),
+        }
+    )
     rows = stages.expand_prompts(prompts, n=2, step=7, seed=0).batch
-    assert rows.batch[fields.INPUT_IDS].flatten().tolist() == [1, 1, 2, 2]
+    assert rows.batch[fields.INPUT_IDS][:, 1].tolist() == [1, 1, 3, 3]
+    assert rows.batch[fields.PROMPT_LENGTH].tolist() == [1, 1, 2, 2]
     assert rows.non_tensor_batch[fields.UID].tolist() == ["7-0-0", "7-0-0", "7-0-1", "7-0-1"]
     seeds = rows.batch[fields.SAMPLE_SEED]
     assert seeds.dtype == torch.int64 and len(set(seeds.tolist())) == 4

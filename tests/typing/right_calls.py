@@ -10,6 +10,7 @@ from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rewards import RewardManager
 from quadriga.single_controller import WorkerGroup
 from quadriga.trainer import stages
+from quadriga.trainer.balancing import Balance
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.run.record import RunRecord
 from quadriga.trainer.sampling import Sampler
@@ -49,10 +50,10 @@ def run_stages(
     result = stages.shape_scores(batch, config.algorithm)
     assert_type(result, StageResult)
     assert_type(record.log_stage(result), DataProto)
-    batch, metrics = stages.balance_over_ranks(batch, 4)
+    batch, metrics = stages.balance_over_ranks(batch, Balance(ranks=4))
     assert_type(metrics, dict[str, float])
     groups = RayPPOTrainer(config).init_workers()
-    sampler = Sampler(config, groups.rollout, own_reward, prompts, groups.actor.world_size)
+    sampler = Sampler(config, groups.rollout, own_reward, prompts)
     assert_type(sampler.draw(batch, step=1).batch, DataProto)
 
 

@@ -9,7 +9,12 @@ from quadriga.config.schema import ActorConfig
 from quadriga.errors import FieldError
 from quadriga.protocol import DataProto, fields
 from quadriga.workers.method_fields import UPDATE_ACTOR
-from quadriga.workers.updates import mini_batches, shuffle_seed, update_policy
+from quadriga.workers.updates import (
+    mini_batches,
+    rows_kept_together,
+    shuffle_seed,
+    update_policy,
+)
 
 
 class Recorder:
@@ -125,3 +130,52 @@ def test_a_rank_without_rows_gets_one_empty_mini_batch() -> None:
     """All ranks count the tokens of a mini-batch together, so none may leave one out."""
     given = {fields.RESPONSE_MASK: torch.ones(0, 3)}
     assert [len(m[fields.RESPONSE_MASK]) for m in mini_batches(given, size=2, epochs=1)] == [0]
+
+
+def test_a_shuffle_keeps_whole_prompt_groups_together() -> None:
+    given = {fields.RESPONSE_MASK: torch.ones(12, 1), "row": torch.arange(12)}
+    seen = [
+        m["row"].tolist()
+        for m in mini_batches(given, size=6, epochs=4, shuffle=True, seed=1, unit=3)
+    ]
+    assert all(part[i] // 3 == part[i + 2] // 3 for part in seen for i in (0, 3))
+    assert all(sorted(seen[i] + seen[i + 1]) == list(range(12)) for i in (0, 2, 4, 6))
+    assert len({tuple(part) for part in seen}) > 2
+
+
+def grouped(prompts: list[int], padded: list[int]) -> dict[str, torch.Tensor]:
+    """Rows with a prompt of two tokens, of which the first is padding in the rows `padded`."""
+    ids = torch.tensor([[7, prompt, 3] for prompt in prompts], dtype=torch.int64).reshape(-1, 3)
+    attention = torch.ones_like(ids)
+    attention[padded, 0] = 0
+    return {
+        fields.INPUT_IDS: ids,
+        fields.ATTENTION_MASK: attention,
+        fields.RESPONSE_MASK: torch.ones(len(prompts), 1, dtype=torch.int64),
+    }
+
+
+def test_rows_are_kept_together_if_they_are_whole_groups() -> None:
+    assert rows_kept_together(grouped([1, 1, 2, 2], []), 2) == 2
+    assert rows_kept_together(grouped([1, 2, 2, 1], []), 2) == 1
+    assert rows_kept_together(grouped([1, 1, 2], []), 2) == 1
+    assert rows_kept_together(grouped([1, 1, 2, 2], [3]), 2) == 1
+    assert rows_kept_together(grouped([], []), 2) == 2
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_update_with_shuffle_makes_mini_batches_of_whole_groups(shuffle) -> None:
+    given = {**grouped([1, 1, 2, 2, 3, 3], []), fields.ADVANTAGES: torch.ones(6, 1)}
+    given[fields.OLD_LOG_PROBS] = torch.zeros(6, 1)
+    orders = set()
+    for seed in range(10):
+        engine = Recorder()
+        update_policy(
+            engine, DataProto.from_dict(given),
+            ActorConfig(ppo_mini_batch_size=1, shuffle=shuffle),
+            responses_per_prompt=2, temperature=1.0, length_scale=1, world_size=1, seed=seed,
+        )  # fmt: skip
+        prompts = [seen[fields.INPUT_IDS][:, 1].tolist() for seen in engine.seen]
+        assert all(len(set(part)) == 1 and len(part) == 2 for part in prompts)
+        orders.add(str(prompts))
+    assert (len(orders) > 1) is shuffle

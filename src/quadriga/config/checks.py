@@ -52,6 +52,7 @@ def check_train_settings(config: TrainConfig, known: KnownNames | None = None) -
     _check_placement(config, known)
     _check_sampling(config, known)
     _check_batches(config, known)
+    _check_balance(config)
     _check_algorithm(config, known)
     _check_optim(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim)
     _check_optim("critic.optim", config.critic.optim)
@@ -198,6 +199,16 @@ def _check_batches(config: TrainConfig, known: KnownNames) -> None:
     _check_old_log_probs(config, actor_mini)
     if with_critic:
         _check_mini_batch(config, "critic", "critic.ppo_mini_batch_size", critic_mini)
+
+
+def _check_balance(config: TrainConfig) -> None:
+    trainer = config.trainer
+    if not trainer.balance_batch and not trainer.balance_groups:
+        raise ConfigError(
+            "trainer.balance_groups=false balances single sequences, but "
+            "trainer.balance_batch=false balances nothing; remove one of the two settings",
+            key="trainer.balance_groups",
+        )
 
 
 def _check_mini_batch(config: TrainConfig, role: str, key: str, mini: int) -> None:

@@ -142,7 +142,8 @@ class ActorConfig:
     # take the old log-probabilities from the update itself, without a pass of their own; needs one
     # optimizer step per step; None: if that is so and nothing reads them before the update
     old_log_probs_from_update: bool | None = None
-    shuffle: bool = False  # shuffle the sequences in each epoch of a step
+    # shuffle the sequences of each rank in each epoch of a step; whole prompt groups stay together
+    shuffle: bool = False
     loss_agg_mode: AggregationName = "token-mean"  # how token losses become one loss
     loss_scale_length: int | None = None  # of seq-mean-token-sum-norm; None: max_response_length
     entropy_coeff: float = 0.0  # weight of the entropy bonus
@@ -326,7 +327,10 @@ class TrainerConfig:
     # console, jsonl, tensorboard, wandb, or a tracker of your own
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     call_timeout_s: float | None = 3600.0  # deadline of one call to a worker group; None: none
-    balance_batch: bool = True  # give each rank about the same number of tokens
+    balance_batch: bool = True  # give each rank about the same work in each mini-batch
+    # keep the responses of one prompt on one rank, which computes the prompt once for all of them;
+    # false: balance single sequences
+    balance_groups: bool = True
 
 
 @dataclass(frozen=True)

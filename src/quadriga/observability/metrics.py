@@ -47,7 +47,12 @@ METRICS: dict[str, MetricInfo] = {
     "response_length/clip_ratio": _I("share", "responses truncated at max_response_length"),
     "batch/sequences": _I("sequences", "sequences of the step, over all ranks", "sum"),
     "batch/tokens": _I("tokens", "prompt and response tokens of the step", "sum"),
-    "batch/token_spread": _I("share", "(most − fewest) / most tokens per rank; 0: balanced", "max"),
+    "batch/token_spread": _I(
+        "share", "(most − fewest) / most computed tokens per rank; 0: balanced", "max"
+    ),
+    "batch/cost_imbalance": _I(
+        "1", "cost of the slowest rank / mean of the ranks, by mini-batch; 1: balanced", "max"
+    ),
     # Prompt groups: the responses to one prompt
     "group/total": _I("groups", "prompt groups of the step", "sum"),
     "group/dead": _I("groups", "zero-variance groups: their rewards are equal", "sum"),

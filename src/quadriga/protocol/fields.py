@@ -25,6 +25,7 @@ INPUT_IDS: Final = "input_ids"
 ATTENTION_MASK: Final = "attention_mask"
 POSITION_IDS: Final = "position_ids"
 SAMPLE_SEED: Final = "sample_seed"
+PROMPT_LENGTH: Final = "prompt_length"
 PROMPTS: Final = "prompts"
 RESPONSES: Final = "responses"
 RESPONSE_MASK: Final = "response_mask"
@@ -112,7 +113,7 @@ TENSORS: tuple[Field, ...] = (
     ),
     Field(
         ATTENTION_MASK, "[B, P], then [B, P+R]", "int64", "1 at tokens, 0 at padding",
-        (*_LOADERS, _GENERATE), (_GENERATE, *_FORWARD),
+        (*_LOADERS, _GENERATE), ("expand_prompts", _GENERATE, *_FORWARD),
     ),
     Field(
         POSITION_IDS, "[B, P], then [B, P+R]", "int64", "position of each token, from 0",
@@ -121,6 +122,10 @@ TENSORS: tuple[Field, ...] = (
     Field(
         SAMPLE_SEED, "[B]", "int64", "seed of the tokens that a row samples",
         ("expand_prompts",), (_GENERATE,),
+    ),
+    Field(
+        PROMPT_LENGTH, "[B]", "int64", "tokens of the prompt, without padding",
+        ("expand_prompts",), ("balance_over_ranks",),
     ),
     Field(PROMPTS, "[B, P]", "int64", "token ids, padded on the left", (_SFT_LOADER, _GENERATE)),
     Field(
@@ -132,8 +137,8 @@ TENSORS: tuple[Field, ...] = (
         "1 at tokens of the policy, end token included; 0 at padding and at tokens without loss",
         (_SFT_LOADER, _GENERATE, _SCORE, *_MASKING),
         (
-            _SCORE, *_FORWARD, "measure_batch", "measure_entropy", *_MASKING, *_SHAPING,
-            "estimate_advantages", "select_update_tokens", "log_samples",
+            _SCORE, *_FORWARD, "balance_over_ranks", "measure_batch", "measure_entropy", *_MASKING,
+            *_SHAPING, "estimate_advantages", "select_update_tokens", "log_samples",
         ),
     ),
     Field(
@@ -239,7 +244,8 @@ ARRAYS: tuple[Field, ...] = (
     Field(INDEX, "[B]", "object", "int, number of the row in its data files", (_PROMPT_LOADER,)),
     Field(
         UID, "[B]", "object", "str, the same for all rows of one prompt group",
-        ("expand_prompts",), ("refill", "mask_zero_variance_groups", "estimate_advantages"),
+        ("expand_prompts",),
+        ("refill", "balance_over_ranks", "mask_zero_variance_groups", "estimate_advantages"),
     ),
     Field(
         PARTIALS, "[B]", "object",

@@ -55,10 +55,13 @@ LOAD_DEMONSTRATIONS = StageFields(
         fields.POSITION_IDS,
     ),
 )
-EXPAND_PROMPTS = StageFields("expand_prompts", writes=(fields.UID, fields.SAMPLE_SEED))
+EXPAND_PROMPTS = StageFields(
+    "expand_prompts",
+    reads=(fields.ATTENTION_MASK,),
+    writes=(fields.UID, fields.SAMPLE_SEED, fields.PROMPT_LENGTH),
+)
 ADD_BASELINES = StageFields("add_baselines", reads=(_SCORES,), writes=(fields.REWARD_BASELINES,))
 REFILL = StageFields("refill", reads=(_SCORES, fields.UID))
-BALANCE_OVER_RANKS = StageFields("balance_over_ranks", reads=(fields.SEQUENCE_LENGTH,))
 MEASURE_BATCH = StageFields(
     "measure_batch", reads=(_MASK, _SCORES, fields.FINISHED, fields.SEQUENCE_LENGTH)
 )
@@ -170,8 +173,9 @@ def step_dataflow(config: TrainConfig, *, custom_reward: bool = False) -> tuple[
         (GENERATE_SEQUENCES, True),
         (score, scores_early),
         (REFILL, scores_early),
-        (BALANCE_OVER_RANKS, config.trainer.balance_batch),
         *(masking if masks_early else ()),
+        # After the masking, so that rows which need no computation do not count.
+        (_balance_over_ranks(config), config.trainer.balance_batch),
         (COMPUTE_LOG_PROB, log_prob_pass),
         (COMPUTE_REF_LOG_PROB, reads_ref_log_prob(config)),
         (COMPUTE_VALUES, critic),
@@ -273,6 +277,13 @@ def branch(name: str, parts: Sequence[StageFields], writes: tuple[str, ...]) -> 
         reads |= dict.fromkeys(key for key in part.reads if key not in made)
         made |= set(part.writes)
     return StageFields(name, reads=tuple(reads), writes=writes)
+
+
+def _balance_over_ranks(config: TrainConfig) -> StageFields:
+    """Reads the mask where it says before the passes which rows need computation."""
+    masked = (_MASK,) if masks_before_passes(config) else ()
+    lengths = (fields.SEQUENCE_LENGTH, fields.PROMPT_LENGTH)
+    return StageFields("balance_over_ranks", reads=(*lengths, fields.UID, *masked))
 
 
 def _mask_zero_variance_groups(config: TrainConfig) -> StageFields:

@@ -27,6 +27,7 @@ from quadriga.algorithms.kl import make_kl_controller
 from quadriga.config.schema import TrainConfig
 from quadriga.protocol import DataProto
 from quadriga.trainer import dataflow, stages
+from quadriga.trainer.balancing import balance_of
 from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.run.groups import PPOGroups, gather, start_groups
 from quadriga.trainer.run.ingredients import Ingredients, load_ingredients
@@ -138,6 +139,7 @@ class RayPPOTrainer:
             validator = self.make_validator(groups, record)
             validator.run(step=0, due=self.config.trainer.val_before_train and resumed is None)
             sampler = self.make_sampler(groups)
+            balance = balance_of(self.config, actor.world_size)
             for prompts in self.schedule():
                 with record.span("step"):
                     with record.span("rollout"), groups.generating():
@@ -146,6 +148,7 @@ class RayPPOTrainer:
                     with record.span("evaluate"):
                         if self.masks_early:  # rows that are left out need no passes
                             batch = self.score_and_mask(batch, record)
+                        batch = record.log_stage(stages.balance_over_ranks(batch, balance))
                         # `submit` does not wait: roles on different processes compute these
                         # side by side, while the controller scores the responses.
                         pending = []
@@ -226,8 +229,7 @@ class RayPPOTrainer:
 
     def make_sampler(self, groups: PPOGroups) -> Sampler:
         """Return the sampler of the run."""
-        ranks = groups.actor.world_size
-        return Sampler(self.config, groups.rollout, self.reward_fn, self.stream, ranks)
+        return Sampler(self.config, groups.rollout, self.reward_fn, self.stream)
 
     def save_if_due(self, groups: PPOGroups, record: RunRecord) -> None:
         """Save a checkpoint where the settings or a signal ask for it. Then stop if one does."""

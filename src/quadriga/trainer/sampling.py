@@ -1,8 +1,7 @@
 """From prompts to the responses that a step trains on.
 
 consumes      prompts; with refilling, more prompts from the same iterator
-produces      `rollout.n` rows per prompt, complete prompt groups, in an order that gives each
-              rank about equally many tokens
+produces      `rollout.n` rows per prompt, complete prompt groups, next to each other
 waits for     the rollout; with refilling also the rewards, which decide what stays
 """
 
@@ -29,7 +28,6 @@ class Sampler:
         rollout: the worker group that generates.
         reward: scores a batch, where sampling depends on scores.
         stream: batches of prompts without end; refilling draws more of them.
-        train_ranks: number of ranks that the batch is balanced over.
     """
 
     def __init__(
@@ -38,13 +36,11 @@ class Sampler:
         rollout: RolloutGroup,
         reward: BatchReward,
         stream: Iterator[DataProto],
-        train_ranks: int,
     ) -> None:
         self.config = config
         self.rollout = rollout
         self.reward = reward
         self.stream = stream
-        self.train_ranks = train_ranks
         estimator = get_advantage(config.algorithm.adv_estimator)
         self.with_baselines = estimator.needs_baseline_scores
 
@@ -54,9 +50,6 @@ class Sampler:
         metrics: Metrics = {}
         if refills(self.config):
             batch, metrics = self.refill(batch, len(prompts), step)
-        if self.config.trainer.balance_batch:
-            batch, spread = stages.balance_over_ranks(batch, self.train_ranks)
-            metrics |= spread
         return StageResult(batch, metrics)
 
     def refill(self, batch: DataProto, wanted: int, step: int) -> StageResult:

@@ -35,7 +35,6 @@ from quadriga.algorithms.shaping import (
     zero_variance_metrics,
 )
 from quadriga.config.schema import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
-from quadriga.parallel.balancing import get_seqlen_balanced_partitions
 from quadriga.protocol import (
     DataProto,
     DataProtoFuture,
@@ -43,6 +42,7 @@ from quadriga.protocol import (
     pad_dataproto_to_divisor,
     unpad_dataproto,
 )
+from quadriga.trainer.balancing import Balance
 from quadriga.trainer.dataflow import ESTIMATOR_FIELDS
 from quadriga.workers.generation import SamplingMode, generation_inputs
 from quadriga.workers.method_fields import GENERATE_SEQUENCES
@@ -92,7 +92,7 @@ class HasMaskedRows(Protocol):
 def expand_prompts(
     prompts: DataProto, *, n: int, step: int, seed: int, turn: int = 0
 ) -> StageResult:
-    """Repeat each prompt `n` times and write `uid` and `sample_seed`.
+    """Repeat each prompt `n` times and write `uid`, `sample_seed` and `prompt_length`.
 
     The rows of a prompt group are neighbours. Two prompts, n = 2, step 7, turn 0:
 
@@ -120,6 +120,7 @@ def expand_prompts(
     # torch has no uint64 arithmetic; dropping the lowest bit makes the seeds fit int64.
     seeds = (streams >> np.uint64(1)).astype(np.int64)
     batch.batch[fields.SAMPLE_SEED] = torch.from_numpy(seeds)
+    batch.batch[fields.PROMPT_LENGTH] = batch.batch[fields.ATTENTION_MASK].sum(-1)
     return StageResult(batch, {})
 
 
@@ -165,20 +166,26 @@ def score_responses(batch: DataProto, reward: BatchReward) -> StageResult:
     return StageResult(batch, dict(reward.metrics) if isinstance(reward, HasMetrics) else {})
 
 
-def balance_over_ranks(batch: DataProto, ranks: int) -> StageResult:
-    """Reorder rows so that the `ranks` equal parts of the batch hold about equally many tokens.
+def balance_over_ranks(batch: DataProto, balance: Balance) -> StageResult:
+    """Reorder rows so that the equal parts of the batch cost the ranks about the same work.
 
-    The batch stays as it is with one rank, or if its rows do not divide by the number of ranks.
+    A mini-batch keeps its rows. The batch stays as it is with one rank, if its rows do not divide
+    by the number of ranks, or if `balance.enabled` is false.
     """
-    # The only field that is fetched; the others are reordered by reference.
-    lengths_B = batch.batch[fields.SEQUENCE_LENGTH]
-    if ranks == 1 or len(batch) % ranks:
+    if not balance.enabled:
         return StageResult(batch, {})
-    partitions = get_seqlen_balanced_partitions(lengths_B.tolist(), ranks, equal_size=True)
-    tokens = [int(lengths_B[part].sum()) for part in partitions]
-    order = np.concatenate([np.asarray(part) for part in partitions])
-    spread = (max(tokens) - min(tokens)) / max(1, max(tokens))
-    return StageResult(batch.select_idxs(order), {"batch/token_spread": spread})
+    # Few small fields are fetched; the others are reordered by reference.
+    length_B, prompt_B = batch.batch[fields.SEQUENCE_LENGTH], batch.batch[fields.PROMPT_LENGTH]
+    live_B = torch.ones(len(batch), dtype=torch.bool)
+    if balance.masked:
+        live_B = batch.batch[fields.RESPONSE_MASK].any(-1)
+    uid = batch.non_tensor_batch[fields.UID]
+    if balance.ranks == 1 or len(batch) % balance.ranks:
+        return StageResult(batch, {})
+    arranged = balance.arrange(
+        uid.tolist(), prompt_B.numpy(), (length_B - prompt_B).numpy(), live_B.numpy()
+    )
+    return StageResult(batch.select_idxs(arranged.order), arranged.metrics())
 
 
 # From scores to advantages.

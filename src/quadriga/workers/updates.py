@@ -58,7 +58,10 @@ def update_policy(
         check_one_step(len(data), size, epochs)
     steps: list[dict[str, float]] = []
     partials: list[Partials] = []
-    for mini in mini_batches(rows, size=size, epochs=epochs, shuffle=config.shuffle, seed=seed):
+    unit = rows_kept_together(rows, responses_per_prompt) if config.shuffle else 1
+    for mini in mini_batches(
+        rows, size=size, epochs=epochs, shuffle=config.shuffle, seed=seed, unit=unit
+    ):
         counts = BatchCounts.of(mini[fields.RESPONSE_MASK], engine)
         # The count is the same on all ranks, so all of them skip the step together. A rank that
         # skipped alone would leave the others waiting in a collective.
@@ -158,20 +161,46 @@ def shuffle_seed(seed: int, optimizer_steps: int) -> int:
     return int(state[0] >> np.uint64(1))
 
 
+def rows_kept_together(rows: Mapping[str, Tensor], responses_per_prompt: int) -> int:
+    """Return the number of neighbouring rows that a shuffle keeps together.
+
+    It is `responses_per_prompt` if the rows of this rank are whole prompt groups, so that a prompt
+    is computed in one mini-batch only. Otherwise it is 1.
+    """
+    count, n = len(rows[fields.RESPONSE_MASK]), responses_per_prompt
+    if count % n:
+        return 1
+    width = rows[fields.INPUT_IDS].shape[1] - rows[fields.RESPONSE_MASK].shape[1]
+    prompts = (rows[key][:, :width] for key in (fields.INPUT_IDS, fields.ATTENTION_MASK))
+    groups = (prompt.reshape(count // n, n, width) for prompt in prompts)
+    return n if all(bool((group == group[:, :1]).all()) for group in groups) else 1
+
+
 def mini_batches(
-    rows: Mapping[str, Tensor], *, size: int, epochs: int, shuffle: bool = False, seed: int = 0
+    rows: Mapping[str, Tensor],
+    *,
+    size: int,
+    epochs: int,
+    shuffle: bool = False,
+    seed: int = 0,
+    unit: int = 1,
 ) -> Iterator[dict[str, Tensor]]:
     """Yield all rows `epochs` times, `size` rows at a time.
 
     The last mini-batch of an epoch may be smaller: 5 rows with size 2 give rows 0 1, 2 3 and 4.
-    `shuffle` draws a new order for each epoch from `seed`.
+    `shuffle` draws a new order for each epoch from `seed`; `unit` neighbouring rows, which must
+    divide the number of rows, stay neighbours.
     """
     count = len(rows[fields.RESPONSE_MASK])
     # A generator of its own: the process-wide one is also used by the engine, and its state
     # would then depend on what ran before.
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
-        order = torch.randperm(count, generator=generator) if shuffle else torch.arange(count)
+        order = torch.arange(count)
+        if shuffle:
+            # Four rows, unit 2, permutation 1 0 of the two units: rows 2 3 0 1.
+            units = torch.randperm(count // unit, generator=generator)
+            order = order.view(-1, unit)[units].flatten()
         # A rank without rows yields one empty mini-batch, since all ranks count tokens together.
         for start in range(0, max(count, 1), size):
             part = order[start : start + size]

@@ -1,0 +1,157 @@
+"""How the rows of a step are ordered, so that the ranks of the actor have about equal work.
+
+A worker group splits a batch into equal parts of neighbouring rows, one for each rank, and a rank
+cuts its part into mini-batches in order. So the order of the rows decides which rank computes a row
+and in which mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quadriga.config.plan import mini_batch_prompts
+from quadriga.config.schema import MISSING_PATH, TrainConfig
+from quadriga.parallel.costs import TOKENS, CostModel, Counts
+from quadriga.parallel.group_partitions import RowCosts, arrange_rows
+from quadriga.trainer.dataflow import masks_before_passes, needs_critic
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What the order of the rows depends on.
+
+    Attributes:
+        ranks: ranks of the actor.
+        enabled: False: rows keep their order.
+        mini_batch_rows: rows of a mini-batch over all ranks, each of which is balanced by itself;
+            None: the whole batch.
+        cost: the cost of the actor's sequences.
+        shares_prompts: whether the training engine computes a prompt that several rows of a rank
+            share once.
+        whole_groups: whether the responses of one prompt are kept on one rank.
+        masked: whether the rows that the update leaves out are known and masked.
+    """
+
+    ranks: int
+    enabled: bool = True
+    mini_batch_rows: int | None = None
+    cost: CostModel = TOKENS
+    shares_prompts: bool = True
+    whole_groups: bool = True
+    masked: bool = False
+
+    def arrange(
+        self, uid: Sequence[object], prompt: Counts, response: Counts, live: NDArray[np.bool_]
+    ) -> Arrangement:
+        """Order B rows.
+
+        Args:
+            uid: [B] ids of prompt groups.
+            prompt, response: [B] tokens.
+            live: [B] bool, whether the row has a token to learn from.
+        """
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(uid))}
+        group = np.array([numbers[key] for key in uid], dtype=np.int64)
+        single = np.arange(len(group))
+        costs = RowCosts.of(
+            self.cost, group if self.whole_groups else single, prompt, response, live
+        )
+        rows = arrange_rows(costs, self.ranks, self.mini_batch_rows)
+        computed = group if self.shares_prompts else single
+        return Arrangement(
+            rows,
+            RowCosts.of(TOKENS, computed, prompt, response, live),
+            RowCosts.of(self.cost, computed, prompt, response, live),
+        )
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The rows of each rank in each mini-batch.
+
+    Attributes:
+        rows: [ranks][mini-batches], row numbers of the batch.
+        tokens, costs: tokens and FLOPs that the rows compute.
+    """
+
+    rows: list[list[list[int]]]
+    tokens: RowCosts
+    costs: RowCosts
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        """The new order of the rows, [B]."""
+        return np.array([row for rank in self.rows for block in rank for row in block])
+
+    def metrics(self) -> dict[str, float]:
+        """Measure the balance."""
+        tokens = [sum(map(self.tokens.total, rank)) for rank in self.rows]
+        cost = np.array([[self.costs.total(block) for block in rank] for rank in self.rows])
+        # All ranks wait for the slowest one at each optimizer step.
+        waited, mean = cost.max(0).sum(), cost.mean(0).sum()
+        return {
+            "batch/token_spread": (max(tokens) - min(tokens)) / max(1.0, *tokens),
+            "batch/cost_imbalance": float(waited / mean) if mean else 1.0,
+        }
+
+
+def balance_of(config: TrainConfig, ranks: int) -> Balance:
+    """Return how the batches of a run are ordered.
+
+    `ranks`: of the actor.
+
+    Raises:
+        ModelError: the model folder of the actor cannot be used.
+    """
+    enabled, masked = config.trainer.balance_batch, masks_before_passes(config)
+    if ranks == 1 or not enabled:
+        return Balance(ranks, enabled, masked=masked)
+    cost, shares_prompts = _cost_of_actor(config)
+    return Balance(
+        ranks=ranks,
+        mini_batch_rows=_rows_of_mini_batch(config, ranks),
+        cost=cost,
+        shares_prompts=shares_prompts,
+        whole_groups=shares_prompts and config.trainer.balance_groups,
+        masked=masked,
+    )
+
+
+def _cost_of_actor(config: TrainConfig) -> tuple[CostModel, bool]:
+    """Return what the actor's sequences cost, and whether its engine computes prompts once."""
+    from quadriga.engines.sequence_cost import sequence_cost
+    from quadriga.models.architectures import architecture_of
+    from quadriga.models.folder import check_model_folder, local_folder
+    from quadriga.models.loading import read_config
+    from quadriga.parallel.device import get_device_name
+
+    model, device = config.actor_rollout_ref.model, config.trainer.device
+    if model.path == MISSING_PATH:  # a worker class of the user that loads its own model
+        return TOKENS, True
+    folder, trust = local_folder(model.path), model.trust_remote_code
+    check_model_folder(folder, weights=False, tokenizer=False, trust_remote_code=trust)
+    found = read_config(folder, trust_remote_code=trust)
+    shares_prompts = architecture_of(found).rows == "packed"
+    return (
+        sequence_cost(found, "lm", get_device_name() if device == "auto" else device),
+        shares_prompts,
+    )
+
+
+def _rows_of_mini_batch(config: TrainConfig, ranks: int) -> int | None:
+    """Return the rows of the mini-batches that are balanced; None: the whole batch is."""
+    # Each rank draws new mini-batches from its rows in each epoch.
+    if config.actor_rollout_ref.actor.shuffle:
+        return None
+    n = config.actor_rollout_ref.rollout.n
+    actor, critic = mini_batch_prompts(config)
+    # Mini-batches of 6 and 4 prompts are balanced in units of 2: both consist of whole units.
+    common = gcd(actor, critic)
+    if needs_critic(config) and common * n % ranks == 0:
+        return common * n
+    return actor * n
