@@ -98,6 +98,27 @@ def test_an_execute_mode_and_a_functor_of_ones_own(start, mode_workers):
     assert type(group.where).__name__ == "where"
 
 
+class WithoutInternals(RayWorkerGroup):
+    def _bind_worker_method(self, user_defined_cls, func_generator):
+        names = super()._bind_worker_method(user_defined_cls, func_generator)
+        hidden = [name for name in names if name.startswith("read_")]
+        for name in hidden:
+            delattr(self, name)
+        return [name for name in names if name not in hidden]
+
+
+def test_a_binding_policy_of_ones_own(group):
+    by_class = WithoutInternals.from_detached(worker_handles=group.workers)
+    by_option = RayWorkerGroup.from_detached(
+        worker_handles=group.workers,
+        binding=lambda worker_class, record: not record.name.startswith("read_"),
+    )
+    for chosen in (by_class, by_option):
+        assert ray.get(chosen.rank_plus(1)) == [1, 2]
+        assert "read_future" not in chosen.method_names
+        assert not hasattr(chosen, "read_future")
+
+
 def test_a_functor_ends_at_the_deadline_of_its_group(monkeypatch):
     waits = []
 
