@@ -15,7 +15,7 @@ from quadriga.config.schema import ModelConfig
 from quadriga.engines.base import HeadKind
 from quadriga.errors import ModelError
 from quadriga.models.folder import local_folder
-from quadriga.models.loading import load_causal_lm, load_value_model
+from quadriga.models.loading import load_causal_lm, load_value_model, model_without_weights
 
 
 def in_local_folders(config: ModelConfig) -> ModelConfig:
@@ -56,6 +56,29 @@ def load_model(
     )
     # `fully_shard` renames the class, and exports must contain the original name.
     model.config.architectures = [type(model).__name__]
+    if config.gradient_checkpointing and trained:
+        _checkpoint_layers(model)
+    return model
+
+
+def simulated_model(
+    config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool
+) -> PreTrainedModel:
+    """Return the model that a forward pass of `load_model` computes with, on the meta device.
+
+    All parameters have the compute dtype, in which FSDP gathers them.
+
+    Raises:
+        ModelError: the folder has no config of a suitable model.
+    """
+    model = model_without_weights(
+        config.path,
+        value_head=head == "value",
+        dtype=dtype,
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=config.trust_remote_code,
+    )
+    model.requires_grad_(trained)
     if config.gradient_checkpointing and trained:
         _checkpoint_layers(model)
     return model

@@ -10,6 +10,7 @@
 - `log_prob`: log-probabilities and entropies from logits.
 - `linear_log_prob`, `linear_full_kl`: the same, and KL over the vocabulary, from hidden states.
 - `softmax_tiles`: arithmetic that these share.
+- `simulated`: models without weights, whose allocations are counted.
 
 May import every package below `models` in docs/architecture.md. Names load when they are first
 used, so importing this package imports neither torch nor transformers.

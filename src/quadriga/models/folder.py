@@ -19,8 +19,14 @@ HUB_PREFIX = "hf://"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-def local_folder(path: str | Path) -> Path:
+_CONFIG_FILES = ("*.json", "*.py")
+
+
+def local_folder(path: str | Path, *, weights: bool = True) -> Path:
     """Return the folder that `path` names; download `hf://owner/name` from the hub if necessary.
+
+    Args:
+        weights: False: download the configs only.
 
     Raises:
         ModelError: the hub has no such model, or it cannot be reached and there is no cached copy.
@@ -32,7 +38,8 @@ def local_folder(path: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(text.removeprefix(HUB_PREFIX)))
+        files = None if weights else list(_CONFIG_FILES)
+        return Path(snapshot_download(text.removeprefix(HUB_PREFIX), allow_patterns=files))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"{text} cannot be downloaded from the hub: {str(error).strip().splitlines()[0]}",

@@ -18,6 +18,7 @@ from quadriga.models.softmax_tiles import (
     ScratchBuffer,
     accumulate_matmul,
     check_weight,
+    has_cpu_tiles,
     scaled_matmul,
     spans,
     wide_dtype,
@@ -65,8 +66,7 @@ def linear_full_kl(
             )
     if not temperature > 0:
         raise AlgorithmError(f"`temperature` must be above 0, but is {temperature}.")
-    on_cpu = hidden_ND.device.type == "cpu"
-    elements = chunk_elements or (_CPU_CHUNK if on_cpu else _ACCELERATOR_CHUNK)
+    elements = chunk_elements or (_CPU_CHUNK if has_cpu_tiles(hidden_ND) else _ACCELERATOR_CHUNK)
     kl: Tensor = _LinearFullKL.apply(  # type: ignore[no-untyped-call]  # torch has no annotations
         hidden_ND,
         weight_VD,

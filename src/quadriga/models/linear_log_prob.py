@@ -31,6 +31,7 @@ from quadriga.models.softmax_tiles import (
     check_weight,
     exp_sums,
     gradient_in_place,
+    has_cpu_tiles,
     row_blocks,
     scaled_matmul,
     spans,
@@ -38,7 +39,7 @@ from quadriga.models.softmax_tiles import (
 )
 
 # Elements of a tile of logits. A CPU tile (4 MB) fits the cache; accelerators need large products.
-_CPU_TILE, _ACCELERATOR_TILE = 2**20, 2**27
+CPU_TILE, ACCELERATOR_TILE = 2**20, 2**27
 # Rows of a tile. The gradient of the weight is read and written once for every span of rows, so
 # more rows mean less memory traffic.
 _TILE_ROWS = 2048
@@ -87,14 +88,13 @@ def linear_log_probs(
     """
     check_inputs(hidden, labels, temperature)
     check_weight(hidden, weight_VD)
-    on_cpu = hidden.device.type == "cpu"
     log_prob, ent = _Linear.apply(  # type: ignore[no-untyped-call]  # torch has no annotations
         hidden.reshape(-1, hidden.shape[-1]),
         weight_VD,
         labels.reshape(-1),
         temperature,
         entropy,
-        tile_elements or (_CPU_TILE if on_cpu else _ACCELERATOR_TILE),
+        tile_elements or (CPU_TILE if has_cpu_tiles(hidden) else ACCELERATOR_TILE),
     )
     return log_prob.view(labels.shape), ent.view(labels.shape)
 
@@ -261,8 +261,7 @@ def linear_loss(
     """
     check_inputs(hidden_ND, labels_N, temperature)
     check_weight(hidden_ND, weight_VD)
-    on_cpu = hidden_ND.device.type == "cpu"
-    elements = chunk_elements or (_CPU_CHUNK if on_cpu else _ACCELERATOR_CHUNK)
+    elements = chunk_elements or (_CPU_CHUNK if has_cpu_tiles(hidden_ND) else _ACCELERATOR_CHUNK)
     tokens = max(1, elements // weight_VD.shape[0])
     cuts = chunk_cuts(len(labels_N), tokens, boundaries)
     loss, log_prob, entropy = _LinearLoss.apply(  # type: ignore[no-untyped-call]  # as above

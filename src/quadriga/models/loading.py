@@ -106,10 +106,7 @@ def load_value_model(
         ModelError: transformers has no token head for this architecture, or weights of the backbone
             are missing.
     """
-    config = _config(local_folder(path), attn_implementation, trust_remote_code)
-    # One number a token, without dropout before it.
-    config.num_labels = 1
-    config.classifier_dropout = 0.0
+    config = _with_value_head(_config(local_folder(path), attn_implementation, trust_remote_code))
     model, missing = _load(
         AutoModelForTokenClassification, path, dtype, config, attn_implementation, trust_remote_code
     )
@@ -137,11 +134,50 @@ def load_value_model(
     return model
 
 
+def model_without_weights(
+    path: str | Path,
+    *,
+    value_head: bool,
+    dtype: Dtype,
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Return the model of a folder's config.json on the meta device: shapes without numbers.
+
+    No file of weights is read, and none is downloaded from the hub.
+
+    Raises:
+        ModelError: the folder has no config of a causal language model.
+    """
+    folder = local_folder(path, weights=False)
+    config = _config(folder, attn_implementation, trust_remote_code, weights=False)
+    auto_class: AutoModelClass = AutoModelForCausalLM
+    if value_head:
+        config, auto_class = _with_value_head(config), AutoModelForTokenClassification
+    with quiet_libraries(), _model_errors(folder, "model"), torch.device("meta"):
+        model: PreTrainedModel = auto_class.from_config(  # type: ignore[no-untyped-call]  # none
+            config, dtype=_torch_dtype(dtype), trust_remote_code=trust_remote_code
+        )
+    if value_head:
+        getattr(model, VALUE_HEAD).register_forward_hook(_copy_output)
+    model.train(False)
+    return model
+
+
+def _with_value_head(config: PretrainedConfig) -> PretrainedConfig:
+    """Set the config of a token classifier: one number a token, without dropout before it."""
+    config.num_labels = 1
+    config.classifier_dropout = 0.0
+    return config
+
+
 def _copy_output(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     return output.clone()
 
 
-def _config(folder: Path, attn_implementation: str, trust_remote_code: bool) -> PretrainedConfig:
+def _config(
+    folder: Path, attn_implementation: str, trust_remote_code: bool, *, weights: bool = True
+) -> PretrainedConfig:
     """Return the folder's config, with the attention of the settings in place of its own.
 
     A config.json can name an attention or an experts implementation, also one of the hub, whose
@@ -156,7 +192,9 @@ def _config(folder: Path, attn_implementation: str, trust_remote_code: bool) -> 
             "trust_remote_code=true to run it, or choose sdpa, eager or flash_attention_2",
             path=str(folder),
         )
-    check_model_folder(folder, tokenizer=False, trust_remote_code=trust_remote_code)
+    check_model_folder(
+        folder, weights=weights, tokenizer=False, trust_remote_code=trust_remote_code
+    )
     config = read_config(folder, trust_remote_code=trust_remote_code)
     with _model_errors(folder, "config"):
         # None: SDPA if the model supports it, else its own attention (for example with capped

@@ -10,6 +10,8 @@ Shapes: N tokens (the rows of a tile), V vocabulary entries (its columns), D hid
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import Protocol
 
@@ -23,6 +25,24 @@ _CACHE_BLOCK = 2**18
 # Shifted logits (logit minus the largest of the row) are clamped here. exp(-1e4) is 0 in float32
 # and float64, so the probability does not change, but 0 · log 0 = 0 · (-inf) = NaN is avoided.
 MIN_SHIFTED_LOGIT = -1e4
+
+
+_META_STANDS_FOR_CPU: ContextVar[bool] = ContextVar("meta_stands_for_cpu", default=False)
+
+
+@contextmanager
+def meta_tensors_stand_for_cpu(value: bool) -> Iterator[None]:
+    """Say whether meta tensors have the tiles of a CPU, not of an accelerator, in the block."""
+    token = _META_STANDS_FOR_CPU.set(value)
+    try:
+        yield
+    finally:
+        _META_STANDS_FOR_CPU.reset(token)
+
+
+def has_cpu_tiles(tensor: Tensor) -> bool:
+    """Return whether a tensor is cut into tiles that fit the cache of a CPU."""
+    return tensor.device.type == "cpu" or (tensor.is_meta and _META_STANDS_FOR_CPU.get())
 
 
 class SavedContext(Protocol):
@@ -88,8 +108,8 @@ def spans(count: int, step: int) -> Iterator[tuple[int, int]]:
 def row_blocks(tile_NV: Tensor) -> Iterator[tuple[int, int]]:
     """Yield spans of rows to process at once: as many as fit the cache on a CPU, else all."""
     count, vocabulary = tile_NV.shape
-    on_cpu = tile_NV.device.type == "cpu"
-    return spans(count, _CACHE_BLOCK // max(vocabulary, 1) if on_cpu else max(count, 1))
+    cached = has_cpu_tiles(tile_NV)
+    return spans(count, _CACHE_BLOCK // max(vocabulary, 1) if cached else max(count, 1))
 
 
 class ScratchBuffer:

@@ -3,6 +3,7 @@
 - `base`: the `RolloutEngine` protocol, sampling parameters and output, and the digest of a weight.
 - `hf`: generation in this process with a Hugging Face model. It uses `kv_cache` and `sampling`,
   and `unlisted` to check models of other architectures than those that were tested.
+- `memory`: the device memory of generation, known before a weight is loaded.
 
 May import every package below `rollout` in docs/architecture.md, but not `engines`. Importing this
 file imports no torch.

@@ -7,10 +7,11 @@ rows that have ended leave the batch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from quadriga.config.schema import DtypeName, ModelConfig
@@ -109,18 +110,7 @@ class HFRollout:
         self, cache: Cache, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
         """Run the model on new tokens [b, added] of each row; return the last logits [b, V]."""
-        arguments: dict[str, object] = {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": positions,
-            "past_key_values": cache,
-            "cache_params": cache,  # the name in models without attention
-            "use_cache": True,
-            "logits_to_keep": 1,
-        }
-        known = {name: value for name, value in arguments.items() if name in self._parameters}
-        logits: Tensor = self.module(**known).logits
-        return logits[:, -1]
+        return run_with_cache(self.module, self._parameters, cache, ids, mask, positions)
 
     def _micro_batches(self, attention_mask: Tensor) -> Iterator[Tensor]:
         """Yield the row indices of each micro-batch.
@@ -172,6 +162,29 @@ class HFRollout:
 
     def _move(self, device: torch.device) -> None:
         self.module.to(device)  # type: ignore[arg-type]  # its decorator hides `self`
+
+
+def run_with_cache(
+    module: PreTrainedModel,
+    parameters: Container[str],
+    cache: Cache,
+    ids: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+) -> Tensor:
+    """Run `module`, whose `forward` has `parameters`; see `HFRollout.forward`."""
+    arguments: dict[str, object] = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": positions,
+        "past_key_values": cache,
+        "cache_params": cache,  # the name in models without attention
+        "use_cache": True,
+        "logits_to_keep": 1,
+    }
+    known = {name: value for name, value in arguments.items() if name in parameters}
+    logits: Tensor = module(**known).logits
+    return logits[:, -1]
 
 
 # The columns of a micro-batch are the prompt columns in use, then one column for each new token.

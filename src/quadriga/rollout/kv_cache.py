@@ -129,6 +129,19 @@ def _resized(old: Tensor, added: int, rows: Tensor | None = None) -> Tensor:
     return new
 
 
+def columns_at_end(prompt: int, added: int) -> int:
+    """Return the columns of a buffer after a prompt and `added` more tokens, one at a time."""
+    columns = prompt + _SPARE_COLUMNS
+    while columns < prompt + added:
+        columns += 1 + _SPARE_COLUMNS
+    return columns
+
+
+def columns_before(columns: int) -> int:
+    """Return the columns of the buffer that was full when one of `columns` took its place."""
+    return columns - 1 - _SPARE_COLUMNS
+
+
 def reorder_cache(cache: Cache, rows: Tensor) -> None:
     """Keep only `rows` in every layer, in their order. A row may be repeated."""
     for layer in cache.layers:

@@ -1,0 +1,5 @@
+"""The device memory of a training engine on one rank, known before a weight is loaded.
+
+- `passes`: activations of a micro-batch, counted on the meta device.
+- `states`: parameters, gradients, moments and the buffers of FSDP, by arithmetic.
+"""

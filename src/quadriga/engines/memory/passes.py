@@ -1,0 +1,171 @@
+"""The activations of one micro-batch, counted on the meta device by the code that trains.
+
+Shapes: P prompt columns, R response columns, K targets, V vocabulary entries.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from quadriga.config.schema import EngineConfig
+from quadriga.engines.base import HeadKind
+from quadriga.engines.micro_batches import plan_micro_batches, select_rows
+from quadriga.engines.token_model import TokenModel
+from quadriga.models.linear_log_prob import ACCELERATOR_TILE, CPU_TILE
+from quadriga.models.simulated.allocations import AllocationCounter, gradients_set_aside
+from quadriga.models.simulated.kernels import kernels_of, run_backward
+from quadriga.protocol import fields
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one rank in one call. All have full length.
+
+    Attributes:
+        count: rows.
+        prompt, response: tokens of each.
+        samples: rows that share a prompt and are neighbours.
+        micro_batch: rows of a micro-batch. None: as the engine's settings say.
+    """
+
+    count: int
+    prompt: int
+    response: int
+    samples: int = 1
+    micro_batch: int | None = None
+
+    def batch(self, vocabulary: int) -> dict[str, Tensor]:
+        """Return the fields that a forward pass needs, with P + R columns."""
+        ids = torch.zeros(self.count, self.prompt + self.response, dtype=torch.int64)
+        # Different prompts begin with different tokens: the digits of the prompt's number. With 5
+        # words, prompt 7 begins with 2 1, because 7 = 2 + 1 · 5.
+        number = torch.arange(self.count) // self.samples
+        for column in range(min(self.prompt, 4)):
+            ids[:, column] = number % vocabulary
+            number = number // vocabulary
+        return {
+            fields.INPUT_IDS: ids,
+            fields.ATTENTION_MASK: torch.ones_like(ids),
+            fields.RESPONSE_MASK: torch.ones_like(ids[:, self.prompt :]),
+        }
+
+    def at_most(self, tokens: int) -> Rows:
+        """Return fewer rows if these are certainly more than one micro-batch of `tokens`."""
+        # A shared prompt is computed once, so a row adds at least its response.
+        enough = tokens // self.response + self.samples + 1
+        return replace(self, count=min(self.count, enough))
+
+
+@dataclass(frozen=True)
+class PassMemory:
+    """Bytes of one micro-batch on one rank, without parameters.
+
+    Attributes:
+        rows, tokens: of the micro-batch; a shared prompt counts once.
+        several: whether a call has more than one micro-batch.
+        forward: most bytes in the forward pass.
+        saved: bytes after the forward pass, which the backward pass needs.
+        activations: most bytes in both passes, without complete gradients of parameters.
+        with_gradients: most bytes in both passes, with the gradients of this micro-batch.
+        logits: bytes of the logits. They are a part of `activations`.
+    """
+
+    rows: int
+    tokens: int
+    several: bool
+    forward: int
+    saved: int
+    activations: int
+    with_gradients: int
+    logits: int
+
+
+def pass_memory(
+    module: PreTrainedModel,
+    engine: EngineConfig,
+    rows: Rows,
+    *,
+    head: HeadKind,
+    device_type: str,
+    backward: bool,
+    entropy: bool = False,
+) -> PassMemory:
+    """Compute the largest micro-batch of `rows` with a model on the meta device.
+
+    Args:
+        backward: whether the pass computes gradients.
+        entropy: whether it computes entropies, too.
+    """
+    with kernels_of(device_type):
+        model = TokenModel(
+            module,
+            head,
+            META,
+            fused=engine.fused_head,
+            micro_batch_tokens=engine.max_tokens_per_micro_batch,
+        )
+        model.split_attention = device_type == "cpu"
+        micro, several = _largest_micro_batch(model, engine, rows)
+        counter = AllocationCounter()
+        parameters = list(module.parameters())
+        with gradients_set_aside(counter, parameters), counter, torch.set_grad_enabled(backward):
+            outputs = model(micro, temperature=1.0, entropy=entropy)
+            forward, saved = counter.peak, counter.live
+            if backward:
+                run_backward(torch.stack([v.sum() for v in outputs.values()]).sum())
+            del outputs
+    return PassMemory(
+        rows=len(micro[fields.INPUT_IDS]),
+        tokens=computed_tokens(rows, len(micro[fields.INPUT_IDS]), shared=model.packed),
+        several=several,
+        forward=forward,
+        saved=saved,
+        activations=counter.peak,
+        with_gradients=counter.peak_with_kept,
+        logits=_logits(model, micro),
+    )
+
+
+def _largest_micro_batch(
+    model: TokenModel, engine: EngineConfig, rows: Rows
+) -> tuple[dict[str, Tensor], bool]:
+    """Return the first micro-batch, which is the largest, and whether there are others."""
+    size = rows.micro_batch
+    if size is None and not engine.use_dynamic_bsz:
+        size = rows.count
+    limit = engine.max_tokens_per_micro_batch if size is None else size * rows.response
+    batch = rows.at_most(limit).batch(model.model.config.get_text_config().vocab_size)
+    micro_batches = plan_micro_batches(
+        batch,
+        size=size,
+        max_tokens=engine.max_tokens_per_micro_batch,
+        share_prompts=model.packed,
+    )
+    first = select_rows(batch, micro_batches[0], torch.device("cpu"))
+    return first, len(micro_batches) > 1
+
+
+def computed_tokens(rows: Rows, count: int, *, shared: bool) -> int:
+    """Return the tokens of `count` rows. With `shared`, each prompt counts once."""
+    prompts = math.ceil(count / rows.samples) if shared else count
+    return prompts * rows.prompt + count * rows.response
+
+
+def _logits(model: TokenModel, micro: dict[str, Tensor]) -> int:
+    """Return the bytes of the logits of a micro-batch; with a fused head, those of its tiles."""
+    if model.head == "value":
+        return 0
+    vocabulary: int = model.model.config.get_text_config().vocab_size
+    logits = int(micro[fields.RESPONSE_MASK].sum()) * vocabulary
+    if model.fused:
+        # The forward pass has one tile, the backward pass another one for its weights.
+        tile = CPU_TILE if model.split_attention else ACCELERATOR_TILE
+        return 2 * min(logits, tile) * torch.float32.itemsize
+    return logits * next(model.model.parameters()).dtype.itemsize

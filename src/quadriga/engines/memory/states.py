@@ -1,0 +1,314 @@
+"""The memory of a training engine on one rank: parameter shards, gradients, moments and buffers.
+
+An engine holds the shards all the time. In an optimizer step it also holds, at most:
+
+    forward     activations + gathered parameters + the buffer of a gather
+    backward    activations + gathered parameters + gradients + the buffers of a reduction
+    reduction   gathered parameters + gradients + the buffers of a reduction
+
+The largest of the three is the peak. `sharding.py` says what a unit is, and `FSDPEngine` when
+gradients are reduced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.engines.base import HeadKind
+from quadriga.engines.memory.passes import PassMemory, Rows, pass_memory
+from quadriga.engines.model_setup import simulated_model
+from quadriga.engines.sharding import (
+    MAX_UNSHARDED_BYTES,
+    MIN_UNIT_PARAMETERS,
+    decoder_layers,
+)
+from quadriga.parallel.device import compute_dtype
+
+_MOMENTS = 2
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes of a training engine on one rank.
+
+    Attributes:
+        parameters: the parameter shards, with buffers.
+        optimizer: the moments.
+        gathered: whole parameters in the compute dtype, as many as exist at once.
+        gradients: gradients, as many as exist at once.
+        buffers: what the collectives of FSDP allocate, as much as exists at once.
+        update: of a micro-batch with gradients. None: the engine is not trained.
+        evaluate: of a micro-batch without gradients. None: there is no such pass.
+        update_peak: what an optimizer step adds to parameters and moments.
+        evaluate_peak: what a pass without gradients adds.
+        weights: elements of all parameters.
+        largest_weight: elements of the largest.
+    """
+
+    parameters: int
+    optimizer: int
+    gathered: int
+    gradients: int
+    buffers: int
+    update: PassMemory | None
+    evaluate: PassMemory | None
+    update_peak: int
+    evaluate_peak: int
+    weights: int
+    largest_weight: int
+
+    @property
+    def states(self) -> int:
+        """Parameters, moments and gradients: what a smaller micro-batch does not reduce."""
+        return self.parameters + self.optimizer + self.gradients
+
+
+def training_memory(
+    model: ModelConfig,
+    engine: EngineConfig,
+    *,
+    head: HeadKind,
+    ranks: int,
+    device_type: str,
+    update: Rows | None,
+    evaluate: Rows | None,
+    min_unit_parameters: int = MIN_UNIT_PARAMETERS,
+) -> TrainingMemory:
+    """Return the memory of the engine that `build_engine` builds with these settings.
+
+    Args:
+        ranks: ranks of the worker group.
+        device_type: "cpu", or the type of an accelerator.
+        update: the rows of one rank in an optimizer step. None: the engine is not trained.
+        evaluate: the rows of one rank in a pass without gradients. None: there is none.
+
+    Raises:
+        ModelError: the folder has no config of a suitable model.
+    """
+    auto = torch.device("cpu" if device_type == "cpu" else "meta")
+    dtype, reduce_dtype = (
+        compute_dtype(name, auto) for name in (engine.dtype, engine.reduce_dtype)
+    )
+    module = simulated_model(model, head, dtype, trained=update is not None)
+    layout = _Layout.of(
+        module,
+        dtype=dtype,
+        reduce_dtype=reduce_dtype,
+        shards=ranks if engine.fsdp_size == -1 else engine.fsdp_size,
+        trained=update is not None,
+        gloo=device_type == "cpu",
+        min_unit_parameters=min_unit_parameters,
+    )
+    trained_pass = evaluated_pass = None
+    if update is not None:
+        trained_pass = pass_memory(
+            module, engine, update, head=head, device_type=device_type, backward=True
+        )
+    if evaluate is not None:
+        evaluated_pass = pass_memory(
+            module,
+            engine,
+            evaluate,
+            head=head,
+            device_type=device_type,
+            backward=False,
+            entropy=True,
+        )
+    return layout.memory(engine, trained_pass, evaluated_pass)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The FSDP units of a model: the parameters of the root, and those of each layer unit."""
+
+    root: list[nn.Parameter]
+    layers: list[list[nn.Parameter]]
+    buffers: int
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    kept_dtype: torch.dtype
+    shards: int
+    gloo: bool
+
+    @staticmethod
+    def of(
+        module: PreTrainedModel,
+        *,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        shards: int,
+        trained: bool,
+        gloo: bool,
+        min_unit_parameters: int,
+    ) -> _Layout:
+        """Divide the parameters of `module` into units, as `shard_model` does.
+
+        Args:
+            shards: ranks that share one copy of the parameters.
+            gloo: whether collectives are those of gloo, whose reduction copies its input.
+        """
+        layers = [list(layer.parameters()) for layer in decoder_layers(module)]
+        layers = [layer for layer in layers if _elements(layer) >= min_unit_parameters]
+        in_layers = {id(parameter) for layer in layers for parameter in layer}
+        return _Layout(
+            root=[p for p in module.parameters() if id(p) not in in_layers],
+            layers=layers,
+            buffers=sum(buffer.nbytes for buffer in module.buffers()),
+            dtype=dtype,
+            reduce_dtype=reduce_dtype,
+            kept_dtype=torch.promote_types(dtype, torch.float32) if trained else dtype,
+            shards=shards,
+            gloo=gloo,
+        )
+
+    @property
+    def all(self) -> list[nn.Parameter]:
+        """All parameters."""
+        return [*self.root, *(p for layer in self.layers for p in layer)]
+
+    def shard_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of the largest rank's shards: rows are divided and rounded up."""
+        # 5 rows of 3 elements on 2 ranks: 3 and 2 rows; the first rank holds 3 · 3 elements.
+        return dtype.itemsize * sum(
+            math.ceil(len(p) / self.shards) * (p.numel() // len(p)) if p.dim() else 1
+            for p in self.all
+        )
+
+    def memory(
+        self, engine: EngineConfig, update: PassMemory | None, evaluate: PassMemory | None
+    ) -> TrainingMemory:
+        """Return the memory with the activations of these passes."""
+        states = self.shard_bytes(self.kept_dtype)
+        frees = engine.reshard_after_forward
+        passes = self._gathered(frees)
+        step = None
+        if update is not None:
+            early = engine.reduce_each_micro_batch
+            if early is None:
+                early = self.unsharded_bytes() > MAX_UNSHARDED_BYTES
+            # The last micro-batch always reduces, so a single one does.
+            reduces = early or not update.several
+            step = (
+                self._layered(update, reduces, frees)
+                if self.layers
+                else self._one_unit(update, reduces)
+            )
+        return TrainingMemory(
+            parameters=states + self.buffers,
+            optimizer=_MOMENTS * states if step else 0,
+            gathered=step.gathered if step else passes,
+            gradients=step.gradients if step else 0,
+            buffers=max(self._gather_buffer(), step.reduction if step else 0),
+            update=update,
+            evaluate=evaluate,
+            update_peak=step.peak if step else 0,
+            evaluate_peak=max(passes + evaluate.forward, self._gather_buffer()) if evaluate else 0,
+            weights=_elements(self.all),
+            largest_weight=max(p.numel() for p in self.all),
+        )
+
+    def _one_unit(self, update: PassMemory, reduces: bool) -> _Step:
+        """Return the bytes of a step if the root is the only unit."""
+        gathered = self._gathered(frees=False)
+        shards = self.shard_bytes(self.kept_dtype)
+        new = self.whole_bytes(self.root, self.dtype)
+        flat = self.whole_bytes(self.root, self.reduce_dtype)
+        # Gradients from earlier micro-batches: shards, or whole ones in the dtype of the reduction.
+        earlier = 0 if not update.several else shards if reduces else flat
+        # A gradient is added in place to an earlier one of its own dtype.
+        in_place = not reduces and self.dtype == self.reduce_dtype
+        both = update.activations if in_place else update.with_gradients
+        # The buffer is filled from whole gradients, which are then freed. Gathered parameters have
+        # been freed before.
+        whole, kept = (earlier, 0) if update.several and not reduces else (new, earlier)
+        return _Step(
+            gathered=gathered,
+            gradients=earlier + (0 if in_place else new),
+            reduction=self._reduction(flat),
+            peak=max(
+                gathered + self._gather_buffer(),
+                gathered + earlier + both,
+                kept + whole + flat,
+                kept + self._reduction(flat),
+            ),
+        )
+
+    def _layered(self, update: PassMemory, reduces: bool, frees: bool) -> _Step:
+        """Return the bytes of a step if layers are units: reduced while others go backward."""
+        gathered = self._gathered(frees and reduces)
+        layer = max(self.layers, key=_elements)
+        root, new = self.whole_bytes(self.root, self.dtype), self.whole_bytes(layer, self.dtype)
+        shards = self.shard_bytes(self.kept_dtype)
+        whole = self.whole_bytes(self.all, self.reduce_dtype)
+        complete = shards if reduces else whole
+        if update.several and not reduces and self.dtype == self.reduce_dtype:
+            root = new = 0  # a gradient is added in place to an earlier one of its own dtype
+        earlier = complete if update.several else 0
+        reduction = self._reduction(self.whole_bytes(layer, self.reduce_dtype))
+        root_reduction = self._reduction(self.whole_bytes(self.root, self.reduce_dtype))
+        # The last layer is reduced first, when its activations and the logits are gone.
+        begun = min(root + new, update.with_gradients - update.activations)
+        left = (update.saved - update.logits) * (len(self.layers) - 1) // len(self.layers)
+        return _Step(
+            gathered=gathered,
+            gradients=complete + root + new,
+            reduction=max(reduction, root_reduction),
+            peak=max(
+                gathered + earlier + update.activations + begun,
+                gathered + earlier + root + new + reduction + max(left, 0),
+                gathered + complete + root + new + update.activations - update.saved,
+                gathered + complete + max(root + new + reduction, root_reduction),
+            ),
+        )
+
+    def whole_bytes(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> int:
+        """Return the bytes of whole tensors of these shapes."""
+        return _elements(parameters) * dtype.itemsize
+
+    def unsharded_bytes(self) -> int:
+        """Return the bytes of `sharding.unsharded_bytes`."""
+        return self.whole_bytes(self.all, self.dtype) + self.whole_bytes(
+            self.all, self.reduce_dtype
+        )
+
+    def _gathered(self, frees: bool) -> int:
+        """Return the bytes of gathered parameters. `frees`: a layer's are freed after its pass."""
+        layers = [self.whole_bytes(layer, self.dtype) for layer in self.layers]
+        if frees and layers:
+            # An accelerator gathers the next layer while it computes one.
+            ahead = 1 if self.shards > 1 and not self.gloo else 0
+            layers = [max(layers)] * min(len(layers), 1 + ahead)
+        return self.whole_bytes(self.root, self.dtype) + sum(layers)
+
+    def _gather_buffer(self) -> int:
+        """Return the bytes into which the largest unit is gathered, before it is copied out."""
+        if self.shards == 1:
+            return 0
+        return max(self.whole_bytes(unit, self.dtype) for unit in (self.root, *self.layers))
+
+    def _reduction(self, flat: int) -> int:
+        """Return what the reduction of gradients allocates; `flat` are the bytes of its input."""
+        if self.shards == 1:
+            return 3 * flat  # the input, the input divided by a factor, the output
+        return flat + flat // self.shards + (flat if self.gloo else 0)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Bytes in an optimizer step, as `TrainingMemory` has them."""
+
+    gathered: int
+    gradients: int
+    reduction: int
+    peak: int
+
+
+def _elements(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)

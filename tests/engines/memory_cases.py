@@ -1,0 +1,164 @@
+"""Small models of four families, and what an optimizer step on them allocates.
+
+Allocations are those of torch's allocator, as the profiler records them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines.fsdp import FSDPEngine
+from quadriga.engines.memory.passes import Rows
+from quadriga.engines.memory.states import TrainingMemory, training_memory
+from quadriga.engines.optimizer import local_shard
+
+SIZES = {
+    "vocab_size": 384, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+CONFIGS = {
+    "llama untied": lambda: LlamaConfig(tie_word_embeddings=False, **SIZES),
+    "qwen2 tied": lambda: Qwen2Config(tie_word_embeddings=True, **SIZES),
+    "mistral window": lambda: MistralConfig(sliding_window=24, **SIZES),
+    "qwen3 experts": lambda: Qwen3MoeConfig(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=16, **SIZES
+    ),
+}
+ROWS = Rows(count=8, prompt=32, response=48, samples=4)
+ONE_UNIT, LAYER_UNITS = 10**9, 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """The settings on which the memory of a step depends.
+
+    Attributes:
+        micro_batch: rows of a micro-batch; None: all.
+        early: whether gradients are reduced after each micro-batch.
+        unit: least parameters of a layer that is an FSDP unit.
+    """
+
+    family: str
+    checkpointing: bool = False
+    micro_batch: int | None = None
+    early: bool | None = None
+    unit: int = ONE_UNIT
+
+
+CASES = [
+    *(Case(family, checkpointing) for family, checkpointing in product(CONFIGS, (False, True))),
+    *(
+        Case("llama untied", checkpointing, micro_batch=4, early=early, unit=unit)
+        for checkpointing, early, unit in product(
+            (False, True), (False, True), (ONE_UNIT, LAYER_UNITS)
+        )
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes on one rank. `update` and `evaluate`: the most that a call allocates."""
+
+    parameters: int
+    optimizer: int
+    update: int
+    evaluate: int
+
+
+def write_models(folder: Path) -> None:
+    """Write a model of each family to a folder of its name."""
+    for family, config in CONFIGS.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config()).save_pretrained(folder / family)
+
+
+def settings(case: Case, folder: Path) -> tuple[ModelConfig, EngineConfig]:
+    model = ModelConfig(path=str(folder / case.family), gradient_checkpointing=case.checkpointing)
+    return model, EngineConfig(reduce_each_micro_batch=case.early)
+
+
+def planned(case: Case, folder: Path, ranks: int) -> TrainingMemory:
+    rows = replace(ROWS, micro_batch=case.micro_batch)
+    return training_memory(
+        *settings(case, folder), head="lm", ranks=ranks, device_type="cpu",
+        update=rows, evaluate=rows, min_unit_parameters=case.unit,
+    )  # fmt: skip
+
+
+def measured(case: Case, folder: Path) -> Measured:
+    """Make steps with a real engine."""
+    model, engine_settings = settings(case, folder)
+    engine = FSDPEngine(
+        model, engine_settings, OptimConfig(), total_steps=4, min_unit_parameters=case.unit
+    )
+    batch = ROWS.batch(SIZES["vocab_size"])
+
+    def update() -> None:
+        engine.train_step(
+            batch, lambda out, _: (out["log_probs"].sum(), {}), micro_batch_size=case.micro_batch
+        )
+
+    update()  # the moments exist after the first step
+    return Measured(
+        parameters=stored(map(local_shard, engine.module.parameters()))
+        + stored(engine.module.buffers()),
+        optimizer=stored(engine.optimizer.existing_moments()),
+        update=least_peak_of(update),
+        evaluate=least_peak_of(
+            lambda: engine.forward(batch, entropy=True, micro_batch_size=case.micro_batch)
+        ),
+    )
+
+
+def stored(tensors) -> int:
+    """Return the bytes of the storages of these tensors."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def least_peak_of(call) -> int:
+    """Return the least of three peaks.
+
+    A buffer of a collective can be freed by a thread of gloo, of which the profiler has no record.
+    It then seems to exist until the end.
+    """
+    return min(peak_of(call) for _ in range(3))
+
+
+def peak_of(call) -> int:
+    """Return the most bytes that exist at once of those that a call allocates."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        call()
+    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def measure_on_two_ranks(rank: int, folder: str, port: int) -> None:
+    """Measure every case, and write what rank 0 measured."""
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)
+    }  # fmt: skip
+    found = {case: measured(case, Path(folder)) for case in CASES}
+    if rank == 0:
+        torch.save(found, Path(folder) / "two_ranks.pt")
+    torch.distributed.destroy_process_group()

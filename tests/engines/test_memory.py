@@ -1,0 +1,109 @@
+"""The memory of an engine, computed from a config.json, against what an engine allocates."""
+
+from __future__ import annotations
+
+import engine_cases
+import memory_cases as cases
+import pytest
+import torch
+
+from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.engines.memory.passes import Rows, pass_memory
+from quadriga.engines.memory.states import training_memory
+from quadriga.engines.model_setup import simulated_model
+from quadriga.models.simulated.allocations import AllocationCounter
+
+TOLERANCE = 0.15
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("families")
+    cases.write_models(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder):
+    engine_cases.run_two_ranks(cases.measure_on_two_ranks, str(folder))
+    # The file was written by `measure_on_two_ranks`; its keys are dataclasses, which need pickle.
+    return torch.load(folder / "two_ranks.pt", weights_only=False)
+
+
+def check(plan, found):
+    assert plan.parameters == found.parameters
+    assert plan.optimizer == found.optimizer
+    assert plan.update_peak == pytest.approx(found.update, rel=TOLERANCE)
+    assert plan.evaluate_peak == pytest.approx(found.evaluate, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_the_plan_is_what_one_rank_allocates(case, folder):
+    check(cases.planned(case, folder, ranks=1), cases.measured(case, folder))
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_the_plan_is_what_each_of_two_ranks_allocates(case, folder, two_ranks):
+    check(cases.planned(case, folder, ranks=2), two_ranks[case])
+
+
+def test_checkpointing_saves_activations_and_no_states(folder):
+    plain, checkpointed = (
+        cases.planned(cases.Case("llama untied", checkpointing), folder, ranks=1)
+        for checkpointing in (False, True)
+    )
+    assert checkpointed.states == plain.states
+    assert checkpointed.update.activations < 0.6 * plain.update.activations
+
+
+def test_states_of_seven_billion_parameters(tmp_path):
+    # Qwen2.5-7B: 28 layers, and 7.6e9 parameters in all. Only its config.json is read.
+    from transformers import Qwen2Config
+
+    Qwen2Config(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+        num_attention_heads=28, num_key_value_heads=4, max_position_embeddings=32768,
+        tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    plan = training_memory(
+        ModelConfig(path=str(tmp_path), gradient_checkpointing=True), EngineConfig(),
+        head="lm", ranks=8, device_type="cuda",
+        update=Rows(64, 512, 512, samples=8), evaluate=None,
+    )  # fmt: skip
+    assert plan.weights == 7_615_616_512
+    assert plan.parameters == pytest.approx(4 * plan.weights / 8, rel=1e-3)
+    assert plan.optimizer == pytest.approx(8 * plan.weights / 8, rel=1e-3)
+    # Reduced after each micro-batch, because whole gradients are above the limit.
+    assert plan.gradients < 4 * plan.weights
+    # 16384 tokens of hidden size 3584 in bfloat16, for each of 28 layers.
+    assert plan.update.tokens <= 16384
+    assert plan.update.saved > 28 * plan.update.tokens * 3584 * 2
+    # The logits are computed in tiles.
+    assert plan.update.logits < plan.update.rows * 512 * 152064 * 4 / 4
+
+
+def test_a_value_model_has_no_logits(folder):
+    config = ModelConfig(path=str(folder / "llama untied"))
+    module = simulated_model(config, "value", torch.float32, trained=True)
+    found = pass_memory(
+        module, EngineConfig(), cases.ROWS, head="value", device_type="cpu", backward=True
+    )
+    assert found.logits == 0 < found.activations
+
+
+def test_the_counter_counts_each_storage_from_its_first_to_its_last_use():
+    counter = AllocationCounter()
+    outside = torch.empty(10, device="meta")
+    with counter:
+        first = outside + 1  # 40 bytes
+        view = first[2:]
+        second = view * 2  # 32 bytes
+        assert counter.live == 72
+        del first
+        assert counter.live == 72
+        del view
+        assert counter.live == 32
+        outside.add_(1)
+    assert (counter.live, counter.peak) == (32, 72)
+    del second
+    assert counter.live == 0

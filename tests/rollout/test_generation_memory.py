@@ -1,0 +1,84 @@
+"""The memory of generation, computed from a config.json, against what the engine allocates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+
+from quadriga.config.schema import ModelConfig
+from quadriga.rollout import hf
+from quadriga.rollout.base import SamplingParams
+from quadriga.rollout.hf import HFRollout
+from quadriga.rollout.kv_cache import columns_at_end
+from quadriga.rollout.memory import GeneratedRows, generation_memory
+
+SIZES = {
+    "vocab_size": 384, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+CONFIGS = {
+    "llama untied": lambda: LlamaConfig(tie_word_embeddings=False, **SIZES),
+    "qwen2 tied": lambda: Qwen2Config(tie_word_embeddings=True, **SIZES),
+    "mistral window": lambda: MistralConfig(sliding_window=24, **SIZES),
+    "qwen3 experts": lambda: Qwen3MoeConfig(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=16, **SIZES
+    ),
+}
+ROWS = GeneratedRows(count=12, prompts=3, prompt=40, response=70)
+SAMPLING = SamplingParams(max_new_tokens=70, eos_token_ids=(), pad_token_id=0)
+
+
+def prompts(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return 12 left-padded rows of 3 distinct prompts of these lengths."""
+    mask = torch.zeros(3, ROWS.prompt, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        mask[row, ROWS.prompt - length :] = 1
+    ids = torch.arange(3)[:, None] * mask + 5
+    return ids.repeat_interleave(4, 0), mask.repeat_interleave(4, 0)
+
+
+def peak_of(call) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        call()
+    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("lengths", [[40, 40, 40], [40, 31, 22]], ids=["equal", "padded"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_plan_is_what_generation_allocates(family, lengths, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path))
+    engine = HFRollout(model)
+    caches = []
+    make = hf.growing_cache
+    monkeypatch.setattr(
+        hf, "growing_cache", lambda config: caches.append(make(config)) or caches[-1]
+    )
+    ids, mask = prompts(lengths)
+    peak = peak_of(lambda: engine.generate(ids, mask, SAMPLING, torch.arange(12)))
+    plan = generation_memory(model, ROWS, SAMPLING, dtype="auto", device_type="cpu")
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in caches[-1].layers)
+    assert plan.kv_cache == held
+    assert plan.peak == pytest.approx(peak, rel=0.15)
+    weights = {t.untyped_storage().data_ptr(): t.nbytes for t in engine.module.parameters()}
+    assert plan.weights == pytest.approx(sum(weights.values()), rel=0.01)
+
+
+def test_columns_of_a_cache_grow_by_the_spare_ones():
+    # 40 prompt columns and 64 spare ones hold 64 more tokens; the next one adds 1 + 64.
+    assert columns_at_end(40, 64) == 104
+    assert columns_at_end(40, 65) == 169
