@@ -110,7 +110,7 @@ def test_mini_batches_cover_every_row_once_per_epoch() -> None:
     given = {fields.RESPONSE_MASK: torch.ones(5, 1), "row": torch.arange(5)}
     parts = [m["row"].tolist() for m in mini_batches(given, size=2, epochs=2)]
     assert parts == [[0, 1], [2, 3], [4]] * 2
-    shuffled = [m["row"].tolist() for m in mini_batches(given, size=5, epochs=2, shuffle=True)]
+    shuffled = [m["row"].tolist() for m in mini_batches(given, size=5, epochs=2, shuffled_unit=1)]
     assert [sorted(part) for part in shuffled] == [[0, 1, 2, 3, 4]] * 2
     assert shuffled[0] != shuffled[1]
 
@@ -135,8 +135,7 @@ def test_a_rank_without_rows_gets_one_empty_mini_batch() -> None:
 def test_a_shuffle_keeps_whole_prompt_groups_together() -> None:
     given = {fields.RESPONSE_MASK: torch.ones(12, 1), "row": torch.arange(12)}
     seen = [
-        m["row"].tolist()
-        for m in mini_batches(given, size=6, epochs=4, shuffle=True, seed=1, unit=3)
+        m["row"].tolist() for m in mini_batches(given, size=6, epochs=4, shuffled_unit=3, seed=1)
     ]
     assert all(part[i] // 3 == part[i + 2] // 3 for part in seen for i in (0, 3))
     assert all(sorted(seen[i] + seen[i + 1]) == list(range(12)) for i in (0, 2, 4, 6))

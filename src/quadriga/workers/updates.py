@@ -58,10 +58,8 @@ def update_policy(
         check_one_step(len(data), size, epochs)
     steps: list[dict[str, float]] = []
     partials: list[Partials] = []
-    unit = rows_kept_together(rows, responses_per_prompt) if config.shuffle else 1
-    for mini in mini_batches(
-        rows, size=size, epochs=epochs, shuffle=config.shuffle, seed=seed, unit=unit
-    ):
+    unit = rows_kept_together(rows, responses_per_prompt) if config.shuffle else None
+    for mini in mini_batches(rows, size=size, epochs=epochs, shuffled_unit=unit, seed=seed):
         counts = BatchCounts.of(mini[fields.RESPONSE_MASK], engine)
         # The count is the same on all ranks, so all of them skip the step together. A rank that
         # skipped alone would leave the others waiting in a collective.
@@ -181,15 +179,17 @@ def mini_batches(
     *,
     size: int,
     epochs: int,
-    shuffle: bool = False,
+    shuffled_unit: int | None = None,
     seed: int = 0,
-    unit: int = 1,
 ) -> Iterator[dict[str, Tensor]]:
     """Yield all rows `epochs` times, `size` rows at a time.
 
     The last mini-batch of an epoch may be smaller: 5 rows with size 2 give rows 0 1, 2 3 and 4.
-    `shuffle` draws a new order for each epoch from `seed`; `unit` neighbouring rows, which must
-    divide the number of rows, stay neighbours.
+
+    Args:
+        shuffled_unit: draw a new order for each epoch, in which this number of neighbouring rows
+            stay neighbours; it must divide the number of rows. None: the order of the rows.
+        seed: of the orders that are drawn.
     """
     count = len(rows[fields.RESPONSE_MASK])
     # A generator of its own: the process-wide one is also used by the engine, and its state
@@ -197,10 +197,10 @@ def mini_batches(
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
         order = torch.arange(count)
-        if shuffle:
-            # Four rows, unit 2, permutation 1 0 of the two units: rows 2 3 0 1.
-            units = torch.randperm(count // unit, generator=generator)
-            order = order.view(-1, unit)[units].flatten()
+        if shuffled_unit is not None:
+            # Four rows in units of 2, permutation 1 0 of the two units: rows 2 3 0 1.
+            units = torch.randperm(count // shuffled_unit, generator=generator)
+            order = order.view(-1, shuffled_unit)[units].flatten()
         # A rank without rows yields one empty mini-batch, since all ranks count tokens together.
         for start in range(0, max(count, 1), size):
             part = order[start : start + size]
