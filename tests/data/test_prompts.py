@@ -59,9 +59,18 @@ def test_overlong_prompts_are_filtered_or_an_error(file, tokenizer):
 
 def test_head_keeps_the_first_rows_and_the_width(file, tokenizer):
     data = PromptDataset([file], tokenizer)
+    data.same_width = True
     head = data.head(1)
     assert (len(head), len(data)) == (1, 3)
     assert head.collate([head[0]]).batch["input_ids"].shape == (1, data.longest)
+
+
+def test_a_batch_is_padded_to_its_longest_prompt(file, tokenizer):
+    data = PromptDataset([file], tokenizer)
+    shortest = min(data, key=lambda item: len(item["input_ids"]))
+    width = len(shortest["input_ids"])
+    assert width < data.longest
+    assert data.collate([shortest]).batch["input_ids"].shape == (1, width)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +107,6 @@ def test_a_tokenizer_without_chat_template_is_an_error(file, tokenizer):
 
 def test_a_prompt_longer_than_the_batch_is_an_error(file, tokenizer):
     data = PromptDataset([file], tokenizer)
-    data.longest = 3
+    data.longest, data.same_width = 3, True
     with pytest.raises(LengthError, match="row 0 has 4 tokens, more than the length 3"):
         data.collate([data[0]])

@@ -27,11 +27,15 @@ class PromptDataset:
     Attributes:
         filtered: number of prompts that were left out.
         longest: tokens of the longest prompt.
+        same_width: pad every batch to `longest`, so that batches can be concatenated; False: pad
+            to the longest prompt of the batch.
 
     Raises:
         DataError: a file or a row cannot be used; the message names it.
         ModelError: the tokenizer has no chat template.
     """
+
+    same_width: bool = False
 
     def __init__(
         self,
@@ -127,11 +131,9 @@ class PromptDataset:
         return part
 
     def collate(self, items: Sequence[PromptItem]) -> DataProto:
-        """Return a batch of `items`, padded to the longest prompt of the dataset.
-
-        All batches have the same width, so the shapes of a step do not depend on the batch.
-        """
-        return collate_prompts(items, pad_token_id=self.pad_token_id, length=self.longest)
+        """Return a batch of `items`, padded to the longest of them (see `same_width`)."""
+        width = self.longest if self.same_width else None
+        return collate_prompts(items, pad_token_id=self.pad_token_id, length=width)
 
 
 def _names(rows: Sequence[Row]) -> str:

@@ -56,6 +56,8 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
     seed = config.data.seed if config.data.seed is not None else config.trainer.seed
     val_loader = None
     train = prompt_dataset(config.data.train_files, config.data, tokenizer)
+    # Dynamic sampling concatenates the batches of several draws.
+    train.same_width = config.algorithm.filter_groups.enable
     datasets = [train]
     if config.data.val_files:
         val = prompt_dataset(config.data.val_files, config.data, tokenizer)
