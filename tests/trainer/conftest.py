@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,19 @@ def train_overrides(tiny_task: Task, tmp_path: Path) -> list[str]:
 def run(train_overrides: list[str]):
     """run("a=b", …) trains with these settings and returns the metrics of each step."""
     return lambda *more: metrics_of_run([*train_overrides, *more])
+
+
+@pytest.fixture
+def own_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget the roles and files that a test adds."""
+    from quadriga.algorithms import user_files
+    from quadriga.trainer.placement import _ROLES, Role
+    from quadriga.trainer.roles import registry
+
+    monkeypatch.setattr(registry, "_ADDED", {})
+    monkeypatch.setattr(user_files, "_LOADED", dict(user_files._LOADED))
+    known = set(_ROLES)
+    yield
+    for name in set(_ROLES) - known:
+        del _ROLES[name]
+        delattr(Role, name)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from quadriga.config.convert import check_choice
 from quadriga.config.plan import mini_batch_prompts
 from quadriga.config.ranges import check_values
-from quadriga.config.role_ranks import ROLES, num_ranks, role_pools
+from quadriga.config.role_ranks import num_ranks, role_pools, roles_of
 from quadriga.config.schema import (
     ArithmeticDataConfig,
     EngineConfig,
@@ -134,7 +134,7 @@ def _check_placement(config: TrainConfig, known: KnownNames) -> None:
                 f"placement.{role}",
                 key=f"placement.{role}",
             )
-    pools = role_pools(config, [role for role in ROLES if role not in unused])
+    pools = role_pools(config, [role for role in roles_of(config) if role not in unused])
     if actor.reads_full_kl and not any({"actor", "ref"} <= set(pool.roles) for pool in pools):
         raise ConfigError(
             f"{ACTOR}.kl_loss_type=full needs the logits of policy and reference in one process; "
@@ -186,7 +186,7 @@ def _check_top_k(key: str, sampling: SamplingConfig) -> None:
 def _check_batches(config: TrainConfig, known: KnownNames) -> None:
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     with_critic = config.algorithm.adv_estimator in known.estimators_with_values
-    for role in ROLES:
+    for role in roles_of(config):
         if (role != "critic" or with_critic) and prompts * n % num_ranks(config, role):
             raise ConfigError(
                 f"data.train_batch_size × rollout.n = {prompts} × {n} = {prompts * n} sequences do "

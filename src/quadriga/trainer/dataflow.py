@@ -19,6 +19,8 @@ from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.protocol import fields
 from quadriga.protocol.fields import StageFields
+from quadriga.trainer.roles.places import scores_come_from_roles, with_added, with_added_parts
+from quadriga.trainer.roles.registry import added_stages
 from quadriga.workers.method_fields import (
     COMPUTE_LOG_PROB,
     COMPUTE_REF_LOG_PROB,
@@ -158,6 +160,7 @@ def step_dataflow(config: TrainConfig, *, custom_reward: bool = False) -> tuple[
     # With refilling the scores decide which rows stay in the batch, so they are computed before
     # the roles see it. Otherwise they are computed while the roles evaluate the batch.
     scores_early = refills(config)
+    needs_greedy = get_advantage(algorithm.adv_estimator).needs_baseline_scores
     log_prob_pass = not takes_old_log_probs_from_update(config)
     masks_early = masks_before_passes(config)
     masking = (
@@ -169,7 +172,7 @@ def step_dataflow(config: TrainConfig, *, custom_reward: bool = False) -> tuple[
     stages = (
         (LOAD_PROMPTS, True),
         (EXPAND_PROMPTS, True),
-        (_greedy_branch(score), get_advantage(algorithm.adv_estimator).needs_baseline_scores),
+        (_greedy_branch(config, score), needs_greedy),
         (GENERATE_SEQUENCES, True),
         (score, scores_early),
         (REFILL, scores_early),
@@ -193,7 +196,7 @@ def step_dataflow(config: TrainConfig, *, custom_reward: bool = False) -> tuple[
         (LOG_UPDATE, True),
         (LOG_SAMPLES, True),
     )
-    return tuple(stage for stage, runs in stages if runs)
+    return _with_roles(config, [stage for stage, runs in stages if runs])
 
 
 def validation_dataflow(
@@ -201,7 +204,8 @@ def validation_dataflow(
 ) -> tuple[StageFields, ...]:
     """Return the stages of `Validator.run`, in order."""
     score = _score_responses(config, custom_reward)
-    return (LOAD_PROMPTS, EXPAND_PROMPTS, GENERATE_SEQUENCES, score, LOG_SAMPLES)
+    flow = (LOAD_PROMPTS, EXPAND_PROMPTS, GENERATE_SEQUENCES, score, LOG_SAMPLES)
+    return _with_roles(config, flow, validation=True)
 
 
 def sft_dataflow() -> tuple[StageFields, ...]:
@@ -238,6 +242,17 @@ def _missing(stage: StageFields, name: str, passed: Sequence[str]) -> str:
 # Stages whose fields depend on the settings.
 
 
+def _with_roles(
+    config: TrainConfig, flow: Sequence[StageFields], *, validation: bool = False
+) -> tuple[StageFields, ...]:
+    """Add the stages of added roles. Where they write the scores, `score_responses` reads them."""
+    added = with_added(flow, added_stages(config, validation=validation))
+    if not scores_come_from_roles(added):
+        return added
+    scored = StageFields("score_responses", reads=(_SCORES,))
+    return tuple(scored if stage.name == scored.name else stage for stage in added)
+
+
 def _score_responses(config: TrainConfig, custom_reward: bool) -> StageFields:
     """The reward function of the settings (`rewards.RewardManager`), or one of the user.
 
@@ -256,10 +271,10 @@ def _score_responses(config: TrainConfig, custom_reward: bool) -> StageFields:
     )
 
 
-def _greedy_branch(score: StageFields) -> StageFields:
+def _greedy_branch(config: TrainConfig, score: StageFields) -> StageFields:
     """Greedy responses for reward baselines: stages on rows of their own, of which only the
     baselines reach the batch of the step."""
-    parts = (GENERATE_SEQUENCES, score, ADD_BASELINES)
+    parts = with_added_parts((GENERATE_SEQUENCES, score, ADD_BASELINES), added_stages(config))
     return branch(ADD_BASELINES.name, parts, writes=ADD_BASELINES.writes)
 
 

@@ -29,6 +29,9 @@ from quadriga.protocol import DataProto
 from quadriga.trainer import dataflow, stages
 from quadriga.trainer.balancing import balance_of
 from quadriga.trainer.placement import ResourcePoolManager, Role
+from quadriga.trainer.roles.registry import added_stages
+from quadriga.trainer.roles.settings import check_roles_in_settings
+from quadriga.trainer.roles.stage_runner import StageRunner
 from quadriga.trainer.run.groups import PPOGroups, gather, start_groups
 from quadriga.trainer.run.ingredients import Ingredients, load_ingredients
 from quadriga.trainer.run.record import RunRecord
@@ -40,7 +43,7 @@ from quadriga.trainer.run.resuming import (
     inputs_of,
     read_state,
 )
-from quadriga.trainer.run.role_workers import settings_for_classes
+from quadriga.trainer.run.role_workers import check_roles, settings_for_classes
 from quadriga.trainer.run.stopping import StopRequest
 from quadriga.trainer.sampling import Sampler
 from quadriga.trainer.stages import BatchReward
@@ -58,12 +61,13 @@ class RayPPOTrainer:
     Args:
         config: checked settings.
         ingredients: tokenizer, prompts and reward function; None: those that the settings name.
-        role_worker_mapping: role → worker class, in place of the built-in class.
+        role_worker_mapping: role → worker class, in place of the built-in or registered class.
         resource_pool_manager: which role runs on which pool; None: as `config.placement` says.
         reward_fn: scores a batch; None: the reward function of the ingredients.
 
     Raises:
-        ConfigError: with these settings a stage reads a field that no earlier stage writes.
+        ConfigError: with these settings a stage reads a field that no earlier stage writes, or a
+            role has no worker class or place that fits.
     """
 
     def __init__(
@@ -75,13 +79,16 @@ class RayPPOTrainer:
         resource_pool_manager: ResourcePoolManager | None = None,
         reward_fn: BatchReward | None = None,
     ) -> None:
+        check_roles_in_settings(config)
         config = settings_for_classes(config, role_worker_mapping or {})
         custom_reward = reward_fn is not None or ingredients is not None
         for flow in (dataflow.step_dataflow, dataflow.validation_dataflow):
             dataflow.check_dataflow(flow(config, custom_reward=custom_reward))
+        check_roles(config, role_worker_mapping or {}, resource_pool_manager)
         self.config = config
         self.log_prob_pass = not dataflow.takes_old_log_probs_from_update(config)
         self.masks_early = dataflow.masks_before_passes(config)
+        self.scores_early = dataflow.refills(config)
         self.ingredients = ingredients or load_ingredients(config)
         self.role_worker_mapping = role_worker_mapping or {}
         self.resource_pool_manager = resource_pool_manager
@@ -136,9 +143,10 @@ class RayPPOTrainer:
         # folder keeps all that it holds.
         resumed = self.resume(groups)
         with self.open_record(resumed) as record:
+            run = StageRunner(added_stages(self.config), groups.added, record)
             validator = self.make_validator(groups, record)
             validator.run(step=0, due=self.config.trainer.val_before_train and resumed is None)
-            sampler = self.make_sampler(groups)
+            sampler = self.make_sampler(groups, run)
             balance = balance_of(self.config, actor.world_size)
             for prompts in self.schedule():
                 with record.span("step"):
@@ -147,8 +155,9 @@ class RayPPOTrainer:
 
                     with record.span("evaluate"):
                         if self.masks_early:  # rows that are left out need no passes
-                            batch = self.score_and_mask(batch, record)
-                        batch = record.log_stage(stages.balance_over_ranks(batch, balance))
+                            batch = self.score_and_mask(batch, run, record)
+                        batch = record.log_stage(run(stages.balance_over_ranks, batch, balance))
+                        batch = run.before_passes(batch)
                         # `submit` does not wait: roles on different processes compute these
                         # side by side, while the controller scores the responses.
                         pending = []
@@ -159,20 +168,21 @@ class RayPPOTrainer:
                         if critic:
                             pending.append(critic.compute_values.submit(batch))
                         if not self.masks_early:
-                            batch = self.score_and_mask(batch, record)
+                            batch = self.score_and_mask(batch, run, record)
                         for evaluated in gather(pending):
                             batch = batch.union(evaluated)
+                        batch = run.after_passes(batch)
 
                     with record.span("advantages"):
-                        batch = self.estimate_advantages(batch, record)
+                        batch = self.estimate_advantages(batch, run, record)
 
                     if critic:
                         with record.span("update_critic"):
-                            record.log_update(critic.update_critic(batch))
+                            batch = run.update(critic.update_critic, batch)
                     # In the first `warmup_steps` steps only the critic learns.
                     if self.step > self.config.critic.warmup_steps or not critic:
                         with record.span("update_actor"):
-                            record.log_update(actor.update_actor(batch))
+                            batch = run.update(actor.update_actor, batch)
                         with record.span("sync_weights"):
                             groups.sync_weights()
 
@@ -183,25 +193,28 @@ class RayPPOTrainer:
             actor.export_hf(str(record.folder.model))
             return validator.last
 
-    def score_and_mask(self, batch: DataProto, record: RunRecord) -> DataProto:
+    def score_and_mask(self, batch: DataProto, run: StageRunner, record: RunRecord) -> DataProto:
         """Score the responses, measure them, and mask those that take no part in the update."""
         config, log = self.config.algorithm, record.log_stage
-        batch = log(stages.score_responses(batch, self.reward_fn))
-        batch = log(stages.measure_batch(batch))
-        batch = log(stages.mask_truncated(batch, config))
-        return log(stages.mask_zero_variance_groups(batch, config))
+        if not self.scores_early:  # otherwise the sampler has scored them
+            batch = log(run(stages.score_responses, batch, self.reward_fn))
+        batch = log(run(stages.measure_batch, batch))
+        batch = log(run(stages.mask_truncated, batch, config))
+        return log(run(stages.mask_zero_variance_groups, batch, config))
 
-    def estimate_advantages(self, batch: DataProto, record: RunRecord) -> DataProto:
+    def estimate_advantages(
+        self, batch: DataProto, run: StageRunner, record: RunRecord
+    ) -> DataProto:
         """From scores to advantages, on the controller."""
-        config, log = self.config.algorithm, record.log_stage
-        batch = log(stages.shape_scores(batch, config))
+        config, log, kl = self.config.algorithm, record.log_stage, self.kl_controller
+        batch = log(run(stages.shape_scores, batch, config))
         if config.use_kl_in_reward:
-            batch = log(stages.penalise_kl(batch, self.kl_controller, config.kl_penalty))
+            batch = log(run(stages.penalise_kl, batch, kl, config.kl_penalty))
         if self.log_prob_pass:  # otherwise the update measures both
-            batch = log(stages.measure_entropy(batch))
-            batch = log(stages.correct_mismatch(batch, config.rollout_correction))
-        batch = log(stages.estimate_advantages(batch, config))
-        return log(stages.select_update_tokens(batch, self.config.actor_rollout_ref.actor))
+            batch = log(run(stages.measure_entropy, batch))
+            batch = log(run(stages.correct_mismatch, batch, config.rollout_correction))
+        batch = log(run(stages.estimate_advantages, batch, config))
+        return log(run(stages.select_update_tokens, batch, self.config.actor_rollout_ref.actor))
 
     def schedule(self) -> Iterator[DataProto]:
         """Yield one batch of prompts per step up to the last step, and count `step`."""
@@ -225,11 +238,20 @@ class RayPPOTrainer:
         """Return the validator of the run."""
         seed, loader = self.config.trainer.seed, self.ingredients.val_loader
         rollout, reward = groups.rollout, self.reward_fn
-        return Validator(seed, loader, rollout, reward, record, generating=groups.generating)
+        added = added_stages(self.config, validation=True)
+        return Validator(
+            seed,
+            loader,
+            rollout,
+            reward,
+            record,
+            generating=groups.generating,
+            run_stage=StageRunner(added, groups.added, record, prefix="val/"),
+        )
 
-    def make_sampler(self, groups: PPOGroups) -> Sampler:
+    def make_sampler(self, groups: PPOGroups, run: StageRunner) -> Sampler:
         """Return the sampler of the run."""
-        return Sampler(self.config, groups.rollout, self.reward_fn, self.stream)
+        return Sampler(self.config, groups.rollout, self.reward_fn, self.stream, run)
 
     def save_if_due(self, groups: PPOGroups, record: RunRecord) -> None:
         """Save a checkpoint where the settings or a signal ask for it. Then stop if one does."""

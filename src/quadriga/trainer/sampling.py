@@ -17,6 +17,7 @@ from quadriga.config.schema import TrainConfig
 from quadriga.protocol import DataProto, fields
 from quadriga.trainer import stages
 from quadriga.trainer.dataflow import refills
+from quadriga.trainer.roles.stage_runner import StageRunner
 from quadriga.trainer.stages import BatchReward, Metrics, StageResult
 from quadriga.workers.roles import RolloutGroup
 
@@ -28,6 +29,7 @@ class Sampler:
         rollout: the worker group that generates.
         reward: scores a batch, where sampling depends on scores.
         stream: batches of prompts without end; refilling draws more of them.
+        run: runs the stages, with those of added roles beside them; None: without added roles.
     """
 
     def __init__(
@@ -36,11 +38,13 @@ class Sampler:
         rollout: RolloutGroup,
         reward: BatchReward,
         stream: Iterator[DataProto],
+        run: StageRunner | None = None,
     ) -> None:
         self.config = config
         self.rollout = rollout
         self.reward = reward
         self.stream = stream
+        self.run = run or StageRunner()
         estimator = get_advantage(config.algorithm.adv_estimator)
         self.with_baselines = estimator.needs_baseline_scores
 
@@ -56,10 +60,11 @@ class Sampler:
         """Keep the prompt groups whose scores differ, and draw more until there are `wanted`
         (DAPO, arXiv 2503.14476, section 3.2).
 
-        Stops at `filter_groups.max_num_gen_batches` draws, however many groups there are then.
+        Stops at `filter_groups.max_num_gen_batches` draws, however many groups there are then. The
+        metrics of the reward function are those of the last draw.
         """
         settings = self.config.algorithm.filter_groups
-        batch = stages.score_responses(batch, self.reward).batch
+        batch, scoring = self.run(stages.score_responses, batch, self.reward)
         turn = 1
         while True:
             decision = dynamic_sampling(
@@ -73,24 +78,28 @@ class Sampler:
             )
             batch = batch.select_idxs(decision.rows)
             if decision.action == "train":
-                drawn = {name: decision.metrics[name] for name in ("kept", "gen_batches")}
-                return StageResult(batch, {f"group/{name}": v for name, v in drawn.items()})
+                drawn = {
+                    f"group/{name}": decision.metrics[name] for name in ("kept", "gen_batches")
+                }
+                return StageResult(batch, {**drawn, **scoring})
             # `turn` is part of the seed, so that a prompt that is drawn twice in one step does
             # not sample the same responses again.
             more = self._generate(next(self.stream), step, turn)
-            batch = DataProto.concat([batch, stages.score_responses(more, self.reward).batch])
+            more, scoring = self.run(stages.score_responses, more, self.reward)
+            batch = DataProto.concat([batch, more])
             turn += 1
 
     def _generate(self, prompts: DataProto, step: int, turn: int) -> DataProto:
         n = self.config.actor_rollout_ref.rollout.n
         seed = self.config.trainer.seed
-        rows = stages.expand_prompts(prompts, n=n, step=step, seed=seed, turn=turn).batch
+        expand = stages.expand_prompts
+        rows = self.run(expand, prompts, n=n, step=step, seed=seed, turn=turn).batch
         if self.with_baselines:
             rows = stages.add_baselines(rows, self._score_greedy(rows, n)).batch
-        return stages.generate(rows, self.rollout, "train").batch
+        return self.run(stages.generate, rows, self.rollout, "train").batch
 
     def _score_greedy(self, rows: DataProto, n: int) -> DataProto:
         """One greedy response per prompt, scored; `n` neighbouring rows have the same prompt."""
         first_of_each = rows.select_idxs(np.arange(0, len(rows), n))
-        greedy = stages.generate(first_of_each, self.rollout, "greedy").batch
-        return stages.score_responses(greedy, self.reward).batch
+        greedy = self.run(stages.generate, first_of_each, self.rollout, "greedy").batch
+        return self.run(stages.score_responses, greedy, self.reward).batch

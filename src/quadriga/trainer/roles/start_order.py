@@ -2,7 +2,8 @@
 
 Without declarations: critic, reference, reward model, added roles, a rollout in other processes,
 and the actor last, because then the memory that the others need is known. A worker with several
-uses has the place of its last one. The declarations of added roles come first:
+uses has the place of its last one. A worker that must come earlier than another one comes directly
+before it:
 
     roles       critic, actor_rollout, judge (starts_before critic), mirror (starts_after actor)
     order       judge, critic, actor_rollout, mirror
@@ -39,29 +40,35 @@ def start_order(workers: Mapping[str, Sequence[str]], added: Sequence[AddedRole]
     Raises:
         ConfigError: the declarations have a cycle, or name a role that is not registered.
     """
-    earlier: dict[str, set[str]] = {key: set() for key in workers}
+    earlier: dict[str, list[str]] = {key: [] for key in workers}
     for role in added:
-        for other in _workers_of(role, role.starts_after, workers, added):
-            earlier[role.key].add(other)
+        earlier[role.key] += _workers_of(role, role.starts_after, workers, added)
         for other in _workers_of(role, role.starts_before, workers, added):
-            earlier[other].add(role.key)
-    sorter = TopologicalSorter(earlier)
+            earlier[other].append(role.key)
     try:
-        sorter.prepare()
+        sorted_keys = list(TopologicalSorter(earlier).static_order())
     except CycleError as error:
         raise ConfigError(_cycle(error.args[1], workers)) from None
-    places = {key: (max(map(_place, uses)), n) for n, (key, uses) in enumerate(workers.items())}
+    numbers = {key: number for number, key in enumerate(workers)}
+    places: dict[str, tuple[int, int]] = {}
+    for key in sorted_keys:
+        place = max(_ORDER.index(use if use in _ORDER else "") for use in workers[key])
+        if key in {role.key for role in added}:  # it must not pull the actor to the front
+            place = max([place, *(places[other][0] for other in earlier[key])])
+        places[key] = place, numbers[key]
+    in_order = {key: sorted(keys, key=places.__getitem__) for key, keys in earlier.items()}
     order: list[str] = []
-    ready: list[str] = []
-    while sorter.is_active():
-        first, *ready = sorted([*ready, *sorter.get_ready()], key=places.__getitem__)
-        order.append(first)
-        sorter.done(first)
+    for key in sorted(workers, key=places.__getitem__):
+        _append(key, order, in_order)
     return order
 
 
-def _place(use: str) -> int:
-    return _ORDER.index(use if use in _ORDER else "")
+def _append(key: str, order: list[str], earlier: Mapping[str, Sequence[str]]) -> None:
+    """Append a worker to the order, after those that must come earlier."""
+    if key not in order:
+        for other in earlier[key]:
+            _append(other, order, earlier)
+        order.append(key)
 
 
 def _workers_of(

@@ -1,0 +1,212 @@
+"""A mistake in a role of a user gives one line that names it, before any worker starts."""
+
+from __future__ import annotations
+
+import pytest
+from role_cases import write_tally
+
+from quadriga.backends import get_backend
+from quadriga.cli.main import main
+from quadriga.errors import ConfigError, UnknownNameError
+from quadriga.trainer.placement import ResourcePoolManager, Role
+from quadriga.trainer.ppo import RayPPOTrainer
+from quadriga.trainer.roles import RoleStage, register_role
+from quadriga.trainer.roles.settings import load_train_config
+
+
+@pytest.fixture
+def refused(train_overrides, own_roles, tmp_path, capsys, monkeypatch):
+    """refused((old, new), …, "a=b", …) returns the line that `quadriga train` prints."""
+    import quadriga.single_controller.ranks.worker as worker
+
+    def no_worker(*_args, **_kwargs):
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(worker.Worker, "__init__", no_worker)
+
+    def _refused(*given: str | tuple[str, str]) -> str:
+        changes = [one for one in given if isinstance(one, tuple)]
+        more = [one for one in given if isinstance(one, str)]
+        code = main(["train", *train_overrides, write_tally(tmp_path, *changes), *more])
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert code == 2 and len(lines) == 1, lines
+        assert not (tmp_path / "run").exists()
+        return lines[0]
+
+    return _refused
+
+
+SETTINGS = {
+    "a misspelt key": ("tally.wieght=2", "no setting tally.wieght; did you mean tally.weight?"),
+    "an unknown key": ("tally.zzz=2", "no setting tally.zzz; section tally has weight, kind"),
+    "a wrong type": ("tally.weight=much", "tally.weight must be a number, got the text 'much'"),
+    "a wrong choice": ("tally.kind=lng", "must be one of short, long, got 'lng'; did you mean"),
+    "a check of its own": ("tally.weight=-1", "tally: weight must be at least 0, got -1.0"),
+    "an unknown role": ("placement.taly=[0]", "did you mean placement.tally?"),
+    "a rank that does not exist": ("placement.tally=[1]", "placement.tally names rank 1, but"),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_wrong_setting_of_a_role_is_named(refused, case) -> None:
+    override, words = SETTINGS[case]
+    assert words in refused(override)
+
+
+def test_rows_that_do_not_divide_over_the_ranks_of_a_role_are_named(refused) -> None:
+    line = refused("trainer.n_gpus_per_node=4", "placement.actor=[0]", "placement.tally=[1-3]")
+    assert "= 16 sequences do not divide over 3 ranks (placement.tally)" in line
+
+
+READS = 'reads=("response_mask", "token_level_scores")'
+AFTER = 'after="score_responses"'
+END = "    settings=TallyConfig,\n"
+OTHER = 'Role.add("Tally"),\n'
+
+CODE = {
+    "no worker class": (("    worker=TallyWorker,\n", ""), "role tally has no worker class; pass"),
+    "no subclass of Worker": (
+        ("worker=TallyWorker", "worker=TallyConfig"), "must be a subclass of Worker, got",
+    ),
+    "no such method": (
+        ('"add_bonus",', '"add_bonuses",'),
+        "its stages call add_bonuses, but TallyWorker has no such registered method",
+    ),
+    "a method that returns a list": (
+        ("dispatch_mode=Dispatch.DP_COMPUTE_PROTO", "dispatch_mode=Dispatch.ONE_TO_ALL"),
+        "method add_bonus of TallyWorker has dispatch mode ONE_TO_ALL",
+    ),
+    "a constructor with more arguments": (
+        ("config: TallyConfig)", "config: TallyConfig, folder: str)"),
+        "the constructor of TallyWorker needs `folder`, but it is given runtime and config",
+    ),
+    "a constructor without settings": (
+        ("(self, config: TallyConfig)", "(self)"), "TallyWorker has no parameter `config`",
+    ),
+    "a state that cannot be loaded": (
+        ("def load_checkpoint", "def load_state"),
+        "TallyWorker has save_checkpoint but no registered load_checkpoint",
+    ),
+    "a field that no stage writes": (
+        (READS, 'reads=("response_mask", "judgement")'),
+        "stage tally.add_bonus reads field 'judgement', but with these settings no earlier stage",
+    ),
+    "a field of a role that the run does not have": (
+        (READS, 'reads=("values",)'), "reads field 'values' (written by compute_values), but",
+    ),
+    "a field that is being computed": (
+        (READS, 'reads=("old_log_probs",)'),
+        "reads old_log_probs, but beside score_responses it runs while this is computed",
+    ),
+    "no field": ((READS, "reads=()"), "stage tally.add_bonus reads no field; name at least one"),
+    "a text in place of a tuple": (
+        (READS, 'reads="response_mask"'), "reads must be a tuple of names of fields, got",
+    ),
+    "a misspelt place": (
+        (AFTER, 'after="score_response"'),
+        "stands after 'score_response', which this run does not have; did you mean score_resp",
+    ),
+    "a place that this run does not have": (
+        (AFTER, 'before="compute_values"'),
+        "stands before 'compute_values', which this run does not have; ",
+    ),
+    "a place inside another stage": (
+        (AFTER, 'after="log_samples"'), "'log_samples', beside which no stage can stand; ",
+    ),
+    "a place in a circle": (
+        (AFTER, 'after="tally.add_bonus"'), "'tally.add_bonus', which this run does not have",
+    ),
+    "two places": (
+        (AFTER, f'{AFTER}, before="measure_batch"'), "must stand before or after one stage, got",
+    ),
+    "a place that validation does not have": (
+        (AFTER, 'before="measure_batch", in_validation=True'),
+        "stands before 'measure_batch', which this run does not have; ",
+    ),
+    "a role that starts after itself": (
+        (END, f"{END}    starts_after=[Role.Tally],\n"), "take other roles, such as Role.Critic",
+    ),
+    "a start order with a cycle": (
+        (END, f"{END}    starts_after=[Role.Actor],\n    starts_before=[Role.Rollout],\n"),
+        "the start order of the roles has a cycle: ",
+    ),
+    "a start order with a role that is not registered": (
+        (END, f"{END}    starts_after=[Role.add('Nobody')],\n"),
+        "role tally is to start before or after role nobody, which is not part of the run",
+    ),
+    "a key that is a section": (
+        (OTHER, 'Role.add("Tally", key="data"),\n'),
+        "role Tally has key 'data', which names a section of the settings",
+    ),
+    "a key that is no name": (
+        (OTHER, 'Role.add("Tally", key="a-b"),\n'), "key 'a-b', which cannot be the name of a sect",
+    ),
+    "a built-in role": ((OTHER, "Role.Critic,\n"), "role critic is built in; to replace its"),
+    "a text in place of a role": ((OTHER, '"tally",\n'), "register_role takes a role, such as"),
+    "settings that can change": (
+        ("@dataclass(frozen=True)", "@dataclass"),
+        "settings must be a class with @dataclass(frozen=True), got",
+    ),
+    "a setting without default": (
+        ("weight: float = 1.0", "weight: float"), "setting weight of TallyConfig has no default",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CODE)
+def test_a_mistake_in_the_file_is_named(refused, case) -> None:
+    change, words = CODE[case]
+    assert words in refused(change)
+
+
+def test_a_cycle_of_two_roles_is_named(refused) -> None:
+    second = (
+        'register_role(Role.add("Other"), worker=TallyWorker, settings=TallyConfig,\n'
+        "              starts_after=[Role.Tally])\n"
+    )
+    first = f'{END}    starts_after=[Role.add("Other")],\n'
+    line = refused((END, first), ("import RoleStage, register_role\n",
+                                  f"import RoleStage, register_role\n"
+                                  f"def later():\n    {second.replace(chr(10), chr(10) + '    ')}"
+                                  "\n"),
+                   ("after=\"score_responses\",\n        )\n    ],\n)\n",
+                    "after=\"score_responses\",\n        )\n    ],\n)\nlater()\n"))  # fmt: skip
+    assert "cycle: other before tally before other" in line or (
+        "cycle: tally before other before tally" in line
+    )
+
+
+def test_a_role_of_two_files_is_refused(tmp_path, own_roles) -> None:
+    (tmp_path / "copy").mkdir()
+    one, two = write_tally(tmp_path), write_tally(tmp_path / "copy")
+    files = ",".join(text.partition("=[")[2].rstrip("]") for text in (one, two))
+    with pytest.raises(ConfigError, match=r"role tally is registered already, by .*tally\.py"):
+        load_train_config([f"algorithm.user_files=[{files}]"])
+
+
+def test_two_stages_with_one_method_are_refused(own_roles) -> None:
+    stage = RoleStage("score", reads=("uid",), before="shape_scores")
+    with pytest.raises(ConfigError, match="role tally has two stages that call score"):
+        register_role(Role.add("Tally"), stages=[stage, stage])
+
+
+def test_programs_give_classes_and_pools_only_to_roles_of_the_run(
+    train_overrides, own_roles
+) -> None:
+    config = load_train_config(train_overrides)
+    with pytest.raises(ConfigError, match="role_worker_mapping has role reward_model, which"):
+        RayPPOTrainer(config, role_worker_mapping={Role.RewardModel: object})
+    manager = ResourcePoolManager(
+        {"a": [1], "b": [1]}, {Role.ActorRollout: "a", Role.RewardModel: "b"}, get_backend("local")
+    )
+    with pytest.raises(ConfigError, match="resource_pool_manager has role reward_model, which"):
+        RayPPOTrainer(config, resource_pool_manager=manager)
+
+
+def test_a_role_without_a_pool_of_the_program_is_named(
+    train_overrides, tmp_path, own_roles
+) -> None:
+    config = load_train_config([*train_overrides, write_tally(tmp_path)])
+    manager = ResourcePoolManager({"a": [1]}, {Role.ActorRollout: "a"}, get_backend("local"))
+    with pytest.raises(UnknownNameError, match="needs role tally, which is mapped to no pool"):
+        RayPPOTrainer(config, resource_pool_manager=manager)

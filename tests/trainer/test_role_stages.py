@@ -1,0 +1,296 @@
+"""Stages of added roles run where the dataflow says, and their results are used."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+from run_cases import timeless
+
+from quadriga.algorithms.shaping import add_to_last_token
+from quadriga.errors import ConfigError, FieldError, LengthError, WorkerError
+from quadriga.observability.jsonl import read_jsonl
+from quadriga.protocol import DataProto, fields
+from quadriga.protocol.fields import StageFields
+from quadriga.single_controller import Dispatch, Worker, register
+from quadriga.trainer import dataflow, stages
+from quadriga.trainer.placement import Role
+from quadriga.trainer.ppo import RayPPOTrainer
+from quadriga.trainer.roles import RoleStage, register_role
+from quadriga.trainer.roles.places import NOT_PLACES, PASSES, with_added
+from quadriga.trainer.roles.registry import PlacedStage
+from quadriga.trainer.roles.settings import load_train_config
+from quadriga.workers import ActorRolloutRefWorker, CriticWorker
+
+ACTOR = "actor_rollout_ref.actor"
+FILTER = "algorithm.filter_groups.enable=true"
+REFILL = (FILTER, "algorithm.filter_groups.mode=refill")
+VARIANTS = {
+    "grpo": (f"{ACTOR}.old_log_probs_from_update=false",),
+    "gae, KL in the reward": (
+        "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true",
+    ),
+    "masked before the passes": (FILTER, f"{ACTOR}.use_kl_loss=true"),
+    "refilled": (*REFILL, "algorithm.filter_groups.max_num_gen_batches=1"),
+    "critic warm-up": ("algorithm.adv_estimator=gae", "critic.warmup_steps=1"),
+}  # fmt: skip
+
+
+def placed(name: str, **place: str) -> PlacedStage:
+    return PlacedStage("judge", RoleStage(name, reads=("uid",), **place))
+
+
+def names(flow) -> list[str]:
+    return [stage.name.removeprefix("judge.") for stage in flow]
+
+
+def test_places_among_the_stages_of_a_step() -> None:
+    flow = [StageFields(n) for n in ("compute_log_prob", "compute_values", "score_responses",
+                                     "measure_batch", "shape_scores")]  # fmt: skip
+    added = [
+        placed("a", before="compute_values"), placed("b", before="score_responses"),
+        placed("c", after="score_responses"), placed("d", after="compute_log_prob"),
+        placed("e", before="shape_scores"), placed("f", after="judge.b"),
+    ]  # fmt: skip
+    assert names(with_added(flow, added)) == [
+        "a", "compute_log_prob", "compute_values", "b", "f", "score_responses", "c",
+        "measure_batch", "d", "e", "shape_scores",
+    ]  # fmt: skip
+
+
+def test_names_of_places_are_names_of_stages(train_overrides) -> None:
+    given = [*train_overrides, *VARIANTS["gae, KL in the reward"], *REFILL]
+    config = load_train_config([*given, f"{ACTOR}.use_kl_loss=true"])
+    flow = {stage.name for stage in dataflow.step_dataflow(config)} | {"add_baselines"}
+    assert {*PASSES, *NOT_PLACES} <= flow
+
+
+# A role with a stage before and after every stage of a step.
+
+EVENTS: list[str] = []
+
+
+def probe_class(methods: list[str]) -> type[Worker]:
+    """A worker class with these methods, which note their names."""
+
+    def noting(name: str):
+        def method(self, data):
+            EVENTS.append(f"probe.{name}")
+
+        method.__name__ = name
+        return register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)(method)
+
+    return type("Probe", (Worker,), {name: noting(name) for name in methods})
+
+
+def note_calls(monkeypatch, flow: list[str]) -> None:
+    """Let every stage of the flow note its name when it is called."""
+
+    def noting(name: str, function):
+        @functools.wraps(function)
+        def noted(*args, **kwargs):
+            EVENTS.append(name)
+            return function(*args, **kwargs)
+
+        return noted
+
+    for name in flow:
+        for home in (stages, ActorRolloutRefWorker, CriticWorker):
+            attribute = "generate" if (home, name) == (stages, "generate_sequences") else name
+            if hasattr(home, attribute) and attribute != "generate_sequences":
+                function = getattr(home, attribute)
+                monkeypatch.setattr(home, attribute, noting(name, function))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_stages_run_in_the_order_of_the_dataflow(
+    train_overrides, own_roles, monkeypatch, variant
+) -> None:
+    given = [*train_overrides, *VARIANTS[variant], "trainer.total_training_steps=2",
+             "trainer.val_before_train=false", "data.val_files=[]"]  # fmt: skip
+    built_in = [s.name for s in dataflow.step_dataflow(load_train_config(given))]
+    places = [name for name in dict.fromkeys(built_in) if name not in NOT_PLACES]
+    added = [
+        RoleStage(f"{side}_{name}", reads=("index",), **{side: name})
+        for name in places
+        for side in ("before", "after")
+    ]
+    worker = probe_class([stage.method for stage in added])
+    register_role(Role.add("Probe"), worker=worker, stages=added)
+    trainer = RayPPOTrainer(load_train_config(given), reward_fn=on_the_controller)
+    flow = [s.name for s in dataflow.step_dataflow(trainer.config) if s.name not in NOT_PLACES]
+    assert len(flow) == 3 * len(places)
+    EVENTS.clear()
+    try:
+        with monkeypatch.context() as patch:
+            note_calls(patch, places)
+            trainer.init_workers()
+            trainer.fit()
+    finally:
+        trainer.close()
+    first = flow
+    if variant == "critic warm-up":  # in its first step the actor is not updated
+        first = [name for name in flow if not name.endswith("update_actor")]
+    assert [name for name in EVENTS if name in flow] == [*first, *flow]
+
+
+# Scores of a role, against the same function on the controller.
+
+
+def score(data: DataProto) -> torch.Tensor:
+    """Return scores [B, R] float32 that differ within prompt groups."""
+    mask = data.batch[fields.RESPONSE_MASK]
+    amounts = (data.batch[fields.RESPONSES] * mask).sum(-1) % 3 / 2
+    return add_to_last_token(torch.zeros(mask.shape), mask, amounts)
+
+
+class Scorer(Worker):
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def score(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={fields.TOKEN_LEVEL_SCORES: score(data)})
+
+
+def on_the_controller(data: DataProto) -> DataProto:
+    return DataProto.from_dict(tensors={fields.TOKEN_LEVEL_SCORES: score(data)})
+
+
+SCORING = RoleStage(
+    "score",
+    reads=(fields.RESPONSES, fields.RESPONSE_MASK),
+    writes=(fields.TOKEN_LEVEL_SCORES,),
+    before="score_responses",
+    in_validation=True,
+)
+
+
+def trained(overrides, **arguments) -> list[dict[str, float]]:
+    """Train with these settings; return the metrics without those of the role."""
+    config = load_train_config(overrides)
+    trainer = RayPPOTrainer(config, **arguments)
+    try:
+        trainer.init_workers()
+        trainer.fit()
+    finally:
+        trainer.close()
+    return timeless(list(read_jsonl(f"{config.trainer.default_local_dir}/metrics.jsonl")))
+
+
+SCORED = {
+    "grpo": (),
+    "remax": ("algorithm.adv_estimator=remax",),
+    "refilled": (*REFILL, "algorithm.filter_groups.max_num_gen_batches=3"),
+    "masked before the passes": (FILTER, f"{ACTOR}.use_kl_loss=true"),
+    "gae": ("algorithm.adv_estimator=gae",),
+}
+
+
+@pytest.mark.parametrize("variant", SCORED)
+def test_a_role_that_scores_equals_a_function_that_scores(
+    train_overrides, own_roles, variant
+) -> None:
+    given = [*train_overrides, *SCORED[variant]]
+    expected = trained(given, reward_fn=on_the_controller)
+    register_role(Role.add("Scorer"), worker=Scorer, stages=[SCORING])
+    again = [*given, "trainer.overwrite=true"]
+    assert trained(again) == expected
+    assert expected[0]["val/score"] > 0
+    # A batch of validation that does not divide over the ranks of the role is padded.
+    apart = ("trainer.n_gpus_per_node=3", "placement.actor=[0]", "placement.scorer=[1-2]",
+             "data.val_batch_size=5")  # fmt: skip
+    if variant == "grpo":
+        assert trained([*again, *apart]) == expected
+
+
+def test_data_without_ground_truth_needs_a_role_that_scores(
+    train_overrides, own_roles, tmp_path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"{i}+1?"}) for i in range(16)))
+    given = [*train_overrides, f"data.train_files=[{file}]", f"data.val_files=[{file}]"]
+    with pytest.raises(Exception, match="data_source") as caught:
+        RayPPOTrainer(load_train_config(given))
+    assert "row 0" in str(caught.value)
+    register_role(Role.add("Scorer"), worker=Scorer, stages=[SCORING])
+    assert trained(given)[-1]["val/samples"] == 16
+
+
+def test_a_program_may_give_the_class_and_the_pool(train_overrides, own_roles) -> None:
+    from quadriga.backends import get_backend
+    from quadriga.trainer.placement import ResourcePoolManager
+
+    role = register_role(Role.RewardModel, stages=[SCORING]).role
+    config = load_train_config(train_overrides)
+    with pytest.raises(ConfigError, match="role reward_model has no worker class"):
+        RayPPOTrainer(config)
+    manager = ResourcePoolManager(
+        {"a": [1], "b": [2]}, {Role.ActorRollout: "a", role: "b"}, get_backend("local")
+    )
+    trainer = RayPPOTrainer(
+        config, role_worker_mapping={role: Scorer}, resource_pool_manager=manager
+    )
+    try:
+        groups = trainer.init_workers()
+        assert groups.added["reward_model"].world_size == 2
+        trainer.fit()
+    finally:
+        trainer.close()
+
+
+# Updates, and results that do not fit.
+
+
+class Learner(Worker):
+    """A role that learns from the batch, and returns only metrics."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def learn(self, data: DataProto) -> DataProto:
+        metrics = {"loss": float(data.batch[fields.ADVANTAGES].abs().sum())}
+        return DataProto.from_dict(
+            tensors={"rank": torch.tensor([self.rank])}, meta_info={"metrics": metrics}
+        ).select(batch_keys=[])
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def wrong(self, data: DataProto) -> object:
+        return WRONG[0](data)
+
+
+WRONG = [None]
+
+
+def learns(method: str, *writes: str) -> None:
+    stage = RoleStage(method, reads=(fields.ADVANTAGES,), writes=writes, after="update_actor")
+    register_role(Role.add("Learner"), worker=Learner, stages=[stage])
+
+
+def test_an_update_of_a_role_logs_its_metrics(train_overrides, own_roles) -> None:
+    learns("learn")
+    rows = trained([*train_overrides, "trainer.val_before_train=false"])
+    assert all(row["learner/loss"] >= 0 for row in rows)
+
+
+RESULTS = {
+    "other fields": (
+        lambda data: data.select(), FieldError,
+        "stage learner.wrong declares writes gain, but returned advantages; make both equal",
+    ),
+    "other rows": (
+        lambda data: DataProto.from_dict(tensors={"gain": torch.zeros(3)}), LengthError,
+        "stage learner.wrong got 16 rows and returned 3; expected one row",
+    ),
+    "nothing": (
+        lambda data: None, WorkerError,
+        "stage learner.wrong returned NoneType, expected a DataProto with the fields gain",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RESULTS)
+def test_a_result_that_does_not_fit_is_named(train_overrides, own_roles, monkeypatch, case) -> None:
+    result, error, words = RESULTS[case]
+    monkeypatch.setattr("test_role_stages.WRONG", [result])
+    learns("wrong", "gain")
+    with pytest.raises(error) as caught:
+        trained(train_overrides)
+    assert words in str(caught.value)
