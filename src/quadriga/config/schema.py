@@ -73,6 +73,7 @@ class ModelConfig:
     trust_remote_code: bool = False  # run code of the model's folder
     attn_implementation: str = "sdpa"  # a name of transformers, such as sdpa or eager
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
+    use_shm: bool = False  # the ranks of a node read the weights once and share that memory
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ def load_model(
         dtype=dtype,
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
+        use_shm=config.use_shm,
     )
     # `fully_shard` renames the class, and exports must contain the original name.
     model.config.architectures = [type(model).__name__]

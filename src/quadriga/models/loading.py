@@ -28,6 +28,7 @@ from transformers.integrations import hub_kernels
 
 from quadriga.errors import ModelError
 from quadriga.models.folder import check_model_folder, local_folder
+from quadriga.models.node_memory import folder_in_memory
 from quadriga.observability.quiet import quiet_libraries
 from quadriga.parallel.device import DTYPES, ComputeDtypeName
 
@@ -71,15 +72,18 @@ def load_causal_lm(
     dtype: Dtype = "float32",
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
+    use_shm: bool = False,
 ) -> PreTrainedModel:
     """Load the causal language model of a folder on the CPU, in evaluation mode.
+
+    `use_shm`: the ranks of a node read the weights once and share that memory.
 
     Raises:
         ModelError: the folder has no causal language model, or weights are missing.
     """
     config = _config(local_folder(path), attn_implementation, trust_remote_code)
     model, missing = _load(
-        AutoModelForCausalLM, path, dtype, config, attn_implementation, trust_remote_code
+        AutoModelForCausalLM, path, dtype, config, attn_implementation, trust_remote_code, use_shm
     )
     if missing:
         raise ModelError(
@@ -96,6 +100,7 @@ def load_value_model(
     dtype: Dtype = "float32",
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
+    use_shm: bool = False,
 ) -> PreTrainedModel:
     """Load a causal backbone with a scalar head on every token: `model(...).logits` is [B, T, 1].
 
@@ -108,7 +113,13 @@ def load_value_model(
     """
     config = _with_value_head(_config(local_folder(path), attn_implementation, trust_remote_code))
     model, missing = _load(
-        AutoModelForTokenClassification, path, dtype, config, attn_implementation, trust_remote_code
+        AutoModelForTokenClassification,
+        path,
+        dtype,
+        config,
+        attn_implementation,
+        trust_remote_code,
+        use_shm,
     )
     head = getattr(model, VALUE_HEAD, None)
     if not isinstance(head, torch.nn.Linear):
@@ -224,6 +235,7 @@ def _load(
     config: PretrainedConfig,
     attn_implementation: str,
     trust_remote_code: bool,
+    use_shm: bool,
 ) -> tuple[PreTrainedModel, set[str]]:
     """Return the model, and the names of its parameters that the folder's weights do not hold.
 
@@ -232,15 +244,17 @@ def _load(
     """
     folder = local_folder(path)
     code_of_hub = nullcontext() if trust_remote_code else _no_code_of_the_hub()
-    with quiet_libraries(), _model_errors(folder, "model"), code_of_hub:
+    shared = folder_in_memory(folder) if use_shm else nullcontext(folder)
+    with quiet_libraries(), _model_errors(folder, "model"), code_of_hub, shared as source:
         model, info = auto_class.from_pretrained(  # type: ignore[misc]  # output_loading_info: a pair
-            folder,
+            source,
             dtype=_torch_dtype(dtype),
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
             config=config,
         )
+    model.config.name_or_path = str(folder)  # `source` is gone
     used = model.config._attn_implementation
     if used != attn_implementation:
         _log.warning(

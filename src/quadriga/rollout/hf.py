@@ -61,6 +61,7 @@ class HFRollout:
             dtype=compute_dtype(dtype, self.device),
             attn_implementation=model.attn_implementation,
             trust_remote_code=model.trust_remote_code,
+            use_shm=model.use_shm,
         )
         self._move(self.device)
         self.module.requires_grad_(False)

@@ -131,6 +131,7 @@ def _model(verl: str, ours: str) -> dict[str, Row]:
         f"{verl}.tokenizer_path": to(f"{ours}.tokenizer_path"),
         f"{verl}.trust_remote_code": to(f"{ours}.trust_remote_code"),
         f"{verl}.enable_gradient_checkpointing": to(f"{ours}.gradient_checkpointing"),
+        f"{verl}.use_shm": to(f"{ours}.use_shm"),
     }
 
 

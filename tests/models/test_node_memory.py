@@ -1,0 +1,225 @@
+"""Weights that the ranks of a node read once and share."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import EngineConfig, TrainConfig
+from quadriga.engines import build_engine
+from quadriga.errors import ModelError
+from quadriga.models import (
+    load_causal_lm,
+    load_value_model,
+    loading,
+    node_memory,
+    write_tiny_model,
+)
+from quadriga.rollout.hf import HFRollout
+
+PROGRAM = textwrap.dedent(
+    """
+    import json, os, sys
+
+    from quadriga.models import load_causal_lm
+
+    model = load_causal_lm(sys.argv[1], use_shm=True)
+    weight = model.get_input_embeddings().weight
+    address = weight.data_ptr()
+    for line in open("/proc/self/maps"):
+        first, last = (int(number, 16) for number in line.split()[0].split("-"))
+        if first <= address < last:
+            break
+    before = float(weight.sum())
+    weight.data.zero_()  # a copy of this process
+    print(json.dumps([line.split()[4], line.split()[5], before, model.config.name_or_path]))
+    sys.stdout.flush()
+    sys.stdin.read()  # keeps its mapping until the test has seen all ranks
+    """
+)
+
+
+fails = partial(pytest.raises, ModelError)
+
+
+def load(folder):
+    """As one of two ranks of a node."""
+    return node_memory.folder_in_memory(folder, 2)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_tiny_model(tmp_path / "base", ["2 + 3 = 5"])
+    yield tmp_path / "base"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node_memory, "KEEP_S", 0)  # no other rank is expected any more
+        for thread in threading.enumerate():
+            if thread.name == node_memory.OFFERS:
+                thread.join(timeout=30)
+                assert not thread.is_alive()
+
+
+def rank(folder, ranks=2, program=PROGRAM):
+    return subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def ended(process):
+    process.stdin.close()
+    assert process.wait(timeout=60) == 0, process.stderr.read()
+    for stream in (process.stdout, process.stderr):
+        stream.close()
+
+
+def seen_by(process):
+    line = process.stdout.readline()
+    assert line, process.stderr.read()
+    return json.loads(line)
+
+
+def linked_folders():
+    return set(Path(tempfile.gettempdir()).glob("quadriga-model-*"))
+
+
+def test_the_ranks_of_a_node_map_the_same_memory(folder):
+    links, shm = linked_folders(), set(os.listdir("/dev/shm"))
+    ranks = [rank(folder, 3) for _ in range(3)]
+    seen = [seen_by(process) for process in ranks]
+    for process in ranks:
+        ended(process)
+    with torch.no_grad():
+        expected = float(load_causal_lm(folder).get_input_embeddings().weight.sum())
+    inodes, names, sums, paths = zip(*seen, strict=True)
+    assert len(set(inodes)) == 1 and set(names) == {"/memfd:model.safetensors"}
+    assert sums == (expected,) * 3  # what one rank writes, no other rank reads
+    assert set(paths) == {str(folder)}
+    assert linked_folders() <= links and set(os.listdir("/dev/shm")) <= shm
+
+
+def test_the_memory_is_offered_until_every_rank_has_it(folder):
+    with load(folder) as first:
+        assert first.name == "base"
+        taken = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with taken, pytest.raises(OSError):
+            taken.bind(node_memory._address(folder))
+        other = rank(folder)
+        assert seen_by(other)[1] == "/memfd:model.safetensors"
+        ended(other)
+        again = rank(folder)  # its other rank is not here: it reads by itself
+        assert seen_by(again)[2]
+        ended(again)
+        names = sorted(path.name for path in folder.iterdir())
+        assert sorted(path.name for path in first.iterdir()) == names
+    assert not first.exists()
+
+
+def test_the_memory_cannot_be_changed(folder):
+    with (
+        load(folder) as shared,
+        pytest.raises(PermissionError),
+        (shared / "model.safetensors").open("r+b") as file,
+    ):
+        file.write(b"x")
+        file.flush()
+
+
+def test_a_reader_that_is_killed_is_replaced(folder):
+    program = textwrap.dedent(
+        """
+        import socket, sys, time
+        from pathlib import Path
+        from quadriga.models import node_memory
+
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(node_memory._address(Path(sys.argv[1])))
+        print("[]")
+        sys.stdout.flush()
+        time.sleep(600)  # it reads, and never ends
+        """
+    )
+    stuck = rank(folder, program=program)
+    assert seen_by(stuck) == []
+    waiting = rank(folder)
+    stuck.send_signal(signal.SIGKILL)
+    assert stuck.wait(timeout=30) == -signal.SIGKILL
+    for stream in (stuck.stdin, stuck.stdout, stuck.stderr):
+        stream.close()
+    assert seen_by(waiting)[1] == "/memfd:model.safetensors"
+    ended(waiting)
+
+
+def test_a_reader_that_never_ends_is_an_error_at_the_deadline(folder, monkeypatch):
+    monkeypatch.setattr(node_memory, "WAIT_S", 0.1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(node_memory._address(folder))
+        with fails(match="has not answered within 0 s; set use_shm=false"), load(folder):
+            pass
+
+
+def test_memory_of_another_user_is_not_loaded(folder, monkeypatch):
+    """Any user can bind the address, and would choose the weights."""
+    monkeypatch.setattr(node_memory, "WAIT_S", 0.1)
+    with load(folder):
+        monkeypatch.setattr(node_memory, "_same_user", lambda connection: None)
+        with fails(match="has not answered"), load(folder):
+            pass
+
+
+def test_one_rank_loads_the_folder_itself(folder, monkeypatch):
+    with node_memory.folder_in_memory(folder, 1) as own:
+        assert own == folder
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    model = load_value_model(folder, use_shm=True)
+    assert torch.equal(model.get_input_embeddings().weight,
+                       load_causal_lm(folder).get_input_embeddings().weight)  # fmt: skip
+    monkeypatch.delattr(os, "memfd_create")
+    with fails(match="no memfd_create; set use_shm=false"), load(folder):
+        pass
+
+
+def test_a_file_that_cannot_be_read_is_the_error_of_each_rank(folder):
+    whole = folder / "model.safetensors"
+    whole.chmod(0)
+    missing = folder / "gone.safetensors"
+    missing.symlink_to(folder / "nothing")
+    with pytest.raises(OSError), load(folder):
+        pass
+    missing.unlink()
+    whole.chmod(0o600)
+    with load(folder) as shared:  # the address is free again
+        assert (shared / "model.safetensors").stat().st_size == whole.stat().st_size
+
+
+@pytest.mark.parametrize("use_shm", [True, False])
+def test_the_setting_reaches_the_engines(folder, monkeypatch, use_shm):
+    seen = []
+
+    def in_memory(path):
+        seen.append(path)
+        return nullcontext(path)
+
+    monkeypatch.setattr(loading, "folder_in_memory", in_memory)
+    model = load_config(TrainConfig, [f"critic.model.use_shm={use_shm}"]).critic.model
+    model = replace(model, path=str(folder))
+    build_engine(model, EngineConfig())
+    build_engine(model, EngineConfig(), head="value")
+    HFRollout(model)
+    assert seen == [folder] * 3 * use_shm
