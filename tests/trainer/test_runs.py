@@ -111,7 +111,8 @@ def halved(log_prob_BT, advantages_BT, *, scale=1.0):
     "own", [False, True], ids=["built-in", "file of the user, KL over the vocabulary"]
 )
 def test_two_ranks_compute_the_steps_of_one_rank(run, tmp_path, own) -> None:
-    """With one mini-batch per step. With several, other rows form each mini-batch on two ranks."""
+    """The built-in algorithm takes two optimizer steps per step; that of the user balances single
+    sequences."""
     names = ["reward/mean", "actor/loss", "actor/grad_norm", "critic/advantages/max_abs"]
     rule, more = tmp_path / "rule.py", []
     rule.write_text(USER_REWARD)
@@ -122,13 +123,16 @@ def test_two_ranks_compute_the_steps_of_one_rank(run, tmp_path, own) -> None:
         more = [f"algorithm.user_files=[{file}]", "algorithm.adv_estimator=by_length",
                 f"{actor}.policy_loss.name=halved", f"+{actor}.policy_loss.options.scale=0.5",
                 f"{actor}.use_kl_loss=true", f"{actor}.kl_loss_type=full",
-                f"{actor}.kl_loss_coef=0.1", f"{actor}.engine.fused_head=true"]  # fmt: skip
-    more += [f"reward.path={rule}", "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-             "actor_rollout_ref.rollout.n=4"]  # fmt: skip
+                f"{actor}.kl_loss_coef=0.1", f"{actor}.engine.fused_head=true",
+                "trainer.balance_groups=false"]  # fmt: skip
+    more += [f"reward.path={rule}", "actor_rollout_ref.rollout.n=4",
+             f"actor_rollout_ref.actor.ppo_mini_batch_size={8 if own else 4}"]  # fmt: skip
     one = timeless(run(*more))
     two = timeless(run("trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=2",
                        f"trainer.default_local_dir={tmp_path / 'two'}", *more))  # fmt: skip
     assert all(row["actor/grad_norm"] > 1e-3 for row in one[1:])
+    assert {row["actor/optimizer_steps"] for row in two[1:]} == {1.0 if own else 2.0}
+    assert all(1 <= row["batch/cost_imbalance"] < 1.5 for row in two[1:])
     if own:
         assert one[-1]["actor/kl_loss"] > 1e-4
     for name in names:
