@@ -131,8 +131,8 @@ CODE = {
         "the start order of the roles has a cycle: ",
     ),
     "a start order with a role that is not registered": (
-        (END, f"{END}    starts_after=[Role.add('Nobody')],\n"),
-        "role tally is to start before or after role nobody, which is not part of the run",
+        (END, f"{END}    starts_after=[Role.add('Absent')],\n"),
+        "role tally is to start before or after role absent, which is not part of the run",
     ),
     "a key that is a section": (
         (OTHER, 'Role.add("Tally", key="data"),\n'),

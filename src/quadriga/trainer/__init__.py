@@ -9,6 +9,7 @@ The loop:
     validation.py   score on validation data
     dataflow.py     which fields each stage reads and writes, and the check of their order
     placement.py    `Role`, `ResourcePoolManager`: which role runs on which pool
+    roles/          roles that users add: declaration, settings, place in a step, start order
     run/            what surrounds the loop: checks, loaders, worker groups, checkpoints, records
 
 Commands: main.py (`quadriga train`), sft.py, generate.py, make_data.py, demo.py.

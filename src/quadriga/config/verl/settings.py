@@ -34,12 +34,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 
+_SCORES = (
+    "Quadriga scores with rules; give a function by reward.path, or add the reward model as a role "
+    "of your own (docs/concepts/roles.md)"
+)
 _REFUSED: dict[str, str] = {
     "actor_rollout_ref.model.lora_rank": "Quadriga trains all parameters and has no LoRA",
     "actor_rollout_ref.model.lora.rank": "Quadriga trains all parameters and has no LoRA",
     "actor_rollout_ref.rollout.multi_turn.enable": "Quadriga generates one response per prompt",
-    "reward.reward_model.enable": "Quadriga scores with rules; give a function by reward.path",
-    "reward_model.enable": "Quadriga scores with rules; give a function by reward.path",
+    "reward.reward_model.enable": _SCORES,
+    "reward_model.enable": _SCORES,
     "distillation.enabled": "Quadriga has no distillation loss",
     "algorithm.use_pf_ppo": "Quadriga has no reweighting of samples",
     "algorithm.rollout_correction.bypass_mode": "Quadriga computes the log-probabilities again",

@@ -1,0 +1,43 @@
+"""The examples in examples/trainer run and compute the same on both backends."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples" / "trainer"
+
+
+@pytest.fixture
+def reward_model(monkeypatch):
+    from quadriga.algorithms import user_files
+    from quadriga.trainer.placement import _ROLES, Role
+    from quadriga.trainer.roles import registry
+
+    monkeypatch.setattr(registry, "_ADDED", {})
+    monkeypatch.setattr(user_files, "_LOADED", {})
+    spec = importlib.util.spec_from_file_location("reward_model", FOLDER / "reward_model.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    known = set(_ROLES)
+    yield module
+    for name in set(_ROLES) - known:
+        del _ROLES[name]
+        delattr(Role, name)
+
+
+def test_a_reward_model_as_a_role_scores_training_and_validation(reward_model):
+    local = reward_model.main("local")
+    assert [step["step"] for step in local] == [0, 1, 2]
+    for step in local[1:]:
+        assert step["reward/mean"] == pytest.approx(step["grader/score"], abs=1e-6)
+    assert local[0]["val/score"] == pytest.approx(local[0]["val/grader/score"], abs=1e-6)
+    ray = reward_model.main("ray")
+    for ours, theirs in zip(local, ray, strict=True):
+        names = {"grader/score", "reward/mean", "actor/loss", "val/score", "val/grader/score"}
+        for name in names & set(ours):
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-5, abs=1e-6), name
+    halved = reward_model.main("local", "grader.scale=0.25")
+    assert halved[1]["grader/score"] == pytest.approx(local[1]["grader/score"] / 2)
