@@ -159,6 +159,7 @@ def test_existing_workers_by_their_handles(pool):
     assert taken.worker_names == first.worker_names
     assert taken.master_port == first.master_port
     first.shutdown()
+    first.wait_until_ended()
     with pytest.raises(WorkerDiedError, match="has ended"):
         RayWorkerGroup.from_detached(
             worker_handles=first.workers, ray_cls_with_init=RayClassWithInitArgs(Adder)

@@ -118,15 +118,9 @@ class RayWorkerGroup(WorkerGroup):
         existing = worker_names is not None or worker_handles is not None
         check_profiler(profiler, coroutine_methods(class_roles(roles)), existing)
         if existing:
-            given = {
-                "worker_env": worker_env, "sharing_with": sharing_with, "detached": detached,
-                "register_center": register_center, "master_port_range": master_port_range,
-            }  # fmt: skip
-            if unused := [option for option, value in given.items() if value]:
-                raise DispatchError(
-                    f"RayWorkerGroup attaches to ranks that run already, so {', '.join(unused)} "
-                    "has no effect; give it to the group that starts the ranks."
-                )
+            _refuse_options_of_a_start(
+                worker_env, sharing_with, detached, register_center, master_port_range
+            )
             handles = _attach(worker_names, worker_handles, namespace)
             prefix = name_prefix or handles[0].facts.group_prefix
         else:
@@ -136,13 +130,10 @@ class RayWorkerGroup(WorkerGroup):
                 cls, prefix, detached, worker_env, device_name, namespace, profiler, methods
             )
             strategy: Strategy = "STRICT_PACK" if bin_pack else "PACK"
+            plans = planner.plans(resource_pool, sharing_with, strategy, detached)
+            name, ports = cls.cls.__name__, master_port_range
             handles = start_ranks(
-                planner.plans(resource_pool, sharing_with, strategy, detached),
-                roles,
-                cls.cls.__name__,
-                start_timeout,
-                backend.store,
-                port_range=master_port_range,
+                plans, roles, name, start_timeout, backend.store, port_range=ports
             )
             if register_center:
                 facts = [handle.facts for handle in handles]
@@ -271,6 +262,25 @@ class _Planner:
 
 def _as_ray(cls: ClassWithInitArgs) -> RayClassWithInitArgs:
     return RayClassWithInitArgs(cls.cls, *cls.args, **cls.kwargs)
+
+
+def _refuse_options_of_a_start(
+    worker_env: WorkerEnv | None,
+    sharing_with: WorkerGroup | None,
+    detached: bool,
+    register_center: bool,
+    master_port_range: Sequence[int] | None,
+) -> None:
+    """Raise `DispatchError` for an option that a group which attaches cannot use."""
+    given = {
+        "worker_env": worker_env, "sharing_with": sharing_with, "detached": detached,
+        "register_center": register_center, "master_port_range": master_port_range,
+    }  # fmt: skip
+    if unused := [option for option, value in given.items() if value]:
+        raise DispatchError(
+            f"RayWorkerGroup attaches to ranks that run already, so {', '.join(unused)} "
+            "has no effect; give it to the group that starts the ranks."
+        )
 
 
 def _attach(
