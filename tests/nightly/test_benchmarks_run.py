@@ -14,7 +14,17 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["algorithms", "controller", "data_plane", "scale"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "algorithms",
+        "controller",
+        "data_plane",
+        "group_balance",
+        "scale",
+        "train_step",
+    ],
+)
 def test_quick_benchmark(name):
     done = subprocess.run(
         [sys.executable, f"benchmarks/{name}.py", "--quick"],
