@@ -28,9 +28,9 @@ from transformers.integrations import hub_kernels
 
 from quadriga.errors import ModelError
 from quadriga.models.folder import check_model_folder, local_folder
-from quadriga.models.node_memory import folder_in_memory
 from quadriga.observability.quiet import quiet_libraries
 from quadriga.parallel.device import DTYPES, ComputeDtypeName
+from quadriga.parallel.node_memory import folder_in_memory
 
 _log = logging.getLogger(__name__)
 

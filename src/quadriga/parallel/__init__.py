@@ -10,6 +10,7 @@
   counts or costs.
 - `costs`: what sequences cost, linear and quadratic in their tokens.
 - `group_partitions`: partitions of whole prompt groups.
+- `node_memory`: weight files that the ranks of a node read once and share.
 
 May import `errors`, `config`, `protocol`, `algorithms` and `observability`.
 """

@@ -27,9 +27,9 @@ from quadriga.models import (
     load_causal_lm,
     load_value_model,
     loading,
-    node_memory,
     write_tiny_model,
 )
+from quadriga.parallel import node_memory
 from quadriga.rollout.hf import HFRollout
 
 PROGRAM = textwrap.dedent(
@@ -146,7 +146,7 @@ def test_a_reader_that_is_killed_is_replaced(folder):
         """
         import socket, sys, time
         from pathlib import Path
-        from quadriga.models import node_memory
+        from quadriga.parallel import node_memory
 
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(node_memory._address(Path(sys.argv[1])))
