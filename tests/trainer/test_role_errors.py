@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from role_cases import write_tally
+from role_cases import TALLY, write_tally
 
 from quadriga.backends import get_backend
 from quadriga.cli.main import main
 from quadriga.errors import ConfigError, UnknownNameError
+from quadriga.trainer.dataflow import check_dataflow, step_dataflow
 from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.roles import RoleStage, register_role
@@ -210,3 +211,25 @@ def test_a_role_without_a_pool_of_the_program_is_named(
     manager = ResourcePoolManager({"a": [1]}, {Role.ActorRollout: "a"}, get_backend("local"))
     with pytest.raises(UnknownNameError, match="needs role tally, which is mapped to no pool"):
         RayPPOTrainer(config, resource_pool_manager=manager)
+
+
+TWO_STAGES = """    stages=[
+        RoleStage("mark", reads=("uid",), writes=("mark",), after="balance_over_ranks"),
+        RoleStage("score", reads=("mark",), writes=("token_level_scores",),
+                  before="score_responses"),
+    ],
+)
+"""
+
+
+def test_a_stage_must_have_its_fields_in_the_greedy_branch_too(
+    train_overrides, tmp_path, own_roles
+) -> None:
+    text = TALLY[: TALLY.index("    stages=[")] + TWO_STAGES
+    file = tmp_path / "two.py"
+    file.write_text(text)
+    given = [*train_overrides, f"algorithm.user_files=[{file}]"]
+    check_dataflow(step_dataflow(load_train_config(given)))
+    # Rewards of the greedy responses are computed before the ranks are balanced.
+    with pytest.raises(ConfigError, match="stage add_baselines reads field 'mark'"):
+        RayPPOTrainer(load_train_config([*given, "algorithm.adv_estimator=remax"]))

@@ -275,6 +275,12 @@ RESULTS = {
         lambda data: data.select(), FieldError,
         "stage learner.wrong declares writes gain, but returned advantages; make both equal",
     ),
+    "one field more": (
+        lambda data: DataProto.from_dict(
+            tensors={name: torch.zeros(16) for name in ("gain", "loss")}
+        ), FieldError,
+        "stage learner.wrong declares writes gain, but returned gain, loss; make both equal",
+    ),
     "other rows": (
         lambda data: DataProto.from_dict(tensors={"gain": torch.zeros(3)}), LengthError,
         "stage learner.wrong got 16 rows and returned 3; expected one row",

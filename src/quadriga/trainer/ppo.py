@@ -143,6 +143,7 @@ class RayPPOTrainer:
         # folder keeps all that it holds.
         resumed = self.resume(groups)
         with self.open_record(resumed) as record:
+            # `run(stage, batch, …)` calls a stage, and those of added roles before and after it.
             run = StageRunner(added_stages(self.config), groups.added, record)
             validator = self.make_validator(groups, record)
             validator.run(step=0, due=self.config.trainer.val_before_train and resumed is None)

@@ -39,7 +39,7 @@ class StageRunner:
     Args:
         added: the stages of added roles.
         groups: role key → its worker group.
-        record: where metrics and times of added stages are logged; needed if there are any.
+        record: where metrics and times of added stages and of updates are logged; needed for both.
         prefix: before the names of their metrics, "val/" in validation.
     """
 
@@ -72,9 +72,8 @@ class StageRunner:
     def update(self, method: GroupMethod[[DataProto], DataProto], batch: DataProto) -> DataProto:
         """Run an update of a built-in role and the stages beside it; log its metrics."""
         batch = self._beside("before", _name(method), batch)
-        report = method(batch)
-        if self.record is not None:
-            self.record.log_update(report)
+        assert self.record is not None, "an update needs a record"
+        self.record.log_update(method(batch))
         return self._beside("after", _name(method), batch)
 
     def before_passes(self, batch: DataProto) -> DataProto:
