@@ -11,7 +11,7 @@ import sys
 import tempfile
 import textwrap
 import threading
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -93,6 +93,14 @@ def seen_by(process):
     line = process.stdout.readline()
     assert line, process.stderr.read()
     return json.loads(line)
+
+
+@contextmanager
+def pair():
+    """Two connected sockets."""
+    ours, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, other:
+        yield ours
 
 
 def linked_folders():
@@ -181,6 +189,26 @@ def test_memory_of_another_user_is_not_loaded(folder, monkeypatch):
         monkeypatch.setattr(node_memory, "_same_user", lambda connection: None)
         with fails(match="has not answered"), load(folder):
             pass
+
+
+def test_another_user_gets_no_memory(folder, monkeypatch):
+    with load(folder), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        monkeypatch.setattr(node_memory, "_same_user", lambda connection: None)
+        connection.settimeout(30)
+        connection.connect(node_memory._address(folder))
+        names, descriptors, _, _ = socket.recv_fds(connection, 1000, 10)
+        assert (names, descriptors) == (b"", [])
+
+
+def test_the_user_of_the_other_side_is_known():
+    with pair() as ours:
+        assert node_memory._same_user(ours) == os.getpid()
+
+
+def test_another_user_is_not_the_same_user(monkeypatch):
+    monkeypatch.setattr(node_memory.os, "getuid", lambda: -1)
+    with pair() as ours:
+        assert node_memory._same_user(ours) is None
 
 
 def test_one_rank_loads_the_folder_itself(folder, monkeypatch):
