@@ -6,6 +6,7 @@ import engine_cases
 import memory_cases as cases
 import pytest
 import torch
+from transformers import DeepseekV3Config
 
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.memory.passes import Rows, pass_memory
@@ -107,3 +108,21 @@ def test_the_counter_counts_each_storage_from_its_first_to_its_last_use():
     assert (counter.live, counter.peak) == (32, 72)
     del second
     assert counter.live == 0
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_values_of_another_size_than_queries_are_counted(device_type, tmp_path):
+    # Multi-head latent attention: queries have 24 elements a head, values 16.
+    DeepseekV3Config(
+        vocab_size=96, hidden_size=32, intermediate_size=48, moe_intermediate_size=24,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, q_lora_rank=16, kv_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=1,
+        architectures=["DeepseekV3ForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    plan = training_memory(
+        ModelConfig(path=str(tmp_path)), EngineConfig(), head="lm", ranks=1,
+        device_type=device_type, update=cases.ROWS, evaluate=None,
+    )  # fmt: skip
+    assert plan.uncounted == ""
+    assert plan.update.activations > plan.update.saved // 2 > 0

@@ -152,7 +152,7 @@ def demo(config: DemoConfig) -> None:
 
 
 def plan(config: TrainConfig) -> None:
-    """Print the batch arithmetic of a run; no process is started."""
+    """Print the batch arithmetic and the memory of a run; no process is started."""
     from quadriga.cli.show import show_plan
 
     show_plan(config)
@@ -199,7 +199,9 @@ COMMANDS = (
         ArithmeticDataConfig,
         writes_files=True,
     ),
-    with_settings("plan", "Show the batch arithmetic of a training run", plan, TrainConfig),
+    with_settings(
+        "plan", "Show the batch arithmetic and the memory of a training run", plan, TrainConfig
+    ),
     with_settings(
         "algorithms", "Show estimators, losses and their settings", algorithms, AlgorithmsConfig
     ),

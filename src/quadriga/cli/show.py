@@ -56,7 +56,11 @@ def prompt_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
 
 
 def show_plan(config: TrainConfig) -> None:
-    """Print the batch arithmetic of a run. Raises `InputError` if the settings are invalid."""
+    """Print the batch arithmetic and the memory of a run.
+
+    Raises:
+        InputError: the settings or the config of a model are invalid.
+    """
     from quadriga.algorithms.user_files import load_user_file
     from quadriga.config.checks import check_train_settings
     from quadriga.config.plan import batch_plan
@@ -69,6 +73,12 @@ def show_plan(config: TrainConfig) -> None:
     plan = batch_plan(config, train_rows=count_rows(config.data.train_files))
     with_critic = config.algorithm.adv_estimator in known.estimators_with_values
     print(plan.text(with_critic=with_critic))
+    if config.actor_rollout_ref.model.path:
+        from quadriga.trainer.memory.report import plan_text
+
+        print(plan_text(config))
+    else:
+        print("memory                 set actor_rollout_ref.model.path, whose config.json it needs")
 
 
 def count_rows(files: Sequence[str]) -> int | None:

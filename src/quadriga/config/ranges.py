@@ -74,7 +74,7 @@ RANGES: dict[str, Range] = {
         (
             "eps", "grad_clip", "horizon", "target_kl", "upper", "lower", "cliprange_value",
             "timeout_s", "call_timeout_s", "save_interval_s", "stop_grace_s",
-            "reward_clip", "initializer_range",
+            "reward_clip", "initializer_range", "device_memory_gb",
         ),
         _POSITIVE,
     ),

@@ -328,6 +328,9 @@ class TrainerConfig:
     # console, jsonl, tensorboard, wandb, or a tracker of your own
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     call_timeout_s: float | None = 3600.0  # deadline of one call to a worker group; None: none
+    check_memory: bool = True  # refuse a run that does not fit by the plan of its memory
+    # GiB that a rank's device has, or on CPUs all ranks of a node; None: as this machine has
+    device_memory_gb: float | None = None
     balance_batch: bool = True  # give each rank about the same work in each mini-batch
     # keep the responses of one prompt on one rank, which computes the prompt once for all of them;
     # false: balance single sequences

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from quadriga.config.schema import DtypeName, ModelConfig
+from quadriga.errors import QuadrigaError
 from quadriga.models.loading import model_without_weights
 from quadriga.models.simulated.allocations import AllocationCounter
 from quadriga.models.simulated.kernels import kernels_of
@@ -60,11 +61,13 @@ class GenerationMemory:
         weights: the unsharded weights.
         kv_cache: keys, values and recurrent states at the end.
         peak: the most bytes beside the weights, the cache included.
+        uncounted: why `kv_cache` and `peak` are 0 although there are some; "" if they are counted.
     """
 
     weights: int
     kv_cache: int
     peak: int
+    uncounted: str = ""
 
 
 def generation_memory(
@@ -88,8 +91,24 @@ def generation_memory(
         attn_implementation=model.attn_implementation,
         trust_remote_code=model.trust_remote_code,
     )
+    weights = _stored(list(module.state_dict().values()))
+    try:
+        with torch.no_grad(), kernels_of(device_type):
+            kv_cache, peak = _simulate(module, rows, sampling)
+    except QuadrigaError:
+        raise
+    except Exception as error:  # a model whose code reads numbers fails in any way; reported
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        return GenerationMemory(weights, 0, 0, uncounted=reason)
+    return GenerationMemory(weights, kv_cache, peak)
+
+
+def _simulate(
+    module: PreTrainedModel, rows: GeneratedRows, sampling: SamplingParams
+) -> tuple[int, int]:
+    """Return (bytes of the cache at the end, most bytes beside the weights)."""
     counter = AllocationCounter()
-    with torch.no_grad(), kernels_of(device_type), counter:
+    with counter:
         generation = _SimulatedGeneration(module, rows)
         generation.prefill()
         # Prompts of different lengths need a mask, for which no number is known here: one for the
@@ -101,11 +120,7 @@ def generation_memory(
         sampled, counter.peak = counter.peak, 0
         generation.run(token)
         run = counter.peak + generation.copied()
-    return GenerationMemory(
-        weights=_stored(list(module.state_dict().values())),
-        kv_cache=kv_cache,
-        peak=max(prefill, sampled, run),
-    )
+    return kv_cache, max(prefill, sampled, run)
 
 
 class _SimulatedGeneration:

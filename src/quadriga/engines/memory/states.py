@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from quadriga.engines.sharding import (
     MIN_UNIT_PARAMETERS,
     decoder_layers,
 )
+from quadriga.errors import QuadrigaError
 from quadriga.parallel.device import compute_dtype
 
 _MOMENTS = 2
@@ -50,6 +51,7 @@ class TrainingMemory:
         evaluate_peak: what a pass without gradients adds.
         weights: elements of all parameters.
         largest_weight: elements of the largest.
+        uncounted: why activations are not in the numbers; "" if they are.
     """
 
     parameters: int
@@ -63,6 +65,7 @@ class TrainingMemory:
     evaluate_peak: int
     weights: int
     largest_weight: int
+    uncounted: str = ""
 
     @property
     def states(self) -> int:
@@ -106,22 +109,44 @@ def training_memory(
         gloo=device_type == "cpu",
         min_unit_parameters=min_unit_parameters,
     )
-    trained_pass = evaluated_pass = None
-    if update is not None:
-        trained_pass = pass_memory(
-            module, engine, update, head=head, device_type=device_type, backward=True
-        )
-    if evaluate is not None:
-        evaluated_pass = pass_memory(
-            module,
-            engine,
-            evaluate,
-            head=head,
-            device_type=device_type,
-            backward=False,
-            entropy=True,
-        )
-    return layout.memory(engine, trained_pass, evaluated_pass)
+    passes = _Passes(module, engine, head, device_type)
+    memory = layout.memory(
+        engine,
+        passes.count(update, backward=True),
+        passes.count(evaluate, backward=False),
+    )
+    return replace(memory, uncounted=passes.problem)
+
+
+@dataclass
+class _Passes:
+    """Counts passes of one model; after a failure, `problem` says why there is no count."""
+
+    module: PreTrainedModel
+    engine: EngineConfig
+    head: HeadKind
+    device_type: str
+    problem: str = ""
+
+    def count(self, rows: Rows | None, *, backward: bool) -> PassMemory | None:
+        """Return the memory of a pass, without activations if the model cannot be simulated."""
+        if rows is None:
+            return None
+        try:
+            return pass_memory(
+                self.module,
+                self.engine,
+                rows,
+                head=self.head,
+                device_type=self.device_type,
+                backward=backward,
+                entropy=not backward,
+            )
+        except QuadrigaError:
+            raise
+        except Exception as error:  # a model whose code reads numbers fails in any way; reported
+            self.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            return PassMemory(rows.count, 0, True, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ The meta device has shapes and dtypes, but no numbers and no fused kernels. Thre
 
 - attention would be computed step by step, with all its scores. A device has a fused kernel.
 - the product of grouped rows (mixtures of experts) is defined for bfloat16 only.
-- a condition on a number (`if (mask == 0).all()`) cannot be decided. It is taken as true.
+- a condition on a number (`if (mask == 0).all()`) cannot be decided. It is taken as true, and a
+  search (`if pad_token in ids`) finds nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from quadriga.models.softmax_tiles import meta_tensors_stand_for_cpu
@@ -40,9 +41,13 @@ class DeviceKernels(TorchFunctionMode):
     ) -> object:
         on_meta = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
         if on_meta and func is scaled_dot_product_attention:
-            return self._attention(*args, **(kwargs or {}))
+            found = self._attention(*args, **(kwargs or {}))
+            if found is not None:
+                return found
         if on_meta and func is Tensor.__bool__:
             return True
+        if on_meta and func is Tensor.__contains__:
+            return False
         return func(*args, **(kwargs or {}))
 
     def _attention(
@@ -55,8 +60,19 @@ class DeviceKernels(TorchFunctionMode):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Tensor:
-        """Return what the fused kernel returns: the output, which has the shape of the query."""
+    ) -> Tensor | None:
+        """Return the output of the fused kernel, [b, H, Lq, size of a value].
+
+        None: the device has no such kernel. The scores then exist as a whole.
+        """
+        size = value.shape[-1]
+        if attn_mask is not None and attn_mask.requires_grad:
+            return None
+        if query.shape[-1] != size:
+            if self._on_cpu:
+                return None
+            # Kernels of accelerators have one size of a head, to which values are padded.
+            value = pad(value, (0, query.shape[-1] - size))
         if attn_mask is not None and attn_mask.dtype == torch.bool and self._on_cpu:
             # The kernel of the CPU takes a mask in the dtype of the query.
             mask = torch.zeros_like(attn_mask, dtype=query.dtype)
@@ -64,7 +80,7 @@ class DeviceKernels(TorchFunctionMode):
         output, _ = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )
-        found: Tensor = output
+        found: Tensor = output[..., :size]
         return found
 
 

@@ -43,6 +43,9 @@ def check_train_config(config: TrainConfig) -> None:
     folder = RunFolder(Path(config.trainer.default_local_dir))
     continued = folder.holds_checkpoint(check_resume(config))
     folder.check(resume=continued, overwrite=config.trainer.overwrite)
+    from quadriga.trainer.memory.report import check_memory  # imports torch
+
+    check_memory(config)
 
 
 def check_sft_config(config: SFTConfig) -> None:

@@ -1,0 +1,8 @@
+"""The device memory of a run, known before any process starts.
+
+- `machine`: how much memory a rank, or the ranks of a node, can use.
+- `plan`: what each role needs on a rank, and how much exists at once in each phase of a step.
+- `report`: the plan as a table, and the refusal of a run that does not fit.
+
+May import what `trainer` may import.
+"""

@@ -1,0 +1,337 @@
+"""What each role needs on a rank, and how much of it exists at once.
+
+Roles of one pool share the processes and the device of each rank. While one of them computes, the
+others hold their parameters and moments, unless the settings offload them:
+
+    phase                  actor                      rollout         critic
+    generation             parameters, moments        weights, peak   parameters, moments
+    log-probabilities      … and peak of the pass     weights         parameters, moments
+    update of the actor    … and peak of the update   weights         parameters, moments
+
+A run fits if its largest phase fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from quadriga.config.plan import UpdatePlan, batch_plan
+from quadriga.config.role_ranks import RolePool, role_pools
+from quadriga.config.schema import DtypeName, EngineConfig, ModelConfig, TrainConfig
+from quadriga.engines.base import HeadKind
+from quadriga.engines.memory.passes import Rows
+from quadriga.engines.memory.states import TrainingMemory, training_memory
+from quadriga.models.folder import local_folder
+from quadriga.rollout.base import SamplingParams
+from quadriga.rollout.memory import GeneratedRows, GenerationMemory, generation_memory
+from quadriga.trainer.dataflow import reads_ref_log_prob, takes_old_log_probs_from_update
+from quadriga.trainer.memory.machine import GIB
+from quadriga.trainer.run.role_workers import uses_of_run
+
+PROCESS_BYTES = {"cpu": GIB // 2, "accelerator": GIB}
+"""What a rank needs beside tensors: Python and libraries; on an accelerator the context of the
+device and the buffers of its collectives. Rounded figures, not measured for each machine."""
+
+ACTOR, ROLLOUT, REF, CRITIC = "actor", "rollout", "ref", "critic"
+
+
+@dataclass(frozen=True)
+class PoolMemory:
+    """Bytes of one rank of a pool.
+
+    Attributes:
+        engines: role → its training engine.
+        generation: the rollout engine, if the pool has it.
+        phases: phase → the bytes that exist at once, the process itself included.
+        states: the same without activations and KV cache, in the largest phase.
+    """
+
+    pool: RolePool
+    engines: Mapping[str, TrainingMemory]
+    generation: GenerationMemory | None
+    phases: Mapping[str, int]
+    states: int
+
+    @property
+    def largest(self) -> tuple[str, int]:
+        """The phase in which most bytes exist, and these bytes."""
+        return max(self.phases.items(), key=lambda item: item[1])
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The memory of a run.
+
+    Attributes:
+        missing: what the plan does not count, in words.
+    """
+
+    device_type: str
+    pools: tuple[PoolMemory, ...]
+    ranks_per_node: int
+    missing: tuple[str, ...] = field(default=())
+
+
+def memory_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
+    """Return the memory of a run whose settings were checked.
+
+    Raises:
+        ModelError: a model folder has no config of a suitable model.
+    """
+    roles = _Roles(config, device_type)
+    uses = uses_of_run(config)
+    known = (ACTOR, ROLLOUT, REF, CRITIC)
+    roles.missing += [f"the added role {use}" for use in uses if use not in known]
+    pools = tuple(
+        _pool_memory(config, device_type, pool, roles) for pool in role_pools(config, uses)
+    )
+    return MemoryPlan(device_type, pools, config.trainer.n_gpus_per_node, tuple(roles.missing))
+
+
+class _Roles:
+    """The engines of a run, role by role."""
+
+    def __init__(self, config: TrainConfig, device_type: str) -> None:
+        self.config = config
+        self.device_type = device_type
+        self.batch = batch_plan(config)
+        self.missing: list[str] = []
+
+    def engine(self, role: str, ranks: int) -> TrainingMemory | None:
+        """Return the training engine of `role`; None if it is of a kind that is not known."""
+        policy, critic = self.config.actor_rollout_ref, self.config.critic
+        settings = {ACTOR: policy.actor.engine, REF: policy.ref.engine, CRITIC: critic.engine}[role]
+        if settings.name != "fsdp":
+            self.missing.append(f"{role} (engine {settings.name})")
+            return None
+        model = critic.model if role == CRITIC and critic.model.path else policy.model
+        memory = _training_memory(
+            _config_text(model),
+            model,
+            settings,
+            "value" if role == CRITIC else "lm",
+            ranks,
+            self.device_type,
+            self._update_rows(role),
+            self._evaluated_rows(role, settings, ranks),
+        )
+        if memory.uncounted:
+            self.missing.append(f"activations of the {role} ({memory.uncounted})")
+        return memory
+
+    def _update_rows(self, role: str) -> Rows | None:
+        if role == REF:
+            return None
+        plan: UpdatePlan = self.batch.actor if role == ACTOR else self.batch.critic
+        section = self.config.actor_rollout_ref.actor if role == ACTOR else self.config.critic
+        return self._rows(plan.mini_batch_per_rank, section.ppo_micro_batch_size_per_gpu)
+
+    def _evaluated_rows(self, role: str, engine: EngineConfig, ranks: int) -> Rows | None:
+        actor = self.config.actor_rollout_ref.actor
+        if role == ACTOR and takes_old_log_probs_from_update(self.config):
+            return None
+        if role == REF and not reads_ref_log_prob(self.config):
+            return self._update_rows(ACTOR)  # computed in the micro-batches of the update
+        section = self.config.critic if role == CRITIC else actor
+        size = engine.forward_rows(section.ppo_micro_batch_size_per_gpu)
+        return self._rows(self.batch.sequences // ranks, size)
+
+    def _rows(self, count: int, micro_batch: int | None) -> Rows:
+        data, samples = self.config.data, self.config.actor_rollout_ref.rollout.n
+        # Rows of one prompt are neighbours only if their group is on one rank.
+        shared = min(samples, count) if self.config.trainer.balance_groups else 1
+        return Rows(
+            max(count, 1), data.max_prompt_length, data.max_response_length,
+            samples=max(shared, 1), micro_batch=micro_batch,
+        )  # fmt: skip
+
+    def generation(self, ranks: int) -> GenerationMemory | None:
+        """Return the rollout engine; None if it is of a kind that is not known."""
+        config, rollout = self.config, self.config.actor_rollout_ref.rollout
+        if rollout.name != "hf":
+            self.missing.append(f"rollout (engine {rollout.name})")
+            return None
+        data, limit = config.data, rollout.micro_batch_size
+        count = min(limit, self.batch.sequences // ranks)
+        prompts = math.ceil(count / rollout.n)
+        if data.val_files:
+            validated = min(limit, math.ceil(data.val_batch_size / ranks))
+            count, prompts = max(count, validated), max(prompts, validated)
+        memory = _generation_memory(
+            _config_text(config.actor_rollout_ref.model),
+            config.actor_rollout_ref.model,
+            GeneratedRows(count, prompts, data.max_prompt_length, data.max_response_length),
+            SamplingParams(
+                max_new_tokens=data.max_response_length,
+                eos_token_ids=(),
+                pad_token_id=0,
+                temperature=rollout.sampling.temperature,
+                top_p=rollout.sampling.top_p,
+                top_k=rollout.sampling.top_k,
+            ),
+            rollout.dtype,
+            self.device_type,
+        )
+        if memory.uncounted:
+            self.missing.append(f"KV cache and buffers of the rollout ({memory.uncounted})")
+        return memory
+
+
+# A pass is counted once for each config.json and each set of arguments: the table and the refusal
+# need some of them twice.
+
+
+@lru_cache(maxsize=32)
+def _training_memory(
+    config_text: str,
+    model: ModelConfig,
+    engine: EngineConfig,
+    head: HeadKind,
+    ranks: int,
+    device_type: str,
+    update: Rows | None,
+    evaluate: Rows | None,
+) -> TrainingMemory:
+    return training_memory(
+        model,
+        engine,
+        head=head,
+        ranks=ranks,
+        device_type=device_type,
+        update=update,
+        evaluate=evaluate,
+    )
+
+
+@lru_cache(maxsize=32)
+def _generation_memory(
+    config_text: str,
+    model: ModelConfig,
+    rows: GeneratedRows,
+    sampling: SamplingParams,
+    dtype: DtypeName,
+    device_type: str,
+) -> GenerationMemory:
+    return generation_memory(model, rows, sampling, dtype=dtype, device_type=device_type)
+
+
+def _config_text(model: ModelConfig) -> str:
+    """Return the config.json of a model; "" if there is none, which the plan then reports."""
+    file = local_folder(model.path, weights=False) / "config.json"
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+
+
+def _pool_memory(
+    config: TrainConfig, device_type: str, pool: RolePool, roles: _Roles
+) -> PoolMemory:
+    ranks = len(pool.ranks)
+    found = {role: roles.engine(role, ranks) for role in (ACTOR, REF, CRITIC) if role in pool.roles}
+    engines = {role: engine for role, engine in found.items() if engine is not None}
+    generation = roles.generation(ranks) if ROLLOUT in pool.roles else None
+    phases = _Phases(config, device_type, engines, generation)
+    return PoolMemory(
+        pool=pool,
+        engines=engines,
+        generation=generation,
+        phases=phases.bytes_of_each(lambda peak, _: peak),
+        states=max(phases.bytes_of_each(lambda _, states: states).values()),
+    )
+
+
+_PASSES = {ACTOR: "old log-probabilities", REF: "reference log-probabilities", CRITIC: "values"}
+
+
+@dataclass(frozen=True)
+class _Phases:
+    """The phases of a step in the processes of one pool."""
+
+    config: TrainConfig
+    device_type: str
+    engines: Mapping[str, TrainingMemory]
+    generation: GenerationMemory | None
+
+    def bytes_of_each(self, part: Callable[[int, int], int]) -> dict[str, int]:
+        """Return phase → bytes.
+
+        `part` receives what a call adds at most, and how much of it are whole or sharded gradients,
+        and returns the one that is asked for.
+        """
+        policy = self.config.actor_rollout_ref
+        found: dict[str, int] = {}
+        if self.generation is not None:
+            held = sum(self._held(role, generating=True) for role in self.engines)
+            found["generation"] = held + self.generation.weights + part(self.generation.peak, 0)
+        for role, engine in self.engines.items():
+            if engine.evaluate is not None and not (role == REF and policy.actor.reads_full_kl):
+                peak = part(engine.evaluate_peak, 0)
+                found[_PASSES[role]] = self._others(role) + self._loaded(role, moments=False) + peak
+            if engine.update is not None:
+                peak = part(engine.update_peak, engine.gradients)
+                if role == ACTOR and policy.actor.reads_full_kl and REF in self.engines:
+                    peak += part(self.engines[REF].evaluate_peak, 0)
+                name = f"update of the {role}"
+                found[name] = self._others(role) + self._loaded(role, moments=True) + peak
+        if ACTOR in self.engines:
+            found["weight sync"] = (
+                self._others(ACTOR) + self._loaded(ACTOR, moments=False) + self._sync_buffers()
+            )
+        process = PROCESS_BYTES["cpu" if self.device_type == "cpu" else "accelerator"]
+        return {phase: process + size for phase, size in found.items()}
+
+    def _sync_buffers(self) -> int:
+        """Return the bytes of one whole weight in both dtypes, and on a CPU of the buckets."""
+        weight = 8 * self.engines[ACTOR].largest_weight
+        if self.generation is not None or self.device_type != "cpu":
+            return weight
+        # A bucket is sent while the next one is filled from its parts.
+        return weight + 3 * (self.config.actor_rollout_ref.rollout.weight_bucket_mb << 20)
+
+    def _others(self, own: str) -> int:
+        """Return what the other roles hold while `own` computes."""
+        held = sum(self._held(role) for role in self.engines if role != own)
+        if self.generation is None or (self._turns and own in (ACTOR, REF)):
+            return held
+        return held + self.generation.weights
+
+    def _held(self, role: str, *, generating: bool = False) -> int:
+        """Return what a training engine holds while another role computes."""
+        if generating and self._turns and role in (ACTOR, REF):
+            return 0
+        engine, settings = self.engines[role], self._settings(role)
+        offloads = self.device_type != "cpu"
+        parameters = 0 if offloads and settings.param_offload else engine.parameters
+        return parameters + (0 if offloads and settings.optimizer_offload else engine.optimizer)
+
+    def _loaded(self, role: str, *, moments: bool) -> int:
+        """Return what a training engine holds while it computes."""
+        engine, offloads = self.engines[role], self.device_type != "cpu"
+        kept = not (offloads and self._settings(role).optimizer_offload)
+        return engine.parameters + (engine.optimizer if moments or kept else 0)
+
+    @property
+    def _turns(self) -> bool:
+        return self.config.actor_rollout_ref.rollout.take_turns and self.device_type != "cpu"
+
+    def _settings(self, role: str) -> EngineConfig:
+        policy = self.config.actor_rollout_ref
+        return {
+            ACTOR: policy.actor.engine, REF: policy.ref.engine, CRITIC: self.config.critic.engine
+        }[role]  # fmt: skip
+
+
+def with_checkpointing(config: TrainConfig, value: bool) -> TrainConfig:
+    """Return the same settings with or without activation checkpointing."""
+
+    def changed(model: ModelConfig) -> ModelConfig:
+        return dataclasses.replace(model, gradient_checkpointing=value)
+
+    policy, critic = config.actor_rollout_ref, config.critic
+    return dataclasses.replace(
+        config,
+        actor_rollout_ref=dataclasses.replace(policy, model=changed(policy.model)),
+        critic=dataclasses.replace(critic, model=changed(critic.model)),
+    )

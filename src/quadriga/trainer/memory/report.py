@@ -1,0 +1,205 @@
+"""The memory plan as a table, and the refusal of a run that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from quadriga.config.schema import TrainConfig
+from quadriga.engines.memory.states import TrainingMemory
+from quadriga.errors import ConfigError
+from quadriga.trainer.memory.machine import GIB, DeviceLimit, device_limit, planned_device
+from quadriga.trainer.memory.plan import (
+    CRITIC,
+    ROLLOUT,
+    MemoryPlan,
+    PoolMemory,
+    memory_plan,
+    with_checkpointing,
+)
+
+
+def check_memory(config: TrainConfig) -> None:
+    """Check that a run fits the memory of its ranks, if the memory is known on this machine.
+
+    Raises:
+        ConfigError: it does not fit. The message has the arithmetic, and says what to change.
+    """
+    device_type = planned_device(config.trainer)
+    if not config.trainer.check_memory or device_type is None:
+        return
+    limit = device_limit(config.trainer, device_type)
+    if limit is None:
+        return
+    plan = memory_plan(config, device_type)
+    short = shortage(plan, limit, states_only=True) or shortage(plan, limit)
+    if short is not None:
+        raise ConfigError(
+            f"{short}; {'; or '.join(remedies(config, plan))}; `quadriga plan` shows all parts, "
+            "and trainer.check_memory=false starts the run anyway",
+            key="trainer.check_memory",
+        )
+
+
+def shortage(plan: MemoryPlan, limit: DeviceLimit, *, states_only: bool = False) -> str | None:
+    """Return why a plan does not fit, as a sentence without its end. None: it fits.
+
+    `states_only`: count parameters, gradients and moments only.
+    """
+    if plan.device_type != "cpu":
+        for pool in plan.pools:
+            phase, size = pool.largest
+            if states_only:
+                phase, size = "parameters, gradients and optimizer states alone", pool.states
+            if size > limit.size:
+                return (
+                    f"a rank of {', '.join(pool.pool.roles)} needs {gib(size)} GiB ({phase}), but "
+                    f"its device has {gib(limit.size)} GiB ({limit.source})"
+                )
+        return None
+    parts = [(p, _ranks_on_fullest_node(p), p.states if states_only else p.largest[1])
+             for p in plan.pools]  # fmt: skip
+    total = sum(count * size for _, count, size in parts)
+    if total <= limit.size:
+        return None
+    sums = " + ".join(
+        f"{count} × {gib(size)} ({', '.join(pool.pool.roles)})" for pool, count, size in parts
+    )
+    what = "parameters, gradients and optimizer states alone" if states_only else "the run"
+    return (
+        f"{what} need {gib(total)} GiB on a node: ranks × GiB = {sums}; but {gib(limit.size)} GiB "
+        f"are {limit.source}"
+    )
+
+
+def _ranks_on_fullest_node(pool: PoolMemory) -> int:
+    return max(pool.pool.ranks_per_node)
+
+
+def remedies(config: TrainConfig, plan: MemoryPlan) -> list[str]:
+    """Return what to change, most effective first, for the pool that needs most."""
+    pool = max(plan.pools, key=lambda pool: pool.largest[1])
+    phase, _ = pool.largest
+    found = []
+    if phase == "generation":
+        found.append(
+            "lower actor_rollout_ref.rollout.micro_batch_size="
+            f"{config.actor_rollout_ref.rollout.micro_batch_size}"
+        )
+    trained = {role: e.update_peak for role, e in pool.engines.items() if e.update is not None}
+    if trained:
+        role = max(trained, key=lambda role: trained[role])
+        found += _training_remedies(config, plan, role, pool.engines[role])
+    if plan.device_type != "cpu":
+        if pool.generation is not None and not config.actor_rollout_ref.rollout.take_turns:
+            found.append("set actor_rollout_ref.rollout.take_turns=true")
+        found.append("shard over more ranks (trainer.n_gpus_per_node, trainer.nnodes)")
+    else:
+        found.append("use fewer ranks of a node, or a smaller model")
+    return found
+
+
+def _training_remedies(
+    config: TrainConfig, plan: MemoryPlan, role: str, engine: TrainingMemory
+) -> list[str]:
+    policy = config.actor_rollout_ref
+    own = role == CRITIC and bool(config.critic.model.path)
+    model, key = (config.critic.model, "critic") if own else (policy.model, "actor_rollout_ref")
+    section, prefix = (
+        (config.critic, "critic") if role == CRITIC else (policy.actor, "actor_rollout_ref.actor")
+    )
+    found = []
+    if not model.gradient_checkpointing:
+        other = _engine(memory_plan(with_checkpointing(config, True), plan.device_type), role)
+        if other is not None and other.update is not None and engine.update is not None:
+            found.append(
+                f"set {key}.model.gradient_checkpointing=true (activations of the {role}: "
+                f"{gib(engine.update.activations)} → {gib(other.update.activations)} GiB)"
+            )
+    if section.ppo_micro_batch_size_per_gpu is None and section.engine.use_dynamic_bsz:
+        found.append(
+            f"lower {prefix}.engine.max_tokens_per_micro_batch="
+            f"{section.engine.max_tokens_per_micro_batch}"
+        )
+    else:
+        found.append(f"lower {prefix}.ppo_micro_batch_size_per_gpu")
+    return found
+
+
+def _engine(plan: MemoryPlan, role: str) -> TrainingMemory | None:
+    return next((p.engines[role] for p in plan.pools if role in p.engines), None)
+
+
+def plan_text(config: TrainConfig) -> str:
+    """Return the memory plan as a table, with and without activation checkpointing.
+
+    Raises:
+        ModelError: a model folder has no config of a suitable model.
+    """
+    device_type = planned_device(config.trainer)
+    shown = device_type or "cuda"
+    plan = memory_plan(config, shown)
+    other = memory_plan(
+        with_checkpointing(config, not config.actor_rollout_ref.model.gradient_checkpointing), shown
+    )
+    lines = [f"memory of one rank in GiB, device {shown}"]
+    for pool in plan.pools:
+        lines += _pool_lines(pool, other, config)
+    limit = device_limit(config.trainer, shown)
+    if plan.missing:
+        lines.append(f"  not counted: {'; '.join(plan.missing)}")
+    if limit is None:
+        return "\n".join([*lines, "  memory of the device: unknown; set trainer.device_memory_gb"])
+    short = shortage(plan, limit)
+    lines.append(f"  {gib(limit.size)} GiB: {limit.source}")
+    if short is None:
+        return "\n".join([*lines, "  the run fits"])
+    return "\n".join([*lines, f"  {short}", *(f"    {text}" for text in remedies(config, plan))])
+
+
+def _pool_lines(pool: PoolMemory, other: MemoryPlan, config: TrainConfig) -> list[str]:
+    roles = [role for role in pool.pool.roles if role in pool.engines or role == ROLLOUT]
+    rows: list[tuple[str, Sequence[int | None]]] = []
+
+    def add(name: str, values: Iterable[int | None]) -> None:
+        values = list(values)
+        if any(values):
+            rows.append((name, values))
+
+    engines = [pool.engines.get(role) for role in roles]
+    updates = [None if e is None else e.update or e.evaluate for e in engines]
+    unlike = [_engine(other, role) for role in roles]
+    alternative = [None if e is None else e.update for e in unlike]
+    generation = [pool.generation if role == ROLLOUT else None for role in roles]
+    checkpointed = config.actor_rollout_ref.model.gradient_checkpointing
+    trained = [None if e is None or e.update is None else e for e in engines]
+    weights = [g.weights if g else e.parameters if e else None
+               for e, g in zip(engines, generation, strict=True)]  # fmt: skip
+    add("parameters", weights)
+    add("gathered parameters", (None if e is None else e.gathered for e in engines))
+    add("gradients", (None if e is None else e.gradients for e in trained))
+    add("optimizer states", (None if e is None else e.optimizer for e in trained))
+    add("buffers of collectives", (None if e is None else e.buffers for e in engines))
+    add("activations", (None if u is None else u.activations for u in updates))
+    word = "without" if checkpointed else "with"
+    add(f"  {word} checkpointing", (None if u is None else u.activations for u in alternative))
+    add("  of them logits", (None if u is None else u.logits for u in updates))
+    add("KV cache", (None if g is None else g.kv_cache for g in generation))
+    add("  with other buffers", (None if g is None else g.peak for g in generation))
+    lines = [
+        f"  {'':<26}" + "".join(f"{role:>10}" for role in roles),
+        *(
+            f"  {name:<26}" + "".join(f"{gib(v) if v else '':>10}" for v in values)
+            for name, values in rows
+        ),
+    ]
+    largest, _ = pool.largest
+    lines += [
+        f"  {phase:<26}{gib(size):>10}" + (" ← most" if phase == largest else "")
+        for phase, size in pool.phases.items()
+    ]
+    return lines
+
+
+def gib(size: int) -> str:
+    """Return bytes in GiB with three digits: "79.2", "0.0132"."""
+    return f"{size / GIB:.3g}"

@@ -1,0 +1,155 @@
+"""The memory plan of a run: its phases, its table, and the refusal of a run that does not fit."""
+
+from __future__ import annotations
+
+import pytest
+from run_cases import two_steps
+
+from quadriga.cli.main import main
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError
+from quadriga.trainer.memory import plan as plan_module
+from quadriga.trainer.memory.machine import DeviceLimit, available_memory, planned_device
+from quadriga.trainer.memory.plan import PROCESS_BYTES, memory_plan
+from quadriga.trainer.memory.report import check_memory, plan_text, shortage
+from quadriga.trainer.run.preflight import check_train_config
+
+
+def settings(tiny_task, folder, *more) -> TrainConfig:
+    return load_config(TrainConfig, [*two_steps(tiny_task, folder), *more])
+
+
+def only_pool(config, device="cpu"):
+    (pool,) = memory_plan(config, device).pools
+    return pool
+
+
+def test_phases_add_what_the_roles_hold(tiny_task, tmp_path):
+    config = settings(tiny_task, tmp_path, "algorithm.adv_estimator=gae")
+    pool = only_pool(config)
+    actor, critic, rollout = pool.engines["actor"], pool.engines["critic"], pool.generation
+    held = actor.parameters + actor.optimizer + critic.parameters + critic.optimizer
+    process = PROCESS_BYTES["cpu"]
+    assert pool.phases["generation"] == process + held + rollout.weights + rollout.peak
+    assert pool.phases["update of the actor"] == (
+        process + held + rollout.weights + actor.update_peak
+    )
+    assert pool.phases["values"] == process + held + rollout.weights + critic.evaluate_peak
+    assert pool.largest[1] == max(pool.phases.values())
+
+
+def test_offload_and_turns_free_memory_of_accelerators_only(tiny_task, tmp_path):
+    offload = [
+        "actor_rollout_ref.actor.engine.param_offload=true",
+        "actor_rollout_ref.actor.engine.optimizer_offload=true",
+    ]
+    turns = ["actor_rollout_ref.rollout.take_turns=true"]
+    plain, offloaded, alternating = (
+        only_pool(settings(tiny_task, tmp_path, *more), "cuda") for more in ([], offload, turns)
+    )
+    actor = plain.engines["actor"]
+    states = actor.parameters + actor.optimizer
+    for other in (offloaded, alternating):
+        assert plain.phases["generation"] - other.phases["generation"] == states
+    update = "update of the actor"
+    assert offloaded.phases[update] == plain.phases[update]
+    assert plain.phases[update] - alternating.phases[update] == plain.generation.weights
+    on_cpu = only_pool(settings(tiny_task, tmp_path, *offload))
+    assert on_cpu.phases == only_pool(settings(tiny_task, tmp_path)).phases
+
+
+def test_states_are_sharded_over_the_ranks_of_a_role(tiny_task, tmp_path):
+    one = only_pool(settings(tiny_task, tmp_path)).engines["actor"]
+    placed = settings(
+        tiny_task, tmp_path, "trainer.n_gpus_per_node=4",
+        "placement.actor=[0,1]", "placement.rollout=[2,3]",
+    )  # fmt: skip
+    actor, rollout = memory_plan(placed, "cpu").pools
+    assert actor.generation is None and not rollout.engines
+    assert actor.engines["actor"].optimizer == pytest.approx(one.optimizer / 2, rel=0.02)
+    # On a CPU the two ranks of both pools share the memory of the node.
+    limit = limit_of(2 * actor.largest[1] + 2 * rollout.largest[1])
+    assert shortage(memory_plan(placed, "cpu"), limit) is None
+    less = limit_of(limit.size - 1)
+    assert "2 × " in shortage(memory_plan(placed, "cpu"), less)
+
+
+def limit_of(size):
+    return DeviceLimit(size, "of this test")
+
+
+def test_a_run_that_does_not_fit_is_refused_before_it_starts(tiny_task, tmp_path):
+    small = settings(tiny_task, tmp_path, "trainer.device_memory_gb=0.55")
+    with pytest.raises(ConfigError) as refused:
+        check_train_config(small)
+    text = str(refused.value)
+    assert "need" in text and "on a node" in text and "trainer.device_memory_gb" in text
+    assert "gradient_checkpointing=true (activations of the actor: " in text
+    assert "max_tokens_per_micro_batch=16384" in text
+    assert not (tmp_path / "run").exists()
+    check_memory(settings(tiny_task, tmp_path, "trainer.device_memory_gb=0.55",
+                          "trainer.check_memory=false"))  # fmt: skip
+    check_memory(settings(tiny_task, tmp_path, "trainer.device_memory_gb=16"))
+
+
+def test_states_that_do_not_fit_are_named_first(tiny_task, tmp_path):
+    with pytest.raises(ConfigError, match="parameters, gradients and optimizer states alone need"):
+        check_memory(settings(tiny_task, tmp_path, "trainer.device_memory_gb=0.4"))
+
+
+def test_the_command_shows_the_table(tiny_task, tmp_path, capsys):
+    assert main(["plan", *two_steps(tiny_task, tmp_path)]) == 0
+    out = capsys.readouterr().out
+    for row in (
+        "parameters", "gradients", "optimizer states", "activations", "with checkpointing",
+        "of them logits", "KV cache", "update of the actor", "the run fits",
+    ):  # fmt: skip
+        assert row in out
+    assert main(["plan", *two_steps(tiny_task, tmp_path), "trainer.device_memory_gb=0.4"]) == 0
+    assert "lower actor_rollout_ref.actor.engine.max_tokens_per_micro_batch" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_cluster_elsewhere_has_devices_of_its_own(monkeypatch):
+    assert planned_device(load_config(TrainConfig, ["trainer.device=cuda"]).trainer) == "cuda"
+    monkeypatch.setattr("quadriga.parallel.device.get_device_name", lambda: "cpu")
+    auto = load_config(TrainConfig, []).trainer
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert planned_device(auto) == "cpu"
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert planned_device(auto) is None
+    assert planned_device(load_config(TrainConfig, ["trainer.backend=local"]).trainer) == "cpu"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limit_of_a_control_group_counts(version, tmp_path):
+    folder = tmp_path / ("memory/job" if version == 1 else "job")
+    folder.mkdir(parents=True)
+    own = tmp_path / "own"
+    own.write_text("4:memory:/job\n1:cpu:/x\n" if version == 1 else "0::/job\n")
+    limit, use, stat = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        if version == 1
+        else ("memory.max", "memory.current", "inactive_file")
+    )
+    (folder / limit).write_text("3000000\n")
+    (folder / use).write_text("2000000\n")
+    assert available_memory(tmp_path, own) == 1_000_000
+    (folder / "memory.stat").write_text(f"cache 5\n{stat} 500000\n")
+    assert available_memory(tmp_path, own) == 1_500_000
+    if version == 2:
+        (folder / limit).write_text("max\n")
+        assert available_memory(tmp_path, own) > 3_000_000
+
+
+def test_the_table_names_what_is_not_counted(tiny_task, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("the code of this model reads numbers")
+
+    monkeypatch.setattr("quadriga.engines.memory.states.pass_memory", fail)
+    config = settings(tiny_task, tmp_path, "data.max_response_length=14")
+    text = plan_text(config)
+    plan_module._training_memory.cache_clear()
+    assert "not counted: activations of the actor (RuntimeError: the code of this model" in text
