@@ -34,6 +34,8 @@ class ModeUnderTest:
     parts: int | None = None
     pads: bool = True
     """Whether the mode accepts batches of any length if padding is enabled."""
+    uneven: bool = False
+    """Whether it also accepts them without padding (`uneven_dispatch_mode`)."""
     functions: tuple[Callable[..., object], ...] = ()
     """Arguments before the batch: a function, for modes that send one."""
 
@@ -170,7 +172,7 @@ def growing(subject: ModeUnderTest) -> None:
 
 @law("refusal", "without padding, a length that does not divide raises a typed error")
 def refusal(subject: ModeUnderTest) -> None:
-    if subject.n == 1 or subject.carries == "same":
+    if subject.n == 1 or subject.carries == "same" or subject.uneven:
         return
     if _carries_batches(subject):
         expect_raises(lambda: subject.echo(rows(subject.n + 1)), LengthError, "one row too many")
@@ -178,6 +180,23 @@ def refusal(subject: ModeUnderTest) -> None:
         long = list(range(subject.n + 1))
         expect_raises(lambda: subject.echo(long), LengthError, "one entry too many")
         expect_raises(lambda: subject.echo(3), DispatchError, "not a list")
+
+
+@law("uneven parts", "a mode for uneven parts adds no row, and lengths differ by at most one")
+def uneven_parts(subject: ModeUnderTest) -> None:
+    if not subject.uneven:
+        return
+    for count in range(2 * subject.n + 2):  # fewer rows than parts, as many, and more
+        lengths: list[int] = []
+
+        def note(rank: int, *args: object, seen: list[int] = lengths) -> object:
+            seen.append(len(as_batch(args[-1])))
+            return args[-1]
+
+        sent = rows(count)
+        result = subject.call(note, sent)
+        expect(content(_joined(subject, result)), content(sent), f"{count} rows")
+        expect(max(lengths) - min(lengths) <= 1, True, f"{count} rows in parts of {lengths}")
 
 
 @law("untouched", "the caller's arguments are not changed")
@@ -201,6 +220,7 @@ MODE_LAWS: tuple[Law[ModeUnderTest], ...] = (
     padding,
     growing,
     refusal,
+    uneven_parts,
     untouched,
 )
 
@@ -210,6 +230,7 @@ class ModeOptions(TypedDict, total=False):
 
     parts: int | None
     pads: bool
+    uneven: bool
     functions: tuple[Callable[..., object], ...]
 
 
