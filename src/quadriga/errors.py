@@ -35,10 +35,25 @@
 
 A message says what was expected, what was received, where, and what to do. Keyword arguments become
 attributes (`error.rank`). Errors are sent between processes, so every error can be pickled, and its
-attributes are pickled with it.
+attributes are pickled with it. Messages quote text of files and settings, which may come from
+anyone, so characters that control a terminal or cannot be encoded are escaped.
 """
 
 from __future__ import annotations
+
+import re
+
+_COLORS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+"""Control sequences such as colors, which Ray's messages contain."""
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Return `text` without color sequences, and with other control characters escaped.
+
+    Lines and tabs stay. Lone surrogates, which no encoding can write, are escaped too.
+    """
+    return _UNPRINTABLE.sub(lambda m: m[0].encode("unicode_escape").decode(), _COLORS.sub("", text))
 
 
 def _restore(
@@ -58,7 +73,7 @@ class QuadrigaError(Exception):
     """Base class of every error here. `details` become attributes and are pickled with it."""
 
     def __init__(self, message: str, **details: object) -> None:
-        super().__init__(message)
+        super().__init__(printable(str(message)))
         self.__dict__.update(details)
 
     def __reduce__(self) -> tuple[object, ...]:

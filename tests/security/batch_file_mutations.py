@@ -200,7 +200,8 @@ def load_checked(path: Path, content: bytes, outcomes: Counter[str]) -> None:
         data, outcome, peak = _measured_load(path)
     assert peak <= most, f"{peak} bytes for {len(content)}"
     if data is None:
-        assert str(path) in outcome and "\n" not in outcome and len(outcome) < 1000, outcome
+        assert str(path) in outcome and len(outcome) < 1000, outcome
+        assert outcome.isprintable(), ascii(outcome)
         reason = outcome.replace(str(path), "").removeprefix(" is damaged: ")
         outcomes["".join(" " if char.isdigit() else char for char in reason)[:30]] += 1
         return
