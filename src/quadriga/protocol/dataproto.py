@@ -38,7 +38,7 @@ MaybeNone: TypeAlias = Any
 has tensors can write `data.batch["values"]` (the convention of typeshed's `MaybeNone`)."""
 
 
-_PARTS = frozenset(("batch", "non_tensor_batch", "meta_info"))
+_MEMBERS = frozenset(("batch", "non_tensor_batch", "meta_info"))
 
 
 class _ConfigMeta(type):
@@ -161,7 +161,7 @@ class DataProto:
     ) -> Self:
         """Return a batch like this one with these halves; `meta_info` is copied if None."""
         meta = dict(self.meta_info) if meta is None else meta
-        if type(self) is DataProto and len(vars(self)) == len(_PARTS):  # the usual, fast case
+        if type(self) is DataProto and len(vars(self)) == len(_MEMBERS):  # the usual, fast case
             return type(self)(batch, arrays, meta)
         return _build(type(self), Contents(batch, arrays, meta), class_and_attributes(self)[1])
 
@@ -276,7 +276,7 @@ class DataProto:
         non_tensor_batch_keys: str | Sequence[str] | None = None,
         meta_info_keys: str | Sequence[str] | None = None,
     ) -> Self:
-        """Remove these keys, or one key, of each kind and return them; None means none."""
+        """Remove these keys, or one key, of each kind and return them. Raises `FieldError`."""
         given = (batch_keys, non_tensor_batch_keys, meta_info_keys)
         tensors, arrays, meta = ([k] if isinstance(k, str) else list(k or ()) for k in given)
         popped = self.select(tensors, arrays, meta)
@@ -289,7 +289,7 @@ class DataProto:
         return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
-        """Rename tensors in place and return self."""
+        """Rename tensors in place and return self. Raises `FieldError` for a missing key."""
         self.batch = halves.rename(self.batch, old_keys, new_keys)
         return self
 
@@ -339,12 +339,12 @@ class DataProto:
         return self
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Write the batch to one file; ops/disk.py describes the format."""
+        """Write one file (format: ops/disk.py). Raises `FieldError` for what it cannot hold."""
         disk.save(self.contents, filepath)
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> DataProto:
-        """Read a file of `save_to_disk`. Executes no code from the file."""
+        """Read a file of `save_to_disk`; run no code of it. Raises `DataError` if it is damaged."""
         return DataProto(*disk.load(filepath))
 
     def describe(self) -> str:
@@ -387,8 +387,8 @@ def from_message(message: Message) -> DataProto | TensorDict:
 
 def class_and_attributes(data: DataProto) -> tuple[type[DataProto] | None, MetaInfo]:
     """Return the class of a batch, None for `DataProto` itself, and what was set on it besides the
-    three parts, by a subclass or by a user."""
-    attributes = {name: value for name, value in vars(data).items() if name not in _PARTS}
+    three members, by a subclass or by a user."""
+    attributes = {name: value for name, value in vars(data).items() if name not in _MEMBERS}
     return None if type(data) is DataProto else type(data), attributes
 
 

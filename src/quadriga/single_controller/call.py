@@ -86,24 +86,46 @@ class GroupInfo(Protocol):
     """What a dispatch mode asks a group: its size, its meshes and its rank layout."""
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """Number of ranks."""
+        ...
+
     @property
-    def rank_layout(self) -> GroupLayout: ...
-    def dispatch_info(self, mesh_name: str) -> list[int]: ...
-    def collect_info(self, mesh_name: str) -> list[bool]: ...
+    def rank_layout(self) -> GroupLayout:
+        """The layout (tp, cp, dp, pp) of each rank."""
+        ...
+
+    def dispatch_info(self, mesh_name: str) -> list[int]:
+        """Return the index of the part that each rank receives, by rank."""
+        ...
+
+    def collect_info(self, mesh_name: str) -> list[bool]:
+        """Return whether the result of each rank is collected, by rank."""
+        ...
 
 
 class GroupView(GroupInfo, Protocol):
     """What dispatch and collect functions know of a group during one call."""
 
     @property
-    def method(self) -> str: ...
+    def method(self) -> str:
+        """Name of the method."""
+        ...
+
     @property
-    def ranks(self) -> Sequence[int]: ...
+    def ranks(self) -> Sequence[int]:
+        """The ranks that run it."""
+        ...
+
     @property
-    def single(self) -> bool: ...
+    def single(self) -> bool:
+        """Whether one rank runs it, whose result is returned by itself."""
+        ...
+
     @property
-    def memo(self) -> dict[str, object]: ...
+    def memo(self) -> dict[str, object]:
+        """Values that the dispatch function keeps for the collect function of the same call."""
+        ...
 
 
 class CallView:

@@ -46,6 +46,8 @@ class GroupMethod(Protocol[ArgumentsP, ResultT_co]):
             WorkerMethodError: the method raised on a rank.
             WorkerDiedError: the process of a rank ended.
             CallTimeoutError: the deadline is exceeded.
+            LengthError: the rows do not divide among the ranks.
+            DispatchError: an argument cannot be split or sent.
         """
         ...
 

@@ -1,9 +1,9 @@
-"""Fetch rows without the rest of their shards, where the store can do so and it pays.
+"""Fetch rows without the rest of their shards, where the store can do so at a lower cost.
 
 A batch of 6 rows was permuted, and this process reads rows 4 and 1 of shards a and b, 3 rows each:
 
     row map    segments [[1, 1, 2], [0, 1, 2]]        row 1 of b, row 1 of a
-    b is far   rows [1] of b are asked for            one row arrives
+    another node has b: rows [1] are requested        one row arrives
     row map    segments [[1, 0, 1], [0, 1, 2]]        row 0 of what arrived, row 1 of a
 """
 

@@ -53,7 +53,7 @@ all ranks of its node, so the parts of all of them count:
 ANSWER_S = 60.0
 """How long a row server may take."""
 LOOK_S = 10.0
-"""How long a cluster of one node is taken for one."""
+"""Seconds after which the nodes of a cluster of one node are counted again."""
 LOOK_UP_AGAIN_S = 30.0
 """How long a node without a row server is not asked again."""
 THREADS = 4

@@ -1,4 +1,4 @@
-"""Errors of registries that are of the class that verl raises, too."""
+"""Errors of registries that are also instances of the class that verl raises."""
 
 from __future__ import annotations
 
