@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import engine_cases as cases
@@ -11,7 +12,13 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
-from quadriga.errors import CheckpointError, ConfigError, FieldError, UnknownNameError
+from quadriga.errors import (
+    CheckpointError,
+    ConfigError,
+    FieldError,
+    NonFiniteError,
+    UnknownNameError,
+)
 from quadriga.models.loading import load_causal_lm
 
 build, step = cases.trainable, cases.step
@@ -74,6 +81,23 @@ def test_export_loads_with_transformers(model_folder, tmp_path, head):
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     if head == "lm":
         load_causal_lm(tmp_path / "out")
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(model_folder):
+    engine = build(model_folder, replace(cases.OPTIM, max_skipped_steps=2))
+    damaged = cases.make_batch()
+    damaged["weight"][:] = float("nan")
+    for _ in range(2):
+        step(engine, damaged)
+    step(engine)  # the count begins anew
+    for _ in range(2):
+        step(engine, damaged)
+    with pytest.raises(NonFiniteError, match=r"3 optimizer steps in a row .* nan.*=2"):
+        step(engine, damaged)
+    unbounded = build(model_folder, replace(cases.OPTIM, max_skipped_steps=None))
+    for _ in range(12):
+        assert step(unbounded, damaged)["grad_norm"] != 0
+    assert unbounded.optimizer.skipped == 12
 
 
 def test_step_with_non_finite_gradient_is_skipped(model_folder):

@@ -67,6 +67,7 @@ RANGES: dict[str, Range] = {
             "lr", "weight_decay", "lr_warmup_steps", "clip_ratio_low", "clip_ratio_high",
             "kl_loss_coef", "temperature", "kl_coef", "test_freq", "save_freq",
             "samples_per_step", "num_processes", "penalty_factor", "warmup_steps", "seed",
+            "max_skipped_steps",
         ),
         _NOT_NEGATIVE,
     ),

@@ -89,6 +89,8 @@ class OptimConfig:
     min_lr_ratio: float = 0.0  # learning rate of the last step, relative to lr
     total_steps: int | None = None  # None: the number of optimizer steps of the run
     grad_clip: float = 1.0  # largest norm of the gradient
+    # optimizer steps in a row that may be skipped because the gradient is not finite; None: any
+    max_skipped_steps: int | None = 10
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from quadriga.config.schema import OptimConfig
 from quadriga.engines.schedule import learning_rate
+from quadriga.errors import NonFiniteError
 
 MomentName = Literal["exp_avg", "exp_avg_sq"]
 _MOMENTS: tuple[MomentName, ...] = ("exp_avg", "exp_avg_sq")
@@ -31,7 +32,8 @@ class ShardedAdamW:
     """AdamW with clipping by the global gradient norm and a learning rate schedule.
 
     If the gradient norm is not finite, the step is skipped: weights and moments do not change,
-    `skipped` is incremented, and the schedule continues.
+    `skipped` is incremented, and the schedule continues. More than `max_skipped_steps` of them in a
+    row are an error. The norm is the same on all ranks, so all ranks skip, or fail, together.
 
     Args:
         parameters: (name, parameter) pairs. Frozen parameters are left out.
@@ -51,6 +53,7 @@ class ShardedAdamW:
         self.total_steps = total_steps
         self.step_count = 0
         self.skipped = 0
+        self._skipped_in_a_row = 0
         self._shard_group = shard_group
         self._named = [(name, p) for name, p in parameters if p.requires_grad]
         self._shards = [nn.Parameter(local_shard(p.detach())) for _, p in self._named]
@@ -68,18 +71,35 @@ class ShardedAdamW:
 
         Returns:
             (gradient norm before clipping, learning rate).
+
+        Raises:
+            NonFiniteError: too many steps in a row were skipped.
         """
         rate = learning_rate(self.step_count, self.config, self.total_steps)
         gradients = [None if p.grad is None else local_shard(p.grad) for _, p in self._named]
         norm = self._global_norm([g for g in gradients if g is not None])
         if norm.isfinite():
             self._apply(gradients, norm, rate)
+            self._skipped_in_a_row = 0
         else:
             self.skipped += 1
+            self._skipped_in_a_row += 1
         self.step_count += 1
         for _, parameter in self._named:
             parameter.grad = None
+        self._check_skipped(float(norm))
         return float(norm), rate
+
+    def _check_skipped(self, norm: float) -> None:
+        limit = self.config.max_skipped_steps
+        if limit is not None and self._skipped_in_a_row > limit:
+            raise NonFiniteError(
+                f"the norm of the gradient was not finite in {self._skipped_in_a_row} optimizer "
+                f"steps in a row (the last one: {norm}), and optim.max_skipped_steps={limit}; the "
+                "weights have not changed since. Lower optim.lr, check the rewards and the loss, "
+                "or set max_skipped_steps to null for no bound",
+                step=self.step_count,
+            )
 
     def _apply(self, gradients: list[Tensor | None], norm: Tensor, rate: float) -> None:
         limit = self.config.grad_clip
