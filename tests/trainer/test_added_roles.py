@@ -86,6 +86,15 @@ def test_the_plan_shows_the_ranks_of_a_role(tally, capsys) -> None:
     assert "  tally                1 ranks: 1 on 1 node(s)" in capsys.readouterr().out
 
 
+def test_the_plan_says_that_the_memory_of_a_role_is_not_counted(
+    tally, train_overrides, capsys
+) -> None:
+    assert main(["plan", *train_overrides, tally, *APART]) == 0
+    out = capsys.readouterr().out
+    assert "not counted: the added role tally" in out
+    assert "processes alone" in out
+
+
 # Runs.
 
 

@@ -279,6 +279,8 @@ class _Phases:
             found["weight sync"] = (
                 self._others(ACTOR) + self._loaded(ACTOR, moments=False) + self._sync_buffers()
             )
+        if not found:  # all roles of the pool are uncounted, but its processes are not
+            found["processes alone"] = 0
         process = PROCESS_BYTES["cpu" if self.device_type == "cpu" else "accelerator"]
         return {phase: process + size for phase, size in found.items()}
 
