@@ -294,7 +294,8 @@ class AlgorithmConfig:
     whiten_rewards: bool = False  # scale rewards to unit variance
     reward_components: list[str] = field(default_factory=list)  # keys that reward functions return
     options: Options = field(default_factory=dict)  # keyword arguments of the estimator
-    user_files: list[str] = field(default_factory=list)  # files that register estimators or losses
+    # files that register estimators, losses or roles with sections of their own
+    user_files: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
