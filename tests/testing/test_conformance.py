@@ -10,12 +10,7 @@ from quadriga.backends import get_backend
 from quadriga.backends.local import LocalBackend, LocalWorkerGroup
 from quadriga.backends.local.calls import LocalPending
 from quadriga.errors import WorkerInitError
-from quadriga.protocol import pad_dataproto_to_divisor
-from quadriga.single_controller import (
-    Dispatch,
-    make_nd_compute_dataproto_dispatch_fn,
-    uneven_dispatch_mode,
-)
+from quadriga.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn
 from quadriga.single_controller.dispatch.modes import DispatchMode
 from quadriga.testing import (
     BACKEND_LAWS,
@@ -54,13 +49,10 @@ SUBJECTS = [
     megatron("MEGATRON_PP_AS_DP_PROTO", "batch", 4),
     megatron("MEGATRON_PP_ONLY", "same", None),
 ]
-UNEVEN = ModeUnderTest(
-    DispatchMode("UNEVEN", **uneven_dispatch_mode()), SimulatedGroup(4), uneven=True
-)
 
 
 @pytest.mark.parametrize("law", MODE_LAWS, ids=str)
-@pytest.mark.parametrize("subject", [*SUBJECTS, UNEVEN], ids=lambda s: s.mode.name)
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda s: s.mode.name)
 def test_modes(subject, law):
     law.check(subject)
 
@@ -113,15 +105,6 @@ def test_backends(subject, law, request):
     if subject.backend.name == "local":
         request.getfixturevalue("short_deadlines")
     law.check(subject)
-
-
-def test_the_kit_finds_a_mode_that_pads_instead_of_splitting_unevenly():
-    def padded(group, data):
-        return (pad_dataproto_to_divisor(data, group.world_size)[0].chunk(group.world_size),), {}
-
-    with pytest.raises(LawBroken) as caught:
-        check_mode(faulty("PADS", dispatch_fn=padded), uneven=True)
-    assert "uneven parts" in caught.value.laws
 
 
 # The kit must find faults: modes, meshes and backends with one fault each.
