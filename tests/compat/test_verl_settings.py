@@ -116,6 +116,21 @@ def test_overrides_of_the_command_line_win_and_may_add_keys(file):
     assert translation.config.trainer.val_before_train is False
 
 
+def test_a_typo_of_the_command_line_is_refused(file):
+    for typo, meant in {
+        "actor_rollout_ref.rolout.n": "actor_rollout_ref.rollout.n",
+        "data.max_prompt_lenght": "data.max_prompt_length",
+        "dat": None,
+    }.items():
+        with pytest.raises(ConfigError, match=rf"^{typo}: neither .* has this key") as told:
+            read_verl(TrainConfig, TRAIN, file, [f"{typo}=4"])
+        assert meant is None or f"Did you mean {meant}?" in str(told.value)
+        assert f"+{typo}" in str(told.value)
+    told = read_verl(TrainConfig, TRAIN, file, ["+data.max_prompt_lenght=4", "data.seed=3"])
+    assert "data.max_prompt_lenght" in told.ignored and told.config.data.seed == 3
+    read_verl(TrainConfig, TRAIN, file, ["trainer.project_name=x"])  # only the file has it
+
+
 def test_settings_of_a_critic_that_the_estimator_does_not_need_are_listed(file):
     chosen = ["critic.optim.lr=1e-3", "algorithm.adv_estimator=grpo"]
     told = read_verl(TrainConfig, TRAIN, file, chosen)
@@ -127,7 +142,7 @@ def test_settings_of_a_critic_that_the_estimator_does_not_need_are_listed(file):
 def test_what_is_ignored_is_listed(file):
     chosen = "actor_rollout_ref.rollout.gpu_memory_utilization"
     translation = read_verl(
-        TrainConfig, TRAIN, file, [f"{chosen}=0.5", "trainer.logger=[console,swanlab]"]
+        TrainConfig, TRAIN, file, [f"+{chosen}=0.5", "trainer.logger=[console,swanlab]"]
     )
     ignored = set(translation.ignored)
     assert {chosen, "actor_rollout_ref.actor.fsdp_config.forward_prefetch"} <= ignored
@@ -176,7 +191,7 @@ def test_interpolations_that_double_are_refused_before_they_are_resolved(tmp_pat
     with pytest.raises(ConfigError, match="stand for more than"):
         read_verl(TrainConfig, TRAIN, tmp_path / "main.yaml")
     (tmp_path / "main.yaml").write_text("trainer: {project_name: a}\n")
-    overrides = [f"trainer.{line.strip().replace(': ', '=')}" for line in lines[1:]]
+    overrides = [f"+trainer.{line.strip().replace(': ', '=')}" for line in lines[1:]]
     with pytest.raises(ConfigError, match="stand for more than"):
         read_verl(TrainConfig, TRAIN, tmp_path / "main.yaml", overrides)
 
@@ -224,7 +239,7 @@ def test_the_command_line_prints_the_translation_once(capsys, monkeypatch, file)
     seen = []
     module = SimpleNamespace(run_training=seen.append)
     monkeypatch.setitem(sys.modules, "quadriga.trainer.main", module)
-    command = ["train", "--verl", str(file), "data.train_batch_size=8", "trainer.v1.mode=sync"]
+    command = ["train", "--verl", str(file), "data.train_batch_size=8", "+trainer.v1.mode=sync"]
     assert main(command) == 0
     assert [config.data.train_batch_size for config in seen] == [8]
     shown = capsys.readouterr()

@@ -9,9 +9,10 @@ one is listed.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from quadriga.config.convert import build
@@ -50,6 +51,8 @@ _REFUSED: dict[str, str] = {
 }
 """Settings that must be off, and why."""
 _STRATEGIES = ("fsdp", "fsdp2")
+_STRATEGY_KEYS = ("actor_rollout_ref.actor.strategy", "critic.strategy")
+_ABSENT = object()
 _UNUSED = ("_target_", "???")
 _VARIABLE = re.compile(r"\$\{oc\.env:[^${}]*\}")
 _KEY = re.compile(r"\$\{(\.*[\w.-]+)\}")
@@ -118,14 +121,15 @@ def read_verl(
 ) -> Translation[T]:
     """Read verl's settings file, compose it with Hydra as verl does, and translate it.
 
-    An override that names a key which the file does not have adds it. Raises `ConfigError` if the
-    file or an override cannot be read, and for a setting that must be off.
+    `key=value` sets a key of the file or of the table, `+key=value` adds any key. Raises
+    `ConfigError` if the file or an override cannot be read, if a key is in neither, and for a
+    setting that must be off.
     """
     path = Path(file).expanduser().resolve()
     read_settings_file(path)  # checks its size and its structure
     texts = list(overrides)
     chosen = frozenset(text.partition("=")[0].lstrip("+~") for text in texts)
-    unresolved, values = _composed(path, texts)
+    unresolved, values = _composed(path, texts, {*table, *_REFUSED, *_STRATEGY_KEYS})
     translation = translate(cls, table, values, chosen)
     remember_given(translation.config, _of_variables(translation.becomes, unresolved, table))
     return translation
@@ -214,20 +218,26 @@ def plain_values(config: object) -> dict[str, object]:
     return {k: v if isinstance(v, nested) else plain_values(v) for k, v in found.items()}
 
 
-def _composed(path: Path, overrides: list[str]) -> tuple[dict[str, object], dict[str, object]]:
+def _composed(
+    path: Path, overrides: list[str], known: Collection[str]
+) -> tuple[dict[str, object], dict[str, object]]:
     """Return the values of a file with its defaults list and overrides, twice: with interpolations
-    unresolved, and resolved."""
-    texts = []
+    unresolved, and resolved. An override without "+" needs a key of the file or of `known`."""
+    texts, strange = [], []
     for text in overrides:
         key, sign, _ = text.partition("=")
         if not sign or not key:
             raise ConfigError(f"expected key=value, got {text!r}", key=key)
         check_override(text, key)
+        if key[0] not in "+~" and not any(f"{name}.".startswith(f"{key}.") for name in known):
+            strange.append(key)
         texts.append(text if text.startswith(("+", "~")) else f"++{text}")
     before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base=None, config_dir=str(path.parent)):
+            if strange:
+                _refuse_strange(compose(config_name=path.stem), strange, known, path)
             tree = compose(config_name=path.stem, overrides=texts)
         unresolved = OmegaConf.to_container(tree, resolve=False)
         assert isinstance(unresolved, dict)
@@ -243,6 +253,25 @@ def _composed(path: Path, overrides: list[str]) -> tuple[dict[str, object], dict
     assert isinstance(values, dict)
     plain, resolved = ({str(k): v for k, v in tree.items()} for tree in (unresolved, values))
     return plain, resolved
+
+
+def _refuse_strange(
+    tree: DictConfig, keys: Iterable[str], known: Collection[str], path: Path
+) -> None:
+    """Raise `ConfigError` for the first key that the settings of the file do not have either."""
+    values = OmegaConf.to_container(tree, resolve=False)
+    for key in keys:
+        found: object = values
+        for name in key.split("."):
+            found = found.get(name, _ABSENT) if isinstance(found, Mapping) else _ABSENT
+        if found is _ABSENT:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(
+                f"{key}: neither {path} nor the table of verl's settings has this key.{hint} "
+                f"To add it nevertheless, write +{key}=…",
+                key=key,
+            )
 
 
 def _leaves(
@@ -265,7 +294,7 @@ def _check_offered(given: Mapping[str, object]) -> None:
     for key, reason in _REFUSED.items():
         if given.get(key) not in (None, False, 0):
             raise ConfigError(f"{key}={given[key]!r} of verl has no counterpart: {reason}", key=key)
-    for key in ("actor_rollout_ref.actor.strategy", "critic.strategy"):
+    for key in _STRATEGY_KEYS:
         if given.get(key, _STRATEGIES[0]) not in _STRATEGIES:
             raise ConfigError(
                 f"{key}={given[key]!r} of verl has no counterpart: Quadriga trains with FSDP2; set "
