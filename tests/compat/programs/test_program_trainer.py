@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from verl import DataProto
@@ -252,6 +257,17 @@ def test_run_ppo_with_hooks_of_ones_own(cluster, task, tmp_path):
     settings = verl_settings(task, tmp_path)
     roles, mapping = run_ppo(settings, task_runner_class=Runner)
     assert (roles, mapping) == (["actor_rollout"], {Role.ActorRollout: "own_pool"})
+    assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0
+
+
+def test_the_runner_is_not_on_a_head_node_without_cpus(task, tmp_path):
+    (tmp_path / "settings.json").write_text(json.dumps(verl_settings(task, tmp_path)))
+    program = Path(__file__).with_name("off_head_program.py")
+    command = [sys.executable, str(program), str(tmp_path / "settings.json")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert run.returncode == 0, run.stderr
+    seen = json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))
+    assert seen["runner"] == seen["second"]
     assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0
 
 

@@ -13,7 +13,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError
 
-from quadriga.backends.ray.cluster import kill_actor
+from quadriga.backends.ray.cluster import cluster_nodes, kill_actor
 from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
 from quadriga.errors import CallTimeoutError
 from quadriga.single_controller.ranks.class_with_args import plain_class
@@ -84,6 +84,9 @@ def run_in_actor(cls: object, method: str, *args: object) -> object:
 
     `cls`: a class, or the result of `ray.remote(cls)`, whose options are the actor's. Raises what
     the method raised.
+
+    The actor needs no CPU, unless a node has none: that node, a head node as a rule, is kept free
+    of it by asking for one.
     """
     send_code_of_loaded_files()
     sent = cloudpickle.dumps(  # type: ignore[no-untyped-call]  # untyped in Ray
@@ -91,7 +94,8 @@ def run_in_actor(cls: object, method: str, *args: object) -> object:
     )
     given: Mapping[str, object] = getattr(cls, "_default_options", None) or {}
     factory = cast("ActorFactory", ray.remote(ProgramActor))
-    actor = factory.options(**{"num_cpus": 0, **given}).remote()
+    cpus = int(any(not node.resources.get("CPU") for node in cluster_nodes() if node.alive))
+    actor = factory.options(**{"num_cpus": cpus, **given}).remote()
     search_path = [path for path in sys.path if os.path.isdir(path)]
     try:
         return values_of([actor_method(actor, "run")(search_path, preloaded(), sent)])[0]
