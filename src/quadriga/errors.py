@@ -13,7 +13,7 @@
     │   ├── LengthError             fields of one batch differ in length, or a batch does not divide
     │   ├── FieldError              a field is missing, of the wrong type or already present
     │   ├── ConflictError           two batches hold different values under one key
-    │   └── LostObjectError         a remote field is lost: its owner or the node with its bytes ended
+    │   └── LostObjectError         a remote field is lost: its owner or its node has ended
     ├── DispatchError           the dispatch mode cannot split, send or collect a call
     │   ├── UnregisteredMethodError the worker has no registered method of this name
     │   └── MeshError               a mesh is not registered, or is registered twice
