@@ -11,7 +11,7 @@ import torch
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
 from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
-from quadriga.errors import InputError, UnknownNameError
+from quadriga.errors import FieldError, InputError, UnknownNameError
 
 REWARDS = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, 0.0], [0.0, 0.0, 2.0]])
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]])
@@ -33,6 +33,62 @@ def test_advantages_by_hand():
         values_BT=torch.zeros(4, 3), gamma=1.0, lam=0.9,
     )  # fmt: skip
     assert torch.equal(gae, ours)
+
+
+def test_epsilon_is_added_to_the_standard_deviation():
+    """Rewards 1 0 and 0.5 2: standard deviations √0.5 and √1.125."""
+    from verl.trainer.ppo import core_algos
+
+    half, more = 0.5 / (0.5**0.5 + 0.5), 0.75 / (1.125**0.5 + 0.5)
+    for function in (
+        core_algos.compute_grpo_outcome_advantage,
+        core_algos.compute_grpo_vectorized_outcome_advantage,
+    ):
+        adv, returns = function(REWARDS, MASK, INDEX, epsilon=0.5)
+        assert torch.allclose(adv[:, 0], torch.tensor([half, -half, -more, more]))
+        assert torch.equal(adv, returns) and torch.equal(adv != 0, MASK.bool())
+    best, _ = core_algos.compute_grpo_passk_outcome_advantage(REWARDS, MASK, INDEX, epsilon=0.5)
+    assert torch.allclose(best[:, 0], torch.tensor([2 * half, 0.0, 0.0, 2 * more]))
+    plain, _ = core_algos.compute_grpo_outcome_advantage(
+        REWARDS, MASK, INDEX, epsilon=0.5, norm_adv_by_std_in_grpo=False
+    )
+    assert plain[:, 0].tolist() == [0.5, -0.5, -0.75, 0.75]
+
+
+def test_epsilon_of_a_group_of_equal_rewards():
+    from verl.trainer.ppo import core_algos
+
+    equal, _ = core_algos.compute_grpo_outcome_advantage(
+        torch.tensor([[1.0, 0, 0], [0, 0, 1]]), MASK[:2], INDEX[:2], epsilon=0.0
+    )
+    assert equal.tolist() == [[0.0] * 3] * 2
+
+
+def test_gdpo_refuses_another_epsilon():
+    from verl.trainer.ppo.core_algos import compute_gdpo_outcome_advantage
+
+    given = {
+        "config": {"gdpo_reward_keys": ["a"]},
+        "non_tensor_batch": {"a": np.array([0.0, 1.0, 2.0, 4.0])},
+    }
+    with pytest.raises(InputError, match=r"epsilon=0\.5.*1e-06"):
+        compute_gdpo_outcome_advantage(REWARDS, MASK, INDEX, epsilon=0.5, **given)
+    compute_gdpo_outcome_advantage(
+        REWARDS, MASK, INDEX, epsilon=0.5, norm_adv_by_std_in_grpo=False, **given
+    )
+
+
+def test_gdpo_names_a_component_that_the_batch_lacks():
+    from verl.trainer.ppo.core_algos import compute_gdpo_outcome_advantage
+
+    with pytest.raises(FieldError, match=r"gdpo_reward_keys names 'b'.*has a"):
+        compute_gdpo_outcome_advantage(
+            REWARDS,
+            MASK,
+            INDEX,
+            config={"gdpo_reward_keys": ["a", "b"]},
+            non_tensor_batch={"a": np.zeros(4)},
+        )
 
 
 def test_every_estimator_has_a_verl_name():

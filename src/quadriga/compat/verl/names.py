@@ -147,6 +147,17 @@ _CORE = (
     "FixedKLController",
     "agg_loss",
     "compute_gae_advantage_return",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_remax_outcome_advantage",
+    "compute_rewards",
+    "compute_value_loss",
+    "get_adv_estimator_fn",
+    "get_kl_controller",
+    "kl_penalty",
+    "kl_penalty_forward",
+    "register_adv_est",
+)
+_OUTCOME_ADVANTAGES = (
     "compute_gdpo_outcome_advantage",
     "compute_gpg_outcome_advantage",
     "compute_grpo_outcome_advantage",
@@ -154,17 +165,8 @@ _CORE = (
     "compute_grpo_vectorized_outcome_advantage",
     "compute_opo_outcome_advantage",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
-    "compute_reinforce_plus_plus_outcome_advantage",
-    "compute_remax_outcome_advantage",
-    "compute_rewards",
     "compute_rloo_outcome_advantage",
     "compute_rloo_vectorized_outcome_advantage",
-    "compute_value_loss",
-    "get_adv_estimator_fn",
-    "get_kl_controller",
-    "kl_penalty",
-    "kl_penalty_forward",
-    "register_adv_est",
 )
 _LOSSES = (
     "POLICY_LOSS_REGISTRY",
@@ -303,6 +305,7 @@ MODULES: dict[str, dict[str, str]] = {
     "verl.trainer.ppo": {},
     "verl.trainer.ppo.core_algos": {
         **_all_in(f"{COMPAT}.algorithms.core_algos", *_CORE),
+        **_all_in(f"{COMPAT}.algorithms.outcome_advantages", *_OUTCOME_ADVANTAGES),
         **_all_in(f"{COMPAT}.algorithms.policy_losses", *_LOSSES),
     },
     **TRAINER_MODULES,

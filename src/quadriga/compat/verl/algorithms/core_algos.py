@@ -1,47 +1,30 @@
 """verl's algorithm functions under verl's names, computed by `quadriga.algorithms`.
 
-Two results differ from verl, as everywhere in `quadriga.algorithms`: a sample without response
-tokens is not a member of its prompt group, and a prompt group with equal rewards gets advantages of
-exactly 0.
+`outcome_advantages` has the estimators that compare the responses of one prompt.
 
 Shapes: B samples, T response tokens. Rewards, values, log-probabilities and masks are [B, T].
-`index` holds for each sample the id of its prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from enum import Enum, StrEnum
-from typing import TypeAlias, TypedDict, TypeVar, Unpack
+from typing import TypeAlias, TypeVar
 
-import numpy as np
-import torch
-from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from quadriga.algorithms import kl
-from quadriga.algorithms.advantages import (
-    ADVANTAGES,
-    compute_advantages,
-    register_advantage,
-)
+from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages, register_advantage
 from quadriga.algorithms.aggregation import aggregate, count_mask
 from quadriga.algorithms.groups import Groups
 from quadriga.algorithms.value_loss import value_loss
+from quadriga.compat.verl.algorithms import outcome_advantages as outcome
 from quadriga.compat.verl.algorithms.lookups import MissingNameError, TakenNameError
+from quadriga.compat.verl.algorithms.outcome_advantages import Advantages
 from quadriga.compat.verl.config import VerlConfig, number, setting
-from quadriga.errors import InputError
 
 EntryT = TypeVar("EntryT")
-Advantages: TypeAlias = tuple[Tensor, Tensor]
-"""(advantages, returns), each [B, T]."""
 EstimatorFn: TypeAlias = Callable[..., Advantages]
-PromptIds: TypeAlias = Sequence[object] | NDArray[np.generic] | Tensor
-
-
-class _Settings(TypedDict, total=False):
-    norm_adv_by_std: bool
-    f_norm: float
 
 
 class AdvantageEstimator(StrEnum):
@@ -79,101 +62,6 @@ def compute_gae_advantage_return(
     )
 
 
-def _from_prompt_groups(
-    name: str, rewards: Tensor, mask: Tensor, index: PromptIds, **settings: Unpack[_Settings]
-) -> Advantages:
-    return compute_advantages(
-        name,
-        token_level_rewards_BT=rewards,
-        response_mask_BT=mask,
-        group_ids=np.asarray(index),
-        **settings,
-    )
-
-
-def compute_grpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: PromptIds,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: VerlConfig = None,
-) -> Advantages:
-    """Compute GRPO advantages. `epsilon` is ignored: Quadriga always uses 1e-6."""
-    return _from_prompt_groups(
-        "grpo", token_level_rewards, response_mask, index, norm_adv_by_std=norm_adv_by_std_in_grpo
-    )
-
-
-compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
-
-
-def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: PromptIds,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: VerlConfig = None,
-) -> Advantages:
-    """Compute pass@k advantages: only the best sample of a prompt group gets one."""
-    by_std = norm_adv_by_std_in_grpo
-    return _from_prompt_groups(
-        "grpo_passk", token_level_rewards, response_mask, index, norm_adv_by_std=by_std
-    )
-
-
-def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: PromptIds,
-    epsilon: float = 1e-6,
-    config: VerlConfig = None,
-) -> Advantages:
-    """Compute RLOO advantages."""
-    return _from_prompt_groups("rloo", token_level_rewards, response_mask, index)
-
-
-compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
-
-
-def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: PromptIds,
-    epsilon: float = 1e-6,
-    config: VerlConfig = None,
-) -> Advantages:
-    """Compute OPO advantages."""
-    return _from_prompt_groups("opo", token_level_rewards, response_mask, index)
-
-
-def compute_gpg_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: PromptIds,
-    epsilon: float = 1e-6,
-    f_norm: float = 1.0,
-    alpha: float = 1.0,
-    config: VerlConfig = None,
-) -> Advantages:
-    """Compute GPG advantages. `alpha` is ignored and computed from the batch, as in verl."""
-    return _from_prompt_groups("gpg", token_level_rewards, response_mask, index, f_norm=f_norm)
-
-
-def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: PromptIds,
-    epsilon: float = 1e-6,
-    config: VerlConfig = None,
-) -> Advantages:
-    """Compute REINFORCE++ advantages with the mean of the prompt group as baseline."""
-    return _from_prompt_groups(
-        "reinforce_plus_plus_baseline", token_level_rewards, response_mask, index
-    )
-
-
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, config: VerlConfig = None, **_: object
 ) -> Advantages:
@@ -202,54 +90,19 @@ def compute_remax_outcome_advantage(
     )
 
 
-def compute_gdpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: PromptIds,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: VerlConfig = None,
-    non_tensor_batch: Mapping[str, ArrayLike] | None = None,
-    batch: object = None,
-) -> Advantages:
-    """Compute GDPO advantages.
-
-    The reward components are the columns of `non_tensor_batch` that `config.gdpo_reward_keys`
-    lists, weighted by `config.gdpo_reward_weights`. Raises `InputError` if the keys or the columns
-    are missing.
-    """
-    keys: Sequence[str] | None = setting(config, "gdpo_reward_keys")
-    if not keys or non_tensor_batch is None:
-        raise InputError(
-            "GDPO reads its reward components from the columns of non_tensor_batch that "
-            f"config.gdpo_reward_keys lists; got keys={keys!r} and "
-            f"non_tensor_batch={'None' if non_tensor_batch is None else 'given'}. Pass both."
-        )
-    columns = [np.asarray(non_tensor_batch[key], dtype=np.float64) for key in keys]
-    return compute_advantages(
-        "gdpo",
-        token_level_rewards_BT=token_level_rewards,
-        response_mask_BT=response_mask,
-        group_ids=np.asarray(index),
-        reward_components_BK=torch.from_numpy(np.stack(columns, axis=1)),
-        norm_adv_by_std=norm_adv_by_std_in_grpo,
-        reward_weights=setting(config, "gdpo_reward_weights"),
-    )
-
-
 ADV_ESTIMATOR_REGISTRY: dict[str, EstimatorFn] = {
     "gae": compute_gae_advantage_return,
-    "grpo": compute_grpo_outcome_advantage,
-    "grpo_vectorized": compute_grpo_vectorized_outcome_advantage,
-    "grpo_passk": compute_grpo_passk_outcome_advantage,
-    "rloo": compute_rloo_outcome_advantage,
-    "rloo_vectorized": compute_rloo_vectorized_outcome_advantage,
-    "opo": compute_opo_outcome_advantage,
-    "gpg": compute_gpg_outcome_advantage,
+    "grpo": outcome.compute_grpo_outcome_advantage,
+    "grpo_vectorized": outcome.compute_grpo_vectorized_outcome_advantage,
+    "grpo_passk": outcome.compute_grpo_passk_outcome_advantage,
+    "rloo": outcome.compute_rloo_outcome_advantage,
+    "rloo_vectorized": outcome.compute_rloo_vectorized_outcome_advantage,
+    "opo": outcome.compute_opo_outcome_advantage,
+    "gpg": outcome.compute_gpg_outcome_advantage,
     "reinforce_plus_plus": compute_reinforce_plus_plus_outcome_advantage,
-    "reinforce_plus_plus_baseline": compute_reinforce_plus_plus_baseline_outcome_advantage,
+    "reinforce_plus_plus_baseline": outcome.compute_reinforce_plus_plus_baseline_outcome_advantage,
     "remax": compute_remax_outcome_advantage,
-    "gdpo": compute_gdpo_outcome_advantage,
+    "gdpo": outcome.compute_gdpo_outcome_advantage,
 }
 
 
