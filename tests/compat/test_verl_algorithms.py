@@ -11,7 +11,7 @@ import torch
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
 from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
-from quadriga.errors import FieldError, InputError, UnknownNameError
+from quadriga.errors import ConfigError, FieldError, InputError, UnknownNameError
 
 REWARDS = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, 0.0], [0.0, 0.0, 2.0]])
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]])
@@ -91,6 +91,48 @@ def test_gdpo_names_a_component_that_the_batch_lacks():
         )
 
 
+def test_pass_at_k_is_normalised_as_its_config_says():
+    from verl.trainer.ppo.core_algos import compute_grpo_passk_outcome_advantage as passk
+
+    config = {"norm_adv_by_std_in_grpo": False}
+    assert passk(REWARDS, MASK, INDEX, config=config)[0][:, 0].tolist() == [1.0, 0.0, 0.0, 1.5]
+    by_std, _ = passk(REWARDS, MASK, INDEX, config={})
+    assert by_std[0, 0] == pytest.approx(2**0.5, rel=1e-4)
+
+
+ESTIMATORS = (
+    *("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
+)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_batch_with_rewards_of_greedy_responses(name):
+    """`compute_advantage` passes `reward_baselines` to every estimator but GAE and GRPO."""
+    from verl import DataProto
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    data = DataProto.from_dict(
+        {
+            "token_level_rewards": REWARDS,
+            "response_mask": MASK,
+            "reward_baselines": torch.tensor([0.25, 0.25, 1.0, 1.0]),
+        },
+        {"uid": INDEX},
+    )
+    advantages = compute_advantage(data, name, config={"gamma": 1.0}).batch["advantages"]
+    assert advantages[0, 0] > 0 and not advantages[MASK == 0].any()
+
+
+def test_pf_ppo_is_refused():
+    from verl import DataProto
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    data = DataProto.from_dict({"response_mask": MASK})
+    with pytest.raises(ConfigError, match=r"config\.use_pf_ppo"):
+        compute_advantage(data, "gae", config={"use_pf_ppo": True})
+
+
 def test_every_estimator_has_a_verl_name():
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator
 
@@ -146,6 +188,9 @@ def test_losses_and_kl():
         torch.tensor([[1]]), cliprange_value=0.5,
     )  # fmt: skip
     assert (value.item(), clipped.item()) == (2.0, 0.0)
+    zero, one = torch.zeros(1, 1), torch.ones(1, 1)
+    share, _ = core_algos.compute_value_loss(2 * one, zero, zero, one, 0.5, "token-mean", 2, 4)
+    assert share.item() == pytest.approx(1.0)  # 2 ranks with 4 tokens together
 
 
 OLD = torch.tensor([[-1.0, -2.0, -0.5], [-0.7, -1.2, -3.0]])

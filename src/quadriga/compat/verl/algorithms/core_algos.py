@@ -236,14 +236,25 @@ def compute_value_loss(
     response_mask: Tensor,
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
-    **scale: int,
+    dp_size: int = 1,
+    batch_num_tokens: int | None = None,
+    global_batch_size: int | None = None,
+    loss_scale_factor: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the clipped value loss and the fraction of tokens whose loss is the clipped one.
 
-    `scale` holds the other arguments of `agg_loss`.
+    The last five arguments are those of `agg_loss`.
     """
     result = value_loss(vpreds, values, returns, response_mask, cliprange_value=cliprange_value)
-    loss = agg_loss(result.loss_BT, response_mask, loss_agg_mode, **scale)
+    loss = agg_loss(
+        result.loss_BT,
+        response_mask,
+        loss_agg_mode,
+        dp_size,
+        batch_num_tokens,
+        global_batch_size,
+        loss_scale_factor,
+    )
     clipped = result.metrics["vf_clipfrac"]
     return loss, clipped.total / clipped.weight.clamp(min=1)
 

@@ -6,7 +6,8 @@ exactly 0.
 
 Shapes: B samples, T response tokens. Rewards and masks are [B, T]. `index` holds for each sample
 the id of its prompt. `epsilon` is added to a standard deviation. Estimators that divide by none
-take it and do not use it, as in verl.
+take it and do not use it, as in verl. `_`: what `compute_advantage` passes to every estimator and
+this one does not read, such as `reward_baselines`.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def compute_grpo_outcome_advantage(
     epsilon: float = STD_EPSILON,
     norm_adv_by_std_in_grpo: bool = True,
     config: VerlConfig = None,
+    **_: object,
 ) -> Advantages:
     """Compute GRPO advantages."""
     by_std = norm_adv_by_std_in_grpo
@@ -88,9 +90,13 @@ def compute_grpo_passk_outcome_advantage(
     epsilon: float = STD_EPSILON,
     norm_adv_by_std_in_grpo: bool = True,
     config: VerlConfig = None,
+    **_: object,
 ) -> Advantages:
-    """Compute pass@k advantages: only the best sample of a prompt group gets one."""
-    by_std = norm_adv_by_std_in_grpo
+    """Compute pass@k advantages: only the best sample of a prompt group gets one.
+
+    `config.norm_adv_by_std_in_grpo` takes precedence over the argument, as in verl.
+    """
+    by_std: bool = setting(config, "norm_adv_by_std_in_grpo", norm_adv_by_std_in_grpo)
     return _over_std("grpo_passk", token_level_rewards, response_mask, index, epsilon, by_std)
 
 
@@ -100,6 +106,7 @@ def compute_rloo_outcome_advantage(
     index: PromptIds,
     epsilon: float = STD_EPSILON,
     config: VerlConfig = None,
+    **_: object,
 ) -> Advantages:
     """Compute RLOO advantages."""
     return _from_prompt_groups("rloo", token_level_rewards, response_mask, index)
@@ -114,6 +121,7 @@ def compute_opo_outcome_advantage(
     index: PromptIds,
     epsilon: float = STD_EPSILON,
     config: VerlConfig = None,
+    **_: object,
 ) -> Advantages:
     """Compute OPO advantages."""
     return _from_prompt_groups("opo", token_level_rewards, response_mask, index)
@@ -127,6 +135,7 @@ def compute_gpg_outcome_advantage(
     f_norm: float = 1.0,
     alpha: float = 1.0,
     config: VerlConfig = None,
+    **_: object,
 ) -> Advantages:
     """Compute GPG advantages. `alpha` is ignored and computed from the batch, as in verl."""
     return _from_prompt_groups("gpg", token_level_rewards, response_mask, index, f_norm=f_norm)
@@ -138,6 +147,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     index: PromptIds,
     epsilon: float = STD_EPSILON,
     config: VerlConfig = None,
+    **_: object,
 ) -> Advantages:
     """Compute REINFORCE++ advantages with the mean of the prompt group as baseline."""
     return _from_prompt_groups(
@@ -154,6 +164,7 @@ def compute_gdpo_outcome_advantage(
     config: VerlConfig = None,
     non_tensor_batch: Mapping[str, ArrayLike] | None = None,
     batch: object = None,
+    **_: object,
 ) -> Advantages:
     """Compute GDPO advantages.
 

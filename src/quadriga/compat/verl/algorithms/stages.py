@@ -9,7 +9,8 @@ from torch import Tensor
 
 from quadriga.algorithms.kl import KLController
 from quadriga.compat.verl.algorithms import core_algos
-from quadriga.compat.verl.config import VerlConfig
+from quadriga.compat.verl.config import VerlConfig, setting
+from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto, fields
 
 Metrics: TypeAlias = dict[str, float]
@@ -55,8 +56,14 @@ def compute_advantage(
 
     Reads `token_level_rewards`, `response_mask` (made from `attention_mask` if it is missing), and
     what the estimator asks for: `values`, `uid`, `reward_baselines`. `num_repeat` is ignored: `uid`
-    tells which responses belong to one prompt.
+    tells which responses belong to one prompt. Raises `ConfigError` for `config.use_pf_ppo`.
     """
+    if setting(config, "use_pf_ppo", False):
+        raise ConfigError(
+            "compute_advantage: config.use_pf_ppo is set, but Quadriga does not select samples by "
+            "their reward before the update (PF-PPO). Set it to False.",
+            key="algorithm.use_pf_ppo",
+        )
     if fields.RESPONSE_MASK not in data.batch:
         data.batch[fields.RESPONSE_MASK] = compute_response_mask(data)
     name = str(adv_estimator.value if isinstance(adv_estimator, Enum) else adv_estimator)
