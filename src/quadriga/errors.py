@@ -30,8 +30,8 @@
         ├── NonFiniteError          NaN or infinity; names the tensor and the row
         └── GroupError              a prompt group is empty or of the wrong size
 
-`LengthError`, `ConflictError` and `MeshError` are AssertionErrors too: verl checks the same by
-`assert`, and programs written for it catch that class.
+`LengthError`, `FieldError`, `ConflictError` and `MeshError` are AssertionErrors too: verl checks
+the same by `assert`, and programs written for it catch that class.
 
 A message says what was expected, what was received, where, and what to do. Keyword arguments become
 attributes (`error.rank`). Errors are sent between processes, so every error can be pickled, and its
@@ -123,7 +123,7 @@ class LengthError(ProtocolError, AssertionError):
     """Lengths that must agree differ, or a batch does not divide evenly."""
 
 
-class FieldError(ProtocolError, KeyError):
+class FieldError(ProtocolError, KeyError, AssertionError):
     """A field is missing, of the wrong type or already present."""
 
     def __str__(self) -> str:

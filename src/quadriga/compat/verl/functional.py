@@ -6,12 +6,12 @@ import asyncio
 import concurrent.futures
 import functools
 import inspect
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 from quadriga import protocol
-from quadriga.errors import ConflictError, LengthError
+from quadriga.errors import ConflictError, FieldError, LengthError
 from quadriga.single_controller.ranks.environment import environment
 
 if TYPE_CHECKING:
@@ -60,9 +60,23 @@ def union_two_dict(dict1: dict[str, ValueT], dict2: Mapping[str, ValueT]) -> dic
 def list_of_dict_to_dict_of_list(
     list_of_dict: Sequence[Mapping[str, ValueT]],
 ) -> dict[str, list[ValueT]]:
-    """Return for each key the list of its values. All dicts have the keys of the first one."""
-    keys: Iterable[str] = list_of_dict[0] if list_of_dict else ()
-    return {key: [entry[key] for entry in list_of_dict] for key in keys}
+    """Return for each key of the first dict the list of the values that the dicts have for it.
+
+    A dict may lack a key; then the list is shorter. Raises `FieldError` for a key that the first
+    dict lacks.
+    """
+    lists: dict[str, list[ValueT]] = {key: [] for key in (list_of_dict[0] if list_of_dict else ())}
+    for number, entry in enumerate(list_of_dict):
+        for key, value in entry.items():
+            if key not in lists:
+                raise FieldError(
+                    f"list_of_dict_to_dict_of_list: entry {number} has the key {key!r}, which the "
+                    f"first entry lacks; it has {', '.join(map(repr, lists)) or 'no key'}. Add the "
+                    "key to the first entry.",
+                    field=key,
+                )
+            lists[key].append(value)
+    return lists
 
 
 def convert_to_regular_types(obj: object) -> object:

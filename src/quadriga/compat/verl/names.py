@@ -25,7 +25,6 @@ _DECORATOR_OWN = (
     "Dispatch",
     "Execute",
     "make_nd_compute_dataproto_dispatch_fn",
-    "register",
     "register_dispatch_mode",
     "update_dispatch_mode",
 )
@@ -63,6 +62,7 @@ _DECORATOR_SHIMS = (
     "get_predefined_execute_fn",
     "init_predefined_dispatch_mode",
     "init_predefined_execute_mode",
+    "register",
 )
 _RAY_OWN = (
     "RayClassWithInitArgs",

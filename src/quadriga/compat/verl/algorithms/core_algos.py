@@ -19,9 +19,15 @@ from quadriga.algorithms.aggregation import aggregate, count_mask
 from quadriga.algorithms.groups import Groups
 from quadriga.algorithms.value_loss import value_loss
 from quadriga.compat.verl.algorithms import outcome_advantages as outcome
-from quadriga.compat.verl.algorithms.lookups import MissingNameError, TakenNameError
+from quadriga.compat.verl.algorithms.lookups import (
+    MissingNameError,
+    TakenNameError,
+    UnsupportedKLError,
+    UnsupportedNameError,
+)
 from quadriga.compat.verl.algorithms.outcome_advantages import Advantages
 from quadriga.compat.verl.config import VerlConfig, number, setting
+from quadriga.errors import AlgorithmError, UnknownNameError
 
 EntryT = TypeVar("EntryT")
 EstimatorFn: TypeAlias = Callable[..., Advantages]
@@ -173,21 +179,39 @@ FixedKLController = kl.FixedKLController
 
 
 def get_kl_controller(kl_ctrl: VerlConfig) -> kl.KLController:
-    """Make a KL controller from the settings `type`, `kl_coef`, `target_kl` and `horizon`."""
+    """Make a KL controller from the settings `type`, `kl_coef`, `target_kl` and `horizon`.
+
+    Raises `UnsupportedNameError` for another type.
+    """
     given = {key: number(kl_ctrl, key) for key in ("target_kl", "horizon")}
-    return kl.make_kl_controller(
-        setting(kl_ctrl, "type", "fixed"),
-        kl_coef=number(kl_ctrl, "kl_coef", 0.0),
-        **{key: value for key, value in given.items() if value is not None},
-    )
+    try:
+        return kl.make_kl_controller(
+            setting(kl_ctrl, "type", "fixed"),
+            kl_coef=number(kl_ctrl, "kl_coef", 0.0),
+            **{key: value for key, value in given.items() if value is not None},
+        )
+    except UnknownNameError as error:
+        raise UnsupportedNameError(str(error), **vars(error)) from None
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """Estimate KL(π ‖ π_ref) for each token; [B, T].
 
     `kl_penalty` names the estimator: "kl", "abs", "mse", "low_var_kl", "k3+" and so on.
+
+    Raises:
+        UnsupportedNameError: no estimator has this name.
+        UnsupportedKLError: the estimator is "full", which needs the logits of both models.
+        ShapeError: the tensors differ in shape.
     """
-    return kl.kl_estimate(logprob, ref_logprob, kl_penalty)
+    try:
+        return kl.kl_estimate(logprob, ref_logprob, kl_penalty)
+    except UnknownNameError as error:
+        raise UnsupportedNameError(str(error), **vars(error)) from None
+    except AlgorithmError as error:
+        if kl_penalty != kl.FULL:
+            raise
+        raise UnsupportedKLError(str(error), **vars(error)) from None
 
 
 kl_penalty_forward = kl_penalty
@@ -212,21 +236,41 @@ def agg_loss(
     """Aggregate the token losses of a micro-batch to its share of the global loss, times `dp_size`.
 
     `batch_num_tokens` and `global_batch_size` count the tokens and sequences of the global batch;
-    None: those of `loss_mask`.
+    None: those of `loss_mask`, if `dp_size` is 1.
+
+    Raises:
+        MissingNameError: no aggregation has this name.
+        AlgorithmError: `dp_size` is above 1, and the count that the mode divides by is missing.
     """
     # Token losses 1 3 | 5 of two sequences, "token-mean": (1 + 3 + 5) / 3 = 3. With dp_size=2 and
     # batch_num_tokens=6, this rank holds half of the tokens: 2 · 9 / 6 = 3, and the mean over both
     # ranks, which data-parallel training takes of the gradients, is the loss of the whole batch.
     tokens, sequences = count_mask(loss_mask)
-    total = aggregate(
-        loss_mat,
-        loss_mask,
-        loss_agg_mode,
-        global_tokens=tokens if batch_num_tokens is None else batch_num_tokens,
-        global_sequences=sequences if global_batch_size is None else global_batch_size,
-        loss_scale_length=loss_scale_factor or loss_mask.shape[-1],
-    )
+    try:
+        total = aggregate(
+            loss_mat,
+            loss_mask,
+            loss_agg_mode,
+            global_tokens=tokens if batch_num_tokens is None else batch_num_tokens,
+            global_sequences=sequences if global_batch_size is None else global_batch_size,
+            loss_scale_length=loss_scale_factor or loss_mask.shape[-1],
+        )
+    except UnknownNameError as error:
+        raise MissingNameError(str(error), **vars(error)) from None
+    _check_counts(loss_agg_mode, dp_size, batch_num_tokens, global_batch_size)
     return total * dp_size
+
+
+def _check_counts(mode: str, dp_size: int, tokens: int | None, sequences: int | None) -> None:
+    """Raise `AlgorithmError` if the counts of one rank would stand for those of all ranks."""
+    name = "global_batch_size" if mode.startswith("seq-") else "batch_num_tokens"
+    given = sequences if mode.startswith("seq-") else tokens
+    if dp_size > 1 and given is None and mode != "token-sum":
+        raise AlgorithmError(
+            f"agg_loss: {mode!r} on {dp_size} data-parallel ranks divides by {name} of the global "
+            "batch, got None. Pass the count over all ranks.",
+            tensor=name,
+        )
 
 
 def compute_value_loss(

@@ -10,36 +10,34 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from quadriga import single_controller
 from quadriga.backends.ray.programs import values_of
+from quadriga.compat.verl.controller.columns import Columns, columns_of, parts_of
 from quadriga.compat.verl.controller.decorator import (
     MAGIC_ATTR,
     ExecuteName,
     collect_later,
     get_predefined_execute_fn,
+    inline_functions,
 )
 from quadriga.errors import DispatchError
 from quadriga.single_controller.backend import RankSet
-from quadriga.single_controller.bound_method import parts_of_ranks
 from quadriga.single_controller.call import CallView, GroupInfo
 from quadriga.single_controller.dispatch.modes import (
     Dispatch,
     DispatchMode,
     Execute,
     ExecuteMode,
-    ModeFunctions,
     NotGiven,
     inline_dispatch_mode,
 )
 
 Functor: TypeAlias = Callable[..., Any]  # returns what a user's method or collect function returns
 FunctorFactory: TypeAlias = Callable[..., Functor]
-Columns: TypeAlias = tuple[tuple[object, ...], dict[str, object]]
-"""(args, kwargs) of an execute function: usually a list with one entry per rank each."""
 
 
 def func_generator(
@@ -107,15 +105,17 @@ class ModeOfMethod:
         view.ranks = every if given else ranks(view)
         self.views[threading.get_ident()] = view
         mode = Dispatch.get(self.dispatch.name, self.dispatch)
-        split_args, split_kwargs = mode.dispatch_fn(view, *args, **kwargs)
-        if given:
-            return tuple(split_args), dict(split_kwargs)
-        parts = parts_of_ranks(view, (split_args, split_kwargs))
+        columns = columns_of(view, mode, args, kwargs)
+        if given or (self.execute == Execute["ALL"] and not self.on_one_rank):
+            return columns
+        parts = parts_of(view, mode, columns)
         if self.on_one_rank:
-            first_args, first_kwargs = parts[0]
-            return first_args, dict(first_kwargs)
-        columns = tuple([part[0][i] for part in parts] for i in range(len(split_args)))
-        return columns, {name: [part[1][name] for part in parts] for name in split_kwargs}
+            return parts[0]
+        split_args, split_kwargs = columns
+        return (
+            tuple([part[0][i] for part in parts] for i in range(len(split_args))),
+            {name: [part[1][name] for part in parts] for name in split_kwargs},
+        )
 
     def collect_fn(self, group: GroupInfo, output: object) -> object:
         """Join the results, or make a future of references to batches."""
@@ -131,8 +131,10 @@ def mode_of(method: object, label: str) -> tuple[ModeOfMethod, bool] | None:
     record = getattr(method, MAGIC_ATTR, None)
     if not isinstance(record, dict):
         return None
-    mode: DispatchMode | ModeFunctions = record["dispatch_mode"]
-    dispatch = mode if isinstance(mode, DispatchMode) else inline_dispatch_mode(mode)
+    mode: DispatchMode | Mapping[str, Any] = record["dispatch_mode"]  # a program's own dict
+    dispatch = (
+        mode if isinstance(mode, DispatchMode) else inline_dispatch_mode(inline_functions(mode))
+    )
     return ModeOfMethod(label, dispatch, record["execute_mode"]), bool(record["blocking"])
 
 

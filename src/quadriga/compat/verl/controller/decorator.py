@@ -7,10 +7,11 @@ batches accepts Ray's references to them too, and then returns a `DataProtoFutur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache, partial
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, TypeVar, cast
 
+from quadriga import single_controller
 from quadriga.errors import DispatchError
 from quadriga.single_controller import Dispatch, Execute
 from quadriga.single_controller.call import CallView, Collector, GroupInfo, GroupView, Split
@@ -33,9 +34,15 @@ MAGIC_ATTR = VERL_ATTRIBUTE
 
 
 def _view(worker_group: GroupInfo) -> GroupView:
-    if isinstance(worker_group, CallView):
+    """Return the view of a call. If one rank runs it, it is split for all ranks, as in verl."""
+    every = range(worker_group.world_size)
+    if not isinstance(worker_group, CallView):
+        return CallView(worker_group, every, "dispatch")
+    if not worker_group.single:
         return worker_group
-    return CallView(worker_group, range(worker_group.world_size), "dispatch")
+    view = CallView(worker_group.group, every, worker_group.method)
+    view.memo = worker_group.memo  # the collect function of the call reads it
+    return view
 
 
 def collect_later(collect_fn: CollectFn, view: GroupView, output: object) -> object:
@@ -65,25 +72,16 @@ _JOINING = (
 
 
 def dispatch_one_to_all(worker_group: GroupInfo, *args: object, **kwargs: object) -> Split:
-    """Send the same argument to every rank."""
-    n = len(_view(worker_group).ranks)
+    """Repeat each argument for every rank of the group."""
+    n = worker_group.world_size
     return tuple([value] * n for value in args), {name: [v] * n for name, v in kwargs.items()}
 
 
-def dispatch_all_to_all(worker_group: GroupInfo, *args: object, **kwargs: object) -> Split:
-    """Return the arguments unchanged if each is a list with one entry per rank.
-
-    Otherwise every rank receives all of them as they are.
-    """
-    view = _view(worker_group)
-    n = view.world_size
-    columns = [v for v in args if isinstance(v, list | tuple) and len(v) == n]
-    named: dict[str, Sequence[object]] = {
-        k: v for k, v in kwargs.items() if isinstance(v, list | tuple) and len(v) == n
-    }
-    if not view.single and len(columns) == len(args) and len(named) == len(kwargs):
-        return tuple(columns), named
-    return dispatch_one_to_all(worker_group, *args, **kwargs)
+def dispatch_all_to_all(
+    worker_group: GroupInfo, *args: object, **kwargs: object
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Return the arguments unchanged. `columns` says which rank receives what of them."""
+    return args, kwargs
 
 
 def collect_all_to_all(worker_group: GroupInfo, output: list[object]) -> list[object]:
@@ -206,10 +204,36 @@ def init_predefined_execute_mode() -> None:
     """Do nothing: the built-in execute modes exist from the start."""
 
 
+FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
+
+
+def register(
+    dispatch_mode: DispatchMode | Mapping[str, Any] = Dispatch["ALL_TO_ALL"],
+    execute_mode: ExecuteMode = Execute["ALL"],
+    blocking: bool = True,
+    materialize_futures: bool = True,
+) -> Callable[[FunctionT], FunctionT]:
+    """Mark a worker method as `quadriga.register` does.
+
+    A dict of functions may have other keys besides `dispatch_fn` and `collect_fn`. They are not
+    read, and are found in the record under `MAGIC_ATTR`.
+    """
+    given = dispatch_mode
+    mode = inline_functions(given) if isinstance(given, Mapping) else given
+    mark = single_controller.register(mode, execute_mode, blocking, materialize_futures)
+
+    def mark_as_given(function: FunctionT) -> FunctionT:
+        marked = mark(function)
+        getattr(marked, MAGIC_ATTR)["dispatch_mode"] = given
+        return marked
+
+    return mark_as_given
+
+
 def _check_dispatch_mode(dispatch_mode: object) -> None:
     """Raise `DispatchError` unless the value is a dispatch mode or a dict of its functions."""
     if isinstance(dispatch_mode, dict):
-        inline_dispatch_mode(cast(ModeFunctions, dispatch_mode))
+        inline_functions(dispatch_mode)
     elif not isinstance(dispatch_mode, DispatchMode):
         raise DispatchError(
             "dispatch_mode must be a member of Dispatch or a dict with 'dispatch_fn' and "
@@ -236,15 +260,36 @@ def _collect_for_group(function: CollectFn, worker_group: GroupInfo, output: obj
     return collect_later(function, _view(worker_group), output)
 
 
-_BUILT_IN = frozenset(mode.name for mode in Dispatch)
+_BUILT_IN = {mode.name: mode for mode in Dispatch}
+_FUNCTIONS: dict[str, ModeFunctions] = {
+    "ONE_TO_ALL": {"dispatch_fn": dispatch_one_to_all, "collect_fn": collect_all_to_all},
+    "ALL_TO_ALL": {
+        "dispatch_fn": cast(DispatchFn, dispatch_all_to_all),
+        "collect_fn": collect_all_to_all,
+    },
+    "DP_COMPUTE": {"dispatch_fn": dispatch_dp_compute, "collect_fn": collect_dp_compute},
+    "DP_COMPUTE_PROTO": {
+        "dispatch_fn": dispatch_dp_compute_data_proto,
+        "collect_fn": collect_dp_compute_data_proto,
+    },
+    "DP_COMPUTE_PROTO_WITH_FUNC": {
+        "dispatch_fn": dispatch_dp_compute_data_proto_with_func,
+        "collect_fn": collect_dp_compute_data_proto,
+    },
+    "DP_COMPUTE_METRIC": {
+        "dispatch_fn": dispatch_dp_compute_data_proto,
+        "collect_fn": collect_dp_compute,
+    },
+}
+"""The functions of this module that verl's modes have."""
 
 
 def get_predefined_dispatch_fn(dispatch_mode: DispatchMode) -> ModeFunctions:
     """Return the two functions of a mode. Both take a group, or a view of one."""
     functions = functions_of_mode(dispatch_mode)
-    if dispatch_mode.name not in _BUILT_IN:
+    if Dispatch[dispatch_mode.name] is not _BUILT_IN.get(dispatch_mode.name):
         return functions
-    return {
+    return _FUNCTIONS.get(dispatch_mode.name) or {
         "dispatch_fn": _for_group(_dispatch_for_group, functions["dispatch_fn"]),
         "collect_fn": _for_group(_collect_for_group, functions["collect_fn"]),
     }
@@ -265,7 +310,7 @@ class _Registry(MutableMapping[DispatchMode, ModeFunctions]):
     def __getitem__(self, mode: DispatchMode) -> ModeFunctions:
         return get_predefined_dispatch_fn(mode)
 
-    def __setitem__(self, mode: DispatchMode, functions: ModeFunctions) -> None:
+    def __setitem__(self, mode: DispatchMode, functions: Mapping[str, Any]) -> None:
         update_dispatch_mode(mode, **inline_functions(functions))
 
     def __delitem__(self, mode: DispatchMode) -> None:
@@ -281,9 +326,10 @@ class _Registry(MutableMapping[DispatchMode, ModeFunctions]):
         return mode in Dispatch
 
 
-def inline_functions(functions: ModeFunctions) -> ModeFunctions:
-    """Return the two functions of a mode. Raises `DispatchError` if there are others, or fewer."""
-    mode = inline_dispatch_mode(functions)
+def inline_functions(functions: Mapping[str, Any]) -> ModeFunctions:
+    """Return the two functions of a mode. Raises `DispatchError` if one of them is missing."""
+    two = {key: functions[key] for key in ("dispatch_fn", "collect_fn") if key in functions}
+    mode = inline_dispatch_mode(cast(ModeFunctions, two))
     return {"dispatch_fn": mode.dispatch_fn, "collect_fn": mode.collect_fn}
 
 

@@ -6,7 +6,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quadriga.backends.ray import RayClassWithInitArgs, RayResourcePool
@@ -20,15 +19,13 @@ from quadriga.backends.ray.programs import actor_method, stored
 from quadriga.compat.verl.controller import decorator
 from quadriga.compat.verl.controller.binding import ModeOfMethod, WorkerGroup, mode_of
 from quadriga.compat.verl.controller.binding import func_generator as library_functor
+from quadriga.compat.verl.controller.columns import columns_of, parts_of
 from quadriga.errors import DispatchError, WorkerDiedError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import ClassWithInitArgs
 from quadriga.single_controller.bound_method import Part, build_calls
-from quadriga.single_controller.dispatch.modes import (
-    Dispatch,
-    DispatchMode,
-    NotGiven,
-)
+from quadriga.single_controller.call import Arguments, CallView, KeywordArguments
+from quadriga.single_controller.dispatch.modes import DispatchMode, NotGiven
 from quadriga.single_controller.dispatch.register import registered_methods
 from quadriga.single_controller.worker_group import bind_all
 
@@ -44,9 +41,6 @@ _EXECUTE_FUNCTIONS = (
     "execute_rank_zero",
     "execute_rank_zero_async",
     "_execute_remote_single_worker",
-)
-_ANY_ARGUMENTS = DispatchMode(
-    "ALL_TO_ALL of verl", decorator.dispatch_all_to_all, decorator.collect_all_to_all
 )
 
 
@@ -205,9 +199,13 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
         """Return the attribute that Quadriga's group has for a method."""
         role, method = self._offered[name]
         record = registered_methods(self.class_of(role))[method]
-        if record.current_dispatch == Dispatch["ALL_TO_ALL"] and not record.current_execute.single:
-            record = replace(record, dispatch_mode=_ANY_ARGUMENTS)
         return self._method_factory(self, role, record)
+
+    def _parts_of_call(
+        self, view: CallView, mode: DispatchMode, args: Arguments, kwargs: KeywordArguments
+    ) -> list[Part]:
+        """Return the arguments of each executing rank, as verl's execute functions send them."""
+        return parts_of(view, mode, columns_of(view, mode, args, kwargs))
 
     def _execute_function(self, mode: ModeOfMethod, method: str) -> Callable[..., object]:
         name = decorator.get_predefined_execute_fn(mode.execute)["execute_fn_name"]

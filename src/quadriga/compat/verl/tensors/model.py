@@ -12,6 +12,15 @@ from quadriga.errors import InputError
 if TYPE_CHECKING:
     from torch.nn import Module
 
+
+class RatioError(InputError, AssertionError):
+    """The ratios of a random mask do not fit into a row. verl asserts the same."""
+
+
+class UnsupportedScaleError(InputError, NotImplementedError):
+    """A number of parameters has no such unit. verl raises NotImplementedError."""
+
+
 _SCALES = {"B": 1e9, "M": 1e6, "K": 1e3, "": 1.0}
 
 
@@ -24,7 +33,7 @@ def create_random_mask(
     """Return an attention mask [B, T] int64: left padding, tokens, right padding in each row.
 
     The numbers are drawn uniformly with torch's generator: 0 to `max_ratio_of_left_padding · T` of
-    left padding, and at least 1 token between the two ratios of valid tokens. Raises `InputError`
+    left padding, and at least 1 token between the two ratios of valid tokens. Raises `RatioError`
     for ratios that do not fit into a row.
     """
     rows, length = input_ids.shape
@@ -32,7 +41,7 @@ def create_random_mask(
     least = max(1, int(length * min_ratio_of_valid_token))
     padding = int(length * max_ratio_of_left_padding)
     if not 1 <= least <= most or padding < 0 or most + padding > length:
-        raise InputError(
+        raise RatioError(
             f"create_random_mask: {least} to {most} tokens and up to {padding} tokens of left "
             f"padding do not fit into rows of {length}. Use ratios from 0 to 1 with a sum of 1 at "
             "most."
@@ -54,13 +63,15 @@ def compute_position_id_with_mask(mask: Tensor) -> Tensor:
 def get_model_size(model: Module, scale: str = "auto") -> tuple[float, str]:
     """Return (number of parameters, unit): (0.6, "B"). `scale`: "B", "M", "K", "" or "auto".
 
-    Raises `InputError` for another scale.
+    Raises `UnsupportedScaleError` for another scale.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     if scale == "auto":
         scale = next((name for name, size in _SCALES.items() if total > size), "")
     if scale not in _SCALES:
-        raise InputError(f"scale must be 'auto' or one of {list(_SCALES)}, got {scale!r}")
+        raise UnsupportedScaleError(
+            f"get_model_size: scale must be 'auto' or one of {list(_SCALES)}, got {scale!r}"
+        )
     return total / _SCALES[scale], scale
 
 

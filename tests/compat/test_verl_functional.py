@@ -1,0 +1,108 @@
+"""verl's small functions, and the classes of the errors that verl raises."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
+from quadriga.errors import AlgorithmError, FieldError, ShapeError, UnknownNameError
+from quadriga.protocol import DataProto
+
+ONES = torch.ones(2, 2)
+
+
+def test_a_list_holds_the_values_of_the_dicts_that_have_its_key():
+    from verl.utils.py_functional import list_of_dict_to_dict_of_list
+
+    assert list_of_dict_to_dict_of_list([{"a": 1, "b": 2}, {"a": 3}]) == {"a": [1, 3], "b": [2]}
+    assert list_of_dict_to_dict_of_list([]) == {}
+
+
+def test_a_key_that_the_first_dict_lacks_is_named():
+    from verl.utils.py_functional import list_of_dict_to_dict_of_list
+
+    with pytest.raises(AssertionError, match="entry 1 has the key 'c'") as caught:
+        list_of_dict_to_dict_of_list([{"a": 1}, {"a": 2, "c": 3}])
+    assert isinstance(caught.value, FieldError)
+
+
+@pytest.mark.parametrize("kind", ["batch_keys", "non_tensor_batch_keys", "meta_info_keys"])
+def test_pop_of_a_missing_key_is_an_assertion_error_as_in_verl(kind):
+    data = DataProto.from_dict(tensors={"a": ONES})
+    with pytest.raises(AssertionError, match="no field 'x'") as caught:
+        data.pop(**{kind: ["x"]})
+    assert isinstance(caught.value, KeyError)
+
+
+def test_a_wrong_aggregation_is_a_value_error_as_in_verl():
+    from verl.trainer.ppo import core_algos
+
+    with pytest.raises(ValueError, match="aggregation `mine`") as caught:
+        core_algos.agg_loss(ONES, ONES, "mine")
+    assert isinstance(caught.value, UnknownNameError)
+    assert (caught.value.name, "token-mean" in caught.value.known) == ("mine", True)
+    with pytest.raises(ValueError, match="aggregation `mine`"):
+        core_algos.compute_value_loss(ONES, ONES, ONES, ONES, 0.2, "mine")
+
+
+def test_a_wrong_kl_is_not_implemented_as_in_verl():
+    from verl.trainer.ppo import core_algos
+
+    for function in (core_algos.kl_penalty, core_algos.kl_penalty_forward):
+        with pytest.raises(NotImplementedError, match="KL estimator `mine`") as caught:
+            function(ONES, ONES, "mine")
+        assert isinstance(caught.value, UnknownNameError)
+        with pytest.raises(NotImplementedError, match="sums over the vocabulary") as caught:
+            function(ONES, ONES, "full")
+        assert isinstance(caught.value, AlgorithmError)
+    settings = SimpleNamespace(type="mine", kl_coef=0.1, target_kl=1.0, horizon=10)
+    with pytest.raises(NotImplementedError, match="KL controller `mine`"):
+        core_algos.get_kl_controller(settings)
+
+
+def test_counts_of_the_global_batch_are_needed_on_several_ranks():
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    with pytest.raises(
+        ValueError, match=r"'token-mean' on 2 data-parallel ranks.*batch_num_tokens"
+    ):
+        agg_loss(ONES, ONES, "token-mean", dp_size=2, global_batch_size=4)
+    with pytest.raises(ValueError, match=r"'seq-mean-token-sum' .*global_batch_size"):
+        agg_loss(ONES, ONES, "seq-mean-token-sum", dp_size=2, batch_num_tokens=8)
+    assert agg_loss(ONES, ONES, "token-sum", dp_size=2) == 8
+    assert agg_loss(ONES, ONES, "seq-mean-token-sum", dp_size=2, global_batch_size=4) == 2
+
+
+def test_wrong_arguments_of_model_helpers_have_the_classes_of_verl():
+    from verl.utils.model import create_random_mask, get_model_size
+
+    with pytest.raises(AssertionError, match="create_random_mask"):
+        create_random_mask(torch.ones(2, 10), 0.9, 0.5)
+    with pytest.raises(NotImplementedError, match="scale must be 'auto' or one of"):
+        get_model_size(torch.nn.Linear(1, 1), "T")
+
+
+def test_errors_of_two_classes_can_be_pickled():
+    from verl.trainer.ppo import core_algos
+
+    for error, call in {
+        NotImplementedError: lambda: core_algos.kl_penalty(ONES, ONES, "mine"),
+        ValueError: lambda: core_algos.agg_loss(ONES, ONES, "mine"),
+        AssertionError: lambda: DataProto.from_dict({"a": ONES}).pop("x"),
+    }.items():
+        with pytest.raises(error) as caught:
+            call()
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (type(again), str(again)) == (type(caught.value), str(caught.value))
+
+
+def test_other_errors_keep_their_class():
+    from verl.trainer.ppo import core_algos
+
+    with pytest.raises(ShapeError) as caught:
+        core_algos.kl_penalty(ONES, torch.ones(2, 3), "kl")
+    assert type(caught.value) is ShapeError
