@@ -5,11 +5,12 @@ from __future__ import annotations
 import pickle
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
-from quadriga.errors import AlgorithmError, FieldError, ShapeError, UnknownNameError
+from quadriga.errors import AlgorithmError, ConflictError, FieldError, ShapeError, UnknownNameError
 from quadriga.protocol import DataProto
 
 ONES = torch.ones(2, 2)
@@ -106,3 +107,30 @@ def test_other_errors_keep_their_class():
     with pytest.raises(ShapeError) as caught:
         core_algos.kl_penalty(ONES, torch.ones(2, 3), "kl")
     assert type(caught.value) is ShapeError
+
+
+def test_a_union_of_equal_values_of_two_dtypes_keeps_the_first():
+    from verl.protocol import union_numpy_dict, union_tensor_dict
+
+    def of(tensor):
+        return DataProto.from_dict({"mask": tensor})
+
+    mask = torch.tensor([[1, 0], [1, 1]])
+    for other in (mask.float(), mask.bool(), mask.to(torch.bfloat16)):
+        assert of(mask).union(of(other)).batch["mask"].dtype == torch.int64
+        assert of(other).union(of(mask)).batch["mask"].dtype == other.dtype
+        joined = union_tensor_dict(of(mask).batch, of(other).batch)
+        assert joined["mask"].dtype == torch.int64
+    with pytest.raises(ConflictError, match="'mask'"):
+        of(mask).union(of(mask + 0.5))
+    with pytest.raises(ConflictError, match="'mask'"):
+        of(2 * mask).union(of(mask.bool()))
+    with pytest.raises(ConflictError, match="'a'"):  # arrays are compared with their dtype
+        union_numpy_dict({"a": np.ones(2)}, {"a": np.ones(2, dtype=int)})
+
+
+def test_a_union_does_not_round():
+    large = DataProto.from_dict({"n": torch.tensor([2**24 + 1])})
+    for other in (torch.tensor([2.0**24]), torch.tensor([torch.nan])):
+        with pytest.raises(ConflictError, match="'n'"):
+            large.union(DataProto.from_dict({"n": other}))

@@ -205,10 +205,13 @@ def _name_lost_field(
 
 
 def same(a: Column, b: Column, key: str) -> bool:
-    """Return whether two columns are equal; fetch nothing if both are the same stored rows."""
+    """Return whether two columns have equal values, as `operations.same_values` compares them.
+
+    Nothing is fetched if both are the same stored rows.
+    """
     if is_remote(a) and is_remote(b) and (a is b or _same_reference(a, b)):
         return True
-    return operations.same(read(a, key), read(b, key))
+    return operations.same_values(read(a, key), read(b, key))
 
 
 def _same_reference(a: RemoteColumn, b: RemoteColumn) -> bool:

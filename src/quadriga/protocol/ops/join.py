@@ -71,14 +71,15 @@ def union_meta(a: Mapping[str, object], b: Mapping[str, object]) -> MetaInfo:
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
     """Add the tensors of the second to the first and return it.
 
-    Raises `LengthError` when batch sizes differ and `ConflictError` naming the key when both have
-    it with different values (NaN equals NaN).
+    A key of both keeps the tensor of the first, also where only the dtypes differ. Raises
+    `LengthError` when batch sizes differ and `ConflictError` naming the key when both have it with
+    different values (NaN equals NaN).
     """
     _check_sizes(tensor_dict1, tensor_dict2)
     known = set(tensor_dict1.keys())
     for key, _ in tensor_dict2.items():
         # `items` yields the containers of tensordict in place of lists of objects.
-        if key in known and not operations.same(tensor_dict1[key], tensor_dict2[key]):
+        if key in known and not operations.same_values(tensor_dict1[key], tensor_dict2[key]):
             raise _conflict(key, tensor_dict1[key], tensor_dict2[key])
     for key, value in tensor_dict2.items():
         if key not in known:

@@ -180,6 +180,17 @@ def same(a: object, b: object) -> bool:
     return _same(a, b, frozenset())
 
 
+def same_values(a: object, b: object) -> bool:
+    """Return whether two values are deeply equal, where two tensors may differ in their dtype.
+
+    A mask of ones is the same in int64 and in float32; 2²⁴ + 1 in int64 is no number of float32.
+    """
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype != b.dtype:
+        # Both ways, because one way rounds: 2²⁴ + 1 becomes 2²⁴ in float32.
+        return _same_tensor(a.to(b.dtype), b) and _same_tensor(a, b.to(a.dtype))
+    return same(a, b)
+
+
 def _same(a: object, b: object, above: frozenset[tuple[int, int]]) -> bool:
     if a is b:
         return True
