@@ -5,9 +5,11 @@ import dataclasses
 import pytest
 
 from quadriga.config.loading import load_config, to_plain, to_yaml
+from quadriga.config.ranges import check_values
 from quadriga.config.schema import (
     DataConfig,
     GenerateConfig,
+    ModelConfig,
     OptimConfig,
     SFTConfig,
     TrainConfig,
@@ -230,3 +232,27 @@ def test_loading_writes_nothing_into_the_working_directory(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     load("data.seed=1")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("false", False), ("selective", "selective")]
+)
+def test_a_switch_is_true_false_or_a_name(text, value):
+    config = load(f"critic.model.gradient_checkpointing={text}")
+    found = config.critic.model.gradient_checkpointing
+    assert (type(found), found) == (type(value), value)
+    check_values(config)
+
+
+@pytest.mark.parametrize("text", ["1", "null", "selectiv", "'true'", "[true]"])
+def test_a_switch_has_no_other_value(text):
+    expected = r"critic\.model\.gradient_checkpointing must be one of true, false, selective, got"
+    with pytest.raises(ConfigError, match=expected):
+        load(f"critic.model.gradient_checkpointing={text}")
+
+
+def test_a_switch_that_was_set_in_python_is_checked():
+    with pytest.raises(ConfigError, match=r"got 'selectiv'; did you mean selective\?"):
+        check_values(ModelConfig(gradient_checkpointing="selectiv"))
+    with pytest.raises(ConfigError, match=r"must be one of true, false, selective, got 1$"):
+        check_values(ModelConfig(gradient_checkpointing=1))

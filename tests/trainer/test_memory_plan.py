@@ -85,12 +85,22 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(tiny_task, tmp_path
         check_train_config(small)
     text = str(refused.value)
     assert "need" in text and "on a node" in text and "trainer.device_memory_gb" in text
-    assert "gradient_checkpointing=true (activations of the actor: " in text
+    for form in ("true", "selective"):
+        assert f"gradient_checkpointing={form} (activations of the actor: " in text
     assert "max_tokens_per_micro_batch=16384" in text
     assert not (tmp_path / "run").exists()
     check_memory(settings(tiny_task, tmp_path, "trainer.device_memory_gb=0.55",
                           "trainer.check_memory=false"))  # fmt: skip
     check_memory(settings(tiny_task, tmp_path, "trainer.device_memory_gb=16"))
+
+
+def test_forms_of_checkpointing_that_save_nothing_are_not_proposed(tiny_task, tmp_path):
+    full = "actor_rollout_ref.model.gradient_checkpointing=true"
+    with pytest.raises(ConfigError) as refused:
+        check_memory(settings(tiny_task, tmp_path, "trainer.device_memory_gb=0.55", full))
+    assert "gradient_checkpointing" not in str(refused.value)
+    table = plan_text(settings(tiny_task, tmp_path, full))
+    assert "checkpointing=false" in table and "checkpointing=true" not in table
 
 
 def test_states_that_do_not_fit_are_named_first(tiny_task, tmp_path):
@@ -102,7 +112,8 @@ def test_the_command_shows_the_table(tiny_task, tmp_path, capsys):
     assert main(["plan", *two_steps(tiny_task, tmp_path)]) == 0
     out = capsys.readouterr().out
     for row in (
-        "parameters", "gradients", "optimizer states", "activations", "with checkpointing",
+        "parameters", "gradients", "optimizer states", "activations", "checkpointing=true",
+        "checkpointing=selective",
         "of them logits", "KV cache", "update of the actor", "the run fits",
     ):  # fmt: skip
         assert row in out

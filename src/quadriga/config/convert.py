@@ -21,7 +21,9 @@ from quadriga.config.setting_types import (
     field_types,
     is_free_form,
     is_settings,
+    is_switch,
     is_union,
+    switch_names,
     type_name,
     without_none,
 )
@@ -113,12 +115,23 @@ def _ratio(one: str, other: str) -> float:
 def check_choice(key: str, value: object, allowed: Iterable[str], where: str = "") -> None:
     """Raise `ConfigError`, naming the nearest choice, unless `value` is one of `allowed`."""
     allowed = list(allowed)
-    if value in allowed:
-        return
+    if value not in allowed:
+        raise _no_choice(key, value, allowed, where)
+
+
+def check_switch(key: str, value: object, kind: object, where: str = "") -> None:
+    """Raise `ConfigError` unless `value` is a boolean or a name of `kind` (`is_switch`)."""
+    # A list of choices with booleans would accept 1, because True == 1.
+    names = switch_names(kind)
+    if not isinstance(value, bool) and value not in names:
+        raise _no_choice(key, value, ["true", "false", *names], where)
+
+
+def _no_choice(key: str, value: object, allowed: list[str], where: str) -> ConfigError:
     near = difflib.get_close_matches(cut(str(value)), allowed, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     shown = mask_secrets(cut(repr(value))) if isinstance(value, str) else _as_written(value)
-    raise ConfigError(
+    return ConfigError(
         f"{where}{key} must be one of {', '.join(allowed)}, got {shown}{hint}",
         key=key,
         value=value,
@@ -177,6 +190,9 @@ class _Builder:
         origin = typing.get_origin(inner)
         if origin is typing.Literal:
             check_choice(key, value, choices_of(inner), self.where)
+            return value
+        if is_switch(inner):
+            check_switch(key, value, inner, self.where)
             return value
         if is_union(inner):
             if type(value) not in typing.get_args(inner):

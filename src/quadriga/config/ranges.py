@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quadriga.config.convert import check_choice, walk_keys
-from quadriga.config.setting_types import allows_none, choices_of
+from quadriga.config.convert import check_choice, check_switch, walk_keys
+from quadriga.config.setting_types import allows_none, choices_of, is_switch
 from quadriga.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -119,6 +119,9 @@ def _check_range(key: str, value: object) -> None:
 def _check_choices(key: str, value: object, kind: object) -> None:
     # `load_config` has checked the choices already, but a settings object that was created in
     # Python has not been checked.
+    if is_switch(kind):
+        check_switch(key, value, kind)
+        return
     choices = choices_of(kind)
     if not choices or (value is None and allows_none(kind)):
         return

@@ -41,6 +41,8 @@ CorrectionLevel = Literal["none", "token", "sequence", "geometric"]
 CorrectionMode = Literal["truncate", "mask"]
 FailurePolicy = Literal["zero", "mask", "fail"]
 Operation = Literal["+", "-", "*"]
+# `selective` keeps the outputs of matrix products and attention, true keeps the inputs of layers.
+Checkpointing = bool | Literal["selective"]
 
 # Keyword arguments for a function of the user's own: the names and types are up to that function.
 Options = dict[str, Any]
@@ -72,7 +74,8 @@ class ModelConfig:
     tokenizer_path: str | None = None  # None: the folder of the model
     trust_remote_code: bool = False  # run code of the model's folder
     attn_implementation: str = "sdpa"  # a name of transformers, such as sdpa or eager
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass
+    # recompute activations in the backward pass; selective: all but matrix products and attention
+    gradient_checkpointing: Checkpointing = False
     use_shm: bool = False  # the ranks of a node read the weights once and share that memory
 
 

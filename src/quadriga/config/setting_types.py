@@ -39,6 +39,22 @@ def is_union(kind: object) -> bool:
     return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
+def is_switch(kind: object) -> bool:
+    """Return whether a setting is true, false or one of a list of names: `bool | Literal["a"]`."""
+    members = [m for m in typing.get_args(kind) if m is not type(None)] if is_union(kind) else []
+    return bool in members and any(typing.get_origin(m) is typing.Literal for m in members)
+
+
+def switch_names(kind: object) -> tuple[str, ...]:
+    """Return the names beside true and false of a setting for which `is_switch` holds."""
+    return tuple(
+        name
+        for member in typing.get_args(kind)
+        if typing.get_origin(member) is typing.Literal
+        for name in typing.get_args(member)
+    )
+
+
 def without_none(kind: object) -> object:
     """Return `X` for `X | None`, and every other type unchanged."""
     if not is_union(kind):
@@ -87,6 +103,8 @@ def type_name(kind: object) -> str:
     if kind is not ANYTHING and allows_none(kind):
         return f"{type_name(without_none(kind))} or null"
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if is_switch(kind):
+        return "one of " + ", ".join(("true", "false", *switch_names(kind)))
     if is_union(kind):
         return " or ".join(type_name(one) for one in inner)
     if origin is typing.Literal:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from quadriga.config.schema import ModelConfig
+from quadriga.engines.activation_checkpointing import checkpoint_layers
 from quadriga.engines.base import HeadKind
-from quadriga.errors import ModelError
 from quadriga.models.folder import local_folder
 from quadriga.models.loading import load_causal_lm, load_value_model, model_without_weights
 
@@ -57,8 +54,8 @@ def load_model(
     )
     # `fully_shard` renames the class, and exports must contain the original name.
     model.config.architectures = [type(model).__name__]
-    if config.gradient_checkpointing and trained:
-        _checkpoint_layers(model)
+    if trained:
+        checkpoint_layers(model, config.gradient_checkpointing)
     return model
 
 
@@ -80,32 +77,9 @@ def simulated_model(
         trust_remote_code=config.trust_remote_code,
     )
     model.requires_grad_(trained)
-    if config.gradient_checkpointing and trained:
-        _checkpoint_layers(model)
+    if trained:
+        checkpoint_layers(model, config.gradient_checkpointing)
     return model
-
-
-def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Keep only the inputs of each layer for the backward pass, which computes the layer again.
-
-    Transformers checkpoints layers in training mode only. In that mode some models drop whole
-    layers, add noise to their router, or read dropout probabilities from their config. The model
-    stays in evaluation mode, so that a log-probability is a function of the weights.
-
-    Raises:
-        ModelError: the model does not say what its layers are.
-    """
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if not layers:
-        raise ModelError(
-            f"{type(model).__name__} does not support activation checkpointing; set "
-            "model.gradient_checkpointing=false",
-            path=model.config.name_or_path,
-        )
-    for layer in layers:
-        # Only the instance's `forward` is replaced: hooks and weight names do not change.
-        recomputed = partial(checkpoint, layer.forward, use_reentrant=False)
-        layer.forward = recomputed
 
 
 def saved_buffer_names(model: nn.Module) -> set[str]:

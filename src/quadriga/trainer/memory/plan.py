@@ -21,7 +21,13 @@ from functools import lru_cache
 
 from quadriga.config.plan import UpdatePlan, batch_plan
 from quadriga.config.role_ranks import RolePool, role_pools
-from quadriga.config.schema import DtypeName, EngineConfig, ModelConfig, TrainConfig
+from quadriga.config.schema import (
+    Checkpointing,
+    DtypeName,
+    EngineConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from quadriga.engines.base import HeadKind
 from quadriga.engines.memory.passes import Rows
 from quadriga.engines.memory.states import TrainingMemory, training_memory
@@ -325,8 +331,8 @@ class _Phases:
         }[role]  # fmt: skip
 
 
-def with_checkpointing(config: TrainConfig, value: bool) -> TrainConfig:
-    """Return the same settings with or without activation checkpointing."""
+def with_checkpointing(config: TrainConfig, value: Checkpointing) -> TrainConfig:
+    """Return the same settings with another form of activation checkpointing."""
 
     def changed(model: ModelConfig) -> ModelConfig:
         return dataclasses.replace(model, gradient_checkpointing=value)

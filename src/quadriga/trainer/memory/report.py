@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from quadriga.config.schema import TrainConfig
+from quadriga.config.schema import Checkpointing, TrainConfig
 from quadriga.engines.memory.states import TrainingMemory
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, ModelError
 from quadriga.trainer.memory.machine import GIB, DeviceLimit, device_limit, planned_device
 from quadriga.trainer.memory.plan import (
     CRITIC,
@@ -108,12 +108,14 @@ def _training_remedies(
         (config.critic, "critic") if role == CRITIC else (policy.actor, "actor_rollout_ref.actor")
     )
     found = []
-    if not model.gradient_checkpointing:
-        other = _engine(memory_plan(with_checkpointing(config, True), plan.device_type), role)
-        if other is not None and other.update is not None and engine.update is not None:
+    assert engine.update is not None
+    for form, other in _other_forms(config, plan.device_type, model.gradient_checkpointing).items():
+        changed = _engine(other, role)
+        update = None if changed is None else changed.update
+        if update is not None and update.activations < engine.update.activations:
             found.append(
-                f"set {key}.model.gradient_checkpointing=true (activations of the {role}: "
-                f"{gib(engine.update.activations)} → {gib(other.update.activations)} GiB)"
+                f"set {key}.model.gradient_checkpointing={form} (activations of the {role}: "
+                f"{gib(engine.update.activations)} → {gib(update.activations)} GiB)"
             )
     if section.ppo_micro_batch_size_per_gpu is None and section.engine.use_dynamic_bsz:
         found.append(
@@ -125,12 +127,30 @@ def _training_remedies(
     return found
 
 
+FORMS: dict[str, Checkpointing] = {"true": True, "selective": "selective", "false": False}
+"""Forms of activation checkpointing, as they are written, those with fewest bytes first."""
+
+
+def _other_forms(
+    config: TrainConfig, device_type: str, current: Checkpointing
+) -> dict[str, MemoryPlan]:
+    """Return form → the plan with it, for each form that the models have, but for `current`."""
+    plans = {}
+    for word, form in FORMS.items():
+        if form != current:
+            try:
+                plans[word] = memory_plan(with_checkpointing(config, form), device_type)
+            except ModelError:  # no layers to checkpoint; the plan with the current form was made
+                continue
+    return plans
+
+
 def _engine(plan: MemoryPlan, role: str) -> TrainingMemory | None:
     return next((p.engines[role] for p in plan.pools if role in p.engines), None)
 
 
 def plan_text(config: TrainConfig) -> str:
-    """Return the memory plan as a table, with and without activation checkpointing.
+    """Return the memory plan as a table, with every form of activation checkpointing.
 
     Raises:
         ModelError: a model folder has no config of a suitable model.
@@ -138,12 +158,11 @@ def plan_text(config: TrainConfig) -> str:
     device_type = planned_device(config.trainer)
     shown = device_type or "cuda"
     plan = memory_plan(config, shown)
-    other = memory_plan(
-        with_checkpointing(config, not config.actor_rollout_ref.model.gradient_checkpointing), shown
-    )
+    current = config.actor_rollout_ref.model.gradient_checkpointing
+    others = _other_forms(config, shown, current)
     lines = [f"memory of one rank in GiB, device {shown}"]
     for pool in plan.pools:
-        lines += _pool_lines(pool, other, config)
+        lines += _pool_lines(pool, others)
     limit = device_limit(config.trainer, shown)
     if plan.missing:
         lines.append(f"  not counted: {'; '.join(plan.missing)}")
@@ -156,7 +175,7 @@ def plan_text(config: TrainConfig) -> str:
     return "\n".join([*lines, f"  {short}", *(f"    {text}" for text in remedies(config, plan))])
 
 
-def _pool_lines(pool: PoolMemory, other: MemoryPlan, config: TrainConfig) -> list[str]:
+def _pool_lines(pool: PoolMemory, others: Mapping[str, MemoryPlan]) -> list[str]:
     roles = [role for role in pool.pool.roles if role in pool.engines or role == ROLLOUT]
     rows: list[tuple[str, Sequence[int | None]]] = []
 
@@ -167,10 +186,7 @@ def _pool_lines(pool: PoolMemory, other: MemoryPlan, config: TrainConfig) -> lis
 
     engines = [pool.engines.get(role) for role in roles]
     updates = [None if e is None else e.update or e.evaluate for e in engines]
-    unlike = [_engine(other, role) for role in roles]
-    alternative = [None if e is None else e.update for e in unlike]
     generation = [pool.generation if role == ROLLOUT else None for role in roles]
-    checkpointed = config.actor_rollout_ref.model.gradient_checkpointing
     trained = [None if e is None or e.update is None else e for e in engines]
     weights = [g.weights if g else e.parameters if e else None
                for e, g in zip(engines, generation, strict=True)]  # fmt: skip
@@ -180,8 +196,10 @@ def _pool_lines(pool: PoolMemory, other: MemoryPlan, config: TrainConfig) -> lis
     add("optimizer states", (None if e is None else e.optimizer for e in trained))
     add("buffers of collectives", (None if e is None else e.buffers for e in engines))
     add("activations", (None if u is None else u.activations for u in updates))
-    word = "without" if checkpointed else "with"
-    add(f"  {word} checkpointing", (None if u is None else u.activations for u in alternative))
+    for form, other in others.items():
+        unlike = [_engine(other, role) for role in roles]
+        changed = [None if e is None else e.update for e in unlike]
+        add(f"  checkpointing={form}", (None if u is None else u.activations for u in changed))
     add("  of them logits", (None if u is None else u.logits for u in updates))
     add("KV cache", (None if g is None else g.kv_cache for g in generation))
     add("  with other buffers", (None if g is None else g.peak for g in generation))
