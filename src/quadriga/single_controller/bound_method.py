@@ -35,7 +35,7 @@ from quadriga.single_controller.call import (
     boundary_for,
     unpack_results,
 )
-from quadriga.single_controller.dispatch.modes import MethodRecord
+from quadriga.single_controller.dispatch.modes import DispatchMode, MethodRecord
 from quadriga.single_controller.streams import Stream
 from quadriga.single_controller.watch import broken_groups, raise_if_broken
 
@@ -56,6 +56,9 @@ class BoundGroup(Protocol):
     def _ranks(self) -> RankSet: ...
     def class_of(self, role: str) -> type: ...
     def _role_view(self, role: str) -> GroupInfo: ...
+    def _parts_of_call(
+        self, view: CallView, mode: DispatchMode, args: Arguments, kwargs: KeywordArguments
+    ) -> list[Part]: ...
 
 
 class BoundMethod(Generic[P, R]):
@@ -211,7 +214,7 @@ def _split(
     view = CallView(method.group._role_view(method.role), (), method.label, execute.single)
     # Modes are functions of the view, so the view exists before it knows the executing ranks.
     view.ranks = (dispatch.ranks or execute.ranks)(view)
-    return view, parts_of_ranks(view, dispatch.dispatch_fn(view, *args, **kwargs))
+    return view, method.group._parts_of_call(view, dispatch, args, kwargs)
 
 
 def parts_of_ranks(view: CallView, split: Split) -> list[Part]:

@@ -17,9 +17,10 @@ from quadriga.errors import (
     WorkerMethodError,
 )
 from quadriga.single_controller.backend import Mesh, RankSet
-from quadriga.single_controller.bound_method import BoundMethod
+from quadriga.single_controller.bound_method import BoundMethod, Part, parts_of_ranks
+from quadriga.single_controller.call import Arguments, CallView, KeywordArguments
 from quadriga.single_controller.dispatch.batch_modes import check_mesh
-from quadriga.single_controller.dispatch.modes import MethodRecord
+from quadriga.single_controller.dispatch.modes import DispatchMode, MethodRecord
 from quadriga.single_controller.dispatch.register import registered_methods
 from quadriga.single_controller.placement.rank_layout import GroupLayout
 from quadriga.single_controller.ranks.worker import reraise_in_property
@@ -178,6 +179,12 @@ class WorkerGroup(VerlNames):
     def class_of(self, role: str) -> type:
         """Return the worker class of a role."""
         return self._ranks.roles[role]
+
+    def _parts_of_call(
+        self, view: CallView, mode: DispatchMode, args: Arguments, kwargs: KeywordArguments
+    ) -> list[Part]:
+        """Return the arguments of each executing rank, as the dispatch mode splits them."""
+        return parts_of_ranks(view, mode.dispatch_fn(view, *args, **kwargs))
 
     # Views of one role
 
