@@ -7,7 +7,7 @@ from role_cases import TALLY, write_tally
 
 from quadriga.backends import get_backend
 from quadriga.cli.main import main
-from quadriga.errors import ConfigError, UnknownNameError
+from quadriga.errors import ConfigError, InputError, UnknownNameError
 from quadriga.trainer.dataflow import check_dataflow, step_dataflow
 from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.ppo import RayPPOTrainer
@@ -148,6 +148,44 @@ CODE = {
         ("@dataclass(frozen=True)", "@dataclass"),
         "settings must be a class with @dataclass(frozen=True), got",
     ),
+    "settings without a decorator of their own": (
+        ("settings=TallyConfig", 'settings=type("OwnConfig", (TallyConfig,), {})'),
+        "settings must be a class with @dataclass(frozen=True), got",
+    ),
+    "one stage in place of a list": (
+        ("    stages=[\n", "    stages=RoleStage('a', reads=('uid',), after='b') or [\n"),
+        "role tally: stages takes a list, got RoleStage(",
+    ),
+    "one role in place of a list": (
+        (END, f"{END}    starts_after=Role.Critic,\n"), "starts_after takes a list, got Role(",
+    ),
+    "a function in place of the name of a method": (
+        ('"add_bonus",', "TallyWorker.add_bonus,"),
+        "the method of a stage is given by its name, got <function",
+    ),
+    "a function in place of a place": (
+        (AFTER, "after=add_to_last_token"), "given by its name, got <function add_to_last_token",
+    ),
+    "an empty place": ((AFTER, 'after=""'), "given by its name, got ''"),
+    "no tuple of fields": (
+        ('writes=("token_level_scores",)', "writes=None"),
+        "writes must be a tuple of names of fields, got None",
+    ),
+    "a key that is special to Python": (
+        (OTHER, 'Role.add("Tally", key="__init__"),\n'), "key '__init__', which cannot be the name",
+    ),
+    "a key that settings cannot name": (
+        (OTHER, 'Role.add("Tally", key="zähl"),\n'), "it letters of ASCII, digits and _, a letter",
+    ),
+    "a name that is no text": ((OTHER, "Role.add(5),\n"), "takes a name and a key, got 5 and None"),
+    "a role that is registered twice": (
+        ("register_role(\n", "register_role(Role.add('Tally'))\nregister_role(\n"),
+        "role tally is registered already, by ",
+    ),
+    "two roles with one key": (
+        ("register_role(\n", "register_role(Role.add('Count', key='tally'))\nregister_role(\n"),
+        "role tally is registered already as role Count, by ",
+    ),
     "a setting without default": (
         ("weight: float = 1.0", "weight: float"), "setting weight of TallyConfig has no default",
     ),
@@ -211,6 +249,32 @@ def test_a_role_without_a_pool_of_the_program_is_named(
     manager = ResourcePoolManager({"a": [1]}, {Role.ActorRollout: "a"}, get_backend("local"))
     with pytest.raises(UnknownNameError, match="needs role tally, which is mapped to no pool"):
         RayPPOTrainer(config, resource_pool_manager=manager)
+
+
+def test_a_file_that_has_changed_has_only_its_new_roles(tmp_path, own_roles) -> None:
+    given = write_tally(tmp_path)
+    assert load_train_config([given, "tally.weight=2"]).tally.weight == 2.0
+    old = load_train_config([given])
+    write_tally(tmp_path, (OTHER, 'Role.add("Count"),\n'))
+    assert load_train_config([given, "count.weight=2"]).count.weight == 2.0
+    with pytest.raises(ConfigError, match="no setting tally"):
+        load_train_config([given, "tally.weight=2"])
+    with pytest.raises(UnknownNameError, match="role tally, which is not registered"):
+        step_dataflow(old)
+    # A failed import leaves no role behind, and the earlier content gives its roles again.
+    write_tally(tmp_path, (END, "    settings=Missing,\n"))
+    with pytest.raises(InputError, match="Missing"):
+        load_train_config([given])
+    write_tally(tmp_path, (OTHER, 'Role.add("Count"),\n'))
+    assert load_train_config([given, "count.weight=3"]).count.weight == 3.0
+
+
+def test_a_program_may_register_its_role_again(own_roles) -> None:
+    register_role(Role.add("Tally"))
+    stage = RoleStage("score", reads=("uid",), before="shape_scores")
+    assert register_role(Role.add("Tally"), stages=[stage]).stages == (stage,)
+    with pytest.raises(ConfigError, match="registered already as role Tally, by the program"):
+        register_role(Role.add("Count", key="tally"))
 
 
 TWO_STAGES = """    stages=[

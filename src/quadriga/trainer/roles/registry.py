@@ -12,19 +12,21 @@
     )
 
 A role that a file of `algorithm.user_files` registers takes part in the runs whose settings name
-this file. A role that a program registers by itself takes part in every run of the program.
+this file. If the file has changed and is loaded again, only the roles of its new content do. A role
+that a program registers by itself takes part in every run of the program.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import keyword
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from quadriga.algorithms.user_files import running_user_file
+from quadriga.algorithms.user_files import loads_of, running_user_file
 from quadriga.config.role_ranks import ROLES, roles_of
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, UnknownNameError
@@ -49,6 +51,9 @@ _RESERVED = {
     *(field.name for field in dataclasses.fields(TrainConfig)),
     *(name.partition("/")[0] for name in METRICS),  # metrics of a role begin with its key
 }
+
+_KEY = re.compile("[A-Za-z][A-Za-z0-9_]*")
+ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,12 @@ class RoleStage:
 
 @dataclass(frozen=True)
 class AddedRole:
-    """A role of a user. `origin` is the file that registered it, "" for a program.
+    """A role of a user.
 
-    `worker` is None if a trainer is given the class in `role_worker_mapping`.
+    Attributes:
+        worker: None if a trainer is given the class in `role_worker_mapping`.
+        origin: the file that registered it, "" for a program.
+        load: how often this file had been imported then.
     """
 
     role: Role
@@ -95,6 +103,12 @@ class AddedRole:
     starts_after: tuple[Role, ...]
     starts_before: tuple[Role, ...]
     origin: str
+    load: int = 0
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the last import of its file has registered it."""
+        return not self.origin or self.load == loads_of(self.origin)
 
     @property
     def key(self) -> str:
@@ -146,20 +160,23 @@ def register_role(
             run does not have are left out.
 
     Returns:
-        The role as it is registered. A file that is loaded again replaces its own roles.
+        The role as it is registered. A file that is loaded again replaces its own roles, and a
+        program that registers a role again replaces it.
 
     Raises:
         ConfigError: the role is built in or registered by another file, its key cannot be used, or
             an argument is invalid.
     """
+    origin = running_user_file() or ""
     added = AddedRole(
         role=role,
         worker=worker,
         settings=settings,
-        stages=tuple(stages),
-        starts_after=tuple(starts_after),
-        starts_before=tuple(starts_before),
-        origin=running_user_file() or "",
+        stages=_as_tuple(role, "stages", stages),
+        starts_after=_as_tuple(role, "starts_after", starts_after),
+        starts_before=_as_tuple(role, "starts_before", starts_before),
+        origin=origin,
+        load=loads_of(origin),
     )
     _check_role(added)
     _check_settings(added)
@@ -178,18 +195,19 @@ def register_role(
 def registered_for(user_files: Sequence[str]) -> tuple[AddedRole, ...]:
     """Return the roles that these files have registered, and those of the program."""
     origins = {"", *(str(Path(file).expanduser().resolve()) for file in user_files)}
-    return tuple(added for added in _ADDED.values() if added.origin in origins)
+    return tuple(added for added in _ADDED.values() if added.origin in origins and added.is_current)
 
 
 def added_roles(config: TrainConfig) -> tuple[AddedRole, ...]:
     """Return the added roles of a run, in the order in which they were registered.
 
     Raises:
-        UnknownNameError: the settings have a role that is not registered in this process.
+        UnknownNameError: the settings have a role that is not registered in this process, or not
+            any more, because its file has changed and was loaded again.
     """
     keys = [key for key in roles_of(config) if key not in ROLES]
     for key in keys:
-        if key not in _ADDED:
+        if key not in _ADDED or not _ADDED[key].is_current:
             raise UnknownNameError(
                 f"the settings have role {key}, which is not registered in this process; load its "
                 f"file first; registered: {', '.join(_ADDED) or 'none'}",
@@ -228,17 +246,12 @@ def _check_role(added: AddedRole) -> None:
             f"role {role.name} has key {role.key!r}, which names a section of the settings or a "
             f"group of metrics; give it another one: Role.add({role.name!r}, key=…)"
         )
-    if not role.key.isidentifier() or keyword.iskeyword(role.key):
+    if not _KEY.fullmatch(role.key) or keyword.iskeyword(role.key):
         raise ConfigError(
             f"role {role.name} has key {role.key!r}, which cannot be the name of a section; give "
-            f"it an identifier: Role.add({role.name!r}, key=…)"
+            f"it letters of ASCII, digits and _, a letter first: Role.add({role.name!r}, key=…)"
         )
-    before = _ADDED.get(role.key)
-    if before is not None and before.origin != added.origin:
-        raise ConfigError(
-            f"role {role.key} is registered already, by {before.origin or 'the program'}; give the "
-            "other role another name"
-        )
+    _check_key_is_free(added, _ADDED.get(role.key))
     for other in (*added.starts_after, *added.starts_before):
         if not isinstance(other, Role) or other == role:
             raise ConfigError(
@@ -247,12 +260,33 @@ def _check_role(added: AddedRole) -> None:
             )
 
 
+def _check_key_is_free(added: AddedRole, before: AddedRole | None) -> None:
+    """Check that `before`, the role that has the key so far, may be replaced by `added`."""
+    if before is None or not before.is_current:
+        return
+    program_again = not added.origin and not before.origin and before.role == added.role
+    if not program_again:
+        other = "" if before.role == added.role else f" as role {before.role.name}"
+        raise ConfigError(
+            f"role {added.key} is registered already{other}, by "
+            f"{before.origin or 'the program'}; give the other role another name"
+        )
+
+
+def _as_tuple(role: Role, name: str, given: Iterable[ItemT]) -> tuple[ItemT, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(f"role {role}: {name} takes a list, got {given!r}")
+    return tuple(given)
+
+
 def _check_settings(added: AddedRole) -> None:
     settings = added.settings
     if settings is None:
         return
     is_dataclass = isinstance(settings, type) and dataclasses.is_dataclass(settings)
-    if not is_dataclass or not vars(settings)["__dataclass_params__"].frozen:
+    # A subclass of a dataclass that has no decorator of its own lacks its own fields.
+    parameters = vars(settings).get("__dataclass_params__") if is_dataclass else None
+    if parameters is None or not parameters.frozen:
         raise ConfigError(
             f"role {added.key}: settings must be a class with @dataclass(frozen=True), got "
             f"{settings!r}"
@@ -269,20 +303,31 @@ def _check_settings(added: AddedRole) -> None:
 def _check_stage(added: AddedRole, stage: RoleStage) -> None:
     if not isinstance(stage, RoleStage):
         raise ConfigError(f"role {added.key}: stages takes RoleStage objects, got {stage!r}")
+    if not isinstance(stage.method, str) or not stage.method:
+        raise ConfigError(
+            f"role {added.key}: the method of a stage is given by its name, got {stage.method!r}"
+        )
+    for place in (stage.before, stage.after):
+        if place is not None and (not isinstance(place, str) or not place):
+            raise ConfigError(
+                f"stage {added.key}.{stage.method} must stand before or after one stage, given by "
+                f"its name, got {place!r}"
+            )
     if (stage.before is None) == (stage.after is None):
         raise ConfigError(
             f"stage {added.key}.{stage.method} must stand before or after one stage, got "
             f"before={stage.before!r} and after={stage.after!r}; give one of both"
         )
+    for name in ("reads", "writes", "reads_if_present"):
+        names = getattr(stage, name)
+        listed = isinstance(names, tuple | list)
+        if not listed or not all(isinstance(field, str) for field in names):
+            raise ConfigError(
+                f"stage {added.key}.{stage.method}: {name} must be a tuple of names of fields, "
+                f"got {names!r}"
+            )
     if not stage.reads:
         raise ConfigError(
             f"stage {added.key}.{stage.method} reads no field; name at least one in reads, such as "
             "response_mask, from which the method knows its rows"
         )
-    for name in ("reads", "writes", "reads_if_present"):
-        names = getattr(stage, name)
-        if isinstance(names, str) or not all(isinstance(field, str) for field in names):
-            raise ConfigError(
-                f"stage {added.key}.{stage.method}: {name} must be a tuple of names of fields, "
-                f"got {names!r}"
-            )
