@@ -81,6 +81,9 @@ class Calculator(Worker):
     def raw(self):
         return b"not a pickle"
 
+    def roles(self):
+        return sorted(self.fused_worker_dict)
+
     def variables(self):
         return dict(os.environ)
 

@@ -116,9 +116,10 @@ class FusedWorker(VerlFusedNames, Worker):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
-        self.fused_roles = ColocatedClass(self.role_classes).build()
+        self.fused_roles = self.fused_worker_dict = ColocatedClass(self.role_classes).build()
         for role, worker in self.fused_roles.items():
             setattr(self, role, worker)
+            worker.fused_worker_dict = self.fused_roles
             if isinstance(worker, Worker):
                 worker._siblings = self.fused_roles
 

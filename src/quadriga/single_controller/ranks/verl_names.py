@@ -13,7 +13,6 @@ from quadriga.single_controller.ranks.environment import RankEnvironment
 if TYPE_CHECKING:
 
     class _Worker(Protocol):
-        _siblings: Mapping[str, object]
         _environment: RankEnvironment
 
         @property
@@ -73,14 +72,15 @@ class VerlWorkerNames:
         """Return (address, port) of rank 0: `master_address`, `master_port`."""
         return self.master_address, self.master_port
 
-    @property
-    def fused_worker_dict(self: _Worker) -> Mapping[str, object]:
-        """All roles of this process: role → worker. See `sibling`."""
-        return self._siblings
+    fused_worker_dict: dict[str, Any]  # a class of the user's need not be a `Worker`
+    """The roles that share this process: role → worker. Empty if the process has one role.
 
-    def get_fused_worker_by_name(self: _Worker, worker_name: str) -> object:
-        """Return the worker of another role in this process, None if there is no such role."""
-        return self._siblings.get(worker_name)
+    A class that fuses several roles is a role of its process, but not in this dict. See `sibling`.
+    """
+
+    def get_fused_worker_by_name(self, worker_name: str) -> object:
+        """Return the worker of a role in this process, None if there is no such role."""
+        return self.fused_worker_dict.get(worker_name)
 
     def query_collect_info(self: _Worker, mesh_name: str) -> bool:
         """Return whether the result of this rank is collected in a mesh."""

@@ -59,6 +59,7 @@ class Worker(VerlWorkerNames):
         self = super().__new__(cls)
         self._environment = RankEnvironment.read()
         self._siblings = {}
+        self.fused_worker_dict = {}
         self._meshes = {}
         self._rank_layout = None
         return self
@@ -255,7 +256,7 @@ class Worker(VerlWorkerNames):
         """Return `func(worker, *args, **kwargs)`, with the rows of this rank of each batch."""
         return func(self, *args, **kwargs)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def execute_func_rank_zero(self, func: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Return `func(*args, **kwargs)`, run on rank 0."""
         return func(*args, **kwargs)
