@@ -28,7 +28,7 @@ from verl.single_controller.ray.base import func_generator
 
 from quadriga.backends.ray import Nsight
 from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
-from quadriga.errors import CallTimeoutError
+from quadriga.errors import CallTimeoutError, UnregisteredMethodError
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_a_binding_policy_of_ones_own(group):
     )
     for chosen in (by_class, by_option):
         assert ray.get(chosen.rank_plus(1)) == [1, 2]
-        assert "read_future" not in chosen.method_names
+        assert chosen.method_names == []  # as in verl, until `fuse`
         assert not hasattr(chosen, "read_future")
 
 
@@ -186,6 +186,7 @@ def test_attributes_that_dispatch_functions_read(group):
     assert isinstance(group.resource_pool, RayResourcePool)
     assert group.ray_cls_with_init.cls is Calculator
     assert (group.fused_worker_used, group.sub_cls_name, group.device_name) == (False, "", "cpu")
+    assert group.execute_all_sync("roles") == [[], []]
     assert group._workers == group.workers
     assert group._worker_names == group.worker_names
     assert (group._master_addr, group._master_port) == (group.master_address, group.master_port)
@@ -222,10 +223,16 @@ def test_two_roles_in_one_process(start):
     both = start(create_colocated_worker_cls(roles()), ranks=1)
     views = both.spawn(prefix_set={"actor", "critic"})
     assert (views["actor"].add(1), views["critic"].add(1)) == ([11], [21])
+    assert views["critic"].execute_all_sync("roles") == [["actor", "critic"]]
     assert both.actor_add(1) == [12]
     assert ray.get(both.execute_all("critic_add", 1)) == [22]
     assert ray.get(views["actor"].rank_plus(3)) == [3]
     assert ray.get(views["critic"].workers[0].critic_add.remote(1)) == 23
+    assert ray.get(views["actor"].execute_all_async("actor_add", 1)) == [13]
+    assert views["actor"].execute_rank_zero_sync("critic_add", 1) == 24
+    assert (views["actor"].actor_add(1), views["actor"].critic_add(1)) == ([14], [25])
+    with pytest.raises(UnregisteredMethodError, match="actor_nothing"):
+        views["actor"].actor_nothing(1)
 
 
 def test_a_fused_group(start):
@@ -238,9 +245,12 @@ def test_a_fused_group(start):
     assert (views["actor"].sub_cls_name, views["actor"].fused_worker_used) == ("actor", True)
     fused.fuse({"actor", "critic"})
     assert fused.actor.add(1) == [12]
+    assert fused.wg_dict == {"actor": fused.actor, "critic": fused.critic}
+    assert "execute_func_rank_zero" in fused.method_names and views["actor"].method_names == []
     worker = fused.workers[0]
     assert ray.get(worker._fuw_execute.remote("critic_fwmn_add", 1)) == 22
     assert ray.get(views["critic"].execute_all("add", 1)) == [23]
+    assert views["critic"].execute_all_sync("roles") == [["actor", "critic"]]
 
 
 def scaled(worker, data, factor=1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quadriga.backends.ray import RayClassWithInitArgs, RayResourcePool
@@ -94,7 +94,7 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
         self.ray_cls_with_init = ray_cls_with_init
         self.device_name = kwargs.get("device_name", "cuda")
         self.customized_worker_env = kwargs.get("worker_env") or {}
-        self.wg_dict: dict[str, object] | None = None
+        self.wg_dict: Mapping[str, object] | None = None
         self.method_names: list[str] = []
         self._is_init_with_detached_workers = existing
         super().__init__(
@@ -155,11 +155,42 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
     def _bind(self) -> None:
         """Make each registered method an attribute, through `_bind_worker_method`."""
         self._offered = self._bound_names(self._ranks.roles, self._role, self._binding)
-        self.method_names = self._bind_worker_method(self._class_to_bind(), library_functor)
+        bound = self._bind_worker_method(self._class_to_bind(), library_functor)
         if type(self)._bind_worker_method is RayWorkerGroup._bind_worker_method:
             # A method that is overridden without @register keeps the record of the overridden one.
-            for name in set(self._offered) - set(self.method_names):
+            for name in set(self._offered) - set(bound):
                 setattr(self, name, self._native(name))
+
+    @property
+    def _names_of_roles(self) -> dict[str, tuple[str, str]]:
+        """`<role>_<method>` → (role, method), in a group of several roles and in their views.
+
+        A fused class routes calls by role itself, so the views of its roles have no such names.
+        """
+        if self.fused_worker_used or len(self._ranks.roles) < 2:
+            return {}
+        return self._bound_names(self._ranks.roles, None, self._binding)
+
+    def _role_and_method(self, method_name: str) -> tuple[str, str]:
+        found = self._names_of_roles.get(method_name)
+        return found or super()._role_and_method(method_name)
+
+    def __getattr__(self, name: str) -> Any:  # a registered method, which no type can name here
+        # A view of one role also has the methods of the group that it was taken from.
+        if not name.startswith("__") and "_offered" in self.__dict__ and self._role is not None:
+            role, method = self._names_of_roles.get(name, ("", ""))
+            if role:
+                return getattr(self._role_view(role), method)
+        return super().__getattr__(name)
+
+    def fuse(self, prefix_set: Iterable[str]) -> None:
+        """Make the view of each role an attribute and an entry of `wg_dict`.
+
+        Also note the group's own methods in `method_names`, which is empty before, as in verl.
+        """
+        self.wg_dict = self.spawn(prefix_set)
+        super().fuse(self.wg_dict)
+        self.method_names = list(self._offered)
 
     def _class_to_bind(self) -> type:
         """Return the class of the role, or a class with the methods that the group offers.
