@@ -69,6 +69,8 @@ class DataProtoConfig(metaclass=_ConfigMeta):
     """
 
     auto_padding_key = "_auto_padding"
+    auto_padding_keys = (auto_padding_key, "_verl_auto_padding")
+    """The keys of `meta_info` that allow padding. Programs written for verl set the second one."""
 
 
 class DataProto:
@@ -320,7 +322,7 @@ class DataProto:
 
     def is_padding_enabled(self) -> bool:
         """Return True if this batch, or the process, allows calls to pad it."""
-        own = bool(self.meta_info.get(DataProtoConfig.auto_padding_key, False))
+        own = any(self.meta_info.get(key) for key in DataProtoConfig.auto_padding_keys)
         return own or DataProtoConfig.auto_padding
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> None:

@@ -283,8 +283,8 @@ def rank_process_class(name: str, classes: Mapping[str, type]) -> type[RankProce
     methods = [
         (role, method)
         for role, cls in classes.items()
-        for method, _ in inspect.getmembers(cls, inspect.isfunction)
-        if not method.startswith("__")
+        for method, found in inspect.getmembers(cls)
+        if not method.startswith("__") and inspect.isfunction(getattr(found, "__func__", found))
     ]
     is_async = bool(coroutine_methods(classes))
     forwarder = _async_forwarder if is_async else _forwarder
