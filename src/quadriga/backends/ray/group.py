@@ -11,6 +11,7 @@ import ray
 
 from quadriga.backends.ray.calls.row_store import serve_rows
 from quadriga.backends.ray.calls.submission import RayCallBackend
+from quadriga.backends.ray.calls.waiting import RayPending
 from quadriga.backends.ray.cluster import refuse_ray_client
 from quadriga.backends.ray.placement.class_with_args import RayClassWithInitArgs
 from quadriga.backends.ray.placement.placement_groups import Strategy, local_places
@@ -34,6 +35,7 @@ from quadriga.errors import DispatchError, WorkerDiedError
 from quadriga.protocol.values.storage import use_store
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.bound_method import BoundMethod
+from quadriga.single_controller.dispatch.batch_modes import register_reference
 from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
 from quadriga.single_controller.ranks.environment import (
     RankEnvironment,
@@ -49,6 +51,7 @@ from quadriga.single_controller.worker_group import (
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import RankActor
+    from quadriga.protocol import DataProtoFuture
 
 START_TIMEOUT_S = 1800.0
 
@@ -301,3 +304,13 @@ def _attach(
     facts = facts_of(found)
     handles = [RankHandle(actor, fact.name, fact) for actor, fact in zip(found, facts, strict=True)]
     return sorted(handles, key=lambda handle: handle.facts.rank)
+
+
+def _future_of(ref: object) -> DataProtoFuture:
+    from quadriga.backends.ray.calls.referenced import ReferencedValue
+
+    assert isinstance(ref, ray.ObjectRef)
+    return ReferencedValue([RayPending(ref, source="a reference of Ray")])
+
+
+register_reference(ray.ObjectRef, _future_of)

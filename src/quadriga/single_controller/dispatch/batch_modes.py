@@ -11,41 +11,60 @@ Example: 8 ranks with tp=2 (inner) and dp=4, a batch of 8 rows, `dispatch_info` 
     result rows of part 0, 1, 2, 3, joined in this order
 
 A batch is a `DataProto`, a `DataProtoFuture` or a `TensorDict`. This module does not import them
-when it loads: a value can only be a batch if `tensordict` is imported already.
+when it loads: a value can only be a batch if `tensordict` is imported already. A reference of a
+backend (Ray's `ObjectRef`) is split as the future of its object.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
 from quadriga.errors import DispatchError, LengthError, MeshError
 from quadriga.single_controller.call import Arguments, GroupView, KeywordArguments, Split
 from quadriga.single_controller.dispatch.modes import ModeFunctions
+from quadriga.single_controller.dispatch.unsplit import check_unsplit
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
+    from tensordict import TensorDict, TensorDictBase
     from typing_extensions import TypeIs
 
     from quadriga.protocol import DataProto, DataProtoFuture
 
-    Batch = DataProto | DataProtoFuture | TensorDict
+    Batch = DataProto | DataProtoFuture | TensorDictBase
+    AsFuture = Callable[[object], DataProtoFuture]
+
+_REFERENCES: dict[type, AsFuture] = {}
+"""Class of a backend's references → the function that makes a future of one."""
+
+
+def register_reference(kind: type, as_future: AsFuture) -> None:
+    """Make the modes that split batches split the objects to which references of a class refer.
+
+    `as_future(reference)` returns a future, whose parts are the object itself if it is no batch.
+    """
+    _REFERENCES[kind] = as_future
 
 
 @cache
-def _types() -> tuple[type[DataProto], type[DataProtoFuture], type[TensorDict]]:
-    from tensordict import TensorDict
+def _types() -> tuple[type[DataProto], type[DataProtoFuture], type[TensorDictBase]]:
+    from tensordict import TensorDictBase
 
     from quadriga.protocol import DataProto, DataProtoFuture
 
-    return DataProto, DataProtoFuture, TensorDict
+    return DataProto, DataProtoFuture, TensorDictBase
 
 
 def is_batch(value: object) -> TypeIs[Batch]:
-    """Return whether a dispatch mode that splits batches splits this value."""
+    """Return whether a value is a batch, or the future of one."""
     return "tensordict" in sys.modules and isinstance(value, _types())
+
+
+def is_split(value: object) -> bool:
+    """Return whether a dispatch mode that splits batches splits this value."""
+    return is_batch(value) or type(value) in _REFERENCES
 
 
 # The modes of a mesh
@@ -219,10 +238,12 @@ def split_arguments(
     A batch with padding enabled is filled with copies of its own rows, which `join` removes (see
     `padding`). Another batch that does not divide is split into parts whose lengths differ by one
     if `uneven` is set. Raises `LengthError` if it is not set, or if two batches of the call need
-    different padding.
+    different padding, `DispatchError` for the arguments that `check_unsplit` refuses.
     """
     if not args and not kwargs:
         return (), {}
+    if not any(map(is_split, args)) and not any(map(is_split, kwargs.values())):
+        check_unsplit(view, args, kwargs, is_split)
     split_args = tuple(_split(view, parts, f"argument {i}", a, uneven) for i, a in enumerate(args))
     split_kwargs = {
         name: _split(view, parts, f"argument {name!r}", a, uneven) for name, a in kwargs.items()
@@ -231,8 +252,10 @@ def split_arguments(
 
 
 def _split(
-    view: GroupView, parts: int, where: str, value: object, uneven: bool
+    view: GroupView, parts: int, where: str, argument: object, uneven: bool
 ) -> Sequence[object]:
+    as_future = _REFERENCES.get(type(argument))
+    value = argument if as_future is None else as_future(argument)
     if not is_batch(value):
         return [value] * parts
     from quadriga.protocol import DataProto, DataProtoFuture
