@@ -33,7 +33,7 @@ def test_every_name_can_be_imported(module):
 
 def test_names_are_quadrigas_objects():
     from verl import DataProto
-    from verl.single_controller.base.decorator import Dispatch, register
+    from verl.single_controller.base.decorator import Dispatch
     from verl.single_controller.ray import RayClassWithInitArgs
 
     import quadriga.backends.ray
@@ -41,7 +41,6 @@ def test_names_are_quadrigas_objects():
     import quadriga.single_controller
 
     assert DataProto is quadriga.protocol.DataProto
-    assert register is quadriga.single_controller.register
     assert Dispatch is quadriga.single_controller.Dispatch
     assert RayClassWithInitArgs is quadriga.backends.ray.RayClassWithInitArgs
 
