@@ -45,6 +45,8 @@ def check_unsplit(
                 "DataProto.concat(list(...)).",
             )
         held = _held_batch(value, is_batch)
+        if held is value and held is not None:
+            _refuse(view, f"{where}, one row of a batch. Pass a batch of one row: data[0:1].")
         if held is not None:
             _refuse(
                 view,
@@ -64,6 +66,8 @@ def _refuse(view: GroupView, got: str) -> NoReturn:
 def _held_batch(value: object, is_batch: IsBatch) -> object:
     """Return the first batch, row of a batch or reference in nested containers, else None."""
     items: Iterator[object]
+    if is_batch(value) or _is_row(value):  # before its items: a TensorDict is a Mapping
+        return value
     if isinstance(value, list | tuple | set | frozenset):
         if _PLAIN.issuperset(map(type, value)):  # a list of token ids, in 10 ns an item
             return None
@@ -71,7 +75,7 @@ def _held_batch(value: object, is_batch: IsBatch) -> object:
     elif isinstance(value, Mapping):
         items = iter(value.values())
     else:
-        return value if is_batch(value) or _is_row(value) else None
+        return None
     found = (_held_batch(item, is_batch) for item in items)
     return next((held for held in found if held is not None), None)
 

@@ -1,0 +1,132 @@
+"""Calls of modes that split batches, with arguments that are no batch or hide one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict
+
+from group_fixtures import Starter
+from quadriga.errors import DispatchError
+from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.single_controller import (
+    Dispatch,
+    RankLayout,
+    Worker,
+    register,
+    uneven_dispatch_mode,
+)
+
+
+class Rows(Worker):
+    """Two ranks. Each method returns one row for each row that it receives."""
+
+    def __init__(self):
+        super().__init__()
+        self._register_dispatch_collect_info("train", self.rank, True)
+        self._register_rank_layout(RankLayout.of_rank(self.rank, dp=2))
+
+    def _answer(self, data, times):
+        rows = data if isinstance(data, int) else len(data)
+        return DataProto.from_dict(tensors={"rank": torch.full((rows * times,), self.rank)})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def each(self, data=2, times=1):
+        return self._answer(data, times)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def metric(self, data):
+        return len(data)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def beside(self, data, others, reference):
+        return len(data), len(others[0]), reference
+
+    @register(dispatch_mode=uneven_dispatch_mode())
+    def uneven(self, data):
+        return self._answer(data, 1)
+
+    @register(dispatch_mode=uneven_dispatch_mode("train"))
+    def by_mesh(self, data):
+        return self._answer(data, 1)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def megatron(self, data):
+        return self._answer(data, 1)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def apply(self, function, data):
+        return function(self, data)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def count(self, batches):
+        return sum(map(len, batches))
+
+
+def answer(worker, data):
+    return worker._answer(data, 1)
+
+
+@pytest.fixture(scope="module")
+def group(backend):
+    starter = Starter(backend)
+    yield starter(Rows, 2)
+    starter.end()
+
+
+def batch(count):
+    return DataProto.from_dict(tensors={"row": torch.arange(count)})
+
+
+HIDDEN = {
+    "list with a DataProto": lambda group: [batch(2), batch(2)],
+    "dict with a DataProto": lambda group: {"data": batch(2)},
+    "tuple with a DataProto": lambda group: (1, [{"data": (batch(2),)}]),
+    "list with a DataProtoFuture": lambda group: [group.each.submit(batch(2))],
+    "dict with a TensorDict": lambda group: {"data": batch(2).batch},
+    "one row of a batch": lambda group: batch(2)[0],
+    "generator": lambda group: (batch(2) for _ in range(2)),
+    "list_iterator": lambda group: iter([batch(2)]),
+    "None": lambda group: None,
+}
+
+
+@pytest.mark.parametrize("mode", ["each", "metric", "uneven", "by_mesh", "megatron", "apply"])
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_what_every_rank_would_receive_whole_is_refused(group, mode, kind):
+    function = (answer,) if mode == "apply" else ()
+    expected = rf"Rows\.{mode}: expected a batch to split .*, got .*{kind}"
+    with pytest.raises(DispatchError, match=expected):
+        getattr(group, mode)(*function, HIDDEN[kind](group))
+
+
+def test_a_batch_in_a_keyword_argument_is_named(group):
+    with pytest.raises(DispatchError, match="got argument 'data' of type list"):
+        group.each(times=2, data=[batch(2)])
+
+
+def test_without_a_batch_every_rank_receives_the_values(group):
+    assert group.each().batch["rank"].tolist() == [0, 0, 1, 1]
+    assert group.each(1, 2).batch["rank"].tolist() == [0, 0, 1, 1]
+    assert group.each(1, times=1).batch["rank"].tolist() == [0, 1]
+    assert group.each([5, 6, 7]).batch["rank"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert group.metric("four") == [4, 4]
+
+
+def test_beside_a_batch_every_rank_receives_the_other_values(group):
+    assert group.beside(batch(4), [batch(3)], reference=None) == [(2, 3, None)] * 2
+
+
+def test_the_batch_itself_is_split(group):
+    parts = [batch(2), batch(4)]
+    assert len(group.each(DataProto.concat(parts))) == 6
+    futures = DataProtoFuture.concat([group.each.submit(part) for part in parts])
+    assert len(group.each(futures)) == 6
+    assert group.count(parts) == [6, 6]
+
+
+def test_a_lazily_stacked_tensordict_is_split(group):
+    rows = [TensorDict({"row": torch.tensor(i)}) for i in range(4)]
+    stacked = LazyStackedTensorDict.lazy_stack(rows)
+    assert group.each(stacked).batch["rank"].tolist() == [0, 0, 1, 1]
+    assert group.metric(stacked) == [2, 2]
