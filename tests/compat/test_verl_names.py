@@ -14,11 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from verl_names import LEFT_OUT, PUBLIC
+from verl_names import ESTIMATORS, LEFT_OUT, PUBLIC
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
 from quadriga.compat.verl.names import MODULES
-from quadriga.compat.verl.trainer_names import NOT_OFFERED, TRAINER_MODULES
+from quadriga.compat.verl.not_offered import NO_COUNTERPART, NOT_OFFERED
+from quadriga.compat.verl.trainer_names import TRAINER_MODULES
 from quadriga.errors import ConflictError, FieldError, LengthError
 
 
@@ -51,6 +52,15 @@ def test_the_migration_page_lists_the_names_that_are_left_out():
         assert not set(names.split()) & set(MODULES[module])
         for name in names.split():
             assert is_on_page(name, page), name
+
+
+def test_the_migration_page_lists_the_estimators_that_are_left_out():
+    from verl.trainer.ppo.core_algos import AdvantageEstimator
+
+    page = (Path(__file__).parents[2] / "docs" / "concepts" / "migration.md").read_text()
+    missing = set(ESTIMATORS.split()) - set(AdvantageEstimator.__members__)
+    assert missing == {"OPTIMAL_TOKEN_BASELINE", "TIR_OPTIMAL_TOKEN_BASELINE"}
+    assert all(is_on_page(name, page) for name in missing)
 
 
 def is_on_page(name: str, page: str) -> bool:
@@ -93,15 +103,25 @@ def test_advice_for_names_and_modules_that_are_not_offered():
 
 @pytest.mark.parametrize("use", sorted(set(NOT_OFFERED.values())))
 def test_what_is_advised_exists(use):
-    """Each advice begins with a name that can be imported, or with a reason."""
-    first = use.split(" ")[0].rstrip(";,.")
-    if first in ("no", "ActorRolloutRefWorker", "ActorRolloutRefWorker.export_hf"):
-        return
-    module, _, name = first.rpartition(".")
-    try:
-        importlib.import_module(first)
-    except ImportError:
-        assert getattr(importlib.import_module(module), name) is not None
+    """Each advice begins with a name that can be imported."""
+    found: object = None
+    module, *attributes = use.split(" ")[0].rstrip(";,.").split(".")
+    for number in range(len(attributes), -1, -1):
+        try:
+            found = importlib.import_module(".".join([module, *attributes[:number]]))
+        except ModuleNotFoundError:
+            continue
+        for name in attributes[number:]:
+            found = getattr(found, name)
+        break
+    assert found is not None
+
+
+def test_advice_for_what_has_no_counterpart():
+    with pytest.raises(ModuleNotFoundError, match=r"'verl\.tools'\. Quadriga generates one"):
+        importlib.import_module("verl.tools")
+    assert not set(NO_COUNTERPART) & set(NOT_OFFERED)
+    assert all(reason.endswith(".") for reason in NO_COUNTERPART.values())
 
 
 def test_importing_the_modules_imports_no_library():

@@ -96,6 +96,32 @@ PUBLIC = {
         "RayPPOTrainer apply_kl_penalty compute_advantage compute_response_mask "
         "compute_spec_decode_metrics"
     ),
+    "verl.trainer.ppo.metric_utils": (
+        "RolloutMoELoadBalanceMetricsAccumulator bootstrap_metric calc_maj_val "
+        "compute_data_metrics compute_moe_lb_metrics compute_rollout_moe_load_balance_metrics "
+        "compute_throughout_metrics compute_timing_metrics compute_variance_proxy_metrics "
+        "get_metric_data_with_optional_routed_experts infer_moe_num_experts "
+        "infer_rollout_moe_num_experts process_validation_metrics reduce_metrics"
+    ),
+    "verl.trainer.constants_ppo": ("get_ppo_ray_runtime_env"),
+    "verl.trainer.config": (
+        "AlgoConfig BaseModelConfig CheckpointConfig FilterGroupsConfig HybridRolloutSwitchConfig "
+        "KLControlConfig ProfileConfig RolloutCorrectionConfig"
+    ),
+    "verl.workers.config": (
+        "ActorConfig AgentLoopConfig AutomodelEngineConfig AutomodelOptimizerConfig "
+        "CheckpointEngineConfig CriticConfig CustomAsyncServerConfig DisaggregationConfig "
+        "DistillationConfig DistillationLossConfig DistillationTeacherModelConfig EngineConfig "
+        "EngineRouterReplayConfig FSDPActorConfig FSDPCriticConfig FSDPCriticModelCfg "
+        "FSDPEngineConfig FSDPOptimizerConfig HFModelConfig McoreActorConfig McoreCheckpointConfig "
+        "McoreCriticConfig McoreEngineConfig McoreOptimizerConfig MtpConfig MultiTurnConfig "
+        "OptimizerConfig PolicyLossConfig PrometheusConfig QATConfig QATEngineConfig RewardConfig "
+        "RewardModelConfig RolloutConfig RouterReplayConfig SamplingConfig SandboxFusionConfig "
+        "ServerConfig TorchTitanActorConfig TorchTitanCriticConfig TorchtitanEngineConfig "
+        "TorchtitanOptimizerConfig TraceConfig TrainingWorkerConfig VeOmniActorConfig "
+        "VeOmniCriticConfig VeOmniEngineConfig VeOmniOptimizerConfig"
+    ),
+    "verl.utils.metric": ("AggregationType Metric reduce_metrics"),
     "verl.trainer.ppo.utils": (
         "Role create_rl_dataset create_rl_sampler need_critic need_reference_policy "
         "need_reward_model need_teacher_policy"
@@ -145,18 +171,78 @@ LEFT_OUT = {
     "submit_request",
     "verl.trainer.sft_trainer": "create_sft_dataset",
     "verl.trainer.ppo.ray_trainer": "compute_spec_decode_metrics",
+    "verl.trainer.ppo.metric_utils": "RolloutMoELoadBalanceMetricsAccumulator bootstrap_metric "
+    "calc_maj_val compute_moe_lb_metrics compute_rollout_moe_load_balance_metrics "
+    "compute_variance_proxy_metrics get_metric_data_with_optional_routed_experts "
+    "infer_moe_num_experts infer_rollout_moe_num_experts process_validation_metrics",
+    "verl.utils.metric": "AggregationType Metric",
     "verl.trainer.ppo.utils": "create_rl_dataset create_rl_sampler need_reward_model "
     "need_teacher_policy",
     "verl.workers.engine_workers": "TrainingWorker",
     "verl.utils.fs": "copy_local_path_from_hdfs copy_to_shm get_local_temp_path is_non_local "
     "local_mkdir_safe md5_encode verify_copy",
-    # Of these two, Quadriga has the few functions that worker code imports.
+    # Of these, Quadriga has the few names that worker code imports.
     **{
         module: " ".join(sorted(set(PUBLIC[module].split()) - set(MODULES[module])))
-        for module in ("verl.utils.model", "verl.utils.torch_functional")
+        for module in (
+            "verl.trainer.config",
+            "verl.utils.model",
+            "verl.utils.torch_functional",
+            "verl.workers.config",
+        )
     },
     "verl.trainer.ppo.core_algos": "compute_optimal_token_baseline_advantage "
     "compute_multi_turn_optimal_token_baseline_advantage compute_pf_ppo_reweight_data "
     "compute_policy_loss_dppo_tv compute_policy_loss_dppo_kl compute_policy_loss_dro "
     "compute_policy_loss_reinforce compute_policy_loss_bypass_mode",
+}
+
+# The names of AdvantageEstimator in verl 0.9.1.
+ESTIMATORS = (
+    "GAE GRPO REINFORCE_PLUS_PLUS REINFORCE_PLUS_PLUS_BASELINE REMAX RLOO OPO GRPO_PASSK GPG "
+    "RLOO_VECTORIZED GRPO_VECTORIZED OPTIMAL_TOKEN_BASELINE TIR_OPTIMAL_TOKEN_BASELINE GDPO"
+)
+
+# For each module, the names that it imports from other modules of verl: module → home → names.
+AGAIN = {
+    "verl.trainer.main_ppo": {
+        "verl.trainer.ppo.utils": "need_critic need_reference_policy",
+        "verl.utils.device": "auto_set_device is_cuda_available",
+    },
+    "verl.trainer.main_ppo_v0": {
+        "verl.trainer.ppo.ray_trainer": "RayPPOTrainer",
+        "verl.trainer.ppo.utils": "need_critic need_reference_policy",
+    },
+    "verl.trainer.sft_trainer": {"verl.utils.device": "auto_set_device get_device_name"},
+    "verl.trainer.ppo.metric_utils": {
+        "verl": "DataProto",
+        "verl.utils.metric": "reduce_metrics",
+        "verl.utils.fs": "copy_to_local",
+    },
+    "verl.trainer.ppo.ray_trainer": {
+        "verl": "DataProto",
+        "verl.protocol": "pad_dataproto_to_divisor unpad_dataproto",
+        "verl.trainer.ppo": "core_algos",
+        "verl.trainer.ppo.core_algos": "AdvantageEstimator agg_loss",
+        "verl.trainer.ppo.metric_utils": "compute_data_metrics compute_throughout_metrics "
+        "compute_timing_metrics",
+        "verl.trainer.ppo.utils": "Role WorkerType need_critic need_reference_policy",
+        "verl.utils.metric": "reduce_metrics",
+        "verl.utils.py_functional": "rename_dict",
+        "verl.utils.seqlen_balancing": "calculate_workload get_seqlen_balanced_partitions "
+        "log_seqlen_unbalance",
+        "verl.utils.torch_functional": "masked_mean",
+    },
+    "verl.trainer.ppo.utils": {
+        "verl.single_controller.base": "Worker",
+        "verl.trainer.ppo.core_algos": "AdvantageEstimator",
+    },
+    "verl.workers.engine_workers": {
+        "verl.single_controller.base": "Worker",
+        "verl.single_controller.base.decorator": "Dispatch register "
+        "make_nd_compute_dataproto_dispatch_fn",
+        "verl.utils.device": "get_device_name get_torch_device set_expandable_segments",
+        "verl.utils.py_functional": "append_to_dict",
+    },
+    "verl.utils.torch_functional": {"verl.utils.device": "get_device_name get_torch_device"},
 }

@@ -13,7 +13,8 @@ used.
     algorithms/   advantages, losses, stages        functional   small helper functions
     tensors/      tensors and batches               files        files and tokenizers
     trainer       trainers and entry points         config       settings
-    names, trainer_names    the tables of names
+    names, trainer_names, imported_names    the tables of names
+    not_offered                             what to use for the others
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from dis import opmap
 from importlib.abc import MetaPathFinder
-from types import ModuleType
+from types import FrameType, ModuleType
 
 from quadriga.compat.verl.names import MODULES
-from quadriga.compat.verl.trainer_names import advice
+from quadriga.compat.verl.not_offered import advice
 from quadriga.errors import ConfigError
 from quadriga.single_controller.ranks.environment import preload_in_workers
 
 VERSION = "0.9.1+quadriga"
+_IMPORT_FROM = opmap["IMPORT_FROM"]
 
 
 class AliasModule(ModuleType):
@@ -54,14 +57,25 @@ class AliasModule(ModuleType):
     def __getattr__(self, name: str) -> object:
         sources: dict[str, str] = self.__dict__.get("_sources", {})
         if name not in sources:
-            raise AttributeError(
+            message = (
                 f"{self.__name__!r} has no {name!r} in Quadriga."
-                f"{advice(f'{self.__name__}.{name}')} It has: {', '.join(sources)}."
+                f"{advice(f'{self.__name__}.{name}')} It has: {', '.join(self._offered())}."
             )
+            # In `from module import name`, Python replaces an AttributeError by an ImportError
+            # with a message of its own. `hasattr` and `getattr` need the AttributeError.
+            if _runs_from_import(sys._getframe(1)):
+                raise ImportError(message, name=self.__name__)
+            raise AttributeError(message, name=name, obj=self)
         module, attribute = self._source(name)
         value: object = getattr(module, attribute)
         self.__dict__[name] = value
         return value
+
+    def _offered(self) -> list[str]:
+        """Return the names of this module and of the modules below it."""
+        below = f"{self.__name__}."
+        children = (name.removeprefix(below) for name in MODULES if name.startswith(below))
+        return [*self._sources, *(name for name in children if "." not in name)]
 
     def _source(self, name: str) -> tuple[ModuleType, str]:
         """Return the module that defines a name, and the name there."""
@@ -86,6 +100,12 @@ class AliasModule(ModuleType):
 
     def __reduce__(self) -> tuple[object, ...]:
         return module_named, (self.__name__,)
+
+
+def _runs_from_import(frame: FrameType) -> bool:
+    """Return whether a frame runs the `import name` of `from module import name`."""
+    code = frame.f_code.co_code
+    return 0 <= frame.f_lasti < len(code) and code[frame.f_lasti] == _IMPORT_FROM
 
 
 def module_named(name: str) -> ModuleType:
@@ -119,13 +139,12 @@ def install() -> None:
             "first import of verl, or do not import it.",
             key="quadriga.compat.verl",
         )
-    packages = {name.rpartition(".")[0] for name in MODULES}
     for name, sources in MODULES.items():
         module = AliasModule(name, sources)
         # A module with a `__path__` is a package: `import verl.utils.device` then looks up
-        # `verl.utils` in sys.modules and does not search the disk.
-        if name in packages or any(other.startswith(f"{name}.") for other in MODULES):
-            module.__path__ = []
+        # `verl.utils` in sys.modules and does not search the disk, and `NotOffered` is asked for
+        # modules below one that verl does not have as a package.
+        module.__path__ = []
         sys.modules[name] = module
     # `import a.b` binds only `a`; the attribute `b` of `a` is what `a.b` reads afterwards.
     for name in MODULES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quadriga.compat.verl.imported_names import imported_by
 from quadriga.compat.verl.trainer_names import TRAINER_MODULES
 
 PROTOCOL = "quadriga.protocol"
@@ -215,7 +216,7 @@ _DECORATOR_AGAIN = {
     ),
 }
 
-MODULES: dict[str, dict[str, str]] = {
+_DEFINED: dict[str, dict[str, str]] = {
     "verl": {
         **_all_in(PROTOCOL, "DataProto"),
         **_all_in(f"{COMPAT}.device", "is_npu_available"),
@@ -310,3 +311,6 @@ MODULES: dict[str, dict[str, str]] = {
     },
     **TRAINER_MODULES,
 }
+
+# Own names come first, also in messages, and are not replaced.
+MODULES = {module: {**names, **imported_by(module), **names} for module, names in _DEFINED.items()}

@@ -227,6 +227,11 @@ def run_ppo(config: VerlConfig, task_runner_class: object = TaskRunner) -> objec
         session.close()
 
 
+def get_ppo_ray_runtime_env(config: VerlConfig = None) -> dict[str, dict[str, str]]:
+    """Return what `run_ppo` asks of Ray's processes. `config` is not used."""
+    return {name: dict(value) for name, value in RUNTIME_ENV.items()}
+
+
 def ray_init_arguments(given: VerlConfig) -> dict[str, Any]:
     """Return the arguments of `ray.init`: the user's, and `RUNTIME_ENV` where they are silent."""
     arguments = {} if given is None else plain_values(given)

@@ -1,12 +1,10 @@
-"""The table of verl's trainers, workers and their helpers, and of the names that are not offered.
-
-`NOT_OFFERED` says which of Quadriga's names does the job of a module of verl or of a name in it.
-"""
+"""The table of verl's trainers, workers and their helpers."""
 
 from __future__ import annotations
 
 COMPAT = "quadriga.compat.verl"
 _TRAINER = f"{COMPAT}.trainer"
+_METRICS = f"{COMPAT}.metrics"
 _WORKERS = "quadriga.workers"
 
 _ROLES = {
@@ -28,6 +26,12 @@ _SFT = {
 }
 
 TRAINER_MODULES: dict[str, dict[str, str]] = {
+    "verl.trainer.config": {
+        name: f"{COMPAT}.config_classes:{name}" for name in ("AlgoConfig", "KLControlConfig")
+    },
+    "verl.trainer.constants_ppo": {
+        "get_ppo_ray_runtime_env": f"{_TRAINER}:get_ppo_ray_runtime_env"
+    },
     "verl.trainer.main_ppo": {
         "TaskRunner": f"{_TRAINER}:TaskRunner",
         "main": f"{_TRAINER}:run_ppo",
@@ -44,8 +48,15 @@ TRAINER_MODULES: dict[str, dict[str, str]] = {
         "FSDPSFTTrainer": "quadriga.trainer.sft:SFTTrainer",
     },
     "verl.trainer.sft_trainer": _SFT,
+    "verl.trainer.ppo.metric_utils": {
+        name: f"{_METRICS}:{name}"
+        for name in (
+            "compute_data_metrics",
+            "compute_throughout_metrics",
+            "compute_timing_metrics",
+        )
+    },
     "verl.trainer.ppo.ray_trainer": {
-        **_ROLES,
         "RayPPOTrainer": f"{_TRAINER}:RayPPOTrainer",
         "RayClassWithInitArgs": "quadriga.backends.ray:RayClassWithInitArgs",
         "RayWorkerGroup": f"{COMPAT}.controller.groups:RayWorkerGroup",
@@ -57,12 +68,17 @@ TRAINER_MODULES: dict[str, dict[str, str]] = {
     },
     "verl.trainer.ppo.utils": _ROLES,
     "verl.workers": {},
+    "verl.workers.config": {
+        name: f"{COMPAT}.config_classes:{name}"
+        for name in ("ActorConfig", "FSDPActorConfig", "PolicyLossConfig")
+    },
     "verl.workers.engine_workers": _POLICY,
     "verl.workers.fsdp_workers": {
         **_POLICY,
         "CriticWorker": f"{_WORKERS}:CriticWorker",
     },
     "verl.utils.fs": {"copy_to_local": f"{COMPAT}.files:copy_to_local"},
+    "verl.utils.metric": {"reduce_metrics": f"{_METRICS}:reduce_metrics"},
     "verl.utils.model": {
         name: f"{COMPAT}.tensors.model:{name}"
         for name in (
@@ -88,57 +104,3 @@ TRAINER_MODULES: dict[str, dict[str, str]] = {
         )
     },
 }
-
-_ENGINES = "quadriga.engines (build_engine)"
-_ROLLOUTS = "quadriga.rollout (register an engine of your own in ROLLOUTS)"
-_SETTINGS = "quadriga.config.schema; quadriga train --verl FILE translates settings"
-_REWARDS = "quadriga.rewards (reward.path names a function of yours)"
-_DATA = "quadriga.data (data.train_files)"
-
-NOT_OFFERED: dict[str, str] = {
-    "verl.checkpoint_engine": "quadriga.weight_sync",
-    "verl.models": "quadriga.models, which loads models of transformers",
-    "verl.model_merger": "ActorRolloutRefWorker.export_hf, which writes a Hugging Face folder",
-    "verl.experimental": "quadriga.trainer",
-    "verl.tools": "no module; Quadriga generates one response per prompt",
-    "verl.trainer.config": _SETTINGS,
-    "verl.trainer.distillation": "no module; Quadriga has no distillation loss",
-    "verl.trainer.main_eval": "quadriga.rewards.RewardManager",
-    "verl.trainer.main_ppo.TaskRunnerV1": "verl.trainer.main_ppo.TaskRunner",
-    "verl.trainer.ppo.metric_utils": "quadriga.observability.metrics",
-    "verl.trainer.ppo.reward": _REWARDS,
-    "verl.trainer.ppo.rollout_corr_helper": "quadriga.algorithms.importance",
-    "verl.trainer.ppo.v1": "verl.trainer.ppo.ray_trainer.RayPPOTrainer",
-    "verl.utils.checkpoint": "quadriga.checkpoint",
-    "verl.utils.config": _SETTINGS,
-    "verl.utils.dataset": _DATA,
-    "verl.utils.debug": "quadriga.observability.timing",
-    "verl.utils.fsdp_utils": _ENGINES,
-    "verl.utils.megatron_utils": _ENGINES,
-    "verl.utils.profiler": "quadriga.observability.timing",
-    "verl.utils.reward_score": _REWARDS,
-    "verl.utils.tokenizer": "verl.utils.hf_tokenizer",
-    "verl.utils.tracking": "quadriga.observability.trackers",
-    "verl.utils.ulysses": "no module; sequences are split over data-parallel ranks only",
-    "verl.workers.actor": "quadriga.workers.ActorRolloutRefWorker",
-    "verl.workers.config": _SETTINGS,
-    "verl.workers.critic": "quadriga.workers.CriticWorker",
-    "verl.workers.engine": _ENGINES,
-    "verl.workers.engine_workers.TrainingWorker": "quadriga.workers.CriticWorker or SFTWorker",
-    "verl.workers.fsdp_workers.AsyncActorRolloutRefWorker": "ActorRolloutRefWorker",
-    "verl.workers.fsdp_workers.RewardModelWorker": _REWARDS,
-    "verl.workers.megatron_workers": "verl.workers.fsdp_workers; Quadriga trains with FSDP2",
-    "verl.workers.reward_manager": _REWARDS,
-    "verl.workers.rollout": _ROLLOUTS,
-    "verl.workers.sharding_manager": "quadriga.weight_sync",
-}
-"""Module, or module and name → what to use. A module stands for the modules below it too."""
-
-
-def advice(name: str) -> str:
-    """Return which name of Quadriga does the job of a name of verl, "" if none is known."""
-    while name:
-        if name in NOT_OFFERED:
-            return f" Use {NOT_OFFERED[name]}."
-        name = name.rpartition(".")[0]
-    return ""

@@ -1,0 +1,116 @@
+"""Which name of Quadriga does the job of a name of verl that is not offered."""
+
+from __future__ import annotations
+
+_DATA = "quadriga.data (data.train_files)"
+_ENGINES = "quadriga.engines (build_engine)"
+_MODES = "quadriga.single_controller.register_dispatch_mode and register_execute_mode"
+_PACKING = "quadriga.parallel.packing"
+_REWARDS = "quadriga.rewards (reward.path names a function of yours)"
+_ROLLOUTS = "quadriga.rollout (register an engine of your own in ROLLOUTS)"
+_SETTINGS = "quadriga.config.schema; quadriga train --verl FILE translates settings"
+_TIMING = "quadriga.observability.timing"
+_TOKENS = "quadriga.parallel.costs.CostModel"
+_TRACKERS = "quadriga.observability.trackers"
+
+NOT_OFFERED: dict[str, str] = {
+    "verl.base_config": _SETTINGS,
+    "verl.checkpoint_engine": "quadriga.weight_sync",
+    "verl.experimental": "quadriga.trainer",
+    "verl.model_merger": "quadriga.workers.ActorRolloutRefWorker.export_hf, which writes a Hugging "
+    "Face folder",
+    "verl.models": "quadriga.models, which loads models of transformers",
+    "verl.trainer.config": _SETTINGS,
+    "verl.trainer.main_eval": "quadriga.rewards.RewardManager",
+    "verl.trainer.main_ppo.TaskRunnerV1": "verl.trainer.main_ppo.TaskRunner",
+    "verl.trainer.ppo.metric_utils": "quadriga.observability.metrics",
+    "verl.trainer.ppo.padding_utils": "quadriga.protocol.pad_dataproto_to_divisor",
+    "verl.trainer.ppo.reward": _REWARDS,
+    "verl.trainer.ppo.rollout_corr_helper": "quadriga.algorithms.importance",
+    "verl.trainer.ppo.utils.create_rl_dataset": _DATA,
+    "verl.trainer.ppo.utils.create_rl_sampler": _DATA,
+    "verl.trainer.ppo.utils.need_reward_model": "quadriga.trainer.roles, where a reward model is a "
+    "role of yours",
+    "verl.trainer.ppo.v1": "verl.trainer.ppo.ray_trainer.RayPPOTrainer",
+    "verl.trainer.sft_trainer.create_sft_dataset": _DATA,
+    "verl.trainer.sft_trainer_ray": "quadriga.trainer.sft",
+    "verl.utils.activation_offload": _ENGINES,
+    "verl.utils.attention_utils": _PACKING,
+    "verl.utils.checkpoint": "quadriga.checkpoint",
+    "verl.utils.config": _SETTINGS,
+    "verl.utils.dataset": _DATA,
+    "verl.utils.debug": _TIMING,
+    "verl.utils.distributed": "quadriga.parallel.distributed",
+    "verl.utils.flops_counter": _TOKENS,
+    "verl.utils.fs": "verl.utils.fs.copy_to_local, or pathlib and shutil",
+    "verl.utils.fsdp_utils": _ENGINES,
+    "verl.utils.groupwise": "quadriga.algorithms.groups.make_groups",
+    "verl.utils.hdfs_io": "pathlib and shutil, because files are on this machine",
+    "verl.utils.import_utils": "quadriga.algorithms.user_files (algorithm.user_files)",
+    "verl.utils.kernel": "quadriga.models.log_prob",
+    "verl.utils.logger": _TRACKERS,
+    "verl.utils.logging_utils": "quadriga.observability.quiet",
+    "verl.utils.megatron_utils": _ENGINES,
+    "verl.utils.memory_utils": "quadriga.trainer.memory; quadriga plan shows the memory of a rank",
+    "verl.utils.metric": "quadriga.observability.metrics.MetricSet",
+    "verl.utils.model": "quadriga.models, which loads models of transformers",
+    "verl.utils.net_utils": "verl.single_controller.ray.base.get_master_addr_port",
+    "verl.utils.profiler": _TIMING,
+    "verl.utils.py_functional.DynamicEnum": _MODES,
+    "verl.utils.py_functional.DynamicEnumMeta": _MODES,
+    "verl.utils.py_functional.NestedNamespace": "types.SimpleNamespace",
+    "verl.utils.py_functional.timeout_limit": "quadriga.rewards (reward.timeout_s is the deadline "
+    "of one sample)",
+    "verl.utils.reward_score": _REWARDS,
+    "verl.utils.rollout_trace": "quadriga.observability.samples",
+    "verl.utils.tokenizer": "verl.utils.hf_tokenizer",
+    "verl.utils.torch_dtypes": "quadriga.parallel.device.compute_dtype",
+    "verl.utils.torch_functional": "quadriga.engines and quadriga.models, which compute "
+    "log-probabilities and gradients",
+    "verl.utils.torch_functional.get_unpad_data": _PACKING,
+    "verl.utils.tracking": _TRACKERS,
+    "verl.utils.transferqueue_utils": "quadriga.protocol; batches are by reference without a queue",
+    "verl.utils.vllm": _ROLLOUTS,
+    "verl.version": "verl.__version__",
+    "verl.workers.actor": "quadriga.workers.ActorRolloutRefWorker",
+    "verl.workers.config": _SETTINGS,
+    "verl.workers.critic": "quadriga.workers.CriticWorker",
+    "verl.workers.engine": _ENGINES,
+    "verl.workers.engine_workers.TrainingWorker": "quadriga.workers.CriticWorker or SFTWorker",
+    "verl.workers.fsdp_workers.AsyncActorRolloutRefWorker": "quadriga.workers."
+    "ActorRolloutRefWorker",
+    "verl.workers.fsdp_workers.RewardModelWorker": "quadriga.trainer.roles, where a reward model "
+    "is a role of yours",
+    "verl.workers.megatron_workers": "verl.workers.fsdp_workers; Quadriga trains with FSDP2",
+    "verl.workers.reward_manager": _REWARDS,
+    "verl.workers.rollout": _ROLLOUTS,
+    "verl.workers.sharding_manager": "quadriga.weight_sync",
+    "verl.workers.utils": "quadriga.workers.objectives",
+    "verl.workers.utils.padding": _PACKING,
+}
+"""Module, or module and name → what to use. A module stands for the modules below it too."""
+
+NO_COUNTERPART: dict[str, str] = {
+    "verl.plugin": "Quadriga runs on the device types of PyTorch: CUDA, NPU and CPU.",
+    "verl.tools": "Quadriga generates one response per prompt.",
+    "verl.trainer.distillation": "Quadriga has no distillation loss.",
+    "verl.trainer.main_generation_server": "Quadriga has no server; main generates from a file.",
+    "verl.trainer.ppo.ray_trainer.compute_spec_decode_metrics": "No engine decodes speculatively.",
+    "verl.trainer.ppo.utils.need_teacher_policy": "Quadriga has no distillation loss.",
+    "verl.utils.hf_processor": "Quadriga trains models of text.",
+    "verl.utils.skip": "Quadriga generates in every step.",
+    "verl.utils.ulysses": "Sequences are split over data-parallel ranks only.",
+}
+"""Module, or module and name → why there is no name to use."""
+
+
+def advice(name: str) -> str:
+    """Return which name of Quadriga does the job of a name of verl, or why none does; "" if it is
+    not known."""
+    while name:
+        if name in NOT_OFFERED:
+            return f" Use {NOT_OFFERED[name]}."
+        if name in NO_COUNTERPART:
+            return f" {NO_COUNTERPART[name]}"
+        name = name.rpartition(".")[0]
+    return ""

@@ -1,0 +1,197 @@
+"""The metrics of a batch under verl's names. The numbers are computed by hand.
+
+Four rows, three prompt positions and three response positions. Lengths count `attention_mask`;
+`response_mask` is 0 for the second token of row 1, which a tool wrote:
+
+    row   prompt   response   response_mask   score   reward
+    0     2        2          1 1 0           1       0.5
+    1     3        3          1 0 1           3       2.5
+    2     1        0          0 0 0           8       8      aborted: no response
+    3     2        1          1 0 0           -1      -3
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
+from quadriga.errors import FieldError, LengthError
+from quadriga.protocol import DataProto
+
+ATTENTION = [[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0], [0, 1, 1, 1, 0, 0]]
+MASK = [[1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 0, 0]]
+
+
+def batch(leave_out=(), **non_tensors):
+    tensors = {
+        "prompts": torch.zeros(4, 3, dtype=torch.long),
+        "responses": torch.zeros(4, 3, dtype=torch.long),
+        "attention_mask": torch.tensor(ATTENTION),
+        "response_mask": torch.tensor(MASK),
+        "token_level_scores": torch.tensor([[0, 1.0, 0], [0, 0, 3], [8, 0, 0], [-1, 0, 0]]),
+        "token_level_rewards": torch.tensor([[0, 0.5, 0], [0, 0, 2.5], [8, 0, 0], [-3, 0, 0]]),
+        "advantages": torch.tensor([[1.0, 1, 9], [2, 9, 2], [9, 9, 9], [-1, 9, 9]]),
+        "returns": torch.tensor([[1.0, 2, 9], [3, 9, 4], [9, 9, 9], [0, 9, 9]]),
+        "values": torch.tensor([[1.0, 1, 9], [3, 9, 3], [9, 9, 9], [0, 9, 9]]),
+    }
+    kept = {name: value for name, value in tensors.items() if name not in leave_out}
+    return DataProto.from_dict(tensors=kept, non_tensors=non_tensors)
+
+
+def test_data_metrics():
+    from verl.trainer.ppo.metric_utils import compute_data_metrics
+
+    # Returns 1 2 3 4 0: mean 2, variance 10 / 4. Returns minus values 0 1 0 1 0: variance 1.2 / 4.
+    explained = 1 - (1.2 / 4) / (10 / 4 + 1e-5)
+    assert compute_data_metrics(batch()) == {
+        "critic/score/mean": 1.0,
+        "critic/score/max": 3.0,
+        "critic/score/min": -1.0,
+        "critic/rewards/mean": 0.0,
+        "critic/rewards/max": 2.5,
+        "critic/rewards/min": -3.0,
+        "critic/advantages/mean": 1.0,
+        "critic/advantages/max": 2.0,
+        "critic/advantages/min": -1.0,
+        "critic/returns/mean": 2.0,
+        "critic/returns/max": 4.0,
+        "critic/returns/min": 0.0,
+        "critic/values/mean": pytest.approx(1.6),
+        "critic/values/max": 3.0,
+        "critic/values/min": 0.0,
+        "critic/vf_explained_var": pytest.approx(explained),
+        "response_length/mean": 1.5,
+        "response_length/max": 3.0,
+        "response_length/min": 0.0,
+        "response_length/clip_ratio": 0.25,
+        "response_length_non_aborted/mean": 2.0,
+        "response_length_non_aborted/max": 3.0,
+        "response_length_non_aborted/min": 1.0,
+        "response_length_non_aborted/clip_ratio": pytest.approx(1 / 3),
+        "response/aborted_ratio": 0.25,
+        "prompt_length/mean": 2.0,
+        "prompt_length/max": 3.0,
+        "prompt_length/min": 1.0,
+        "prompt_length/clip_ratio": 0.25,
+    }
+
+
+def test_data_metrics_without_a_critic_and_with_turns():
+    from verl.trainer.ppo.metric_utils import compute_data_metrics
+
+    turns = {"__num_turns__": np.array([1, 2, 3, 6]), "tool_call_counts": np.array([0, 2, 1, 1])}
+    metrics = compute_data_metrics(batch(leave_out=["values"], **turns), use_critic=False)
+    assert not [name for name in metrics if "values" in name or "vf_" in name]
+    assert {name: metrics[name] for name in metrics if name.startswith(("num_", "tool_"))} == {
+        "num_turns/min": 1,
+        "num_turns/max": 6,
+        "num_turns/mean": 3.0,
+        "tool_call_counts/min": 0,
+        "tool_call_counts/max": 2,
+        "tool_call_counts/mean": 1.0,
+    }
+    with pytest.raises(KeyError, match="values"):
+        compute_data_metrics(batch(leave_out=["values"]))
+
+
+def test_metrics_over_no_values_are_nan():
+    """All responses are aborted: nothing is measured, and the lengths are 0."""
+    from verl.trainer.ppo.metric_utils import compute_data_metrics
+
+    data = batch()
+    data.batch["attention_mask"][:, 3:] = 0
+    data.batch["response_mask"][:] = 0
+    metrics = compute_data_metrics(data)
+    for name in ("critic/score/max", "critic/advantages/min", "critic/values/mean"):
+        assert math.isnan(metrics[name]), name
+    assert math.isnan(metrics["critic/vf_explained_var"])
+    assert math.isnan(metrics["response_length_non_aborted/clip_ratio"])
+    assert metrics["response_length/max"] == 0.0
+    assert metrics["response/aborted_ratio"] == 1.0
+
+
+def test_timing_metrics():
+    """6 response tokens; 14 tokens with the prompts."""
+    from verl.trainer.ppo.metric_utils import compute_timing_metrics
+
+    spans = {"gen": 3.0, "ref": 7.0, "update_actor": 1.4, "step": 20.0}
+    assert compute_timing_metrics(batch(), spans) == {
+        "timing_s/gen": 3.0,
+        "timing_s/ref": 7.0,
+        "timing_s/update_actor": 1.4,
+        "timing_s/step": 20.0,
+        "timing_per_token_ms/gen": 500.0,
+        "timing_per_token_ms/ref": 500.0,
+        "timing_per_token_ms/update_actor": pytest.approx(100.0),
+    }
+    every = ("gen", "ref", "values", "adv", "update_critic", "update_actor", "old_log_prob")
+    per_token = compute_timing_metrics(batch(), dict.fromkeys(every, 1.0))
+    assert "timing_per_token_ms/old_log_prob" not in per_token
+    assert sum(name.startswith("timing_per_token_ms/") for name in per_token) == 6
+
+
+def test_timing_metrics_of_a_batch_without_responses():
+    from verl.trainer.ppo.metric_utils import compute_timing_metrics
+
+    data = batch()
+    data.batch["attention_mask"][:, 3:] = 0
+    assert compute_timing_metrics(data, {"gen": 3.0})["timing_per_token_ms/gen"] == 0.0
+
+
+def test_throughput_metrics():
+    from verl.trainer.ppo.metric_utils import compute_throughout_metrics
+
+    data = batch()
+    data.meta_info["global_token_num"] = [4, 6, 1, 3]
+    assert compute_throughout_metrics(data, {"step": 2.0}, n_gpus=2) == {
+        "perf/total_num_tokens": 14,
+        "perf/time_per_step": 2.0,
+        "perf/throughput": 3.5,
+    }
+    with pytest.raises(FieldError, match="'global_token_num'"):
+        compute_throughout_metrics(batch(), {"step": 2.0}, n_gpus=2)
+    with pytest.raises(KeyError, match="'step'"):
+        compute_throughout_metrics(data, {}, n_gpus=2)
+
+
+def test_a_reduced_metric_is_a_mean_or_the_extreme_that_its_name_says():
+    from verl.utils.metric import reduce_metrics
+
+    metrics = {
+        "actor/loss": [1.0, 2.0, 6.0],
+        "actor/grad_norm_max": [1, 5],
+        "reward/min": [2, 1],
+        "tensors": [torch.tensor(1.0), torch.tensor(2.0)],
+        "arrays": np.array([1.0, 4.0]),
+        "nested": [[1, 2], [3, 4]],
+        "one": 3,
+    }
+    reduced = reduce_metrics(metrics)
+    assert reduced is metrics  # as in verl, the dict itself is changed
+    assert reduced == {
+        "actor/loss": 3.0,
+        "actor/grad_norm_max": 5.0,
+        "reward/min": 1.0,
+        "tensors": 1.5,
+        "arrays": 2.5,
+        "nested": 2.5,
+        "one": 3.0,
+    }
+    from verl.trainer.ppo import metric_utils, ray_trainer
+
+    assert metric_utils.reduce_metrics is ray_trainer.reduce_metrics is reduce_metrics
+
+
+def test_metrics_that_cannot_be_reduced_are_named():
+    from verl.utils.metric import reduce_metrics
+
+    assert math.isnan(reduce_metrics({"loss": []})["loss"])
+    with pytest.raises(LengthError, match="'loss_max' has no values"):
+        reduce_metrics({"loss_max": []})
+    for wrong in (["x"], [None], [{"a": 1}]):
+        with pytest.raises(FieldError, match=r"'loss'.*numbers"):
+            reduce_metrics({"loss": wrong})
