@@ -220,6 +220,16 @@ def test_changed_values_survive_a_yaml_round_trip(tmp_path):
     assert load(file=file) == config
 
 
+def test_a_reference_of_other_settings_is_not_written(tmp_path):
+    """Both have data.seed=5; in the second, ${trainer.seed} is 0."""
+    referring, plain = load("trainer.seed=5", "data.seed=${trainer.seed}"), load("data.seed=5")
+    file = tmp_path / "settings.yaml"
+    for config, written in ((referring, "${trainer.seed}"), (plain, "5")):
+        file.write_text(to_yaml(config))
+        assert load(file=file) == config
+        assert f"seed: {written}\n" in file.read_text()
+
+
 def test_secrets_are_masked_and_ordinary_keys_are_not():
     config = load("+algorithm.options.api_key=s3cr3t", "+algorithm.options.hub.token=s3cr3t")
     assert "s3cr3t" not in to_yaml(config)

@@ -6,11 +6,13 @@ was resolved to. A settings object holds values only, so `remember_given` keeps 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from quadriga.config.secrets import is_secret_name, mask_values, remember_secret
 
@@ -40,9 +42,29 @@ def to_yaml(config: DataclassInstance) -> str:
     written = {key: _escaped(value) for key, value in mask_values(values).items()}
     for key, pairs in _interpolated.items():
         for value, text in pairs:
-            if _at(values, key) == value:
+            if _at(values, key) == value and _gives(value, text, written, key):
                 _put(written, key, text)
     return OmegaConf.to_yaml(OmegaConf.create(written))
+
+
+def _gives(value: Plain, text: Plain, written: dict[str, Plain], key: str) -> bool:
+    """Return whether `text` in place of the value at `key` is read as `value` again.
+
+    Other settings of this process may have had the same value from `${other.key}`, which is another
+    value here. A text with a resolver such as `${oc.env:NAME}` is always written: its variable may
+    be gone, and the value may be a secret.
+    """
+    if "${oc." in str(text):
+        return True
+    settings = OmegaConf.create(copy.deepcopy(written))
+    OmegaConf.update(settings, key, text)
+    try:
+        read = OmegaConf.select(settings, key)
+        if OmegaConf.is_config(read):
+            read = OmegaConf.to_container(read, resolve=True)
+    except OmegaConfBaseException:
+        return False
+    return bool(read == value)
 
 
 def remember_given(config: DataclassInstance, given: Mapping[str, Plain]) -> None:
