@@ -77,6 +77,39 @@ CODE = {
         ("dispatch_mode=Dispatch.DP_COMPUTE_PROTO", "dispatch_mode=Dispatch.ONE_TO_ALL"),
         "method add_bonus of TallyWorker has dispatch mode ONE_TO_ALL",
     ),
+    "a method that takes lists": (
+        ("dispatch_mode=Dispatch.DP_COMPUTE_PROTO", "dispatch_mode=Dispatch.ALL_TO_ALL"),
+        "has dispatch mode ALL_TO_ALL, which takes and returns lists with one entry per rank",
+    ),
+    "a method that returns metrics only": (
+        ("dispatch_mode=Dispatch.DP_COMPUTE_PROTO", "dispatch_mode=Dispatch.DP_COMPUTE_METRIC"),
+        "has dispatch mode DP_COMPUTE_METRIC, which returns a list and no batch",
+    ),
+    "a generator": (
+        ("        self.seen += len(data)\n", "        yield data\n"), "is a generator; a stage",
+    ),
+    "a method without the batch": (
+        ("def add_bonus(self, data: DataProto)", "def add_bonus(self)"),
+        "is called with one argument, the batch, but takes (self)",
+    ),
+    "a method that the trainer calls itself": (
+        ('"add_bonus",', '"save_checkpoint",'), "is called by the trainer itself; a stage needs",
+    ),
+    "a method with the name of an attribute of groups": (
+        ("def save_checkpoint", "def world_size"), "has a registered method world_size, but a work",
+    ),
+    "a state that one rank returns": (
+        ("(dispatch_mode=Dispatch.ONE_TO_ALL)\n    def save", "()\n    def save"),
+        "method save_checkpoint of TallyWorker must run on every rank and be waited for",
+    ),
+    "a state that is not waited for": (
+        ("ONE_TO_ALL)\n    def load", "ONE_TO_ALL, blocking=False)\n    def load"),
+        "method load_checkpoint of TallyWorker must run on every rank and be waited for",
+    ),
+    "a state without the step": (
+        ("def save_checkpoint(self, path: str, step: int)", "def save_checkpoint(self, path: str)"),
+        "save_checkpoint of TallyWorker is called with (path, step), but takes (self, path: 'str')",
+    ),
     "a constructor with more arguments": (
         ("config: TallyConfig)", "config: TallyConfig, folder: str)"),
         "the constructor of TallyWorker needs `folder`, but it is given runtime and config",

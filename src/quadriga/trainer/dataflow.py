@@ -19,7 +19,12 @@ from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.protocol import fields
 from quadriga.protocol.fields import StageFields
-from quadriga.trainer.roles.places import scores_come_from_roles, with_added, with_added_parts
+from quadriga.trainer.roles.places import (
+    check_writes,
+    scores_come_from_roles,
+    with_added,
+    with_added_parts,
+)
 from quadriga.trainer.roles.registry import added_stages
 from quadriga.workers.method_fields import (
     COMPUTE_LOG_PROB,
@@ -246,11 +251,13 @@ def _with_roles(
     config: TrainConfig, flow: Sequence[StageFields], *, validation: bool = False
 ) -> tuple[StageFields, ...]:
     """Add the stages of added roles. Where they write the scores, `score_responses` reads them."""
-    added = with_added(flow, added_stages(config, validation=validation))
-    if not scores_come_from_roles(added):
-        return added
-    scored = StageFields("score_responses", reads=(_SCORES,))
-    return tuple(scored if stage.name == scored.name else stage for stage in added)
+    added = added_stages(config, validation=validation)
+    stages = with_added(flow, added)
+    if scores_come_from_roles(stages):
+        scored = StageFields("score_responses", reads=(_SCORES,))
+        stages = tuple(scored if stage.name == scored.name else stage for stage in stages)
+    check_writes(stages, added)
+    return stages
 
 
 def _score_responses(config: TrainConfig, custom_reward: bool) -> StageFields:

@@ -101,5 +101,6 @@ class Sampler:
     def _score_greedy(self, rows: DataProto, n: int) -> DataProto:
         """One greedy response per prompt, scored; `n` neighbouring rows have the same prompt."""
         first_of_each = rows.select_idxs(np.arange(0, len(rows), n))
-        greedy = self.run(stages.generate, first_of_each, self.rollout, "greedy").batch
-        return self.run(stages.score_responses, greedy, self.reward).batch
+        run = self.run.without_updates()
+        greedy = run(stages.generate, first_of_each, self.rollout, "greedy").batch
+        return run(stages.score_responses, greedy, self.reward).batch

@@ -38,6 +38,11 @@ def table(contents: Contents) -> str:
     return "\n".join([head, *(line.rstrip() for line in text), meta])
 
 
+def shapes(contents: Contents) -> dict[str, tuple[str, str]]:
+    """Return field → (shape, dtype) as text, `("[8, *, 2]", "float32")`; `*` is a ragged size."""
+    return {key: _shape_of_column(column) for key, column in _columns(contents)}
+
+
 def _columns(contents: Contents) -> list[tuple[str, Column]]:
     tensors = halves.tensor_columns(contents.batch)
     return [*tensors.items(), *halves.array_columns(contents.arrays).items()]
@@ -46,13 +51,17 @@ def _columns(contents: Contents) -> list[tuple[str, Column]]:
 def _line(key: str, column: Column) -> tuple[str, ...]:
     origins: Iterable[Origin]
     if is_remote(column):
-        shape, dtype = column.spec.describe(len(column.row_map))
         origins = (shard.origin for shard in column.row_map.shards)
     else:
-        value = local_value(column)
-        origins = origins_of(value)
-        shape, dtype = _shape(value)
+        origins = origins_of(local_value(column))
+    shape, dtype = _shape_of_column(column)
     return key, shape, dtype, f"{_nbytes(column):,}", _stored(column), writers(origins)
+
+
+def _shape_of_column(column: Column) -> tuple[str, str]:
+    if is_remote(column):
+        return column.spec.describe(len(column.row_map))
+    return _shape(local_value(column))
 
 
 def _shape(value: LocalValue) -> tuple[str, str]:

@@ -6,6 +6,7 @@
     checks.py        checks of worker classes before any process starts
     start_order.py   the order in which the roles of a run load their models
     stage_runner.py  runs the stages of a step, and those of added roles beside them
+    results.py       checks of what the methods of these stages return
 
 This package may import `trainer.placement`, `trainer.stages`, and every package below `trainer`.
 """

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import CheckpointError, ConfigError
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup
+from quadriga.single_controller.dispatch.modes import MethodRecord
 from quadriga.single_controller.dispatch.register import registered_methods
 from quadriga.trainer.placement import Role
 from quadriga.trainer.roles.registry import AddedRole, is_built_in
 from quadriga.workers.runtime import RankRuntime
 
 INIT, SAVE, LOAD = "init_model", "save_checkpoint", "load_checkpoint"
+_ARGUMENTS = {INIT: (), SAVE: ("path", "step"), LOAD: ("path", "step")}
+"""Methods that the trainer calls on every rank → the names of their arguments."""
+_NO_BATCH = {
+    "ONE_TO_ALL": "which returns a list and no batch",
+    "ALL_TO_ALL": "which takes and returns lists with one entry per rank",
+    "DP_COMPUTE": "which takes and returns lists with one entry per rank",
+    "DP_COMPUTE_METRIC": "which returns a list and no batch",
+    "DP_COMPUTE_PROTO_WITH_FUNC": "which takes a function",
+    "DIRECT_ROLLOUT_METHOD": "which cannot be called through a group",
+}
+"""Dispatch modes that the method of a stage cannot have, and why."""
 
 
 def worker_of(
@@ -105,18 +117,71 @@ def _check_methods(added: AddedRole, cls: type[Worker]) -> None:
             f"role {added.key}: its stages call {', '.join(missing)}, but {cls.__name__} has no "
             "such registered method; define it and mark it with @register"
         )
-    for stage in added.stages:
-        if methods[stage.method].current_dispatch == Dispatch.ONE_TO_ALL:
+    for name in methods:
+        if any(hasattr(WorkerGroup, offered) for offered in (name, f"{added.key}_{name}")):
             raise ConfigError(
-                f"role {added.key}: method {stage.method} of {cls.__name__} has dispatch mode "
-                "ONE_TO_ALL, which returns a list and no batch; use Dispatch.DP_COMPUTE_PROTO"
+                f"role {added.key}: {cls.__name__} has a registered method {name}, but a worker "
+                "group has this attribute itself; rename the method"
             )
+    for stage in added.stages:
+        _check_stage_method(added, cls, methods[stage.method])
+    for name, arguments in _ARGUMENTS.items():
+        if name in methods:
+            _check_call_of_all_ranks(added, cls, methods[name], arguments)
     for one, other in ((SAVE, LOAD), (LOAD, SAVE)):
         if one in methods and other not in methods:
             raise ConfigError(
                 f"role {added.key}: {cls.__name__} has {one} but no registered {other}; a "
                 "checkpoint needs both"
             )
+
+
+def _check_stage_method(added: AddedRole, cls: type[Worker], record: MethodRecord) -> None:
+    name, mode, one_rank = record.name, record.current_dispatch, record.execute_mode.single
+    where = f"role {added.key}: method {name} of {cls.__name__}"
+    if name in _ARGUMENTS:
+        raise ConfigError(f"{where} is called by the trainer itself; a stage needs another method")
+    if mode.name in _NO_BATCH and not one_rank:
+        raise ConfigError(
+            f"{where} has dispatch mode {mode.name}, {_NO_BATCH[mode.name]}; use "
+            "Dispatch.DP_COMPUTE_PROTO"
+        )
+    function = getattr(cls, name)
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(f"{where} is a generator; a stage needs a method that returns a batch")
+    if not _takes(function, ("data",)):
+        raise ConfigError(
+            f"{where} is called with one argument, the batch, but takes "
+            f"{inspect.signature(function)}; change its parameters"
+        )
+
+
+def _check_call_of_all_ranks(
+    added: AddedRole, cls: type[Worker], record: MethodRecord, arguments: Sequence[str]
+) -> None:
+    name = record.name
+    modes = [Dispatch.ONE_TO_ALL] if arguments else [Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL]
+    waits = record.blocking and not record.execute_mode.single
+    if record.current_dispatch not in modes or not waits:
+        raise ConfigError(
+            f"role {added.key}: method {name} of {cls.__name__} must run on every rank and be "
+            "waited for; use @register(dispatch_mode=Dispatch.ONE_TO_ALL)"
+        )
+    if not _takes(getattr(cls, name), arguments):
+        raise ConfigError(
+            f"role {added.key}: method {name} of {cls.__name__} is called with "
+            f"({', '.join(arguments)}), but takes {inspect.signature(getattr(cls, name))}; change "
+            "its parameters"
+        )
+
+
+def _takes(function: Callable[..., object], arguments: Sequence[str]) -> bool:
+    """Whether a method can be called with these arguments by position."""
+    try:
+        inspect.signature(function).bind("self", *arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _arguments(

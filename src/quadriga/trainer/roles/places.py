@@ -54,9 +54,46 @@ def with_added(
 def with_added_parts(
     parts: Sequence[StageFields], added: Sequence[PlacedStage]
 ) -> tuple[StageFields, ...]:
-    """Return stages that a step repeats on other rows, with the added stages beside them."""
-    inserted = _Inserted(added)
+    """Return stages that a step repeats on other rows, with the added stages beside them.
+
+    Updates are left out: they learn from the rows of the batch.
+    """
+    inserted = _Inserted([placed for placed in added if placed.stage.writes])
     return tuple(one for part in parts for one in inserted.around(part))
+
+
+def check_writes(flow: Sequence[StageFields], added: Sequence[PlacedStage]) -> None:
+    """Check that what added stages write is used.
+
+    Raises:
+        ConfigError: a later stage writes the field again before any stage reads it, or a pass
+            computes the same field.
+    """
+    names = {placed.name for placed in added}
+    for number, stage in enumerate(flow):
+        if stage.name not in names:
+            continue
+        for field in stage.writes:
+            user = _next_use(field, flow[number + 1 :])
+            if user is not None:
+                raise ConfigError(
+                    f"stage {stage.name} writes {field}, but stage {user.name} then writes it "
+                    f"again; place {stage.name} after it, or let it write another field",
+                    field=field,
+                )
+
+
+def _next_use(field: str, later: Sequence[StageFields]) -> StageFields | None:
+    """Return the stage that makes the field of no use; None if there is no such stage."""
+    read = False
+    for stage in later:
+        # A pass adds its fields to the batch; it cannot replace one.
+        if field in stage.writes and stage.name in PASSES:
+            return stage
+        read = read or field in (*stage.reads, *stage.reads_if_present)
+        if not read and field in (*stage.writes, *stage.drops):
+            return stage
+    return None
 
 
 def scores_come_from_roles(flow: Sequence[StageFields]) -> bool:
@@ -113,9 +150,11 @@ class _Inserted:
 
     def check_pending(self, placed: PlacedStage) -> None:
         stage = placed.stage
-        if early := self.pending & {*stage.reads, *stage.reads_if_present}:
+        used = {*stage.reads, *stage.reads_if_present, *stage.writes}
+        if early := self.pending & used:
+            verb = "writes" if early <= set(stage.writes) else "reads"
             raise ConfigError(
-                f"stage {placed.name} reads {', '.join(sorted(early))}, but beside "
+                f"stage {placed.name} {verb} {', '.join(sorted(early))}, but beside "
                 f"{stage.neighbour} it runs while this is computed; place it "
                 f"after={COMPUTE_LOG_PROB.name!r}, or before={AFTER_PASSES!r}"
             )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
-from quadriga.errors import FieldError, LengthError, WorkerError
+from quadriga.errors import WorkerError
 from quadriga.protocol import (
     DataProto,
     DataProtoFuture,
@@ -22,6 +22,7 @@ from quadriga.protocol import (
 from quadriga.trainer import stages
 from quadriga.trainer.roles.places import PASSES
 from quadriga.trainer.roles.registry import PlacedStage
+from quadriga.trainer.roles.results import check_metrics, check_result
 from quadriga.trainer.stages import StageResult
 from quadriga.workers.method_fields import GENERATE_SEQUENCES
 from quadriga.workers.roles import GroupMethod
@@ -76,6 +77,14 @@ class StageRunner:
         self.record.log_update(method(batch))
         return self._beside("after", _name(method), batch)
 
+    def without_updates(self) -> StageRunner:
+        """Return a runner that leaves out added stages without `writes`.
+
+        It is for rows that are not those of the batch: greedy responses for reward baselines.
+        """
+        added = [placed for placed in self.added if placed.stage.writes]
+        return StageRunner(added, self.groups, self.record, self.prefix)
+
     def before_passes(self, batch: DataProto) -> DataProto:
         """Run the stages that stand before a pass: all of them before the first one."""
         for name in PASSES:
@@ -121,24 +130,17 @@ class StageRunner:
                 role=placed.role,
                 method=stage.method,
             )
+        check_metrics(placed, result)
         self.record.log_role(f"{self.prefix}{placed.role}/", result)
-        return _written(placed, batch, unpad_dataproto(result, extra)) if stage.writes else batch
+        if not stage.writes:
+            return batch
+        check_result(placed, batch, result, rows=len(inputs))
+        return _written(placed, batch, unpad_dataproto(result, extra))
 
 
 def _written(placed: PlacedStage, batch: DataProto, result: DataProto) -> DataProto:
     """Return the batch with the fields that a stage has returned, in place of its own."""
-    writes, returned = set(placed.stage.writes), {*_tensors(result), *result.non_tensor_batch}
-    if returned != writes:
-        raise FieldError(
-            f"stage {placed.name} declares writes {', '.join(sorted(writes))}, but returned "
-            f"{', '.join(sorted(returned)) or 'no field'}; make both equal",
-            field=min(returned ^ writes),
-        )
-    if len(result) != len(batch):
-        raise LengthError(
-            f"stage {placed.name} got {len(batch)} rows and returned {len(result)}; expected one "
-            "row for each row of the batch"
-        )
+    writes = set(placed.stage.writes)
     present = (*_tensors(batch), *batch.non_tensor_batch)
     kept = _select(batch, [key for key in present if key not in writes])
     kept.meta_info = dict(batch.meta_info)
