@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from run_cases import two_steps
 
@@ -12,7 +14,7 @@ from quadriga.errors import ConfigError
 from quadriga.trainer.memory import plan as plan_module
 from quadriga.trainer.memory.machine import DeviceLimit, available_memory, planned_device
 from quadriga.trainer.memory.plan import PROCESS_BYTES, memory_plan
-from quadriga.trainer.memory.report import check_memory, plan_text, shortage
+from quadriga.trainer.memory.report import check_memory, plan_text, remedies, shortage
 from quadriga.trainer.run.preflight import check_train_config
 
 
@@ -73,6 +75,56 @@ def test_states_are_sharded_over_the_ranks_of_a_role(tiny_task, tmp_path):
     assert shortage(memory_plan(placed, "cpu"), limit) is None
     less = limit_of(limit.size - 1)
     assert "2 × " in shortage(memory_plan(placed, "cpu"), less)
+
+
+def test_the_ranks_of_each_node_are_added(tiny_task, tmp_path):
+    """Pools on different nodes do not share memory."""
+    nodes = ["trainer.nnodes=2", "trainer.n_gpus_per_node=2", "trainer.backend=ray"]
+    apart = ["placement.actor=[0,1]", "placement.rollout=[2,3]"]
+    config = settings(tiny_task, tmp_path, *nodes, *apart)
+    actor, rollout = memory_plan(config, "cpu").pools
+    largest = 2 * max(actor.largest[1], rollout.largest[1])
+    assert shortage(memory_plan(config, "cpu"), limit_of(largest)) is None
+    assert "ranks × GiB = 2 × " in shortage(memory_plan(config, "cpu"), limit_of(largest - 1))
+    uneven = ["placement.actor=[0,1,2]", "placement.rollout=[3]", "data.train_batch_size=12",
+              "actor_rollout_ref.actor.ppo_mini_batch_size=12"]  # fmt: skip
+    config = settings(tiny_task, tmp_path, *nodes, *uneven)
+    actor, rollout = memory_plan(config, "cpu").pools
+    largest = max(2 * actor.largest[1], actor.largest[1] + rollout.largest[1])
+    assert shortage(memory_plan(config, "cpu"), limit_of(largest)) is None
+    assert shortage(memory_plan(config, "cpu"), limit_of(largest - 1)) is not None
+
+
+def test_buckets_of_weights_are_not_larger_than_the_model(tiny_task, tmp_path):
+    ranks = ["trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.rollout=[1]"]
+
+    def buckets(*more) -> int:
+        actor, _ = memory_plan(settings(tiny_task, tmp_path, *ranks, *more), "cpu").pools
+        engine = actor.engines["actor"]
+        held = PROCESS_BYTES["cpu"] + engine.parameters + engine.optimizer
+        return actor.phases["weight sync"] - held - 8 * engine.largest_weight
+
+    weights = only_pool(settings(tiny_task, tmp_path)).engines["actor"].weights
+    assert buckets() == 3 * 4 * weights
+
+
+def test_advice_is_for_the_pool_that_lacks_memory(tiny_task, tmp_path):
+    ranks = ["trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.rollout=[1]",
+             "data.max_response_length=200"]  # fmt: skip
+    config = settings(tiny_task, tmp_path, *ranks)
+    plan = memory_plan(config, "cuda")
+    rollout_only = replace(plan, pools=plan.pools[1:])
+    # The rollout has no actor in its processes with which it could take turns.
+    assert not any("take_turns" in text for text in remedies(config, rollout_only))
+    together = settings(tiny_task, tmp_path)
+    assert any("take_turns" in text for text in remedies(together, memory_plan(together, "cuda")))
+
+
+def test_a_rank_without_a_full_row_has_one(tiny_task, tmp_path):
+    ranks = ["data.train_batch_size=1", "trainer.n_gpus_per_node=8",
+             "actor_rollout_ref.actor.ppo_mini_batch_size=1"]  # fmt: skip
+    plan = memory_plan(settings(tiny_task, tmp_path, *ranks), "cpu")
+    assert plan.missing == () and plan.pools[0].generation.kv_cache > 0
 
 
 def limit_of(size):

@@ -144,7 +144,7 @@ class _Roles:
             return self._update_rows(ACTOR)  # computed in the micro-batches of the update
         section = self.config.critic if role == CRITIC else actor
         size = engine.forward_rows(section.ppo_micro_batch_size_per_gpu)
-        return self._rows(self.batch.sequences // ranks, size)
+        return self._rows(math.ceil(self.batch.sequences / ranks), size)
 
     def _rows(self, count: int, micro_batch: int | None) -> Rows:
         data, samples = self.config.data, self.config.actor_rollout_ref.rollout.n
@@ -162,7 +162,7 @@ class _Roles:
             self.missing.append(f"rollout (engine {rollout.name})")
             return None
         data, limit = config.data, rollout.micro_batch_size
-        count = min(limit, self.batch.sequences // ranks)
+        count = min(limit, math.ceil(self.batch.sequences / ranks))
         prompts = math.ceil(count / rollout.n)
         if data.val_files:
             validated = min(limit, math.ceil(data.val_batch_size / ranks))
@@ -292,11 +292,15 @@ class _Phases:
 
     def _sync_buffers(self) -> int:
         """Return the bytes of one whole weight in both dtypes, and on a CPU of the buckets."""
-        weight = 8 * self.engines[ACTOR].largest_weight
+        engine = self.engines[ACTOR]
+        weight = 8 * engine.largest_weight
         if self.generation is not None or self.device_type != "cpu":
             return weight
-        # A bucket is sent while the next one is filled from its parts.
-        return weight + 3 * (self.config.actor_rollout_ref.rollout.weight_bucket_mb << 20)
+        # A bucket is sent while the next one is filled from its parts. None is larger than the
+        # model, and only a bucket with a single weight is larger than the limit.
+        limit = self.config.actor_rollout_ref.rollout.weight_bucket_mb << 20
+        bucket = min(max(limit, 4 * engine.largest_weight), 4 * engine.weights)
+        return weight + 3 * bucket
 
     def _others(self, own: str) -> int:
         """Return what the other roles hold while `own` computes."""

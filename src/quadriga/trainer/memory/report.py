@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from quadriga.config.schema import Checkpointing, TrainConfig
@@ -9,6 +10,7 @@ from quadriga.engines.memory.states import TrainingMemory
 from quadriga.errors import ConfigError, ModelError
 from quadriga.trainer.memory.machine import GIB, DeviceLimit, device_limit, planned_device
 from quadriga.trainer.memory.plan import (
+    ACTOR,
     CRITIC,
     ROLLOUT,
     MemoryPlan,
@@ -56,23 +58,39 @@ def shortage(plan: MemoryPlan, limit: DeviceLimit, *, states_only: bool = False)
                     f"its device has {gib(limit.size)} GiB ({limit.source})"
                 )
         return None
-    parts = [(p, _ranks_on_fullest_node(p), p.states if states_only else p.largest[1])
-             for p in plan.pools]  # fmt: skip
-    total = sum(count * size for _, count, size in parts)
-    if total <= limit.size:
+    parts = max(_pools_of_nodes(plan, states_only), key=_total)
+    if _total(parts) <= limit.size:
         return None
     sums = " + ".join(
         f"{count} × {gib(size)} ({', '.join(pool.pool.roles)})" for pool, count, size in parts
     )
     what = "parameters, gradients and optimizer states alone" if states_only else "the run"
     return (
-        f"{what} need {gib(total)} GiB on a node: ranks × GiB = {sums}; but {gib(limit.size)} GiB "
-        f"are {limit.source}"
+        f"{what} need {gib(_total(parts))} GiB on a node: ranks × GiB = {sums}; but "
+        f"{gib(limit.size)} GiB are {limit.source}"
     )
 
 
-def _ranks_on_fullest_node(pool: PoolMemory) -> int:
-    return max(pool.pool.ranks_per_node)
+PoolsOfNode = list[tuple[PoolMemory, int, int]]
+"""The pools with ranks on a node, the number of these ranks, and the bytes of one rank."""
+
+
+def _pools_of_nodes(plan: MemoryPlan, states_only: bool) -> list[PoolsOfNode]:
+    # 2 nodes of 4 ranks: the actor's pool has ranks 0 to 5, the critic's ranks 6 and 7.
+    #
+    #   node 0   actor 4
+    #   node 1   actor 2   critic 2
+    nodes: dict[int, PoolsOfNode] = {}
+    for pool in plan.pools:
+        size = pool.states if states_only else pool.largest[1]
+        counts = Counter(rank // plan.ranks_per_node for rank in pool.pool.ranks)
+        for node, count in counts.items():
+            nodes.setdefault(node, []).append((pool, count, size))
+    return list(nodes.values())
+
+
+def _total(parts: PoolsOfNode) -> int:
+    return sum(count * size for _, count, size in parts)
 
 
 def remedies(config: TrainConfig, plan: MemoryPlan) -> list[str]:
@@ -90,7 +108,8 @@ def remedies(config: TrainConfig, plan: MemoryPlan) -> list[str]:
         role = max(trained, key=lambda role: trained[role])
         found += _training_remedies(config, plan, role, pool.engines[role])
     if plan.device_type != "cpu":
-        if pool.generation is not None and not config.actor_rollout_ref.rollout.take_turns:
+        together = pool.generation is not None and ACTOR in pool.engines
+        if together and not config.actor_rollout_ref.rollout.take_turns:
             found.append("set actor_rollout_ref.rollout.take_turns=true")
         found.append("shard over more ranks (trainer.n_gpus_per_node, trainer.nnodes)")
     else:
