@@ -212,6 +212,15 @@ def test_sft_settings():
     assert "needs validation prompts; set data.val_files" in words
 
 
+def test_the_momentum_is_of_muon_only():
+    momentum = f"{ACTOR}.optim.momentum=0.9"
+    words = error_of(check_train_settings, TrainConfig, [momentum])
+    assert f"{ACTOR}.optim.momentum=0.9 is read by {ACTOR}.optim.name=muon only, but" in words
+    check_train_settings(load_config(TrainConfig, [momentum, f"{ACTOR}.optim.name=muon"]))
+    words = error_of(check_train_settings, TrainConfig, ["critic.optim.momentum=1"])
+    assert "critic.optim.momentum must be at least 0 and below 1, got 1.0" in words
+
+
 def test_generate_settings():
     words = error_of(check_generate_settings, GenerateConfig, ["n=3"])
     assert "n=3 greedy responses (sampling.temperature=0) would all be equal" in words

@@ -24,7 +24,7 @@ from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.memory.passes import Rows
 from quadriga.engines.memory.states import TrainingMemory, training_memory
-from quadriga.engines.optimizer import local_shard
+from quadriga.engines.optimizers.rule import local_shard
 
 SIZES = {
     "vocab_size": 384, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,

@@ -30,7 +30,7 @@ def test_offload_frees_every_storage_of_parameters_and_moments(model_folder):
     cases.step(engine)
     shards = [p.to_local() for p in engine.module.parameters()]
     moments = list(engine.optimizer.existing_moments())
-    held = [*shards, *engine.optimizer._shards, *moments]
+    held = [*shards, *engine.optimizer.rules[0]._shards, *moments]
     parameter_bytes = sum(shard.nbytes for shard in shards)
     engine.offload()
     assert [tensor.untyped_storage().nbytes() for tensor in held] == [0] * len(held)

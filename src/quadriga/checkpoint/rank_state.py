@@ -45,6 +45,20 @@ def save_rank_state(
     return [random_file, *write_shard(folder, tensors, extra, origin)]
 
 
+def read_scalars(folder: str | Path, *, step: int | None = None) -> JsonObject:
+    """Return the scalars that rank 0 saved. Raises `CheckpointError` as `load_rank_state`."""
+    first = read_indexes(Path(folder), step=step)[0]
+    try:
+        scalars: JsonObject = {**first.extra["scalars"]}
+    except (KeyError, TypeError) as error:
+        path = first.path.with_suffix(".json")
+        raise CheckpointError(
+            f"{path}: its scalars cannot be read: {error}; resume from another checkpoint",
+            path=str(path),
+        ) from error
+    return scalars
+
+
 def load_rank_state(
     folder: str | Path, tensors: Mapping[str, Tensor], *, rank: int, step: int | None = None
 ) -> JsonObject:

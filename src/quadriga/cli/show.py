@@ -29,6 +29,7 @@ PARTS = {
     "wandb": "trainer.loggers: wandb (extra: wandb)",
     "matplotlib": "the learning curve",
     "peft": "LoRA (extra: lora)",
+    "torchao": "optim.name=adamw_8bit (extra: optim8bit)",
     "math_verify": "rewards for mathematics (extra: math)",
     "vllm": "not implemented in this release",
     "sglang": "not implemented in this release",

@@ -297,6 +297,12 @@ def _check_full_kl(config: TrainConfig) -> None:
 
 
 def _check_optim(key: str, optim: OptimConfig) -> None:
+    if optim.momentum is not None and optim.name != "muon":
+        raise ConfigError(
+            f"{key}.momentum={optim.momentum} is read by {key}.name=muon only, but {key}.name="
+            f"{optim.name}; set {key}.name=muon, or remove {key}.momentum",
+            key=f"{key}.momentum",
+        )
     if optim.total_steps is not None and optim.lr_warmup_steps > optim.total_steps:
         raise ConfigError(
             f"{key}.lr_warmup_steps={optim.lr_warmup_steps} is more than "

@@ -84,7 +84,7 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(("train_size", "val_size", "sft_size"), Range(low=1, high=5_000_000)),
     "memory_gb": Range(low=0.25),  # a process of the reward pool starts with less than 0.1 GiB
     "top_p": Range(low=0, high=1, above=True),
-    "betas": Range(low=0, high=1, below=True),
+    **dict.fromkeys(("betas", "momentum"), Range(low=0, high=1, below=True)),
     "clip_ratio_c": Range(low=1, above=True),
 }  # fmt: skip
 

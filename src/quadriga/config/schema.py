@@ -41,6 +41,7 @@ CorrectionLevel = Literal["none", "token", "sequence", "geometric"]
 CorrectionMode = Literal["truncate", "mask"]
 FailurePolicy = Literal["zero", "mask", "fail"]
 Operation = Literal["+", "-", "*"]
+OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
 # `selective` keeps the outputs of matrix products and attention, true keeps the inputs of layers.
 Checkpointing = bool | Literal["selective"]
 
@@ -81,10 +82,13 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and the schedule of its learning rate."""
+    """The optimizer and the schedule of its learning rate."""
 
+    # adamw_8bit: moments of 8 bits (torchao); muon: for hidden matrices, AdamW for the others
+    name: OptimizerName = "adamw"
     lr: float = 1e-6  # largest learning rate
-    betas: tuple[float, float] = (0.9, 0.999)  # decay rates of the two moments
+    betas: tuple[float, float] = (0.9, 0.999)  # decay rates of the two moments of AdamW
+    momentum: float | None = None  # decay rate of the momentum of muon; None: 0.95
     eps: float = 1e-8  # added to the denominator of the step
     weight_decay: float = 0.01  # decoupled from the gradient
     lr_scheduler: LrSchedulerName = "constant"  # form after the warm-up

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from quadriga.checkpoint.files import SavedFile
 from quadriga.checkpoint.hf_export import export_hf
-from quadriga.checkpoint.rank_state import load_rank_state, save_rank_state
+from quadriga.checkpoint.rank_state import load_rank_state, read_scalars, save_rank_state
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.base import Batch, HeadKind, LossFn, Outputs, TrainEngine
 from quadriga.engines.micro_batches import (
@@ -40,7 +40,9 @@ from quadriga.engines.model_setup import (
     tied_names,
 )
 from quadriga.engines.offload import DeviceMemory
-from quadriga.engines.optimizer import ShardedAdamW, local_shard
+from quadriga.engines.optimizers.choice import build_optimizer
+from quadriga.engines.optimizers.rule import local_shard
+from quadriga.engines.optimizers.sharded import ShardedOptimizer
 from quadriga.engines.schedule import check_schedule
 from quadriga.engines.sharding import (
     MIN_UNIT_PARAMETERS,
@@ -135,13 +137,14 @@ class FSDPEngine:
         self.reduces_each_micro_batch = (
             exceeds_unsharded_limit(module, dtype, reduce_dtype) if reduces is None else reduces
         )
-        self.optimizer: ShardedAdamW | None = None
+        self.optimizer: ShardedOptimizer | None = None
         if optim is not None:
-            self.optimizer = ShardedAdamW(
-                self.module.named_parameters(),
+            self.optimizer = build_optimizer(
+                self.module,
                 optim,
                 total_steps,
                 shard_group=mesh.get_group(SHARD),
+                device=self.device,
             )
         self._memory: DeviceMemory[State] = DeviceMemory(self.device, self._tensors)
         if engine.param_offload:
@@ -190,14 +193,16 @@ class FSDPEngine:
             raise ConfigError("this engine has no optimizer, because it was built with optim=None")
         micro_batches = self._plan(mini_batch, micro_batch_size)
         totals: dict[str, float] = {}
-        with self._on_device("parameters", "moments"), _reference_model(reference) as ref:
+        with self._on_device("parameters"), _reference_model(reference) as ref:
             compute = partial(
                 self._token_model, temperature=temperature, entropy=entropy, reference=ref
             )
             for index, rows in enumerate(micro_batches):
                 self._set_last_backward(index == len(micro_batches) - 1)
                 self._accumulate(mini_batch, rows, loss_fn, totals, compute)
-            norm, rate = self.optimizer.step()
+            # Activations and whole gradients are freed before the moments come to the device.
+            with self._on_device("moments"):
+                norm, rate = self.optimizer.step()
         metrics = sum_metrics_over_ranks(totals)
         metrics |= {
             "grad_norm": norm,
@@ -285,23 +290,25 @@ class FSDPEngine:
         return tensors
 
     def save(self, folder: str | Path, step: int = 0) -> list[SavedFile]:
-        steps = {}
+        scalars: dict[str, object] = {}
         if self.optimizer is not None:
-            steps = {"step": self.optimizer.step_count, "skipped": self.optimizer.skipped}
+            scalars = self.optimizer.scalars()
         with self._on_device("parameters", "moments"):
             return save_rank_state(
-                folder, self._state(), steps, rank=rank(), world_size=world_size(), step=step
+                folder, self._state(), scalars, rank=rank(), world_size=world_size(), step=step
             )
 
     def load(self, folder: str | Path, step: int | None = None) -> None:
+        if self.optimizer is not None:
+            self.optimizer.check_scalars(read_scalars(folder, step=step), folder)
         with self._on_device("parameters", "moments"):
             state = self._state()
-            steps = load_rank_state(folder, state, rank=rank(), step=step)
+            scalars = load_rank_state(folder, state, rank=rank(), step=step)
             if self.optimizer is not None:
                 self.optimizer.load_tensors(
                     {n.removeprefix("optimizer."): t for n, t in state.items()},
-                    step_count=steps["step"],
-                    skipped=steps["skipped"],
+                    step_count=scalars["step"],
+                    skipped=scalars["skipped"],
                 )
 
     def save_hf(self, folder: str | Path) -> None:

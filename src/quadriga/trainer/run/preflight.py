@@ -15,6 +15,7 @@ from quadriga.config.checks import (
 )
 from quadriga.config.schema import RewardConfig, SFTConfig, TrainConfig
 from quadriga.engines import ENGINES
+from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
@@ -34,6 +35,8 @@ def check_train_config(config: TrainConfig) -> None:
         load_user_file(path)
     check_roles_in_settings(config)
     check_train_settings(config, known_names())
+    check_optimizer_packages("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim)
+    check_optimizer_packages("critic.optim", config.critic.optim)
     check_files(config.data.train_files, "data.train_files", needed=True)
     check_files(config.data.val_files, "data.val_files", needed=False)
     check_models(config)
@@ -57,6 +60,7 @@ def check_sft_config(config: SFTConfig) -> None:
     from quadriga.models import check_model_folder
 
     check_sft_settings(config, known_names())
+    check_optimizer_packages("optim", config.optim)
     check_files(config.data.train_files, "data.train_files", needed=True)
     check_files(config.data.val_files, "data.val_files", needed=False)
     require_model_path(config.model.path, "model.path")

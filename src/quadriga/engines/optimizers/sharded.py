@@ -1,0 +1,154 @@
+"""One optimizer step over the parameter shards of a rank: clip, update, count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quadriga.config.schema import OptimConfig
+from quadriga.engines.optimizers.rule import UpdateRule, local_shard
+from quadriga.engines.schedule import learning_rate
+from quadriga.errors import CheckpointError, NonFiniteError
+
+OPTIMIZER = "optimizer"
+"""Key of the optimizer's name in a checkpoint."""
+
+
+class ShardedOptimizer:
+    """Update rules with clipping by the global gradient norm and a learning rate schedule.
+
+    If the gradient norm is not finite, the step is skipped: weights and moments do not change,
+    `skipped` is incremented, and the schedule continues. More than `max_skipped_steps` of them in a
+    row are an error. The norm is the same on all ranks, so all ranks skip, or fail, together.
+
+    Args:
+        rules: each updates some of the parameters; no two update the same.
+        total_steps: optimizer steps of the run, for the schedule.
+        shard_group: the ranks that together hold one copy of the parameters.
+        device: the device of the collectives.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[UpdateRule],
+        config: OptimConfig,
+        total_steps: int | None,
+        *,
+        shard_group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.total_steps = total_steps
+        self.rules = rules
+        self.step_count = 0
+        self.skipped = 0
+        self._skipped_in_a_row = 0
+        self._shard_group = shard_group
+        self._device = device
+
+    def step(self) -> tuple[float, float]:
+        """Clip the gradients, update the weights, and clear the gradients.
+
+        Returns:
+            (gradient norm before clipping, learning rate).
+
+        Raises:
+            NonFiniteError: too many steps in a row were skipped.
+        """
+        rate = learning_rate(self.step_count, self.config, self.total_steps)
+        gradients = [
+            [None if p.grad is None else local_shard(p.grad) for _, p in rule.named]
+            for rule in self.rules
+        ]
+        existing = [g for of_rule in gradients for g in of_rule if g is not None]
+        norm = self._global_norm(existing)
+        if norm.isfinite():
+            limit = self.config.grad_clip
+            if limit > 0 and float(norm) > limit:
+                torch._foreach_mul_(existing, float(limit / (norm + 1e-6)))
+            for rule, of_rule in zip(self.rules, gradients, strict=True):
+                rule.update(of_rule, rate)
+            self._skipped_in_a_row = 0
+        else:
+            self.skipped += 1
+            self._skipped_in_a_row += 1
+        self.step_count += 1
+        for rule in self.rules:
+            for _, parameter in rule.named:
+                parameter.grad = None
+        self._check_skipped(float(norm))
+        return float(norm), rate
+
+    def _check_skipped(self, norm: float) -> None:
+        limit = self.config.max_skipped_steps
+        if limit is not None and self._skipped_in_a_row > limit:
+            raise NonFiniteError(
+                f"the norm of the gradient was not finite in {self._skipped_in_a_row} optimizer "
+                f"steps in a row (the last one: {norm}), and optim.max_skipped_steps={limit}; the "
+                "weights have not changed since. Lower optim.lr, check the rewards and the loss, "
+                "or set max_skipped_steps to null for no bound",
+                step=self.step_count,
+            )
+
+    def _global_norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm of the whole gradient, the same on every rank."""
+        # Three ranks hold the shards of one gradient, with the local norms 1, 2 and 2:
+        #
+        #               rank 0   rank 1   rank 2
+        #   norm²          1        4        4      all-reduce (sum): 9, so the norm is 3 everywhere
+        #   grad_clip 1.5: every rank multiplies its shard by 1.5 / 3 = 0.5
+        #
+        # Norms cannot be summed (1 + 2 + 2 = 5), and clipping by the local norm would scale ranks
+        # 1 and 2 only and turn the gradient. With hybrid sharding every replica holds the reduced
+        # gradient, so only the ranks of one replica (`shard_group`) take part. The sum is in
+        # float64, so that its rounding does not depend on how the gradient is sharded.
+        if not gradients:
+            return torch.zeros(())
+        wide = torch.promote_types(gradients[0].dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide))
+        # Gradients can be in host memory, but collectives are of the device.
+        square = norms.double().square().sum().to(self._device)
+        if self._shard_group is not None and dist.get_world_size(self._shard_group) > 1:
+            dist.all_reduce(square, group=self._shard_group)
+        return square.sqrt()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state as `exp_avg.<parameter>` and so on, sharded like the parameters.
+
+        Before the first step, the moments are zeros.
+        """
+        return {name: tensor for rule in self.rules for name, tensor in rule.tensors().items()}
+
+    def scalars(self) -> dict[str, object]:
+        """Return what a checkpoint holds beside the tensors: counts, and which optimizer it is."""
+        return {"step": self.step_count, "skipped": self.skipped, OPTIMIZER: self.config.name}
+
+    def check_scalars(self, scalars: Mapping[str, object], folder: str | Path) -> None:
+        """Check that the state in a checkpoint is of this optimizer.
+
+        Raises:
+            CheckpointError: it is of another one.
+        """
+        saved = scalars.get(OPTIMIZER, "adamw")  # before there was a choice
+        if saved != self.config.name:
+            raise CheckpointError(
+                f"the optimizer state in {folder} is of optim.name={saved}, but the settings have "
+                f"optim.name={self.config.name}; set optim.name={saved}, or start a new run from "
+                "the exported weights",
+                path=str(folder),
+            )
+
+    def load_tensors(self, state: Mapping[str, Tensor], *, step_count: int, skipped: int) -> None:
+        """Set the state, as `tensors` returns it, and the counts that belong to it."""
+        self.step_count, self.skipped = step_count, skipped
+        for rule in self.rules:
+            rule.load_tensors(state, step_count - skipped)
+
+    def existing_moments(self) -> Iterator[Tensor]:
+        """Yield the tensors of the state that exist on this rank: none before the first step."""
+        for rule in self.rules:
+            yield from rule.existing()

@@ -1,0 +1,203 @@
+"""Each optimizer: the same numbers on any number of ranks, its state, clipping, skipped steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import engine_cases
+import optimizer_cases as cases
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen3MoeConfig
+
+from quadriga.config.schema import ModelConfig
+from quadriga.engines.fsdp import FSDPEngine
+from quadriga.engines.model_setup import simulated_model
+from quadriga.engines.optimizers import check_optimizer_packages
+from quadriga.engines.optimizers.choice import rule_of_each
+from quadriga.errors import CheckpointError, ConfigError, NonFiniteError
+
+NEEDS_TORCHAO = pytest.mark.skipif(not cases.has_torchao(), reason="torchao is not installed")
+NAMES = [
+    pytest.param(name, marks=NEEDS_TORCHAO if name == "adamw_8bit" else ()) for name in cases.NAMES
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A GPT-2, which computes in the dtype of its parameters. Its rows do not divide by 2 or 3."""
+    path = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 201, "n_positions": 33, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    config = GPT2Config(**sizes, n_inner=67, initializer_range=0.1)
+    GPT2LMHeadModel(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def several(request, folder, tmp_path_factory):
+    results = tmp_path_factory.mktemp("ranks")
+    engine_cases.run_ranks(request.param, cases.rank_main, request.param, folder, str(results))
+    found = torch.load(results / f"{request.param}.pt", weights_only=True)
+    return found, results, request.param
+
+
+def weights(engine):
+    return {name: tensor.clone() for name, tensor in engine.state_stream()}
+
+
+def state(engine):
+    return {name: tensor.clone() for name, tensor in engine.optimizer.tensors().items()}
+
+
+def assert_close(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert float((found[name] - tensor).abs().max()) <= tolerance, name
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+# In float32 the rounding of a gradient can change a code of 8 bits, and a weight by 1e-4.
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param("adamw_8bit", "float64", marks=NEEDS_TORCHAO),
+        *product(("adamw", "muon"), cases.DTYPES),
+    ],
+)
+def test_parameters_of_several_ranks_equal_those_of_one(name, dtype, folder, several):
+    found, _, _ = several
+    norms, expected = found[name, dtype]
+    engine = cases.build(folder, name, dtype)
+    assert cases.steps(engine, engine_cases.make_batch()) == pytest.approx(norms, rel=1e-4)
+    assert_close(weights(engine), expected, cases.TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_of_several_ranks_continues_on_one(name, folder, several):
+    found, results, ranks = several
+    engine = cases.build(folder, name, "float64")
+    engine.load(results / f"{ranks} {name}")
+    cases.steps(engine, engine_cases.make_batch(), 1)
+    assert_close(weights(engine), found[name, "float64"][1], 1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(name, folder, tmp_path):
+    rows = engine_cases.make_batch()
+    engine, resumed = cases.build(folder, name), cases.build(folder, name)
+    cases.steps(engine, rows, 2)
+    engine.save(tmp_path)
+    resumed.load(tmp_path)
+    assert_same(state(resumed), state(engine))
+    assert cases.steps(resumed, rows) == cases.steps(engine, rows)
+    assert_same(weights(resumed), weights(engine))
+    assert_same(state(resumed), state(engine))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_of_another_optimizer_is_refused(name, folder, tmp_path):
+    engine = cases.build(folder, name)
+    cases.steps(engine, engine_cases.make_batch(), 1)
+    engine.save(tmp_path)
+    other = "muon" if name == "adamw" else "adamw"
+    expected = rf"is of optim\.name={name}, but the settings have optim\.name={other}; set"
+    with pytest.raises(CheckpointError, match=expected):
+        cases.build(folder, other).load(tmp_path)
+    frozen = FSDPEngine(ModelConfig(path=folder), engine.config)
+    frozen.load(tmp_path)
+    assert_same(weights(frozen), weights(engine))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_skipped_step_changes_neither_weights_nor_state(name, folder):
+    rows = engine_cases.make_batch()
+    damaged = rows | {"weight": rows["weight"] * float("nan")}
+    engine, plain = cases.build(folder, name), cases.build(folder, name)
+    engine.optimizer.config = replace(engine.optimizer.config, max_skipped_steps=1)
+    cases.steps(engine, rows, 1)
+    before = weights(engine), state(engine)
+    cases.steps(engine, damaged, 1)
+    assert_same(weights(engine), before[0])
+    assert_same(state(engine), before[1])
+    with pytest.raises(NonFiniteError, match="2 optimizer steps in a row"):
+        cases.steps(engine, damaged, 1)
+    cases.steps(plain, rows, 1)
+    plain.optimizer.step_count = 3  # the schedule counts skipped steps, the bias correction not
+    assert cases.steps(engine, rows, 1) == cases.steps(plain, rows, 1)
+    assert_same(weights(engine), weights(plain))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_with_offloaded_state_equal_steps_without(name, folder):
+    rows = engine_cases.make_batch()
+    plain, offloaded = cases.build(folder, name), cases.build(folder, name)
+    for parameter in offloaded.module.parameters():
+        parameter.data = parameter.data.clone()  # a file that is mapped cannot be resized
+    offloaded._memory.enabled = True  # the CPU stands in for a device
+    for _ in range(2):
+        offloaded.offload()
+        moments = list(offloaded.optimizer.existing_moments())
+        assert not any(m.untyped_storage().nbytes() for m in moments)
+        assert cases.steps(offloaded, rows, 1) == cases.steps(plain, rows, 1)
+    offloaded.reload()
+    assert_same(weights(offloaded), weights(plain))
+    assert_same(state(offloaded), state(plain))
+
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+PROJECTIONS = [f"self_attn.{p}_proj" for p in "qkvo"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_muon_updates_hidden_matrices(head, tied, tmp_path):
+    config = LlamaConfig(**SIZES, tie_word_embeddings=tied, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    model = simulated_model(ModelConfig(path=str(tmp_path)), head, torch.float32, trained=True)
+    found = rule_of_each(model, "muon")
+    matrices = [*PROJECTIONS, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    expected = {f"model.layers.0.{name}.weight" for name in matrices}
+    assert {name for name, rule in found.items() if rule == "muon"} == expected
+    others = {name for name, _ in model.named_parameters()} - expected
+    assert {name for name, rule in found.items() if rule == "adamw"} == others
+    assert "model.embed_tokens.weight" in others and "model.norm.weight" in others
+
+
+def test_muon_updates_each_expert(tmp_path):
+    Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, moe_intermediate_size=24, num_experts_per_tok=2,
+        architectures=["Qwen3MoeForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    model = simulated_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32, trained=True)
+    found = rule_of_each(model, "muon")
+    matrices = [*(f"{p}.weight" for p in PROJECTIONS), "mlp.gate.weight",
+                "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]  # fmt: skip
+    assert {name for name, rule in found.items() if rule == "muon"} == {
+        f"model.layers.0.{name}" for name in matrices
+    }
+
+
+def test_frozen_parameters_have_no_rule(folder):
+    model = simulated_model(ModelConfig(path=folder), "lm", torch.float32, trained=True)
+    model.transformer.wte.weight.requires_grad_(False)
+    assert "transformer.wte.weight" not in rule_of_each(model, "adamw")
+
+
+def test_a_missing_package_is_named_with_the_command(folder, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    expected = r"critic\.optim\.name=adamw_8bit needs .* pip install 'quadriga\[optim8bit\]'"
+    with pytest.raises(ConfigError, match=expected) as caught:
+        check_optimizer_packages("critic.optim", cases.optim("adamw_8bit"))
+    assert caught.value.key == "critic.optim.name"
+    with pytest.raises(ConfigError, match="torchao, which is not installed"):
+        cases.build(folder, "adamw_8bit")
+    check_optimizer_packages("critic.optim", cases.optim("muon"))
