@@ -95,6 +95,24 @@ def test_a_file_is_translated(file, monkeypatch):
     assert config.critic == TrainConfig().critic  # grpo needs no critic
 
 
+def test_optimizers_offload_and_checkpointing_are_translated():
+    verl = {
+        "actor_rollout_ref": {
+            "model": {"enable_gradient_checkpointing": True},
+            "actor": {"optim": {"optimizer": "AdamW8bit"}, "fsdp_config": {"offload_policy": True}},
+            "ref": {"fsdp_config": {"offload_policy": True}},
+        },
+        "algorithm": {"adv_estimator": "grpo"},
+    }
+    policy = translate(TrainConfig, TRAIN, verl).config.actor_rollout_ref
+    assert policy.model.gradient_checkpointing is True
+    assert policy.actor.optim.name == "adamw_8bit"
+    assert policy.actor.engine.offload_policy and policy.ref.engine.offload_policy
+    verl["actor_rollout_ref"]["actor"]["optim"]["optimizer"] = "Adam"
+    with pytest.raises(ConfigError, match=r"optim\.name must be one of adamw, .*, got 'Adam'"):
+        translate(TrainConfig, TRAIN, verl)
+
+
 def test_a_critic_is_translated_where_the_estimator_needs_one(file):
     config = read_verl(TrainConfig, TRAIN, file, ["algorithm.adv_estimator=gae"]).config
     assert config.critic.optim.lr == 5e-5

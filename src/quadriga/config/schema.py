@@ -42,7 +42,6 @@ CorrectionMode = Literal["truncate", "mask"]
 FailurePolicy = Literal["zero", "mask", "fail"]
 Operation = Literal["+", "-", "*"]
 OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
-# `selective` keeps the outputs of matrix products and attention, true keeps the inputs of layers.
 Checkpointing = bool | Literal["selective"]
 
 # Keyword arguments for a function of the user's own: the names and types are up to that function.
@@ -112,7 +111,8 @@ class EngineConfig:
     # step; None: if whole gradients and parameters would take more than 4 GiB on each rank
     reduce_each_micro_batch: bool | None = None
     param_offload: bool = False  # keep parameters in host memory between calls
-    optimizer_offload: bool = False  # keep optimizer state in host memory between calls
+    optimizer_offload: bool = False  # keep optimizer state in host memory between optimizer steps
+    offload_policy: bool = False  # parameters, gradients, optimizer state and its step on the host
     fsdp_size: int = -1  # ranks over which one copy of the parameters is sharded; -1: all
     use_dynamic_bsz: bool = True  # cut micro-batches by tokens, not by number of sequences
     max_tokens_per_micro_batch: int = 16384  # tokens, if use_dynamic_bsz

@@ -130,6 +130,7 @@ class FSDPEngine:
             compute_dtype=dtype,
             reduce_dtype=reduce_dtype,
             reshard_after_forward=engine.reshard_after_forward,
+            on_host=engine.offload_policy,
             min_unit_parameters=min_unit_parameters,
         )
         self._units = fsdp_units(self.module)
@@ -273,7 +274,9 @@ class FSDPEngine:
     def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
         with self._on_device("parameters"):
             for name, tensor in self._weights():
-                yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                # A shard in host memory is copied to the device, where collectives run.
+                shard = tensor.to(self.device)
+                yield name, shard.full_tensor() if isinstance(shard, DTensor) else shard
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.module.named_parameters():
@@ -362,11 +365,15 @@ class FSDPEngine:
             unit.reshard()
 
     def _tensors(self, state: State) -> Iterator[Tensor]:
-        """Yield the tensors of a state that exist. There are no moments before the first step."""
+        """Yield the tensors of a state on the device. There are no moments before the first step.
+
+        With `engine.offload_policy`, only buffers are on the device.
+        """
+        on_device = not self.config.offload_policy
         if state == "parameters":
-            yield from map(local_shard, self.module.parameters())
+            yield from map(local_shard, self.module.parameters() if on_device else ())
             yield from self.module.buffers()
-        elif self.optimizer is not None:
+        elif self.optimizer is not None and on_device:
             yield from self.optimizer.existing_moments()
 
 

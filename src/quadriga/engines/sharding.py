@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
@@ -40,9 +46,13 @@ def shard_model(
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool,
+    on_host: bool = False,
     min_unit_parameters: int = MIN_UNIT_PARAMETERS,
 ) -> ShardedModel:
     """Shard `model` in place over `mesh`, one FSDP unit for each large layer, and return it.
+
+    With `on_host`, parameter shards and their gradients are in host memory. A unit is copied to the
+    device when it is gathered, and each reduced gradient is copied back and added on the host.
 
     Gradients become sums over ranks. FSDP averages them by default, but a loss here is a share of
     the mini-batch's loss (`engines.base.LossFn`), and shares must be added.
@@ -50,12 +60,20 @@ def shard_model(
     # Three ranks with the shares .2, .3 and .1 of the loss: the mini-batch's loss is .6. FSDP's
     # default divides by the world size and would give the gradient of .2.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+    place = OffloadPolicy()
+    if on_host:
+        # Copies from and to pinned memory overlap with computation.
+        place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for layer in decoder_layers(model):
         if sum(p.numel() for p in layer.parameters()) >= min_unit_parameters:
             fully_shard(
-                layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
+                layer,
+                mesh=mesh,
+                mp_policy=policy,
+                offload_policy=place,
+                reshard_after_forward=reshard_after_forward,
             )
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=place)
     for unit in fsdp_units(model):
         unit.set_gradient_divide_factor(1.0)
         # Gloo has no reduce operation that also scales, so FSDP must use a plain sum.

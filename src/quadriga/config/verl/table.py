@@ -75,6 +75,7 @@ DTYPE = named({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half":
 DEVICE = named({"cuda": "auto"})
 LOSS = named({"vanilla": "ppo_clip", "gspo": "gspo_token"})
 ESTIMATOR = named({"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"})
+OPTIMIZER = named({"AdamW": "adamw", "AdamW8bit": "adamw_8bit", "Muon": "muon"})
 RESUME = named({"resume_path": LEAVE})  # then `resume_from_path` is the value
 TRACKERS = {
     "console": "console",
@@ -102,6 +103,7 @@ def other_loggers(value: object) -> Sequence[str]:
 
 def _optim(verl: str, ours: str) -> dict[str, Row]:
     return {
+        f"{verl}.optimizer": to(f"{ours}.name", convert=OPTIMIZER),
         f"{verl}.lr": to(f"{ours}.lr"),
         f"{verl}.betas": to(f"{ours}.betas"),
         f"{verl}.weight_decay": to(f"{ours}.weight_decay"),
@@ -119,6 +121,7 @@ def _engine(verl: str, ours: str) -> dict[str, Row]:
     return {
         f"{verl}.param_offload": to(f"{ours}.param_offload"),
         f"{verl}.optimizer_offload": to(f"{ours}.optimizer_offload"),
+        f"{verl}.offload_policy": to(f"{ours}.offload_policy"),
         f"{verl}.reshard_after_forward": to(f"{ours}.reshard_after_forward"),
         f"{verl}.fsdp_size": to(f"{ours}.fsdp_size"),
         f"{verl}.dtype": to(f"{ours}.dtype", convert=DTYPE),

@@ -1,0 +1,146 @@
+"""The formulas of the update rules, on plain parameters against independent references."""
+
+from __future__ import annotations
+
+import math
+
+import optimizer_cases as cases
+import pytest
+import torch
+from torch import nn
+
+from quadriga.config.schema import OptimConfig
+from quadriga.engines.optimizers.adamw import AdamW
+from quadriga.engines.optimizers.adamw_8bit import AdamW8bit, block_size
+from quadriga.engines.optimizers.muon import Muon
+from quadriga.engines.optimizers.newton_schulz import newton_schulz
+from quadriga.engines.optimizers.state_bytes import state_bytes
+
+CPU = torch.device("cpu")
+SHAPES = [(6, 4), (4, 6), (5, 5), (3, 4, 6)]
+
+
+def orthogonal(matrix):
+    """Apply the quintic polynomial to the singular values, five times."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / matrix.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ torch.diag(s) @ v
+
+
+def random(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_newton_schulz_moves_singular_values(shape):
+    matrices = random(*shape)
+    found = newton_schulz(matrices)
+    for one, matrix in zip(
+        found.view(-1, *shape[-2:]), matrices.view(-1, *shape[-2:]), strict=True
+    ):
+        assert torch.allclose(one, orthogonal(matrix), atol=1e-10)
+    wide = newton_schulz(random(8, 64))
+    assert all(0.6 < value < 1.3 for value in torch.linalg.svdvals(wide).tolist())
+
+
+def test_a_gradient_of_zero_has_the_direction_zero():
+    assert not newton_schulz(torch.zeros(3, 4)).any()
+    assert newton_schulz(torch.zeros(0, 3, 4)).shape == (0, 3, 4)
+
+
+def naive_muon(weight, gradients, *, lr, momentum, decay):
+    """Return the weight after one update for each gradient, one matrix at a time."""
+    if weight.dim() == 3:
+        each = [(w, [g[e] for g in gradients]) for e, w in enumerate(weight)]
+        return torch.stack(
+            [naive_muon(w, g, lr=lr, momentum=momentum, decay=decay) for w, g in each]
+        )
+    moment = torch.zeros_like(weight)
+    for gradient in gradients:
+        moment = momentum * moment + (1 - momentum) * gradient
+        direction = orthogonal((1 - momentum) * gradient + momentum * moment)
+        scale = 0.2 * math.sqrt(max(weight.shape))
+        weight = weight - lr * decay * weight - lr * scale * direction
+    return weight
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("momentum", [None, 0.8])
+def test_muon_equals_the_formula(shape, momentum):
+    config = OptimConfig(name="muon", lr=0.1, weight_decay=0.2, momentum=momentum)
+    parameter = nn.Parameter(random(*shape))
+    gradients = [random(*shape, seed=seed) for seed in (1, 2, 3)]
+    expected = naive_muon(
+        parameter.detach(), gradients, lr=0.1, momentum=momentum or 0.95, decay=0.2
+    )
+    rule = Muon([("w", parameter)], config, shard_group=None, device=CPU)
+    for gradient in gradients:
+        rule.update([gradient], 0.1)
+    assert torch.allclose(parameter, expected, atol=1e-10)
+
+
+def test_muon_agrees_with_that_of_torch():
+    """Torch's version computes Newton-Schulz in bfloat16, which has a relative error of 1e-2."""
+    ours, theirs = (nn.Parameter(random(16, 24).float()) for _ in range(2))
+    before = ours.detach().clone()
+    rule = Muon([("w", ours)], OptimConfig(name="muon"), shard_group=None, device=CPU)
+    muon = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    for seed in (1, 2):
+        gradient = random(16, 24, seed=seed).float()
+        rule.update([gradient], 0.1)
+        theirs.grad = gradient.clone()
+        muon.step()
+    change, expected = ours - before, theirs - before
+    assert float(((change - expected).norm() / expected.norm()).detach()) < 0.02
+
+
+def test_parameters_without_gradient_do_not_change():
+    parameter = nn.Parameter(random(4, 6))
+    before = parameter.detach().clone()
+    rule = Muon([("w", parameter)], OptimConfig(name="muon"), shard_group=None, device=CPU)
+    rule.update([None], 0.1)
+    assert torch.equal(parameter, before) and not list(rule.existing())
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((64, 256), 256),
+        ((64, 896), 128),
+        ((64, 64), 64),
+        ((4, 16, 192), 256),  # rows of 16 · 192 elements
+        ((64, 96), None),  # gcd 32
+        ((64, 100), None),
+        ((16384,), None),
+        ((8, 256), None),  # 2048 elements
+    ],
+)
+def test_blocks_of_eight_bits_do_not_cross_rows(shape, block):
+    assert block_size(shape) == block
+
+
+@pytest.mark.skipif(not cases.has_torchao(), reason="torchao is not installed")
+def test_eight_bits_follow_adamw_with_a_quarter_of_its_state():
+    config = OptimConfig(lr=0.01, weight_decay=0.1)
+    start = random(64, 512).float()
+    wide, narrow = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    rules = AdamW([("w", wide)], config), AdamW8bit([("w", narrow)], config)
+    for seed in range(5):
+        gradient = random(64, 512, seed=seed).float()
+        for rule in rules:
+            rule.update([gradient.clone()], 0.01)
+    change, expected = narrow - start, wide - start
+    error = float(((change - expected).norm() / expected.norm()).detach())
+    assert 0 < error < 0.05
+    sizes = [sum(tensor.nbytes for tensor in rule.existing()) for rule in rules]
+    assert sizes == [8 * wide.numel(), 2 * wide.numel() + 2 * 4 * wide.numel() // 256]
+    for name, size in zip(("adamw", "adamw_8bit"), sizes, strict=True):
+        assert state_bytes(name, wide.shape, 64, torch.float32) == size
+
+
+def test_muon_has_one_moment():
+    assert state_bytes("muon", (64, 512), 8, torch.float32) == 8 * 512 * 4
+    assert state_bytes("adamw", (512,), 64, torch.float32) == 2 * 64 * 4
