@@ -23,6 +23,7 @@ from quadriga.compat.verl.names import MODULES
         ("from verl.trainer.config import FilterGroupsConfig", r"Use quadriga\.config\.schema"),
         ("import verl.utils.import_utils", r"Use quadriga\.algorithms\.user_files"),
         ("from verl.trainer.ppo.metric_utils import bootstrap_metric", r"Use quadriga\.obs"),
+        ("from verl.trainer.main_ppo_v0 import run_ppo", r"Import it from verl\.trainer\.main_p"),
         ("from verl.trainer import nothing", r"has no 'nothing' in Quadriga"),
     ],
 )

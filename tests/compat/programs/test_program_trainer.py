@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_runs import make_task, verl_settings
 from verl import DataProto
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.core_algos import (
@@ -191,44 +192,10 @@ def test_the_arguments_of_ray_init_are_merged():
     assert ray_init_arguments(None)["runtime_env"]["env_vars"]["NCCL_DEBUG"] == "WARN"
 
 
-def verl_settings(task, folder):
-    """Settings of verl for one step on one rank."""
-    return {
-        "data": {
-            "train_files": str(task / "data" / "train.parquet"),
-            "train_batch_size": 4,
-            "max_response_length": 6,
-        },
-        "actor_rollout_ref": {
-            "model": {"path": str(task / "base")},
-            "actor": {"ppo_mini_batch_size": 4, "optim": {"lr": 1e-3}, "use_kl_loss": False},
-            "rollout": {"name": "vllm", "n": 2, "gpu_memory_utilization": 0.4},
-        },
-        "algorithm": {"adv_estimator": "grpo"},
-        "trainer": {
-            "total_training_steps": 1,
-            "n_gpus_per_node": 1,
-            "device": "cpu",
-            "logger": ["file"],
-            "default_local_dir": str(folder / "run"),
-        },
-    }
-
-
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    from quadriga.config.loading import load_config
-    from quadriga.config.schema import ArithmeticDataConfig
-    from quadriga.trainer.make_data import run_make_data
-
     folder = tmp_path_factory.mktemp("task")
-    settings = [
-        f"output={folder / 'data'}",
-        f"model_output={folder / 'base'}",
-        *("train_size=16", "val_size=4", "sft_size=8", "max_number=5"),
-        *("hidden_size=32", "num_layers=1", "num_heads=2", "intermediate_size=32"),
-    ]
-    run_make_data(load_config(ArithmeticDataConfig, settings))
+    make_task(folder)
     return folder
 
 

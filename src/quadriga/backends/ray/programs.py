@@ -69,28 +69,32 @@ class ProgramActor:
         Args:
             search_path: where the controller finds modules.
             preload: modules to import first.
-            sent: (class, name of the method, arguments), pickled.
+            sent: (function to call first, class, name of the method, arguments), pickled.
         """
         sys.path.extend(path for path in search_path if path not in sys.path)
         for module in preload:
             importlib.import_module(module)
         # Unpickled here and not by Ray, because it imports the user's modules.
-        cls, method, args = pickle.loads(sent)
+        first, cls, method, args = pickle.loads(sent)
+        if first is not None:
+            first()
         return getattr(cls(), method)(*args)
 
 
-def run_in_actor(cls: object, method: str, *args: object) -> object:
+def run_in_actor(
+    cls: object, method: str, *args: object, first: Callable[[], object] | None = None
+) -> object:
     """Build a class in an actor, call one method, end the actor, and return the method's value.
 
-    `cls`: a class, or the result of `ray.remote(cls)`, whose options are the actor's. Raises what
-    the method raised.
+    `cls`: a class, or the result of `ray.remote(cls)`, whose options are the actor's. `first`: a
+    function that the actor calls before it builds the class. Raises what the method raised.
 
     The actor needs no CPU, unless a node has none: that node, a head node as a rule, is kept free
     of it by asking for one.
     """
     send_code_of_loaded_files()
     sent = cloudpickle.dumps(  # type: ignore[no-untyped-call]  # untyped in Ray
-        (plain_class(cls), method, args)
+        (first, plain_class(cls), method, args)
     )
     given: Mapping[str, object] = getattr(cls, "_default_options", None) or {}
     factory = cast("ActorFactory", ray.remote(ProgramActor))

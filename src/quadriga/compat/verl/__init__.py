@@ -58,8 +58,8 @@ class AliasModule(ModuleType):
         sources: dict[str, str] = self.__dict__.get("_sources", {})
         if name not in sources:
             message = (
-                f"{self.__name__!r} has no {name!r} in Quadriga."
-                f"{advice(f'{self.__name__}.{name}')} It has: {', '.join(self._offered())}."
+                f"{self.__name__!r} has no {name!r} in Quadriga.{self._advice(name)} It has: "
+                f"{', '.join(self._offered()) or 'no names'}."
             )
             # In `from module import name`, Python replaces an AttributeError by an ImportError
             # with a message of its own. `hasattr` and `getattr` need the AttributeError.
@@ -70,6 +70,13 @@ class AliasModule(ModuleType):
         value: object = getattr(module, attribute)
         self.__dict__[name] = value
         return value
+
+    def _advice(self, name: str) -> str:
+        """Return in which module of verl a name is, or what to use in its place."""
+        home = next((other for other, names in MODULES.items() if name in names), None)
+        if home is not None:
+            return f" Import it from {home}."
+        return advice(f"{self.__name__}.{name}")
 
     def _offered(self) -> list[str]:
         """Return the names of this module and of the modules below it."""

@@ -12,52 +12,49 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
-from quadriga.algorithms.advantages import get_advantage
-from quadriga.backends import get_backend
 from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
 from quadriga.backends.ray.cluster import ensure_ray
 from quadriga.backends.ray.programs import run_in_actor, write_timeline
 from quadriga.compat.verl.config import VerlConfig, setting
 from quadriga.compat.verl.controller.groups import RayWorkerGroup
 from quadriga.compat.verl.controller.pools import ResourcePoolManager
+from quadriga.compat.verl.run_roles import (
+    check_called,
+    check_stages,
+    pools_of,
+    worker_classes,
+)
+from quadriga.compat.verl.run_settings import (
+    need_critic,
+    need_reference_policy,
+    settings_of,
+    train_settings,
+)
 from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
-from quadriga.config.verl.settings import plain_values, translate
-from quadriga.config.verl.table import ESTIMATOR, GENERATE, SFT, TRAIN, Row
+from quadriga.config.verl.settings import plain_values
+from quadriga.config.verl.table import GENERATE, SFT
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto, fields
-from quadriga.single_controller import Worker
-from quadriga.single_controller.ranks.class_with_args import plain_class
 from quadriga.trainer.placement import ResourcePoolManager as QuadrigaPools
 from quadriga.trainer.placement import Role
 from quadriga.trainer.ppo import RayPPOTrainer as QuadrigaTrainer
+from quadriga.trainer.roles.registry import register_again, registered_for
 from quadriga.trainer.run.preflight import check_train_config
-from quadriga.trainer.run.role_workers import use_gpu
 from quadriga.trainer.stages import BatchReward
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
 
-C = TypeVar("C", TrainConfig, SFTConfig, GenerateConfig)
 PoolManager: TypeAlias = "ResourcePoolManager[Role] | QuadrigaPools"
 
 RUNTIME_ENV = {
     "env_vars": {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN"},
 }
 """What `run_ppo` asks of Ray's processes, unless `ray_kwargs` says otherwise."""
-
-
-def settings_of(config: VerlConfig, cls: type[C], table: Mapping[str, Row], tell: bool = True) -> C:
-    """Return our settings: `config` itself, or its translation. `tell`: report on stderr."""
-    if isinstance(config, cls):
-        return config
-    translation = translate(cls, table, plain_values(config))
-    if tell:
-        print(translation.report(), file=sys.stderr)
-    return translation.config
 
 
 class RewardOfTensors:
@@ -133,30 +130,34 @@ class RayPPOTrainer(QuadrigaTrainer):
                 "groups of your own class in a loop of your own",
                 key="ray_worker_group_cls",
             )
-        ours = settings_of(config, TrainConfig, TRAIN)
+        ours = train_settings(config)
         # verl's default is "cuda", also where a program runs on CPUs.
         device = ours.trainer.device if device_name in (None, "cuda") else device_name
         _check_tokenizer(tokenizer, ours)
+        classes = role_worker_mapping or {}
+        check_called(classes, ours, "role_worker_mapping")
+        if resource_pool_manager is not None:
+            check_called(resource_pool_manager.mapping, ours, "the mapping of roles to pools")
         check_train_config(ours)
         super().__init__(
             ours,
-            role_worker_mapping=worker_classes(role_worker_mapping or {}),
-            resource_pool_manager=_pools(resource_pool_manager, device),
+            role_worker_mapping=worker_classes(classes),
+            resource_pool_manager=pools_of(resource_pool_manager, ours, device),
             reward_fn=_reward(reward_fn),
         )
 
 
-def worker_classes(mapping: Mapping[Role, object]) -> dict[Role, type[Worker]]:
-    """Return the worker class of each role, also for the results of `ray.remote`."""
-    return {role: plain_class(cls) for role, cls in mapping.items()}
-
-
 class TaskRunner:
-    """Runs one training. A subclass replaces hooks.
+    """Runs one training. A subclass replaces hooks, or adds some.
+
+    Before the trainer is made, `run` calls with the configuration: the hooks of this class, in the
+    order in which they stand here, then those that a subclass adds under a name `add_…_worker` or
+    `add_…_resource_pool`, and `init_resource_pool_mgr` last.
 
     Attributes:
         role_worker_mapping: role → worker class, or the result of `ray.remote(class)`.
-        mapping: role → name of its pool.
+        mapping: role → name of its pool. An added role that is missing shares the pool of the
+            policy.
     """
 
     def __init__(self) -> None:
@@ -176,36 +177,89 @@ class TaskRunner:
             self.role_worker_mapping[Role.Critic] = CriticWorker
             self.mapping[Role.Critic] = "global_pool"
 
-    def add_ref_policy_worker(self, config: VerlConfig, ref_policy_cls: type) -> None:
-        """Do nothing: the reference is in the workers of the policy."""
-
     def add_reward_model_resource_pool(self, config: VerlConfig) -> None:
         """Do nothing: rewards are rules, which need no pool."""
 
+    def add_teacher_model_resource_pool(self, config: VerlConfig) -> None:
+        """Do nothing: Quadriga has no distillation loss."""
+
+    def add_ref_policy_worker(self, config: VerlConfig, ref_policy_cls: type) -> None:
+        """Do nothing: the reference is in the workers of the policy."""
+
     def init_resource_pool_mgr(self, config: VerlConfig) -> PoolManager:
         """Return the pools: one, with `n_gpus_per_node` ranks on each node."""
-        ours = settings_of(config, TrainConfig, TRAIN, tell=False)
+        ours = train_settings(config, tell=False)
         ranks = [ours.trainer.n_gpus_per_node] * ours.trainer.nnodes
         return ResourcePoolManager({"global_pool": ranks}, self.mapping, max_colocate_count=1)
 
     def run(self, config: VerlConfig) -> dict[str, float]:
-        """Train. Return the metrics of the last validation."""
-        policy_class, group_class = self.add_actor_rollout_worker(config)
-        self.add_critic_worker(config)
-        self.add_reward_model_resource_pool(config)
-        self.add_ref_policy_worker(config, policy_class)
+        """Train. Return the metrics of the last validation.
+
+        Raises:
+            ConfigError: a hook returns or takes something else than `run` expects, a role has no
+                stage, or the settings do not fit.
+        """
+        group_class, pools = call_hooks(self, config)
         trainer = RayPPOTrainer(
             config,
             role_worker_mapping=self.role_worker_mapping,
-            resource_pool_manager=self.init_resource_pool_mgr(config),
+            resource_pool_manager=pools,
             ray_worker_group_cls=group_class,
         )
         try:
+            check_stages(trainer.config)
             with trainer.stop.listening():
                 trainer.init_workers()
                 return trainer.fit()
         finally:
             trainer.close()
+
+
+def call_hooks(runner: TaskRunner, config: VerlConfig) -> tuple[type, PoolManager]:
+    """Call the hooks of a runner. Return the class of groups and the pools.
+
+    Raises:
+        ConfigError: a hook returns or takes something else than expected.
+    """
+    chosen: object = runner.add_actor_rollout_worker(config)
+    if not isinstance(chosen, tuple) or len(chosen) != 2:
+        raise ConfigError(
+            "add_actor_rollout_worker must return (class of the policy, class of groups), got "
+            f"{chosen!r}"
+        )
+    policy_class, group_class = chosen
+    runner.add_critic_worker(config)
+    runner.add_reward_model_resource_pool(config)
+    runner.add_teacher_model_resource_pool(config)
+    runner.add_ref_policy_worker(config, policy_class)
+    for name in _added_hooks(type(runner)):
+        hook = getattr(runner, name)
+        try:
+            inspect.signature(hook).bind(config)
+        except TypeError:
+            raise ConfigError(
+                f"TaskRunner.run calls {name}(config), but {type(runner).__name__} defines "
+                f"{name}{inspect.signature(hook)}; change its parameters"
+            ) from None
+        hook(config)
+    pools: object = runner.init_resource_pool_mgr(config)
+    if not isinstance(pools, ResourcePoolManager | QuadrigaPools):
+        raise ConfigError(
+            f"init_resource_pool_mgr must return a ResourcePoolManager, got {pools!r}"
+        )
+    return group_class, pools
+
+
+def _added_hooks(cls: type[TaskRunner]) -> list[str]:
+    """Return the names of the hooks that subclasses of `TaskRunner` add, in their order."""
+    names = [name for base in reversed(cls.__mro__) for name in vars(base)]
+    return [
+        name
+        for name in dict.fromkeys(names)
+        if name.startswith("add_")
+        and name.endswith(("_worker", "_resource_pool"))
+        and not hasattr(TaskRunner, name)
+    ]
 
 
 def run_ppo(config: VerlConfig, task_runner_class: object = TaskRunner) -> object:
@@ -218,7 +272,9 @@ def run_ppo(config: VerlConfig, task_runner_class: object = TaskRunner) -> objec
     ray_kwargs = setting(config, "ray_kwargs")
     session = ensure_ray(**ray_init_arguments(setting(ray_kwargs, "ray_init")))
     try:
-        result = run_in_actor(task_runner_class, "run", config)
+        # The actor is another process, which has not run the program's `register_role`.
+        first = partial(register_again, registered_for(()))
+        result = run_in_actor(task_runner_class, "run", config, first=first)
         timeline = setting(ray_kwargs, "timeline_json_file")
         if timeline is not None:
             write_timeline(str(timeline))
@@ -245,19 +301,6 @@ def ray_init_arguments(given: VerlConfig) -> dict[str, Any]:
     }
 
 
-def need_reference_policy(config: VerlConfig) -> bool:
-    """Return whether a stage reads the reference policy."""
-    actor = setting(setting(config, "actor_rollout_ref"), "actor")
-    in_reward = setting(setting(config, "algorithm"), "use_kl_in_reward", False)
-    return bool(in_reward or setting(actor, "use_kl_loss", False))
-
-
-def need_critic(config: VerlConfig) -> bool:
-    """Return whether the estimator reads values."""
-    name = setting(setting(config, "algorithm"), "adv_estimator", "gae")
-    return get_advantage(str(ESTIMATOR(name))).needs_values
-
-
 def run_sft(config: VerlConfig) -> object:
     """Fine-tune as `quadriga sft`, with settings of verl or an `SFTConfig`."""
     from quadriga.trainer.sft import run_sft as run
@@ -282,20 +325,6 @@ def _check_tokenizer(tokenizer: object, config: TrainConfig) -> None:
             "passed. Set actor_rollout_ref.model.tokenizer_path to its folder",
             key="tokenizer",
         )
-
-
-def _pools(manager: PoolManager | None, device: str) -> QuadrigaPools | None:
-    if not isinstance(manager, ResourcePoolManager):
-        return manager
-    return QuadrigaPools(
-        manager.resource_pool_spec,
-        manager.mapping,
-        backend=get_backend("ray"),
-        pool_options={
-            "use_gpu": use_gpu(device),
-            "max_colocate_count": manager.max_colocate_count,
-        },
-    )
 
 
 def _reward(reward_fn: object) -> BatchReward | None:

@@ -10,8 +10,8 @@ _WORKERS = "quadriga.workers"
 _ROLES = {
     "Role": "quadriga.trainer.placement:Role",
     "WorkerType": "quadriga.single_controller:Worker",
-    "need_critic": f"{_TRAINER}:need_critic",
-    "need_reference_policy": f"{_TRAINER}:need_reference_policy",
+    "need_critic": f"{COMPAT}.run_settings:need_critic",
+    "need_reference_policy": f"{COMPAT}.run_settings:need_reference_policy",
 }
 _POLICY = {"ActorRolloutRefWorker": f"{_WORKERS}:ActorRolloutRefWorker"}
 _GENERATION = {

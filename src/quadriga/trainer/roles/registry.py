@@ -192,6 +192,13 @@ def register_role(
     return added
 
 
+def register_again(roles: Iterable[AddedRole]) -> None:
+    """Add roles that another process of the program has registered, and so has checked."""
+    for added in roles:
+        Role.add(added.role.name, added.role.key)
+        _ADDED[added.key] = added
+
+
 def registered_for(user_files: Sequence[str]) -> tuple[AddedRole, ...]:
     """Return the roles that these files have registered, and those of the program."""
     origins = {"", *(str(Path(file).expanduser().resolve()) for file in user_files)}
