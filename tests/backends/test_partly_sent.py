@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -178,3 +179,28 @@ def test_a_call_that_is_cancelled_at_once_leaves_no_gap(start_gated, tmp_path):
     assert [seen[-1] for seen in group.recorded()] == ["after"] * 3
     with pytest.raises(Exception, match="cancelled"):
         cancelled.get(timeout=20)
+
+
+def test_other_threads_can_call_while_the_ranks_of_a_failed_call_are_waited_for(
+    start_gated, monkeypatch
+):
+    group = start_gated()
+    free = []
+    not_sent = submission.FailedCall.not_sent
+
+    def observed(received, failed, error, ranks):
+        def look():
+            free.append(ranks.lock.acquire(timeout=5))
+            if free[-1]:
+                ranks.lock.release()
+
+        with ThreadPoolExecutor(1) as other:
+            other.submit(look).result(timeout=30)
+        return not_sent(received, failed, error, ranks)
+
+    with monkeypatch.context() as patched:
+        refuse_rank(patched, group, 2)
+        patched.setattr(submission.FailedCall, "not_sent", observed)
+        with pytest.raises(WorkerError, match="to rank 2"):
+            group.record("half")
+    assert free == [True]

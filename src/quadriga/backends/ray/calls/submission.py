@@ -79,6 +79,7 @@ class RayCallBackend:
                 encoded[key] = _encoded(call, handle.facts.interleaves)
         refs: list[Ref] = []
         fields: list[Sequence[Ref]] = []
+        failure: tuple[RankHandle, Exception] | None = None
         # Under the lock, every rank receives the calls of two threads in the same order. Else:
         #   rank 0 receives a, b;  rank 1 receives b, a
         # If both calls contain a collective, rank 0 waits in that of a and rank 1 in that of b.
@@ -93,10 +94,14 @@ class RayCallBackend:
                     ref, apart = method.send(sent, *ticket)
                 except Exception as error:  # of Ray, or of an object that it pickles
                     handle.take_ticket_back()
-                    received = FailedCall(refs, handles[: len(refs)], fields, label)
-                    raise received.not_sent(handle, error, ranks) from error
+                    failure = handle, error
+                    break
                 refs.append(ref)
                 fields.append(apart)
+        if failure is not None:
+            # Not under the lock: this waits for the ranks that have received the call.
+            received = FailedCall(refs, handles[: len(refs)], fields, label)
+            raise received.not_sent(failure[0], failure[1], ranks) from failure[1]
         batch = RayBatch(refs, handles, label, timeout, ranks, fields)
         ranks.in_flight.add(batch)
         return [
