@@ -11,6 +11,8 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -31,6 +33,7 @@ from quadriga.models import (
 )
 from quadriga.parallel import node_memory
 from quadriga.rollout.hf import HFRollout
+from quadriga.single_controller.ranks.environment import LOCAL_PORT
 
 PROGRAM = textwrap.dedent(
     """
@@ -72,6 +75,10 @@ def folder(tmp_path):
             if thread.name == node_memory.OFFERS:
                 thread.join(timeout=30)
                 assert not thread.is_alive()
+
+
+def address(folder, number=0):
+    return node_memory._address(node_memory._version(folder), number)
 
 
 def rank(folder, ranks=2, program=PROGRAM):
@@ -127,7 +134,7 @@ def test_the_memory_is_offered_until_every_rank_has_it(folder):
         assert first.name == "base"
         taken = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with taken, pytest.raises(OSError):
-            taken.bind(node_memory._address(folder))
+            taken.bind(address(folder))
         other = rank(folder)
         assert seen_by(other)[1] == "/memfd:model.safetensors"
         ended(other)
@@ -149,6 +156,119 @@ def test_the_memory_cannot_be_changed(folder):
         file.flush()
 
 
+TWICE = textwrap.dedent(
+    """
+    import json, os, sys, threading
+    from pathlib import Path
+    from quadriga.parallel import node_memory
+
+    inodes = []
+    for number in range(2):
+        sys.stdin.readline()
+        with node_memory.folder_in_memory(Path(sys.argv[1])) as folder:
+            inodes.append(os.stat(folder / "model.safetensors").st_ino)
+        print(json.dumps(inodes))
+        sys.stdout.flush()
+    sys.stdin.read()
+    offers = [t for t in threading.enumerate() if t.name == node_memory.OFFERS]
+    for thread in offers:
+        thread.join(timeout=30)
+    print(json.dumps(any(thread.is_alive() for thread in offers)))
+    """
+)
+
+
+def test_a_rank_that_loads_twice_before_another_one_shares_both_loads(folder):
+    """As actor and rollout of one process do."""
+    early, late = (rank(folder, program=TWICE) for _ in range(2))
+    for process in (early, early, late, late):
+        process.stdin.write("\n")
+        process.stdin.flush()
+        inodes = seen_by(process)
+        if process is early:
+            expected = inodes
+    assert len(set(expected)) == 2 and inodes == expected
+    for process in (early, late):
+        process.stdin.close()
+        assert seen_by(process) is False  # no memory is kept for a rank that does not come
+        assert process.wait(timeout=60) == 0
+        for stream in (process.stdout, process.stderr):
+            stream.close()
+
+
+def test_groups_of_other_ranks_have_memory_of_their_own(folder, monkeypatch):
+    version = node_memory._version(folder)
+    monkeypatch.setenv("MASTER_PORT", "1001")
+    one = node_memory._address(version, 0)
+    monkeypatch.setenv("MASTER_PORT", "1002")
+    assert node_memory._address(version, 0) != one
+
+
+def test_ranks_of_one_process_read_by_themselves(folder, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", LOCAL_PORT)
+    with node_memory.folder_in_memory(folder) as own:
+        assert own == folder
+
+
+def test_folders_of_links_that_a_killed_process_left_are_removed(folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, fresh = (tmp_path / f"quadriga-model-{name}" for name in ("left", "fresh"))
+    for made in (left, fresh):
+        (made / "base").mkdir(parents=True)
+    old = time.time() - 3600
+    os.utime(left, (old, old))
+    with load(folder) as held:
+        assert not left.exists() and fresh.exists()
+        os.utime(held.parent, (old, old))
+        node_memory._remove_left_folders()
+        assert held.exists()  # its process lives
+
+
+def test_files_that_loading_does_not_read_are_not_in_memory(folder):
+    one = folder / "model.safetensors"
+    (folder / "consolidated.safetensors").write_bytes(one.read_bytes())
+    assert [path.name for path in node_memory._weight_files(folder)] == ["model.safetensors"]
+    one.rename(folder / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert [path.name for path in node_memory._weight_files(folder)] == ["model-1.safetensors"]
+    with load(folder) as shared:
+        assert (shared / "consolidated.safetensors").resolve().parent == folder.resolve()
+    (folder / "model.safetensors.index.json").write_text("{")
+    assert len(node_memory._weight_files(folder)) == 2
+
+
+FEW_FILES = textwrap.dedent(
+    """
+    import resource, sys
+    from pathlib import Path
+    from quadriga.errors import ModelError
+    from quadriga.parallel import node_memory
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))
+    try:
+        with node_memory.folder_in_memory(Path(sys.argv[1])):
+            print('"loaded"')
+    except ModelError as error:
+        print('"%s"' % error)
+    sys.stdout.flush()
+    sys.stdin.read()
+    """
+)
+
+
+def test_a_rank_that_may_not_open_all_files_is_named(folder):
+    (folder / "model.safetensors").unlink()
+    for number in range(20):
+        (folder / f"part-{number}.safetensors").write_bytes(b"x")
+    with load(folder):
+        other = rank(folder, program=FEW_FILES)
+        text = seen_by(other)
+        ended(other)
+    assert "of the 20 weight files" in text and "ulimit -n" in text
+
+
 def test_a_reader_that_is_killed_is_replaced(folder):
     program = textwrap.dedent(
         """
@@ -157,7 +277,7 @@ def test_a_reader_that_is_killed_is_replaced(folder):
         from quadriga.parallel import node_memory
 
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(node_memory._address(Path(sys.argv[1])))
+        listener.bind(node_memory._address(node_memory._version(Path(sys.argv[1])), 0))
         print("[]")
         sys.stdout.flush()
         time.sleep(600)  # it reads, and never ends
@@ -177,7 +297,7 @@ def test_a_reader_that_is_killed_is_replaced(folder):
 def test_a_reader_that_never_ends_is_an_error_at_the_deadline(folder, monkeypatch):
     monkeypatch.setattr(node_memory, "WAIT_S", 0.1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(node_memory._address(folder))
+        listener.bind(address(folder))
         with fails(match="has not answered within 0 s; set use_shm=false"), load(folder):
             pass
 
@@ -187,6 +307,7 @@ def test_memory_of_another_user_is_not_loaded(folder, monkeypatch):
     monkeypatch.setattr(node_memory, "WAIT_S", 0.1)
     with load(folder):
         monkeypatch.setattr(node_memory, "_same_user", lambda connection: None)
+        monkeypatch.setattr(node_memory, "_LOADS", Counter())  # as another rank
         with fails(match="has not answered"), load(folder):
             pass
 
@@ -195,7 +316,7 @@ def test_another_user_gets_no_memory(folder, monkeypatch):
     with load(folder), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         monkeypatch.setattr(node_memory, "_same_user", lambda connection: None)
         connection.settimeout(30)
-        connection.connect(node_memory._address(folder))
+        connection.connect(address(folder))
         names, descriptors, _, _ = socket.recv_fds(connection, 1000, 10)
         assert (names, descriptors) == (b"", [])
 
@@ -223,17 +344,17 @@ def test_one_rank_loads_the_folder_itself(folder, monkeypatch):
         pass
 
 
-def test_a_file_that_cannot_be_read_is_the_error_of_each_rank(folder):
-    whole = folder / "model.safetensors"
-    whole.chmod(0)
-    missing = folder / "gone.safetensors"
-    missing.symlink_to(folder / "nothing")
-    with pytest.raises(OSError), load(folder):
-        pass
-    missing.unlink()
-    whole.chmod(0o600)
+def test_a_file_that_cannot_be_read_is_the_error_of_each_rank(folder, monkeypatch):
+    def fail(source, copy, length):
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node_memory.shutil, "copyfileobj", fail)
+        with pytest.raises(OSError, match="the disk is gone"), load(folder):
+            pass
     with load(folder) as shared:  # the address is free again
-        assert (shared / "model.safetensors").stat().st_size == whole.stat().st_size
+        size = (folder / "model.safetensors").stat().st_size
+        assert (shared / "model.safetensors").stat().st_size == size
 
 
 @pytest.mark.parametrize("use_shm", [True, False])

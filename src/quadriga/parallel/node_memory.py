@@ -8,8 +8,13 @@ Loading maps the memory. A tensor that keeps its dtype and its device is a view 
 of a node hold one copy of such weights until they write to them. Without this, each rank reads the
 files, which a network file system may send once for each of them.
 
-Nothing is left on disk or in /dev/shm: the memory has no name, and the kernel frees it with its
-last descriptor and its last mapping, also if the processes are killed.
+Nothing is left in /dev/shm: the memory has no name, and the kernel frees it with its last
+descriptor and its last mapping, also if the processes are killed. A process that is killed while it
+loads leaves a folder of links, which the next load of the same user removes.
+
+The n-th load of a folder in one rank shares its memory with the n-th load of the other ranks of its
+group. Otherwise a rank that loads the folder twice (actor and rollout) could take the memory of
+another load, and the rank that offers this would keep it for `KEEP_S` seconds.
 
 consumes      the safetensors files of a folder
 waits for     the rank that reads, at most `WAIT_S` seconds
@@ -29,6 +34,7 @@ import struct
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,12 +49,18 @@ OFFERS = "quadriga-weights"
 """The name of the thread that offers the memory."""
 _MOST_FILES = 200  # descriptors in one message; the kernel's limit is 253
 _SUFFIX = ".safetensors"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_LINKS = "quadriga-model-"
+_STALE_S = 60.0  # a folder of links that is younger may not be locked yet
 _READ_ONLY = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 """No process can change the weights of another one."""
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
 Files = Mapping[str, int]
 """File name → descriptor."""
+
+_LOADS: Counter[str] = Counter()
+"""Version of a folder → how often this process has loaded it."""
 
 
 @contextmanager
@@ -59,7 +71,7 @@ def folder_in_memory(folder: Path, ranks_of_node: int | None = None) -> Iterator
     With one process `folder` itself is yielded. Raises `ModelError` if the rank that reads does not
     answer within `WAIT_S` seconds, or if the system has no memory without a name (not Linux).
     """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if ranks_of_node is None else ranks_of_node
+    ranks = _ranks_of_node() if ranks_of_node is None else ranks_of_node
     if ranks < 2:
         yield folder
         return
@@ -71,9 +83,9 @@ def folder_in_memory(folder: Path, ranks_of_node: int | None = None) -> Iterator
         )
     files = _shared_files(folder, ranks)
     try:
-        with tempfile.TemporaryDirectory(prefix="quadriga-model-") as made:
+        with _folder_of_links() as made:
             # With the folder's own name, by which transformers caches the code of a model.
-            linked = Path(made) / folder.resolve().name
+            linked = made / folder.resolve().name
             linked.mkdir()
             for entry in folder.iterdir():
                 held = files.get(entry.name)
@@ -85,9 +97,50 @@ def folder_in_memory(folder: Path, ranks_of_node: int | None = None) -> Iterator
             os.close(descriptor)
 
 
+def _ranks_of_node() -> int:
+    # Ranks of the local backend share one process and have no port.
+    apart = os.environ.get("MASTER_PORT", "0").isdecimal()
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if apart else 1
+
+
+@contextmanager
+def _folder_of_links() -> Iterator[Path]:
+    """Yield an empty folder, locked so that no other process takes it for one that was left."""
+    _remove_left_folders()
+    with tempfile.TemporaryDirectory(prefix=_LINKS) as made:
+        lock = os.open(made, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield Path(made)
+        finally:
+            os.close(lock)
+
+
+def _remove_left_folders() -> None:
+    """Remove the folders of links of this user whose process was killed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_LINKS}*"):
+        with suppress(OSError):  # another process removes it, or its process lives and has the lock
+            stat = left.stat()
+            if stat.st_uid != os.getuid() or time.time() - stat.st_mtime < _STALE_S:
+                continue
+            lock = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+            finally:
+                os.close(lock)
+
+
 def _shared_files(folder: Path, ranks: int) -> dict[str, int]:
     """Return descriptors of the weight files, from the rank that has read them or by reading."""
-    address, expires = _address(folder), time.monotonic() + WAIT_S
+    version = _version(folder)
+    files = _from_a_rank(_address(version, _LOADS[version]), folder, ranks)
+    _LOADS[version] += 1
+    return files
+
+
+def _from_a_rank(address: str, folder: Path, ranks: int) -> dict[str, int]:
+    expires = time.monotonic() + WAIT_S
     while True:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -108,16 +161,25 @@ def _shared_files(folder: Path, ranks: int) -> dict[str, int]:
         return _read_and_offer(listener, folder, ranks)
 
 
-def _address(folder: Path) -> str:
-    """Return the abstract address for these files of this user. Changed files have another one."""
+def _version(folder: Path) -> str:
+    """Return a text for these files of this user. Changed files have another one."""
     stats = [(path, path.stat()) for path in _weight_files(folder)]
     version = [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
-    text = f"{os.getuid()} {folder.resolve()} {version}"
+    return f"{os.getuid()} {folder.resolve()} {version}"
+
+
+def _address(version: str, load: int) -> str:
+    """Return the abstract address of the `load`-th load of this version by the group of ranks."""
+    group = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+    text = f"{group} {load} {version}"
     return f"\0quadriga-weights-{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that loading reads. A folder may hold the same weights in others too."""
     files = sorted(path for path in folder.iterdir() if path.suffix == _SUFFIX)
+    read = _read_by_loading(folder)
+    files = [path for path in files if read is None or path.name in read]
     if len(files) > _MOST_FILES:
         raise ModelError(
             f"model folder {folder} has {len(files)} weight files, at most {_MOST_FILES} can be "
@@ -125,6 +187,17 @@ def _weight_files(folder: Path) -> list[Path]:
             path=str(folder),
         )
     return files
+
+
+def _read_by_loading(folder: Path) -> set[str] | None:
+    """Return names of files. None: all that there are."""
+    if (folder / _SINGLE).is_file():
+        return {_SINGLE}
+    try:
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        return set(index["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # loading says what is wrong with the index
 
 
 def _read_and_offer(listener: socket.socket, folder: Path, ranks: int) -> dict[str, int]:
@@ -181,7 +254,18 @@ def _received(address: str) -> dict[str, int] | None:
             names, descriptors, _, _ = socket.recv_fds(connection, 2**16, _MOST_FILES)
         except OSError:  # the rank still reads, or it has ended
             return None
-        return dict(zip(json.loads(names), descriptors, strict=True)) if names else None
+    if not names:
+        return None
+    expected = json.loads(names)
+    if len(descriptors) < len(expected):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise ModelError(
+            f"a rank can open only {len(descriptors)} of the {len(expected)} weight files that "
+            "another rank of the node has read; raise its limit of open files (ulimit -n), or set "
+            "use_shm=false"
+        )
+    return dict(zip(expected, descriptors, strict=True))
 
 
 def _same_user(connection: socket.socket) -> int | None:
