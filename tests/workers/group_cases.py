@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 from unittest.mock import patch
@@ -172,19 +172,27 @@ def rank_main(rank: int, ranks: int, folder: str, file: str, port: int) -> None:
 
 def run_ranks(ranks: int, folder: str, file: str) -> dict[Case, dict[str, torch.Tensor]]:
     """Make every update on `ranks` processes. Raises `TimeoutError` after `WAIT_S`."""
+    spawn_ranks(rank_main, ranks, folder, file, limit=WAIT_S)
+    # The keys are dataclasses, which need pickle. This test wrote the file.
+    results: dict[Case, dict[str, torch.Tensor]] = torch.load(file, weights_only=False)
+    return results
+
+
+def spawn_ranks(main: Callable[..., None], ranks: int, *args: object, limit: float) -> None:
+    """Run `main(rank, ranks, *args, port)` in one process per rank.
+
+    Raises `TimeoutError` after `limit` seconds; then no process is left.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.spawn(rank_main, args=(ranks, folder, file, port), nprocs=ranks, join=False)
-    deadline = time.monotonic() + WAIT_S
+    context = mp.spawn(main, args=(ranks, *args, port), nprocs=ranks, join=False)
+    deadline = time.monotonic() + limit
     while not context.join(timeout=1):
         if time.monotonic() > deadline:
             for process in context.processes:
                 process.kill()
-            raise TimeoutError(f"{ranks} ranks did not finish within {WAIT_S} s")
-    # The keys are dataclasses, which need pickle. This test wrote the file.
-    results: dict[Case, dict[str, torch.Tensor]] = torch.load(file, weights_only=False)
-    return results
+            raise TimeoutError(f"{ranks} ranks did not finish within {limit} s")
 
 
 def cases_by_batch() -> Iterator[tuple[Case, list[Case]]]:
