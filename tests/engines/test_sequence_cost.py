@@ -54,9 +54,11 @@ def test_windows_are_those_of_the_layers() -> None:
     assert model_shape(Qwen2Config(num_hidden_layers=2)).windows == (None, None)
 
 
-def test_accelerators_compute_the_attention_of_a_shared_prompt_in_each_row() -> None:
+def test_sdpa_on_accelerators_computes_the_attention_of_a_shared_prompt_in_each_row() -> None:
     assert sequence_cost(llama(), "lm", "cpu").prompt_attention_once
-    assert not sequence_cost(llama(), "lm", "cuda").prompt_attention_once
+    assert sequence_cost(llama(), "lm", "cuda").prompt_attention_once
+    assert not sequence_cost(llama(), "lm", "cuda", "sdpa").prompt_attention_once
+    assert not sequence_cost(llama(), "lm", "npu").prompt_attention_once
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))

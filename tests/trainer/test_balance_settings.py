@@ -34,7 +34,9 @@ def test_whole_groups_are_balanced_by_the_cost_of_the_model(balance) -> None:
     found = balance()
     assert found.enabled and found.whole_groups and found.shares_prompts and not found.masked
     assert found.cost.attention and found.cost.output > 0 and found.cost.prompt_attention_once
-    assert not balance("trainer.device=cuda").cost.prompt_attention_once
+    assert balance("trainer.device=cuda").cost.prompt_attention_once
+    sdpa = "actor_rollout_ref.actor.engine.attention=sdpa"
+    assert not balance("trainer.device=cuda", sdpa).cost.prompt_attention_once
 
 
 def test_settings_choose_sequences_or_no_balance(balance) -> None:

@@ -23,6 +23,7 @@ BackendName = Literal["ray", "local"]
 DeviceName = Literal["auto", "cpu", "cuda", "npu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 ReduceDtypeName = Literal["float32", "bfloat16", "float16"]
+AttentionName = Literal["auto", "sdpa", "varlen", "flex"]
 LrSchedulerName = Literal["constant", "linear", "cosine"]
 AggregationName = Literal[
     "token-mean",
@@ -117,6 +118,7 @@ class EngineConfig:
     use_dynamic_bsz: bool = True  # cut micro-batches by tokens, not by number of sequences
     max_tokens_per_micro_batch: int = 16384  # tokens, if use_dynamic_bsz
     fused_head: bool | None = None  # log-probs without full logits; None: if they would be large
+    attention: AttentionName = "auto"  # kernel of packed rows; auto: the fastest that is exact
 
     def forward_rows(self, size: int | None) -> int | None:
         """Return the sequences of a micro-batch without gradients; None: split by tokens.

@@ -6,7 +6,7 @@
   `offload` (device memory to host memory and back).
 - `sequence_cost`: what sequences of a model cost, from its config.
 - `token_model`: one forward pass, from rows of tokens to one number for each response token. It
-  uses `packed_attention` and `fused_head`.
+  uses `attention` (packed rows) and `fused_head`.
 - `memory`: the device memory of an engine, known before it is built.
 
 May import every package below `engines` in docs/architecture.md, but not `rollout`. Importing this

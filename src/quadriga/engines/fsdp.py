@@ -121,6 +121,8 @@ class FSDPEngine:
             packed=packed,
             fused=engine.fused_head,
             micro_batch_tokens=engine.max_tokens_per_micro_batch,
+            attention=engine.attention,
+            dtype=dtype,
         )
         self._tied = tied_names(module)
         self._saved_buffers = saved_buffer_names(module)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from quadriga.config.schema import AttentionName
 from quadriga.engines.base import HeadKind
 from quadriga.parallel.costs import CostModel, ModelShape
 
@@ -24,27 +25,35 @@ _EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk",
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
-def splits_attention(device_type: str) -> bool:
-    """Return whether attention computes prompts and responses in separate blocks on this device.
+def computes_prompts_once(device_type: str, setting: AttentionName) -> bool:
+    """Return whether the attention of a shared prompt is computed once, not in each of its rows.
 
-    The split needs a mask. With a mask, accelerators cannot use their fastest kernel; a CPU gains
-    from less padding.
+    Args:
+        device_type: "cpu", "cuda" or "npu".
+        setting: `engine.attention`.
     """
-    return device_type == "cpu"
+    # It needs a mask or rows of different lengths, which the SDPA kernel of accelerators lacks.
+    return device_type == "cpu" or (device_type == "cuda" and setting != "sdpa")
 
 
-def sequence_cost(config: PreTrainedConfig, head: HeadKind, device_type: str) -> CostModel:
+def sequence_cost(
+    config: PreTrainedConfig,
+    head: HeadKind,
+    device_type: str,
+    attention: AttentionName = "auto",
+) -> CostModel:
     """Return what prompts and responses cost in a training engine.
 
     Args:
         config: of the model.
         head: what the output layer computes.
         device_type: "cpu", "cuda" or "npu".
+        attention: `engine.attention`.
     """
     return CostModel.of_shape(
         model_shape(config),
         outputs=None if head == "lm" else 1,
-        prompt_attention_once=splits_attention(device_type),
+        prompt_attention_once=computes_prompts_once(device_type, attention),
     )
 
 

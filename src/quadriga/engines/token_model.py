@@ -7,24 +7,38 @@ Shapes: B rows, P prompt columns, R response columns, K targets (the response to
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from quadriga.algorithms.full_kl import kl_full
+from quadriga.config.schema import AttentionName
+from quadriga.engines.attention.check import kernel_problem
+from quadriga.engines.attention.choice import (
+    CAPABILITY,
+    AttentionCall,
+    Kernel,
+    KernelOf,
+    choose_kernels,
+    sdpa_only,
+)
+from quadriga.engines.attention.packed import (
+    AttentionRows,
+    supports_packing,
+    use_packed_attention,
+)
 from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES, Batch, HeadKind, Outputs
 from quadriga.engines.fused_head import MIN_FUSED_LOGITS, FusedHead, fusable_layer
 from quadriga.engines.micro_batches import dummy_batch
-from quadriga.engines.packed_attention import supports_packing, use_packed_attention
-from quadriga.engines.sequence_cost import sequence_cost, splits_attention
+from quadriga.engines.sequence_cost import sequence_cost
 from quadriga.errors import ConfigError
 from quadriga.models.linear_full_kl import linear_full_kl
 from quadriga.models.linear_log_prob import linear_log_probs
 from quadriga.models.log_prob import log_probs_and_entropy
 from quadriga.parallel.aligned_rows import left_align
-from quadriga.parallel.attention_blocks import AttentionBlocks
 from quadriga.parallel.packing import pack_rows
 from quadriga.protocol import fields
 
@@ -41,7 +55,7 @@ class ModelInputs:
         unpack: maps [K] to [B, R], with 0 where there is no target.
     """
 
-    arguments: dict[str, Tensor | AttentionBlocks]
+    arguments: dict[str, Tensor | AttentionRows]
     labels: Tensor
     select: Callable[[Tensor], Tensor]
     unpack: Callable[[Tensor], Tensor]
@@ -58,9 +72,13 @@ class TokenModel:
         packed: None: pack if the model supports it.
         fused: whether to use the fused head. None: if the model supports it and a micro-batch of
             `micro_batch_tokens` has at least `MIN_FUSED_LOGITS` logits.
+        attention: the kernel of packed rows (`engines/attention/choice.py`).
+        dtype: in which attention will be computed.
+        device_type: for a model on the meta device, the type of device that it stands for.
 
     Raises:
-        ConfigError: `fused` is True and the model does not support it.
+        ConfigError: `fused` is True, or `attention` names a kernel, and the model does not support
+            it.
         ModelError: `packed` is True and the model does not support it.
     """
 
@@ -73,15 +91,20 @@ class TokenModel:
         packed: bool | None = None,
         fused: bool | None = False,
         micro_batch_tokens: int = 0,
+        attention: AttentionName = "auto",
+        dtype: torch.dtype = torch.float32,
+        device_type: str | None = None,
     ) -> None:
         self.model = model
         self.head = head
         self.device = device
+        self.device_type = device.type if device_type is None else device_type
         self.packed = supports_packing(model) if packed is None else packed
-        self.split_attention = splits_attention(device.type)
-        self.cost = sequence_cost(model.config, head, device.type)
+        self.cost = sequence_cost(model.config, head, self.device_type, attention)
         if self.packed:
             use_packed_attention(model)
+        self.kernel_of: KernelOf = sdpa_only
+        self.kernel_of = self._choose_attention(attention, dtype)
         self._fused_head: FusedHead | None = None
         if head == "lm" and self._wants_fused_head(fused, micro_batch_tokens):
             self._fused_head = self._make_fused_head(required=bool(fused))
@@ -151,6 +174,39 @@ class TokenModel:
         logits: Tensor = self.model(**inputs.arguments, use_cache=False).logits
         return logits
 
+    def _choose_attention(self, setting: AttentionName, dtype: torch.dtype) -> KernelOf:
+        """Return the kernel of each call of attention that the model makes in `dtype`."""
+        if not self.packed and setting not in ("auto", "sdpa"):
+            raise ConfigError(
+                f"engine.attention={setting} needs packed rows, and {type(self.model).__name__} is "
+                "computed with padded rows; set it to auto"
+            )
+        fixed = setting == "sdpa" or (setting == "auto" and self.device_type != "cuda")
+        if fixed or not self.packed:
+            return sdpa_only
+        on_cuda = self.device.type == "cuda"
+        kernels = choose_kernels(
+            self._attention_calls(dtype),
+            setting,
+            device_type=self.device_type,
+            capability=torch.cuda.get_device_capability(self.device) if on_cuda else CAPABILITY,
+            check=partial(kernel_problem, device=self.device) if on_cuda else _not_checked,
+        )
+        return lambda call: kernels.get(call, "sdpa")
+
+    def _attention_calls(self, dtype: torch.dtype) -> set[AttentionCall]:
+        """Return the calls of attention in one forward pass, as they will be in `dtype`."""
+        calls: set[AttentionCall] = set()
+
+        def note(call: AttentionCall) -> Kernel:
+            calls.add(replace(call, dtype=dtype))
+            return "sdpa"
+
+        self.kernel_of = note
+        with torch.no_grad():
+            self._run(self._model_inputs(dummy_batch()))
+        return calls
+
     def _wants_fused_head(self, fused: bool | None, micro_batch_tokens: int) -> bool:
         vocabulary: int = self.model.config.get_text_config().vocab_size
         return micro_batch_tokens * vocabulary >= MIN_FUSED_LOGITS if fused is None else fused
@@ -171,15 +227,16 @@ class TokenModel:
             rows[fields.INPUT_IDS],
             rows[fields.ATTENTION_MASK],
             rows[fields.RESPONSE_MASK],
-            split_attention=self.split_attention,
         ).to(self.device)
-        arguments: dict[str, Tensor | AttentionBlocks] = {
+        arguments: dict[str, Tensor | AttentionRows] = {
             "input_ids": packed.input_ids,
             "position_ids": packed.position_ids,
             # With a mask [1, N], the model builds masks from token indices alone. Without one, it
             # would look for packed rows in the position ids by rules of its own.
             "attention_mask": torch.ones_like(packed.input_ids),
-            "attention_blocks": packed.attention_blocks,
+            "attention_rows": AttentionRows(
+                packed.rows, self.device, self.kernel_of, split=self.device_type == "cpu"
+            ),
         }
         if self.head == "value":
             return ModelInputs(
@@ -200,6 +257,10 @@ class TokenModel:
             lambda x: x[row, column],
             aligned.unpack,
         )
+
+
+def _not_checked(kernel: Kernel, call: AttentionCall) -> None:
+    """Stand for `kernel_problem` where there is no device to run a kernel on."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ and `docs/concepts/architectures.md` shows them.
 
 Training computes rows in one of two forms:
 
-- packed: no padding, shared prompts once (`engines/packed_attention.py`). All layers but attention
+- packed: no padding, shared prompts once (`engines/attention`). All layers but attention
   must work token by token, and attention must go through the interface of transformers.
 - padded: padding at the end of each row (`parallel/aligned_rows.py`). Right for every causal model.
 

@@ -2,8 +2,8 @@
 
 - `device`: the device, dtype and collective library of a rank.
 - `distributed`: join the process group, build the device mesh, reduce numbers over ranks.
-- `packing`, `attention_blocks`: from padded rows to packed tokens, and the blocks of rows in which
-  attention reads those tokens.
+- `packing`, `attention_blocks`: from padded rows to packed tokens, which of them make up each row,
+  and the blocks of rows for attention with a mask.
 - `aligned_rows`: rows with their padding at the end, for models that cannot be packed.
 - `targets`: the response tokens whose outputs are needed, for both forms of rows.
 - `balancing`, `initial_partitions`, `exchanges`: partitions and micro-batches of about equal token

@@ -1,4 +1,4 @@
-"""The blocks of padded rows in which attention reads packed tokens.
+"""Which packed tokens make up each row, and the blocks of padded rows for attention with a mask.
 
 Every layer but attention works token by token and sees the N packed tokens once. Attention needs
 rows: the tokens that one token may attend to. This module arranges packed tokens in blocks of rows.
@@ -34,9 +34,8 @@ from torch import Tensor
 #          row 1          0  1  4  ·  ·  ·             2           3          0
 #          row 2          5  6  7  8  9 10             3           6          2
 #
-# Row 1 repeats the packed tokens 0 and 1. Kernels for variable lengths take cumulative row lengths
-# instead (`cu_seqlens` = 0 4 7 13 here), but these say that each token belongs to exactly one row.
-# Shared prompts do not fit that, hence these index tables.
+# Row 1 repeats the packed tokens 0 and 1. `engines/attention` has kernels that need no padded rows
+# (`varlen`, `flex`), for CUDA devices.
 #
 # Whole rows: one block with queries = keys = token_index ("·" is padding and holds index 0), and
 #

@@ -3,7 +3,8 @@
 Shapes: B rows, S = P + R columns (prompt, response), N packed tokens, K targets.
 
 A packed micro-batch is one row of N tokens without padding. A prompt that several rows share is in
-it once. Only attention needs rows: `attention_blocks.py` says which tokens make up each row.
+it once. Only attention needs rows: `PackedRows` says which tokens make up each row, and each kernel
+reads them in an arrangement of its own.
 """
 
 from __future__ import annotations
@@ -14,12 +15,7 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ShapeError
-from quadriga.parallel.attention_blocks import (
-    AttentionBlocks,
-    PackedRows,
-    prompt_and_response_blocks,
-    whole_row_blocks,
-)
+from quadriga.parallel.attention_blocks import PackedRows
 from quadriga.parallel.targets import find_targets, scatter_targets
 
 # Example: two samples of the prompt (11 12) and one of (13 14 15). "·" is padding, P = R = 3.
@@ -48,7 +44,7 @@ class PackedBatch:
 
     Attributes:
         input_ids, position_ids: [1, N] int64.
-        attention_blocks: the rows in which attention reads the tokens.
+        rows: which tokens make up each row. Always on the CPU.
         predictors: [K] int64, the packed index of the token whose output predicts target k.
         labels: [K] int64, the token id of target k.
         target_index: [K] int64, the flat index b * R + t of target k.
@@ -57,7 +53,7 @@ class PackedBatch:
 
     input_ids: Tensor
     position_ids: Tensor
-    attention_blocks: AttentionBlocks
+    rows: PackedRows
     predictors: Tensor
     labels: Tensor
     target_index: Tensor
@@ -68,13 +64,13 @@ class PackedBatch:
         return scatter_targets(values_K, self.target_index, self.shape)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """Return the same batch with every tensor on `device`."""
+        """Return the same batch with every tensor but those of `rows` on `device`."""
         if self.input_ids.device == device:
             return self
         return PackedBatch(
             input_ids=self.input_ids.to(device, non_blocking=True),
             position_ids=self.position_ids.to(device, non_blocking=True),
-            attention_blocks=self.attention_blocks.to(device),
+            rows=self.rows,
             predictors=self.predictors.to(device, non_blocking=True),
             labels=self.labels.to(device, non_blocking=True),
             target_index=self.target_index.to(device, non_blocking=True),
@@ -105,7 +101,6 @@ def pack_rows(
     response_mask: Tensor,
     *,
     share_prompts: bool = True,
-    split_attention: bool = True,
 ) -> PackedBatch:
     """Pack [B, P + R] rows (left-padded prompts, then responses).
 
@@ -114,7 +109,6 @@ def pack_rows(
         response_mask: [B, R], 1 at the targets: the response tokens whose outputs are needed.
         share_prompts: pack a prompt that several rows have in common once. The result is the same
             function of the weights, because a prompt's hidden states do not depend on what follows.
-        split_attention: arrange prompts and responses in separate attention blocks.
 
     Raises:
         ShapeError: the three shapes disagree, or there is no prompt column.
@@ -128,13 +122,12 @@ def pack_rows(
     if share_prompts:
         owner = first_row_with_same_prompt(input_ids[:, :prompt_width], valid[:, :prompt_width])
     rows, kept = _packed_rows(position_BS, valid, owner, prompt_width)
-    blocks = prompt_and_response_blocks(rows) if split_attention else whole_row_blocks(rows)
 
     targets = find_targets(input_ids, valid, position_BS, response_mask)
     return PackedBatch(
         input_ids=input_ids[kept][None],
         position_ids=rows.column[None],
-        attention_blocks=blocks,
+        rows=rows,
         predictors=rows.token_index[targets.row, targets.position - 1],
         labels=targets.labels,
         target_index=targets.flat_index,

@@ -27,7 +27,7 @@ class Balance:
 
     Attributes:
         ranks: ranks of the actor.
-        enabled: False: rows keep their order.
+        enabled: False: rows keep their order within a mini-batch.
         mini_batch_rows: rows of a mini-batch over all ranks, each of which is balanced by itself;
             None: the whole batch.
         cost: the cost of the actor's sequences.
@@ -44,6 +44,20 @@ class Balance:
     shares_prompts: bool = True
     whole_groups: bool = True
     masked: bool = False
+
+    def unbalanced(self, rows: int) -> NDArray[np.int64]:
+        """Return the order [B] in which each mini-batch has the same rows for any number of ranks.
+
+        `rows`: B, a multiple of the number of ranks.
+        """
+        # 8 rows on 2 ranks in mini-batches of 4 rows: a rank has half of each mini-batch.
+        #
+        #   rank 0   0 1 | 4 5        rank 1   2 3 | 6 7
+        size = self.mini_batch_rows or max(rows, 1)
+        blocks = [np.arange(start, min(start + size, rows)) for start in range(0, rows, size)]
+        pieces = [np.array_split(block, self.ranks) for block in blocks]
+        parts = [part[rank] for rank in range(self.ranks) for part in pieces]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
     def arrange(
         self, uid: Sequence[object], prompt: Counts, response: Counts, live: NDArray[np.bool_]
@@ -109,8 +123,12 @@ def balance_of(config: TrainConfig, ranks: int) -> Balance:
         ModelError: the model folder of the actor cannot be used.
     """
     enabled, masked = config.trainer.balance_batch, masks_before_passes(config)
-    if ranks == 1 or not enabled:
+    if ranks == 1:
         return Balance(ranks, enabled, masked=masked)
+    if not enabled:
+        return Balance(
+            ranks, enabled, mini_batch_rows=_rows_of_mini_batch(config, ranks), masked=masked
+        )
     cost, shares_prompts = _cost_of_actor(config)
     return Balance(
         ranks=ranks,
@@ -131,6 +149,7 @@ def _cost_of_actor(config: TrainConfig) -> tuple[CostModel, bool]:
     from quadriga.parallel.device import get_device_name
 
     model, device = config.actor_rollout_ref.model, config.trainer.device
+    attention = config.actor_rollout_ref.actor.engine.attention
     if model.path == MISSING_PATH:  # a worker class of the user that loads its own model
         return TOKENS, True
     folder, trust = local_folder(model.path), model.trust_remote_code
@@ -138,7 +157,7 @@ def _cost_of_actor(config: TrainConfig) -> tuple[CostModel, bool]:
     found = read_config(folder, trust_remote_code=trust)
     shares_prompts = architecture_of(found).rows == "packed"
     return (
-        sequence_cost(found, "lm", get_device_name() if device == "auto" else device),
+        sequence_cost(found, "lm", get_device_name() if device == "auto" else device, attention),
         shares_prompts,
     )
 

@@ -110,8 +110,10 @@ def pass_memory(
             META,
             fused=engine.fused_head,
             micro_batch_tokens=engine.max_tokens_per_micro_batch,
+            attention=engine.attention,
+            dtype=next(module.parameters()).dtype,
+            device_type=device_type,
         )
-        model.split_attention = device_type == "cpu"
         micro, several = _largest_micro_batch(model, engine, rows)
         counter = AllocationCounter()
         parameters = list(module.parameters())
@@ -166,6 +168,6 @@ def _logits(model: TokenModel, micro: dict[str, Tensor]) -> int:
     logits = int(micro[fields.RESPONSE_MASK].sum()) * vocabulary
     if model.fused:
         # The forward pass has one tile, the backward pass another one for its weights.
-        tile = CPU_TILE if model.split_attention else ACCELERATOR_TILE
+        tile = CPU_TILE if model.device_type == "cpu" else ACCELERATOR_TILE
         return 2 * min(logits, tile) * torch.float32.itemsize
     return logits * next(model.model.parameters()).dtype.itemsize

@@ -1,0 +1,96 @@
+"""Compare a kernel with `blocks` on the device on which it will run, before the first step.
+
+Kernels differ between devices and versions of libraries: in the end of rows at which queries and
+keys are aligned, in the tokens that a window counts, in the dtypes that they round to. A difference
+would change every log-probability without an error.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import (
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from quadriga.engines.attention.choice import AttentionCall, Kernel, KernelOf, sdpa_only
+from quadriga.engines.attention.masks import LocalMask
+from quadriga.engines.attention.packed import AttentionRows, packed_attention
+from quadriga.parallel.attention_blocks import PackedRows
+from quadriga.parallel.packing import pack_rows
+
+TOLERANCES = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 1e-4, torch.float64: 1e-9}
+"""The largest difference of two kernels, relative to the largest number: several times the rounding
+of the dtype. Another alignment or window gives differences of about 1."""
+
+_RESULTS = ("outputs", "queries", "keys", "values", "sinks")
+
+_LENGTHS = ((150, 3), (150, 140), (150, 1), (2, 4), (1, 9))  # (prompt, response) of each row
+_LOCAL = 7  # tokens of a window or a chunk
+
+
+def kernel_problem(kernel: Kernel, call: AttentionCall, device: torch.device) -> str | None:
+    """Return why `kernel` is wrong on this device, in outputs or gradients; None: it is right."""
+    if kernel == "sdpa":
+        return None
+    expected = _compute(sdpa_only, call, device, wide=True)
+    try:
+        found = _compute(lambda _: kernel, call, device, wide=False)
+    except RuntimeError as error:  # no such kernel in this build, or it cannot be compiled
+        return f"it fails on this device: {type(error).__name__}: {str(error)[:200]}"
+    for name, a, b in zip(_RESULTS, found, expected, strict=False):  # sinks are not always there
+        difference = float((a.float() - b.float()).abs().max() / b.float().abs().max())
+        if not difference <= TOLERANCES[call.dtype]:  # NaN is a problem
+            what = name if name == "outputs" else f"gradients of {name}"
+            return f"its {what} differ by {difference:.2g} of the largest one on this device"
+    return None
+
+
+def _compute(
+    kernel_of: KernelOf, call: AttentionCall, device: torch.device, *, wide: bool
+) -> list[Tensor]:
+    """Return the outputs and the gradients of an example. `wide`: in float32 at least."""
+    dtype = torch.promote_types(call.dtype, torch.float32) if wide else call.dtype
+    packed = _rows()
+    rows = AttentionRows(packed, device, kernel_of, split=True)
+    tokens = len(packed.row)
+    random = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        # Rounded to the dtype of the call, so that both kernels read the same numbers.
+        values = torch.randn(*shape, generator=random).to(call.dtype)
+        return values.to(device, dtype).requires_grad_()
+
+    query = numbers(1, call.heads, tokens, call.size)
+    key = numbers(1, call.key_heads, tokens, call.size)
+    value = numbers(1, call.key_heads, tokens, call.value_size)
+    sinks = numbers(call.heads) if call.sinks else None
+    weights = numbers(1, tokens, call.heads, call.value_size).detach()
+    with torch.enable_grad():
+        out, _ = packed_attention(
+            nn.Module(), query, key, value, _mask(call, device),
+            attention_rows=rows, softcap=2.0 if call.softcap else None, s_aux=sinks,
+        )  # fmt: skip
+        trained = [query, key, value, *([] if sinks is None else [sinks])]
+        return [out.detach(), *torch.autograd.grad((out * weights).sum(), trained)]
+
+
+def _mask(call: AttentionCall, device: torch.device) -> LocalMask | None:
+    if call.mask == "causal":
+        return None
+    if call.mask == "window":
+        return LocalMask(sliding_window_causal_mask_function(_LOCAL), _LOCAL)
+    no_padding = torch.zeros(1, dtype=torch.int64, device=device)
+    return LocalMask(chunked_causal_mask_function(_LOCAL, no_padding), _LOCAL)
+
+
+def _rows() -> PackedRows:
+    """Return rows of which the first three share their prompt."""
+    width = tuple(max(sizes) for sizes in zip(*_LENGTHS, strict=True))
+    ids = torch.zeros(len(_LENGTHS), sum(width), dtype=torch.int64)
+    attention, targets = torch.zeros_like(ids), torch.zeros_like(ids[:, width[0] :])
+    for row, (prompt, response) in enumerate(_LENGTHS):
+        attention[row, width[0] - prompt : width[0] + response] = 1
+        targets[row, :response] = 1
+    return pack_rows(ids, attention, targets).rows

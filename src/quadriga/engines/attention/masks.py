@@ -1,0 +1,107 @@
+"""Which tokens of its own row a token attends to, for each kind of attention layer.
+
+Shapes: in a block, b rows, Lq query and Lk key slots.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from quadriga.errors import ModelError
+from quadriga.parallel.attention_blocks import AttentionBlock
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(row, head, query position, key position) -> whether the query attends to the key. Index tensors
+that broadcast, as `transformers.masking_utils` defines them."""
+
+MaskKind = Literal["causal", "window", "chunk", "other"]
+"""Which keys k a query q of the same row attends to. Causal: k ≤ q. Window of size w: also
+k > q − w. Chunk of size w: also k // w = q // w. Other: what a function says."""
+
+
+class LocalMask:
+    """The mask of layers that attend to nearby tokens only.
+
+    Args:
+        function: says which keys a query attends to, from positions in their own row.
+        size: rows of at most this many tokens are attended to completely.
+    """
+
+    def __init__(self, function: MaskFunction, size: int) -> None:
+        self._function = function
+        self.size = size
+        self._masks: dict[int, tuple[AttentionBlock, Tensor]] = {}
+
+    @cached_property
+    def kind(self) -> MaskKind:
+        """The kind of mask that the function computes."""
+        found = _structure(self._function)
+        if found == _structure(sliding_window_causal_mask_function(self.size)):
+            return "window"
+        no_padding = torch.zeros(1, dtype=torch.int64)
+        if found == _structure(chunked_causal_mask_function(self.size, no_padding)):
+            return "chunk"
+        return "other"
+
+    def of_block(self, block: AttentionBlock) -> Tensor | None:
+        """Return the mask [b or 1, 1, Lq, Lk] of a block. All layers of this kind share it."""
+        # A window that covers the whole block changes nothing, and the kernel without a mask is
+        # faster.
+        if block.keys.shape[1] <= self.size:
+            return block.mask
+        if id(block) not in self._masks:
+            query = block.query_columns()[:, None, :, None]
+            key = torch.arange(block.keys.shape[1], device=query.device)
+            zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=query.device)
+            mask = self._function(zero, zero, query, key[None, None, None])
+            self._masks[id(block)] = (block, mask)  # keeps the block, so that its id stays valid
+        return self._masks[id(block)][1]
+
+
+def packed_mask(
+    *, mask_function: MaskFunction, local_size: int | None = None, **unused: object
+) -> LocalMask | None:
+    """Return the mask of a kind of layers, as `AttentionMaskInterface` requires.
+
+    None stands for plain causal attention.
+
+    Raises:
+        ModelError: the attention is neither causal over all tokens nor local.
+    """
+    plain: object = causal_mask_function  # transformers annotates its indices as int
+    if mask_function is plain:
+        return None
+    if local_size is None:
+        raise ModelError(
+            "packed rows support causal attention over all tokens, a window or chunks; this model "
+            "has another mask; use packed=False"
+        )
+    return LocalMask(mask_function, local_size)
+
+
+def _structure(value: object) -> object:
+    """Return the code of a function and of the functions that it closes over, and their numbers.
+
+    Two mask functions with equal structures compute the same mask of rows without padding. Tensors
+    are left out: the only one is the padding of chunks, which packed rows do not have.
+    """
+    # sliding_window_causal_mask_function(8) is a closure over (a closure over 8, causal):
+    #
+    #   (code of and_mask, ((code of the window, (8,)), (code of causal, ())))
+    if inspect.isfunction(value):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return value.__code__, tuple(_structure(c) for c in cells if not isinstance(c, Tensor))
+    if isinstance(value, tuple):
+        return tuple(map(_structure, value))
+    return value

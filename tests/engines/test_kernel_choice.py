@@ -1,0 +1,210 @@
+"""Which attention kernel computes a call, and the comparison of kernels on a device."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import attention_cases as cases
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import flex_attention as flex_module
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines.attention import flex, varlen
+from quadriga.engines.attention.check import kernel_problem
+from quadriga.engines.attention.choice import (
+    CAPABILITY,
+    AttentionCall,
+    choose_kernels,
+    unsupported,
+)
+from quadriga.engines.attention.masks import LocalMask
+from quadriga.engines.fsdp import FSDPEngine
+from quadriga.engines.token_model import TokenModel
+from quadriga.errors import ConfigError
+
+BF16 = AttentionCall(torch.bfloat16, heads=4, key_heads=2, size=64, value_size=64)
+FLOAT32 = replace(BF16, dtype=torch.float32)
+
+
+def choose(*calls, setting="auto", device_type="cuda", capability=CAPABILITY, check=None):
+    return choose_kernels(
+        calls, setting, device_type=device_type, capability=capability,
+        check=check or (lambda kernel, call: None),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "kernel"),
+    [
+        (BF16, "varlen"),
+        (replace(BF16, dtype=torch.float16), "varlen"),
+        (replace(BF16, mask="window"), "varlen"),
+        (replace(BF16, size=192, value_size=128), "varlen"),
+        (replace(BF16, size=8, value_size=8), "varlen"),
+        (replace(BF16, size=512, value_size=512), "flex"),
+        (replace(BF16, mask="chunk"), "flex"),
+        (replace(BF16, softcap=True), "flex"),
+        (replace(BF16, sinks=True, mask="window"), "flex"),
+        (FLOAT32, "flex"),
+        (replace(BF16, softcap=True, size=8, value_size=8), "sdpa"),
+        (replace(BF16, mask="other"), "sdpa"),
+        (replace(BF16, dtype=torch.float64), "sdpa"),
+    ],
+    ids=str,
+)
+def test_the_fastest_exact_kernel_is_chosen(call, kernel):
+    assert choose(call) == {call: kernel}
+    assert choose(call, setting="sdpa") == {call: "sdpa"}
+    assert choose(call, capability=(7, 5)) == choose(call, device_type="npu") == {call: "sdpa"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "call", "message"),
+    [
+        ("varlen", FLOAT32, "computes bfloat16 or float16, and attention is in float32"),
+        ("varlen", replace(BF16, softcap=True), "cannot compute capped scores; set it to auto"),
+        ("varlen", replace(BF16, sinks=True), "cannot compute attention sinks"),
+        ("varlen", replace(BF16, mask="chunk"), "this model has another mask"),
+        ("varlen", replace(BF16, size=288), "at most 256 elements, this model has 288"),
+        ("flex", replace(BF16, dtype=torch.float64), "attention is in float64"),
+        ("flex", replace(BF16, mask="other"), "this model has another mask"),
+        ("flex", replace(BF16, size=8), "at least 16 elements, this model has 8"),
+    ],
+)
+def test_a_kernel_that_cannot_compute_a_call_is_refused(setting, call, message):
+    with pytest.raises(ConfigError, match=f"engine.attention={setting} cannot .*{message}"):
+        choose(BF16, call, setting=setting)
+
+
+@pytest.mark.parametrize("setting", ["varlen", "flex"])
+def test_kernels_of_accelerators_are_refused_elsewhere(setting, model_folder):
+    with pytest.raises(ConfigError, match="the device of this role is 'npu'"):
+        choose(BF16, setting=setting, device_type="npu")
+    with pytest.raises(ConfigError, match=r"compute capability 8\.0, got 7\.5"):
+        choose(BF16, setting=setting, capability=(7, 5))
+    with pytest.raises(
+        ConfigError, match=f"attention={setting} .*the device of this role is 'cpu'"
+    ):
+        FSDPEngine(ModelConfig(path=model_folder), EngineConfig(attention=setting), OptimConfig())
+    with pytest.raises(ConfigError, match=f"attention={setting} needs packed rows, and Llama"):
+        FSDPEngine(
+            ModelConfig(path=model_folder), EngineConfig(attention=setting), packed=False
+        )  # fmt: skip
+
+
+def test_a_kernel_with_wrong_numbers_is_not_used(caplog):
+    def only_sdpa(kernel, call):
+        return None if kernel == "sdpa" else "its outputs differ by 1 of the largest one"
+
+    with caplog.at_level(logging.WARNING):
+        assert choose(BF16, check=only_sdpa) == {BF16: "sdpa"}
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
+        f"the attention kernel {kernel} is not used: its outputs differ by 1 of the largest one"
+        for kernel in ("varlen", "flex")
+    ]
+    with pytest.raises(ConfigError, match=r"attention=flex .*outputs differ by 1"):
+        choose(BF16, setting="flex", check=only_sdpa)
+
+
+CALLS = {
+    "llama": {BF16},
+    "mistral": {replace(BF16, mask="window")},
+    "qwen2": {BF16, replace(BF16, mask="window")},
+    "gemma2": {replace(BF16, softcap=True), replace(BF16, softcap=True, mask="window")},
+    "gpt_oss": {replace(BF16, sinks=True), replace(BF16, sinks=True, mask="window")},
+    "llama4_text": {BF16, replace(BF16, mask="chunk")},
+    "deepseek_v3": {replace(BF16, key_heads=4, size=48, value_size=32)},
+}
+
+
+@pytest.mark.parametrize("model_type", CALLS)
+def test_the_calls_of_a_model_are_known_before_it_is_used(model_type):
+    model = AutoModelForCausalLM.from_config(cases.small_config(model_type)).eval()
+    found = TokenModel(model, "lm", cases.CPU)._attention_calls(torch.bfloat16)
+    assert found == CALLS[model_type]
+
+
+def test_a_mask_of_another_form_is_told_apart():
+    assert LocalMask(lambda row, head, query, key: key <= query, 4).kind == "other"
+    assert cases.local_mask(cases.Sizes(kind="window")).kind == "window"
+    assert cases.local_mask(cases.Sizes(kind="chunk")).kind == "chunk"
+    window_of_3 = cases.local_mask(cases.Sizes(kind="window", local=3))
+    assert LocalMask(window_of_3._function, 4).kind == "other"
+
+
+def test_every_kernel_passes_the_comparison(monkeypatch):
+    monkeypatch.setattr(varlen, "varlen_attn", cases.naive_flash)
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(flex, "compiled", lambda: flex_module.flex_attention)
+    small = replace(FLOAT32, size=12, value_size=8)
+    for call in (small, replace(small, mask="window"), replace(small, dtype=torch.bfloat16)):
+        assert kernel_problem("varlen", call, cases.CPU) is None
+    for changes in ({}, {"softcap": True}, {"sinks": True, "mask": "window"}, {"mask": "chunk"}):
+        assert kernel_problem("flex", replace(small, **changes), cases.CPU) is None
+
+
+def first_aligned(q, k, v, cu_q, cu_k, *lengths, **settings):
+    """A kernel that aligns the first query of a row with its first key."""
+    starts = [torch.arange(int(cu_k[i]), int(cu_k[i] + cu_q[i + 1] - cu_q[i]))
+              for i in range(len(cu_q) - 1)]  # fmt: skip
+    index = torch.cat(starts)
+    return cases.naive_flash(q, k[index], v[index], cu_q, cu_q, *lengths, **settings)
+
+
+def one_more(*arguments, window_size, **settings):
+    """A kernel whose window has one more token."""
+    before, after = window_size
+    wider = (before + (before >= 0), after)
+    return cases.naive_flash(*arguments, window_size=wider, **settings)
+
+
+def without_gradient_of_keys(q, k, *arguments, **settings):
+    return cases.naive_flash(q, k.detach() + 0 * k, *arguments, **settings)
+
+
+def not_a_number(*arguments, **settings):
+    return cases.naive_flash(*arguments, **settings) * torch.nan
+
+
+def no_kernel(*arguments, **settings):
+    raise NotImplementedError("no kernel image")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (first_aligned, "its outputs differ by"),
+        (one_more, "its outputs differ by"),
+        (not_a_number, "its outputs differ by nan"),
+        (without_gradient_of_keys, "its gradients of keys differ by"),
+        (no_kernel, "it fails on this device: NotImplementedError: no kernel image"),
+    ],
+)
+def test_a_wrong_kernel_fails_the_comparison(kernel, message, monkeypatch):
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    call = replace(BF16, size=8, value_size=8, mask="window" if kernel is one_more else "causal")
+    assert message in kernel_problem("varlen", call, cases.CPU)
+
+
+def test_sdpa_is_supported_everywhere():
+    strange = replace(BF16, dtype=torch.float64, mask="other", softcap=True, sinks=True)
+    assert unsupported("sdpa", strange, "npu", (0, 0)) is None
+    assert kernel_problem("sdpa", strange, cases.CPU) is None
+
+
+def test_a_call_that_was_not_seen_before_the_start_is_computed_by_sdpa(monkeypatch):
+    """For example in another dtype than that of the engine."""
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    )
+    found = TokenModel(model, "lm", cases.CPU, dtype=torch.bfloat16, device_type="cuda")
+    call = AttentionCall(torch.bfloat16, 2, 2, 16, 16)
+    assert found.kernel_of(call) == "varlen"
+    assert found.kernel_of(replace(call, dtype=torch.float32)) == "sdpa"
+    on_cpu = TokenModel(model, "lm", cases.CPU)
+    assert isinstance(model, nn.Module) and on_cpu.kernel_of(call) == "sdpa"
