@@ -18,9 +18,9 @@ from verl_names import ESTIMATORS, LEFT_OUT, PUBLIC
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
 from quadriga.compat.verl.names import MODULES
-from quadriga.compat.verl.not_offered import NO_COUNTERPART, NOT_OFFERED
-from quadriga.compat.verl.trainer_names import TRAINER_MODULES
-from quadriga.errors import ConflictError, FieldError, LengthError
+from quadriga.compat.verl.names.not_offered import NO_COUNTERPART, NOT_OFFERED
+from quadriga.compat.verl.names.trainers import TRAINER_MODULES
+from quadriga.errors import ConflictError, LengthError
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -210,72 +210,6 @@ def test_device():
     device.manual_seed_all(1)
 
 
-def jagged_rows(*lengths):
-    from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
-
-    start, rows = 0, []
-    for n in lengths:
-        rows.append(torch.arange(start, start + n))
-        start += n
-    return nested_tensor_from_tensor_list(rows)
-
-
-def lengths_of(nested):
-    return nested.offsets().diff().tolist()
-
-
-def test_jagged_helpers():
-    from verl.utils import tensordict_utils as tu
-
-    td = tu.get_tensordict(
-        {"ids": jagged_rows(2, 1, 3, 2), "x": torch.arange(4), "uid": list("abcd")},
-        {"temperature": 0.5},
-    )
-    halves = tu.chunk_tensordict(td, 2)
-    assert [lengths_of(h["ids"]) for h in halves] == [[2, 1], [3, 2]]
-    assert halves[1]["x"].tolist() == [2, 3]
-    assert tu.get(halves[1], "uid") == ["c", "d"]
-    assert tu.get(halves[1], "temperature") == 0.5
-    back = tu.concat_tensordict(halves)
-    tu.assert_tensordict_eq(back, td)
-    chosen = tu.index_select_tensor_dict(td, [3, 0])
-    assert chosen["ids"].values().tolist() == [6, 7, 0, 1]
-    assert tu.get(chosen, "uid") == ["d", "a"]
-    with pytest.raises(LengthError, match="4 rows do not divide into 3"):
-        tu.chunk_tensordict(td, 3)
-    with pytest.raises(ConflictError, match="'x'"):
-        tu.assert_tensordict_eq(td, tu.get_tensordict({**dict(td.items()), "x": torch.ones(4)}))
-
-
-def test_padding_of_tensordicts():
-    from verl.utils import tensordict_utils as tu
-
-    td = tu.get_tensordict({"ids": jagged_rows(2, 1, 3), "uid": list("abc")})
-    padded, pad = tu.pad_to_divisor(td, 4)
-    assert (len(padded), pad) == (4, 1)
-    assert lengths_of(padded["ids"]) == [2, 1, 3, 2]
-    tu.assert_tensordict_eq(tu.unpad(padded, pad), td)
-    assert tu.pop(td, "uid") == ["a", "b", "c"]
-    assert tu.get(td, "uid", "none") == "none"
-
-
-def test_a_tensordict_of_dicts():
-    from verl.utils import tensordict_utils as tu
-
-    rows = [{"ids": torch.arange(n), "s": torch.tensor(n), "name": str(n)} for n in (2, 3)]
-    td = tu.list_of_dict_to_tensordict(rows)
-    assert lengths_of(td["ids"]) == [2, 3]
-    assert td["s"].tolist() == [2, 3]
-    assert tu.get(td, "name") == ["2", "3"]
-
-
-def test_rows_that_differ_in_their_last_dimension():
-    from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
-
-    nested = nested_tensor_from_tensor_list([torch.ones(4, 2), torch.ones(4, 3)])
-    assert [tuple(row.shape) for row in nested.unbind()] == [(4, 2), (4, 3)]
-
-
 def test_balancing():
     from verl.utils import seqlen_balancing as sb
 
@@ -346,17 +280,6 @@ def test_a_fused_class_has_verls_names():
     assert isinstance(fused.actor, Actor)
     assert fused.actor.get_fused_worker_by_name("actor") is fused.actor
     assert fused.get_fused_worker_by_name("critic") is None
-
-
-def test_a_tensordict_of_unequal_kinds_is_not_concatenated():
-    from verl.utils import tensordict_utils as tu
-
-    tensors = tu.get_tensordict({"a": torch.arange(2)})
-    objects = tu.get_tensordict({"a": ["x", "y"]})
-    with pytest.raises(FieldError, match="one kind in all TensorDicts"):
-        tu.concat_tensordict([tensors, objects])
-    with pytest.raises(ConflictError, match="'a' differs"):
-        tu.assert_tensordict_eq(tensors, objects)
 
 
 def test_a_worker_written_for_verl_runs_on_ray(tmp_path):

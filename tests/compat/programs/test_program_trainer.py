@@ -37,7 +37,7 @@ from verl.utils.model import (
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 
 from quadriga.algorithms.advantages import ADVANTAGES
-from quadriga.compat.verl.trainer import RewardOfTensors, ray_init_arguments
+from quadriga.compat.verl.training.trainer import RewardOfTensors, ray_init_arguments
 from quadriga.errors import ConfigError, InputError
 
 

@@ -9,12 +9,12 @@ process and in the worker processes that it starts. An installed verl is neither
 changed; its other modules cannot be imported in such a process. A name is imported when it is first
 used.
 
-    controller/   workers, worker groups, modes     device       accelerators
-    algorithms/   advantages, losses, stages        functional   small helper functions
-    tensors/      tensors and batches               files        files and tokenizers
-    trainer       trainers and entry points         config       settings
-    names, trainer_names, imported_names    the tables of names
-    not_offered                             what to use for the others
+    controller/   workers, worker groups, modes     metrics         metrics of a batch
+    algorithms/   advantages, losses, stages        device          accelerators
+    tensors/      tensors and batches               files           files and tokenizers
+    training/     trainers and entry points         functional      small helper functions
+    names/        the tables of names               config          reading of settings
+                                                    config_classes  verl's classes of settings
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from dis import opmap
 from importlib.abc import MetaPathFinder
 from types import FrameType, ModuleType
 
-from quadriga.compat.verl.names import MODULES
-from quadriga.compat.verl.not_offered import advice
+from quadriga.compat.verl.names import MODULES, advice
 from quadriga.errors import ConfigError
 from quadriga.single_controller.ranks.environment import preload_in_workers
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 COMPAT = "quadriga.compat.verl"
-_TRAINER = f"{COMPAT}.trainer"
+_TRAINER = f"{COMPAT}.training.trainer"
 _METRICS = f"{COMPAT}.metrics"
 _WORKERS = "quadriga.workers"
 
 _ROLES = {
     "Role": "quadriga.trainer.placement:Role",
     "WorkerType": "quadriga.single_controller:Worker",
-    "need_critic": f"{COMPAT}.run_settings:need_critic",
-    "need_reference_policy": f"{COMPAT}.run_settings:need_reference_policy",
+    "need_critic": f"{COMPAT}.training.settings:need_critic",
+    "need_reference_policy": f"{COMPAT}.training.settings:need_reference_policy",
 }
 _POLICY = {"ActorRolloutRefWorker": f"{_WORKERS}:ActorRolloutRefWorker"}
 _GENERATION = {

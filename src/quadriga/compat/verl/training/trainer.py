@@ -24,13 +24,13 @@ from quadriga.backends.ray.programs import run_in_actor, write_timeline
 from quadriga.compat.verl.config import VerlConfig, setting
 from quadriga.compat.verl.controller.groups import RayWorkerGroup
 from quadriga.compat.verl.controller.pools import ResourcePoolManager
-from quadriga.compat.verl.run_roles import (
+from quadriga.compat.verl.training.roles import (
     check_called,
     check_stages,
     pools_of,
     worker_classes,
 )
-from quadriga.compat.verl.run_settings import (
+from quadriga.compat.verl.training.settings import (
     need_critic,
     need_reference_policy,
     settings_of,

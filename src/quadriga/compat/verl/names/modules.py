@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quadriga.compat.verl.imported_names import imported_by
-from quadriga.compat.verl.trainer_names import TRAINER_MODULES
+from quadriga.compat.verl.names.imported import imported_by
+from quadriga.compat.verl.names.trainers import TRAINER_MODULES
 
 PROTOCOL = "quadriga.protocol"
 CONTROLLER = "quadriga.single_controller"
