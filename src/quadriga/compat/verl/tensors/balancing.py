@@ -172,6 +172,29 @@ def _collective_device(group: dist.ProcessGroup) -> str:
     return "cpu" if "gloo" in dist.get_backend(group) else get_device_name()
 
 
+def _agreed(
+    group: dist.ProcessGroup,
+    number: int,
+    rows: int,
+    failure: LengthError | None,
+    max_tokens: int,
+) -> tuple[int, int]:
+    """Return the largest number of micro-batches and the smallest number of rows of all ranks.
+
+    Raises:
+        LengthError: another rank cannot split its rows.
+    """
+    values = torch.tensor([number, -rows, failure is not None], device=_collective_device(group))
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+    most, fewest, failed = values.tolist()
+    if failed and failure is None:
+        raise LengthError(
+            f"another data-parallel rank cannot split its rows into micro-batches of {max_tokens} "
+            "tokens; its own error names the row"
+        )
+    return most, -fewest
+
+
 def _rows_of_micro_batches(
     lengths: torch.Tensor,
     max_tokens: int,
@@ -188,14 +211,26 @@ def _rows_of_micro_batches(
             f"force_group_size={group_size}."
         )
     grouped = lengths.view(-1, group_size).sum(-1)
-    parts = token_budget_micro_batches(grouped.numpy(), max_tokens, least)
-    number = len(parts)
+    failure: LengthError | None = None
+    parts: list[list[int]] = []
+    try:
+        parts = token_budget_micro_batches(grouped.numpy(), max_tokens, least)
+    except LengthError as error:
+        failure = error
+    number, fewest = len(parts), len(grouped)
     if dp_group is not None and dist.is_initialized():
-        # Every rank must run the same number of backward passes, because each one communicates.
-        agreed = torch.tensor([number], device=_collective_device(dp_group))
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=dp_group)
-        number = int(agreed.item())
+        # Every rank must run the same number of backward passes, because each one communicates. A
+        # rank that cannot split its rows raises after this call: the others would wait for it.
+        number, fewest = _agreed(dp_group, number, fewest, failure, max_tokens)
+    if failure is not None:
+        raise failure
     number = roundup_divisible(number, divisor)
+    if number > fewest:
+        raise LengthError(
+            f"{number} micro-batches are needed, a multiple of num_batches_divided_by={divisor}, "
+            f"but a rank has only {fewest} rows or groups of rows. Use larger batches, or a larger "
+            "max_token_len."
+        )
     if number > len(parts):
         parts = token_budget_micro_batches(grouped.numpy(), max_tokens, number)
     if by_workload:
