@@ -155,6 +155,20 @@ def test_a_mini_batch_keeps_its_rows() -> None:
     assert parts.tolist() == [["a", "b", "c"]] * 2
 
 
+@pytest.mark.parametrize(("ranks", "size"), [(2, 4), (2, 8), (4, 4), (2, None), (1, 4), (2, 6)])
+def test_without_balance_a_mini_batch_has_the_same_rows_on_any_number_of_ranks(ranks, size):
+    balance = Balance(ranks, enabled=False, mini_batch_rows=size)
+    data = DataProto.from_dict(tensors={"row": torch.arange(12)})
+    found, metrics = stages.balance_over_ranks(data, balance)
+    assert metrics == {}
+    parts = [part.batch["row"].tolist() for part in found.chunk(ranks)]
+    size = size or 12
+    for first in range(0, 12, size):
+        start, end = first // ranks, min(first + size, 12) // ranks
+        rows = [row for part in parts for row in part[start:end]]
+        assert rows == list(range(first, min(first + size, 12))), "in order, rank by rank"
+
+
 @pytest.mark.parametrize("balance", [Balance(1), Balance(4), Balance(3, enabled=False)])
 def test_a_batch_that_is_not_balanced_keeps_its_order(balance: Balance) -> None:
     data, metrics = stages.balance_over_ranks(batch(), balance)

@@ -169,11 +169,13 @@ def score_responses(batch: DataProto, reward: BatchReward) -> StageResult:
 def balance_over_ranks(batch: DataProto, balance: Balance) -> StageResult:
     """Reorder rows so that the equal parts of the batch cost the ranks about the same work.
 
-    A mini-batch keeps its rows. The batch stays as it is with one rank, if its rows do not divide
-    by the number of ranks, or if `balance.enabled` is false.
+    A mini-batch keeps its rows, also if `balance.enabled` is false; costs then do not matter. The
+    batch stays as it is with one rank, or if its rows do not divide by the number of ranks.
     """
     if not balance.enabled:
-        return StageResult(batch, {})
+        if balance.ranks == 1 or len(batch) % balance.ranks:
+            return StageResult(batch, {})
+        return StageResult(batch.select_idxs(balance.unbalanced(len(batch))), {})
     # Few small fields are fetched; the others are reordered by reference.
     length_B, prompt_B = batch.batch[fields.SEQUENCE_LENGTH], batch.batch[fields.PROMPT_LENGTH]
     live_B = torch.ones(len(batch), dtype=torch.bool)
