@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from optimizer_cases import has_torchao
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForCausalLM,
@@ -20,7 +21,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.config.schema import (
+    Checkpointing,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    OptimizerName,
+)
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.memory.passes import Rows
 from quadriga.engines.memory.states import TrainingMemory, training_memory
@@ -50,17 +57,29 @@ class Case:
         micro_batch: rows of a micro-batch; None: all.
         early: whether gradients are reduced after each micro-batch.
         unit: least parameters of a layer that is an FSDP unit.
+        optimizer: `optim.name`.
     """
 
     family: str
-    checkpointing: bool = False
+    checkpointing: Checkpointing = False
     micro_batch: int | None = None
     early: bool | None = None
     unit: int = ONE_UNIT
+    optimizer: OptimizerName = "adamw"
 
 
+OPTIMIZERS = ("adamw_8bit", "muon") if has_torchao() else ("muon",)
 CASES = [
-    *(Case(family, checkpointing) for family, checkpointing in product(CONFIGS, (False, True))),
+    *(
+        Case(family, checkpointing)
+        for family, checkpointing in product(CONFIGS, (False, True, "selective"))
+    ),
+    *(
+        Case(family, optimizer=optimizer, unit=unit)
+        for family, optimizer, unit in product(
+            ("llama untied", "qwen3 experts"), OPTIMIZERS, (ONE_UNIT, LAYER_UNITS)
+        )
+    ),
     *(
         Case("llama untied", checkpointing, micro_batch=4, early=early, unit=unit)
         for checkpointing, early, unit in product(
@@ -72,11 +91,13 @@ CASES = [
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes on one rank. `update` and `evaluate`: the most that a call allocates."""
+    """Bytes on one rank. `update` and `evaluate`: the most that a call allocates. `step`: gradient
+    shards, and the most that the update of the parameters allocates."""
 
     parameters: int
     optimizer: int
     update: int
+    step: int
     evaluate: int
 
 
@@ -96,7 +117,8 @@ def planned(case: Case, folder: Path, ranks: int) -> TrainingMemory:
     rows = replace(ROWS, micro_batch=case.micro_batch)
     return training_memory(
         *settings(case, folder), head="lm", ranks=ranks, device_type="cpu",
-        update=rows, evaluate=rows, min_unit_parameters=case.unit,
+        update=rows, evaluate=rows, optim=OptimConfig(name=case.optimizer),
+        min_unit_parameters=case.unit,
     )  # fmt: skip
 
 
@@ -104,8 +126,9 @@ def measured(case: Case, folder: Path) -> Measured:
     """Make steps with a real engine."""
     model, engine_settings = settings(case, folder)
     engine = FSDPEngine(
-        model, engine_settings, OptimConfig(), total_steps=4, min_unit_parameters=case.unit
-    )
+        model, engine_settings, OptimConfig(name=case.optimizer), total_steps=4,
+        min_unit_parameters=case.unit,
+    )  # fmt: skip
     batch = ROWS.batch(SIZES["vocab_size"])
 
     def update() -> None:
@@ -119,6 +142,7 @@ def measured(case: Case, folder: Path) -> Measured:
         + stored(engine.module.buffers()),
         optimizer=stored(engine.optimizer.existing_moments()),
         update=least_peak_of(update),
+        step=stored(map(local_shard, engine.module.parameters())) + peak_of_step(engine, update),
         evaluate=least_peak_of(
             lambda: engine.forward(batch, entropy=True, micro_batch_size=case.micro_batch)
         ),
@@ -138,6 +162,22 @@ def least_peak_of(call) -> int:
     It then seems to exist until the end.
     """
     return min(peak_of(call) for _ in range(3))
+
+
+def peak_of_step(engine, update) -> int:
+    """Return the most bytes that the optimizer allocates within `update`."""
+    peaks = []
+    step = engine.optimizer.step
+
+    def measured_step():
+        peaks.append(peak_of(step))
+        return 0.0, 0.0
+
+    engine.optimizer.step = measured_step
+    update()
+    update()
+    engine.optimizer.step = step
+    return min(peaks)
 
 
 def peak_of(call) -> int:

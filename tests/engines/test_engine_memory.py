@@ -35,6 +35,7 @@ def check(plan, found):
     assert plan.parameters == found.parameters
     assert plan.optimizer == found.optimizer
     assert plan.update_peak == pytest.approx(found.update, rel=TOLERANCE)
+    assert plan.step_peak == pytest.approx(found.step, rel=TOLERANCE)
     assert plan.evaluate_peak == pytest.approx(found.evaluate, rel=TOLERANCE)
 
 

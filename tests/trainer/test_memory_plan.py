@@ -55,10 +55,39 @@ def test_offload_and_turns_free_memory_of_accelerators_only(tiny_task, tmp_path)
     for other in (offloaded, alternating):
         assert plain.phases["generation"] - other.phases["generation"] == states
     update = "update of the actor"
-    assert offloaded.phases[update] == plain.phases[update]
+    # Offloaded moments are on the device during the step of the optimizer, after the gradients.
+    saved = min(actor.optimizer, actor.backward_peak - actor.step_peak)
+    assert plain.phases[update] - offloaded.phases[update] == saved > 0
     assert plain.phases[update] - alternating.phases[update] == plain.generation.weights
     on_cpu = only_pool(settings(tiny_task, tmp_path, *offload))
     assert on_cpu.phases == only_pool(settings(tiny_task, tmp_path)).phases
+
+
+def test_the_offload_policy_leaves_no_states_on_an_accelerator(tiny_task, tmp_path):
+    offload = "actor_rollout_ref.actor.engine.offload_policy=true"
+    plain, hosted = (
+        only_pool(settings(tiny_task, tmp_path, *more), "cuda") for more in ([], [offload])
+    )
+    one, other = plain.engines["actor"], hosted.engines["actor"]
+    shards = one.optimizer // 2
+    buffers = one.parameters - shards
+    assert (other.parameters, other.optimizer, other.step_peak) == (buffers, 0, 0)
+    assert other.on_host == 4 * shards and one.on_host == 0
+    assert plain.phases["generation"] - hosted.phases["generation"] == 3 * shards
+    assert hosted.phases["update of the actor"] < plain.phases["update of the actor"] - 2 * shards
+    text = plan_text(settings(tiny_task, tmp_path, offload, "trainer.device=cuda"))
+    assert "in host memory" in text
+    on_cpu = only_pool(settings(tiny_task, tmp_path, offload))
+    assert on_cpu.phases == only_pool(settings(tiny_task, tmp_path)).phases
+
+
+def test_the_plan_reads_the_optimizer(tiny_task, tmp_path):
+    key = "actor_rollout_ref.actor.optim.name"
+    plain, muon, eight = (
+        only_pool(settings(tiny_task, tmp_path, f"{key}={name}")).engines["actor"].optimizer
+        for name in ("adamw", "muon", "adamw_8bit")
+    )
+    assert eight < plain and muon < plain
 
 
 def test_states_are_sharded_over_the_ranks_of_a_role(tiny_task, tmp_path):
@@ -140,6 +169,7 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(tiny_task, tmp_path
     for form in ("true", "selective"):
         assert f"gradient_checkpointing={form} (activations of the actor: " in text
     assert "max_tokens_per_micro_batch=16384" in text
+    assert "optim.name=adamw_8bit" in text and "offload_policy" not in text
     assert not (tmp_path / "run").exists()
     check_memory(settings(tiny_task, tmp_path, "trainer.device_memory_gb=0.55",
                           "trainer.check_memory=false"))  # fmt: skip

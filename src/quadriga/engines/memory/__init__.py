@@ -1,5 +1,6 @@
 """The device memory of a training engine on one rank, known before a weight is loaded.
 
 - `passes`: activations of a micro-batch, counted on the meta device.
-- `states`: parameters, gradients, moments and the buffers of FSDP, by arithmetic.
+- `states`: parameters, gradients and the buffers of FSDP, by arithmetic.
+- `optimizer_step`: the optimizer's state, and what its step allocates.
 """

@@ -5,9 +5,11 @@ An engine holds the shards all the time. In an optimizer step it also holds, at 
     forward     activations + gathered parameters + the buffer of a gather
     backward    activations + gathered parameters + gradients + the buffers of a reduction
     reduction   gathered parameters + gradients + the buffers of a reduction
+    update      gradient shards + what the optimizer allocates
 
-The largest of the three is the peak. `sharding.py` says what a unit is, and `FSDPEngine` when
-gradients are reduced.
+The largest of the four is the peak. `sharding.py` says what a unit is, and `FSDPEngine` when
+gradients are reduced. With `engine.offload_policy`, shards of parameters and gradients and the
+optimizer's state are in host memory, which on a CPU is the same memory.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.base import HeadKind
+from quadriga.engines.memory.optimizer_step import Updated, optimizer_bytes, step_bytes
 from quadriga.engines.memory.passes import PassMemory, Rows, pass_memory
 from quadriga.engines.model_setup import simulated_model
+from quadriga.engines.optimizers.choice import rule_of_each
 from quadriga.engines.sharding import (
     MAX_UNSHARDED_BYTES,
     MIN_UNIT_PARAMETERS,
@@ -32,22 +36,22 @@ from quadriga.engines.sharding import (
 from quadriga.errors import QuadrigaError
 from quadriga.parallel.device import compute_dtype
 
-_MOMENTS = 2
-
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes of a training engine on one rank.
+    """Bytes of a training engine on one rank, on its device.
 
     Attributes:
         parameters: the parameter shards, with buffers.
         optimizer: the moments.
+        on_host: parameters, gradients and moments that are in host memory instead.
         gathered: whole parameters in the compute dtype, as many as exist at once.
         gradients: gradients, as many as exist at once.
         buffers: what the collectives of FSDP allocate, as much as exists at once.
         update: of a micro-batch with gradients. None: the engine is not trained.
         evaluate: of a micro-batch without gradients. None: there is no such pass.
-        update_peak: what an optimizer step adds to parameters and moments.
+        backward_peak: what forward and backward passes add to parameters and moments.
+        step_peak: what the update of the parameters adds to them after that.
         evaluate_peak: what a pass without gradients adds.
         weights: elements of all parameters.
         largest_weight: elements of the largest.
@@ -61,11 +65,18 @@ class TrainingMemory:
     buffers: int
     update: PassMemory | None
     evaluate: PassMemory | None
-    update_peak: int
+    backward_peak: int
+    step_peak: int
     evaluate_peak: int
     weights: int
     largest_weight: int
     uncounted: str = ""
+    on_host: int = 0
+
+    @property
+    def update_peak(self) -> int:
+        """What an optimizer step adds to parameters and moments."""
+        return max(self.backward_peak, self.step_peak)
 
     @property
     def states(self) -> int:
@@ -82,6 +93,7 @@ def training_memory(
     device_type: str,
     update: Rows | None,
     evaluate: Rows | None,
+    optim: OptimConfig | None = None,
     min_unit_parameters: int = MIN_UNIT_PARAMETERS,
 ) -> TrainingMemory:
     """Return the memory of the engine that `build_engine` builds with these settings.
@@ -91,6 +103,7 @@ def training_memory(
         device_type: "cpu", or the type of an accelerator.
         update: the rows of one rank in an optimizer step. None: the engine is not trained.
         evaluate: the rows of one rank in a pass without gradients. None: there is none.
+        optim: None: the default optimizer.
 
     Raises:
         ModelError: the folder has no config of a suitable model.
@@ -105,8 +118,9 @@ def training_memory(
         dtype=dtype,
         reduce_dtype=reduce_dtype,
         shards=ranks if engine.fsdp_size == -1 else engine.fsdp_size,
-        trained=update is not None,
+        optim=None if update is None else optim or OptimConfig(),
         gloo=device_type == "cpu",
+        hosted=engine.offload_policy and device_type != "cpu",
         min_unit_parameters=min_unit_parameters,
     )
     passes = _Passes(module, engine, head, device_type)
@@ -161,6 +175,8 @@ class _Layout:
     kept_dtype: torch.dtype
     shards: int
     gloo: bool
+    hosted: bool
+    updated: list[Updated]
 
     @staticmethod
     def of(
@@ -169,28 +185,35 @@ class _Layout:
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         shards: int,
-        trained: bool,
+        optim: OptimConfig | None,
         gloo: bool,
+        hosted: bool,
         min_unit_parameters: int,
     ) -> _Layout:
         """Divide the parameters of `module` into units, as `shard_model` does.
 
         Args:
             shards: ranks that share one copy of the parameters.
+            optim: None if the model is not trained.
+            hosted: whether shards and the optimizer's state are in host memory.
             gloo: whether collectives are those of gloo, whose reduction copies its input.
         """
         layers = [list(layer.parameters()) for layer in decoder_layers(module)]
         layers = [layer for layer in layers if _elements(layer) >= min_unit_parameters]
         in_layers = {id(parameter) for layer in layers for parameter in layer}
+        rules = {} if optim is None else rule_of_each(module, optim.name)
+        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         return _Layout(
             root=[p for p in module.parameters() if id(p) not in in_layers],
             layers=layers,
             buffers=sum(buffer.nbytes for buffer in module.buffers()),
             dtype=dtype,
             reduce_dtype=reduce_dtype,
-            kept_dtype=torch.promote_types(dtype, torch.float32) if trained else dtype,
+            kept_dtype=dtype if optim is None else torch.promote_types(dtype, torch.float32),
             shards=shards,
             gloo=gloo,
+            hosted=hosted,
+            updated=[Updated(shapes[name], rule) for name, rule in rules.items()],
         )
 
     @property
@@ -225,24 +248,36 @@ class _Layout:
                 if self.layers
                 else self._one_unit(update, reduces)
             )
+        moments = optimizer_bytes(self.updated, self.kept_dtype, self.shards) if step else 0
+        held = states + (moments + states if step else 0)  # with the gradients
         return TrainingMemory(
-            parameters=states + self.buffers,
-            optimizer=_MOMENTS * states if step else 0,
+            parameters=self.buffers + (0 if self.hosted else states),
+            optimizer=0 if self.hosted else moments,
+            on_host=held if self.hosted else 0,
             gathered=step.gathered if step else passes,
             gradients=step.gradients if step else 0,
             buffers=max(self._gather_buffer(), step.reduction if step else 0),
             update=update,
             evaluate=evaluate,
-            update_peak=step.peak if step else 0,
+            backward_peak=step.peak if step else 0,
+            step_peak=self._gradient_shards() + self._step_bytes() if step else 0,
             evaluate_peak=max(passes + evaluate.forward, self._gather_buffer()) if evaluate else 0,
             weights=_elements(self.all),
             largest_weight=max(p.numel() for p in self.all),
         )
 
+    def _gradient_shards(self) -> int:
+        """Return the bytes of reduced gradients on the device."""
+        return 0 if self.hosted else self.shard_bytes(self.kept_dtype)
+
+    def _step_bytes(self) -> int:
+        """Return what the update of the parameters allocates on the device."""
+        return step_bytes(self.updated, self.kept_dtype, self.shards, on_cpu=self.gloo)
+
     def _one_unit(self, update: PassMemory, reduces: bool) -> _Step:
         """Return the bytes of a step if the root is the only unit."""
         gathered = self._gathered(frees=False)
-        shards = self.shard_bytes(self.kept_dtype)
+        shards = self._gradient_shards()
         new = self.whole_bytes(self.root, self.dtype)
         flat = self.whole_bytes(self.root, self.reduce_dtype)
         # Gradients from earlier micro-batches: shards, or whole ones in the dtype of the reduction.
@@ -270,7 +305,7 @@ class _Layout:
         gathered = self._gathered(frees and reduces)
         layer = max(self.layers, key=_elements)
         root, new = self.whole_bytes(self.root, self.dtype), self.whole_bytes(layer, self.dtype)
-        shards = self.shard_bytes(self.kept_dtype)
+        shards = self._gradient_shards()
         whole = self.whole_bytes(self.all, self.reduce_dtype)
         complete = shards if reduces else whole
         if update.several and not reduces and self.dtype == self.reduce_dtype:
@@ -314,9 +349,11 @@ class _Layout:
 
     def _gather_buffer(self) -> int:
         """Return the bytes into which the largest unit is gathered, before it is copied out."""
-        if self.shards == 1:
-            return 0
-        return max(self.whole_bytes(unit, self.dtype) for unit in (self.root, *self.layers))
+        largest = max(_elements(unit) for unit in (self.root, *self.layers))
+        whole = 0 if self.shards == 1 else largest * self.dtype.itemsize
+        # Shards in host memory are copied to the device in their own dtype first.
+        copied = math.ceil(largest / self.shards) * self.kept_dtype.itemsize if self.hosted else 0
+        return whole + copied
 
     def _reduction(self, flat: int) -> int:
         """Return what the reduction of gradients allocates; `flat` are the bytes of its input."""

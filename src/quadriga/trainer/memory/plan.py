@@ -26,6 +26,7 @@ from quadriga.config.schema import (
     DtypeName,
     EngineConfig,
     ModelConfig,
+    OptimConfig,
     TrainConfig,
 )
 from quadriga.engines.base import HeadKind
@@ -124,6 +125,7 @@ class _Roles:
             self.device_type,
             self._update_rows(role),
             self._evaluated_rows(role, settings, ranks),
+            critic.optim if role == CRITIC else policy.actor.optim,
         )
         if memory.uncounted:
             self.missing.append(f"activations of the {role} ({memory.uncounted})")
@@ -201,6 +203,7 @@ def _training_memory(
     device_type: str,
     update: Rows | None,
     evaluate: Rows | None,
+    optim: OptimConfig,
 ) -> TrainingMemory:
     return training_memory(
         model,
@@ -210,6 +213,7 @@ def _training_memory(
         device_type=device_type,
         update=update,
         evaluate=evaluate,
+        optim=optim,
     )
 
 
@@ -276,11 +280,15 @@ class _Phases:
                 peak = part(engine.evaluate_peak, 0)
                 found[_PASSES[role]] = self._others(role) + self._loaded(role, moments=False) + peak
             if engine.update is not None:
-                peak = part(engine.update_peak, engine.gradients)
+                peak = part(engine.backward_peak, engine.gradients)
                 if role == ACTOR and policy.actor.reads_full_kl and REF in self.engines:
                     peak += part(self.engines[REF].evaluate_peak, 0)
-                name = f"update of the {role}"
-                found[name] = self._others(role) + self._loaded(role, moments=True) + peak
+                # Offloaded moments are on the device only while the parameters are updated.
+                step = part(engine.step_peak, min(engine.gradients, engine.step_peak))
+                found[f"update of the {role}"] = self._others(role) + max(
+                    self._loaded(role, moments=False) + peak,
+                    self._loaded(role, moments=True) + step,
+                )
         if ACTOR in self.engines:
             found["weight sync"] = (
                 self._others(ACTOR) + self._loaded(ACTOR, moments=False) + self._sync_buffers()

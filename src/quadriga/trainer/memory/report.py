@@ -143,6 +143,13 @@ def _training_remedies(
         )
     else:
         found.append(f"lower {prefix}.ppo_micro_batch_size_per_gpu")
+    if plan.device_type != "cpu" and not section.engine.offload_policy:
+        found.append(
+            f"set {prefix}.engine.offload_policy=true (parameters, gradients and optimizer states "
+            f"of the {role} in host memory: {gib(engine.states)} GiB at most)"
+        )
+    if section.optim.name == "adamw":
+        found.append(f"set {prefix}.optim.name=adamw_8bit (a quarter of the optimizer states)")
     return found
 
 
@@ -213,6 +220,7 @@ def _pool_lines(pool: PoolMemory, others: Mapping[str, MemoryPlan]) -> list[str]
     add("gathered parameters", (None if e is None else e.gathered for e in engines))
     add("gradients", (None if e is None else e.gradients for e in trained))
     add("optimizer states", (None if e is None else e.optimizer for e in trained))
+    add("  in host memory", (None if e is None else e.on_host for e in engines))
     add("buffers of collectives", (None if e is None else e.buffers for e in engines))
     add("activations", (None if u is None else u.activations for u in updates))
     for form, other in others.items():
