@@ -146,9 +146,10 @@ def test_an_estimator_with_verls_signature_works_in_quadrigas_trainer():
 
     @register_adv_est("mine")
     def mine(token_level_rewards, response_mask, index, config=None, **kwargs):
-        """Reward times the number of the prompt group."""
+        """Reward times the number of the prompt group, times γ."""
+        assert (config.adv_estimator, config.get("norm_adv_by_std_in_grpo")) == ("mine", True)
         scores = (token_level_rewards * response_mask).sum(-1) * torch.as_tensor(index)
-        advantages = scores[:, None] * response_mask
+        advantages = config.gamma * scores[:, None] * response_mask
         return advantages, advantages
 
     try:
@@ -157,6 +158,11 @@ def test_an_estimator_with_verls_signature_works_in_quadrigas_trainer():
             "mine", token_level_rewards_BT=REWARDS, response_mask_BT=MASK, group_ids=INDEX
         )
         assert adv[:, 0].tolist() == [0.0, 0.0, 0.5, 2.0]
+        half, _ = compute_advantages(
+            "mine", token_level_rewards_BT=REWARDS, response_mask_BT=MASK, group_ids=INDEX,
+            gamma=0.5, lam=0.9, norm_adv_by_std=True,
+        )  # fmt: skip
+        assert torch.equal(half, adv / 2)
         with pytest.raises(InputError, match="registered already"):
             register_adv_est("mine")(lambda: None)
     finally:

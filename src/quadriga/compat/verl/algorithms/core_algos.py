@@ -27,6 +27,7 @@ from quadriga.compat.verl.algorithms.lookups import (
 )
 from quadriga.compat.verl.algorithms.outcome_advantages import Advantages
 from quadriga.compat.verl.config import VerlConfig, number, setting
+from quadriga.compat.verl.config_classes import AlgoConfig
 from quadriga.errors import AlgorithmError, UnknownNameError
 
 EntryT = TypeVar("EntryT")
@@ -119,7 +120,8 @@ def register_adv_est(
 
     Quadriga's trainer can use the estimator too (`algorithm.adv_estimator=<name>`). It passes
     `token_level_rewards`, `response_mask`, `index` (int array [B], the prompt group of each
-    sample) and `config=None`. The decorator raises TakenNameError if the name is taken.
+    sample) and `config`, an `AlgoConfig` with the settings `gamma`, `lam`, `adv_estimator` and
+    `norm_adv_by_std_in_grpo` of the run. The decorator raises TakenNameError if the name is taken.
     """
     name = _name(name_or_enum)
 
@@ -134,13 +136,24 @@ def register_adv_est(
 
         # `register_advantage` reads the names of the parameters to find the inputs of an estimator.
         def adapter(
-            token_level_rewards_BT: Tensor, response_mask_BT: Tensor, groups: Groups
+            token_level_rewards_BT: Tensor,
+            response_mask_BT: Tensor,
+            groups: Groups,
+            *,
+            gamma: float = 1.0,
+            lam: float = 1.0,
+            norm_adv_by_std: bool = True,
         ) -> Advantages:
             return function(
                 token_level_rewards=token_level_rewards_BT,
                 response_mask=response_mask_BT,
                 index=groups.index_B.cpu().numpy(),
-                config=None,
+                config=AlgoConfig(
+                    gamma=gamma,
+                    lam=lam,
+                    adv_estimator=name,
+                    norm_adv_by_std_in_grpo=norm_adv_by_std,
+                ),
             )
 
         # Registering the same function again is allowed, but the trainer accepts a name only once.
