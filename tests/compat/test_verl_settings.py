@@ -173,6 +173,24 @@ def test_what_is_ignored_is_listed(file):
     assert "actor_rollout_ref.actor.fsdp_config: forward_prefetch" in from_file
 
 
+def test_settings_of_roles_without_a_counterpart_are_listed_once():
+    values = {
+        "algorithm": {"adv_estimator": "grpo"},
+        "critic": {"enable": True},
+        "reward": {"reward_model": {"enable_resource_pool": True, "n_gpus_per_node": 4}},
+        "distillation": {"enabled": False, "n_gpus_per_node": 2},
+        "judge": {"path": "x"},
+    }
+    lines = translate(TrainConfig, TRAIN, values).report().splitlines()
+    for line in (
+        "critic: enable",
+        "reward.reward_model: enable_resource_pool, n_gpus_per_node",
+        "distillation: enabled, n_gpus_per_node",
+        "judge: path",
+    ):
+        assert lines.count(f"  {line}") == 1, line
+
+
 def test_a_logger_of_the_file_without_a_tracker_is_listed(file):
     translation = read_verl(TrainConfig, TRAIN, file)
     assert "trainer.logger=mlflow" in translation.ignored
