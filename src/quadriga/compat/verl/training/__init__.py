@@ -1,6 +1,7 @@
 """verl's trainers and entry points, which run Quadriga's.
 
-trainer    `RayPPOTrainer`, `TaskRunner`, `run_ppo`, and the entry points of other runs
-settings   settings of Quadriga from a configuration of verl
-roles      the roles and pools that a program gives to a trainer
+trainer         `RayPPOTrainer`, `TaskRunner`, `run_ppo`, and the entry points of other runs
+trainer_names   verl's names in a trainer, for subclasses
+settings        settings of Quadriga from a configuration of verl
+roles           the roles and pools that a program gives to a trainer
 """

@@ -36,6 +36,10 @@ from quadriga.compat.verl.training.settings import (
     settings_of,
     train_settings,
 )
+from quadriga.compat.verl.training.trainer_names import (
+    VerlTrainerNames,
+    check_methods_of_subclass,
+)
 from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
 from quadriga.config.verl.settings import plain_values
 from quadriga.config.verl.table import GENERATE, SFT
@@ -43,7 +47,6 @@ from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto, fields
 from quadriga.trainer.placement import ResourcePoolManager as QuadrigaPools
 from quadriga.trainer.placement import Role
-from quadriga.trainer.ppo import RayPPOTrainer as QuadrigaTrainer
 from quadriga.trainer.roles.registry import register_again, registered_for
 from quadriga.trainer.run.preflight import check_train_config
 from quadriga.trainer.stages import BatchReward
@@ -86,11 +89,12 @@ class RewardOfTensors:
         return DataProto.from_dict({fields.TOKEN_LEVEL_SCORES: scores.float()})
 
 
-class RayPPOTrainer(QuadrigaTrainer):
+class RayPPOTrainer(VerlTrainerNames):
     """Quadriga's trainer with the arguments of verl's.
 
     The tokenizer and the data come from the settings. Raises `ConfigError` for datasets, samplers
-    and collate functions, which Quadriga's loaders replace.
+    and collate functions, which Quadriga's loaders replace, and for a subclass whose methods
+    nothing would call.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class RayPPOTrainer(QuadrigaTrainer):
         train_sampler: object = None,
         device_name: str | None = None,
     ) -> None:
+        check_methods_of_subclass(type(self), RayPPOTrainer.fit)
         refused = {
             "processor": processor,
             "val_reward_fn": None if val_reward_fn is reward_fn else val_reward_fn,
