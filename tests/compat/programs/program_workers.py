@@ -25,6 +25,7 @@ class Calculator(Worker):
         super().__init__()
         self.total = start
         self._register_dispatch_collect_info("actor", dp_rank=self.rank, is_collect=True)
+        self._register_dispatch_collect_info("replicas", dp_rank=0, is_collect=self.rank == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def add(self, x):
@@ -60,6 +61,12 @@ class Calculator(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), blocking=False)
     def by_mesh(self, data):
         return DataProto.from_dict({"rank": ranks_of(self, data)})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("replicas"), blocking=False)
+    def replicated(self, data, failing_rank=None):
+        if self.rank == failing_rank:
+            raise KeyError("lost")
+        return data
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def first(self, x):

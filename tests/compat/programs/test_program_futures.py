@@ -49,6 +49,23 @@ def test_a_future_of_a_mesh(group):
     assert group.by_mesh(rows(4)).get().batch["rank"].tolist() == [0, 0, 1, 1]
 
 
+def test_a_future_of_a_mesh_has_the_references_that_are_collected(group):
+    future = group.replicated(rows(2, 3))
+    (part,) = ray.get(future.futures)
+    assert part.batch["a"].tolist() == [3, 3]
+    assert future.collect_fn([part]).batch["a"].tolist() == future.get().batch["a"].tolist()
+    assert group.double(future).get().batch["rank"].tolist() == [0, 1]
+    padded = DataProto.from_dict(tensors={"a": torch.arange(3)}, auto_padding=True)
+    assert group.by_mesh(padded).get().batch["rank"].tolist() == [0, 0, 1]
+
+
+def test_the_failure_of_a_rank_that_is_not_collected_ends_the_wait(group):
+    future = group.replicated(rows(2), failing_rank=1)
+    assert len(ray.get(future.futures)) == 1  # that of rank 0, which has not failed
+    with pytest.raises(WorkerMethodError, match=r"KeyError in Calculator\.replicated, rank 1"):
+        future.get()
+
+
 def test_ray_get_of_tensors(group):
     small, large = (ray.get(group.execute_all_async("tensor", n)) for n in (3, LARGE))
     assert [t.tolist() for t in small] == [[0.0] * 3, [1.0] * 3]

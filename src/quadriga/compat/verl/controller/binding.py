@@ -20,10 +20,10 @@ from quadriga.compat.verl.controller.columns import Columns, columns_of, parts_o
 from quadriga.compat.verl.controller.decorator import (
     MAGIC_ATTR,
     ExecuteName,
-    collect_later,
     get_predefined_execute_fn,
     inline_functions,
 )
+from quadriga.compat.verl.controller.joining import collect_later
 from quadriga.errors import DispatchError
 from quadriga.single_controller.backend import RankSet
 from quadriga.single_controller.call import CallView, GroupInfo

@@ -12,10 +12,11 @@ from functools import cache, partial
 from typing import Any, TypedDict, TypeVar, cast
 
 from quadriga import single_controller
+from quadriga.compat.verl.controller.joining import collect_later
 from quadriga.errors import DispatchError
 from quadriga.single_controller import Dispatch, Execute
-from quadriga.single_controller.call import CallView, Collector, GroupInfo, GroupView, Split
-from quadriga.single_controller.dispatch import batch_modes, builtin_modes, megatron_modes
+from quadriga.single_controller.call import CallView, GroupInfo, GroupView, Split
+from quadriga.single_controller.dispatch import batch_modes, builtin_modes
 from quadriga.single_controller.dispatch.modes import (
     CollectFn,
     DispatchFn,
@@ -43,32 +44,6 @@ def _view(worker_group: GroupInfo) -> GroupView:
     view = CallView(worker_group.group, every, worker_group.method)
     view.memo = worker_group.memo  # the collect function of the call reads it
     return view
-
-
-def collect_later(collect_fn: CollectFn, view: GroupView, output: object) -> object:
-    """Join results, or return a future of the batches that references of Ray name.
-
-    A collect function of the user's, and one that returns a list, receives the references.
-    """
-    from quadriga.backends.ray.programs import all_references, is_reference
-
-    plain = collect_fn.func if isinstance(collect_fn, partial) else collect_fn
-    if plain not in _JOINING or not (all_references(output) or is_reference(output)):
-        return collect_fn(view, output)
-    from quadriga.compat.verl.controller.futures import DataProtoFuture
-
-    assert isinstance(view, CallView)
-    refs = output if isinstance(output, list | tuple) else [output]
-    return DataProtoFuture(Collector(collect_fn, view), list(refs))
-
-
-_JOINING = (
-    batch_modes.collect_joined,
-    batch_modes.collect_by_mesh,
-    megatron_modes.DP.collect_batches,
-    megatron_modes.PP_AS_DP.collect_batches,
-)
-"""The collect functions that join batches."""
 
 
 def dispatch_one_to_all(worker_group: GroupInfo, *args: object, **kwargs: object) -> Split:

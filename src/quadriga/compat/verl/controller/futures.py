@@ -22,6 +22,8 @@ class DataProtoFuture(protocol.DataProtoFuture):
             TensorDicts.
         futures: Ray's references to batches, in order.
         dispatch_fn: makes the value of `get()` from the joined batch; None: the batch itself.
+        others: references of other ranks of the call. They are not joined, but waited for: a rank
+            that fails ends the wait for the ranks that it has a collective with.
     """
 
     def __init__(
@@ -29,8 +31,9 @@ class DataProtoFuture(protocol.DataProtoFuture):
         collect_fn: CollectFn,
         futures: Sequence[Any],  # references of Ray
         dispatch_fn: DispatchFn | None = None,
+        others: Sequence[Any] = (),
     ) -> None:
-        super().__init__(list(pending_values(futures)), collect_fn)
+        super().__init__(list(pending_values([*futures, *others])), collect_fn)
         self.futures = list(futures)
         self.dispatch_fn = dispatch_fn
 
@@ -56,7 +59,7 @@ class DataProtoFuture(protocol.DataProtoFuture):
         given, self_parts = self.collect_fn, self.parts
         joined = protocol.DataProtoFuture(
             [], None if given is protocol.DataProto.concat else given
-        )._joined(packed)
+        )._joined(packed[: len(self.futures)])
         if self.dispatch_fn is not None:
             joined = self.dispatch_fn(joined)
         for part in self_parts:
