@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import engine_cases
-import parity_cases as cases
 import pytest
+import step_cases as cases
 import torch
-from parity_cases import WAYS, Way
+from step_cases import WAYS, Way
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quadriga.config.schema import EngineConfig, ModelConfig

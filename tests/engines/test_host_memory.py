@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import engine_cases
 import optimizer_cases as cases
-import parity_cases
 import pytest
+import step_cases
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -27,7 +27,7 @@ NAMES = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("gpt2")
-    parity_cases.write_model(path)
+    step_cases.write_model(path)
     return str(path)
 
 

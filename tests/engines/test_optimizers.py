@@ -192,6 +192,13 @@ def test_frozen_parameters_have_no_rule(folder):
     assert "transformer.wte.weight" not in rule_of_each(model, "adamw")
 
 
+@NEEDS_TORCHAO
+def test_an_optimizer_that_fits_no_parameter_is_refused(model_folder):
+    # Rows of 32 and 48 elements.
+    with pytest.raises(ConfigError, match=r"adamw_8bit fits none of the 21 trained parameters"):
+        cases.build(model_folder, "adamw_8bit")
+
+
 def test_a_missing_package_is_named_with_the_command(folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     expected = r"critic\.optim\.name=adamw_8bit needs .* pip install 'quadriga\[optim8bit\]'"

@@ -10,12 +10,25 @@ from transformers import PreTrainedModel
 from quadriga.config.schema import OptimConfig, OptimizerName
 from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.engines.optimizers.adamw import AdamW
-from quadriga.engines.optimizers.adamw_8bit import AdamW8bit, block_size
+from quadriga.engines.optimizers.adamw_8bit import (
+    SMALLEST_BLOCK,
+    SMALLEST_PARAMETER,
+    AdamW8bit,
+    block_size,
+)
 from quadriga.engines.optimizers.muon import Muon
 from quadriga.engines.optimizers.rule import UpdateRule
 from quadriga.engines.optimizers.sharded import ShardedOptimizer
+from quadriga.errors import ConfigError
 from quadriga.models.loading import VALUE_HEAD
 
+_FITTING: dict[OptimizerName, str] = {
+    "adamw": "all of them",
+    "adamw_8bit": f"those with {SMALLEST_PARAMETER} elements or more, in rows of a multiple of "
+    f"{SMALLEST_BLOCK}",
+    "muon": "the matrices of hidden layers",
+}
+"""Optimizer → the parameters that it is for."""
 _NOT_HIDDEN = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -66,10 +79,16 @@ def build_optimizer(
     """Build the optimizer that `config.name` names, for the trained parameters of `model`.
 
     Raises:
-        ConfigError: a package is missing.
+        ConfigError: a package is missing, or the optimizer fits no parameter.
     """
     check_optimizer_packages("optim", config)
     names = rule_of_each(model, config.name)
+    if config.name not in names.values():
+        raise ConfigError(
+            f"optim.name={config.name} fits none of the {len(names)} trained parameters of "
+            f"{_class_name(model)} ({_FITTING[config.name]}); set optim.name=adamw",
+            key="optim.name",
+        )
     trained = [(name, p) for name, p in model.named_parameters() if name in names]
     rules: list[UpdateRule] = []
     for rule in dict.fromkeys(names.values()):
@@ -79,3 +98,8 @@ def build_optimizer(
         else:
             rules.append(AdamW8bit(named, config) if rule == "adamw_8bit" else AdamW(named, config))
     return ShardedOptimizer(rules, config, total_steps, shard_group=shard_group, device=device)
+
+
+def _class_name(model: PreTrainedModel) -> str:
+    """Return the name of the model's class, without the prefix that `fully_shard` adds."""
+    return type(model).__name__.removeprefix("FSDP")

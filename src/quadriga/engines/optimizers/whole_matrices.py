@@ -1,7 +1,7 @@
 """Apply a function of whole matrices to matrices whose rows are on several ranks.
 
-Each rank computes some of the matrices. Its own rows of all matrices travel once to the ranks that
-compute them, and once back.
+Each rank computes some of the matrices. Every row is sent to the rank that computes its matrix, and
+sent back.
 """
 
 from __future__ import annotations
