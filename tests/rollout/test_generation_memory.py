@@ -7,6 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -31,6 +32,10 @@ CONFIGS = {
     "qwen3 experts": lambda: Qwen3MoeConfig(
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=16, **SIZES
     ),
+    "bloom, which takes no bias": lambda: BloomConfig(
+        vocab_size=384, hidden_size=64, n_layer=2, n_head=4
+    ),
+    "large vocabulary": lambda: LlamaConfig(**{**SIZES, "vocab_size": 20000}),
 }
 ROWS = GeneratedRows(count=12, prompts=3, prompt=40, response=70)
 SAMPLING = SamplingParams(max_new_tokens=70, eos_token_ids=(), pad_token_id=0)

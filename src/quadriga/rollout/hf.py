@@ -188,6 +188,15 @@ def run_with_cache(
     return logits[:, -1]
 
 
+def takes_bias(module: PreTrainedModel, cache: Cache) -> bool:
+    """Return whether every layer takes a bias [b, 1, 1, columns] as mask, and uses it as it is."""
+    return (
+        bool(getattr(module, "_supports_attention_backend", False))
+        and module.config._attn_implementation in ("eager", "sdpa")
+        and sees_all_tokens(cache)
+    )
+
+
 # The columns of a micro-batch are the prompt columns in use, then one column for each new token.
 # Three rows, of which 0 and 1 share a prompt; P = 4, max_new_tokens 3:
 #
@@ -263,13 +272,7 @@ class _Generation:
         """Return `visible` [b, columns] or a bias [b, 1, 1, columns] for all columns to come."""
         new = prompt_mask.new_ones(len(prompt_of_row), self.sampling.max_new_tokens)
         visible = torch.cat([prompt_mask.index_select(0, prompt_of_row), new], 1)
-        model = self.engine.module
-        takes_bias = (
-            bool(getattr(model, "_supports_attention_backend", False))
-            and model.config._attn_implementation in ("eager", "sdpa")
-            and sees_all_tokens(self.cache)
-        )
-        if not takes_bias:
+        if not takes_bias(self.engine.module, self.cache):
             return visible
         dtype = self.logits.dtype
         bias = torch.zeros(visible.shape, dtype=dtype, device=self.device)

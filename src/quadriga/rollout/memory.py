@@ -23,14 +23,13 @@ from quadriga.models.simulated.allocations import AllocationCounter
 from quadriga.models.simulated.kernels import kernels_of
 from quadriga.parallel.device import compute_dtype
 from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.hf import run_with_cache
+from quadriga.rollout.hf import run_with_cache, takes_bias
 from quadriga.rollout.kv_cache import (
     GrowingCacheLayer,
     columns_at_end,
     columns_before,
     growing_cache,
     reorder_cache,
-    sees_all_tokens,
 )
 from quadriga.rollout.sampling import draw
 
@@ -176,7 +175,7 @@ class _SimulatedGeneration:
         """Run the model on the last token of each row."""
         columns = self.rows.prompt + self.rows.response
         mask = torch.ones(self.rows.count, columns, dtype=torch.bool, device=META)
-        if sees_all_tokens(self.cache):
+        if takes_bias(self.module, self.cache):
             mask = torch.zeros(mask.shape, dtype=self.logits.dtype, device=META)[:, None, None]
         seen = self.growing[0].length + 1 if self.growing else columns
         self.logits = run_with_cache(

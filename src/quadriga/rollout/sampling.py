@@ -106,8 +106,9 @@ def _inverse_cdf(scores_BV: Tensor, uniform_B: Tensor) -> Tensor:
     #   row 2    0  .4   0   .6      0  .4  .4   1.0    0.40      3      token 2 has probability 0
     #
     # The sums are in float64: in float32, tokens of a large vocabulary would be lost to rounding.
-    # The last sum may still differ from 1, so u is scaled by it.
-    cdf = scores_BV.softmax(-1).cumsum(-1, dtype=torch.float64)
+    # The last sum may still differ from 1, so u is scaled by it. `cumsum` with a dtype would hold
+    # the float64 numbers twice, so they are summed in place.
+    cdf = scores_BV.softmax(-1).double().cumsum_(-1)
     total = cdf[:, -1:].contiguous()
     token = torch.searchsorted(cdf, uniform_B[:, None] * total, right=True)
     # u · total can round up to total; the result is then the last token with probability above 0.
