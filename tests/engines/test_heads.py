@@ -122,7 +122,8 @@ def test_model_that_scales_its_logits_cannot_use_the_fused_head(scaled, monkeypa
 
 
 def test_output_layer_with_bias_cannot_use_the_fused_head(model_folder, monkeypatch):
-    from quadriga.engines import model_setup
+    from quadriga.engines import model_setup, sharded_loading
+    from quadriga.models.weights.names import WeightNames
 
     def with_bias(*args, **kwargs):
         model = load(*args, **kwargs)
@@ -132,6 +133,8 @@ def test_output_layer_with_bias_cannot_use_the_fused_head(model_folder, monkeypa
 
     load = model_setup.load_causal_lm
     monkeypatch.setattr(model_setup, "load_causal_lm", with_bias)
+    whole = WeightNames(reason="the model is changed")
+    monkeypatch.setattr(sharded_loading, "match_names", lambda *_, **__: whole)
     with pytest.raises(ConfigError, match="the output layer of LlamaForCausalLM has a bias"):
         FSDPEngine(ModelConfig(path=model_folder), EngineConfig(fused_head=True), OptimConfig())
 

@@ -33,22 +33,17 @@ from quadriga.engines.micro_batches import (
     plan_micro_batches,
     select_rows,
 )
-from quadriga.engines.model_setup import (
-    in_local_folders,
-    load_model,
-    saved_buffer_names,
-    tied_names,
-)
+from quadriga.engines.model_setup import in_local_folders
 from quadriga.engines.offload import DeviceMemory
 from quadriga.engines.optimizers.choice import build_optimizer
 from quadriga.engines.optimizers.rule import local_shard
 from quadriga.engines.optimizers.sharded import ShardedOptimizer
 from quadriga.engines.schedule import check_schedule
+from quadriga.engines.sharded_loading import load_sharded
 from quadriga.engines.sharding import (
     MIN_UNIT_PARAMETERS,
     exceeds_unsharded_limit,
     fsdp_units,
-    shard_model,
 )
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import ConfigError
@@ -112,34 +107,23 @@ class FSDPEngine:
         mesh = data_parallel_mesh(self.device, engine.fsdp_size)
         dtype = compute_dtype(engine.dtype, self.device)
         reduce_dtype = compute_dtype(engine.reduce_dtype, self.device)
-        module = load_model(model, head, dtype, trained=optim is not None)
-        module.to(self.device)  # type: ignore[arg-type]  # its decorator hides `self`
-        self._token_model = TokenModel(
-            module,
+        loaded = load_sharded(
+            model,
+            engine,
             head,
-            self.device,
-            packed=packed,
-            fused=engine.fused_head,
-            micro_batch_tokens=engine.max_tokens_per_micro_batch,
-            attention=engine.attention,
-            dtype=dtype,
-        )
-        self._tied = tied_names(module)
-        self._saved_buffers = saved_buffer_names(module)
-        self.module = shard_model(
-            module,
             mesh,
-            compute_dtype=dtype,
-            reduce_dtype=reduce_dtype,
-            reshard_after_forward=engine.reshard_after_forward,
-            on_host=engine.offload_policy,
+            self.device,
+            trained=optim is not None,
+            packed=packed,
             min_unit_parameters=min_unit_parameters,
         )
+        self.module, self._token_model = loaded.module, loaded.token_model
+        self._tied, self._saved_buffers = loaded.tied, loaded.saved_buffers
         self._units = fsdp_units(self.module)
-        reduces = engine.reduce_each_micro_batch
-        self.reduces_each_micro_batch = (
-            exceeds_unsharded_limit(module, dtype, reduce_dtype) if reduces is None else reduces
-        )
+        early = engine.reduce_each_micro_batch
+        if early is None:
+            early = exceeds_unsharded_limit(self.module, dtype, reduce_dtype)
+        self.reduces_each_micro_batch = early
         self.optimizer: ShardedOptimizer | None = None
         if optim is not None:
             self.optimizer = build_optimizer(

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from quadriga.engines.sharding import class_name
+
 HeadFn = Callable[[Tensor, Tensor], Tensor]
 """(hidden states that the output layer receives, its weight [V, D]) -> the model's "logits"."""
 
@@ -55,7 +57,7 @@ def fusable_layer(model: PreTrainedModel, run: Callable[[], Tensor]) -> nn.Linea
     without a list of models or settings.
     """
     layer: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # none
-    name = type(model).__name__
+    name = class_name(model)
     if type(layer) is not nn.Linear:
         return f"the output layer of {name} is {type(layer).__name__}, not Linear"
     if layer.bias is not None:

@@ -12,7 +12,12 @@ from quadriga.config.schema import ModelConfig
 from quadriga.engines.activation_checkpointing import checkpoint_layers
 from quadriga.engines.base import HeadKind
 from quadriga.models.folder import local_folder
-from quadriga.models.loading import load_causal_lm, load_value_model, model_without_weights
+from quadriga.models.loading import (
+    load_causal_lm,
+    load_value_model,
+    model_without_parameters,
+    model_without_weights,
+)
 
 
 def in_local_folders(config: ModelConfig) -> ModelConfig:
@@ -42,16 +47,40 @@ def load_model(
     Raises:
         ModelError: the folder does not hold a suitable model.
     """
-    if trained and dtype.itemsize < 4:
-        dtype = torch.float32
     loader = load_causal_lm if head == "lm" else load_value_model
     model = loader(
         config.path,
-        dtype=dtype,
+        dtype=_parameter_dtype(dtype, trained=trained),
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
         use_shm=config.use_shm,
     )
+    return _for_engine(model, config, trained=trained)
+
+
+def empty_model(
+    config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool
+) -> PreTrainedModel:
+    """Return what `load_model` returns, with parameters on the meta device; see there.
+
+    Raises:
+        ModelError: the folder does not hold a suitable model.
+    """
+    model = model_without_parameters(
+        config.path,
+        value_head=head == "value",
+        dtype=_parameter_dtype(dtype, trained=trained),
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=config.trust_remote_code,
+    )
+    return _for_engine(model, config, trained=trained)
+
+
+def _parameter_dtype(dtype: torch.dtype, *, trained: bool) -> torch.dtype:
+    return torch.float32 if trained and dtype.itemsize < 4 else dtype
+
+
+def _for_engine(model: PreTrainedModel, config: ModelConfig, *, trained: bool) -> PreTrainedModel:
     # `fully_shard` renames the class, and exports must contain the original name.
     model.config.architectures = [type(model).__name__]
     if trained:

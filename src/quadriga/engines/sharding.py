@@ -7,6 +7,7 @@ before it runs, and their gradients are reduced together.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -108,6 +109,23 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose class the model lists in `_no_split_modules`: its decoder layers."""
+    """Return the decoder layers that can be FSDP units.
+
+    The model lists their classes in `_no_split_modules`. A module inside such a layer is no unit
+    of its own (Mamba lists the mixer inside the block too). Layers that share parameters (Zamba)
+    are no units, because only one unit can hold a parameter.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    layers: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if type(module).__name__ in names and id(module) not in inside:
+            layers.append(module)
+            inside |= {id(part) for part in module.modules()}
+    owners = Counter(id(p) for layer in layers for p in set(layer.parameters()))
+    return [x for x in layers if all(owners[id(p)] == 1 for p in x.parameters())]
+
+
+def class_name(model: nn.Module) -> str:
+    """Return the name of the model's class; `fully_shard` puts a class of its own before it."""
+    return next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))

@@ -34,6 +34,7 @@ from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES, Batch, He
 from quadriga.engines.fused_head import MIN_FUSED_LOGITS, FusedHead, fusable_layer
 from quadriga.engines.micro_batches import dummy_batch
 from quadriga.engines.sequence_cost import sequence_cost
+from quadriga.engines.sharding import class_name
 from quadriga.errors import ConfigError
 from quadriga.models.linear_full_kl import linear_full_kl
 from quadriga.models.linear_log_prob import linear_log_probs
@@ -75,6 +76,7 @@ class TokenModel:
         attention: the kernel of packed rows (`engines/attention/choice.py`).
         dtype: in which attention will be computed.
         device_type: for a model on the meta device, the type of device that it stands for.
+        probe: False: the model has no weights yet, and `probe` is called when it has.
 
     Raises:
         ConfigError: `fused` is True, or `attention` names a kernel, and the model does not support
@@ -94,6 +96,7 @@ class TokenModel:
         attention: AttentionName = "auto",
         dtype: torch.dtype = torch.float32,
         device_type: str | None = None,
+        probe: bool = True,
     ) -> None:
         self.model = model
         self.head = head
@@ -104,10 +107,20 @@ class TokenModel:
         if self.packed:
             use_packed_attention(model)
         self.kernel_of: KernelOf = sdpa_only
-        self.kernel_of = self._choose_attention(attention, dtype)
         self._fused_head: FusedHead | None = None
-        if head == "lm" and self._wants_fused_head(fused, micro_batch_tokens):
-            self._fused_head = self._make_fused_head(required=bool(fused))
+        self._attention, self._dtype = attention, dtype
+        self._fused, self._micro_batch_tokens = fused, micro_batch_tokens
+        if probe:
+            self.probe()
+
+    def probe(self) -> None:
+        """Choose the kernels and the head, by what the model does with an example.
+
+        All ranks of a sharded model must call it. Raises what the class raises.
+        """
+        self.kernel_of = self._choose_attention(self._attention, self._dtype)
+        if self.head == "lm" and self._wants_fused_head(self._fused, self._micro_batch_tokens):
+            self._fused_head = self._make_fused_head(required=bool(self._fused))
 
     @property
     def fused(self) -> bool:
@@ -178,7 +191,7 @@ class TokenModel:
         """Return the kernel of each call of attention that the model makes in `dtype`."""
         if not self.packed and setting not in ("auto", "sdpa"):
             raise ConfigError(
-                f"engine.attention={setting} needs packed rows, and {type(self.model).__name__} is "
+                f"engine.attention={setting} needs packed rows, and {class_name(self.model)} is "
                 "computed with padded rows; set it to auto"
             )
         fixed = setting == "sdpa" or (setting == "auto" and self.device_type != "cuda")

@@ -5,6 +5,7 @@
 - `context_window`: how many tokens a model can compute.
 - `vocabulary`: whether the embedding has a row for every token id.
 - `loading`: tokenizers, causal language models and value models from a folder.
+- `weights`: read parts of a folder's tensors, and their names in the model.
 - `stored_dtypes`: the dtypes in which a folder holds its weights.
 - `tiny`: write a small model and its tokenizer.
 - `log_prob`: log-probabilities and entropies from logits.

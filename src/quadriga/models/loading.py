@@ -7,7 +7,6 @@ the folder and what is missing. `check_model_folder` does the same check without
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,14 +19,17 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import hub_kernels
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from quadriga.errors import ModelError
 from quadriga.models.folder import check_model_folder, local_folder
+from quadriga.models.weights.finite import check_all_finite, count_not_finite
 from quadriga.observability.quiet import quiet_libraries
 from quadriga.parallel.device import DTYPES, ComputeDtypeName
 from quadriga.parallel.node_memory import folder_in_memory
@@ -39,6 +41,7 @@ Dtype = ComputeDtypeName | torch.dtype
 """A dtype by name, "auto" (the dtype in the folder's config.json), or a torch dtype."""
 
 VALUE_HEAD = "score"
+VALUE_HEAD_PREFIX = f"{VALUE_HEAD}."
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -51,7 +54,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     """
     folder = local_folder(path)
     check_model_folder(folder, weights=False, trust_remote_code=trust_remote_code)
-    with quiet_libraries(), _model_errors(folder, "tokenizer"):
+    with quiet_libraries(), model_errors(folder, "tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, padding_side="left"
         )
@@ -121,14 +124,8 @@ def load_value_model(
         trust_remote_code,
         use_shm,
     )
-    head = getattr(model, VALUE_HEAD, None)
-    if not isinstance(head, torch.nn.Linear):
-        raise ModelError(
-            f"{type(model).__name__}, the token classifier for the model in {path}, has no linear "
-            f"layer {VALUE_HEAD!r}; a value model needs one",
-            path=str(path),
-        )
-    new_head = {name for name in missing if name.startswith(f"{VALUE_HEAD}.")}
+    head = _value_head(model, path)
+    new_head = {name for name in missing if name.startswith(VALUE_HEAD_PREFIX)}
     if missing - new_head:
         raise ModelError(
             f"the weights in {path} lack {len(missing - new_head)} tensors of the backbone, "
@@ -139,9 +136,6 @@ def load_value_model(
         with torch.no_grad():
             for parameter in head.parameters():
                 parameter.zero_()
-    # The output of a linear layer of three dimensions is a view, and FSDP2 warns of a model that
-    # returns one. One float per token is copied.
-    head.register_forward_hook(_copy_output)
     return model
 
 
@@ -162,17 +156,82 @@ def model_without_weights(
     """
     folder = local_folder(path, weights=False)
     config = _config(folder, attn_implementation, trust_remote_code, weights=False)
+    return _meta_model(folder, config, value_head, dtype, trust_remote_code)
+
+
+def model_without_parameters(
+    path: str | Path,
+    *,
+    value_head: bool,
+    dtype: Dtype,
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Return the model of a folder with its parameters on the meta device.
+
+    Apart from that it is what `load_causal_lm` or `load_value_model` returns. Buffers are on the
+    CPU, with the numbers that the model computes. Those that are saved have to be read.
+
+    Raises:
+        ModelError: the folder has no suitable model.
+    """
+    folder = local_folder(path)
+    config = _config(folder, attn_implementation, trust_remote_code)
+    model = _meta_model(folder, config, value_head, dtype, trust_remote_code)
+    with quiet_libraries(), model_errors(folder, "model"):
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())  # as in `from_pretrained`
+        # On parameters of the meta device this does nothing.
+        model.initialize_weights()  # type: ignore[no-untyped-call]  # none
+        if (folder / GENERATION_CONFIG_NAME).is_file() and model.can_generate():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.config.name_or_path = str(folder)
+    return model
+
+
+def _meta_model(
+    folder: Path,
+    config: PretrainedConfig,
+    value_head: bool,
+    dtype: Dtype,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """Build the model on the meta device, in evaluation mode."""
     auto_class: AutoModelClass = AutoModelForCausalLM
     if value_head:
         config, auto_class = _with_value_head(config), AutoModelForTokenClassification
-    with quiet_libraries(), _model_errors(folder, "model"), torch.device("meta"):
+    own_code = nullcontext() if trust_remote_code else _no_code_of_the_hub()
+    meta = torch.device("meta")
+    with quiet_libraries(), model_errors(folder, "model"), own_code, meta:
         model: PreTrainedModel = auto_class.from_config(  # type: ignore[no-untyped-call]  # none
             config, dtype=_torch_dtype(dtype), trust_remote_code=trust_remote_code
         )
     if value_head:
-        getattr(model, VALUE_HEAD).register_forward_hook(_copy_output)
+        _value_head(model, folder)
     model.train(False)
     return model
+
+
+def _value_head(model: PreTrainedModel, path: str | Path) -> torch.nn.Linear:
+    """Return the value head, whose output is no view from now on.
+
+    Raises:
+        ModelError: the token classifier of this architecture has no such layer.
+    """
+    head = getattr(model, VALUE_HEAD, None)
+    if not isinstance(head, torch.nn.Linear):
+        raise ModelError(
+            f"{type(model).__name__}, the token classifier for the model in {path}, has no linear "
+            f"layer {VALUE_HEAD!r}; a value model needs one",
+            path=str(path),
+        )
+    # The output of a linear layer of three dimensions is a view, and FSDP2 warns of a model that
+    # returns one. One float per token is copied.
+    head.register_forward_hook(_copy_output)
+    return head
 
 
 def _with_value_head(config: PretrainedConfig) -> PretrainedConfig:
@@ -207,7 +266,7 @@ def _config(
         folder, weights=weights, tokenizer=False, trust_remote_code=trust_remote_code
     )
     config = read_config(folder, trust_remote_code=trust_remote_code)
-    with _model_errors(folder, "config"):
+    with model_errors(folder, "config"):
         # None: SDPA if the model supports it, else its own attention (for example with capped
         # scores, sinks or ALiBi). Both setters also reach the configs inside this one.
         config._attn_implementation = None if attn_implementation == "sdpa" else attn_implementation
@@ -221,7 +280,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
     Raises:
         ModelError: transformers cannot use config.json.
     """
-    with quiet_libraries(), _model_errors(folder, "config"):
+    with quiet_libraries(), model_errors(folder, "config"):
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code
         )
@@ -245,7 +304,7 @@ def _load(
     folder = local_folder(path)
     code_of_hub = nullcontext() if trust_remote_code else _no_code_of_the_hub()
     shared = folder_in_memory(folder) if use_shm else nullcontext(folder)
-    with quiet_libraries(), _model_errors(folder, "model"), code_of_hub, shared as source:
+    with quiet_libraries(), model_errors(folder, "model"), code_of_hub, shared as source:
         model, info = auto_class.from_pretrained(  # type: ignore[misc]  # output_loading_info: a pair
             source,
             dtype=_torch_dtype(dtype),
@@ -255,34 +314,21 @@ def _load(
             config=config,
         )
     model.config.name_or_path = str(folder)  # `source` is gone
-    used = model.config._attn_implementation
-    if used != attn_implementation:
-        _log.warning(
-            "%s in %s does not support attn_implementation=%s; using %s",
-            type(model).__name__, folder, attn_implementation, used,
-        )  # fmt: skip
-    _check_finite(model, folder)
+    report_attention(model, folder, attn_implementation)
+    # Buffers are not checked: Gemma 4 has limits of clipping in them, which may be infinite.
+    weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    check_all_finite(folder, {name: count_not_finite(weight) for name, weight in weights})
     return model.eval(), set(info["missing_keys"])
 
 
-def _check_finite(model: PreTrainedModel, folder: Path) -> None:
-    """Raise `ModelError` if a weight is NaN or infinite."""
-    wrong: list[str] = []
-    # Buffers are not checked: Gemma 4 has limits of clipping in them, which may be infinite.
-    for name, tensor in model.named_parameters():
-        # The smallest and the largest value show NaN and infinity without a mask of the same size.
-        if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
-            least, largest = (float(value) for value in torch.aminmax(tensor.detach()))
-            if not math.isfinite(least) or not math.isfinite(largest):
-                wrong.append(name)
-    if wrong:
-        values = model.get_parameter(wrong[0]).detach().double()
-        raise ModelError(
-            f"the weights in {folder} are not finite: {wrong[0]} has {int(values.isnan().sum())} "
-            f"NaN and {int(values.isinf().sum())} infinite values of {values.numel()}"
-            + (f", and {len(wrong) - 1} other tensors have some" if wrong[1:] else ""),
-            path=str(folder),
-        )
+def report_attention(model: PreTrainedModel, folder: str | Path, asked: str) -> None:
+    """Warn if a model that was loaded has another attention than was asked for."""
+    used = model.config._attn_implementation
+    if used != asked:
+        _log.warning(
+            "%s in %s does not support attn_implementation=%s; using %s",
+            type(model).__name__, folder, asked, used,
+        )  # fmt: skip
 
 
 @contextmanager
@@ -316,7 +362,7 @@ def _torch_dtype(dtype: Dtype) -> torch.dtype | Literal["auto"]:
 
 
 @contextmanager
-def _model_errors(folder: Path, what: str) -> Iterator[None]:
+def model_errors(folder: Path, what: str) -> Iterator[None]:
     """Turn the errors of the loading libraries into a `ModelError` that names the folder."""
     try:
         yield

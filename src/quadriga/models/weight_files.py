@@ -10,10 +10,31 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
 from quadriga.errors import ModelError
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What the header of a safetensors file says about one tensor.
+
+    Attributes:
+        file: the name of the file in the folder.
+        dtype: as the format names it, for example "BF16".
+        shape: its sizes. Elements are in row-major order.
+        start: index in the file of its first byte.
+        stop: index in the file of the byte after its last one.
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 """A value as `json.loads` returns it."""
@@ -118,9 +139,9 @@ def check_weight_files(folder: Path, config: Mapping[str, JsonValue]) -> None:
                 f"{_WEIGHTS}; merge the adapter, or the files of the ranks, into {_WEIGHTS}",
                 path=str(folder),
             )
-    headers = [_header(folder, name) for name in _weight_names(folder)]
-    tensors = sum(len(header) for header in headers)
-    numbers = sum(map(math.prod, (shape for header in headers for shape in header)))
+    stored = [t for name in weight_file_names(folder) for t in read_header(folder, name).values()]
+    tensors = len(stored)
+    numbers = sum(math.prod(tensor.shape) for tensor in stored)
     for section in (config, *_sections(config)):
         _check_products(folder, section, tensors, numbers)
 
@@ -198,8 +219,12 @@ def _sections(config: Mapping[str, JsonValue]) -> Iterator[Mapping[str, JsonValu
             yield from _sections(value)
 
 
-def _weight_names(folder: Path) -> list[str]:
-    """Return the names of the weight files, which are files of the folder itself."""
+def weight_file_names(folder: Path) -> list[str]:
+    """Return the names of the weight files, which are files of the folder itself.
+
+    Raises:
+        ModelError: a file is missing, or the index names a file that is not in the folder itself.
+    """
     if (folder / _WEIGHTS).is_file():
         return [_WEIGHTS]
     if not (folder / _WEIGHTS_INDEX).is_file():
@@ -234,11 +259,15 @@ def _is_map(value: JsonValue) -> TypeGuard[dict[str, JsonValue]]:
     return isinstance(value, dict)
 
 
-def _header(folder: Path, name: str) -> list[list[int]]:
-    """Return the shapes of the tensors in a safetensors file.
+def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file by their names. Reads no tensor.
 
     The file starts with the length of the header (8 bytes, little-endian), then the header: a JSON
-    object of tensor name -> {"dtype", "shape", "data_offsets"}.
+    object of tensor name -> {"dtype", "shape", "data_offsets"}. The offsets count from the end of
+    the header.
+
+    Raises:
+        ModelError: the file cannot be read, or it is no safetensors file.
     """
     problem = ""
     try:
@@ -248,11 +277,16 @@ def _header(folder: Path, name: str) -> list[list[int]]:
                 problem = f"its header would have {length} bytes"
             else:
                 header = json.loads(file.read(length))
-                return [
-                    [int(size) for size in entry["shape"]]
+                return {
+                    tensor: StoredTensor(
+                        name,
+                        str(entry["dtype"]),
+                        tuple(int(size) for size in entry["shape"]),
+                        *(8 + length + int(offset) for offset in entry["data_offsets"]),
+                    )
                     for tensor, entry in header.items()
                     if tensor != "__metadata__"
-                ]
+                }
     # OverflowError: a size of 1e400.
     except (
         ValueError,

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from quadriga.errors import CollectiveError, ConfigError
 from quadriga.parallel.device import collective_backend, torch_device
+
+ValueT = TypeVar("ValueT")
 
 REPLICATE = "replicate"
 SHARD = "shard"
@@ -222,18 +225,23 @@ def max_over_ranks(value: int, device: torch.device) -> int:
     return int(largest)
 
 
+def gather_over_ranks(value: ValueT) -> list[ValueT]:
+    """Return the values of all ranks, in the order of ranks. They must be picklable."""
+    if world_size() == 1:
+        return [value]
+    gathered = [value] * world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
 def sum_metrics_over_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
     """Sum each key over ranks.
 
     Ranks may have different keys: a rank without rows has none. Therefore the dictionaries are
     gathered as objects instead of being reduced as one tensor.
     """
-    if world_size() == 1:
-        return dict(metrics)
-    gathered: list[dict[str, float]] = [{} for _ in range(world_size())]
-    dist.all_gather_object(gathered, dict(metrics))
     total: dict[str, float] = {}
-    for rank_metrics in gathered:
+    for rank_metrics in gather_over_ranks(dict(metrics)):
         for key, value in rank_metrics.items():
             total[key] = total.get(key, 0.0) + value
     return total

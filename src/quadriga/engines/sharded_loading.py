@@ -1,0 +1,256 @@
+"""Load a model so that each rank reads and holds only its parameter shards.
+
+    meta device                     fully_shard              device of the rank
+    shapes of all parameters  ──►   shapes of the shards ──► shards ◄── rows of the folder's tensors
+
+A model of 7 billion parameters has 28 GB in float32. Eight ranks of a node that load it and then
+keep their eighth need 224 GB of host memory; here each allocates 3.5 GB on its device, and 16 MiB
+on the host to read into.
+
+This needs tensors in the folder that are one-to-one with parameters (`models/weights/names.py`).
+If they are not, each rank loads the whole model on the CPU.
+
+consumes      a model folder
+waits for     the other ranks, once before and once after the weights are read; none of them is in
+              another collective then, because each joins also when it has failed
+produces      the model, or `ModelError` on all ranks
+unblocked by  the call of the last rank
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from quadriga.checkpoint.shards import block_of
+from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.engines.base import HeadKind
+from quadriga.engines.model_setup import (
+    empty_model,
+    load_model,
+    saved_buffer_names,
+    tied_names,
+)
+from quadriga.engines.sharding import fsdp_units, shard_model
+from quadriga.engines.token_model import TokenModel
+from quadriga.errors import ModelError
+from quadriga.models.loading import VALUE_HEAD_PREFIX, model_errors, report_attention
+from quadriga.models.weights.finite import NotFinite, check_all_finite, count_not_finite
+from quadriga.models.weights.names import WeightNames, match_names
+from quadriga.models.weights.reader import TensorReader, stored_tensors
+from quadriga.parallel.device import compute_dtype
+from quadriga.parallel.distributed import gather_over_ranks, rank
+from quadriga.parallel.node_memory import folder_in_memory
+
+if TYPE_CHECKING:
+    from quadriga.engines.sharding import ShardedModel
+
+_log = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
+_Counts = dict[tuple[str, int], NotFinite]
+"""(parameter, first row of a shard of it) -> its elements that are not finite."""
+
+
+@dataclass(frozen=True)
+class FolderWeights:
+    """The weights of a folder, for a model whose parameters are on the meta device."""
+
+    folder: Path
+    names: WeightNames
+    use_shm: bool
+
+    def read_into(
+        self, model: ShardedModel, device: torch.device, *, on_host: bool = False
+    ) -> None:
+        """Allocate this rank's parameter shards on `device`, or on the host, and read them.
+
+        Raises:
+            ModelError: on any rank, the shards cannot be allocated or the files not be read; or a
+                weight is not finite.
+        """
+        place = torch.device("cpu") if on_host else device
+        own = _together(lambda: self._read(model, device, place))
+        found: _Counts = {}
+        for counts in gather_over_ranks(own):
+            found |= counts  # replicas hold the same rows, which are counted once
+        totals = {}
+        for name, parameter in model.named_parameters():
+            parts = [count for (other, _), count in found.items() if other == name]
+            nan, infinite = (sum(p.nan for p in parts), sum(p.infinite for p in parts))
+            totals[name] = NotFinite(nan, infinite, parameter.numel())
+        check_all_finite(self.folder, totals)
+
+    def _read(self, model: ShardedModel, device: torch.device, place: torch.device) -> _Counts:
+        """Read the saved buffers to `device` and the shards to `place`.
+
+        Returns:
+            What is not finite.
+        """
+        source = folder_in_memory(self.folder) if self.use_shm else nullcontext(self.folder)
+        found: _Counts = {}
+        with torch.no_grad(), model_errors(self.folder, "model"), source as folder:
+            # Tied parameters remain tied, because torch changes a sharded parameter in place.
+            model._apply(partial(_allocated, device, place))  # type: ignore[no-untyped-call]  # none
+            with TensorReader(folder) as reader:
+                for name, buffer in model.named_buffers():
+                    if name in self.names.stored:
+                        reader.read(self.names.stored[name], 0, buffer)
+                for name, parameter in model.named_parameters():
+                    shard = block_of(parameter.detach(), rank())
+                    self._read_shard(reader, name, shard.data, shard.offset)
+                    count = count_not_finite(shard.data)
+                    if count.nan or count.infinite:
+                        found[name, shard.offset[0]] = count
+        return found
+
+    def _read_shard(
+        self, reader: TensorReader, name: str, shard: Tensor, offset: tuple[int, ...]
+    ) -> None:
+        if name in self.names.new:
+            shard.zero_()
+        elif shard.numel():
+            # FSDP cuts dimension 0 only. Row 2 of a tensor of rows with 5 elements begins at 10.
+            reader.read(self.names.stored[name], offset[0] * math.prod(shard.shape[1:]), shard)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A sharded model with its weights.
+
+    Attributes:
+        module: the model.
+        token_model: the model as a function of micro-batches.
+        tied: see `tied_names`.
+        saved_buffers: see `saved_buffer_names`.
+    """
+
+    module: ShardedModel
+    token_model: TokenModel
+    tied: dict[str, list[str]]
+    saved_buffers: set[str]
+
+
+def load_sharded(
+    model: ModelConfig,
+    engine: EngineConfig,
+    head: HeadKind,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    trained: bool,
+    packed: bool | None,
+    min_unit_parameters: int,
+) -> LoadedModel:
+    """Load and shard the model of an engine. All ranks must call it.
+
+    Raises:
+        ModelError: on any rank, the folder does not hold a suitable model.
+        ConfigError: the model does not support what the settings of the engine ask for.
+    """
+    dtype = compute_dtype(engine.dtype, device)
+    module, weights = _prepared(model, head, dtype, trained=trained, device=device)
+    # Before the model is sharded, which changes its class and its parameters.
+    token_model = TokenModel(
+        module,
+        head,
+        device,
+        packed=packed,
+        fused=engine.fused_head,
+        micro_batch_tokens=engine.max_tokens_per_micro_batch,
+        attention=engine.attention,
+        dtype=dtype,
+        probe=False,
+    )
+    tied, saved_buffers = tied_names(module), saved_buffer_names(module)
+    sharded = shard_model(
+        module,
+        mesh,
+        compute_dtype=dtype,
+        reduce_dtype=compute_dtype(engine.reduce_dtype, device),
+        reshard_after_forward=engine.reshard_after_forward,
+        on_host=engine.offload_policy,
+        min_unit_parameters=min_unit_parameters,
+    )
+    if weights is not None:
+        weights.read_into(sharded, device, on_host=engine.offload_policy)
+    token_model.probe()
+    for unit in fsdp_units(sharded):
+        unit.reshard()  # the probe may have gathered parameters
+    return LoadedModel(sharded, token_model, tied, saved_buffers)
+
+
+def _prepared(
+    config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool, device: torch.device
+) -> tuple[PreTrainedModel, FolderWeights | None]:
+    """Return a model to be sharded, and the weights that are to be read after that.
+
+    The weights are None, and the whole model is on `device`, if the tensors of the folder are not
+    one-to-one with the model's parameters.
+
+    Raises:
+        ModelError: on any rank, the folder does not hold a suitable model.
+    """
+    prepared = _with_folder_weights(config, head, dtype, trained=trained)
+    own_reason = prepared if isinstance(prepared, str) else ""
+    reasons = [reason for reason in gather_over_ranks(own_reason) if reason]
+    if not isinstance(prepared, str) and not reasons:
+        report_attention(prepared[0], config.path, config.attn_implementation)
+        return prepared
+    if rank() == 0:
+        _log.info("each rank loads the whole model in %s: %s", config.path, reasons[0])
+    module = _together(lambda: load_model(config, head, dtype, trained=trained))
+    module.to(device)  # type: ignore[arg-type]  # its decorator hides `self`
+    return module, None
+
+
+def _with_folder_weights(
+    config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool
+) -> tuple[PreTrainedModel, FolderWeights] | str:
+    """Return the model without parameters and its weights, or the reason for loading it whole."""
+    try:
+        model = empty_model(config, head, dtype, trained=trained)
+        tensors = stored_tensors(Path(config.path))
+    except ModelError as error:  # loading it whole raises the same, or knows more
+        return str(error)
+    new_prefix = VALUE_HEAD_PREFIX if head == "value" else None
+    names = match_names(model, tensors, new_prefix=new_prefix)
+    if names.reason:
+        return names.reason
+    return model, FolderWeights(Path(config.path), names, config.use_shm)
+
+
+def _allocated(device: torch.device, place: torch.device, tensor: Tensor) -> Tensor:
+    """Return a buffer on `device`, and memory in `place` for a parameter that has none."""
+    return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(device)
+
+
+def _together(work: Callable[[], ResultT]) -> ResultT:
+    """Return the result of `work`, after all ranks have theirs.
+
+    Raises:
+        ModelError: `work` raised it on this rank or on another one.
+    """
+    error: ModelError | None = None
+    try:
+        result = work()
+    except ModelError as raised:
+        error = raised
+    errors = gather_over_ranks(error)
+    if error is not None:
+        raise error
+    for other, raised_there in enumerate(errors):
+        if raised_there is not None:
+            path = getattr(raised_there, "path", None)
+            raise ModelError(f"rank {other} cannot load the model: {raised_there}", path=path)
+    return result

@@ -1,0 +1,244 @@
+"""Load models by shards and whole, on real ranks, and note what each rank reads and allocates."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import engine_cases as cases
+import torch
+import torch.multiprocessing as mp
+from memory_cases import peak_of
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines import sharded_loading
+from quadriga.engines.fsdp import FSDPEngine
+from quadriga.engines.optimizers.rule import local_shard
+from quadriga.errors import ModelError
+from quadriga.models.loading import load_value_model
+from quadriga.models.tiny import TinyModel, write_tiny_model
+from quadriga.models.weights import reader
+from quadriga.models.weights.names import WeightNames
+
+# 0.7 million parameters. 3 does not divide 970, so that shards on 3 ranks are uneven.
+SHAPE = TinyModel(hidden_size=96, num_layers=2, num_heads=6, num_kv_heads=2, intermediate_size=970)
+PIECE_BYTES = 2**14
+WAIT_S = 180
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is loaded, and the settings of the engine that loads it."""
+
+    folder: str
+    head: str = "lm"
+    trained: bool = True
+    fsdp_size: int = -1
+    use_shm: bool = False
+    on_host: bool = False
+
+
+@dataclass
+class Found:
+    """What a rank found.
+
+    Attributes:
+        equal: the shards, the buffers, and a step equal those of the whole model.
+        sharded: whether the model was loaded by shards.
+        read, allocated: bytes, for the sharded and for the whole model.
+        errors: name of the damage -> the error of this rank.
+    """
+
+    equal: dict[Case, bool] = field(default_factory=dict)
+    sharded: dict[Case, bool] = field(default_factory=dict)
+    read: dict[str, int] = field(default_factory=dict)
+    allocated: dict[str, int] = field(default_factory=dict)
+    own_elements: int = 0
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+CASES = [
+    Case("untied"),
+    Case("tied"),
+    Case("untied", trained=False),
+    Case("files", trained=False),
+    Case("files"),
+    Case("untied", head="value"),
+    Case("value", head="value"),
+    Case("untied", fsdp_size=1),
+    Case("files", use_shm=True),
+    Case("files", on_host=True),
+]
+
+
+def write_folders(root: Path) -> None:
+    """Write the model, a tied one, one in bfloat16 in several files, and a value model."""
+    texts = ["one two three"]
+    write_tiny_model(root / "untied", texts, SHAPE)
+    tied = {**vars(SHAPE), "tie_word_embeddings": True}
+    write_tiny_model(root / "tied", texts, TinyModel(**tied))
+    model = AutoModelForCausalLM.from_pretrained(root / "untied", dtype=torch.bfloat16)
+    model.save_pretrained(root / "files", max_shard_size="500KB")
+    value = load_value_model(root / "untied")
+    torch.nn.init.normal_(value.score.weight)
+    value.save_pretrained(root / "value")
+    write_tiny_model(root / "nan", texts, SHAPE)
+    weights = load_file(root / "nan" / "model.safetensors")
+    weights["lm_head.weight"][-1, :3] = float("nan")  # a row of the last rank
+    weights["model.norm.weight"][0] = float("inf")  # a row of rank 0
+    save_file(weights, root / "nan" / "model.safetensors", {"format": "pt"})
+
+
+def build(root: str, case: Case) -> FSDPEngine:
+    model = ModelConfig(path=f"{root}/{case.folder}", use_shm=case.use_shm)
+    engine = EngineConfig(
+        fsdp_size=case.fsdp_size,
+        dtype="float32" if case.trained else "bfloat16",
+        offload_policy=case.on_host,
+    )
+    optim = OptimConfig(lr=0.01) if case.trained else None
+    return FSDPEngine(model, engine, optim, head=case.head, min_unit_parameters=1)
+
+
+@contextmanager
+def whole_models():
+    """Let engines load whole models within the block."""
+    match_names = sharded_loading.match_names
+    sharded_loading.match_names = lambda *_, **__: WeightNames(reason="of a test")
+    try:
+        yield
+    finally:
+        sharded_loading.match_names = match_names
+
+
+@contextmanager
+def noted_reads(read: list[str]):
+    """Note each tensor file that is read by shards within the block."""
+    real = reader.TensorReader.read
+
+    def noting(self, tensor, first, target):
+        read.append(tensor.file)
+        real(self, tensor, first, target)
+
+    reader.TensorReader.read = noting
+    try:
+        yield
+    finally:
+        reader.TensorReader.read = real
+
+
+def state_of(engine: FSDPEngine, *, steps: int) -> list[torch.Tensor]:
+    """Shards, buffers and the outputs of a batch, after a step if there are steps."""
+    metrics = [cases.step(engine)["grad_norm"]] if steps else []
+    outputs = engine.forward(cases.make_batch())
+    shards = [local_shard(parameter) for parameter in engine.module.parameters()]
+    return [*shards, *engine.module.buffers(), *outputs.values(), torch.tensor(metrics)]
+
+
+def compare(root: str, case: Case) -> tuple[bool, bool]:
+    """Whether the two ways give equal numbers, and whether the first one reads shards."""
+    steps = int(case.trained and case.head == "lm")
+    read: list[str] = []
+    with noted_reads(read):
+        found = state_of(build(root, case), steps=steps)
+    with whole_models():
+        expected = state_of(build(root, case), steps=steps)
+    equal = len(found) == len(expected) and all(
+        one.dtype == other.dtype and torch.equal(one, other)
+        for one, other in zip(found, expected, strict=True)
+    )
+    return equal, bool(read)
+
+
+def bytes_read(call) -> int:
+    """The bytes that this process asks the system for while it runs `call`."""
+
+    def total() -> int:
+        lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(lines["rchar"])
+
+    before = total()
+    call()
+    return total() - before
+
+
+def measure(root: str, found: Found) -> None:
+    case = Case("files")
+    found.own_elements = sum(local_shard(p).numel() for p in build(root, case).module.parameters())
+    found.read["sharded"] = bytes_read(lambda: build(root, case))
+    found.allocated["sharded"] = peak_of(lambda: build(root, case))
+    # The profiler records one thread, so that transformers must not load in others.
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    with whole_models():
+        found.allocated["whole"] = peak_of(lambda: build(root, case))
+
+
+def error_of(call) -> str:
+    try:
+        call()
+    except ModelError as error:
+        return str(error)
+    return "no error"
+
+
+def failing_reads(root: str, rank: int) -> str:
+    """The error of each rank if the disk of rank 1 fails."""
+    real = reader.TensorReader.read
+
+    def failing(self, tensor, first, target):
+        raise OSError(5, "Input/output error", tensor.file)
+
+    reader.TensorReader.read = failing if rank == 1 else real
+    try:
+        return error_of(lambda: build(root, Case("untied")))
+    finally:
+        reader.TensorReader.read = real
+
+
+def absent_folder(root: str, rank: int) -> str:
+    """The error of each rank if rank 1 does not find the folder, on the way of whole models."""
+    case = Case("untied" if rank != 1 else "absent")
+    return error_of(lambda: build(root, case))
+
+
+def rank_main(rank: int, ranks: int, root: str, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    reader.PIECE_BYTES = PIECE_BYTES
+    found = Found()
+    for case in CASES:
+        found.equal[case], found.sharded[case] = compare(root, case)
+    measure(root, found)
+    found.errors["not finite"] = error_of(lambda: build(root, Case("nan")))
+    with whole_models():
+        found.errors["not finite, whole"] = error_of(lambda: build(root, Case("nan")))
+    found.errors["disk"] = failing_reads(root, rank)
+    found.errors["absent"] = absent_folder(root, rank)
+    torch.save(found, f"{root}/found_{ranks}_{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def run(root: Path, ranks: int) -> list[Found]:
+    """Return what each of `ranks` processes found."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.spawn(rank_main, args=(ranks, str(root), port), nprocs=ranks, join=False)
+    deadline = time.monotonic() + WAIT_S
+    while not context.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            raise TimeoutError(f"the {ranks} ranks did not finish within {WAIT_S} s")
+    # The files were written by `rank_main`; they hold dataclasses, which need pickle.
+    files = [root / f"found_{ranks}_{rank}.pt" for rank in range(ranks)]
+    return [torch.load(file, weights_only=False) for file in files]

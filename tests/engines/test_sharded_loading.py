@@ -1,0 +1,109 @@
+"""Loading by shards on 2 and 3 ranks: numbers, bytes, memory, errors on all ranks together."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+
+import loading_cases as cases
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MambaConfig, Qwen3MoeConfig, ZambaConfig
+
+from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.engines.fsdp import FSDPEngine
+from quadriga.engines.sharding import decoder_layers
+from quadriga.errors import ModelError
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    path = tmp_path_factory.mktemp("loading")
+    cases.write_folders(path)
+    return path
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["two ranks", "three ranks"])
+def found(request, root):
+    return cases.run(root, request.param)
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_shards_and_steps_equal_those_of_the_whole_model(case, found):
+    assert [rank.sharded[case] for rank in found] == [True] * len(found)
+    assert [rank.equal[case] for rank in found] == [True] * len(found)
+
+
+def test_each_rank_reads_its_own_rows_and_the_headers(found, root):
+    stored = sum(file.stat().st_size for file in (root / "files").glob("*.safetensors"))
+    for rank in found:
+        own = 2 * rank.own_elements  # bfloat16
+        assert own < 1.05 * stored / len(found)
+        assert own <= rank.read["sharded"] < own + 0.1 * stored
+
+
+def test_each_rank_allocates_its_shards_and_one_piece(found):
+    for rank in found:
+        own = 4 * rank.own_elements  # float32
+        assert own <= rank.allocated["sharded"] < 1.1 * own + cases.PIECE_BYTES
+        assert rank.allocated["whole"] > 4 * 0.95 * sum(r.own_elements for r in found)
+
+
+def test_a_weight_that_is_not_finite_is_named_on_all_ranks_as_with_the_whole_model(found):
+    errors = {rank.errors["not finite"] for rank in found}
+    assert errors == {rank.errors["not finite, whole"] for rank in found}
+    (error,) = errors
+    assert "lm_head.weight has 3 NaN and 0 infinite" in error or "norm.weight has 0 NaN" in error
+    assert "1 other tensors" in error
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [("disk", "cannot be loaded: .*Input/output error"), ("absent", "absent does not exist")],
+)
+def test_an_error_on_one_rank_is_raised_on_all_ranks(found, damage, text):
+    for number, rank in enumerate(found):
+        begin = "" if number == 1 else "rank 1 cannot load the model: "
+        assert re.match(f"{begin}(the )?model .*{text}", rank.errors[damage]), rank.errors[damage]
+
+
+def test_a_folder_whose_tensors_are_converted_is_loaded_whole_and_the_log_says_so(tmp_path, caplog):
+    sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = Qwen3MoeConfig(num_experts=4, moe_intermediate_size=16, num_attention_heads=4, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, logger="quadriga"):
+        engine = FSDPEngine(ModelConfig(path=str(tmp_path)), EngineConfig())
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 1
+    assert re.fullmatch(
+        f"each rank loads the whole model in {tmp_path}: transformers converts .*experts.*",
+        texts[0],
+    )
+    expected = model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in engine.state_stream())
+
+
+def test_a_file_that_ends_early_is_named(root, tmp_path):
+    folder = shutil.copytree(root / "files", tmp_path / "files")
+    file = max(folder.glob("*.safetensors"))
+    with file.open("rb+") as opened:
+        opened.truncate(file.stat().st_size - 4)
+    with pytest.raises(ModelError, match=rf"{file.name} ends at byte \d+, and its header says"):
+        FSDPEngine(ModelConfig(path=str(folder)), EngineConfig())
+
+
+def test_layers_that_are_nested_or_share_parameters_are_no_units():
+    mamba = AutoModelForCausalLM.from_config(MambaConfig(hidden_size=16, num_hidden_layers=2))
+    assert [type(layer).__name__ for layer in decoder_layers(mamba)] == ["MambaBlock"] * 2
+    zamba = AutoModelForCausalLM.from_config(
+        ZambaConfig(
+            hidden_size=16, attention_hidden_size=32, intermediate_size=16, num_hidden_layers=6,
+            num_attention_heads=2, num_key_value_heads=2, attention_head_dim=16, n_mamba_heads=2,
+            attn_layer_period=2, attn_layer_offset=0, vocab_size=64,
+        )
+    )  # fmt: skip
+    shared = [x for x in zamba.model.layers if type(x).__name__ == "ZambaHybridLayer"]
+    assert len(shared) > 1
+    assert decoder_layers(zamba) == [x for x in zamba.model.layers if x not in shared]

@@ -1,0 +1,145 @@
+"""Read parts of tensors, match their names with parameters, find weights that are not finite."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quadriga.errors import ModelError
+from quadriga.models.loading import VALUE_HEAD_PREFIX, model_without_parameters
+from quadriga.models.tiny import TinyModel, write_tiny_model
+from quadriga.models.weights import reader
+from quadriga.models.weights.finite import NotFinite, check_all_finite, count_not_finite
+from quadriga.models.weights.names import match_names
+from quadriga.models.weights.reader import TensorReader, stored_tensors
+
+SHAPE = TinyModel(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=24)
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_tiny_model(tmp_path, ["one two three"], replace(SHAPE, tie_word_embeddings=True))
+    return tmp_path
+
+
+def save(folder, tensors, file="model.safetensors"):
+    save_file(tensors, folder / file, {"format": "pt"})
+
+
+def match(folder, *, value=False):
+    model = model_without_parameters(folder, value_head=value, dtype=torch.float32)
+    prefix = VALUE_HEAD_PREFIX if value else None
+    return match_names(model, stored_tensors(folder), new_prefix=prefix)
+
+
+@pytest.mark.parametrize("dtype", reader.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("piece", [8, 24, 2**20])
+def test_rows_are_read_in_pieces_and_cast(tmp_path, monkeypatch, dtype, piece):
+    monkeypatch.setattr(reader, "PIECE_BYTES", piece)
+    tensor = torch.arange(42).view(7, 6).to(dtype)
+    save(tmp_path, {"a": torch.ones(3), "w": tensor, "x": torch.ones(5)})
+    entry = stored_tensors(tmp_path)["w"]
+    target = torch.full((3, 6), -1, dtype=torch.float64)
+    with TensorReader(tmp_path) as opened:
+        opened.read(entry, 2 * 6, target)
+    assert torch.equal(target, tensor[2:5].double())
+
+
+def test_a_number_and_an_empty_range_are_read(tmp_path):
+    save(tmp_path, {"number": torch.tensor(3.0)})
+    target = torch.zeros(())
+    with TensorReader(tmp_path) as opened:
+        opened.read(stored_tensors(tmp_path)["number"], 0, target)
+        opened.read(stored_tensors(tmp_path)["number"], 1, torch.zeros(0))
+    assert target == 3
+
+
+def test_a_header_that_states_another_size_is_refused(tmp_path):
+    save(tmp_path, {"w": torch.ones(4, 2)})
+    entry = replace(stored_tensors(tmp_path)["w"], shape=(4, 3))
+    with (
+        TensorReader(tmp_path) as opened,
+        pytest.raises(ModelError, match=r"32 bytes for a tensor of shape \(4, 3\) .* has 48"),
+    ):
+        opened.read(entry, 0, torch.zeros(4, 3))
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    for file in ("a.safetensors", "b.safetensors"):
+        save(tmp_path, {"w": torch.ones(2)}, file)
+    index = {"weight_map": {"w": "a.safetensors", "x": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"'w' is in two files .* a.safetensors and b.safetensors"):
+        stored_tensors(tmp_path)
+
+
+def test_a_tied_parameter_has_one_tensor_of_any_of_its_names(folder):
+    found = match(folder)
+    assert found.reason == "" and EMBEDDING in found.stored and HEAD not in found.stored
+    weights = load_file(folder / "model.safetensors")
+    weights[HEAD] = weights.pop(EMBEDDING)
+    save(folder, weights)
+    assert match(folder).stored.keys() == found.stored.keys()
+
+
+def renamed(weights):
+    weights["model.layers.9.norm.weight"] = weights.pop("model.norm.weight")
+
+
+def with_both_names(weights):
+    weights[HEAD] = weights[EMBEDDING] + 1
+
+
+def with_other_sizes(weights):
+    weights["model.norm.weight"] = torch.ones(5)
+
+
+def with_other_numbers(weights):
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (renamed, "it has no tensor for model.norm.weight"),
+        (with_both_names, f"{EMBEDDING} and {HEAD} are one parameter"),
+        (with_other_sizes, "model.norm.weight is F32 [5], not [16]"),
+        (with_other_numbers, "model.norm.weight is F8_E4M3 [16], not [16]"),
+    ],
+)
+def test_folders_that_are_not_one_to_one_are_named_with_the_reason(folder, change, reason):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save(folder, weights)
+    assert match(folder).reason == reason
+
+
+def test_tensors_without_a_parameter_are_left_out_and_a_value_head_may_be_new(folder):
+    weights = load_file(folder / "model.safetensors")
+    save(folder, {**weights, "other.weight": torch.ones(3)})
+    assert match(folder).reason == "" and "other.weight" not in match(folder).stored
+    found = match(folder, value=True)
+    assert found.reason == "" and found.new == {"score.weight", "score.bias"}
+
+
+def test_elements_that_are_not_finite_are_counted():
+    tensor = torch.ones(6)
+    assert count_not_finite(tensor) == NotFinite(0, 0, 6)
+    tensor[1:4] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    assert count_not_finite(tensor) == NotFinite(1, 2, 6)
+    assert count_not_finite(torch.ones(0)) == NotFinite(0, 0, 0)
+    assert count_not_finite(torch.ones(3, dtype=torch.int64)) == NotFinite(0, 0, 3)
+
+
+def test_the_first_weight_that_is_not_finite_is_named_with_the_number_of_others(tmp_path):
+    check_all_finite(tmp_path, {"a": NotFinite(0, 0, 4)})
+    wrong = NotFinite(1, 2, 6)
+    with pytest.raises(ModelError, match=r"finite: b has 1 NaN and 2 infinite values of 6$"):
+        check_all_finite(tmp_path, {"a": NotFinite(0, 0, 4), "b": wrong})
+    with pytest.raises(ModelError, match="of 6, and 1 other tensors have some"):
+        check_all_finite(tmp_path, {"b": wrong, "c": wrong})
