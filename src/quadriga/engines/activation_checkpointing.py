@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -29,9 +30,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from quadriga.config.schema import Checkpointing
 from quadriga.errors import ModelError
 
-PRODUCTS = frozenset({"mm", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"})
+PRODUCTS = frozenset({"mm", "addmm", "_scaled_mm"})
 """Products of activations and weights. `bmm` is not one of them: its output can be attention scores
 of all pairs of tokens."""
+
+GROUPED = "grouped_mm"
+"""Part of the names of products of grouped rows: a mixture of experts."""
 
 ATTENTION_WORDS = ("attention", "attn")
 """Parts of the names of attention kernels: those of torch, of flex attention and of libraries."""
@@ -56,28 +60,39 @@ def checkpoint_layers(model: PreTrainedModel, form: Checkpointing) -> None:
             "model.gradient_checkpointing=false",
             path=model.config.name_or_path,
         )
-    recompute: Callable[..., object] = partial(checkpoint, use_reentrant=False)
-    if form == "selective":
-        contexts = partial(create_selective_checkpoint_contexts, _kept_or_recomputed)
-        recompute = partial(recompute, context_fn=contexts)
     for layer in layers:
+        recompute: Callable[..., object] = partial(checkpoint, use_reentrant=False)
+        if form == "selective":
+            policy = partial(_kept_or_recomputed, not _has_biases_of_experts(layer))
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            recompute = partial(recompute, context_fn=contexts)
         # Only the instance's `forward` is replaced: hooks and weight names do not change.
         layer.forward = partial(recompute, layer.forward)
+
+
+def _has_biases_of_experts(layer: nn.Module) -> bool:
+    """Return whether experts have biases, [E, columns].
+
+    Transformers adds them to the product in place, so the product cannot be kept.
+    """
+    return any("bias" in name and p.dim() == 2 for name, p in layer.named_parameters())
 
 
 def is_expensive(name: str) -> bool:
     """Return whether selective checkpointing keeps the output of this operator: "aten::mm"."""
     short = name.rpartition("::")[2].partition(".")[0]
-    return short in PRODUCTS or any(word in short for word in ATTENTION_WORDS)
+    words = (*ATTENTION_WORDS, GROUPED)
+    return short in PRODUCTS or any(word in short for word in words)
 
 
 def _kept_or_recomputed(
+    keeps_grouped: bool,
     context: SelectiveCheckpointContext,
     operator: torch._ops.OpOverload | torch._ops.HigherOrderOperator,
     *args: object,
     **kwargs: object,
 ) -> CheckpointPolicy:
     name: str = operator.name()  # type: ignore[no-untyped-call]  # torch has no annotations here
-    if is_expensive(name):
+    if is_expensive(name) and (keeps_grouped or GROUPED not in name):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
