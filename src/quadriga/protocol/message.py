@@ -117,7 +117,7 @@ def pack(
         if row_map is None:
             row_map = columns.row_map_of_shard(contents.rows, origin)
         value = local_value(column)
-        spec, payload, nbytes = encode(value, key)
+        spec, payload, nbytes = encode(value, key, narrow=not store.in_process)
         if nbytes <= INLINE_BYTES or spec.kind == "raw" or not row_map.shards:
             # The payload may share memory with the live tensor, and is pickled later or never.
             private = spec.kind != "raw" or store.in_process

@@ -48,7 +48,14 @@ def decode(spec: FieldSpec, rows: RowMap, payloads: Sequence[Payload]) -> tuple[
 def _tensor(spec: FieldSpec, rows: RowMap, payloads: Sequence[Array]) -> tuple[Tensor, int]:
     tensor, carrier = _empty(spec.dtype, (len(rows), *spec.tail))
     _copy_rows(carrier, rows, payloads)
-    return _to_device(tensor, spec.device), carrier.nbytes
+    return _to_device(tensor, spec.device), _read_bytes(spec, rows, payloads)
+
+
+def _read_bytes(spec: FieldSpec, rows: RowMap, payloads: Sequence[Array]) -> int:
+    """Return the bytes of these rows in their payloads, whose items can have different sizes."""
+    sizes: Ints = np.array([payload.itemsize for payload in payloads], dtype=np.int64)
+    shards, starts, stops = rows.segments.T
+    return int(((stops - starts) * sizes[shards]).sum()) * math.prod(spec.tail)
 
 
 def _empty(dtype: str, shape: tuple[int, ...]) -> tuple[Tensor, Array]:
@@ -76,7 +83,7 @@ def _to_device(tensor: Tensor, device: str) -> Tensor:
 
 
 def _copy_rows(out: Array, rows: RowMap, payloads: Sequence[Array]) -> None:
-    """Copy each segment to its place in `out`."""
+    """Copy each segment to its place in `out`. Integers are widened to those of `out`."""
     count = len(rows.segments)
     if count == 0 or out.size == 0:
         return
@@ -89,7 +96,7 @@ def _copy_rows(out: Array, rows: RowMap, payloads: Sequence[Array]) -> None:
     shard_of, row_of = rows.expand()
     for number, payload in enumerate(payloads):
         mine = np.flatnonzero(shard_of == number)
-        if len(mine) == len(shard_of):
+        if len(mine) == len(shard_of) and payload.dtype == out.dtype:
             # "clip" because the default mode buffers `out`; row_of is always within the payload.
             np.take(payload, row_of, axis=0, out=out, mode="clip")
         else:

@@ -29,9 +29,16 @@ from quadriga.protocol.values.storage import StoredValue, snapshot, transports
 Encoded = tuple[FieldSpec, Payload, int]
 """The description of a field, its payload, and the bytes of the payload."""
 
+NARROWED_BYTES = 1024
+"""Below this, looking at the numbers costs more than sending them."""
 
-def encode(value: object, key: str) -> Encoded:
+_SAMPLE = 1024
+
+
+def encode(value: object, key: str, *, narrow: bool = False) -> Encoded:
     """Encode one field.
+
+    `narrow`: the payload is sent to another process, so int64 takes fewer bytes where it can.
 
     Payloads of CPU tensors and of numeric arrays share memory with `value` where its layout allows.
     Tensors are detached; those on CUDA are copied to host memory. Raises `FieldError` naming `key`
@@ -40,7 +47,10 @@ def encode(value: object, key: str) -> Encoded:
     if isinstance(value, np.ndarray):
         return _encode_array(value, key)
     if isinstance(value, Tensor):
-        return _encode_jagged(value, key) if value.is_nested else _encode_dense(value, key)
+        if value.is_nested:
+            return _encode_jagged(value, key)
+        encoded = _encode_dense(value, key)
+        return _narrow(encoded) if narrow else encoded
     if isinstance(value, TensorDictBase):
         return _encode_tree(value, key)
     raise FieldError(
@@ -94,6 +104,35 @@ def _encode_dense(value: Tensor, key: str) -> Encoded:
     data = host_array(value)
     dtype = operations.dtype_name(value.dtype)
     return FieldSpec("tensor", dtype, data.shape[1:], value.device.type), data, int(data.nbytes)
+
+
+def _narrow(encoded: Encoded) -> Encoded:
+    """Return an int64 tensor above `NARROWED_BYTES` in the smallest signed integers that hold it.
+
+    The description keeps int64, and `decode` widens each payload: the receiver gets what was sent.
+    A mask takes 1 byte for each token instead of 8, token ids take 2 or 4.
+    """
+    spec, payload, nbytes = encoded
+    if nbytes <= NARROWED_BYTES or spec.dtype != "int64" or not isinstance(payload, np.ndarray):
+        return encoded
+    # Hashes and times need all bytes: a few numbers show that.
+    if _smallest(payload.reshape(-1)[:_SAMPLE]) is None:
+        return encoded
+    dtype = _smallest(payload)
+    if dtype is None:
+        return encoded
+    narrowed = payload.astype(dtype)
+    return spec, narrowed, int(narrowed.nbytes)
+
+
+def _smallest(numbers: Array) -> np.dtype[np.generic] | None:
+    """Return the smallest signed dtype below int64 that holds all numbers, None if none does."""
+    low, high = int(numbers.min()), int(numbers.max())
+    for dtype in (np.int8, np.int16, np.int32):
+        limits = np.iinfo(dtype)
+        if limits.min <= low and high <= limits.max:
+            return np.dtype(dtype)
+    return None
 
 
 def host_array(value: Tensor) -> Array:

@@ -4,7 +4,8 @@ A payload is the form in which the bytes of a field are stored and sent. It cons
 arrays, which pickle protocol 5 writes out of band: the bytes are copied once into shared memory and
 are read there without a copy. Payloads by kind of field:
 
-    tensor    array [N, ...]; dtypes that numpy lacks (bfloat16, float8) as integers of their size
+    tensor    array [N, ...]; dtypes that numpy lacks (bfloat16, float8) as integers of their size;
+              int64 in any signed integers that hold the numbers (`encode`)
     jagged    (values [total, ...], offsets int64 [N + 1])
     tree      {key: payload}: a nested TensorDict
     array     array [N, ...] without objects
