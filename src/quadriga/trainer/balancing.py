@@ -149,6 +149,7 @@ def _cost_of_actor(config: TrainConfig) -> tuple[CostModel, bool]:
     from quadriga.parallel.device import get_device_name
 
     model, device = config.actor_rollout_ref.model, config.trainer.device
+    attention = config.actor_rollout_ref.actor.engine.attention
     if model.path == MISSING_PATH:  # a worker class of the user that loads its own model
         return TOKENS, True
     folder, trust = local_folder(model.path), model.trust_remote_code
@@ -156,7 +157,7 @@ def _cost_of_actor(config: TrainConfig) -> tuple[CostModel, bool]:
     found = read_config(folder, trust_remote_code=trust)
     shares_prompts = architecture_of(found).rows == "packed"
     return (
-        sequence_cost(found, "lm", get_device_name() if device == "auto" else device),
+        sequence_cost(found, "lm", get_device_name() if device == "auto" else device, attention),
         shares_prompts,
     )
 
