@@ -62,6 +62,9 @@ def rank_main(rank: int, ranks: int, folder: str, results: str, port: int) -> No
             norms = steps(engine, rows)
             weights = {key: tensor.clone() for key, tensor in engine.state_stream()}
             found[name, dtype] = norms, weights
+        if ranks == 2:  # two replicas, each with all rows of every matrix
+            engine = build(folder, name, "float64", fsdp_size=1)
+            found[name, "hybrid"] = steps(engine, rows), dict(engine.state_stream())
         engine = build(folder, name, "float64")
         steps(engine, rows, 2)
         engine.save(f"{results}/{ranks} {name}")

@@ -76,6 +76,8 @@ def test_parameters_of_several_ranks_equal_those_of_one(name, dtype, folder, sev
     engine = cases.build(folder, name, dtype)
     assert cases.steps(engine, engine_cases.make_batch()) == pytest.approx(norms, rel=1e-4)
     assert_close(weights(engine), expected, cases.TOLERANCE[dtype])
+    if (name, "hybrid") in found and dtype == "float64":
+        assert_close(found[name, "hybrid"][1], expected, 1e-10)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -98,6 +100,19 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(name, folder, tmp
     assert cases.steps(resumed, rows) == cases.steps(engine, rows)
     assert_same(weights(resumed), weights(engine))
     assert_same(state(resumed), state(engine))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_skipped_steps_are_no_updates_after_a_resume(name, folder, tmp_path):
+    rows = engine_cases.make_batch()
+    damaged = rows | {"weight": rows["weight"] * float("inf")}
+    engine, resumed = cases.build(folder, name), cases.build(folder, name)
+    for batch in (rows, damaged, damaged):
+        cases.steps(engine, batch, 1)
+    engine.save(tmp_path)
+    resumed.load(tmp_path)
+    assert cases.steps(resumed, rows, 1) == cases.steps(engine, rows, 1)
+    assert_same(weights(resumed), weights(engine))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -170,6 +185,14 @@ def test_muon_updates_hidden_matrices(head, tied, tmp_path):
     others = {name for name, _ in model.named_parameters()} - expected
     assert {name for name, rule in found.items() if rule == "adamw"} == others
     assert "model.embed_tokens.weight" in others and "model.norm.weight" in others
+
+
+def test_an_output_layer_that_the_model_does_not_name_is_an_embedding_if_tied(tmp_path):
+    config = LlamaConfig(**SIZES, tie_word_embeddings=True, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    model = simulated_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32, trained=True)
+    model.get_output_embeddings = lambda: None
+    assert rule_of_each(model, "muon")["model.embed_tokens.weight"] == "adamw"
 
 
 def test_muon_updates_each_expert(tmp_path):

@@ -19,6 +19,7 @@ from quadriga.engines.optimizers.adamw_8bit import (
 from quadriga.engines.optimizers.muon import Muon
 from quadriga.engines.optimizers.rule import UpdateRule
 from quadriga.engines.optimizers.sharded import ShardedOptimizer
+from quadriga.engines.sharding import class_name
 from quadriga.errors import ConfigError
 from quadriga.models.loading import VALUE_HEAD
 
@@ -86,7 +87,7 @@ def build_optimizer(
     if config.name not in names.values():
         raise ConfigError(
             f"optim.name={config.name} fits none of the {len(names)} trained parameters of "
-            f"{_class_name(model)} ({_FITTING[config.name]}); set optim.name=adamw",
+            f"{class_name(model)} ({_FITTING[config.name]}); set optim.name=adamw",
             key="optim.name",
         )
     trained = [(name, p) for name, p in model.named_parameters() if name in names]
@@ -98,8 +99,3 @@ def build_optimizer(
         else:
             rules.append(AdamW8bit(named, config) if rule == "adamw_8bit" else AdamW(named, config))
     return ShardedOptimizer(rules, config, total_steps, shard_group=shard_group, device=device)
-
-
-def _class_name(model: PreTrainedModel) -> str:
-    """Return the name of the model's class, without the prefix that `fully_shard` adds."""
-    return type(model).__name__.removeprefix("FSDP")
