@@ -164,7 +164,7 @@ def rank_main(rank: int, ranks: int, folder: str, file: str, port: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    found = {case: parameters_after(folder, case, rank, ranks) for case in CASES}
+    found = {case: parameters_after(folder, case, rank, ranks) for case in cases_on(ranks)}
     if rank == 0:
         torch.save(found, file)
     torch.distributed.destroy_process_group()
@@ -193,6 +193,11 @@ def spawn_ranks(main: Callable[..., None], ranks: int, *args: object, limit: flo
             for process in context.processes:
                 process.kill()
             raise TimeoutError(f"{ranks} ranks did not finish within {limit} s")
+
+
+def cases_on(ranks: int) -> list[Case]:
+    """Return the cases whose mini-batches divide by the number of ranks."""
+    return [case for case in CASES if (case.mini_prompts or 0) * EVEN % ranks == 0]
 
 
 def cases_by_batch() -> Iterator[tuple[Case, list[Case]]]:

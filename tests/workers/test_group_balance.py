@@ -36,7 +36,7 @@ def expected(folder) -> dict[Case, dict[str, torch.Tensor]]:
     }
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{} ranks".format)
 def found(request, folder, tmp_path_factory) -> dict[Case, dict[str, torch.Tensor]]:
     if request.param == 1:
         return {case: group_cases.parameters_after(folder, case, 0, 1) for case in CASES}
@@ -46,6 +46,8 @@ def found(request, folder, tmp_path_factory) -> dict[Case, dict[str, torch.Tenso
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_parameters_after_an_update_are_equal(found, expected, case) -> None:
+    if case not in found:
+        pytest.skip("the rows of a mini-batch do not divide by the number of ranks")
     assert found[case].keys() == expected[case].keys()
     for name, value in expected[case].items():
         torch.testing.assert_close(found[case][name], value, atol=1e-10, rtol=0, msg=name)
@@ -57,6 +59,11 @@ def test_the_updates_change_the_parameters(expected) -> None:
     name = next(name for name in first if "q_proj" in name)
     values = [expected[cases[0]][name] for cases in BATCHES.values()]
     assert len({float(value.sum()) for value in values}) == len(values)
+
+
+def test_only_three_ranks_have_fewer_cases() -> None:
+    counts = {ranks: len(group_cases.cases_on(ranks)) for ranks in (1, 2, 3, 4)}
+    assert counts == {1: len(CASES), 2: len(CASES), 3: len(CASES) - 5, 4: len(CASES)}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

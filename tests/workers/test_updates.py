@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from quadriga.config.schema import ActorConfig
-from quadriga.errors import FieldError
+from quadriga.errors import FieldError, LengthError
 from quadriga.protocol import DataProto, fields
 from quadriga.workers.method_fields import UPDATE_ACTOR
 from quadriga.workers.updates import (
+    check_mini_batches_of_ranks,
     mini_batches,
     rows_kept_together,
     shuffle_seed,
@@ -23,7 +24,7 @@ class Recorder:
     def __init__(self) -> None:
         self.seen: list[dict[str, torch.Tensor]] = []
 
-    def global_count(self, count: torch.Tensor) -> float:
+    def global_count(self, count: float | torch.Tensor) -> float:
         return float(count)
 
     def train_step(self, mini_batch, loss_fn, **_settings):
@@ -104,6 +105,28 @@ def test_two_optimizer_steps_without_old_log_probs_are_refused(mini, epochs) -> 
             Recorder(), data, ActorConfig(ppo_mini_batch_size=mini, ppo_epochs=epochs),
             responses_per_prompt=1, temperature=1.0, length_scale=4, world_size=1, seed=0,
         )  # fmt: skip
+
+
+class Ranks:
+    """The sums that one of several ranks sees, with the numbers of mini-batches of all ranks."""
+
+    def __init__(self, *counts: int) -> None:
+        self.sums = iter([len(counts), sum(counts), sum(count**2 for count in counts)])
+
+    def global_count(self, _count: float) -> float:
+        return float(next(self.sums))
+
+
+@pytest.mark.parametrize("rows", [2, 4, 6])
+def test_ranks_with_different_numbers_of_mini_batches_all_raise(rows) -> None:
+    """Also the rank that has the mean of 1, 2 and 3."""
+    with pytest.raises(LengthError, match=rf"6 on 3 ranks, {rows // 2} on this one \({rows} rows"):
+        check_mini_batches_of_ranks(Ranks(1, 2, 3), rows, 2)
+
+
+def test_ranks_with_equally_many_mini_batches_go_on() -> None:
+    check_mini_batches_of_ranks(Ranks(2, 2, 2), 3, 2)
+    check_mini_batches_of_ranks(Ranks(1, 1), 0, 2)  # a rank without rows has an empty one
 
 
 def test_mini_batches_cover_every_row_once_per_epoch() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quadriga.config.schema import ActorConfig, CriticConfig
-from quadriga.errors import FieldError
+from quadriga.errors import FieldError, LengthError
 from quadriga.protocol import DataProto, fields
 from quadriga.workers.method_fields import UPDATE_ACTOR, UPDATE_CRITIC
 from quadriga.workers.objectives import BatchCounts, Partials, PolicyObjective, ValueObjective
@@ -48,11 +48,16 @@ def update_policy(
     Returns:
         `meta_info["metrics"]`: means over the optimizer steps, equal on all ranks; and one row of
         `partials` with the metrics of this rank that are still to be merged with other ranks'.
+
+    Raises:
+        LengthError: the ranks have different numbers of mini-batches.
+        FieldError: there are several optimizer steps and no `old_log_probs`.
     """
     rows = _inputs_of_actor(data)
     size = rows_per_mini_batch(
         config.ppo_mini_batch_size, len(data), responses_per_prompt, world_size
     )
+    check_mini_batches_of_ranks(engine, len(data), size)
     epochs, old_from_update = config.ppo_epochs, fields.OLD_LOG_PROBS not in rows
     if old_from_update:
         check_one_step(len(data), size, epochs)
@@ -105,8 +110,12 @@ def update_values(
 
     Returns:
         As `update_policy`.
+
+    Raises:
+        LengthError: the ranks have different numbers of mini-batches.
     """
     rows = {key: data.batch[key] for key in UPDATE_CRITIC.reads}
+    check_mini_batches_of_ranks(engine, len(data), mini_batch_rows)
     steps: list[dict[str, float]] = []
     partials: list[Partials] = []
     for mini in mini_batches(rows, size=mini_batch_rows, epochs=epochs):
@@ -131,6 +140,32 @@ def rows_per_mini_batch(
         rows: the rows of this rank.
     """
     return max(1, rows if prompts is None else prompts * responses_per_prompt // world_size)
+
+
+def check_mini_batches_of_ranks(engine: TrainEngine, rows: int, size: int) -> None:
+    """Check that all ranks have equally many mini-batches.
+
+    Otherwise a rank with fewer would leave the others waiting in a collective. Waits for: the other
+    ranks, which all raise the error.
+
+    Args:
+        rows: the rows of this rank.
+        size: the rows of this rank in a mini-batch.
+
+    Raises:
+        LengthError: the numbers differ.
+    """
+    count = max(1, math.ceil(rows / size))
+    ranks, total, squares = map(engine.global_count, (1.0, float(count), float(count**2)))
+    # Cauchy-Schwarz: ranks · Σ n² = (Σ n)² only if all n are equal, and every rank sees the same
+    # sums. A comparison with the mean would be right on a rank that has the mean.
+    if ranks * squares != total**2:
+        raise LengthError(
+            f"the ranks have different numbers of mini-batches: {total:.0f} on {ranks:.0f} ranks, "
+            f"{count} on this one ({rows} rows, {size} in a mini-batch). Give every rank equally "
+            "many rows, or choose ppo_mini_batch_size so that the rows of a mini-batch divide by "
+            "the number of ranks"
+        )
 
 
 def check_one_step(rows: int, size: int, epochs: int) -> None:
