@@ -74,3 +74,28 @@ def test_a_method_that_is_left_out_may_have_the_name_of_an_attribute_of_the_grou
     group = start(Named, 1, binding=lambda worker_class, record: record.name != "roles")
     assert group.roles == ("Named",)
     assert group.call_all("roles") == ["a method"]
+
+
+def repeated(function):
+    """Decorate a function as many decorators do, without its name."""
+
+    def wrapper(self, value):
+        return function(self, value) * 2
+
+    return wrapper
+
+
+class Renamed(Worker):
+    twice = register(dispatch_mode=Dispatch.ONE_TO_ALL)(lambda self, value: value + value)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @repeated
+    def decorated(self, value):
+        return [value]
+
+
+def test_a_method_has_the_name_of_its_attribute(start):
+    group = start(Renamed, 2)
+    assert group.twice(3) == [6, 6]
+    assert group.decorated(3) == [[3, 3], [3, 3]]
+    assert str(group.decorated) == "<Renamed.decorated on 2 ranks>"

@@ -17,6 +17,7 @@ from quadriga.single_controller import (
     register_dispatch_mode,
     register_execute_mode,
     update_dispatch_mode,
+    update_execute_mode,
     with_hooks,
 )
 from quadriga.single_controller.dispatch.register import registered_methods
@@ -328,3 +329,10 @@ def test_tracebacks_show_the_name_of_the_method():
         start(W, 1).update_actor()
     frames = [f.name for f in traceback.extract_tb(caught.value.__traceback__)]
     assert "update_actor" in frames[:4]
+
+
+def test_a_mode_that_is_replaced_is_given_itself_and_not_by_name():
+    with pytest.raises(DispatchError, match="must be a member of Dispatch, got 'ONE_TO_ALL'"):
+        update_dispatch_mode("ONE_TO_ALL", max, max)
+    with pytest.raises(DispatchError, match="must be a member of Execute, got 'ALL'"):
+        update_execute_mode("ALL", max)

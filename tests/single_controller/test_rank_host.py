@@ -139,3 +139,18 @@ def test_any_number_of_senders_wait_for_arguments_at_the_same_time():
 
     asyncio.run(calls())
     assert len(host.workers["role"].started) == 80
+
+
+class Named(Worker):
+    def name(self):
+        return type(self).__name__
+
+
+def test_the_only_role_of_a_process_may_be_called_by_another_name():
+    """A group that has attached with another class, or without the role's name."""
+    host = host_of(Named)
+    assert host.invoke(Call("another", "name")) == "Named"
+    both = RankHost(RankEnvironment(), "node")
+    both.build({"actor": ClassWithInitArgs(Named), "critic": ClassWithInitArgs(Named)})
+    with pytest.raises(WorkerMethodError, match=r"has the roles \['actor', 'critic'\], not 'an"):
+        both.invoke(Call("another", "name"))

@@ -305,6 +305,8 @@ def update_dispatch_mode(
 ) -> DispatchMode:
     """Replace the functions of a mode, also for methods that are registered already."""
     _check_callable(dispatch_fn=dispatch_fn, collect_fn=collect_fn)
+    if not isinstance(dispatch_mode, DispatchMode):
+        raise DispatchError(f"dispatch_mode must be a member of Dispatch, got {dispatch_mode!r}.")
     return Dispatch.replace(DispatchMode(dispatch_mode.name, dispatch_fn, collect_fn))
 
 
@@ -317,6 +319,8 @@ def register_execute_mode(name: str, ranks: RanksFn, single: bool = False) -> Ex
 def update_execute_mode(mode: ExecuteMode, ranks: RanksFn, single: bool = False) -> ExecuteMode:
     """Replace the ranks of an execute mode, also for methods that are registered already."""
     _check_callable(ranks=ranks)
+    if not isinstance(mode, ExecuteMode):
+        raise DispatchError(f"mode must be a member of Execute, got {mode!r}.")
     return Execute.replace(ExecuteMode(mode.name, ranks, single))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from quadriga.errors import DispatchError
@@ -77,7 +78,8 @@ def registered_methods(cls: type) -> dict[str, MethodRecord]:
         for name, member in vars(base).items():
             record = getattr(member, RECORD_ATTRIBUTE, None)
             if isinstance(record, MethodRecord):
-                records[name] = record
+                # The function may have another name: a lambda, or what a decorator has returned.
+                records[name] = record if record.name == name else replace(record, name=name)
     return records
 
 

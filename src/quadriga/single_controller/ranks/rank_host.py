@@ -174,14 +174,16 @@ class RankHost:
             self.awaited.discard(awaitable)
 
     def _method(self, call: Call) -> Callable[..., object]:
-        try:
-            worker = self.workers[call.role]
-        except KeyError:
+        worker = self.workers.get(call.role)
+        if worker is None and len(self.workers) == 1:
+            # A group that has attached may know the class, and so the role, by another name.
+            (worker,) = self.workers.values()
+        if worker is None:
             raise UnregisteredMethodError(
                 f"This process has the roles {sorted(self.workers)}, not {call.role!r}.",
                 method=call.method,
                 known=sorted(self.workers),
-            ) from None
+            )
         try:
             method: Callable[..., object] = getattr(worker, call.method)
         except AttributeError:
