@@ -145,7 +145,7 @@ class CallView:
     """
 
     __slots__ = (
-        "_collect_info", "_dispatch_info", "_layout", "group", "memo", "method", "ranks",
+        "_collects_of_meshes", "_layout", "_parts_of_meshes", "group", "memo", "method", "ranks",
         "single", "world_size",
     )  # fmt: skip
 
@@ -158,8 +158,8 @@ class CallView:
         self.single = single
         self.world_size = group.world_size
         self.memo: dict[str, object] = {}
-        self._dispatch_info: dict[str, list[int]] = {}
-        self._collect_info: dict[str, list[bool]] = {}
+        self._parts_of_meshes: dict[str, list[int]] = {}
+        self._collects_of_meshes: dict[str, list[bool]] = {}
         self._layout: GroupLayout | None = None
 
     @property
@@ -171,15 +171,15 @@ class CallView:
 
     def dispatch_info(self, mesh_name: str) -> list[int]:
         """Return the data-parallel rank of each rank of the group in a mesh."""
-        if mesh_name not in self._dispatch_info:
-            self._dispatch_info[mesh_name] = self.group.dispatch_info(mesh_name)
-        return self._dispatch_info[mesh_name]
+        if mesh_name not in self._parts_of_meshes:
+            self._parts_of_meshes[mesh_name] = self.group.dispatch_info(mesh_name)
+        return self._parts_of_meshes[mesh_name]
 
     def collect_info(self, mesh_name: str) -> list[bool]:
         """Return for each rank of the group whether its result is collected in a mesh."""
-        if mesh_name not in self._collect_info:
-            self._collect_info[mesh_name] = self.group.collect_info(mesh_name)
-        return self._collect_info[mesh_name]
+        if mesh_name not in self._collects_of_meshes:
+            self._collects_of_meshes[mesh_name] = self.group.collect_info(mesh_name)
+        return self._collects_of_meshes[mesh_name]
 
     def __getattr__(self, name: str) -> object:
         # While a view is unpickled its slots are empty, and reading `self.group` would recurse

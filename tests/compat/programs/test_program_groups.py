@@ -10,8 +10,11 @@ import ray
 import torch
 from program_workers import Calculator
 from verl import DataProto
+from verl.protocol import _padding_size_key
 from verl.single_controller.base.decorator import (
+    MAGIC_ATTR,
     Dispatch,
+    dispatch_dp_compute_data_proto,
     get_predefined_dispatch_fn,
     register,
 )
@@ -98,6 +101,23 @@ def test_an_execute_mode_and_a_functor_of_ones_own(start, mode_workers):
     assert type(group.where).__name__ == "where"
 
 
+class Backwards(RayWorkerGroup):
+    """The last rank comes first."""
+
+    def execute_all_async(self, method_name, *args, **kwargs):
+        return super().execute_all_async(method_name, *args, **kwargs)[::-1]
+
+    def execute_rank_zero_async(self, method_name, *args, **kwargs):
+        return self._execute_remote_single_worker(self.workers[-1], method_name, *args, **kwargs)
+
+
+def test_calls_that_wait_run_through_the_execute_functions_of_ones_own(group):
+    backwards = Backwards.from_detached(worker_handles=group.workers)
+    assert backwards.execute_all_sync("own", ["a", "b"]) == [(1, "b", 0), (0, "a", 0)]
+    assert backwards.execute_rank_zero_sync("own", "x") == (1, "x", 0)
+    assert group.execute_rank_zero_sync("own", "x") == (0, "x", 0)
+
+
 class WithoutInternals(RayWorkerGroup):
     def _bind_worker_method(self, user_defined_cls, func_generator):
         names = super()._bind_worker_method(user_defined_cls, func_generator)
@@ -154,6 +174,47 @@ def test_the_library_functor_takes_functions_of_the_caller(group):
     assert type(functor).__name__ == "add"
 
 
+def test_functions_of_the_library_are_called_with_a_group(group):
+    padded = DataProto.from_dict({"a": torch.arange(3)}, auto_padding=True)
+    for attributes in (Calculator.in_place, Calculator.by_mesh):
+        mode = getattr(attributes, MAGIC_ATTR)["dispatch_mode"]
+        functions = get_predefined_dispatch_fn(mode) if isinstance(mode, Dispatch) else mode
+        functor = func_generator(
+            group, attributes.__name__, **functions, execute_fn=group.execute_all, blocking=True
+        )
+        result = functor(padded)
+        assert len(result) == 3 and not result.non_tensor_batch
+    args, kwargs = dispatch_dp_compute_data_proto(group, padded)
+    assert (len(args[0]), kwargs) == (2, {_padding_size_key: 1})
+    assert list(dispatch_dp_compute_data_proto(group, data=padded[0:2])[1]) == ["data"]
+    assert isinstance(args, list)  # a dispatch function may add to it
+
+
+def dispatch_by_known_mesh(worker_group, data):
+    """As verl's functions do, ask the ranks once and note their answers in the group."""
+    if "actor" not in worker_group._dispatch_info:
+        answers = worker_group._query_dispatch_info("actor")
+        worker_group._dispatch_info["actor"] = answers[::-1]
+    parts = data.chunk(2)
+    return [[parts[dp] for dp in worker_group._dispatch_info["actor"]]], {}
+
+
+def test_a_dispatch_function_notes_what_it_asked(group):
+    mode = {"dispatch_fn": dispatch_by_known_mesh, "collect_fn": lambda group, output: output}
+
+    class Asks(Calculator):
+        in_place = register(dispatch_mode=mode)(lambda self, data: data)
+
+    attached = RayWorkerGroup.from_detached(
+        worker_handles=group.workers, ray_cls_with_init=RayClassWithInitArgs(Asks)
+    )
+    data = DataProto.from_dict({"a": torch.arange(2)})
+    answers = [part.batch["a"].tolist() for part in attached.in_place(data)]
+    assert attached._dispatch_info == {"actor": [1, 0]}
+    assert answers == [[2], [1]]
+    assert group._dispatch_info.get("actor", [0, 1]) == [0, 1]
+
+
 class Own(WorkerGroup):
     """A group of plain Ray actors, with only verl's base class."""
 
@@ -163,8 +224,9 @@ class Own(WorkerGroup):
         self._bind_worker_method(cls, func_generator)
 
     def execute_all(self, method_name, *args, **kwargs):
-        assert not args and not kwargs
-        return [getattr(worker, method_name).remote() for worker in self._workers]
+        each = zip(*args, strict=True) if args else [()] * self.world_size
+        parts = zip(self._workers, each, strict=True)
+        return [getattr(worker, method_name).remote(*part) for worker, part in parts]
 
 
 def test_a_group_of_ones_own_over_plain_actors(cluster):
@@ -181,12 +243,28 @@ def test_a_group_of_ones_own_over_plain_actors(cluster):
         ray.kill(actor)
 
 
+class OwnOfCalculators(Own):
+    def execute_rank_zero(self, method_name, *args, **kwargs):
+        return getattr(self._workers[0], method_name).remote(*args, **kwargs)
+
+
+def test_a_group_of_ones_own_asks_its_workers_for_their_meshes(group):
+    own = OwnOfCalculators(group.workers, Calculator)
+    future = own.by_mesh(DataProto.from_dict({"a": torch.arange(4)}))
+    assert future.get().batch["rank"].tolist() == [0, 0, 1, 1]
+    assert own._dispatch_info == {"actor": [0, 1]}
+    assert own._collect_info == {"actor": [True, True]}
+    assert len(own.replicated(DataProto.from_dict({"a": torch.arange(4)})).futures) == 1
+
+
 def test_attributes_that_dispatch_functions_read(group):
     assert isinstance(group, WorkerGroup)
     assert isinstance(group.resource_pool, RayResourcePool)
     assert group.ray_cls_with_init.cls is Calculator
     assert (group.fused_worker_used, group.sub_cls_name, group.device_name) == (False, "", "cpu")
     assert group.execute_all_sync("roles") == [[], []]
+    assert group._process_dispatch_config == [2]
+    assert (group.profile_steps, group.worker_nsight_options) == (None, None)
     assert group._workers == group.workers
     assert group._worker_names == group.worker_names
     assert (group._master_addr, group._master_port) == (group.master_address, group.master_port)

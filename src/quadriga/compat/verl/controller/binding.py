@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from quadriga import single_controller
 from quadriga.backends.ray.programs import values_of
@@ -24,8 +24,11 @@ from quadriga.compat.verl.controller.decorator import (
     inline_functions,
 )
 from quadriga.compat.verl.controller.joining import collect_later
+from quadriga.compat.verl.controller.padding import PADDING, without_padding
 from quadriga.errors import DispatchError
+from quadriga.single_controller import GroupLayout, RankLayout
 from quadriga.single_controller.backend import RankSet
+from quadriga.single_controller.bound_method import BoundGroup
 from quadriga.single_controller.call import CallView, GroupInfo
 from quadriga.single_controller.dispatch.modes import (
     Dispatch,
@@ -62,13 +65,14 @@ def func_generator(
 
     def call(functor: object, *args: object, **kwargs: object) -> object:
         split_args, split_kwargs = dispatch_fn(self, *args, **kwargs)
+        padding = cast(int, split_kwargs.pop(PADDING, 0))
         output = execute_fn(method_name, *split_args, **split_kwargs)
         if blocking:
             ranks: RankSet | None = getattr(self, "_ranks", None)  # not in a group of one's own
             refs = output if isinstance(output, list) else [output]
             values = values_of(refs, ranks.timeout if ranks else None, method_name)
             output = values if isinstance(output, list) else values[0]
-        return collect_fn(self, output)
+        return without_padding(collect_fn(self, output), padding)
 
     functor: Functor = type(method_name, (), {"__call__": call})()
     return functor
@@ -82,6 +86,7 @@ class ModeOfMethod:
         label: "role.method", for error messages.
         dispatch: the dispatch mode.
         execute: the execute mode.
+        role: the role of the method, in a group of several roles, which have their own meshes.
         views: thread → the view of its call. `collect_fn` needs what `dispatch_fn` has noted in
             it, such as the number of padding rows.
     """
@@ -89,6 +94,7 @@ class ModeOfMethod:
     label: str
     dispatch: DispatchMode
     execute: ExecuteMode
+    role: str | None = None
     views: dict[int, CallView] = field(default_factory=dict)
 
     @property
@@ -98,6 +104,8 @@ class ModeOfMethod:
 
     def dispatch_fn(self, group: GroupInfo, *args: object, **kwargs: object) -> Columns:
         """Split the arguments of a call into the columns of its execute function."""
+        if self.role is not None:
+            group = cast(BoundGroup, group)._role_view(self.role)
         ranks = self.dispatch.ranks or self.execute.ranks
         every: Sequence[int] = range(group.world_size)
         view = CallView(group, every, self.label, self.on_one_rank)
@@ -155,12 +163,18 @@ class WorkerGroup(metaclass=_IsGroup):
     """
 
     fused_worker_execute_fn_name = "_fuw_execute"
+    # Bound like every registered method, from the class `Worker`.
+    _query_dispatch_info: Callable[[str], list[int]]
+    _query_collect_info: Callable[[str], list[bool]]
+    _query_rank_layout: Callable[[], list[RankLayout]]
 
     def __init__(self, resource_pool: Any = None, **kwargs: object) -> None:  # any callable pool
         self._is_init_with_detached_workers = resource_pool is None
         self._process_dispatch_config = None if resource_pool is None else resource_pool.store
         self._workers: list[Any] = []  # handles of any kind
         self._worker_names: list[str] = []
+        self._dispatch_info: dict[str, list[int]] = {}
+        self._collect_info: dict[str, list[bool]] = {}
         self.fused_worker_used = False
 
     @property
@@ -172,6 +186,23 @@ class WorkerGroup(metaclass=_IsGroup):
     def workers(self) -> list[Any]:
         """The handles of the workers."""
         return self._workers
+
+    def dispatch_info(self, mesh_name: str) -> list[int]:
+        """Return the data-parallel rank of each rank in a mesh. The workers are asked once."""
+        if mesh_name not in self._dispatch_info:
+            self._dispatch_info[mesh_name] = self._query_dispatch_info(mesh_name)
+        return self._dispatch_info[mesh_name]
+
+    def collect_info(self, mesh_name: str) -> list[bool]:
+        """Return for each rank whether its result is collected in a mesh. The same as above."""
+        if mesh_name not in self._collect_info:
+            self._collect_info[mesh_name] = self._query_collect_info(mesh_name)
+        return self._collect_info[mesh_name]
+
+    @property
+    def rank_layout(self) -> GroupLayout:
+        """The tp × cp × dp × pp layout that the workers registered."""
+        return GroupLayout.of(self._query_rank_layout())
 
     def _is_worker_alive(self, worker: object) -> bool:
         raise NotImplementedError(f"{type(self).__name__} must define _is_worker_alive(worker).")
@@ -192,7 +223,7 @@ class WorkerGroup(metaclass=_IsGroup):
         """
         names = []
         for name in dir(user_defined_cls):
-            found = mode_of(getattr(user_defined_cls, name, None), f"{type(self).__name__}.{name}")
+            found = self._mode_of(user_defined_cls, name)
             if found is None:
                 continue
             mode, blocking = found
@@ -207,6 +238,10 @@ class WorkerGroup(metaclass=_IsGroup):
             setattr(self, name, functor)
             names.append(name)
         return names
+
+    def _mode_of(self, user_defined_cls: type, name: str) -> tuple[ModeOfMethod, bool] | None:
+        """Return the mode of a method and whether its calls wait; None if it is not registered."""
+        return mode_of(getattr(user_defined_cls, name, None), f"{type(self).__name__}.{name}")
 
     def _execute_function(self, mode: ModeOfMethod, method: str) -> Callable[..., object]:
         """Return the function of this group that runs calls of a mode."""

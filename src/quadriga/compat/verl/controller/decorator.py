@@ -13,6 +13,7 @@ from typing import Any, TypedDict, TypeVar, cast
 
 from quadriga import single_controller
 from quadriga.compat.verl.controller.joining import collect_later
+from quadriga.compat.verl.controller.padding import with_count, with_uneven_parts
 from quadriga.errors import DispatchError
 from quadriga.single_controller import Dispatch, Execute
 from quadriga.single_controller.call import CallView, GroupInfo, GroupView, Split
@@ -77,8 +78,9 @@ def collect_dp_compute(worker_group: GroupInfo, output: list[object]) -> list[ob
 def dispatch_dp_compute_data_proto(
     worker_group: GroupInfo, *args: object, **kwargs: object
 ) -> Split:
-    """Split every batch into one part per rank."""
-    return batch_modes.dispatch_batches(_view(worker_group), *args, **kwargs)
+    """Split every batch into one part per rank. `padding` says how rows are added."""
+    view = _view(worker_group)
+    return _listed(worker_group, view, batch_modes.dispatch_batches(view, *args, **kwargs))
 
 
 def dispatch_dp_compute_data_proto_with_func(
@@ -88,7 +90,19 @@ def dispatch_dp_compute_data_proto_with_func(
     **kwargs: object,
 ) -> Split:
     """Send `function` to every rank and split every batch into one part per rank."""
-    return batch_modes.dispatch_function_and_batches(_view(worker_group), function, *args, **kwargs)
+    view = _view(worker_group)
+    split = batch_modes.dispatch_function_and_batches(view, function, *args, **kwargs)
+    return _listed(worker_group, view, split)
+
+
+def _listed(worker_group: GroupInfo, view: GroupView, split: Split) -> Split:
+    """Return split arguments with a list of the positional ones, as these functions of verl do."""
+    args, kwargs = split if isinstance(worker_group, CallView) else with_count(view, split)
+    return cast(Split, (list(args), kwargs))
+
+
+def _by_part(worker_group: GroupInfo, view: GroupView, split: Split) -> Split:
+    return split if isinstance(worker_group, CallView) else with_uneven_parts(view, split)
 
 
 def collect_dp_compute_data_proto(worker_group: GroupInfo, output: list[object]) -> object:
@@ -104,7 +118,9 @@ def dispatch_nd_compute_dataproto(
     **kwargs: object,
 ) -> Split:
     """Split every batch by data-parallel rank. Rank r receives part `dp_rank_mapping[r]`."""
-    return batch_modes.split_by_part(_view(worker_group), dp_rank_mapping, args, kwargs)
+    view = _view(worker_group)
+    split = batch_modes.split_by_part(view, dp_rank_mapping, args, kwargs)
+    return _by_part(worker_group, view, split)
 
 
 def dispatch_nd_compute(
@@ -141,7 +157,9 @@ def dispatch_lazy_compute_data_proto(
     mesh_name: str, worker_group: GroupInfo, *args: object, **kwargs: object
 ) -> Split:
     """Split every batch by data-parallel rank of a mesh that the workers registered."""
-    return batch_modes.dispatch_by_mesh(mesh_name, _view(worker_group), *args, **kwargs)
+    view = _view(worker_group)
+    split = batch_modes.dispatch_by_mesh(mesh_name, view, *args, **kwargs)
+    return _by_part(worker_group, view, split)
 
 
 def collect_lazy_compute_data_proto(
@@ -150,6 +168,14 @@ def collect_lazy_compute_data_proto(
     """Concatenate the batches of the collecting ranks of a mesh."""
     collect_fn = partial(batch_modes.collect_by_mesh, mesh_name)
     return collect_later(collect_fn, _view(worker_group), output)
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> ModeFunctions:
+    """Return the dispatch mode of a mesh. Both functions take a group, or a view of one."""
+    return {
+        "dispatch_fn": partial(dispatch_lazy_compute_data_proto, mesh_name),
+        "collect_fn": partial(collect_lazy_compute_data_proto, mesh_name),
+    }
 
 
 def dummy_direct_rollout_call(worker_group: GroupInfo, *args: object, **kwargs: object) -> None:

@@ -6,20 +6,18 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from quadriga.backends.ray import RayClassWithInitArgs, RayResourcePool
+from quadriga.backends.ray import RayResourcePool
 from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
 from quadriga.backends.ray.calls.values import submit_values
 from quadriga.backends.ray.cluster import ensure_ray
-from quadriga.backends.ray.placement.class_with_args import RayColocatedClass
-from quadriga.backends.ray.process.attach import classes_of
-from quadriga.backends.ray.process.profiling import Nsight
-from quadriga.backends.ray.programs import actor_method, stored
+from quadriga.backends.ray.programs import actor_method, stored, values_of
 from quadriga.compat.verl.controller import decorator
 from quadriga.compat.verl.controller.binding import ModeOfMethod, WorkerGroup, mode_of
 from quadriga.compat.verl.controller.binding import func_generator as library_functor
 from quadriga.compat.verl.controller.columns import columns_of, parts_of
+from quadriga.compat.verl.controller.options import class_of_ranks, nsight_of
 from quadriga.errors import DispatchError, WorkerDiedError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import ClassWithInitArgs
@@ -30,7 +28,7 @@ from quadriga.single_controller.dispatch.register import registered_methods
 from quadriga.single_controller.worker_group import bind_all
 
 if TYPE_CHECKING:
-    from quadriga.backends.ray.cluster import RankActor
+    from quadriga.backends.ray.cluster import RankActor, Ref
 
 WorkerT = TypeVar("WorkerT")
 
@@ -90,10 +88,12 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
             for option in ("worker_env", "master_port_range"):
                 kwargs.pop(option, None)
         if ray_cls_with_init is None and existing:
-            ray_cls_with_init = _class_of_ranks(worker_names, worker_handles, kwargs)
+            ray_cls_with_init = class_of_ranks(worker_names, worker_handles, kwargs)
         self.ray_cls_with_init = ray_cls_with_init
         self.device_name = kwargs.get("device_name", "cuda")
         self.customized_worker_env = kwargs.get("worker_env") or {}
+        self.profile_steps, self.worker_nsight_options = steps, nsight_options
+        self._process_dispatch_config = None if resource_pool is None else resource_pool.store
         self.wg_dict: Mapping[str, object] | None = None
         self.method_names: list[str] = []
         self._is_init_with_detached_workers = existing
@@ -130,15 +130,17 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
     def _master_port(self) -> str:
         return self.master_port
 
-    @property
-    def _dispatch_info(self) -> dict[str, list[int]]:
-        """The data-parallel ranks of the meshes that were queried."""
-        return {mesh: dp for (_, mesh), (dp, _) in self._ranks.meshes.items()}
+    def dispatch_info(self, mesh_name: str) -> list[int]:
+        """Return the data-parallel rank of each rank in a mesh, from `_dispatch_info`."""
+        if mesh_name not in self._dispatch_info:
+            self._dispatch_info[mesh_name] = super().dispatch_info(mesh_name)
+        return self._dispatch_info[mesh_name]
 
-    @property
-    def _collect_info(self) -> dict[str, list[bool]]:
-        """Which ranks are collected, of the meshes that were queried."""
-        return {mesh: collects for (_, mesh), (_, collects) in self._ranks.meshes.items()}
+    def collect_info(self, mesh_name: str) -> list[bool]:
+        """Return for each rank whether its result is collected in a mesh, from `_collect_info`."""
+        if mesh_name not in self._collect_info:
+            self._collect_info[mesh_name] = super().collect_info(mesh_name)
+        return self._collect_info[mesh_name]
 
     @property
     def fused_worker_used(self) -> bool:  # type: ignore[override]  # see above
@@ -155,6 +157,8 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
     def _bind(self) -> None:
         """Make each registered method an attribute, through `_bind_worker_method`."""
         self._offered = self._bound_names(self._ranks.roles, self._role, self._binding)
+        # Each role has its own meshes. A program's dispatch function may write into the dicts.
+        self._dispatch_info, self._collect_info = {}, {}
         bound = self._bind_worker_method(self._class_to_bind(), library_functor)
         if type(self)._bind_worker_method is RayWorkerGroup._bind_worker_method:
             # A method that is overridden without @register keeps the record of the overridden one.
@@ -220,11 +224,20 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
                     setattr(self, name, self._native(name))
         return names
 
+    def _mode_of(self, user_defined_cls: type, name: str) -> tuple[ModeOfMethod, bool] | None:
+        found = super()._mode_of(user_defined_cls, name)
+        if found is not None and self._role is None and name in self._offered:
+            found[0].role = self._offered[name][0]
+        return found
+
     def _runs_natively(self, name: str, mode: ModeOfMethod) -> bool:
         if name not in self._offered or isinstance(mode.execute.ranks, NotGiven):
             return False
-        own = type(self)
-        return all(getattr(own, f) is getattr(RayWorkerGroup, f) for f in _EXECUTE_FUNCTIONS)
+        return not self._replaces(*_EXECUTE_FUNCTIONS)
+
+    def _replaces(self, *names: str) -> bool:
+        """Return whether a subclass has replaced one of these methods."""
+        return any(getattr(type(self), f) is not getattr(RayWorkerGroup, f) for f in names)
 
     def _native(self, name: str) -> Callable[..., object]:
         """Return the attribute that Quadriga's group has for a method."""
@@ -267,7 +280,7 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
         A class that replaces `_execute_remote_single_worker` is asked once for each rank.
         """
         name = "_execute_remote_single_worker"
-        if getattr(type(self), name) is not getattr(RayWorkerGroup, name):
+        if self._replaces(name):
             return [
                 self._execute_remote_single_worker(self.workers[rank], method_name, *args, **kwargs)
                 for rank, (args, kwargs) in zip(targets, parts, strict=True)
@@ -329,6 +342,20 @@ class RayWorkerGroup(QuadrigaRayWorkerGroup, WorkerGroup):
         """Call any method by name on rank 0. Return a Ray object reference."""
         return self._execute_remote_single_worker(self.workers[0], method_name, *args, **kwargs)
 
+    def execute_all_sync(self, method_name: str, *args: object, **kwargs: object) -> list[object]:
+        """Call any method by name on every rank, through `execute_all_async`. Return its values."""
+        if self._replaces("execute_all_async", "_execute_remote_single_worker"):
+            refs = cast("list[Ref]", self.execute_all_async(method_name, *args, **kwargs))
+            return values_of(refs, self._ranks.timeout, method_name)
+        return super().execute_all_sync(method_name, *args, **kwargs)
+
+    def execute_rank_zero_sync(self, method_name: str, *args: object, **kwargs: object) -> object:
+        """Call any method by name on rank 0, through `execute_rank_zero_async`."""
+        if self._replaces("execute_rank_zero_async", "_execute_remote_single_worker"):
+            ref = cast("Ref", self.execute_rank_zero_async(method_name, *args, **kwargs))
+            return values_of([ref], self._ranks.timeout, method_name)[0]
+        return super().execute_rank_zero_sync(method_name, *args, **kwargs)
+
     def execute_all(  # type: ignore[override]  # see above
         self, method_name: str, *args: object, **kwargs: object
     ) -> list[object]:
@@ -346,18 +373,6 @@ def _entry(value: object, index: int) -> object:
     return value[index] if isinstance(value, list) else value
 
 
-def _class_of_ranks(
-    names: Sequence[str] | None, actors: Sequence[RankActor] | None, options: dict[str, Any]
-) -> ClassWithInitArgs:
-    """Return the class, or the roles, of ranks that exist."""
-    classes = classes_of(names, actors, options.get("namespace"))
-    if len(classes) > 1:
-        return RayColocatedClass({role: RayClassWithInitArgs(cls) for role, cls in classes.items()})
-    role, cls = next(iter(classes.items()))
-    options.setdefault("role", role)
-    return RayClassWithInitArgs(cls)
-
-
 def check_workers_alive(
     workers: Sequence[WorkerT], is_alive: Callable[[WorkerT], bool], gap_time: float = 1.0
 ) -> None:
@@ -369,15 +384,3 @@ def check_workers_alive(
         time.sleep(gap_time)
     if threading.main_thread().is_alive():
         _thread.interrupt_main()
-
-
-def nsight_of(options: Mapping[str, object], steps: int) -> Nsight:
-    """Return verl's `worker_nsight_options` for a run that profiles `steps` steps.
-
-    The capture ends with its sixth range of a step, verl's number of profiled methods, unless
-    `capture-range-end` is given.
-    """
-    flags = {name: str(value) for name, value in options.items() if value is not None}
-    if "capture-range" in flags:
-        flags.setdefault("capture-range-end", f"repeat-shutdown:{6 * steps}")
-    return Nsight(flags)

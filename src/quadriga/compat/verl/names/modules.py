@@ -25,7 +25,6 @@ _PROTOCOL_NAMES = (
 _DECORATOR_OWN = (
     "Dispatch",
     "Execute",
-    "make_nd_compute_dataproto_dispatch_fn",
     "register_dispatch_mode",
     "update_dispatch_mode",
 )
@@ -63,6 +62,7 @@ _DECORATOR_SHIMS = (
     "get_predefined_execute_fn",
     "init_predefined_dispatch_mode",
     "init_predefined_execute_mode",
+    "make_nd_compute_dataproto_dispatch_fn",
     "register",
 )
 _RAY_OWN = (
@@ -239,6 +239,7 @@ _DEFINED: dict[str, dict[str, str]] = {
             "union_two_dict",
         ),
         **_all_in(f"{COMPAT}.device", "get_device_id", "get_torch_device"),
+        "_padding_size_key": f"{COMPAT}.controller.padding:PADDING",
     },
     "verl.single_controller": _BASE,
     "verl.single_controller.base": _BASE,
