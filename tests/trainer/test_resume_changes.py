@@ -43,6 +43,7 @@ def test_a_change_that_can_be_continued_is_told(first, run, caplog) -> None:
         ("trainer.seed=5", "trainer.seed: 0 → 5"),
         ("data.shuffle=false", "data.shuffle: True → False"),
         ("algorithm.adv_estimator=gae", "algorithm.adv_estimator: grpo → gae"),
+        ("actor_rollout_ref.actor.optim.name=muon", "actor.optim.name: adamw → muon"),
         ("data.train_files={other}", "the content of data.train_files is another one"),
         ("actor_rollout_ref.model.path={model}", "config.json of actor_rollout_ref.model.path is"),
     ],

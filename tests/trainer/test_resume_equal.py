@@ -24,6 +24,12 @@ VARIANTS = {
     "warm-up ends after the resume": (
         *CRITIC, "critic.warmup_steps=4", f"{ACTOR}.shuffle=true", f"{ACTOR}.ppo_mini_batch_size=2",
     ),
+    "Muon, selective checkpointing, states on the host": (
+        *CRITIC, f"{ACTOR}.optim.name=muon", f"{ACTOR}.optim.momentum=0.9",
+        "actor_rollout_ref.model.gradient_checkpointing=selective",
+        f"{ACTOR}.engine.offload_policy=true", "actor_rollout_ref.ref.engine.offload_policy=true",
+        "critic.engine.optimizer_offload=true", f"{ACTOR}.engine.reduce_each_micro_batch=true",
+    ),
     "prompts drawn again, adaptive KL in the reward": (
         "algorithm.filter_groups.enable=true", "algorithm.filter_groups.mode=refill",
         "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive",

@@ -43,6 +43,8 @@ _DATA = (
 _MODEL = (
     "config.json of actor_rollout_ref.model.path",
     "config.json of critic.model.path",
+    "actor_rollout_ref.actor.optim.name",
+    "critic.optim.name",
     "algorithm.adv_estimator",
     "algorithm.kl_ctrl.type",
 )
