@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -42,6 +43,15 @@ def test_a_row_without_a_prompt_is_named(refused, tmp_path) -> None:
     line = refused(f"data.train_files=[{file}]", "data.train_batch_size=1",
                    "actor_rollout_ref.actor.ppo_mini_batch_size=1")  # fmt: skip
     assert f"{file}, row 1" in line and "'prompt'" in line
+
+
+def test_a_missing_package_of_an_optimizer_is_named(refused, monkeypatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "torchao" else find(name)
+    )
+    key = "actor_rollout_ref.actor.optim.name"
+    assert f"{key}=adamw_8bit needs the package torchao" in refused(f"{key}=adamw_8bit")
 
 
 def test_a_folder_without_a_model_is_named(refused, tmp_path) -> None:
