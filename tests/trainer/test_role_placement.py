@@ -63,6 +63,26 @@ def test_two_ranks_train_and_one_generates(run, together) -> None:
     assert rows[-1]["actor/loss"] == pytest.approx(together[-1]["actor/loss"], abs=1e-3)
 
 
+REWARD = """
+def compute_score(data_source=None, solution_str="", ground_truth=None, extra_info=None):
+    return sum(map(ord, solution_str)) % 7 / 7
+"""
+
+
+def test_a_critic_on_another_number_of_ranks_learns_the_same(run, tmp_path) -> None:
+    """Its mini-batches of 2 prompts are those of one rank."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    given = (*GAE, "trainer.total_training_steps=1", f"reward.path={tmp_path}/reward.py",
+             "critic.ppo_mini_batch_size=2", "critic.optim.lr=1e-2")  # fmt: skip
+    expected = run(*given)[-1]
+    found = run(*given, "trainer.overwrite=true", "trainer.backend=ray", "trainer.num_cpus=3",
+                "trainer.n_gpus_per_node=3", "placement.actor=[0-1]", "placement.critic=[2]",
+                )[-1]  # fmt: skip
+    assert expected["critic/grad_norm"] > 0.01
+    for key in ("critic/grad_norm", "critic/loss", "actor/grad_norm"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-4)
+
+
 def test_a_resumed_run_with_the_rollout_apart_equals_an_undisturbed_one(run, tmp_path) -> None:
     apart = (*GAE, "trainer.n_gpus_per_node=2", *PLACEMENTS["rollout apart"], "trainer.save_freq=1")
     whole = timeless(run(*apart, f"trainer.default_local_dir={tmp_path / 'whole'}"))

@@ -169,6 +169,38 @@ def test_without_balance_a_mini_batch_has_the_same_rows_on_any_number_of_ranks(r
         assert rows == list(range(first, min(first + size, 12))), "in order, rank by rank"
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(("actor", "critic", "size"), [(2, 1, 6), (1, 2, 6), (2, 3, 6), (2, 6, 12)])
+def test_a_critic_on_other_ranks_has_the_mini_batches_of_one_rank(actor, critic, size, enabled):
+    """The rows are balanced for the actor in units of 6."""
+    balance = Balance(
+        actor, enabled, mini_batch_rows=6, critic_ranks=critic, critic_mini_batch_rows=size
+    )
+    count, n = 24, 2
+    uid = np.array([f"{row // n}" for row in range(count)], dtype=object)
+    length = np.arange(count) * 7 % 5 + 1
+    tensors = {"prompt_length": torch.ones(count, dtype=torch.int64), "row": torch.arange(count)}
+    tensors["sequence_length"] = torch.from_numpy(length) + 1
+    data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uid})
+    ordered, _ = stages.balance_over_ranks(data, balance)
+    order = balance.of_critic(count)
+    parts = ordered.select_idxs(order).chunk(critic)
+    share = size // critic
+    for mini in range(count // size):
+        rows = [r for part in parts for r in part.batch["row"][mini * share :][:share].tolist()]
+        assert sorted(rows) == list(range(mini * size, (mini + 1) * size))
+
+
+def test_a_critic_takes_the_order_of_the_actor_where_it_fits():
+    assert Balance(2, critic_ranks=2, critic_mini_batch_rows=2).of_critic(8) is None
+    assert Balance(2, critic_mini_batch_rows=2).of_critic(8) is None
+    assert Balance(2, critic_ranks=1, critic_mini_batch_rows=8).of_critic(8) is None, "one"
+    assert Balance(2, critic_ranks=3, critic_mini_batch_rows=3).of_critic(8) is None, "8 / 3"
+    # 9 rows do not divide over the actor's ranks, so the batch was not ordered for it.
+    order = Balance(2, critic_ranks=3, critic_mini_batch_rows=3).of_critic(9)
+    assert order.tolist() == [0, 3, 6, 1, 4, 7, 2, 5, 8]
+
+
 @pytest.mark.parametrize("balance", [Balance(1), Balance(4), Balance(3, enabled=False)])
 def test_a_batch_that_is_not_balanced_keeps_its_order(balance: Balance) -> None:
     data, metrics = stages.balance_over_ranks(batch(), balance)

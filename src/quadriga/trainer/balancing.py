@@ -8,7 +8,7 @@ and in which mini-batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import numpy as np
@@ -35,6 +35,8 @@ class Balance:
             share once.
         whole_groups: whether the responses of one prompt are kept on one rank.
         masked: whether the rows that the update leaves out are known and masked.
+        critic_ranks: ranks of the critic; None: as many as the actor has.
+        critic_mini_batch_rows: rows of a mini-batch of the critic over all ranks; None: the batch.
     """
 
     ranks: int
@@ -44,6 +46,8 @@ class Balance:
     shares_prompts: bool = True
     whole_groups: bool = True
     masked: bool = False
+    critic_ranks: int | None = None
+    critic_mini_batch_rows: int | None = None
 
     def unbalanced(self, rows: int) -> NDArray[np.int64]:
         """Return the order [B] in which each mini-batch has the same rows for any number of ranks.
@@ -58,6 +62,26 @@ class Balance:
         pieces = [np.array_split(block, self.ranks) for block in blocks]
         parts = [part[rank] for rank in range(self.ranks) for part in pieces]
         return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+    def of_critic(self, rows: int) -> NDArray[np.int64] | None:
+        """Return the order in which a critic on another number of ranks gets the rows of a batch
+        that is ordered for the actor, so that it has the mini-batches that one rank has.
+
+        None: the order of the actor, which fits the ranks of the critic, or all rows are one
+        mini-batch, or they do not divide by its ranks.
+        """
+        # 8 rows in mini-batches of 4, on 2 ranks of the actor and 1 of the critic:
+        #
+        #   actor    rank 0   0 1 | 4 5     rank 1   2 3 | 6 7
+        #   critic   rank 0   0 1 2 3 | 4 5 6 7
+        ranks, size = self.critic_ranks or self.ranks, self.critic_mini_batch_rows or rows
+        if ranks == self.ranks or rows <= size or rows % ranks:
+            return None
+        by_unit = np.arange(rows)
+        if rows % self.ranks == 0:  # otherwise the batch was not ordered for the actor
+            by_unit = by_unit[np.argsort(self.unbalanced(rows))]
+        critic = Balance(ranks, enabled=False, mini_batch_rows=size)
+        return by_unit[critic.unbalanced(rows)]
 
     def arrange(
         self, uid: Sequence[object], prompt: Counts, response: Counts, live: NDArray[np.bool_]
@@ -114,29 +138,33 @@ class Arrangement:
         }
 
 
-def balance_of(config: TrainConfig, ranks: int) -> Balance:
+def balance_of(config: TrainConfig, ranks: int, critic_ranks: int | None = None) -> Balance:
     """Return how the batches of a run are ordered.
 
-    `ranks`: of the actor.
+    Args:
+        ranks: of the actor.
+        critic_ranks: of the critic; None: the run has none, or as many as the actor has.
 
     Raises:
         ModelError: the model folder of the actor cannot be used.
     """
-    enabled, masked = config.trainer.balance_batch, masks_before_passes(config)
-    if ranks == 1:
-        return Balance(ranks, enabled, masked=masked)
-    if not enabled:
-        return Balance(
-            ranks, enabled, mini_batch_rows=_rows_of_mini_batch(config, ranks), masked=masked
-        )
-    cost, shares_prompts = _cost_of_actor(config)
-    return Balance(
-        ranks=ranks,
+    _, critic_prompts = mini_batch_prompts(config)
+    unbalanced = Balance(
+        ranks,
+        config.trainer.balance_batch,
         mini_batch_rows=_rows_of_mini_batch(config, ranks),
+        masked=masks_before_passes(config),
+        critic_ranks=critic_ranks,
+        critic_mini_batch_rows=critic_prompts * config.actor_rollout_ref.rollout.n,
+    )
+    if ranks == 1 or not unbalanced.enabled:
+        return unbalanced
+    cost, shares_prompts = _cost_of_actor(config)
+    return replace(
+        unbalanced,
         cost=cost,
         shares_prompts=shares_prompts,
         whole_groups=shares_prompts and config.trainer.balance_groups,
-        masked=masked,
     )
 
 

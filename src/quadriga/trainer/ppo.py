@@ -148,7 +148,8 @@ class RayPPOTrainer:
             validator = self.make_validator(groups, record)
             validator.run(step=0, due=self.config.trainer.val_before_train and resumed is None)
             sampler = self.make_sampler(groups, run)
-            balance = balance_of(self.config, actor.world_size)
+            critic_ranks = None if critic is None else critic.world_size
+            balance = balance_of(self.config, actor.world_size, critic_ranks)
             for prompts in self.schedule():
                 with record.span("step"):
                     with record.span("rollout"), groups.generating():
@@ -179,7 +180,7 @@ class RayPPOTrainer:
 
                     if critic:
                         with record.span("update_critic"):
-                            batch = run.update(critic.update_critic, batch)
+                            batch = run.update(critic.update_critic, batch, balance.of_critic)
                     # In the first `warmup_steps` steps only the critic learns.
                     if self.step > self.config.critic.warmup_steps or not critic:
                         with record.span("update_actor"):

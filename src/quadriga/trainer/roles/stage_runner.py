@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quadriga.errors import WorkerError
 from quadriga.protocol import (
     DataProto,
@@ -70,11 +73,20 @@ class StageRunner:
         result = stage(self._beside("before", name, batch), *args, **kwargs)
         return StageResult(self._beside("after", name, result.batch), result.metrics)
 
-    def update(self, method: GroupMethod[[DataProto], DataProto], batch: DataProto) -> DataProto:
-        """Run an update of a built-in role and the stages beside it; log its metrics."""
+    def update(
+        self,
+        method: GroupMethod[[DataProto], DataProto],
+        batch: DataProto,
+        order_of: Callable[[int], NDArray[np.int64] | None] | None = None,
+    ) -> DataProto:
+        """Run an update of a built-in role and the stages beside it; log its metrics.
+
+        `order_of`: number of rows → the order in which the method gets them; None: as they are.
+        """
         batch = self._beside("before", _name(method), batch)
         assert self.record is not None, "an update needs a record"
-        self.record.log_update(method(batch))
+        order = None if order_of is None else order_of(len(batch))
+        self.record.log_update(method(batch if order is None else batch.select_idxs(order)))
         return self._beside("after", _name(method), batch)
 
     def without_updates(self) -> StageRunner:
