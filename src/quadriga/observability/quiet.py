@@ -32,6 +32,8 @@ _LOGGERS = {
     "ray": logging.WARNING,
     "matplotlib": logging.ERROR,
     "torch.distributed": logging.ERROR,
+    "torch.utils._pytree": logging.ERROR,
+    "torchao": logging.ERROR,  # transformers imports it, and it tells which kernels it has not
     "absl": logging.ERROR,
     "tensorboard": logging.ERROR,
 }
