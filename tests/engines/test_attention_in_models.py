@@ -22,7 +22,7 @@ def kernels_on_a_cpu(monkeypatch):
     kernel = cases.compiled_for_cpu()
     monkeypatch.setattr(varlen, "varlen_attn", cases.naive_flash)
     monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(flex, "compiled", lambda: kernel)
+    monkeypatch.setattr(flex, "compiled", lambda signature: kernel)
 
 
 def small_folder(model_type, folder):

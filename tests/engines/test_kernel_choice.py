@@ -140,7 +140,7 @@ def test_a_mask_of_another_form_is_told_apart():
 def test_every_kernel_passes_the_comparison(monkeypatch):
     monkeypatch.setattr(varlen, "varlen_attn", cases.naive_flash)
     monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(flex, "compiled", lambda: flex_module.flex_attention)
+    monkeypatch.setattr(flex, "compiled", lambda signature: flex_module.flex_attention)
     small = replace(FLOAT32, size=12, value_size=8)
     for call in (small, replace(small, mask="window"), replace(small, dtype=torch.bfloat16)):
         assert kernel_problem("varlen", call, cases.CPU) is None

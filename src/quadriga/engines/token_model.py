@@ -215,9 +215,12 @@ class TokenModel:
             calls.add(replace(call, dtype=dtype))
             return "sdpa"
 
-        self.kernel_of = note
-        with torch.no_grad():
-            self._run(self._model_inputs(dummy_batch()))
+        before, self.kernel_of = self.kernel_of, note
+        try:
+            with torch.no_grad():
+                self._run(self._model_inputs(dummy_batch()))
+        finally:
+            self.kernel_of = before
         return calls
 
     def _wants_fused_head(self, fused: bool | None, micro_batch_tokens: int) -> bool:

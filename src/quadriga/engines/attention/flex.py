@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -29,6 +30,12 @@ from quadriga.parallel.attention_blocks import PackedRows
 
 FlexAttention = Callable[..., tuple[Tensor, AuxOutput]]
 """`flex_attention` with `return_aux`."""
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(score, batch, head, query index, key index) -> the score to use."""
+
+Signature = tuple[torch.dtype, int, int, int, int, bool, bool]
+"""What a kernel is compiled for: dtype, heads, key heads, D, Dv, caps, whether it returns sums."""
 
 BLOCK = 128
 """Tokens of a block."""
@@ -142,7 +149,8 @@ def _run(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
         )
         return out, q.new_empty(q.shape[:3], dtype=torch.float32)
-    out, extra = compiled()(
+    sizes = (q.shape[1], k.shape[1], q.shape[3], v.shape[3])
+    out, extra = compiled((q.dtype, *sizes, softcap is not None, with_sum))(
         q, k, v,
         score_mod=None if softcap is None else _soft_cap(softcap, q.dtype, q.device),
         block_mask=rows.block_mask(mask),
@@ -154,21 +162,43 @@ def _run(
 
 
 @cache
-def compiled() -> FlexAttention:
-    """Return the compiled kernel.
+def compiled(signature: Signature) -> FlexAttention:
+    """Return the kernel that is compiled for calls of one signature, for any number of tokens.
+
+    Torch keeps at most 8 compiled forms of a code object, and the models of a process (policy,
+    reference, critic) would share them. So each signature has a copy of the code. Each needs two
+    forms, with and without gradients.
 
     Without compilation, torch 2.13 computes wrong gradients of capped scores in a layer with
     activation checkpointing.
     """
+    code = _attend.__code__.replace(co_name=f"attend_{abs(hash(signature))}")
+    copy = FunctionType(code, _attend.__globals__)
     # `fullgraph`: an error instead of the function itself, if a call cannot be compiled.
-    compiled: FlexAttention = torch.compile(flex_attention, dynamic=True, fullgraph=True)
-    return compiled
+    kernel: FlexAttention = torch.compile(copy, dynamic=True, fullgraph=True)
+    return kernel
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    score_mod: ScoreMod | None,
+    block_mask: BlockMask,
+    scale: float | None,
+    enable_gqa: bool,
+    return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]:
+    return flex_attention(
+        query, key, value,
+        score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=enable_gqa,
+        return_aux=return_aux,
+    )  # fmt: skip
 
 
 @cache
-def _soft_cap(
-    cap: float, dtype: torch.dtype, device: torch.device
-) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+def _soft_cap(cap: float, dtype: torch.dtype, device: torch.device) -> ScoreMod:
     """Return the function that caps a score at ±`cap`. One object for all layers."""
     # A tensor, because the compiler cannot make a number that a function closes over dynamic.
     bound = torch.tensor(cap, dtype=torch.promote_types(dtype, torch.float32), device=device)
