@@ -159,7 +159,7 @@ def main() -> None:
         folders = [str(root / "small"), str(root / "model")]
         for ranks in RANKS:
             loads: dict[str, list[Figures]] = {way: [] for way in WAYS}
-            for _ in range(1 if options.quick else 5):
+            for _ in range(1 if options.quick else 3):
                 for way in WAYS:
                     loads[way].append(measure(ranks, way, folders, root / "figures"))
             result[f"{ranks} ranks"] = {
