@@ -10,7 +10,14 @@ import pytest
 import torch
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
-from quadriga.errors import AlgorithmError, ConflictError, FieldError, ShapeError, UnknownNameError
+from quadriga.errors import (
+    AlgorithmError,
+    ConflictError,
+    FieldError,
+    ModelError,
+    ShapeError,
+    UnknownNameError,
+)
 from quadriga.protocol import DataProto
 
 ONES = torch.ones(2, 2)
@@ -134,3 +141,12 @@ def test_a_union_does_not_round():
     for other in (torch.tensor([2.0**24]), torch.tensor([torch.nan])):
         with pytest.raises(ConflictError, match="'n'"):
             large.union(DataProto.from_dict({"n": other}))
+
+
+def test_a_model_of_text_has_no_processor(tmp_path):
+    from verl.utils import hf_processor
+
+    assert hf_processor(str(tmp_path), trust_remote_code=False, use_fast=True) is None
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"has a preprocessor_config\.json"):
+        hf_processor(str(tmp_path))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 
 import pytest
 from verl_names import AGAIN
@@ -109,3 +109,9 @@ def test_a_name_that_is_imported_again_is_the_same_object(module):
 def test_a_module_that_is_not_offered_names_its_counterpart(module):
     with pytest.raises(ModuleNotFoundError, match=r"\. Use "):
         importlib.import_module(module)
+
+
+def test_libraries_find_the_modules():
+    assert importlib.util.find_spec("verl") is not None
+    spec = importlib.util.find_spec("verl.utils.device")
+    assert (spec.name, spec.origin) == ("verl.utils.device", "quadriga.compat.verl")

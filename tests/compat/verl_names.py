@@ -127,6 +127,11 @@ PUBLIC = {
         "need_reward_model need_teacher_policy"
     ),
     "verl.workers.engine_workers": ("ActorRolloutRefWorker TrainingWorker"),
+    "verl.utils": (
+        "as_torch_index build_multimodal_processor_inputs get_processor_token_id group_mean_std "
+        "hf_processor hf_tokenizer normalize_token_ids omega_conf_to_dataclass validate_config"
+    ),
+    "verl.utils.config": ("omega_conf_to_dataclass update_dict_with_config validate_config"),
     "verl.utils.fs": (
         "copy_local_path_from_hdfs copy_to_local copy_to_shm get_local_temp_path is_non_local "
         "local_mkdir_safe md5_encode verify_copy"
@@ -179,6 +184,9 @@ LEFT_OUT = {
     "verl.trainer.ppo.utils": "create_rl_dataset create_rl_sampler need_reward_model "
     "need_teacher_policy",
     "verl.workers.engine_workers": "TrainingWorker",
+    "verl.utils": "as_torch_index build_multimodal_processor_inputs get_processor_token_id "
+    "group_mean_std normalize_token_ids omega_conf_to_dataclass",
+    "verl.utils.config": "omega_conf_to_dataclass update_dict_with_config",
     "verl.utils.fs": "copy_local_path_from_hdfs copy_to_shm get_local_temp_path is_non_local "
     "local_mkdir_safe md5_encode verify_copy",
     # Of these, Quadriga has the few names that worker code imports.
@@ -207,6 +215,7 @@ ESTIMATORS = (
 AGAIN = {
     "verl.trainer.main_ppo": {
         "verl.trainer.ppo.utils": "need_critic need_reference_policy",
+        "verl.utils.config": "validate_config",
         "verl.utils.device": "auto_set_device is_cuda_available",
     },
     "verl.trainer.main_ppo_v0": {

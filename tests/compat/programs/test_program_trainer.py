@@ -250,6 +250,18 @@ def test_what_the_trainer_cannot_take_is_refused(task, tmp_path):
         RayPPOTrainer(settings)
 
 
+def test_a_configuration_is_validated_before_anything_starts(task, tmp_path):
+    from verl.utils.config import validate_config
+
+    settings = verl_settings(task, tmp_path)
+    validate_config(settings, use_reference_policy=False, use_critic=False)
+    with pytest.raises(ConfigError, match=r"use_critic=True, but need_critic\(config\) is False"):
+        validate_config(settings, use_reference_policy=False, use_critic=True)
+    settings["data"]["train_batch_size"] = -1
+    with pytest.raises(ConfigError, match=r"data\.train_batch_size"):
+        validate_config(settings)
+
+
 def test_a_reward_function_of_verl(task, tmp_path):
     def reward_fn(data, return_dict=False):
         scores = torch.zeros(data.batch["responses"].shape)

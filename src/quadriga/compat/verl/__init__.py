@@ -24,6 +24,7 @@ import sys
 from collections.abc import Sequence
 from dis import opmap
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 
 from quadriga.compat.verl.names import MODULES, advice
@@ -151,6 +152,8 @@ def install() -> None:
         # `verl.utils` in sys.modules and does not search the disk, and `NotOffered` is asked for
         # modules below one that verl does not have as a package.
         module.__path__ = []
+        # `importlib.util.find_spec`, with which libraries look for others, reads it.
+        module.__spec__ = ModuleSpec(name, None, origin=__name__, is_package=True)
         sys.modules[name] = module
     # `import a.b` binds only `a`; the attribute `b` of `a` is what `a.b` reads afterwards.
     for name in MODULES:

@@ -11,6 +11,13 @@ from quadriga.models import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_PROCESSORS = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files of a model folder that describe a processor."""
+
 
 def copy_to_local(src: str, cache_dir: str | None = None, **kwargs: object) -> str:
     """Return the path of a file or folder of this machine, unchanged; `~` is replaced.
@@ -29,3 +36,17 @@ def copy_to_local(src: str, cache_dir: str | None = None, **kwargs: object) -> s
 def hf_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model folder or a model of the hub. It has a padding token."""
     return load_tokenizer(name_or_path, trust_remote_code=trust_remote_code)
+
+
+def hf_processor(name_or_path: str, **kwargs: object) -> None:
+    """Return None: a model of text has no processor. The other arguments are for processors.
+
+    Raises `ModelError` for a model folder with a processor of images, video or audio.
+    """
+    for name in _PROCESSORS:
+        if (Path(name_or_path).expanduser() / name).is_file():
+            raise ModelError(
+                f"hf_processor: {name_or_path} has a {name}, but Quadriga trains models of text; "
+                "use the text model",
+                path=name_or_path,
+            )

@@ -19,10 +19,12 @@ _NEEDS = {"verl.trainer.ppo.utils": _same("need_critic need_reference_policy")}
 IMPORTED: dict[str, dict[str, dict[str, str]]] = {
     "verl.trainer.main_ppo": {
         **_NEEDS,
+        "verl.utils.config": _same("validate_config"),
         "verl.utils.device": _same("auto_set_device is_cuda_available"),
     },
     "verl.trainer.main_ppo_v0": {
         **_NEEDS,
+        "verl.utils.config": _same("validate_config"),
         "verl.trainer.ppo.ray_trainer": _same("RayPPOTrainer"),
     },
     "verl.trainer.sft_trainer": {
@@ -58,6 +60,7 @@ IMPORTED: dict[str, dict[str, dict[str, str]]] = {
         "verl.single_controller.base": _same("Worker"),
         "verl.trainer.ppo.core_algos": _same("AdvantageEstimator"),
     },
+    "verl.utils": {"verl.utils.config": _same("validate_config")},
     "verl.utils.seqlen_balancing": _TENSORDICTS,
     "verl.utils.torch_functional": {
         "verl.utils.device": _same("get_device_name get_torch_device"),

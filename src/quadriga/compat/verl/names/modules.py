@@ -290,7 +290,7 @@ _DEFINED: dict[str, dict[str, str]] = {
         ),
         **_all_in(f"{COMPAT}.controller.ports", "get_master_addr_port", "get_random_string"),
     },
-    "verl.utils": {"hf_tokenizer": f"{COMPAT}.files:hf_tokenizer"},
+    "verl.utils": _all_in(f"{COMPAT}.files", "hf_processor", "hf_tokenizer"),
     "verl.utils.ray_utils": {
         **_all_in(CONTROLLER, "ray_noset_visible_devices"),
         **_all_in(f"{COMPAT}.functional", "auto_await", "get_event_loop", "parallel_put"),

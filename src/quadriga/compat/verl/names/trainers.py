@@ -77,6 +77,7 @@ TRAINER_MODULES: dict[str, dict[str, str]] = {
         **_POLICY,
         "CriticWorker": f"{_WORKERS}:CriticWorker",
     },
+    "verl.utils.config": {"validate_config": f"{COMPAT}.training.settings:validate_config"},
     "verl.utils.fs": {"copy_to_local": f"{COMPAT}.files:copy_to_local"},
     "verl.utils.metric": {"reduce_metrics": f"{_METRICS}:reduce_metrics"},
     "verl.utils.model": {

@@ -13,8 +13,10 @@ from quadriga.config.role_ranks import with_roles
 from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
 from quadriga.config.verl.settings import plain_values, translate
 from quadriga.config.verl.table import ESTIMATOR, TRAIN, Row, to
+from quadriga.errors import ConfigError
 from quadriga.trainer.placement import Role
 from quadriga.trainer.roles.registry import AddedRole, registered_for
+from quadriga.trainer.run.preflight import check_train_config
 
 C = TypeVar("C", TrainConfig, SFTConfig, GenerateConfig)
 
@@ -93,3 +95,27 @@ def need_critic(config: VerlConfig) -> bool:
     """Return whether the estimator reads values."""
     name = setting(setting(config, "algorithm"), "adv_estimator", "gae")
     return get_advantage(str(ESTIMATOR(name))).needs_values
+
+
+def validate_config(
+    config: VerlConfig, use_reference_policy: bool | None = None, use_critic: bool | None = None
+) -> None:
+    """Check the settings of a training as `RayPPOTrainer` does, before anything starts.
+
+    `use_reference_policy`, `use_critic`: what the program assumes; None: nothing.
+
+    Raises:
+        InputError: names the first setting, file or folder that does not fit, or the assumption
+            that differs from what the settings say.
+    """
+    for name, given, needed in (
+        ("use_reference_policy", use_reference_policy, need_reference_policy),
+        ("use_critic", use_critic, need_critic),
+    ):
+        if given is not None and given != needed(config):
+            raise ConfigError(
+                f"validate_config: got {name}={given}, but {needed.__name__}(config) is "
+                f"{needed(config)}; pass what it returns",
+                key=name,
+            )
+    check_train_config(train_settings(config, tell=False))
