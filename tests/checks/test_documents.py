@@ -1,7 +1,8 @@
-"""Links in the documents have targets, and the program accepts the commands they show."""
+"""Links have targets, the program accepts the commands, and the names of the package exist."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +14,7 @@ from quadriga.cli.main import parse
 from quadriga.config.loading import load_config
 
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+NAME = re.compile(r"`(quadriga(?:\.\w+)+)`")
 BLOCK = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -59,6 +61,24 @@ def check_command(line: str) -> None:
         load_config(parsed.command.settings, parsed.overrides)
 
 
+def missing_names(text: str) -> list[str]:
+    """The names such as `quadriga.errors.ConfigError` that no module of the package defines."""
+    return sorted(name for name in set(NAME.findall(text)) if not is_defined(name))
+
+
+def is_defined(name: str) -> bool:
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in parts[count:]:
+            found = getattr(found, attribute, None)
+        return found is not None
+    return False
+
+
 @pytest.mark.parametrize("path", documents(), ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_links_have_targets(path):
     assert broken_links(path.read_text(), path.parent) == []
@@ -70,7 +90,15 @@ def test_commands_are_accepted(path):
         check_command(line)
 
 
+def test_the_names_of_the_package_exist():
+    sources = [*documents(), *sorted((ROOT / "src").rglob("*.py"))]
+    missing = {path.relative_to(ROOT): missing_names(path.read_text()) for path in sources}
+    assert {path: names for path, names in missing.items() if names} == {}
+
+
 def test_planted_faults_are_reported(tmp_path):
+    planted = "`quadriga.errors.ConfigError` `quadriga.algorithms.register_policy_loss`"
+    assert missing_names(planted) == ["quadriga.algorithms.register_policy_loss"]
     assert broken_links("see [x](absent.md)", tmp_path) == ["absent.md"]
     assert broken_links("# A b\n[x](#a-b) [y](#c)", tmp_path) == ["#c"]
     assert commands("```bash\n$ quadriga train \\\n  data.sede=1\n```") == [

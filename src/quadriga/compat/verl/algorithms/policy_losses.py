@@ -274,7 +274,7 @@ def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
 
     Quadriga's trainer cannot use such a loss: it needs the loss of each token, and verl's signature
     returns an aggregated loss. Register losses for the trainer with
-    `quadriga.algorithms.register_policy_loss`.
+    `quadriga.algorithms.policy_losses.register_policy_loss`.
     """
 
     def add(function: PolicyLossFn) -> PolicyLossFn:
