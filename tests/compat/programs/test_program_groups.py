@@ -31,7 +31,7 @@ from verl.single_controller.ray.base import func_generator
 
 from quadriga.backends.ray import Nsight
 from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
-from quadriga.errors import CallTimeoutError, UnregisteredMethodError
+from quadriga.errors import CallTimeoutError, DispatchError, UnregisteredMethodError
 
 
 @pytest.fixture
@@ -239,6 +239,9 @@ def test_a_group_of_ones_own_over_plain_actors(cluster):
     group = Own(actors, Plain)
     assert group.answer() == [42, 42]
     assert (group.world_size, isinstance(group, WorkerGroup)) == (2, True)
+    held = RayClassWithInitArgs(Plain)
+    with pytest.raises(DispatchError, match="ranks that a worker group has started, got Actor"):
+        RayWorkerGroup.from_detached(worker_handles=actors, ray_cls_with_init=held)
     for actor in actors:
         ray.kill(actor)
 

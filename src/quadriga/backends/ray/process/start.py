@@ -22,7 +22,7 @@ from quadriga.backends.ray.process.rank_process import (
     rank_process_class,
 )
 from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
-from quadriga.errors import CallTimeoutError, ConfigError, WorkerDiedError
+from quadriga.errors import CallTimeoutError, ConfigError, DispatchError, WorkerDiedError
 from quadriga.single_controller.backend import RankFacts, RankHandle
 from quadriga.single_controller.dispatch.builtin_modes import Dispatch, Execute
 from quadriga.single_controller.dispatch.modes import DispatchMode, ExecuteMode
@@ -187,9 +187,14 @@ def facts_of(actors: Sequence[RankActor]) -> list[RankFacts]:
     """Ask ranks where they run.
 
     Raises `CallTimeoutError` if one of them runs a call for longer than a minute, `WorkerDiedError`
-    if one of them has ended.
+    if one of them has ended, `DispatchError` if an actor is no rank of a worker group.
     """
     timeout = ATTACH_TIMEOUT_S
+    if others := [actor for actor in actors if not hasattr(actor, "quadriga_facts")]:
+        raise DispatchError(
+            f"A group can attach to ranks that a worker group has started, got {others[0]!r}. Call "
+            "other actors with Ray's own calls."
+        )
     refs = [actor.quadriga_facts.remote() for actor in actors]
     try:
         return cast(list[RankFacts], ray.get(refs, timeout=timeout))
