@@ -111,6 +111,7 @@ def test_selective_keeps_less_than_all_and_more_than_inputs(folder):
         ("aten::_scaled_dot_product_flash_attention", True),
         ("flash_attn::_flash_attn_varlen_forward", True),
         ("flex_attention", True),
+        ("aten::mm.out", False),
         ("aten::bmm", False),
         ("aten::add.Tensor", False),
         ("aten::native_layer_norm", False),

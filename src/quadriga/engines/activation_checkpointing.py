@@ -80,7 +80,9 @@ def _has_biases_of_experts(layer: nn.Module) -> bool:
 
 def is_expensive(name: str) -> bool:
     """Return whether selective checkpointing keeps the output of this operator: "aten::mm"."""
-    short = name.rpartition("::")[2].partition(".")[0]
+    short, _, overload = name.rpartition("::")[2].partition(".")
+    if overload == "out":  # compiled code writes into buffers that it uses again
+        return False
     words = (*ATTENTION_WORDS, GROUPED)
     return short in PRODUCTS or any(word in short for word in words)
 
