@@ -1,4 +1,4 @@
-"""Two roles in one process, and a method that uses both.
+"""Two roles in one process: called one by one, and by a method of a fused class that uses both.
 
 Run: python examples/controller/fused_roles.py [ray]
 """
@@ -44,6 +44,15 @@ def main(backend_name: str = "local") -> dict[str, list[int]]:
         "actor": backend.class_with_args(Actor),
         "critic": backend.class_with_args(Critic, 10),
     }
+    pool = backend.resource_pool([2], use_gpu=False)
+    both = backend.worker_group(pool, backend.colocate(roles))
+    views = both.spawn(roles)  # one view for each role, on the same processes
+    seen = {
+        "by the name of the group": both.actor_act(1),
+        "by the view of a role": views["critic"].value_of_own_actor(1),
+    }
+    both.shutdown()
+
     fused_class = create_colocated_worker_raw_cls(roles)
 
     class Pair(fused_class):
@@ -51,10 +60,9 @@ def main(backend_name: str = "local") -> dict[str, list[int]]:
         def act_and_value(self, x: int) -> int:
             return self.critic.value(self.actor.act(x))
 
-    pool = backend.resource_pool([2], use_gpu=False)
     group = backend.worker_group(pool, backend.class_with_args(Pair))
     group.fuse(roles)
-    seen = {
+    seen |= {
         "both in one method": group.act_and_value(1),
         "one role alone": group.actor.act(1),
         "a role that calls its sibling": group.critic.value_of_own_actor(1),

@@ -1,5 +1,7 @@
 """User-defined modes: even ranks only, the first half of the ranks, and equal tokens per rank.
 
+The first one is written inline, as a dict of two functions; the others are registered by a name.
+
 Run: python examples/controller/own_modes.py [ray]
 """
 
@@ -50,13 +52,12 @@ def restore(group: GroupView, outputs: list[DataProto]) -> DataProto:
     return joined
 
 
-EVEN = register_dispatch_mode("EVEN_RANKS", to_even_ranks, from_even_ranks)
 BALANCED = register_dispatch_mode("BALANCED", balance, restore)
 FIRST_HALF = register_execute_mode("FIRST_HALF", lambda group: range(group.world_size // 2))
 
 
 class Counter(Worker):
-    @register(dispatch_mode=EVEN)
+    @register(dispatch_mode={"dispatch_fn": to_even_ranks, "collect_fn": from_even_ranks})
     def double(self, x: int | None) -> int | None:
         """Double x. Odd ranks receive None."""
         return None if x is None else 2 * x

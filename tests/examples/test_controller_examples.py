@@ -75,7 +75,23 @@ def test_new_role(example, backend_name):
 
 def test_fused_roles(example, backend_name):
     seen = example("fused_roles").main(backend_name)
-    assert list(seen.values()) == [[10, 20], [1, 2], [10, 20]]
+    assert list(seen.values()) == [[1, 2], [10, 20], [10, 20], [1, 2], [10, 20]]
+
+
+def test_hooks(example, backend_name):
+    assert example("hooks").main(backend_name) == [
+        "Adder.add receives [5]",
+        "Adder.add returns [5, 6]",
+    ]
+
+
+def test_by_hand(example):
+    assert example("by_hand").main() == ["rank 0 of 2: 12", "rank 1 of 2: 16"]
+
+
+@pytest.mark.parametrize("backend_name", ["ray"], indirect=True)
+def test_detached_group(example, backend_name):
+    assert "the second program counts [2, 2]" in example("detached_group").main()
 
 
 def test_an_example_runs_as_a_script():
