@@ -46,7 +46,7 @@ def test_an_accumulator_before_ray_init():
 
 
 def test_a_detached_group_is_found_from_another_driver(cluster):
-    pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1, detached=True)
+    pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
     held = RayClassWithInitArgs(ray.remote(Calculator), 7)
     group = RayWorkerGroup(
         pool, held, name_prefix="lasting_", detached=True, device_name="cpu", use_gpu=False
