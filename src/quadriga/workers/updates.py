@@ -49,28 +49,24 @@ def update_policy(
         `meta_info["metrics"]`: means over the optimizer steps, equal on all ranks; and one row of
         `partials` with the metrics of this rank that are still to be merged with other ranks'.
 
-    Raises:
-        LengthError: the ranks have different numbers of mini-batches.
-        FieldError: there are several optimizer steps and no `old_log_probs`.
+    Raises `LengthError` if ranks have different numbers of mini-batches, and `FieldError` if there
+    are several optimizer steps and no `old_log_probs`.
     """
     rows = _inputs_of_actor(data)
-    size = rows_per_mini_batch(
-        config.ppo_mini_batch_size, len(data), responses_per_prompt, world_size
-    )
+    prompts, epochs = config.ppo_mini_batch_size, config.ppo_epochs
+    size = rows_per_mini_batch(prompts, len(data), responses_per_prompt, world_size)
     check_mini_batches_of_ranks(engine, len(data), size)
-    epochs, old_from_update = config.ppo_epochs, fields.OLD_LOG_PROBS not in rows
-    if old_from_update:
+    if old_from_update := fields.OLD_LOG_PROBS not in rows:
         check_one_step(len(data), size, epochs)
     steps: list[dict[str, float]] = []
     partials: list[Partials] = []
     unit = rows_kept_together(rows, responses_per_prompt) if config.shuffle else None
+    scale = config.loss_scale_length or length_scale
     for mini in mini_batches(rows, size=size, epochs=epochs, shuffled_unit=unit, seed=seed):
         counts = BatchCounts.of(mini[fields.RESPONSE_MASK], engine)
-        # The count is the same on all ranks, so all of them skip the step together. A rank that
-        # skipped alone would leave the others waiting in a collective.
+        # The same on all ranks: one that skipped alone would leave the others in a collective.
         if counts.tokens == 0:
             continue
-        scale = config.loss_scale_length or length_scale
         objective = PolicyObjective(config, counts, scale, old_from_update=old_from_update)
         steps.append(
             engine.train_step(
