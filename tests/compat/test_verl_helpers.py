@@ -1,0 +1,193 @@
+"""Helpers of verl's programs: places of workers, files, pools, entry points, options of groups."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
+from quadriga.errors import DispatchError, ModelError, PlacementError
+
+
+def test_the_metadata_of_a_worker_has_the_keys_of_its_variables():
+    from verl.single_controller.base.worker import Worker, WorkerMeta
+
+    place = WorkerMeta({"_rank": 1, "other": 2}).to_dict()
+    assert list(place) == [f"_{key.lower()}" for key in Worker.env_keys()]
+    assert (place["_rank"], place["_world_size"]) == (1, None)
+
+
+def test_a_path_of_this_machine_needs_no_copy(tmp_path, monkeypatch):
+    from verl.utils.fs import copy_to_local
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert copy_to_local("models/small", use_shm=False) == "models/small"
+    assert copy_to_local("~/small") == f"{tmp_path}/small"
+    with pytest.raises(ModelError, match=r"'hdfs://a/b' is not on this machine\. Copy it to"):
+        copy_to_local("hdfs://a/b")
+
+
+def test_a_tokenizer_has_a_padding_token(tmp_path):
+    from verl.utils import hf_tokenizer
+
+    from quadriga.models.tiny import TinyModel, write_tiny_model
+
+    shape = TinyModel(
+        hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=16
+    )
+    write_tiny_model(str(tmp_path), ["one two three"], shape)
+    tokenizer = hf_tokenizer(str(tmp_path), trust_remote_code=False)
+    assert tokenizer.pad_token_id is not None
+    assert tokenizer.decode(tokenizer("two three")["input_ids"]).split() == ["two", "three"]
+
+
+def test_which_roles_a_configuration_needs():
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+
+    def config(estimator, loss=False, reward=False):
+        algorithm = {"adv_estimator": estimator, "use_kl_in_reward": reward}
+        actor = {"use_kl_loss": loss}
+        return {"algorithm": algorithm, "actor_rollout_ref": {"actor": actor}}
+
+    assert [need_critic(config(name)) for name in ("gae", "grpo", "rloo")] == [True, False, False]
+    needed = [need_reference_policy(config("grpo", *kl)) for kl in ((0, 0), (1, 0), (0, 1))]
+    assert needed == [False, True, True]
+
+
+def test_the_size_of_a_model_is_printed(capsys):
+    from verl.utils.model import print_model_size
+
+    print_model_size(torch.nn.Linear(10, 200, bias=False), name="actor")
+    assert capsys.readouterr().out == "actor has 2.00K parameters\n"
+
+
+def test_names_and_ports():
+    from verl.single_controller.ray.base import get_master_addr_port, get_random_string
+
+    assert len(get_random_string(6)) == 6 and get_random_string(9).isalnum()
+    address, port = get_master_addr_port()
+    assert address
+    assert get_master_addr_port((int(port), int(port) + 1)) == (address, port)
+
+
+def pool_of(*bundles):
+    groups = [SimpleNamespace(bundle_count=count) for count in bundles]
+    return SimpleNamespace(get_placement_groups=lambda: groups)
+
+
+def test_placement_groups_of_existing_pools_are_chosen_by_their_size():
+    from verl.single_controller.ray.base import RayResourcePool, extract_pg_from_exist
+
+    pools = {"actor": pool_of(4, 2), "critic": pool_of(8)}
+    wanted = RayResourcePool([1, 3], use_gpu=False)
+    chosen = extract_pg_from_exist(pools, ["actor"], wanted)
+    assert [group.bundle_count for group in chosen] == [2, 4]
+    with pytest.raises(PlacementError, match=r"needs placement groups with \[1, 3\] bundles"):
+        extract_pg_from_exist(pools, ["critic"], wanted)
+
+
+def test_a_worker_that_is_not_alive_interrupts_the_program(monkeypatch):
+    from verl.single_controller.base.worker_group import check_workers_alive
+
+    interrupts, questions = [], []
+    monkeypatch.setattr(_thread, "interrupt_main", lambda: interrupts.append("main"))
+
+    def is_alive(worker):
+        questions.append(worker)
+        return len(questions) < 4
+
+    check_workers_alive(["a", "b"], is_alive, gap_time=0)
+    assert (questions, interrupts) == (["a", "b", "a", "b"], ["main"])
+
+
+@pytest.fixture
+def options_of_group(monkeypatch):
+    """A function that makes a group of verl, and returns the options that Quadriga's receives."""
+    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+    from quadriga.compat.verl.controller import groups
+    from quadriga.single_controller import Worker
+
+    taken = []
+    monkeypatch.setattr(groups, "ensure_ray", lambda: None)
+    monkeypatch.setattr(
+        groups.QuadrigaRayWorkerGroup, "__init__", lambda self, *args, **kw: taken.append(kw)
+    )
+
+    def made(**options):
+        pool = RayResourcePool([1], use_gpu=False)
+        RayWorkerGroup(pool, RayClassWithInitArgs(Worker), **options)
+        return taken.pop()
+
+    return made
+
+
+def test_options_of_groups_that_quadriga_spells_in_another_way(options_of_group):
+    assert options_of_group(master_port="2345") == {"master_port_range": (2345, 2346)}
+    assert options_of_group(master_addr="10.0.0.1", device_name="cpu") == {"device_name": "cpu"}
+    with pytest.raises(DispatchError, match=r"use_gpu=True, but .* was made with use_gpu=False"):
+        options_of_group(use_gpu=True)
+
+
+def test_settings_of_fine_tuning_are_translated(monkeypatch, capsys):
+    from verl.trainer.fsdp_sft_trainer import run_sft
+
+    import quadriga.trainer.sft
+
+    monkeypatch.setattr(quadriga.trainer.sft, "run_sft", lambda config: config)
+    config = run_sft(
+        {"model": {"partial_pretrain": "small"}, "data": {"train_files": "a.parquet"}, "other": 1}
+    )
+    assert (config.model.path, config.data.train_files) == ("small", ["a.parquet"])
+    assert capsys.readouterr().err.count("other") == 1  # listed once as ignored
+
+
+def test_the_timeline_is_written_after_the_run(monkeypatch):
+    from verl.trainer.main_ppo import run_ppo
+
+    from quadriga.compat.verl.training import trainer
+
+    steps = []
+    monkeypatch.setattr(
+        trainer, "ensure_ray", lambda **options: SimpleNamespace(close=lambda: steps.append("end"))
+    )
+    monkeypatch.setattr(trainer, "run_in_actor", lambda *args, **kw: steps.append("run"))
+    monkeypatch.setattr(trainer, "write_timeline", steps.append)
+    run_ppo({"ray_kwargs": {"timeline_json_file": "trace.json"}})
+    assert steps == ["run", "trace.json", "end"]
+
+
+HOOKED = """
+import ray
+
+
+def names():
+    from verl import DataProto
+
+    return DataProto.__module__.partition(".")[0]
+
+
+ray.init(
+    "local",
+    num_cpus=1,
+    include_dashboard=False,
+    object_store_memory=100 * 2**20,
+    runtime_env={"worker_process_setup_hook": "quadriga.compat.verl.install"},
+)
+print("names of", ray.get(ray.remote(names).remote()))
+ray.shutdown()
+"""
+
+
+def test_a_hook_of_ray_provides_the_modules_in_processes_without_a_group():
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    run = subprocess.run(
+        [sys.executable, "-c", HOOKED], capture_output=True, text=True, timeout=150, env=env
+    )
+    assert "names of quadriga" in run.stdout, run.stderr
