@@ -11,8 +11,10 @@ import pytest
 import torch
 from attention_cases import ROWS, Sizes
 from torch.nn.attention import flex_attention as flex_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quadriga.engines.attention import flex, varlen
+from quadriga.engines.attention.gather import gather_tokens
 
 PLAIN = {
     "grouped": Sizes(),
@@ -107,19 +109,23 @@ def test_ranges_by_hand():
     assert own_first[11:] == list(range(11, 256))  # padding attends to itself
 
 
-@pytest.mark.parametrize("name", ROWS)
+LONG = [(0, 300, 200), (0, 300, 150), (1, 20, 400)]  # rows that fill blocks
+
+
+@pytest.mark.parametrize("lengths", [*ROWS.values(), LONG], ids=[*ROWS, "long rows"])
 @pytest.mark.parametrize("kind", ["causal", "window", "chunk"])
-def test_blocks_of_the_mask_are_those_of_all_pairs(name, kind, monkeypatch):
+def test_blocks_of_the_mask_are_those_of_all_pairs(lengths, kind, monkeypatch):
     """Kernels of accelerators read these tables; operators on a CPU read the function only."""
     monkeypatch.setattr(flex, "_SLICE", 300 * 128)  # one block of queries at a time
-    ranges = flex.TokenRanges(cases.packed_rows(ROWS[name]), cases.CPU)
-    found = ranges.block_mask(cases.local_mask(Sizes(kind=kind, local=130)))
+    ranges = flex.TokenRanges(cases.packed_rows(lengths), cases.CPU)
+    found = ranges.block_mask(cases.local_mask(Sizes(kind=kind, local=260)))
     expected = flex_module.create_block_mask(
         found.mask_mod, None, None, ranges.padded, ranges.padded, device="cpu"
     )
     for table in ("kv", "full_kv", "q", "full_q"):
         assert blocks_of(found, table) == blocks_of(expected, table)
-    assert ranges.block_mask(cases.local_mask(Sizes(kind=kind, local=130))) is found
+    assert ranges.block_mask(cases.local_mask(Sizes(kind=kind, local=260))) is found
+    assert bool(found.full_kv_num_blocks.sum()) is (lengths is LONG)
 
 
 def blocks_of(mask, table):
@@ -129,15 +135,27 @@ def blocks_of(mask, table):
     return [set(row[:count]) for count, row in rows]
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "varlen"])
-def test_gradients_of_a_shared_prompt_are_added_in_float32(kernel, naive_flash):
-    """64 rows add to the gradient of one key. Adding in bfloat16 would lose the small ones."""
-    sizes = Sizes(heads=1, key_heads=1)
-    rows = cases.packed_rows([(0, 2, 1)] * 64)
-    found = []
-    for dtype in (torch.bfloat16, torch.float64):
-        tensors = [x if x is None else x.detach().bfloat16().to(dtype).requires_grad_()
-                   for x in cases.inputs(sizes, len(rows.row))]  # fmt: skip
-        cases.computed(kernel, rows, sizes, *tensors).sum().backward()
-        found.append(tensors[2].grad[0, 0, :2].double())
-    assert float((found[0] - found[1]).abs().max() / found[1].abs().max()) < 0.006
+class AddedDtypes(TorchDispatchMode):
+    """Records the dtypes of the sums that operators add rows to."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "index_add" in func.name():
+            self.found.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_of_shared_tokens_are_added_in_float32(dtype):
+    """Accelerators round each addition to the dtype of the sum; a CPU does not."""
+    tokens = torch.randn(3, 1, 4, dtype=dtype).requires_grad_()
+    slots = torch.tensor([0, 1, 0, 2, 0])
+    weights = torch.randn(5, 1, 4, dtype=dtype)
+    with AddedDtypes() as added:
+        (gather_tokens(tokens, slots) * weights).sum().backward()
+    assert added.found == {torch.float32}
+    expected = torch.zeros(3, 1, 4).index_add(0, slots, weights.float()).to(dtype)
+    assert torch.equal(tokens.grad, expected)
