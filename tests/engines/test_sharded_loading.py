@@ -9,9 +9,10 @@ import shutil
 import loading_cases as cases
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MambaConfig, Qwen3MoeConfig, ZambaConfig
 
-from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.sharding import decoder_layers
 from quadriga.errors import ModelError
@@ -83,6 +84,14 @@ def test_a_folder_whose_tensors_are_converted_is_loaded_whole_and_the_log_says_s
     )
     expected = model.state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in engine.state_stream())
+
+
+def test_a_model_that_has_computed_an_example_is_sharded_again(root):
+    # The fused head is chosen by an example, for which the parameters are gathered.
+    model, settings = ModelConfig(path=str(root / "untied")), EngineConfig(fused_head=True)
+    engine = FSDPEngine(model, settings, OptimConfig(), min_unit_parameters=1)
+    assert engine._token_model.fused
+    assert all(isinstance(parameter, DTensor) for parameter in engine.module.parameters())
 
 
 def test_a_file_that_ends_early_is_named(root, tmp_path):
