@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from verl_names import AGAIN
+from verl_names import AGAIN, LEFT_OUT
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
-from quadriga.compat.verl.names import MODULES
+from quadriga.compat.verl.names import MODULES, advice
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,33 @@ def test_a_name_that_is_imported_again_is_the_same_object(module):
         for name in names.split():
             assert name in MODULES[module], name
             assert getattr(loaded, name) is getattr(importlib.import_module(home), name)
+
+
+@pytest.mark.parametrize("module", LEFT_OUT)
+def test_each_name_that_is_left_out_has_advice(module):
+    silent = [name for name in LEFT_OUT[module].split() if not advice(f"{module}.{name}")]
+    assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("statement", "reason"),
+    [
+        ("from verl.trainer.ppo.core_algos import compute_policy_loss_dro", r"Use quadriga\.algo"),
+        ("from verl.trainer.ppo.ray_trainer import compute_reward", r"Use quadriga\.rewards"),
+        ("from verl.trainer.main_ppo import create_rl_dataset", r"Use quadriga\.data"),
+        ("import verl.single_controller.ray.megatron", r"Use verl\.single_controller\.ray\.Ray"),
+        ("import verl.single_controller.base.register_center.ray", r"register_center=True"),
+        ("import verl.third_party.vllm", r"Use quadriga\.rollout"),
+        ("import verl.utils.megatron.tensor_parallel", r"Quadriga trains with FSDP2"),
+        ("import verl.utils.fp8_utils", r"does not quantize"),
+        ("import verl.utils.npu_utils", r"device types of PyTorch"),
+        ("import verl.interactions.base", r"one response per prompt"),
+        ("import verl.workers.engine_workers_tinker", r"Use quadriga\.workers"),
+    ],
+)
+def test_names_of_other_parts_and_other_versions_have_advice(statement, reason):
+    with pytest.raises(ImportError, match=reason):
+        exec(statement, {})
 
 
 @pytest.mark.parametrize(
