@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import ray
 import torch
 from verl import DataProto
 from verl.protocol import DataProtoFuture
@@ -84,6 +85,10 @@ class Calculator(Worker):
 
     def total_of(self, data):
         return int(data.batch["a"].sum())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def put(self, x):
+        return ray.put(x)
 
     def raw(self):
         return b"not a pickle"

@@ -97,6 +97,14 @@ def test_a_reference_is_an_argument_of_another_actor_and_of_a_task(group):
     assert ray.get(group.execute_all_async("total_of", ref)) == [LARGE, LARGE]
 
 
+def test_a_worker_returns_a_reference(group):
+    refs = group.put(rows(2, 5))
+    assert [part.batch["a"].tolist() for part in ray.get(refs)] == [[5, 5], [5, 5]]
+    (inner,) = {type(ref) for ref in ray.get(group.execute_all_async("put", 1))}
+    assert inner is ray.ObjectRef
+    assert ray.get(ray.get(group.workers[0].put.remote(1))) == 1
+
+
 def test_futures_made_of_references(group):
     refs = [ray.put(rows(2, 1)), ray.put(rows(2, 2))]
     future = DataProtoFuture.concat(refs)

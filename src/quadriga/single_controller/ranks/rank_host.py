@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from typing import Any, TypedDict, TypeGuard, TypeVar
 
@@ -301,11 +300,11 @@ def _opened(value: object) -> object:
 
 
 def _is_awaitable(value: object) -> TypeGuard[Awaitable[object]]:
-    """Return whether a method returned something to await. The future of a call is a result."""
-    if not inspect.isawaitable(value):
-        return False
-    boundary = boundary_for(())
-    return boundary is None or not isinstance(value, boundary.Deferred)
+    """Return whether a method returned a coroutine, or a future or task of asyncio.
+
+    Other objects that can be awaited are results: the future of a call, a reference of Ray.
+    """
+    return isinstance(value, Coroutine | asyncio.Future)
 
 
 def _in_thread(run: Callable[[], T]) -> T:
