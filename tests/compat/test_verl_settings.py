@@ -219,6 +219,44 @@ def test_settings_that_cannot_be_taken_are_errors(file, override, message):
         read_verl(TrainConfig, TRAIN, file, [override])
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.test_freq=5.5", r"trainer\.test_freq must be an integer, got 5\.5"),
+        ("trainer.save_freq=often", r"trainer\.save_freq must be an integer, got the text 'often'"),
+        ("trainer.test_freq=false", r"trainer\.test_freq must be an integer, got false"),
+        ("trainer.total_training_steps=-2.5", r"total_training_steps must be .*, got -2\.5"),
+        ("trainer.device=[cuda]", r"trainer\.device must be one of .*, got \['cuda'\]"),
+        (
+            "trainer.logger=5",
+            r"trainer\.loggers must be .*, got 5; .* verl is trainer\.logger",
+        ),
+        ("actor_rollout_ref.rollout.name=5", r"rollout\.name must be .*, got 5"),
+        (
+            "actor_rollout_ref.actor.clip_ratio=wide",
+            r"clip_ratio_low must be a number, .*; the key of verl is actor.*\.actor\.clip_ratio$",
+        ),
+        ("trainer.resume_mode=resume_path", r"needs trainer\.resume_from_path, .* got None"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_not_translated(file, override, message):
+    with pytest.raises(ConfigError, match=message) as told:
+        read_verl(TrainConfig, TRAIN, file, [override])
+    assert told.value.key == override.partition("=")[0]
+
+
+def test_a_checkpoint_to_resume_from_needs_the_mode_that_reads_it(file):
+    path = "trainer.resume_from_path=/runs/step_3"
+    taken = read_verl(TrainConfig, TRAIN, file, ["trainer.resume_mode=resume_path", path])
+    assert taken.config.trainer.resume_mode == "/runs/step_3"
+    with pytest.raises(ConfigError, match=r"resume_mode is 'auto', which reads no .*resume_path"):
+        read_verl(TrainConfig, TRAIN, file, ["trainer.resume_mode=auto", path])
+
+
+def test_no_loggers_are_no_trackers(file):
+    assert read_verl(TrainConfig, TRAIN, file, ["trainer.logger=[]"]).config.trainer.loggers == []
+
+
 @pytest.mark.timeout(60)  # texts that double 40 times
 def test_interpolations_that_double_are_refused_before_they_are_resolved(tmp_path):
     lines = ["algorithm:", "  a0: xxxxxxxxxx"]

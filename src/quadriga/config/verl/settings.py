@@ -52,6 +52,8 @@ _REFUSED: dict[str, str] = {
 """Settings that must be off, and why."""
 _STRATEGIES = ("fsdp", "fsdp2")
 _STRATEGY_KEYS = ("actor_rollout_ref.actor.strategy", "critic.strategy")
+_RESUME_MODE, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
+_MODE_OF_PATH = "resume_path"
 _ABSENT = object()
 _UNUSED = ("_target_", "???")
 _VARIABLE = re.compile(r"\$\{oc\.env:[^${}]*\}")
@@ -177,6 +179,7 @@ def translate(
     """Translate verl's values, a mapping of mappings. Raises `ConfigError` as `read_verl`."""
     given = {key: value for key, value in _leaves(values, table) if not _is_unused(key, value)}
     _check_offered(given)
+    _check_resumed(given)
     ours: dict[str, Plain] = {}
     becomes = []
     left_out = []
@@ -197,7 +200,10 @@ def translate(
     ignored = [
         key for key, value in given.items() if key not in table and value not in (None, {}, [])
     ]
-    config = build(cls, ours, "translated from verl: ")
+    try:
+        config = build(cls, ours, "translated from verl: ")
+    except ConfigError as error:
+        raise _with_verl_key(error, becomes) from None
     remember_given(config, ours)
     return Translation(config, tuple(becomes), (*ignored, *left_out), chosen)
 
@@ -301,6 +307,32 @@ def _check_offered(given: Mapping[str, object]) -> None:
                 f"{key}=fsdp2",
                 key=key,
             )
+
+
+def _check_resumed(given: Mapping[str, object]) -> None:
+    """Check that `trainer.resume_mode` and `trainer.resume_from_path` belong together."""
+    mode, path = given.get(_RESUME_MODE), given.get(_RESUME_PATH)
+    if mode == _MODE_OF_PATH and not isinstance(path, str):
+        raise ConfigError(
+            f"{_RESUME_MODE}={mode} needs {_RESUME_PATH}, the folder of a checkpoint; got {path!r}",
+            key=_RESUME_MODE,
+        )
+    if mode not in (None, _MODE_OF_PATH) and path is not None:
+        raise ConfigError(
+            f"{_RESUME_MODE} is {mode!r}, which reads no {_RESUME_PATH}, but that is {path!r}; set "
+            f"{_RESUME_MODE}={_MODE_OF_PATH} to resume from it",
+            key=_RESUME_PATH,
+        )
+
+
+def _with_verl_key(error: ConfigError, becomes: Iterable[Becomes]) -> ConfigError:
+    """Return the error of a value, with verl's key if ours has another name."""
+    ours = str(getattr(error, "key", "")).partition("[")[0]  # of a list, the key of an item
+    names = [b.verl_key for b in becomes if f"{ours}.".startswith(f"{b.key}.")]
+    if not names or names[-1] == ours:
+        return error
+    details = {**vars(error), "key": names[-1]}
+    return type(error)(f"{error}; the key of verl is {names[-1]}", **details)
 
 
 def _belongs_to_unused_critic(key: str, given: Mapping[str, object]) -> bool:

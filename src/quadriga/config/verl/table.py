@@ -1,14 +1,15 @@
 """What each setting of verl becomes. `settings` applies the table.
 
 A row is `verl's key → our key`, or several of ours. A conversion turns verl's value into ours; it
-returns `LEAVE` for a value that stands for our default (-1 steps, null).
+returns `LEAVE` for a value that stands for our default (-1 steps, null). A value of another type
+than verl's stays as it is, so that the check of our settings refuses it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeGuard
 
 Convert = Callable[[object], object]
 
@@ -52,7 +53,7 @@ def to(
 
 def named(names: Mapping[object, object]) -> Convert:
     """Return a conversion of names; other names stay as they are."""
-    return lambda value: names.get(value, same(value))
+    return lambda value: names.get(value, value) if isinstance(value, str) else same(value)
 
 
 def files(value: object) -> object:
@@ -62,12 +63,21 @@ def files(value: object) -> object:
 
 def positive(value: object) -> object:
     """A number of steps; -1 and 0 stand for our default."""
-    return value if isinstance(value, int | float) and value > 0 else LEAVE
+    return LEAVE if _is_integer(value) and value <= 0 else same(value)
 
 
 def frequency(value: object) -> object:
     """Every so many steps; -1 (never) → 0 (only after the last step)."""
-    return value if isinstance(value, int) and value > 0 else 0
+    return max(value, 0) if _is_integer(value) else same(value)
+
+
+def hugging_face(value: object) -> object:
+    """The name of any rollout engine → "hf"."""
+    return "hf" if isinstance(value, str) else same(value)
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 KL = named({"kl": "k1", "mse": "k2", "kl+": "k1+", "mse+": "k2"})
@@ -88,12 +98,17 @@ TRACKERS = {
 
 
 def _loggers(value: object) -> list[object]:
-    return [value] if isinstance(value, str) else list(value) if isinstance(value, list) else []
+    if isinstance(value, str):
+        return [value]
+    return list(value) if isinstance(value, list | tuple) else []
 
 
 def trackers(value: object) -> object:
-    """Our trackers for verl's loggers. Empty: our default."""
-    return [TRACKERS[name] for name in map(str, _loggers(value)) if name in TRACKERS] or LEAVE
+    """Our trackers for verl's loggers. If we have none of them, our default holds."""
+    names = _loggers(value)
+    if not names:
+        return same(value)
+    return [TRACKERS[name] for name in map(str, names) if name in TRACKERS] or LEAVE
 
 
 def other_loggers(value: object) -> Sequence[str]:
@@ -192,7 +207,7 @@ TRAIN: dict[str, Row] = {
     f"{_ACTOR}.clip_ratio_high": to(f"{_ACTOR}.policy_loss.clip_ratio_high"),
     f"{_ACTOR}.clip_ratio_c": to(f"{_ACTOR}.policy_loss.clip_ratio_c"),
     f"{_ACTOR}.policy_loss.loss_mode": to(f"{_ACTOR}.policy_loss.name", convert=LOSS),
-    f"{_ROLLOUT}.name": to(f"{_ROLLOUT}.name", convert=lambda _: "hf"),
+    f"{_ROLLOUT}.name": to(f"{_ROLLOUT}.name", convert=hugging_face),
     f"{_ROLLOUT}.n": to(f"{_ROLLOUT}.n"),
     f"{_ROLLOUT}.temperature": to(f"{_ROLLOUT}.sampling.temperature"),
     f"{_ROLLOUT}.top_p": to(f"{_ROLLOUT}.sampling.top_p"),
