@@ -13,8 +13,27 @@ if TYPE_CHECKING:
     from quadriga.single_controller import Backend, ResourcePool
 
 
+# A registry beside the class attributes, because `Role.all` must also list roles of users, in the
+# order in which they were added.
+_ROLES: dict[str, Role] = {}
+
+
+class _RoleType(type):
+    """The class of `Role`, for the error of a name that it does not have."""
+
+    if not TYPE_CHECKING:  # a type checker reports such a name itself
+
+        def __getattr__(cls, name: str) -> object:
+            raise AttributeError(
+                f"Role has no {name!r}; it has {', '.join(_ROLES)}. Role.add({name!r}) adds a "
+                "role, Role.all() lists all of them",
+                name=name,
+                obj=cls,
+            )
+
+
 @dataclass(frozen=True)
-class Role:
+class Role(metaclass=_RoleType):
     """What a worker is for. Users can add roles: `Role.add("Judge")` makes `Role.Judge`.
 
     Attributes:
@@ -74,9 +93,6 @@ def _snake_case(name: str) -> str:
     return "".join("_" + c.lower() if c.isupper() and i else c.lower() for i, c in enumerate(name))
 
 
-# A registry beside the class attributes, because `Role.all` must also list roles of users, in the
-# order in which they were added.
-_ROLES: dict[str, Role] = {}
 for _name, _key in {
     "Actor": "actor",
     "Rollout": "rollout",

@@ -172,6 +172,9 @@ def test_roles_and_pools(judge):
     )
     assert manager.get_n_gpus() == 5
     assert Role.add("Judge") is not None  # once more
+    with pytest.raises(AttributeError, match=r"Role has no 'Env'; .*Role\.add\('Env'\)"):
+        Role.Env  # noqa: B018
+    assert not hasattr(Role, "Env")
     assert (Role.Judge, str(judge)) == (judge, "judge")
 
 
