@@ -72,6 +72,35 @@ def test_a_role_that_a_runner_places_on_a_pool_of_its_own(cluster, registered, t
     assert step["time/judge.judge"] > 0
 
 
+class ReferenceRunner(TaskRunner):
+    """Places the reference policy on a pool of its own."""
+
+    def add_ref_policy_worker(self, config, ref_policy_cls):
+        self.role_worker_mapping[Role.RefPolicy] = ray.remote(ref_policy_cls)
+        self.mapping[Role.RefPolicy] = "ref_pool"
+
+    def init_resource_pool_mgr(self, config):
+        return ResourcePoolManager({"global_pool": [1], "ref_pool": [1]}, self.mapping)
+
+
+def test_a_reference_that_a_runner_places_on_a_pool_of_its_own(
+    cluster, settings, tmp_path, monkeypatch
+):
+    settings["actor_rollout_ref"]["actor"]["use_kl_loss"] = True
+    groups = []
+    start = RayPPOTrainer.init_workers
+
+    def noted(self):
+        started = start(self)
+        groups.extend(group.roles for group in started.groups if group.roles not in groups)
+        return started
+
+    monkeypatch.setattr(RayPPOTrainer, "init_workers", noted)
+    ReferenceRunner().run(settings)
+    assert groups == [("actor_rollout",), ("ref",)]
+    assert "actor/kl_loss" in last_step(tmp_path)
+
+
 def test_a_role_of_a_script_shares_the_pool_of_the_policy(cluster, settings, tmp_path):
     settings["judge"] = {"weight": 3.5}
     (tmp_path / "settings.json").write_text(json.dumps(settings))
