@@ -257,6 +257,42 @@ def test_no_loggers_are_no_trackers(file):
     assert read_verl(TrainConfig, TRAIN, file, ["trainer.logger=[]"]).config.trainer.loggers == []
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "trainer=none",
+            r"^trainer of verl is a section .* got 'none'; set .* trainer\.",
+        ),
+        ("actor_rollout_ref.actor=5", r"^actor_rollout_ref\.actor of verl is a section .* got 5"),
+        ("critic=false", "^critic of verl is a section .* got False"),
+        ("+ray_kwargs.ray_init=4", r"^ray_kwargs\.ray_init of verl is a section .* got 4"),
+        (
+            "reward_model=true",
+            "^reward_model of verl is a section .* got True",
+        ),  # only refused keys
+        ("actor_rollout_ref.rollout.val_kwargs=[0.5]", r"^actor.*val_kwargs of verl is a section"),
+    ],
+)
+def test_a_section_that_is_replaced_by_a_value_is_refused(tmp_path, override, message):
+    (tmp_path / "main.yaml").write_text("trainer: {project_name: a}\n")
+    with pytest.raises(ConfigError, match=message) as told:
+        read_verl(TrainConfig, TRAIN, tmp_path / "main.yaml", [override])
+    assert told.value.key == override.partition("=")[0].lstrip("+")
+
+
+def test_a_section_of_null_stands_for_our_defaults(tmp_path):
+    (tmp_path / "main.yaml").write_text("critic: null\ntrainer: {nnodes: 2}\n")
+    config = read_verl(TrainConfig, TRAIN, tmp_path / "main.yaml", ["data=null"]).config
+    assert (config.critic, config.data) == (TrainConfig().critic, TrainConfig().data)
+    assert config.trainer.nnodes == 2
+
+
+def test_a_refused_setting_that_is_given_as_a_section_is_refused(file):
+    with pytest.raises(ConfigError, match=r"reward_model\.enable=.*scores with rules"):
+        read_verl(TrainConfig, TRAIN, file, ["+reward_model.enable.now=true"])
+
+
 @pytest.mark.timeout(60)  # texts that double 40 times
 def test_interpolations_that_double_are_refused_before_they_are_resolved(tmp_path):
     lines = ["algorithm:", "  a0: xxxxxxxxxx"]

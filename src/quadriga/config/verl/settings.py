@@ -178,6 +178,7 @@ def translate(
 ) -> Translation[T]:
     """Translate verl's values, a mapping of mappings. Raises `ConfigError` as `read_verl`."""
     given = {key: value for key, value in _leaves(values, table) if not _is_unused(key, value)}
+    _check_sections(given, table)
     _check_offered(given)
     _check_resumed(given)
     ours: dict[str, Plain] = {}
@@ -283,10 +284,11 @@ def _refuse_strange(
 def _leaves(
     values: Mapping[str, object], table: Mapping[str, Row], prefix: str = ""
 ) -> Iterator[tuple[str, object]]:
-    """Yield (dotted key, value) of every value; a mapping that is a key of the table is a value."""
+    """Yield (dotted key, value) of every value. A mapping is a value where the table, or the list
+    of refused settings, has its key."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value and key not in table:
+        if isinstance(value, Mapping) and value and key not in table and key not in _REFUSED:
             yield from _leaves({str(k): v for k, v in value.items()}, table, f"{key}.")
         else:
             yield key, value
@@ -294,6 +296,19 @@ def _leaves(
 
 def _is_unused(key: str, value: object) -> bool:
     return key.rpartition(".")[2] == _UNUSED[0] or value == _UNUSED[1] or value is None
+
+
+def _check_sections(given: Mapping[str, object], table: Mapping[str, Row]) -> None:
+    """Check that no value stands where the table has a section, whose settings it would replace."""
+    known = [*table, *_REFUSED, *_STRATEGY_KEYS]
+    for key, value in given.items():
+        inner = next((name for name in known if name.startswith(f"{key}.")), None)
+        if inner is not None and key not in table and value != {}:
+            raise ConfigError(
+                f"{key} of verl is a section of settings, got {mask_secrets(repr(value))}; set its "
+                f"keys, such as {inner}, or null for Quadriga's defaults",
+                key=key,
+            )
 
 
 def _check_offered(given: Mapping[str, object]) -> None:
