@@ -97,8 +97,8 @@ def test_the_mesh_of_each_rank(group):
     assert group._query_dispatch_info("actor") == [0, 1]
     assert group._query_collect_info("actor") == [True, True]
     assert group.execute_rank_zero_sync("get_dispatch_collect") == {
-        "dispatch_dp_rank": {"actor": 0},
-        "collect_dp_rank": {"actor": True},
+        "dispatch_dp_rank": {"actor": 0, "replicas": 0},
+        "collect_dp_rank": {"actor": True, "replicas": True},
     }
 
 
