@@ -14,6 +14,7 @@ from verl import DataProto
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.core_algos import (
     ADV_ESTIMATOR_REGISTRY,
+    POLICY_LOSS_REGISTRY,
     AdvantageEstimator,
     compute_gae_advantage_return,
     get_adv_estimator_fn,
@@ -241,13 +242,17 @@ def test_the_runner_is_not_on_a_head_node_without_cpus(task, tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0
 
 
-def test_what_the_trainer_cannot_take_is_refused(task, tmp_path):
+def test_what_the_trainer_cannot_take_is_refused(task, tmp_path, monkeypatch):
     settings = verl_settings(task, tmp_path)
     for name in ("train_dataset", "collate_fn", "train_sampler", "processor"):
         with pytest.raises(ConfigError, match=f"{name} has no counterpart"):
             RayPPOTrainer(settings, **{name: object()})
     with pytest.raises(ConfigError, match="groups of Quadriga, not of"):
         RayPPOTrainer(settings, ray_worker_group_cls=dict)
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, "own", lambda *args: (torch.tensor(0.0), {}))
+    settings["actor_rollout_ref"]["actor"]["policy_loss"] = {"loss_mode": "own"}
+    with pytest.raises(ConfigError, match=r"'own' was added with verl's .*policy_losses\.register"):
+        RayPPOTrainer(settings)
     settings["actor_rollout_ref"]["model"]["lora_rank"] = 8
     with pytest.raises(ConfigError, match="has no LoRA"):
         RayPPOTrainer(settings)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from quadriga.algorithms.advantages import get_advantage
+from quadriga.algorithms.policy_losses import ALIASES, POLICY_LOSSES
+from quadriga.compat.verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
 from quadriga.compat.verl.config import VerlConfig, setting
 from quadriga.config.role_ranks import with_roles
 from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
@@ -97,6 +99,24 @@ def need_critic(config: VerlConfig) -> bool:
     return get_advantage(str(ESTIMATOR(name))).needs_values
 
 
+def check_settings(config: TrainConfig) -> None:
+    """Check the settings of a training before anything starts.
+
+    Raises:
+        InputError: names the first setting, file or folder that does not fit.
+    """
+    name = config.actor_rollout_ref.actor.policy_loss.name
+    if name in POLICY_LOSS_REGISTRY and name not in {**POLICY_LOSSES, **ALIASES}:
+        raise ConfigError(
+            f"the policy loss {name!r} was added with verl's register_policy_loss and returns one "
+            "number for all tokens, but the trainer needs the loss of each token; add it with "
+            "quadriga.algorithms.policy_losses.register_policy_loss "
+            "(docs/concepts/policy_losses.md)",
+            key="actor_rollout_ref.actor.policy_loss.name",
+        )
+    check_train_config(config)
+
+
 def validate_config(
     config: VerlConfig, use_reference_policy: bool | None = None, use_critic: bool | None = None
 ) -> None:
@@ -118,4 +138,4 @@ def validate_config(
                 f"{needed(config)}; pass what it returns",
                 key=name,
             )
-    check_train_config(train_settings(config, tell=False))
+    check_settings(train_settings(config, tell=False))

@@ -31,6 +31,7 @@ from quadriga.compat.verl.training.roles import (
     worker_classes,
 )
 from quadriga.compat.verl.training.settings import (
+    check_settings,
     need_critic,
     need_reference_policy,
     settings_of,
@@ -48,7 +49,6 @@ from quadriga.protocol import DataProto, fields
 from quadriga.trainer.placement import ResourcePoolManager as QuadrigaPools
 from quadriga.trainer.placement import Role
 from quadriga.trainer.roles.registry import register_again, registered_for
-from quadriga.trainer.run.preflight import check_train_config
 from quadriga.trainer.stages import BatchReward
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
 
@@ -143,7 +143,7 @@ class RayPPOTrainer(VerlTrainerNames):
         check_called(classes, ours, "role_worker_mapping")
         if resource_pool_manager is not None:
             check_called(resource_pool_manager.mapping, ours, "the mapping of roles to pools")
-        check_train_config(ours)
+        check_settings(ours)
         super().__init__(
             ours,
             role_worker_mapping=worker_classes(classes),
