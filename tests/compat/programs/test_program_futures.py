@@ -130,12 +130,14 @@ def test_a_method_receives_the_future_itself(group):
     assert group.read_future(group.double(rows(2, 1))).get().batch["a"].tolist() == [2, 2]
 
 
-def test_parallel_put():
+def test_parallel_put(cluster):
     refs = parallel_put([1, rows(2, 4), torch.ones(3)], max_workers=2)
     number, batch, tensor = ray.get(refs)
     assert (number, batch.batch["a"].tolist(), tensor.tolist()) == (1, [4, 4], [1.0] * 3)
     with pytest.raises(LengthError, match="empty"):
         parallel_put([])
+    with pytest.raises(LengthError, match="max_workers of 1 or more, got 0"):
+        parallel_put([1], max_workers=0)
 
 
 def test_the_error_of_a_worker_is_raised_by_ray_get(group):
