@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from quadriga.backends import get_backend
 from quadriga.config.loading import load_config
-from quadriga.config.schema import TrainConfig
+from quadriga.config.schema import SFTConfig, TrainConfig
 from quadriga.errors import ConfigError, UnknownNameError, WorkerDiedError, WorkerMethodError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup, register
@@ -14,6 +16,7 @@ from quadriga.single_controller.watch import raise_if_broken
 from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.run import groups
 from quadriga.trainer.run.role_workers import worker_classes
+from quadriga.trainer.sft import _worker_config
 
 
 class Idle(Worker):
@@ -144,6 +147,29 @@ def test_the_schedule_of_each_role_counts_the_optimizer_steps_of_this_role() -> 
     classes = worker_classes(config, workers, 10, {})
     steps = {key: cls.kwargs["runtime"].total_steps for key, cls in classes.items()}
     assert steps == {"actor_rollout": 72, "critic": 20}
+
+
+def test_workers_get_absolute_paths(tmp_path, monkeypatch) -> None:
+    """The ranks may run in another working directory than the controller."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config(
+        TrainConfig,
+        ["algorithm.adv_estimator=gae", "actor_rollout_ref.model.path=models/a",
+         "actor_rollout_ref.model.tokenizer_path=hf://owner/tokenizer",
+         "critic.model.path=../b", "critic.model.tokenizer_path=~/c",
+         "algorithm.user_files=[mine.py]"],
+    )  # fmt: skip
+    workers = {"actor_rollout": ["actor", "rollout"], "critic": ["critic"]}
+    classes = worker_classes(config, workers, 1, {})
+    policy, critic = (classes[key].kwargs["config"].model for key in workers)
+    assert policy.path == str(tmp_path / "models" / "a")
+    assert policy.tokenizer_path == "hf://owner/tokenizer"
+    assert Path(critic.path).is_absolute() and critic.path.endswith("b")
+    assert critic.tokenizer_path == str(Path.home() / "c")
+    for cls in classes.values():
+        assert cls.kwargs["runtime"].user_files == (str(tmp_path.resolve() / "mine.py"),)
+    demonstrations = load_config(SFTConfig, ["model.path=models/a"])
+    assert _worker_config(demonstrations).model.path == str(tmp_path / "models" / "a")
 
 
 class HalfCritic(Idle):

@@ -5,9 +5,11 @@ Nothing here loads weights or imports torch, so settings can be checked before a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quadriga.config.schema import ModelConfig
 from quadriga.errors import ModelError
 from quadriga.models.architectures import check_architecture
 from quadriga.models.weight_files import check_sizes, check_weight_files, read_json
@@ -45,6 +47,24 @@ def local_folder(path: str | Path, *, weights: bool = True) -> Path:
             f"{text} cannot be downloaded from the hub: {str(error).strip().splitlines()[0]}",
             path=text,
         ) from error
+
+
+def with_absolute_paths(config: ModelConfig) -> ModelConfig:
+    """Return the settings with absolute paths, for ranks in another working directory.
+
+    Names of the hub stay as they are.
+    """
+    tokenizer = config.tokenizer_path
+    return replace(
+        config,
+        path=_absolute(config.path),
+        tokenizer_path=None if tokenizer is None else _absolute(tokenizer),
+    )
+
+
+def _absolute(path: str) -> str:
+    known_everywhere = not path or path.startswith(HUB_PREFIX)
+    return path if known_everywhere else str(Path(path).expanduser().absolute())
 
 
 def check_model_folder(

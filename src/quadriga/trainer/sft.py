@@ -24,6 +24,7 @@ from quadriga.config.schema import (
     RolloutConfig,
     SFTConfig,
 )
+from quadriga.models.folder import with_absolute_paths
 from quadriga.protocol import DataProto
 from quadriga.trainer.dataflow import check_dataflow, sft_dataflow
 from quadriga.trainer.placement import Role
@@ -223,7 +224,7 @@ class SFTTrainer:
 
 def _worker_config(config: SFTConfig) -> ActorRolloutRefConfig:
     return ActorRolloutRefConfig(
-        model=config.model,
+        model=with_absolute_paths(config.model),
         actor=ActorConfig(
             optim=config.optim,
             engine=config.engine,

@@ -13,11 +13,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from quadriga.config.plan import batch_plan, mini_batch_prompts
 from quadriga.config.role_ranks import role_pools
 from quadriga.config.schema import SFTTrainerConfig, TrainConfig, TrainerConfig
 from quadriga.errors import ConfigError, UnknownNameError
+from quadriga.models.folder import with_absolute_paths
 from quadriga.single_controller import Backend, ClassWithInitArgs, Worker
 from quadriga.trainer.dataflow import needs_critic, needs_reference, reads_ref_log_prob
 from quadriga.trainer.placement import ResourcePoolManager, Role
@@ -220,7 +222,9 @@ def _policy(
     actor = dataclasses.replace(settings.actor, ppo_mini_batch_size=mini_batch)
     return ClassWithInitArgs(
         worker_class,
-        config=dataclasses.replace(settings, actor=actor),
+        config=dataclasses.replace(
+            settings, actor=actor, model=with_absolute_paths(settings.model)
+        ),
         role=key,
         runtime=runtime,
     )
@@ -235,7 +239,7 @@ def _critic(
         worker_class,
         config=dataclasses.replace(
             critic,
-            model=critic.model if critic.model.path else policy.model,
+            model=with_absolute_paths(critic.model if critic.model.path else policy.model),
             ppo_mini_batch_size=mini_batch,
             ppo_epochs=critic.ppo_epochs or policy.actor.ppo_epochs,
         ),
@@ -315,7 +319,9 @@ def rank_runtime(config: TrainConfig, total_steps: int) -> RankRuntime:
         seed=config.trainer.seed,
         total_steps=total_steps,
         max_response_length=config.data.max_response_length,
-        user_files=tuple(config.algorithm.user_files),
+        user_files=tuple(
+            str(Path(file).expanduser().resolve()) for file in config.algorithm.user_files
+        ),
     )
 
 
