@@ -38,7 +38,8 @@ from verl.utils.model import (
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 
 from quadriga.algorithms.advantages import ADVANTAGES
-from quadriga.compat.verl.training.trainer import RewardOfTensors, ray_init_arguments
+from quadriga.compat.verl.training.ray_settings import ray_init_arguments
+from quadriga.compat.verl.training.trainer import RewardOfTensors
 from quadriga.errors import ConfigError, InputError
 
 

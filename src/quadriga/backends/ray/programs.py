@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import pickle
 import sys
@@ -21,6 +22,12 @@ from quadriga.single_controller.ranks.environment import preloaded
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import ActorFactory, Ref
+
+
+def init_parameters() -> frozenset[str]:
+    """Return the names of the arguments that `ray.init` documents."""
+    parameters = inspect.signature(ray.init).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 
 
 def is_reference(value: object) -> TypeGuard[Ref]:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, overload
+from typing import Any, Final, TypeAlias, overload
+
+from omegaconf import OmegaConf
+
+from quadriga.errors import ConfigError
 
 VerlConfig: TypeAlias = object
 """A mapping, an OmegaConf node or an object with attributes; None: no settings."""
+_NO_SECTION: Final = (str, bytes, int, float, list, tuple)
 
 
 def setting(config: VerlConfig, key: str, default: object = None) -> Any:
-    """Return `config[key]` or `config.key`; `default` if the setting is missing or None."""
+    """Return `config[key]` or `config.key`; `default` if the setting is missing or None.
+
+    Raises `ConfigError` if `config` is a single value or a list, which has no settings.
+    """
     if config is None:
         return default
+    if isinstance(config, _NO_SECTION) or OmegaConf.is_list(config):
+        raise ConfigError(f"expected a section of settings with {key!r}, got {config!r}", key=key)
     getter = getattr(config, "get", None)
     found = getter(key, default) if getter is not None else getattr(config, key, default)
     return default if found is None else found
@@ -24,6 +34,12 @@ def number(config: VerlConfig, key: str, default: None = None) -> float | None: 
 
 
 def number(config: VerlConfig, key: str, default: float | None = None) -> float | None:
-    """Return a setting as a float; `default` if it is missing or None."""
+    """Return a setting as a float; `default` if it is missing or None.
+
+    Raises `ConfigError` for a value that is no number.
+    """
     found = setting(config, key, default)
-    return None if found is None else float(found)
+    try:
+        return None if found is None else float(found)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{key} must be a number, got {found!r}", key=key) from None

@@ -212,12 +212,12 @@ def translate(
 def plain_values(config: object) -> dict[str, object]:
     """Return a configuration of verl as plain values: an OmegaConf node, a mapping, or an object
     with attributes. Raises `ConfigError` for anything else."""
-    if OmegaConf.is_config(config):
+    if OmegaConf.is_dict(config):
         resolved = OmegaConf.to_container(config, resolve=True)
         assert isinstance(resolved, dict)
         return {str(key): value for key, value in resolved.items()}
     found = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
-    if not isinstance(found, Mapping):
+    if OmegaConf.is_list(config) or not isinstance(found, Mapping):
         raise ConfigError(
             f"expected settings of verl (a mapping or an OmegaConf node), got {config!r}"
         )

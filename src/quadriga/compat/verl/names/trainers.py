@@ -30,7 +30,7 @@ TRAINER_MODULES: dict[str, dict[str, str]] = {
         name: f"{COMPAT}.config_classes:{name}" for name in ("AlgoConfig", "KLControlConfig")
     },
     "verl.trainer.constants_ppo": {
-        "get_ppo_ray_runtime_env": f"{_TRAINER}:get_ppo_ray_runtime_env"
+        "get_ppo_ray_runtime_env": f"{COMPAT}.training.ray_settings:get_ppo_ray_runtime_env"
     },
     "verl.trainer.main_ppo": {
         "TaskRunner": f"{_TRAINER}:TaskRunner",

@@ -14,16 +14,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
 from quadriga.backends.ray.cluster import ensure_ray
 from quadriga.backends.ray.programs import run_in_actor, write_timeline
-from quadriga.compat.verl.config import VerlConfig, setting
+from quadriga.compat.verl.config import VerlConfig
 from quadriga.compat.verl.controller.groups import RayWorkerGroup
 from quadriga.compat.verl.controller.pools import ResourcePoolManager
+from quadriga.compat.verl.training.ray_settings import ray_settings
 from quadriga.compat.verl.training.roles import (
     check_called,
     check_stages,
@@ -42,7 +43,6 @@ from quadriga.compat.verl.training.trainer_names import (
     check_methods_of_subclass,
 )
 from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
-from quadriga.config.verl.settings import plain_values
 from quadriga.config.verl.table import GENERATE, SFT
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto, fields
@@ -53,11 +53,6 @@ from quadriga.trainer.stages import BatchReward
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
 
 PoolManager: TypeAlias = "ResourcePoolManager[Role] | QuadrigaPools"
-
-RUNTIME_ENV = {
-    "env_vars": {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN"},
-}
-"""What `run_ppo` asks of Ray's processes, unless `ray_kwargs` says otherwise."""
 
 
 class RewardOfTensors:
@@ -273,37 +268,21 @@ def run_ppo(config: VerlConfig, task_runner_class: object = TaskRunner) -> objec
     `config.ray_kwargs.ray_init` holds arguments of `ray.init`; its `runtime_env` is merged with
     `RUNTIME_ENV`, and its values win. `config.ray_kwargs.timeline_json_file`: a file for a trace of
     all tasks. A connection to Ray that exists is used unchanged.
+
+    Raises:
+        ConfigError: names the setting of Ray that is wrong. Nothing was started.
     """
-    ray_kwargs = setting(config, "ray_kwargs")
-    session = ensure_ray(**ray_init_arguments(setting(ray_kwargs, "ray_init")))
+    of_ray = ray_settings(config)
+    session = ensure_ray(**of_ray.arguments)
     try:
         # The actor is another process, which has not run the program's `register_role`.
         first = partial(register_again, registered_for(()))
         result = run_in_actor(task_runner_class, "run", config, first=first)
-        timeline = setting(ray_kwargs, "timeline_json_file")
-        if timeline is not None:
-            write_timeline(str(timeline))
+        if of_ray.timeline is not None:
+            write_timeline(of_ray.timeline)
         return result
     finally:
         session.close()
-
-
-def get_ppo_ray_runtime_env(config: VerlConfig = None) -> dict[str, dict[str, str]]:
-    """Return what `run_ppo` asks of Ray's processes. `config` is not used."""
-    return {name: dict(value) for name, value in RUNTIME_ENV.items()}
-
-
-def ray_init_arguments(given: VerlConfig) -> dict[str, Any]:
-    """Return the arguments of `ray.init`: the user's, and `RUNTIME_ENV` where they are silent."""
-    arguments = {} if given is None else plain_values(given)
-    own = arguments.get("runtime_env") or {}
-    assert isinstance(own, dict)
-    variables = {**RUNTIME_ENV["env_vars"], **(own.get("env_vars") or {})}
-    kept = {key: value for key, value in own.items() if value is not None}
-    return {
-        **{key: value for key, value in arguments.items() if value is not None},
-        "runtime_env": {**kept, "env_vars": variables},
-    }
 
 
 def run_sft(config: VerlConfig) -> object:

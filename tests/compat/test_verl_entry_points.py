@@ -1,0 +1,88 @@
+"""What `run_ppo` of verl takes: arguments of Ray, and the runner of a training with its hooks."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from quadriga.compat.verl.config import number
+from quadriga.compat.verl.training import trainer
+from quadriga.compat.verl.training.settings import need_critic, need_reference_policy
+from quadriga.compat.verl.training.trainer import run_ppo
+from quadriga.config.verl.settings import plain_values
+from quadriga.errors import ConfigError
+
+
+class Started(Exception):
+    """The program has reached the start of Ray, with these options."""
+
+
+@pytest.fixture
+def no_ray(monkeypatch):
+    """Starting Ray raises `Started`, with the arguments of `ray.init`."""
+
+    def refuse(**options):
+        raise Started(options)
+
+    monkeypatch.setattr(trainer, "ensure_ray", refuse)
+
+
+@pytest.mark.parametrize(
+    ("ray_kwargs", "key", "message"),
+    [
+        (5, "ray_kwargs", "must be a section of settings, got 5"),
+        ([1], "ray_kwargs", r"must be a section of settings, got \[1\]"),
+        ({"ray_init": "x"}, "ray_kwargs.ray_init", "must be a section of settings, got 'x'"),
+        (
+            {"ray_init": {"runtime_env": "x"}},
+            "ray_kwargs.ray_init.runtime_env",
+            "must be a section of settings, got 'x'",
+        ),
+        (
+            {"ray_init": {"runtime_env": {"env_vars": ["A"]}}},
+            "ray_kwargs.ray_init.runtime_env.env_vars",
+            r"must be a section of settings, got \['A'\]",
+        ),
+        (
+            {"ray_init": {"runtime_env": {"env_vars": {"A": 1}}}},
+            "ray_kwargs.ray_init.runtime_env.env_vars.A",
+            "must be text, got 1; write '1' in quotes",
+        ),
+        (
+            {"ray_init": {"runtime_env": {"env_vars": {"A": None}}}},
+            "ray_kwargs.ray_init.runtime_env.env_vars.A",
+            "must be text, got None",
+        ),
+        ({"ray_init": {"num_cpu": 2}}, "ray_kwargs.ray_init.num_cpu", "Did you mean num_cpus"),
+        ({"timeline_json_file": 5}, "ray_kwargs.timeline_json_file", "must be a file name, got 5"),
+    ],
+)
+@pytest.mark.parametrize("kind", [dict, OmegaConf.create])
+def test_arguments_of_ray_that_are_wrong_are_named(no_ray, ray_kwargs, key, message, kind):
+    with pytest.raises(ConfigError, match=message) as told:
+        run_ppo(kind({"ray_kwargs": ray_kwargs}))
+    assert told.value.key == key
+
+
+def test_private_and_absent_arguments_of_ray_are_taken(no_ray):
+    for section, expected in (
+        ({"ray_kwargs": {"ray_init": {"_temp_dir": "/x", "num_cpus": None}}}, {"_temp_dir": "/x"}),
+        ({"ray_init": {"num_cpus": 3, "timeline_json_file": "trace"}}, {"num_cpus": 3}),  # older
+        ({"ray_kwargs": None}, {}),
+    ):
+        with pytest.raises(Started) as told:
+            run_ppo(section)
+        options = dict(told.value.args[0])
+        assert options.pop("runtime_env")["env_vars"]["NCCL_DEBUG"] == "WARN"
+        assert options == expected
+
+
+def test_a_list_is_no_configuration():
+    with pytest.raises(ConfigError, match="expected settings of verl"):
+        plain_values(OmegaConf.create([1]))
+    with pytest.raises(ConfigError, match="a section of settings with 'adv_estimator', got 'gae'"):
+        need_critic({"algorithm": "gae"})
+    with pytest.raises(ConfigError, match=r"a section of settings with 'use_kl_loss', got \[1\]"):
+        need_reference_policy(OmegaConf.create({"actor_rollout_ref": {"actor": [1]}}))
+    with pytest.raises(ConfigError, match="clip_ratio must be a number, got 'wide'"):
+        number({"clip_ratio": "wide"}, "clip_ratio")
