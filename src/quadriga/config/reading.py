@@ -28,7 +28,11 @@ MAX_DEPTH = 32  # nested lists and mappings
 MAX_INTERPOLATED = 200  # texts with interpolations
 MAX_RESOLVED = 1 << 20  # characters of all interpolated texts together, resolved
 
+MAX_NESTED = 4  # interpolations inside one another
+
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+# An interpolation as a whole argument after the first one: the default of `${oc.select:a,${b}}`.
+_ARGUMENT = re.compile(r",[ ]?\$\{([^${}]*)\}(?=[,}])")
 _NAME = re.compile(r"[\w.-]+")
 
 
@@ -92,7 +96,8 @@ def check_interpolations(values: Mapping[str, Plain]) -> None:
         c: "${b}${b}"         8 + 2 × 28 = 64, and so on: it doubles with each line
 
     A name refers to every key that ends with it, because it may be relative to a section. This can
-    count too much, never too little.
+    count too much, never too little. An interpolation may be the default of another one, but no
+    part of a name, because the text that such a name refers to is not known yet.
     """
     texts = {key: text for key, text in _texts(values, "") if "${" in text}
     if len(texts) > MAX_INTERPOLATED:
@@ -102,25 +107,45 @@ def check_interpolations(values: Mapping[str, Plain]) -> None:
     for key, text in _texts(values, ""):
         plain.update(dict.fromkeys(key.split("."), 0 if key in texts else len(text)))
     sizes: dict[str, int] = {}
+    inner_texts = {key: _inner_texts(key, text) for key, text in texts.items()}
 
     def size(key: str) -> int:
         if key not in sizes:
             sizes[key] = 0  # a circle: resolving it is an error of its own
-            names = [n for inner in _INNERMOST.findall(texts[key]) for n in _NAME.findall(inner)]
+            names = [name for inner in inner_texts[key] for name in _NAME.findall(inner)]
             found = sum(plain[name.rpartition(".")[2]] for name in names)
             found += sum(size(other) for name in names for other in texts if _refers(name, other))
             sizes[key] = min(len(texts[key]) + found, MAX_RESOLVED + 1)
         return sizes[key]
 
-    for key, text in texts.items():
-        if "${" in _INNERMOST.sub("", text):
-            raise ConfigError(
-                f"{key}: an interpolation that is not closed, or inside another one", key=key
-            )
+    for key in texts:
         if size(key) > MAX_RESOLVED:
             raise ConfigError(
                 f"{key}: its interpolations stand for more than {MAX_RESOLVED} characters", key=key
             )
+
+
+def _inner_texts(key: str, text: str) -> list[str]:
+    """Return what stands in the interpolations of a text.
+
+        ${oc.select:a.b,${oc.select:c,null}}     oc.select:c,null and oc.select:a.b,
+
+    Raises `ConfigError` for an interpolation that is not closed or is part of a name.
+    """
+    found: list[str] = []
+    for _ in range(MAX_NESTED):
+        if not (arguments := _ARGUMENT.findall(text)):
+            break
+        found += arguments
+        text = _ARGUMENT.sub(",", text)
+    found += _INNERMOST.findall(text)
+    if "${" in _INNERMOST.sub("", text):
+        raise ConfigError(
+            f"{key}: an interpolation that is not closed, or inside another one; only the default "
+            "of oc.select and oc.env may be an interpolation",
+            key=key,
+        )
+    return found
 
 
 def _refers(name: str, key: str) -> bool:
