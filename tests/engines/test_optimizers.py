@@ -16,6 +16,7 @@ from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.model_setup import simulated_model
 from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.engines.optimizers.choice import rule_of_each
+from quadriga.engines.optimizers.rule import local_shard
 from quadriga.errors import CheckpointError, ConfigError, NonFiniteError
 
 NEEDS_TORCHAO = pytest.mark.skipif(not cases.has_torchao(), reason="torchao is not installed")
@@ -163,6 +164,22 @@ def test_steps_with_offloaded_state_equal_steps_without(name, folder):
     offloaded.reload()
     assert_same(weights(offloaded), weights(plain))
     assert_same(state(offloaded), state(plain))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_parameters_with_gradients_have_moments_after_a_save(name, folder, tmp_path):
+    engine = cases.build(folder, name)
+    engine.save(tmp_path)
+    assert list(engine.optimizer.existing_moments()) == []
+    for rule in engine.optimizer.rules:
+        # As after a loss that depends on the first parameter of the rule only.
+        gradients = [torch.ones_like(local_shard(p.detach())) for _, p in rule.named[:1]]
+        rule.update([*gradients, *[None] * (len(rule.named) - 1)], 0.1)
+        before = [tensor.clone() for tensor in rule.existing()]
+        assert before
+        rule.tensors()
+        found = list(rule.existing())
+        assert len(found) == len(before) and all(map(torch.equal, found, before))
 
 
 SIZES = {

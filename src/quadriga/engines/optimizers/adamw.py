@@ -51,9 +51,10 @@ class AdamW:
     def tensors(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
         for (name, parameter), shard in zip(self.named, self._shards, strict=True):
+            # `get`: torch's dict would make an entry without moments for a missing shard.
+            moments = self._adamw.state.get(shard)
             for key in MOMENTS:
-                moment = self._adamw.state[shard].get(key)
-                moment = torch.zeros_like(shard.detach()) if moment is None else moment
+                moment = moments[key] if moments else torch.zeros_like(shard.detach())
                 state[f"{key}.{name}"] = sharded_like(moment, parameter)
         return state
 
