@@ -177,6 +177,24 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(tiny_task, tmp_path
     check_memory(settings(tiny_task, tmp_path, "trainer.device_memory_gb=16"))
 
 
+def test_a_rank_that_needs_more_than_its_device_has_is_refused(tiny_task, tmp_path):
+    """The controller needs no device for the check: the settings say what the ranks have."""
+    device = ["trainer.device=cuda", "trainer.backend=ray", "trainer.n_gpus_per_node=2"]
+    plan = memory_plan(settings(tiny_task, tmp_path, *device), "cuda")
+    phase, needed = plan.pools[0].largest
+    enough, less = (f"trainer.device_memory_gb={needed / 2**30 + by}" for by in (1e-6, -1e-6))
+    check_memory(settings(tiny_task, tmp_path, *device, enough))
+    with pytest.raises(ConfigError) as refused:
+        check_train_config(settings(tiny_task, tmp_path, *device, less))
+    gib = f"{needed / 2**30:.3g} GiB"
+    assert f"a rank of actor, rollout needs {gib} ({phase}), but its device has {gib}" in (
+        str(refused.value)
+    )
+    for remedy in ("offload_policy=true", "take_turns=true", "shard over more ranks"):
+        assert remedy in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
 def test_forms_of_checkpointing_that_save_nothing_are_not_proposed(tiny_task, tmp_path):
     full = "actor_rollout_ref.model.gradient_checkpointing=true"
     with pytest.raises(ConfigError) as refused:
