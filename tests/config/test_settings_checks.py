@@ -202,6 +202,45 @@ def test_critic_settings_are_not_checked_without_a_critic():
     check_train_settings(config, KNOWN)
 
 
+CRITIC_MODEL = "critic.model.gradient_checkpointing=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            [CRITIC_MODEL],
+            "critic.model.gradient_checkpointing=true is not read, because critic.model.path is "
+            "empty",
+        ),
+        (["critic.model.use_shm=true"], "with actor_rollout_ref.model.use_shm=false"),
+        (["critic.engine.fused_head=true"], "fused_head=true is for log-probabilities, and a"),
+    ],
+)
+def test_settings_that_the_critic_would_not_read_are_refused(overrides, words):
+    assert words in error_of(check_train_settings, TrainConfig, overrides, KNOWN)
+    without_critic = ["algorithm.adv_estimator=grpo", f"{N}=4"]
+    check_train_settings(load_config(TrainConfig, [*overrides, *without_critic]), KNOWN)
+
+
+def test_a_critic_has_the_settings_of_its_own_model_or_those_of_the_actor():
+    own = ["critic.model.path=value-model", CRITIC_MODEL, "critic.engine.fused_head=false"]
+    check_train_settings(load_config(TrainConfig, own), KNOWN)
+    of_actor = [CRITIC_MODEL, "actor_rollout_ref.model.gradient_checkpointing=true"]
+    check_train_settings(load_config(TrainConfig, of_actor), KNOWN)
+
+
+def test_a_constant_learning_rate_has_no_minimum():
+    optim = f"{ACTOR}.optim"
+    words = error_of(check_train_settings, TrainConfig, [f"{optim}.min_lr_ratio=0.1"], KNOWN)
+    assert f"{optim}.min_lr_ratio=0.1 is the end of a falling learning rate, but" in words
+    falling = [f"{optim}.min_lr_ratio=0.1", f"{optim}.lr_scheduler=linear"]
+    check_train_settings(load_config(TrainConfig, falling), KNOWN)
+    assert "optim.min_lr_ratio=0.5" in error_of(
+        check_sft_settings, SFTConfig, ["optim.min_lr_ratio=0.5"]
+    )
+
+
 def test_sft_settings():
     words = error_of(
         check_sft_settings, SFTConfig, ["data.train_batch_size=7", "trainer.n_gpus_per_node=2"]

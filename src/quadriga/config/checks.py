@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quadriga.config.convert import check_choice
+from quadriga.config.describe import as_written
 from quadriga.config.plan import mini_batch_prompts
 from quadriga.config.ranges import check_values
 from quadriga.config.role_ranks import num_ranks, role_pools, roles_of
 from quadriga.config.schema import (
     ArithmeticDataConfig,
+    CriticConfig,
     EngineConfig,
     GenerateConfig,
+    ModelConfig,
     OptimConfig,
     SamplingConfig,
     SFTConfig,
@@ -54,6 +57,8 @@ def check_train_settings(config: TrainConfig, known: KnownNames | None = None) -
     _check_batches(config, known)
     _check_balance(config)
     _check_algorithm(config, known)
+    if config.algorithm.adv_estimator in known.estimators_with_values:
+        _check_critic(config.critic, config.actor_rollout_ref.model)
     _check_optim(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim)
     _check_optim("critic.optim", config.critic.optim)
     for key, role, engine in (
@@ -296,7 +301,35 @@ def _check_full_kl(config: TrainConfig) -> None:
         )
 
 
+def _check_critic(critic: CriticConfig, policy: ModelConfig) -> None:
+    """Check that no setting of the critic is ignored. `policy`: the model of the actor."""
+    model, plain = critic.model, ModelConfig()
+    for name, value in vars(model).items():
+        # Without a path, the critic has the model of the actor and all settings of that model.
+        if not model.path and value not in (getattr(plain, name), getattr(policy, name)):
+            raise ConfigError(
+                f"critic.model.{name}={as_written(value)} is not read, because critic.model.path "
+                "is empty: the critic is then built from the model of the actor, with "
+                f"actor_rollout_ref.model.{name}={as_written(getattr(policy, name))}; set "
+                "critic.model.path, or change the setting of the actor",
+                key=f"critic.model.{name}",
+            )
+    if critic.engine.fused_head:
+        raise ConfigError(
+            "critic.engine.fused_head=true is for log-probabilities, and a critic computes values; "
+            "set it to null",
+            key="critic.engine.fused_head",
+        )
+
+
 def _check_optim(key: str, optim: OptimConfig) -> None:
+    if optim.min_lr_ratio and optim.lr_scheduler == "constant":
+        raise ConfigError(
+            f"{key}.min_lr_ratio={optim.min_lr_ratio:g} is the end of a falling learning rate, but "
+            f"{key}.lr_scheduler=constant; set lr_scheduler to linear or cosine, or remove "
+            f"{key}.min_lr_ratio",
+            key=f"{key}.min_lr_ratio",
+        )
     if optim.momentum is not None and optim.name != "muon":
         raise ConfigError(
             f"{key}.momentum={optim.momentum} is read by {key}.name=muon only, but {key}.name="

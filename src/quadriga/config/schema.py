@@ -215,7 +215,7 @@ class ActorRolloutRefConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The value model. With an empty `model.path` it is the actor's model with a new value head."""
+    """The value model. Without `model.path`: the model of the actor, its settings, a new head."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
