@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import ray
 from omegaconf import OmegaConf
 
 from quadriga.compat.verl.config import number
 from quadriga.compat.verl.training import trainer
+from quadriga.compat.verl.training.hooks import call_hooks
 from quadriga.compat.verl.training.settings import need_critic, need_reference_policy
-from quadriga.compat.verl.training.trainer import run_ppo
+from quadriga.compat.verl.training.trainer import TaskRunner, run_ppo
 from quadriga.config.verl.settings import plain_values
 from quadriga.errors import ConfigError
+from quadriga.single_controller import Worker
 
 
 class Started(Exception):
@@ -86,3 +89,121 @@ def test_a_list_is_no_configuration():
         need_reference_policy(OmegaConf.create({"actor_rollout_ref": {"actor": [1]}}))
     with pytest.raises(ConfigError, match="clip_ratio must be a number, got 'wide'"):
         number({"clip_ratio": "wide"}, "clip_ratio")
+
+
+async def later(self, config):
+    """A hook whose body runs only if something awaits it."""
+
+
+def stepwise(self, config):
+    yield config
+
+
+def without_init(self):
+    pass
+
+
+HOOKS = [
+    ({"add_z_worker": later}, r"Own\.add_z_worker is a coroutine function, .* nothing awaits"),
+    ({"add_z_worker": stepwise}, r"Own\.add_z_worker is a generator function"),
+    ({"add_z_resource_pool": 5}, r"Own\.add_z_resource_pool must be a method, got 5"),
+    ({"add_z_worker": lambda self: None}, r"calls add_z_worker\(config\), but Own"),
+    ({"add_critic_worker": later}, r"Own\.add_critic_worker is a coroutine function"),
+    ({"add_critic_worker": None}, r"Own\.add_critic_worker must be a method, got None"),
+    ({"add_critic_worker": lambda self: None}, r"calls add_critic_worker\(config\), but Own"),
+    ({"add_ref_policy_worker": lambda self, config: None}, r"add_ref_policy_worker\(config, ref_"),
+    ({"init_resource_pool_mgr": later}, r"Own\.init_resource_pool_mgr is a coroutine function"),
+    ({"run": later}, r"Own\.run is a coroutine function"),
+    ({"run": 5}, r"Own\.run must be a method, got 5"),
+    ({"run": lambda self: None}, r"calls run\(config\), but Own"),
+]
+
+
+@pytest.mark.parametrize(("hook", "message"), HOOKS)
+def test_a_hook_that_cannot_be_called_is_refused_before_ray_starts(no_ray, hook, message):
+    runner = type("Own", (TaskRunner,), hook)
+    with pytest.raises(ConfigError, match=message):
+        run_ppo({}, runner)
+    with pytest.raises(ConfigError, match=message):
+        run_ppo({}, ray.remote(runner))
+
+
+@pytest.mark.parametrize(("hook", "message"), [pair for pair in HOOKS if "run" not in pair[0]])
+def test_a_runner_that_is_run_by_hand_checks_its_hooks_first(hook, message):
+    called = []
+
+    class Base(TaskRunner):
+        def add_actor_rollout_worker(self, config):
+            called.append(config)
+
+    with pytest.raises(ConfigError, match=message):
+        type("Own", (Base,), hook)().run({})
+    assert called == []
+
+
+def test_hooks_of_other_kinds_are_called(no_ray):
+    called = []
+
+    class Own(TaskRunner):
+        @staticmethod
+        def add_a_worker(config):
+            called.append("static")
+
+        @classmethod
+        def add_b_worker(cls, config):
+            called.append("class")
+
+        def __init__(self):
+            super().__init__()
+            self.add_c_worker = lambda config: called.append("instance")
+
+    with pytest.raises(Started):
+        run_ppo({}, Own)
+    call_hooks(Own(), {"algorithm": {"adv_estimator": "grpo"}})
+    assert called == ["static", "class", "instance"]
+
+
+def test_a_hook_of_an_instance_is_checked_too():
+    class Own(TaskRunner):
+        def __init__(self):
+            super().__init__()
+            self.add_c_worker = 5
+
+    with pytest.raises(ConfigError, match=r"Own\.add_c_worker must be a method, got 5"):
+        Own().run({})
+
+
+def test_a_runner_without_its_mappings_is_refused():
+    runner = type("Own", (TaskRunner,), {"__init__": without_init})()
+    with pytest.raises(
+        ConfigError, match=r"Own has no role_worker_mapping; call super\(\)\.__init"
+    ):
+        runner.run({})
+    runner.role_worker_mapping, runner.mapping = {}, None
+    with pytest.raises(ConfigError, match=r"Own\.mapping must be a dict, got None"):
+        runner.run({})
+
+
+def test_a_policy_without_a_class_is_refused():
+    class Own(TaskRunner):
+        def add_actor_rollout_worker(self, config):
+            return Worker, object
+
+    with pytest.raises(
+        ConfigError, match=r"has chosen no class .*role_worker_mapping\[Role\.Actor"
+    ):
+        Own().run({})
+
+
+def test_what_is_no_runner_is_refused(no_ray):
+    with pytest.raises(
+        ConfigError, match="task_runner_class must be a class with a method run, got"
+    ):
+        run_ppo({}, 5)
+    with pytest.raises(ConfigError, match="task_runner_class must be a class with a method run"):
+        run_ppo({}, dict)
+    needs_more = type("Own", (TaskRunner,), {"__init__": lambda self, path: None})
+    with pytest.raises(ConfigError, match=r"builds Own\(\) without arguments: missing .*path"):
+        run_ppo({}, needs_more)
+    with pytest.raises(Started):
+        run_ppo({}, None)  # verl's default

@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeAlias
 
 import torch
 
@@ -24,6 +23,7 @@ from quadriga.backends.ray.programs import run_in_actor, write_timeline
 from quadriga.compat.verl.config import VerlConfig
 from quadriga.compat.verl.controller.groups import RayWorkerGroup
 from quadriga.compat.verl.controller.pools import ResourcePoolManager
+from quadriga.compat.verl.training.hooks import RUN, PoolManager, call_hooks, check_runner
 from quadriga.compat.verl.training.ray_settings import ray_settings
 from quadriga.compat.verl.training.roles import (
     check_called,
@@ -46,13 +46,10 @@ from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
 from quadriga.config.verl.table import GENERATE, SFT
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto, fields
-from quadriga.trainer.placement import ResourcePoolManager as QuadrigaPools
 from quadriga.trainer.placement import Role
 from quadriga.trainer.roles.registry import register_again, registered_for
 from quadriga.trainer.stages import BatchReward
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
-
-PoolManager: TypeAlias = "ResourcePoolManager[Role] | QuadrigaPools"
 
 
 class RewardOfTensors:
@@ -215,69 +212,26 @@ class TaskRunner:
             trainer.close()
 
 
-def call_hooks(runner: TaskRunner, config: VerlConfig) -> tuple[type, PoolManager]:
-    """Call the hooks of a runner. Return the class of groups and the pools.
-
-    Raises:
-        ConfigError: a hook returns or takes something else than expected.
-    """
-    chosen: object = runner.add_actor_rollout_worker(config)
-    if not isinstance(chosen, tuple) or len(chosen) != 2:
-        raise ConfigError(
-            "add_actor_rollout_worker must return (class of the policy, class of groups), got "
-            f"{chosen!r}"
-        )
-    policy_class, group_class = chosen
-    runner.add_critic_worker(config)
-    runner.add_reward_model_resource_pool(config)
-    runner.add_teacher_model_resource_pool(config)
-    runner.add_ref_policy_worker(config, policy_class)
-    for name in _added_hooks(type(runner)):
-        hook = getattr(runner, name)
-        try:
-            inspect.signature(hook).bind(config)
-        except TypeError:
-            raise ConfigError(
-                f"TaskRunner.run calls {name}(config), but {type(runner).__name__} defines "
-                f"{name}{inspect.signature(hook)}; change its parameters"
-            ) from None
-        hook(config)
-    pools: object = runner.init_resource_pool_mgr(config)
-    if not isinstance(pools, ResourcePoolManager | QuadrigaPools):
-        raise ConfigError(
-            f"init_resource_pool_mgr must return a ResourcePoolManager, got {pools!r}"
-        )
-    return group_class, pools
-
-
-def _added_hooks(cls: type[TaskRunner]) -> list[str]:
-    """Return the names of the hooks that subclasses of `TaskRunner` add, in their order."""
-    names = [name for base in reversed(cls.__mro__) for name in vars(base)]
-    return [
-        name
-        for name in dict.fromkeys(names)
-        if name.startswith("add_")
-        and name.endswith(("_worker", "_resource_pool"))
-        and not hasattr(TaskRunner, name)
-    ]
-
-
-def run_ppo(config: VerlConfig, task_runner_class: object = TaskRunner) -> object:
+def run_ppo(config: VerlConfig, task_runner_class: object = None) -> object:
     """Connect to Ray, run the training in an actor, and return what its `run` returns.
 
+    `task_runner_class`: a class, or the result of `ray.remote(class)`; None: `TaskRunner`.
     `config.ray_kwargs.ray_init` holds arguments of `ray.init`; its `runtime_env` is merged with
     `RUNTIME_ENV`, and its values win. `config.ray_kwargs.timeline_json_file`: a file for a trace of
     all tasks. A connection to Ray that exists is used unchanged.
 
     Raises:
-        ConfigError: names the setting of Ray that is wrong. Nothing was started.
+        ConfigError: names the setting of Ray, or the method of the class, that is wrong. Nothing
+            was started.
     """
+    runner = TaskRunner if task_runner_class is None else task_runner_class
+    check_runner(runner, TaskRunner)
     of_ray = ray_settings(config)
     session = ensure_ray(**of_ray.arguments)
     try:
         # The actor is another process, which has not run the program's `register_role`.
         first = partial(register_again, registered_for(()))
-        result = run_in_actor(task_runner_class, "run", config, first=first)
+        result = run_in_actor(runner, RUN, config, first=first)
         if of_ray.timeline is not None:
             write_timeline(of_ray.timeline)
         return result
