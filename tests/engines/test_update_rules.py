@@ -7,13 +7,19 @@ import math
 import optimizer_cases as cases
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from quadriga.config.schema import OptimConfig
 from quadriga.engines.optimizers.adamw import AdamW
 from quadriga.engines.optimizers.adamw_8bit import AdamW8bit, block_size
 from quadriga.engines.optimizers.muon import Muon
 from quadriga.engines.optimizers.newton_schulz import newton_schulz
+from quadriga.engines.optimizers.rule import local_shard, sharded_like
 from quadriga.engines.optimizers.state_bytes import state_bytes
 
 CPU = torch.device("cpu")
@@ -144,3 +150,26 @@ def test_eight_bits_follow_adamw_with_a_quarter_of_its_state():
 def test_muon_has_one_moment():
     assert state_bytes("muon", (64, 512), 8, torch.float32) == 8 * 512 * 4
     assert state_bytes("adamw", (512,), 64, torch.float32) == 2 * 64 * 4
+
+
+@pytest.fixture
+def parameter_on_the_host():
+    """The shard [3, 4] in host memory of a parameter [5, 4], whose mesh is of another device."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = DeviceMesh("meta", [0, 1])  # stands in for an accelerator
+    size, stride = torch.Size([5, 4]), (4, 1)
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(size, stride, torch.float32))
+    yield nn.Parameter(DTensor(torch.ones(3, 4), spec, requires_grad=False))
+    dist.destroy_process_group()
+
+
+def test_state_of_a_parameter_in_host_memory_stays_there(parameter_on_the_host):
+    moment = torch.zeros(3, 4)
+    found = sharded_like(moment, parameter_on_the_host)
+    assert found.shape == (5, 4) and local_shard(found).data_ptr() == moment.data_ptr()
+    scales = sharded_like(torch.zeros(3, 2), parameter_on_the_host, (5, 2))
+    assert scales.shape == (5, 2) and local_shard(scales).device == CPU
+    rule = AdamW([("w", parameter_on_the_host)], OptimConfig(lr=0.1))
+    rule.load_tensors(rule.tensors(), steps=1)
+    rule.update([torch.ones(3, 4)], 0.1)
+    assert {moment.device for moment in rule.existing()} == {CPU}

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 Named = Sequence[tuple[str, nn.Parameter]]
 """(name, parameter) pairs. A parameter is a DTensor after sharding."""
@@ -60,11 +61,8 @@ def sharded_like(shard: Tensor, parameter: Tensor, shape: Sequence[int] | None =
     if not isinstance(parameter, DTensor):
         return shard
     size = parameter.shape if shape is None else torch.Size(shape)
-    return DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=size,
-        stride=torch.empty(size, device="meta").stride(),
-    )
+    stride = torch.empty(size, device="meta").stride()
+    # `DTensor.from_local` would copy a shard in host memory to the device of the mesh.
+    meta = TensorMeta(size, stride, shard.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
+    return DTensor(shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # of torch
