@@ -111,13 +111,16 @@ def options_of_group(monkeypatch):
     """A function that makes a group of verl, and returns the options that Quadriga's receives."""
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
+    import quadriga.backends.ray
     from quadriga.compat.verl.controller import groups
     from quadriga.single_controller import Worker
 
     taken = []
     monkeypatch.setattr(groups, "ensure_ray", lambda: None)
     monkeypatch.setattr(
-        groups.QuadrigaRayWorkerGroup, "__init__", lambda self, *args, **kw: taken.append(kw)
+        quadriga.backends.ray.RayWorkerGroup,
+        "__init__",
+        lambda self, *args, **kw: taken.append(kw),
     )
 
     def made(**options):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, TypeAlias, overload
-
-from omegaconf import OmegaConf
 
 from quadriga.errors import ConfigError
 
 VerlConfig: TypeAlias = object
 """A mapping, an OmegaConf node or an object with attributes; None: no settings."""
-_NO_SECTION: Final = (str, bytes, int, float, list, tuple)
+_NO_SECTION: Final = (int, float, Sequence)  # a text is a sequence, and so is a list of OmegaConf
 
 
 def setting(config: VerlConfig, key: str, default: object = None) -> Any:
@@ -20,7 +19,7 @@ def setting(config: VerlConfig, key: str, default: object = None) -> Any:
     """
     if config is None:
         return default
-    if isinstance(config, _NO_SECTION) or OmegaConf.is_list(config):
+    if isinstance(config, _NO_SECTION):
         raise ConfigError(f"expected a section of settings with {key!r}, got {config!r}", key=key)
     getter = getattr(config, "get", None)
     found = getter(key, default) if getter is not None else getattr(config, key, default)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from quadriga.backends.ray.programs import init_parameters
 from quadriga.compat.verl.config import VerlConfig, setting
@@ -93,8 +91,8 @@ def _section(value: object, key: str) -> dict[str, object]:
     """Return the settings of a section; {} for None. Raises `ConfigError` for another value."""
     if value is None:
         return {}
-    is_mapping = isinstance(value, Mapping) or OmegaConf.is_dict(value)
-    if OmegaConf.is_list(value) or (not is_mapping and not hasattr(value, "__dict__")):
+    is_section = isinstance(value, Mapping) or hasattr(value, "__dict__")
+    if isinstance(value, Sequence) or not is_section:  # a list of OmegaConf is a sequence
         shown = mask_secrets(repr(value))
         raise ConfigError(f"{key} must be a section of settings, got {shown}", key=key)
     return plain_values(value)
