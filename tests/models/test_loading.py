@@ -5,7 +5,11 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from quadriga.errors import ModelError
 from quadriga.models import (
@@ -116,6 +120,16 @@ def test_value_model_can_be_saved_and_loaded(folder, tmp_path):
     again = load_value_model(tmp_path)
     assert again.score.weight.equal(values.score.weight) and again.score.bias.item() == 0.5
     assert again.model.embed_tokens.weight.equal(values.model.embed_tokens.weight)
+
+
+def test_a_value_model_has_the_head_of_a_reward_model_and_a_bias_of_zero(folder, tmp_path):
+    reward = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    assert reward.score.bias is None
+    with torch.no_grad():
+        reward.score.weight.normal_()
+    reward.save_pretrained(tmp_path)
+    values = load_value_model(tmp_path)
+    assert values.score.weight.equal(reward.score.weight) and values.score.bias.item() == 0
 
 
 @pytest.mark.parametrize("load", [load_causal_lm, load_value_model])

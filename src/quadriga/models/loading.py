@@ -108,7 +108,8 @@ def load_value_model(
     """Load a causal backbone with a scalar head on every token: `model(...).logits` is [B, T, 1].
 
     The folder may hold a causal language model. The head is then new and zero, so that the first
-    values are 0 on every rank. Or it holds a value model that `save_pretrained` wrote.
+    values are 0 on every rank. Or it holds a value model that `save_pretrained` wrote, or a reward
+    model (a sequence classifier with one label), whose head has no bias: that of the values is 0.
 
     Raises:
         ModelError: transformers has no token head for this architecture, or weights of the backbone
@@ -132,10 +133,9 @@ def load_value_model(
             f"among them {min(missing - new_head)!r}",
             path=str(path),
         )
-    if new_head:
-        with torch.no_grad():
-            for parameter in head.parameters():
-                parameter.zero_()
+    with torch.no_grad():
+        for name in new_head:
+            head.get_parameter(name.removeprefix(VALUE_HEAD_PREFIX)).zero_()
     return model
 
 
