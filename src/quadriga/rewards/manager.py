@@ -154,7 +154,7 @@ class RewardManager:
         score_B = torch.tensor([outcome.score for outcome in outcomes], dtype=torch.float32)
         scores = {fields.TOKEN_LEVEL_SCORES: at_last_token(score_B, mask)}
         if self.components:
-            scores[fields.REWARD_COMPONENTS] = self._components(outcomes)
+            scores[fields.REWARD_COMPONENTS] = reward_components(outcomes, self.components)
         return DataProto.from_dict(scores)
 
     def close(self) -> None:
@@ -220,25 +220,6 @@ class RewardManager:
         with contained():
             return call(self._loaded[sample.function], sample)
 
-    def _components(self, outcomes: list[Outcome]) -> torch.Tensor:
-        """Return the numbers of `components` that the functions returned, [B, K] float32.
-
-        A sample without a score has 0 in every component. Raises `FieldError` if a function did
-        not return one of them.
-        """
-        rows = []
-        for outcome in outcomes:
-            missing = [n for n in self.components if not isinstance(outcome.extra.get(n), float)]
-            if missing and outcome.status == SCORED:
-                raise FieldError(
-                    f"algorithm.reward_components names {missing}, but besides its score the "
-                    f"reward function returned {sorted(outcome.extra)}; return a dict with "
-                    "'score' and one number for each component",
-                    field=missing[0],
-                )
-            rows.append([0.0 if missing else float(outcome.extra[n]) for n in self.components])
-        return torch.tensor(rows, dtype=torch.float32).reshape(len(outcomes), len(self.components))
-
     def _report(self, outcomes: list[Outcome], data: DataProto) -> None:
         """Set `metrics`, `failures` and `masked_rows`; log the first failure, or raise for it."""
         sources = data.non_tensor_batch.get(fields.DATA_SOURCE, [None] * len(outcomes))
@@ -253,7 +234,7 @@ class RewardManager:
         self.metrics = {f"reward/{status}": float(counts[status]) for status in FAILURES}
         self.metrics["reward/failed"] = len(self.failures) / max(1, len(outcomes))
         self.metrics["reward/masked"] = float(len(self.masked_rows))
-        self.metrics |= _mean_extras(outcomes)
+        self.metrics |= mean_extras(outcomes)
         if not self.failures:
             return
         first = self.failures[0]
@@ -306,7 +287,29 @@ def _ground_truth(reward_model: object, function: FunctionRef) -> object:
     return truth
 
 
-def _mean_extras(outcomes: list[Outcome]) -> dict[str, float]:
+def reward_components(outcomes: Sequence[Outcome], names: Sequence[str]) -> torch.Tensor:
+    """Return the numbers that the functions returned under `names`, [B, K] float32.
+
+    A sample without a score has 0 in every component.
+
+    Raises:
+        FieldError: a function did not return one of them, or returned no number.
+    """
+    rows = []
+    for outcome in outcomes:
+        missing = [name for name in names if not isinstance(outcome.extra.get(name), float)]
+        if missing and outcome.status == SCORED:
+            raise FieldError(
+                f"algorithm.reward_components names {missing}, but besides its score the "
+                f"reward function returned {sorted(outcome.extra)}; return one number for each "
+                "component, under its name",
+                field=missing[0],
+            )
+        rows.append([0.0 if missing else float(outcome.extra[name]) for name in names])
+    return torch.tensor(rows, dtype=torch.float32).reshape(len(outcomes), len(names))
+
+
+def mean_extras(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Return `reward/extra/<key>` → mean of the numbers that functions returned under that key."""
     values: dict[str, list[float]] = {}
     for outcome in outcomes:

@@ -130,7 +130,7 @@ def _outcome(value: object) -> Outcome:
                 f"a returned dict has {len(value)} entries; 'score' and at most {MAX_EXTRAS} "
                 "others are allowed"
             )
-        extra = {cut(str(k), MAX_NAME): _plain(v) for k, v in value.items() if k != "score"}
+        extra = plain_extras({k: v for k, v in value.items() if k != "score"})
         value = value["score"]
     # `__float__` and not `float`: a score may be a numpy or torch scalar.
     if isinstance(value, str) or not hasattr(value, "__float__"):
@@ -141,6 +141,13 @@ def _outcome(value: object) -> Outcome:
     return Outcome(SCORED, score, extra)
 
 
+def plain_extras(values: Mapping[object, object]) -> dict[str, float | str]:
+    """Return what a function returned besides its score, as numbers and texts of bounded size."""
+    return {cut(str(name), MAX_NAME): _plain(value) for name, value in values.items()}
+
+
 def _plain(value: object) -> float | str:
     """Return a number or the text of a value, which can be sent as JSON and logged."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()  # a scalar of numpy or torch, also a boolean
     return float(value) if isinstance(value, numbers.Real) else cut(str(value), MAX_TEXT)

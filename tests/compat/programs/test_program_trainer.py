@@ -39,7 +39,7 @@ from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 
 from quadriga.algorithms.advantages import ADVANTAGES
 from quadriga.compat.verl.training.ray_settings import ray_init_arguments
-from quadriga.compat.verl.training.trainer import RewardOfTensors
+from quadriga.compat.verl.training.reward import RewardOfTensors
 from quadriga.errors import ConfigError, InputError
 
 

@@ -11,11 +11,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-
-import torch
 
 from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
 from quadriga.backends.ray.cluster import ensure_ray
@@ -25,6 +22,7 @@ from quadriga.compat.verl.controller.groups import RayWorkerGroup
 from quadriga.compat.verl.controller.pools import ResourcePoolManager
 from quadriga.compat.verl.training.hooks import RUN, PoolManager, call_hooks, check_runner
 from quadriga.compat.verl.training.ray_settings import ray_settings
+from quadriga.compat.verl.training.reward import reward_of_tensors
 from quadriga.compat.verl.training.roles import (
     check_called,
     check_stages,
@@ -45,40 +43,9 @@ from quadriga.compat.verl.training.trainer_names import (
 from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
 from quadriga.config.verl.table import GENERATE, SFT
 from quadriga.errors import ConfigError
-from quadriga.protocol import DataProto, fields
 from quadriga.trainer.placement import Role
 from quadriga.trainer.roles.registry import register_again, registered_for
-from quadriga.trainer.stages import BatchReward
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
-
-
-class RewardOfTensors:
-    """A reward function of verl as one of Quadriga.
-
-    verl's `reward_fn(data, return_dict=True)` returns a dict with `reward_tensor` [B, R] float32,
-    or that tensor.
-    """
-
-    def __init__(self, reward_fn: Callable[..., object]) -> None:
-        self.reward_fn = reward_fn
-        # From the signature, and not by a call: a TypeError can also be one of its own code.
-        parameters = inspect.signature(reward_fn).parameters.values()
-        self._returns_dict = any(
-            p.name == "return_dict" or p.kind is p.VAR_KEYWORD for p in parameters
-        )
-
-    def __call__(self, data: DataProto, /) -> DataProto:
-        """Score every row. Raises `ConfigError` if the function returns something else."""
-        options = {"return_dict": True} if self._returns_dict else {}
-        returned = self.reward_fn(data, **options)
-        scores = returned.get("reward_tensor") if isinstance(returned, Mapping) else returned
-        if not isinstance(scores, torch.Tensor):
-            raise ConfigError(
-                "reward_fn must return a tensor [B, R], or a dict with 'reward_tensor', got "
-                f"{type(returned).__name__}",
-                key="reward_fn",
-            )
-        return DataProto.from_dict({fields.TOKEN_LEVEL_SCORES: scores.float()})
 
 
 class RayPPOTrainer(VerlTrainerNames):
@@ -140,7 +107,7 @@ class RayPPOTrainer(VerlTrainerNames):
             ours,
             role_worker_mapping=worker_classes(classes),
             resource_pool_manager=pools_of(resource_pool_manager, ours, device),
-            reward_fn=_reward(reward_fn),
+            reward_fn=reward_of_tensors(reward_fn, ours.algorithm.reward_components),
         )
 
 
@@ -263,14 +230,3 @@ def _check_tokenizer(tokenizer: object, config: TrainConfig) -> None:
             "passed. Set actor_rollout_ref.model.tokenizer_path to its folder",
             key="tokenizer",
         )
-
-
-def _reward(reward_fn: object) -> BatchReward | None:
-    if reward_fn is None:
-        return None
-    if not callable(reward_fn):
-        raise ConfigError(
-            f"RayPPOTrainer: reward_fn must be a function of a batch, got {reward_fn!r}",
-            key="reward_fn",
-        )
-    return RewardOfTensors(reward_fn)
