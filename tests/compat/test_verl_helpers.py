@@ -33,9 +33,10 @@ def test_a_path_of_this_machine_needs_no_copy(tmp_path, monkeypatch):
         copy_to_local("hdfs://a/b")
 
 
-def test_a_tokenizer_has_a_padding_token(tmp_path):
+def test_a_tokenizer_has_a_padding_token(tmp_path, monkeypatch):
     from verl.utils import hf_tokenizer
 
+    from quadriga.compat.verl import files
     from quadriga.models.tiny import TinyModel, write_tiny_model
 
     shape = TinyModel(
@@ -44,6 +45,15 @@ def test_a_tokenizer_has_a_padding_token(tmp_path):
     write_tiny_model(str(tmp_path), ["one two three"], shape)
     tokenizer = hf_tokenizer(str(tmp_path), trust_remote_code=False)
     assert tokenizer.pad_token_id is not None
+    # The second argument is verl's `correct_pad_token`, and does not trust the code of a model.
+    trusted = []
+    monkeypatch.setattr(
+        files, "load_tokenizer", lambda path, trust_remote_code: trusted.append(trust_remote_code)
+    )
+    hf_tokenizer(str(tmp_path), True, True)
+    assert trusted == [False]
+    with pytest.raises(ModelError, match="correct_pad_token=False"):
+        hf_tokenizer(str(tmp_path), correct_pad_token=False)
     assert tokenizer.decode(tokenizer("two three")["input_ids"]).split() == ["two", "three"]
 
 

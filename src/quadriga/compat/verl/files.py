@@ -33,8 +33,24 @@ def copy_to_local(src: str, cache_dir: str | None = None, **kwargs: object) -> s
     return str(Path(src).expanduser()) if src.startswith("~") else src
 
 
-def hf_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model folder or a model of the hub. It has a padding token."""
+def hf_tokenizer(
+    name_or_path: str,
+    correct_pad_token: bool = True,
+    correct_gemma2: bool = True,
+    *,
+    trust_remote_code: bool = False,
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model folder or a model of the hub. It has a padding token.
+
+    `correct_gemma2` is ignored: the end tokens are those of the model's folder. Raises `ModelError`
+    for `correct_pad_token=False`, because batches are padded.
+    """
+    if not correct_pad_token:
+        raise ModelError(
+            "hf_tokenizer: correct_pad_token=False would leave a tokenizer without a padding "
+            "token, but batches are padded; leave it True",
+            path=name_or_path,
+        )
     return load_tokenizer(name_or_path, trust_remote_code=trust_remote_code)
 
 
