@@ -99,7 +99,7 @@ def test_a_file_that_ends_early_is_named(root, tmp_path):
     file = max(folder.glob("*.safetensors"))
     with file.open("rb+") as opened:
         opened.truncate(file.stat().st_size - 4)
-    with pytest.raises(ModelError, match=rf"{file.name} ends at byte \d+, and its header says"):
+    with pytest.raises(ModelError, match=rf"{file.name} is not .*: it has \d+ bytes"):
         FSDPEngine(ModelConfig(path=str(folder)), EngineConfig())
 
 

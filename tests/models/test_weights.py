@@ -69,6 +69,16 @@ def test_a_header_that_states_another_size_is_refused(tmp_path):
         opened.read(entry, 0, torch.zeros(4, 3))
 
 
+def test_a_file_that_became_shorter_is_named(tmp_path):
+    save(tmp_path, {"w": torch.ones(4, 2)})
+    entry = stored_tensors(tmp_path)["w"]
+    with (tmp_path / "model.safetensors").open("rb+") as file:
+        file.truncate(entry.stop - 4)
+    expected = rf"model.safetensors ends at byte {entry.stop - 4}, and .* at least {entry.stop}$"
+    with TensorReader(tmp_path) as opened, pytest.raises(ModelError, match=expected):
+        opened.read(entry, 0, torch.zeros(4, 2))
+
+
 def test_a_tensor_in_two_files_is_refused(tmp_path):
     for file in ("a.safetensors", "b.safetensors"):
         save(tmp_path, {"w": torch.ones(2)}, file)

@@ -12,6 +12,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.integrations import hub_kernels
 
@@ -313,3 +314,60 @@ def test_config_that_is_no_json_is_refused_in_one_line(folder, content, message)
 def test_weights_with_a_wrong_header_are_refused(folder, header):
     (folder / "model.safetensors").write_bytes(header)
     refused(check_model_folder, folder, "model.safetensors is not a safetensors file")
+
+
+NORM = "model.norm.weight"
+
+
+def overlapping(header):
+    header[NORM]["data_offsets"] = header["model.layers.0.input_layernorm.weight"]["data_offsets"]
+
+
+def in_the_header(header):
+    header[NORM]["data_offsets"] = [-128, 0]
+
+
+def with_a_gap(header):
+    del header["model.layers.0.input_layernorm.weight"]
+
+
+def with_a_fraction(header):
+    header[NORM]["shape"] = [32.9]
+
+
+def with_a_text(header):
+    header[NORM]["shape"] = "32"
+
+
+def unchanged(header):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "message"),
+    [
+        (
+            overlapping,
+            b"",
+            r"tensor '.*norm.weight' has the bytes \d+ to \d+, and tensor '.*' ends at",
+        ),
+        (with_a_gap, b"", r"tensor '.*' has the bytes \d+ to \d+, and tensor '.*' ends at byte"),
+        (in_the_header, b"", r"its header cannot be read \(ValueError\)"),
+        (with_a_fraction, b"", r"its header cannot be read \(ValueError\)"),
+        (with_a_text, b"", r"its header cannot be read \(ValueError\)"),
+        (unchanged, b"1234", r"it has \d+ bytes, and its header describes \d+"),
+        (unchanged, None, r"it has \d+ bytes, and its header describes \d+"),
+    ],
+)
+def test_weights_whose_bytes_are_not_as_the_header_says_are_refused(folder, change, more, message):
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    data = content[8 + length : -4] if more is None else content[8 + length :] + more
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    with pytest.raises(SafetensorError):
+        load_file(path)
+    refused(check_model_folder, folder, f"is not a safetensors file: {message}")

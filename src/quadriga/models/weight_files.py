@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -267,7 +268,8 @@ def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
     the header.
 
     Raises:
-        ModelError: the file cannot be read, or it is no safetensors file.
+        ModelError: the file cannot be read, or it is no safetensors file: also if it is not as long
+            as its header says, or if tensors overlap.
     """
     problem = ""
     try:
@@ -276,17 +278,10 @@ def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
             if length > _MAX_HEADER_BYTES:
                 problem = f"its header would have {length} bytes"
             else:
-                header = json.loads(file.read(length))
-                return {
-                    tensor: StoredTensor(
-                        name,
-                        str(entry["dtype"]),
-                        tuple(int(size) for size in entry["shape"]),
-                        *(8 + length + int(offset) for offset in entry["data_offsets"]),
-                    )
-                    for tensor, entry in header.items()
-                    if tensor != "__metadata__"
-                }
+                tensors = _tensors(name, file.read(length), 8 + length)
+                problem = _wrong_ranges(tensors, 8 + length, os.fstat(file.fileno()).st_size)
+                if not problem:
+                    return tensors
     # OverflowError: a size of 1e400.
     except (
         ValueError,
@@ -303,6 +298,48 @@ def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
         f"the model in {folder} cannot be loaded: {name} is not a safetensors file: {problem}",
         path=str(folder),
     )
+
+
+def _tensors(file: str, header: bytes, begin: int) -> dict[str, StoredTensor]:
+    """Return the tensors of a header that ends at byte `begin`. Raises what wrong JSON causes."""
+    entries = json.loads(header)
+    return {
+        tensor: StoredTensor(
+            file,
+            str(entry["dtype"]),
+            tuple(map(_natural, entry["shape"])),
+            *(begin + _natural(offset) for offset in entry["data_offsets"]),
+        )
+        for tensor, entry in entries.items()
+        if tensor != "__metadata__"
+    }
+
+
+def _natural(value: object) -> int:
+    """Return a size or an offset of a header. Raises `ValueError` if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def _wrong_ranges(tensors: Mapping[str, StoredTensor], begin: int, size: int) -> str:
+    """Return what is wrong with the ranges of bytes of tensors, or the size of their file.
+
+    The tensors fill the file from byte `begin` to its end. Where they do not, the library
+    safetensors refuses the file, and a tensor would be read from the bytes of another one.
+    """
+    end, last = begin, ""
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if tensor.start != end or tensor.stop < end:
+            after = f"tensor {last!r} ends" if last else "its header ends"
+            return (
+                f"tensor {name!r} has the bytes {tensor.start} to {tensor.stop}, and {after} at "
+                f"byte {end}"
+            )
+        end, last = tensor.stop, name
+    if size != end:
+        return f"it has {size} bytes, and its header describes {end}"
+    return ""
 
 
 def _short(value: JsonValue) -> str:
