@@ -57,6 +57,44 @@ def error_of(check, cls, overrides, *known):
     return str(caught.value)
 
 
+LOCAL = "trainer.backend=local"
+TWO = ("trainer.n_gpus_per_node=2", LOCAL)
+APART = ("placement.actor=[0]", "trainer.n_gpus_per_node=3", LOCAL)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        (TWO, r"actor has 2 ranks (trainer.nnodes=1 × trainer.n_gpus_per_node=2)"),
+        (("trainer.nnodes=2", LOCAL), r"actor has 2 ranks (trainer.nnodes=2 × "),
+        (
+            ("placement.actor=[0-1]", "placement.rollout=[2]", *APART[1:]),
+            "actor has 2 ranks (place",
+        ),
+        (("placement.critic=[1-2]", "algorithm.adv_estimator=gae", *APART), "critic has 2 ranks ("),
+        (
+            ("placement.ref=[1,2]", f"{ACTOR}.use_kl_loss=true", *APART),
+            "ref has 2 ranks (placement.",
+        ),
+    ],
+)
+def test_several_local_ranks_of_a_role_that_computes_together_are_refused(overrides, ranks):
+    message = error_of(check_train_settings, TrainConfig, overrides, KNOWN)
+    assert ranks in message and "run no collectives; set trainer.backend=ray" in message
+
+
+def test_local_ranks_that_need_no_collectives_pass():
+    placed = ("placement.rollout=[1-2]", "data.train_batch_size=8", f"{MINI}=8")
+    check_train_settings(load_config(TrainConfig, [*placed, *APART]), KNOWN)
+    check_train_settings(load_config(TrainConfig, [LOCAL]), KNOWN)
+    check_sft_settings(load_config(SFTConfig, [LOCAL]))
+
+
+def test_several_local_ranks_of_fine_tuning_are_refused():
+    message = error_of(check_sft_settings, SFTConfig, TWO)
+    assert "2 ranks (trainer.nnodes=1 × trainer.n_gpus_per_node=2)" in message
+
+
 def test_defaults_pass():
     check_train_settings(TrainConfig(), KNOWN)
     check_train_settings(TrainConfig())

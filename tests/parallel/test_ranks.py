@@ -53,3 +53,12 @@ def test_several_ranks_need_an_address(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(CollectiveError, match="MASTER_ADDR"):
         distributed.init_distributed()
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "RANK", "MASTER_PORT"])
+def test_a_variable_of_a_launcher_that_is_no_number_is_named(monkeypatch, variable):
+    set_by_launcher = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    for name, value in {**set_by_launcher, variable: "many"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CollectiveError, match=f"{variable} must be a whole number, got 'many'"):
+        distributed.init_distributed("cpu")

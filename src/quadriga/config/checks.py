@@ -5,7 +5,7 @@ The checks read no file. Every message does the arithmetic and names the setting
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from quadriga.config.convert import check_choice
@@ -28,6 +28,8 @@ from quadriga.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
+COLLECTIVE_ROLES = ("actor", "ref", "critic")
+"""The built-in roles whose ranks compute together."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def check_sft_settings(config: SFTConfig, known: KnownNames | None = None) -> No
             f"set it to {_nearest_multiples(rows, ranks)}",
             key="data.train_batch_size",
         )
+    _check_local_ranks(config, ["actor"])
     if known and known.engines:
         check_choice("engine.name", config.engine.name, sorted(known.engines))
     if trainer.stop_at_accuracy is not None and not config.data.val_files:
@@ -139,6 +142,7 @@ def _check_placement(config: TrainConfig, known: KnownNames) -> None:
                 f"placement.{role}",
                 key=f"placement.{role}",
             )
+    _check_local_ranks(config, [role for role in COLLECTIVE_ROLES if role not in unused])
     pools = role_pools(config, [role for role in roles_of(config) if role not in unused])
     if actor.reads_full_kl and not any({"actor", "ref"} <= set(pool.roles) for pool in pools):
         raise ConfigError(
@@ -153,6 +157,27 @@ def _check_placement(config: TrainConfig, known: KnownNames) -> None:
             "gives them different ranks; remove placement.rollout, or set take_turns=false",
             key=f"{ROLLOUT}.take_turns",
         )
+
+
+def _check_local_ranks(config: TrainConfig | SFTConfig, roles: Iterable[str]) -> None:
+    """Check that no role of the local backend computes together on several ranks.
+
+    Its ranks are objects of one process, which cannot join a process group with itself.
+    """
+    trainer = config.trainer
+    if trainer.backend != "local":
+        return
+    for role in roles:
+        ranks = trainer.nnodes * trainer.n_gpus_per_node
+        if isinstance(config, TrainConfig):
+            ranks = num_ranks(config, role)
+        if ranks > 1:
+            raise ConfigError(
+                f"{role} has {_ranks(config, role)}, but the ranks of trainer.backend=local are in "
+                "one process and run no collectives; set trainer.backend=ray, or give the role "
+                "one rank",
+                key="trainer.backend",
+            )
 
 
 def _check_sampling(config: TrainConfig, known: KnownNames) -> None:

@@ -40,14 +40,14 @@ def init_distributed(device_name: str = "cpu", *, timeout_s: float = 600.0) -> N
     the group accepts connections from another machine.
 
     Raises:
-        CollectiveError: WORLD_SIZE is above 1 and one of the other variables is not set, or rank 0
-            cannot listen on MASTER_ADDR.
+        CollectiveError: WORLD_SIZE is above 1 and one of the other variables is not set or no
+            number, or rank 0 cannot listen on MASTER_ADDR.
     """
     if dist.is_initialized():
         return
     timeout = timedelta(seconds=timeout_s)
     backend = collective_backend(device_name)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = _number_of("WORLD_SIZE", 1)
     if world_size == 1:
         own = HashStore()
         # This may be the controller, whose child processes must not inherit the variable.
@@ -74,10 +74,10 @@ def init_distributed(device_name: str = "cpu", *, timeout_s: float = 600.0) -> N
         # torchrun's agent listens on MASTER_PORT; no rank does.
         dist.init_process_group(backend, timeout=timeout)
         return
-    own_rank = int(os.environ["RANK"])
+    own_rank = _number_of("RANK", 0)
     store = _tcp_store(
         _LOOPBACK if one_node else os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        _number_of("MASTER_PORT", 0),
         own_rank,
         world_size,
         timeout,
@@ -86,6 +86,17 @@ def init_distributed(device_name: str = "cpu", *, timeout_s: float = 600.0) -> N
     dist.init_process_group(
         backend, store=store, rank=own_rank, world_size=world_size, timeout=timeout
     )
+
+
+def _number_of(variable: str, default: int) -> int:
+    """Return an environment variable as a number, `default` if it is not set."""
+    given = os.environ.get(variable, str(default))
+    try:
+        return int(given)
+    except ValueError:
+        raise CollectiveError(
+            f"the environment variable {variable} must be a whole number, got {given!r}"
+        ) from None
 
 
 def _tcp_store(
@@ -164,7 +175,7 @@ def local_device(device: str | torch.device) -> torch.device:
     if requested.type == "cpu":
         return requested
     if requested.index is None:
-        requested = torch_device(requested.type, int(os.environ.get("LOCAL_RANK", "0")))
+        requested = torch_device(requested.type, _number_of("LOCAL_RANK", 0))
     getattr(torch, requested.type).set_device(requested)
     return requested
 
