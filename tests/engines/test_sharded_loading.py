@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MambaConfig, Qwen3MoeConfig, ZambaConfig
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines import sharded_loading
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.sharding import decoder_layers
 from quadriga.errors import ModelError
@@ -84,6 +85,32 @@ def test_a_folder_whose_tensors_are_converted_is_loaded_whole_and_the_log_says_s
     )
     expected = model.state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in engine.state_stream())
+
+
+def test_a_failure_to_match_names_is_a_reason_to_load_the_whole_model(root, monkeypatch, caplog):
+    def failing(*args, **kwargs):
+        raise KeyError("a rule of transformers")
+
+    # An error before the ranks agree would leave the others waiting.
+    monkeypatch.setattr(sharded_loading, "match_names", failing)
+    with caplog.at_level(logging.INFO, logger="quadriga"):
+        FSDPEngine(ModelConfig(path=str(root / "untied")), EngineConfig())
+    (record,) = caplog.records
+    assert "loads the whole model" in record.getMessage()
+    assert "a rule of transformers" in record.getMessage()
+
+
+def test_a_device_without_memory_for_the_whole_model_is_an_error_of_all_ranks(root, monkeypatch):
+    agreed = []
+
+    def failing(self, *args, **kwargs):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(sharded_loading, "gather_over_ranks", lambda x: agreed.append(x) or [x])
+    monkeypatch.setattr(torch.nn.Module, "to", failing)
+    with cases.whole_models(), pytest.raises(ModelError, match="cannot be loaded: out of memory"):
+        FSDPEngine(ModelConfig(path=str(root / "untied")), EngineConfig())
+    assert isinstance(agreed[-1], ModelError)
 
 
 def test_a_model_that_has_computed_an_example_is_sharded_again(root):

@@ -209,9 +209,23 @@ def _prepared(
         return prepared
     if rank() == 0:
         _log.info("each rank loads the whole model in %s: %s", config.path, reasons[0])
-    module = _together(lambda: load_model(config, head, dtype, trained=trained))
-    module.to(device)  # type: ignore[arg-type]  # its decorator hides `self`
-    return module, None
+    return _together(
+        lambda: _whole_model(config, head, dtype, trained=trained, device=device)
+    ), None
+
+
+def _whole_model(
+    config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool, device: torch.device
+) -> PreTrainedModel:
+    """Load the model and move it to `device`.
+
+    Raises:
+        ModelError: the folder does not hold a suitable model, or the device lacks memory for it.
+    """
+    module = load_model(config, head, dtype, trained=trained)
+    with model_errors(Path(config.path), "model"):
+        module.to(device)  # type: ignore[arg-type]  # its decorator hides `self`
+    return module
 
 
 def _with_folder_weights(
@@ -221,10 +235,11 @@ def _with_folder_weights(
     try:
         model = empty_model(config, head, dtype, trained=trained)
         tensors = stored_tensors(Path(config.path))
+        new_prefix = VALUE_HEAD_PREFIX if head == "value" else None
+        with model_errors(Path(config.path), "model"):
+            names = match_names(model, tensors, new_prefix=new_prefix)
     except ModelError as error:  # loading it whole raises the same, or knows more
         return str(error)
-    new_prefix = VALUE_HEAD_PREFIX if head == "value" else None
-    names = match_names(model, tensors, new_prefix=new_prefix)
     if names.reason:
         return names.reason
     return model, FolderWeights(Path(config.path), names, config.use_shm)
