@@ -9,13 +9,15 @@ from run_cases import two_steps
 
 from quadriga.cli.main import main
 from quadriga.config.loading import load_config
-from quadriga.config.schema import TrainConfig
+from quadriga.config.schema import SFTConfig, TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.trainer.memory import plan as plan_module
 from quadriga.trainer.memory.machine import DeviceLimit, available_memory, planned_device
 from quadriga.trainer.memory.plan import PROCESS_BYTES, memory_plan
 from quadriga.trainer.memory.report import check_memory, plan_text, remedies, shortage
+from quadriga.trainer.memory.sft import sft_memory_plan
 from quadriga.trainer.run.preflight import check_train_config
+from quadriga.trainer.sft import SFTTrainer
 
 
 def settings(tiny_task, folder, *more) -> TrainConfig:
@@ -207,6 +209,56 @@ def test_forms_of_checkpointing_that_save_nothing_are_not_proposed(tiny_task, tm
 def test_states_that_do_not_fit_are_named_first(tiny_task, tmp_path):
     with pytest.raises(ConfigError, match="parameters, gradients and optimizer states alone need"):
         check_memory(settings(tiny_task, tmp_path, "trainer.device_memory_gb=0.4"))
+
+
+def sft(tiny_task, folder, *more) -> list[str]:
+    return [
+        f"model.path={tiny_task.model}", f"data.train_files={tiny_task.data('sft')}",
+        "data.train_batch_size=8", "trainer.backend=local", "trainer.total_training_steps=1",
+        "trainer.loggers=[jsonl]", f"trainer.default_local_dir={folder / 'sft'}", *more,
+    ]  # fmt: skip
+
+
+def planned_sft(tiny_task, folder, device, *more):
+    config = load_config(SFTConfig, sft(tiny_task, folder, *more))
+    trainer = SFTTrainer(config)
+    trainer.close()
+    longest = trainer.loader.dataset.longest
+    (pool,) = sft_memory_plan(config, longest, trainer.val_prompts, device).pools
+    return sum(longest), pool
+
+
+def test_fine_tuning_that_does_not_fit_is_refused_before_it_starts(tiny_task, tmp_path, capsys):
+    _, pool = planned_sft(tiny_task, tmp_path, "cpu")
+    needed = pool.largest[1] / 2**30
+    enough, less = (f"trainer.device_memory_gb={needed + by}" for by in (1e-6, -1e-6))
+    assert main(["sft", *sft(tiny_task, tmp_path, less)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert (
+        f"the run needs {needed:.3g} GiB on a node: ranks × GiB = 1 × {needed:.3g} (actor" in line
+    )
+    for remedy in ("model.gradient_checkpointing=true", "max_tokens_per_micro_batch=16384",
+                   "optim.name=adamw_8bit", "trainer.check_memory=false"):  # fmt: skip
+        assert remedy in line
+    assert "offload_policy" not in line and not (tmp_path / "sft").exists()
+    assert main(["sft", *sft(tiny_task, tmp_path, "trainer.device_memory_gb=0.4")]) == 2
+    assert "optimizer states alone need" in capsys.readouterr().err
+    for fits in (enough, "trainer.check_memory=false"):
+        assert main(["sft", *sft(tiny_task, tmp_path, fits, "trainer.overwrite=true")]) == 0
+
+
+def test_the_plan_of_fine_tuning_has_the_rows_of_the_data(tiny_task, tmp_path):
+    ranks, validated = "trainer.n_gpus_per_node=2", f"data.val_files={tiny_task.data('test')}"
+    tokens, pool = planned_sft(tiny_task, tmp_path, "cuda", ranks)
+    actor = pool.engines["actor"]
+    assert (actor.update.rows, actor.update.tokens) == (4, 4 * tokens)
+    assert actor.evaluate is None and pool.generation.peak == 0 < pool.generation.weights
+    _, other = planned_sft(
+        tiny_task, tmp_path, "cuda", ranks, validated, "data.micro_batch_size_per_gpu=1"
+    )
+    assert other.engines["actor"].update.rows == 1 and other.generation.kv_cache > 0
+    update = "update of the actor"
+    assert other.phases[update] < pool.phases[update]
 
 
 def test_the_command_shows_the_table(tiny_task, tmp_path, capsys):

@@ -414,6 +414,8 @@ class SFTTrainerConfig:
     # console, jsonl, tensorboard, wandb, or a tracker of your own
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     call_timeout_s: float | None = 3600.0  # deadline of one call to a worker group; None: none
+    check_memory: bool = True  # refuse a run that does not fit by the plan of its memory
+    device_memory_gb: float | None = None  # as in the settings of `quadriga train`
 
 
 @dataclass(frozen=True)

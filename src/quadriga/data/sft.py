@@ -77,6 +77,12 @@ class SFTDataset:
     def __getitem__(self, index: int) -> SFTItem:
         return self._items[index]
 
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the prompt and of the response in the row with most tokens."""
+        row = max(self._items, key=_tokens)
+        return len(row["prompt_ids"]), len(row["response_ids"])
+
     def collate(self, items: Sequence[SFTItem]) -> DataProto:
         """Return a batch of `items`, padded to its longest prompt and its longest answer."""
         return collate_answers(items, pad_token_id=self.pad_token_id)

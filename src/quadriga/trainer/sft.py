@@ -94,6 +94,7 @@ class SFTTrainer:
     def __init__(self, config: SFTConfig) -> None:
         from quadriga.data import SFTDataset, SFTLoader
         from quadriga.models import load_tokenizer
+        from quadriga.trainer.memory.sft import check_sft_memory  # imports torch
 
         check_dataflow(sft_dataflow())
         self.config = config
@@ -108,15 +109,16 @@ class SFTTrainer:
             response_key=data.response_key,
             max_length=data.max_length,
         )
-        validation = _validation_prompts(config, self.tokenizer)
-        check_sft_data(config, self.tokenizer, train, validation)
+        self.val_prompts = _validation_prompts(config, self.tokenizer)
+        check_sft_data(config, self.tokenizer, train, self.val_prompts)
+        check_sft_memory(config, train.longest, self.val_prompts)
         self.loader = SFTLoader(
             train,
             data.train_batch_size,
             shuffle=data.shuffle,
             seed=config.trainer.seed,
         )
-        self.val_loader = _validation_loader(config, validation)
+        self.val_loader = _validation_loader(config, self.val_prompts)
         self.reward_fn = make_reward(config.reward, self.tokenizer)
         check_rows(self.reward_fn, self.val_loader)
         self.step = 0

@@ -3,6 +3,7 @@
 - `machine`: how much memory a rank, or the ranks of a node, can use.
 - `plan`: what each role needs on a rank, and how much exists at once in each phase of a step.
 - `report`: the plan as a table, and the refusal of a run that does not fit.
+- `sft`: plan and refusal of a run of supervised fine-tuning.
 
 May import what `trainer` may import.
 """

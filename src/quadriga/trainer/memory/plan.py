@@ -94,7 +94,7 @@ def memory_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
     known = (ACTOR, ROLLOUT, REF, CRITIC)
     roles.missing += [f"the added role {use}" for use in uses if use not in known]
     pools = tuple(
-        _pool_memory(config, device_type, pool, roles) for pool in role_pools(config, uses)
+        _planned_pool(config, device_type, pool, roles) for pool in role_pools(config, uses)
     )
     return MemoryPlan(device_type, pools, config.trainer.n_gpus_per_node, tuple(roles.missing))
 
@@ -235,13 +235,24 @@ def _config_text(model: ModelConfig) -> str:
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
-def _pool_memory(
+def _planned_pool(
     config: TrainConfig, device_type: str, pool: RolePool, roles: _Roles
 ) -> PoolMemory:
     ranks = len(pool.ranks)
     found = {role: roles.engine(role, ranks) for role in (ACTOR, REF, CRITIC) if role in pool.roles}
     engines = {role: engine for role, engine in found.items() if engine is not None}
     generation = roles.generation(ranks) if ROLLOUT in pool.roles else None
+    return pool_memory(config, device_type, pool, engines, generation)
+
+
+def pool_memory(
+    config: TrainConfig,
+    device_type: str,
+    pool: RolePool,
+    engines: Mapping[str, TrainingMemory],
+    generation: GenerationMemory | None,
+) -> PoolMemory:
+    """Return how much of what these engines need exists at once on a rank of the pool."""
     phases = _Phases(config, device_type, engines, generation)
     return PoolMemory(
         pool=pool,

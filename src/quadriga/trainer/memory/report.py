@@ -64,10 +64,10 @@ def shortage(plan: MemoryPlan, limit: DeviceLimit, *, states_only: bool = False)
     sums = " + ".join(
         f"{count} × {gib(size)} ({', '.join(pool.pool.roles)})" for pool, count, size in parts
     )
-    what = "parameters, gradients and optimizer states alone" if states_only else "the run"
+    what = "parameters, gradients and optimizer states alone need"
     return (
-        f"{what} need {gib(_total(parts))} GiB on a node: ranks × GiB = {sums}; but "
-        f"{gib(limit.size)} GiB are {limit.source}"
+        f"{what if states_only else 'the run needs'} {gib(_total(parts))} GiB on a node: "
+        f"ranks × GiB = {sums}; but {gib(limit.size)} GiB are {limit.source}"
     )
 
 
