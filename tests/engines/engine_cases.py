@@ -106,6 +106,40 @@ def step(engine: FSDPEngine, rows=None) -> dict[str, float]:
     return engine.train_step(rows, loss)
 
 
+def skipped_steps(folder: str, rank: int, rows) -> dict[str, tuple[float, float]]:
+    """Make steps whose gradient is not finite on rank 1 only.
+
+    Returns:
+        what is damaged → over both ranks, the sum of the skipped steps and the number of ranks
+        whose weights have changed.
+    """
+    found = {}
+    for damage, size in (("loss", -1), ("hybrid loss", 1), ("shard", -1)):
+        engine = trainable(folder, fsdp_size=size)
+        before = {name: tensor.clone() for name, tensor in engine.state_stream()}
+        damaged = dict(rows)
+        if rank == 1 and damage != "shard":
+            damaged["weight"] = rows["weight"] * float("nan")
+        elif rank == 1:
+            damage_shard(engine)
+        skipped = step(engine, damaged)["skipped_steps"]
+        equal = [torch.equal(tensor, before[name]) for name, tensor in engine.state_stream()]
+        found[damage] = (engine.global_count(skipped), engine.global_count(float(not all(equal))))
+    return found
+
+
+def damage_shard(engine: FSDPEngine) -> None:
+    """Make one number of this rank's gradient shards infinite in the next optimizer step."""
+    make_step = engine.optimizer.step
+
+    def damaged_step() -> tuple[float, float]:
+        first = next(iter(engine.module.parameters()))
+        first.grad.to_local().view(-1)[0] = float("inf")
+        return make_step()
+
+    engine.optimizer.step = damaged_step
+
+
 def rank_main(rank: int, folders: Folders, work: str, port: int) -> None:
     """Compute the gradients of every case; then load what one rank saved, step, and save."""
     import head_cases
@@ -145,10 +179,10 @@ def rank_main(rank: int, folders: Folders, work: str, port: int) -> None:
     hybrid.load(f"{work}/one_rank")
     step(hybrid, own_rows(4))
     hybrid.save(f"{work}/hybrid")
+    skipped = skipped_steps(folder, rank, own_rows(4))
     if rank == 0:
-        torch.save(
-            {"gradients": gathered, "metrics": metrics, "heads": heads}, f"{work}/results.pt"
-        )
+        found = {"gradients": gathered, "metrics": metrics, "heads": heads, "skipped": skipped}
+        torch.save(found, f"{work}/results.pt")
     torch.distributed.destroy_process_group()
 
 

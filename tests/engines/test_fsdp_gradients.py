@@ -135,3 +135,9 @@ def test_gradients_on_two_ranks(two_ranks, expected, case):
     found, metrics = two_ranks["gradients"][case]
     assert_close(found, expected)
     assert metrics["rows"] == len(cases.LENGTHS)
+
+
+@pytest.mark.parametrize("damage", ["loss", "hybrid loss", "shard"])
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_both(two_ranks, damage):
+    skipped, changed = two_ranks["skipped"][damage]
+    assert (skipped, changed) == (2, 0)
