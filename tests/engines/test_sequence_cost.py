@@ -54,6 +54,58 @@ def test_windows_are_those_of_the_layers() -> None:
     assert model_shape(Qwen2Config(num_hidden_layers=2)).windows == (None, None)
 
 
+KINDS = {
+    "zaya": (
+        {"layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 8, "num_hidden_layers": 2},
+        (None, 8),
+    ),
+    "inkling_text": (
+        {
+            "layer_types": ["hybrid", "hybrid_sliding", "hybrid_sliding"],
+            "sliding_window_size": 6, "num_hidden_layers": 3,
+        },
+        (None, 6, 6),
+    ),
+    "lfm3": (
+        {
+            "layer_types": ["conv", "full_attention", "sliding_attention"],
+            "sliding_window": 5, "num_hidden_layers": 3,
+        },
+        (0, None, 5),
+    ),
+    "minimax_m3_vl_text": (
+        {"layer_types": ["minimax_m3_sparse", "full_attention"], "num_hidden_layers": 2},
+        (None, None),
+    ),
+    "mamba": ({"num_hidden_layers": 2}, (0, 0)),
+    "mamba2": ({"num_hidden_layers": 2}, (0, 0)),
+    "bamba": ({"num_hidden_layers": 3, "attn_layer_indices": [1]}, (0, None, 0)),
+    "jamba": (
+        {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1}, (0, None, 0),
+    ),
+    "falcon_h1": ({"num_hidden_layers": 2}, (None, None)),
+    "nemotron_h": (
+        {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+        (0, 0, None, 0),
+    ),
+    "zamba2": (
+        {"num_hidden_layers": 2, "layers_block_type": ["linear_attention", "hybrid"]}, (0, None),
+    ),
+    "gpt_neo": (
+        {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4},
+        (None, 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_layers_of_several_kinds_have_their_windows(name) -> None:
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {name}")
+    settings, windows = KINDS[name]
+    assert model_shape(CONFIG_MAPPING[name](**settings)).windows == windows
+
+
 def test_sdpa_on_accelerators_computes_the_attention_of_a_shared_prompt_in_each_row() -> None:
     assert sequence_cost(llama(), "lm", "cpu").prompt_attention_once
     assert sequence_cost(llama(), "lm", "cuda").prompt_attention_once

@@ -5,7 +5,7 @@ Reads the config only, so that the controller can balance a batch without the mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quadriga.config.schema import AttentionName
@@ -22,7 +22,16 @@ Config = Mapping[str, object]
 _MLP = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff")
 _EXPERT_MLP = ("moe_intermediate_size", *_MLP)
 _EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
-_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+# Kind of a layer → names of its window's size. A kind that is in neither table attends to all
+# earlier tokens: names of new kinds of attention need not have the word in them.
+_SLIDING = ("sliding_window", "sliding_window_size")
+_WINDOWS = {
+    "sliding_attention": _SLIDING,
+    "hybrid_sliding": _SLIDING,  # sliding attention beside a recurrent state
+    "chunked_attention": ("attention_chunk_size",),
+    "local": ("window_size",),
+}
+_NO_ATTENTION = frozenset({"linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"})
 
 
 def computes_prompts_once(device_type: str, setting: AttentionName) -> bool:
@@ -65,7 +74,8 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
     common does not matter.
     """
     # As a dict: the attributes of configs whose layers differ cannot be read for the whole model.
-    text: Config = config.get_text_config().to_dict()
+    text_config = config.get_text_config()
+    text: Config = text_config.to_dict()
     hidden = _size(text, ("hidden_size", "n_embd", "d_model"), 1)
     layers = _size(text, ("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1)
     heads = _size(text, ("num_attention_heads", "n_head", "n_heads"), 1)
@@ -79,23 +89,34 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
         key_value_size=key_heads * head_size,
         mlp_size=mlp * max(1, experts),
         vocabulary=_size(text, ("vocab_size",), 1),
-        windows=_windows(text, layers),
+        windows=_windows(text, _kinds(text_config), layers),
     )
 
 
-def _windows(text: Config, layers: int) -> tuple[int | None, ...]:
+def _kinds(config: PreTrainedConfig) -> list[str]:
+    """Return the kind of each layer, [] if the config names none.
+
+    Some configs compute it, so that the dict of the config does not have it.
+    """
+    for name in ("layer_types", "attention_layers"):
+        kinds = getattr(config, name, None)
+        if isinstance(kinds, list) and kinds:
+            return [str(kind) for kind in kinds]
+    return []
+
+
+def _windows(text: Config, kinds: Sequence[str], layers: int) -> tuple[int | None, ...]:
     """Return for each layer the keys of a query: None for all earlier ones, 0 for no attention."""
-    kinds = text.get("layer_types")
-    if not isinstance(kinds, list) or not kinds:
+    if not kinds:
         window = _size(text, ("sliding_window",), 0)
         uses = text.get("use_sliding_window", True)
         return (window if window and uses else None,) * layers
     windows: list[int | None] = []
     for kind in kinds:
         if kind in _WINDOWS:
-            windows.append(_size(text, (_WINDOWS[kind],), 0) or None)
+            windows.append(_size(text, _WINDOWS[kind], 0) or None)
         else:
-            windows.append(None if "attention" in kind and "linear" not in kind else 0)
+            windows.append(0 if kind in _NO_ATTENTION else None)
     return tuple(windows)
 
 
