@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
+from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import (
     CheckpointError,
     ConfigError,
@@ -112,6 +113,34 @@ def test_step_with_non_finite_gradient_is_skipped(model_folder):
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(engine).items())
     assert step(engine)["skipped_steps"] == 1, "the step is counted once, and the next one is made"
     assert not torch.equal(weights(engine)["model.norm.weight"], before["model.norm.weight"])
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3], ids=["not reduced", "reduced"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_that_failed_leaves_no_gradient(model_folder, dtype, micro_batches):
+    batch = cases.make_batch()
+    engine, plain = (
+        FSDPEngine(
+            ModelConfig(path=model_folder), EngineConfig(dtype=dtype), OptimConfig(lr=0.01),
+            min_unit_parameters=1,
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    engine.reduces_each_micro_batch = micro_batches == 3
+    calls = []
+
+    def failing(outputs, micro):
+        calls.append(len(calls))
+        if len(calls) == micro_batches:
+            raise ValueError("a loss of the user")
+        return outputs["log_probs"].sum(), {}
+
+    with pytest.raises(ValueError, match="a loss of the user"):
+        engine.train_step(batch, failing, micro_batch_size=2)
+    engine.reduces_each_micro_batch = plain.reduces_each_micro_batch
+    assert cases.step(engine) == cases.step(plain)
+    for (name, one), (_, other) in zip(engine.state_stream(), plain.state_stream(), strict=True):
+        assert torch.equal(one, other), name
 
 
 def test_steps_equal_torch_adamw(model_folder):

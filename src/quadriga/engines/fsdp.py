@@ -44,6 +44,7 @@ from quadriga.engines.sharding import (
     MIN_UNIT_PARAMETERS,
     exceeds_unsharded_limit,
     fsdp_units,
+    gradients_dropped_on_error,
 )
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import ConfigError
@@ -184,9 +185,10 @@ class FSDPEngine:
             compute = partial(
                 self._token_model, temperature=temperature, entropy=entropy, reference=ref
             )
-            for index, rows in enumerate(micro_batches):
-                self._set_last_backward(index == len(micro_batches) - 1)
-                self._accumulate(mini_batch, rows, loss_fn, totals, compute)
+            with gradients_dropped_on_error(self._units):
+                for index, rows in enumerate(micro_batches):
+                    self._set_last_backward(index == len(micro_batches) - 1)
+                    self._accumulate(mini_batch, rows, loss_fn, totals, compute)
             # Activations and whole gradients are freed before the moments come to the device.
             with self._on_device("moments"):
                 norm, rate = self.optimizer.step()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -106,6 +108,26 @@ def exceeds_unsharded_limit(
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
     """Return the FSDP units of a sharded model, the root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def gradients_dropped_on_error(units: Sequence[FSDPModule]) -> Iterator[None]:
+    """Free all gradients of a sharded model if the block raises.
+
+    Otherwise the next step would add its gradients to those of the step that failed.
+    """
+    try:
+        yield
+    except BaseException:
+        for unit in units:
+            group = unit._get_fsdp_state()._fsdp_param_group
+            for parameter in () if group is None else group.fsdp_params:
+                parameter.sharded_param.grad = None
+                # Those that are not reduced yet, for which FSDP has no public name.
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):  # it was gathered once
+                    parameter._unsharded_param.grad = None
+        raise
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
