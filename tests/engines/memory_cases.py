@@ -58,6 +58,7 @@ class Case:
         early: whether gradients are reduced after each micro-batch.
         unit: least parameters of a layer that is an FSDP unit.
         optimizer: `optim.name`.
+        fsdp_size: ranks that share one copy of the parameters.
     """
 
     family: str
@@ -66,6 +67,7 @@ class Case:
     early: bool | None = None
     unit: int = ONE_UNIT
     optimizer: OptimizerName = "adamw"
+    fsdp_size: int = -1
 
 
 OPTIMIZERS = ("adamw_8bit", "muon") if has_torchao() else ("muon",)
@@ -85,6 +87,10 @@ CASES = [
         for checkpointing, early, unit in product(
             (False, True), (False, True), (ONE_UNIT, LAYER_UNITS)
         )
+    ),
+    *(
+        Case("llama untied", unit=unit, micro_batch=micro, fsdp_size=1)
+        for unit, micro in product((ONE_UNIT, LAYER_UNITS), (None, 4))
     ),
 ]
 
@@ -110,7 +116,7 @@ def write_models(folder: Path) -> None:
 
 def settings(case: Case, folder: Path) -> tuple[ModelConfig, EngineConfig]:
     model = ModelConfig(path=str(folder / case.family), gradient_checkpointing=case.checkpointing)
-    return model, EngineConfig(reduce_each_micro_batch=case.early)
+    return model, EngineConfig(reduce_each_micro_batch=case.early, fsdp_size=case.fsdp_size)
 
 
 def planned(case: Case, folder: Path, ranks: int) -> TrainingMemory:
