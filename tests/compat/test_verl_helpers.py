@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
-from quadriga.errors import DispatchError, ModelError, PlacementError
+from quadriga.errors import ConfigError, DispatchError, ModelError, PlacementError
 
 
 def test_the_metadata_of_a_worker_has_the_keys_of_its_variables():
@@ -55,6 +55,72 @@ def test_a_tokenizer_has_a_padding_token(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="correct_pad_token=False"):
         hf_tokenizer(str(tmp_path), correct_pad_token=False)
     assert tokenizer.decode(tokenizer("two three")["input_ids"]).split() == ["two", "three"]
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+    """The folder of a tiny model, under the name of the model whose end token verl corrects."""
+    from quadriga.models import load_tokenizer
+    from quadriga.models.tiny import TinyModel, write_tiny_model
+
+    shape = TinyModel(
+        hidden_size=16, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=16
+    )
+    folder = str(tmp_path / "gemma-2-2b-it")
+    write_tiny_model(folder, ["one two"], shape)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(["<end_of_turn>"])
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_end_token_of_gemma_2_is_that_of_a_turn(tokenizer_folder):
+    from verl.utils import hf_tokenizer
+
+    assert hf_tokenizer(tokenizer_folder).eos_token == "<end_of_turn>"
+    unchanged = hf_tokenizer(tokenizer_folder, correct_gemma2=False).eos_token
+    assert unchanged != "<end_of_turn>"
+    assert hf_tokenizer(tokenizer_folder, eos_token=unchanged).eos_token == unchanged
+
+
+def test_options_of_tokenizers_have_their_effect_or_are_refused(tokenizer_folder):
+    from verl.utils import hf_tokenizer
+
+    assert hf_tokenizer(tokenizer_folder).padding_side == "left"
+    other = hf_tokenizer(
+        tokenizer_folder,
+        padding_side="right",
+        truncation_side="left",
+        model_max_length=7,
+        pad_token="one",
+        chat_template="{{ messages }}",
+    )
+    assert (other.padding_side, other.truncation_side) == ("right", "left")
+    assert (other.model_max_length, other.pad_token) == (7, "one")
+    assert other.chat_template == "{{ messages }}"
+    assert other.pad_token_id == other.convert_tokens_to_ids("one")
+    for name, value in {"revision": "main", "use_fast": False}.items():
+        with pytest.raises(ConfigError, match=rf"hf_tokenizer has no option '{name}'; .*padding"):
+            hf_tokenizer(tokenizer_folder, **{name: value})
+    with pytest.raises(ConfigError, match="padding_side='up' is neither left nor right"):
+        hf_tokenizer(tokenizer_folder, padding_side="up")
+    with pytest.raises(ConfigError, match="pad_token='nothing' is no token"):
+        hf_tokenizer(tokenizer_folder, pad_token="nothing")
+
+
+def test_a_role_is_found_by_the_text_that_verl_gives_it():
+    from verl.trainer.ppo.ray_trainer import Role
+
+    for text, role in {
+        "ref": Role.RefPolicy,
+        "RM": Role.RewardModel,
+        "critic": Role.Critic,
+    }.items():
+        assert Role.from_string(text) is role
+    assert all(Role.from_string(str(role)) is role for role in Role.all())
+    for unknown in ("teacher", 2):
+        with pytest.raises(ConfigError, match=r"no role .*; roles: actor, rollout, .*Role\.add"):
+            Role.from_string(unknown)
 
 
 def test_which_roles_a_configuration_needs():

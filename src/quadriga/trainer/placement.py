@@ -81,6 +81,23 @@ class Role(metaclass=_RoleType):
         return role
 
     @classmethod
+    def from_string(cls, text: str) -> Role:
+        """Return the role with this key, also in upper case; "rm" is verl's `RewardModel`.
+
+        Raises:
+            ConfigError: there is no such role.
+        """
+        keys = {role.key: role for role in cls.all()}
+        known = {"rm": cls.RewardModel, **keys}
+        for key in (str(text), str(text).lower()):
+            if key in known:
+                return known[key]
+        raise ConfigError(
+            f"there is no role {text!r}; roles: {', '.join(keys)}. Role.add adds one",
+            key=str(text),
+        )
+
+    @classmethod
     def all(cls) -> Iterator[Role]:
         """Return every role, in the order in which they were added."""
         return iter(tuple(_ROLES.values()))
