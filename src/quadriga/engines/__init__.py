@@ -71,6 +71,22 @@ def _megatron(
 ENGINES: dict[str, EngineFactory] = {"fsdp": _fsdp, "megatron": _megatron}
 """Name -> function that builds the engine."""
 
+NOT_IN_RELEASE = ("megatron",)
+
+
+def check_engine(key: str, name: str) -> None:
+    """Check, before a worker starts, that an engine is in this release.
+
+    Args:
+        key: the setting.
+        name: its value.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if name in NOT_IN_RELEASE:
+        raise ConfigError(f"{key}={name} is not in this release; set it to fsdp", key=key)
+
 
 def build_engine(
     model: ModelConfig,

@@ -19,7 +19,7 @@ from quadriga.errors import ConfigError, UnknownNameError
 if TYPE_CHECKING:
     import torch
 
-    from quadriga.config.schema import DtypeName, ModelConfig
+    from quadriga.config.schema import DtypeName, ModelConfig, Options
     from quadriga.rollout.base import RolloutEngine
 
 
@@ -56,19 +56,40 @@ def _not_released(name: str) -> RolloutFactory:
     """Return a factory that raises `ConfigError`."""
 
     def factory(model: ModelConfig, **settings: object) -> RolloutEngine:
-        raise ConfigError(
-            f"rollout engine {name!r} is not in this release; set actor_rollout_ref.rollout.name=hf"
-        )
+        raise _not_in_release(name)
 
     return factory
 
 
+def _not_in_release(name: str) -> ConfigError:
+    return ConfigError(
+        f"rollout engine {name!r} is not in this release; set actor_rollout_ref.rollout.name=hf",
+        key="actor_rollout_ref.rollout.name",
+    )
+
+
+NOT_IN_RELEASE = ("vllm", "sglang")
+
 ROLLOUTS: dict[str, RolloutFactory] = {
     "hf": _hf,
-    "vllm": _not_released("vllm"),
-    "sglang": _not_released("sglang"),
+    **{name: _not_released(name) for name in NOT_IN_RELEASE},
 }
 """Name -> function that builds the engine."""
+
+
+def check_rollout(name: str, options: Options) -> None:
+    """Check, before a worker starts, an engine and its options (`rollout.options`).
+
+    Raises:
+        ConfigError: the engine is not in this release, or is `hf`, which has no options.
+    """
+    if name in NOT_IN_RELEASE:
+        raise _not_in_release(name)
+    if name == "hf" and options:
+        key = "actor_rollout_ref.rollout.options"
+        raise ConfigError(
+            f"rollout engine 'hf' has no options {sorted(options)}; remove them from {key}", key=key
+        )
 
 
 def build_rollout(

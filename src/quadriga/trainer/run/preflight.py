@@ -14,12 +14,13 @@ from quadriga.config.checks import (
     check_train_settings,
 )
 from quadriga.config.schema import RewardConfig, SFTConfig, TrainConfig
-from quadriga.engines import ENGINES
+from quadriga.engines import ENGINES, check_engine
 from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
-from quadriga.rollout import ROLLOUTS
+from quadriga.rollout import ROLLOUTS, check_rollout
+from quadriga.trainer.dataflow import needs_critic, needs_reference
 from quadriga.trainer.roles.settings import check_roles_in_settings
 from quadriga.trainer.run.resuming import check_resume
 
@@ -35,6 +36,7 @@ def check_train_config(config: TrainConfig) -> None:
         load_user_file(path)
     check_roles_in_settings(config)
     check_train_settings(config, known_names())
+    check_engines(config)
     check_optimizer_packages("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim)
     check_optimizer_packages("critic.optim", config.critic.optim)
     check_files(config.data.train_files, "data.train_files", needed=True)
@@ -60,6 +62,7 @@ def check_sft_config(config: SFTConfig) -> None:
     from quadriga.models import check_model_folder
 
     check_sft_settings(config, known_names())
+    check_engine("engine.name", config.engine.name)
     check_optimizer_packages("optim", config.optim)
     check_files(config.data.train_files, "data.train_files", needed=True)
     check_files(config.data.val_files, "data.val_files", needed=False)
@@ -80,6 +83,21 @@ def known_names() -> KnownNames:
         rollouts=frozenset(ROLLOUTS),
         engines=frozenset(ENGINES),
     )
+
+
+def check_engines(config: TrainConfig) -> None:
+    """Check that the engines of the run are in this release, and the options of the rollout.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    policy = config.actor_rollout_ref
+    check_engine("actor_rollout_ref.actor.engine.name", policy.actor.engine.name)
+    if needs_reference(config):
+        check_engine("actor_rollout_ref.ref.engine.name", policy.ref.engine.name)
+    if needs_critic(config):
+        check_engine("critic.engine.name", config.critic.engine.name)
+    check_rollout(policy.rollout.name, policy.rollout.options)
 
 
 def check_files(files: Iterable[str], setting: str, *, needed: bool) -> None:
