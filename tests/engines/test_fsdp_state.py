@@ -101,6 +101,26 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(model_folder):
     assert unbounded.optimizer.skipped == 12
 
 
+def test_skipped_steps_in_a_row_are_counted_over_a_resume(model_folder, tmp_path):
+    damaged = cases.make_batch()
+    damaged["weight"][:] = float("nan")
+    settings = replace(cases.OPTIM, max_skipped_steps=2)
+    engine = build(model_folder, settings)
+    engine.save(tmp_path / "none")
+    step(engine, damaged)
+    engine.save(tmp_path / "one")
+    resumed = build(model_folder, settings)
+    resumed.load(tmp_path / "one")
+    step(resumed, damaged)
+    with pytest.raises(NonFiniteError, match="3 optimizer steps in a row"):
+        step(resumed, damaged)
+    resumed.load(tmp_path / "none")  # to before the first of them
+    for _ in range(2):
+        step(resumed, damaged)
+    with pytest.raises(NonFiniteError, match="3 optimizer steps in a row"):
+        step(resumed, damaged)
+
+
 def test_step_with_non_finite_gradient_is_skipped(model_folder):
     engine = build(model_folder)
     step(engine)

@@ -37,7 +37,7 @@ from quadriga.engines.model_setup import in_local_folders
 from quadriga.engines.offload import DeviceMemory
 from quadriga.engines.optimizers.choice import build_optimizer
 from quadriga.engines.optimizers.rule import local_shard
-from quadriga.engines.optimizers.sharded import ShardedOptimizer
+from quadriga.engines.optimizers.sharded import SKIPPED_IN_A_ROW, ShardedOptimizer
 from quadriga.engines.schedule import check_schedule
 from quadriga.engines.sharded_loading import load_sharded
 from quadriga.engines.sharding import (
@@ -300,6 +300,7 @@ class FSDPEngine:
                     {n.removeprefix("optimizer."): t for n, t in state.items()},
                     step_count=scalars["step"],
                     skipped=scalars["skipped"],
+                    skipped_in_a_row=scalars.get(SKIPPED_IN_A_ROW, 0),  # not in old checkpoints
                 )
 
     def save_hf(self, folder: str | Path) -> None:

@@ -16,6 +16,8 @@ from quadriga.errors import CheckpointError, NonFiniteError
 
 OPTIMIZER = "optimizer"
 """Key of the optimizer's name in a checkpoint."""
+SKIPPED_IN_A_ROW = "skipped_in_a_row"
+"""Key of the steps that were skipped directly before a checkpoint."""
 
 
 class ShardedOptimizer:
@@ -125,7 +127,12 @@ class ShardedOptimizer:
 
     def scalars(self) -> dict[str, object]:
         """Return what a checkpoint holds beside the tensors: counts, and which optimizer it is."""
-        return {"step": self.step_count, "skipped": self.skipped, OPTIMIZER: self.config.name}
+        return {
+            "step": self.step_count,
+            "skipped": self.skipped,
+            SKIPPED_IN_A_ROW: self._skipped_in_a_row,
+            OPTIMIZER: self.config.name,
+        }
 
     def check_scalars(self, scalars: Mapping[str, object], folder: str | Path) -> None:
         """Check that the state in a checkpoint is of this optimizer.
@@ -142,9 +149,17 @@ class ShardedOptimizer:
                 path=str(folder),
             )
 
-    def load_tensors(self, state: Mapping[str, Tensor], *, step_count: int, skipped: int) -> None:
+    def load_tensors(
+        self,
+        state: Mapping[str, Tensor],
+        *,
+        step_count: int,
+        skipped: int,
+        skipped_in_a_row: int,
+    ) -> None:
         """Set the state, as `tensors` returns it, and the counts that belong to it."""
         self.step_count, self.skipped = step_count, skipped
+        self._skipped_in_a_row = skipped_in_a_row
         for rule in self.rules:
             rule.load_tensors(state, step_count - skipped)
 
