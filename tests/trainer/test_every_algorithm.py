@@ -151,9 +151,8 @@ def test_kl_over_the_vocabulary_needs_policy_and_reference_on_one_pool(train_ove
         mapping={Role.ActorRolloutRef: "a", Role.RefPolicy: "b"},
     )
     config = load_config(TrainConfig, [*train_overrides, *more])
-    trainer = RayPPOTrainer(config, resource_pool_manager=manager)
     with pytest.raises(ConfigError, match="role ref is mapped to pool 'b' and the policy to 'a'"):
-        trainer.init_workers()
+        RayPPOTrainer(config, resource_pool_manager=manager)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])

@@ -34,6 +34,7 @@ from quadriga.trainer.roles.settings import check_roles_in_settings
 from quadriga.trainer.roles.stage_runner import StageRunner
 from quadriga.trainer.run.groups import PPOGroups, gather, start_groups
 from quadriga.trainer.run.ingredients import Ingredients, load_ingredients
+from quadriga.trainer.run.pools import check_settings_of_pools
 from quadriga.trainer.run.record import RunRecord
 from quadriga.trainer.run.resuming import (
     Changes,
@@ -67,7 +68,7 @@ class RayPPOTrainer:
 
     Raises:
         ConfigError: with these settings a stage reads a field that no earlier stage writes, or a
-            role has no worker class or place that fits.
+            role has no worker class or place that fits, or the settings do not fit the pools.
     """
 
     def __init__(
@@ -85,6 +86,10 @@ class RayPPOTrainer:
         for flow in (dataflow.step_dataflow, dataflow.validation_dataflow):
             dataflow.check_dataflow(flow(config, custom_reward=custom_reward))
         check_roles(config, role_worker_mapping or {}, resource_pool_manager)
+        # Ranks are counted in the pools of a program, whatever `config.placement` says.
+        self.placed = config
+        if resource_pool_manager is not None:
+            self.placed = check_settings_of_pools(config, resource_pool_manager)
         self.config = config
         self.log_prob_pass = not dataflow.takes_old_log_probs_from_update(config)
         self.masks_early = dataflow.masks_before_passes(config)
@@ -128,7 +133,7 @@ class RayPPOTrainer:
         """
         if self._groups is None:
             self._groups = start_groups(
-                self.config,
+                self.placed,
                 total_steps=self.total_steps,
                 role_worker_mapping=self.role_worker_mapping,
                 resource_pool_manager=self.resource_pool_manager,

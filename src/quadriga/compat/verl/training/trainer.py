@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+from quadriga.algorithms.user_files import load_user_files
 from quadriga.backends.ray import RayWorkerGroup as QuadrigaRayWorkerGroup
 from quadriga.backends.ray.cluster import ensure_ray
 from quadriga.backends.ray.programs import run_in_actor, write_timeline
@@ -45,6 +46,7 @@ from quadriga.config.verl.table import GENERATE, SFT
 from quadriga.errors import ConfigError
 from quadriga.trainer.placement import Role
 from quadriga.trainer.roles.registry import register_again, registered_for
+from quadriga.trainer.run.pools import check_settings_of_pools
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
 
 
@@ -102,11 +104,16 @@ class RayPPOTrainer(VerlTrainerNames):
         check_called(classes, ours, "role_worker_mapping")
         if resource_pool_manager is not None:
             check_called(resource_pool_manager.mapping, ours, "the mapping of roles to pools")
-        check_settings(ours)
+        load_user_files(ours.algorithm.user_files)  # the settings may have names that they add
+        pools = pools_of(resource_pool_manager, ours, device)
+        if pools is None:
+            check_settings(ours)
+        else:
+            check_settings_of_pools(ours, pools, check_settings)
         super().__init__(
             ours,
             role_worker_mapping=worker_classes(classes),
-            resource_pool_manager=pools_of(resource_pool_manager, ours, device),
+            resource_pool_manager=pools,
             reward_fn=reward_of_tensors(reward_fn, ours.algorithm.reward_components),
         )
 
