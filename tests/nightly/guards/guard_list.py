@@ -74,9 +74,9 @@ GUARDS = (
     ),
     Guard(
         "weights that are not finite",
-        "models/loading.py",
-        "    _check_finite(model, folder)\n",
-        "",
+        "models/weights/finite.py",
+        " for name, count in counts.items() if count.nan or count.infinite}\n",
+        " for name, count in counts.items() if False}\n",
         f"{WEIGHTS}::test_weights_that_are_not_finite_are_named",
     ),
     Guard(
