@@ -17,6 +17,7 @@ from quadriga.engines import sharded_loading
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.sharding import decoder_layers
 from quadriga.errors import ModelError
+from quadriga.parallel.distributed import data_parallel_mesh, init_distributed
 
 
 @pytest.fixture(scope="module")
@@ -100,17 +101,31 @@ def test_a_failure_to_match_names_is_a_reason_to_load_the_whole_model(root, monk
     assert "a rule of transformers" in record.getMessage()
 
 
-def test_a_device_without_memory_for_the_whole_model_is_an_error_of_all_ranks(root, monkeypatch):
+def test_a_device_without_memory_for_a_whole_unit_is_an_error_of_all_ranks(root, monkeypatch):
     agreed = []
 
-    def failing(self, *args, **kwargs):
+    def failing(*args, **kwargs):
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(sharded_loading, "gather_over_ranks", lambda x: agreed.append(x) or [x])
-    monkeypatch.setattr(torch.nn.Module, "to", failing)
+    monkeypatch.setattr(sharded_loading, "shard_model", failing)
     with cases.whole_models(), pytest.raises(ModelError, match="cannot be loaded: out of memory"):
         FSDPEngine(ModelConfig(path=str(root / "untied")), EngineConfig())
     assert isinstance(agreed[-1], ModelError)
+
+
+def test_a_model_that_is_loaded_whole_is_on_the_host_until_fsdp_moves_its_units(root):
+    """The meta device stands for a device that is smaller than the model."""
+    device = torch.device("meta")
+    init_distributed("cpu")
+    mesh = data_parallel_mesh(torch.device("cpu"))
+    settings = EngineConfig(dtype="float32", fused_head=False)
+    with cases.whole_models():
+        loaded = sharded_loading.load_sharded(
+            ModelConfig(path=str(root / "untied")), settings, "lm", mesh, device,
+            trained=True, packed=None, min_unit_parameters=1,
+        )  # fmt: skip
+    assert {p.device.type for p in loaded.module.parameters()} == {"cpu"}
 
 
 def test_a_model_that_has_computed_an_example_is_sharded_again(root):

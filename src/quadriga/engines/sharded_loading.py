@@ -11,8 +11,9 @@ This needs tensors in the folder that are one-to-one with parameters (`models/we
 If they are not, each rank loads the whole model on the CPU.
 
 consumes      a model folder
-waits for     the other ranks, once before and once after the weights are read; none of them is in
-              another collective then, because each joins also when it has failed
+waits for     the other ranks, before and after the model is sharded, and after the weights are
+              read; none of them is in another collective then, because each joins also when it has
+              failed
 produces      the model, or `ModelError` on all ranks
 unblocked by  the call of the last rank
 """
@@ -159,7 +160,7 @@ def load_sharded(
         ConfigError: the model does not support what the settings of the engine ask for.
     """
     dtype = compute_dtype(engine.dtype, device)
-    module, weights = _prepared(model, head, dtype, trained=trained, device=device)
+    module, weights = _prepared(model, head, dtype, trained=trained)
     # Before the model is sharded, which changes its class and its parameters.
     token_model = TokenModel(
         module,
@@ -173,15 +174,21 @@ def load_sharded(
         probe=False,
     )
     tied, saved_buffers = tied_names(module), saved_buffer_names(module)
-    sharded = shard_model(
-        module,
-        mesh,
-        compute_dtype=dtype,
-        reduce_dtype=compute_dtype(engine.reduce_dtype, device),
-        reshard_after_forward=engine.reshard_after_forward,
-        on_host=engine.offload_policy,
-        min_unit_parameters=min_unit_parameters,
-    )
+
+    def shard() -> ShardedModel:
+        with model_errors(Path(model.path), "model"):
+            return shard_model(
+                module,
+                mesh,
+                compute_dtype=dtype,
+                reduce_dtype=compute_dtype(engine.reduce_dtype, device),
+                reshard_after_forward=engine.reshard_after_forward,
+                on_host=engine.offload_policy,
+                min_unit_parameters=min_unit_parameters,
+            )
+
+    # FSDP moves a model that was loaded whole to the device unit by unit.
+    sharded = _together(shard)
     if weights is not None:
         weights.read_into(sharded, device, on_host=engine.offload_policy)
     token_model.probe()
@@ -191,11 +198,11 @@ def load_sharded(
 
 
 def _prepared(
-    config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool, device: torch.device
+    config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool
 ) -> tuple[PreTrainedModel, FolderWeights | None]:
     """Return a model to be sharded, and the weights that are to be read after that.
 
-    The weights are None, and the whole model is on `device`, if the tensors of the folder are not
+    The weights are None, and the whole model is on the CPU, if the tensors of the folder are not
     one-to-one with the model's parameters.
 
     Raises:
@@ -209,23 +216,7 @@ def _prepared(
         return prepared
     if rank() == 0:
         _log.info("each rank loads the whole model in %s: %s", config.path, reasons[0])
-    return _together(
-        lambda: _whole_model(config, head, dtype, trained=trained, device=device)
-    ), None
-
-
-def _whole_model(
-    config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool, device: torch.device
-) -> PreTrainedModel:
-    """Load the model and move it to `device`.
-
-    Raises:
-        ModelError: the folder does not hold a suitable model, or the device lacks memory for it.
-    """
-    module = load_model(config, head, dtype, trained=trained)
-    with model_errors(Path(config.path), "model"):
-        module.to(device)  # type: ignore[arg-type]  # its decorator hides `self`
-    return module
+    return _together(lambda: load_model(config, head, dtype, trained=trained)), None
 
 
 def _with_folder_weights(
