@@ -494,6 +494,6 @@ class DemoConfig:
     seed: int = 0  # of data, model and runs
     adv_estimator: str = "grpo"  # a name of `quadriga algorithms`
     backend: BackendName = "ray"  # local: one process, one rank
-    n_gpus_per_node: int = 2  # ranks, on CPU machines too
+    n_gpus_per_node: int | None = None  # ranks, on CPU machines too; None: 2, one if local
     device: DeviceName = "auto"  # auto: an accelerator if there is one
     overwrite: bool = True  # replace an earlier demo in the folder

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from quadriga.config.checks import check_sft_settings, check_train_settings
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ArithmeticDataConfig, DemoConfig, SFTConfig, TrainConfig
 from quadriga.observability.samples import Sample, read_samples
 from quadriga.trainer.main import run_training
 from quadriga.trainer.make_data import run_make_data
+from quadriga.trainer.run.preflight import known_names
 from quadriga.trainer.sft import SFTResult, run_sft
 
 if TYPE_CHECKING:
@@ -53,6 +55,9 @@ def run_demo(config: DemoConfig) -> None:
     data, sft, train = (
         command(config, folder) for command in (data_command, sft_command, train_command)
     )
+    # The commands check their settings too, but the second one only after the first has run.
+    check_sft_settings(load_config(SFTConfig, sft.overrides), known_names())
+    check_train_settings(load_config(TrainConfig, train.overrides), known_names())
 
     _announce(console, "1/3  arithmetic problems, and a model with random weights", data)
     run_make_data(load_config(ArithmeticDataConfig, data.overrides))
@@ -147,10 +152,11 @@ def _optimizer(prefix: str, lr: str, warmup: int) -> tuple[str, ...]:
 
 
 def _shared(config: DemoConfig, folder: Path) -> tuple[str, ...]:
+    ranks = config.n_gpus_per_node or (1 if config.backend == "local" else 2)
     return (
         f"trainer.backend={config.backend}",
         f"trainer.device={config.device}",
-        f"trainer.n_gpus_per_node={config.n_gpus_per_node}",
+        f"trainer.n_gpus_per_node={ranks}",
         f"trainer.seed={config.seed}",
         f"trainer.default_local_dir={folder}",
         f"trainer.overwrite={str(config.overwrite).lower()}",

@@ -1,0 +1,31 @@
+"""`quadriga demo`: its commands have settings that fit, and are checked before the first one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import DemoConfig, TrainConfig
+from quadriga.errors import ConfigError
+from quadriga.trainer.demo import run_demo, train_command
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [([], 2), (["backend=local"], 1), (["n_gpus_per_node=1"], 1), (["n_gpus_per_node=4"], 4)],
+)
+def test_the_demo_has_as_many_ranks_as_its_backend_can_have(overrides, ranks) -> None:
+    command = train_command(load_config(DemoConfig, overrides), Path("demo"))
+    assert load_config(TrainConfig, command.overrides).trainer.n_gpus_per_node == ranks
+
+
+@pytest.mark.parametrize(
+    "overrides", [["backend=local", "n_gpus_per_node=2"], ["n_gpus_per_node=5"]]
+)
+def test_a_demo_whose_settings_do_not_fit_makes_no_data(tmp_path, overrides) -> None:
+    config = load_config(DemoConfig, [f"output={tmp_path / 'demo'}", *overrides])
+    with pytest.raises(ConfigError, match="ranks"):
+        run_demo(config)
+    assert not (tmp_path / "demo").exists()
