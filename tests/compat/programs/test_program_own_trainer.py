@@ -91,6 +91,25 @@ def test_a_loop_of_ones_own_in_a_subclass_of_the_trainer(cluster, settings):
     assert metrics["perf/throughput"] == metrics["perf/total_num_tokens"] / 2
 
 
+def test_a_method_of_a_trainer_whose_body_would_not_run_is_refused(settings):
+    async def later(self, *args):
+        pass
+
+    for name in ("save", "make_validator", "_due", "fit"):
+        own = type("Own", (RayPPOTrainer,), {name: later})
+        with pytest.raises(ConfigError, match=rf"Own\.{name} is a coroutine function, whose body"):
+            own(settings)
+
+    class Own(RayPPOTrainer):
+        def schedule(self):  # a generator, as in the trainer
+            yield from super().schedule()
+
+        async def own_method(self):
+            pass
+
+    Own(settings).close()
+
+
 @pytest.mark.parametrize(
     ("method", "use"),
     [

@@ -162,6 +162,19 @@ def _check_method(owner: object, name: str, arguments: tuple[str, ...]) -> None:
         return
     if not callable(method):
         raise ConfigError(f"{cls.__name__}.{name} must be a method, got {method!r}")
+    check_plain(cls, name, method)
+    signature = inspect.signature(method)
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise ConfigError(
+            f"TaskRunner calls {name}({', '.join(arguments)}), but {cls.__name__} defines "
+            f"{name}{signature}; change its parameters"
+        ) from None
+
+
+def check_plain(cls: type, name: str, method: object) -> None:
+    """Check that a call of a method runs its body. Raises `ConfigError` that names the method."""
     kinds = {
         "a coroutine function": inspect.iscoroutinefunction,
         "an asynchronous generator function": inspect.isasyncgenfunction,
@@ -173,14 +186,6 @@ def _check_method(owner: object, name: str, arguments: tuple[str, ...]) -> None:
                 f"{cls.__name__}.{name} is {kind}, whose body would not run, because nothing "
                 "awaits or iterates it; write it as a plain function"
             )
-    signature = inspect.signature(method)
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        raise ConfigError(
-            f"TaskRunner calls {name}({', '.join(arguments)}), but {cls.__name__} defines "
-            f"{name}{signature}; change its parameters"
-        ) from None
 
 
 def _method_of_class(cls: type, name: str) -> object:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from quadriga.compat.verl.training.hooks import check_plain
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
 from quadriga.trainer.ppo import RayPPOTrainer as QuadrigaTrainer
@@ -112,15 +114,21 @@ class VerlTrainerNames(QuadrigaTrainer):
 
 
 def check_methods_of_subclass(cls: type[QuadrigaTrainer], fit: object) -> None:
-    """Check that a subclass replaces no method of verl's trainer that nothing would call.
+    """Check that the methods of a subclass are called, and that their bodies run.
 
-    A subclass with a `fit` of its own may call them. `fit`: the one that calls none of them.
+    A subclass with a `fit` of its own may call methods of verl's trainer, and may await its own.
+    `fit`: the one that calls none of them.
 
     Raises:
         ConfigError: names the method, and what to write instead.
     """
+    check_plain(cls, "fit", cls.fit)
     if cls.fit is not fit:
         return
+    for name, method in inspect.getmembers(cls, inspect.isfunction):
+        replaced = getattr(VerlTrainerNames, name, None)
+        if inspect.isfunction(replaced) and not inspect.isgeneratorfunction(replaced):
+            check_plain(cls, name, method)
     for name, use in REPLACED.items():
         if hasattr(cls, name):
             raise ConfigError(
