@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -175,7 +175,7 @@ def _check_method(owner: object, name: str, arguments: tuple[str, ...]) -> None:
 
 def check_plain(cls: type, name: str, method: object) -> None:
     """Check that a call of a method runs its body. Raises `ConfigError` that names the method."""
-    kinds = {
+    kinds: dict[str, Callable[[object], bool]] = {
         "a coroutine function": inspect.iscoroutinefunction,
         "an asynchronous generator function": inspect.isasyncgenfunction,
         "a generator function": inspect.isgeneratorfunction,
