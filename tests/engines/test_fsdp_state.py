@@ -135,10 +135,45 @@ def test_step_with_non_finite_gradient_is_skipped(model_folder):
     assert not torch.equal(weights(engine)["model.norm.weight"], before["model.norm.weight"])
 
 
-@pytest.mark.parametrize("micro_batches", [2, 3], ids=["not reduced", "reduced"])
+class Failure:
+    """Raises in the second micro-batch of a step, or in a forward pass without gradients."""
+
+    def __init__(self, engine, where):
+        self.engine, self.where, self.calls = engine, where, 0
+        layer = engine.module.model.layers[-1].mlp
+        self.hook = layer.register_forward_hook(self.after_layer)
+
+    def count(self):
+        self.calls += 1
+        if self.calls == 2:
+            raise ValueError(f"in {self.where}")
+
+    def after_layer(self, module, inputs, output):
+        if self.where == "forward":
+            self.count()
+        if self.where == "backward" and output.requires_grad:
+            output.register_hook(lambda gradient: self.count())
+
+    def loss(self, outputs, micro):
+        if self.where == "loss":
+            self.count()
+        return outputs["log_probs"].sum(), {}
+
+    def happen(self):
+        rows = cases.make_batch()
+        with pytest.raises(ValueError, match=f"in {self.where}"):
+            self.engine.train_step(rows, self.loss, micro_batch_size=2)
+        self.calls = 1
+        if self.where == "forward":
+            with pytest.raises(ValueError, match="in forward"):
+                self.engine.forward(rows)
+        self.hook.remove()
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["not reduced", "reduced"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_step_that_failed_leaves_no_gradient(model_folder, dtype, micro_batches):
-    batch = cases.make_batch()
+@pytest.mark.parametrize("where", ["loss", "forward", "backward"])
+def test_a_step_after_one_that_failed_equals_the_first_one(model_folder, where, dtype, early):
     engine, plain = (
         FSDPEngine(
             ModelConfig(path=model_folder), EngineConfig(dtype=dtype), OptimConfig(lr=0.01),
@@ -146,21 +181,19 @@ def test_a_step_that_failed_leaves_no_gradient(model_folder, dtype, micro_batche
         )
         for _ in range(2)
     )  # fmt: skip
-    engine.reduces_each_micro_batch = micro_batches == 3
-    calls = []
-
-    def failing(outputs, micro):
-        calls.append(len(calls))
-        if len(calls) == micro_batches:
-            raise ValueError("a loss of the user")
-        return outputs["log_probs"].sum(), {}
-
-    with pytest.raises(ValueError, match="a loss of the user"):
-        engine.train_step(batch, failing, micro_batch_size=2)
+    engine.reduces_each_micro_batch = early
+    Failure(engine, where).happen()
     engine.reduces_each_micro_batch = plain.reduces_each_micro_batch
     assert cases.step(engine) == cases.step(plain)
-    for (name, one), (_, other) in zip(engine.state_stream(), plain.state_stream(), strict=True):
-        assert torch.equal(one, other), name
+    found, expected = weights(engine), weights(plain)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_an_error_before_the_first_pass_is_not_replaced(model_folder):
+    engine = build(model_folder)
+    with pytest.raises(KeyError, match="before the first pass"), engine._on_device("parameters"):
+        raise KeyError("before the first pass")
+    step(engine)
 
 
 def test_steps_equal_torch_adamw(model_folder):

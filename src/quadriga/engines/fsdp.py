@@ -43,8 +43,8 @@ from quadriga.engines.sharded_loading import load_sharded
 from quadriga.engines.sharding import (
     MIN_UNIT_PARAMETERS,
     exceeds_unsharded_limit,
+    forget_failed_pass,
     fsdp_units,
-    gradients_dropped_on_error,
 )
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import ConfigError
@@ -185,10 +185,9 @@ class FSDPEngine:
             compute = partial(
                 self._token_model, temperature=temperature, entropy=entropy, reference=ref
             )
-            with gradients_dropped_on_error(self._units):
-                for index, rows in enumerate(micro_batches):
-                    self._set_last_backward(index == len(micro_batches) - 1)
-                    self._accumulate(mini_batch, rows, loss_fn, totals, compute)
+            for index, rows in enumerate(micro_batches):
+                self._set_last_backward(index == len(micro_batches) - 1)
+                self._accumulate(mini_batch, rows, loss_fn, totals, compute)
             # Activations and whole gradients are freed before the moments come to the device.
             with self._on_device("moments"):
                 norm, rate = self.optimizer.step()
@@ -340,6 +339,9 @@ class FSDPEngine:
         reloaded = self._memory.reload(*states)
         try:
             yield
+        except BaseException:
+            forget_failed_pass(self.module)
+            raise
         finally:
             self._reshard()
             self._memory.offload(*reloaded)

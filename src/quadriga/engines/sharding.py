@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -110,24 +108,23 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-@contextmanager
-def gradients_dropped_on_error(units: Sequence[FSDPModule]) -> Iterator[None]:
-    """Free all gradients of a sharded model if the block raises.
+def forget_failed_pass(model: ShardedModel) -> None:
+    """Forget a forward or backward pass that raised: its gradients, and FSDP's state of it.
 
-    Otherwise the next step would add its gradients to those of the step that failed.
+    Otherwise the next step would add its gradients to those of the failed step, and FSDP would take
+    a forward pass for the recomputation that a backward pass makes, and reduce no gradients of it.
     """
-    try:
-        yield
-    except BaseException:
-        for unit in units:
-            group = unit._get_fsdp_state()._fsdp_param_group
-            for parameter in () if group is None else group.fsdp_params:
-                parameter.sharded_param.grad = None
-                # Those that are not reduced yet, for which FSDP has no public name.
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):  # it was gathered once
-                    parameter._unsharded_param.grad = None
-        raise
+    for unit in fsdp_units(model):
+        group = unit._get_fsdp_state()._fsdp_param_group
+        for parameter in () if group is None else group.fsdp_params:
+            parameter.sharded_param.grad = None
+            # Those that are not reduced yet, for which FSDP has no public name.
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # it was gathered once
+                parameter._unsharded_param.grad = None
+    ran = model._get_fsdp_state()._is_root is not None  # FSDP has no state before the first pass
+    if ran and hasattr(model, "reset_iter_state"):  # since torch 2.13
+        model.reset_iter_state()
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
