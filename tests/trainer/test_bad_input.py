@@ -45,6 +45,23 @@ def test_a_row_without_a_prompt_is_named(refused, tmp_path) -> None:
     assert f"{file}, row 1" in line and "'prompt'" in line
 
 
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"data_source": "openai/gsm8"}, "openai/gsm8k"),
+        ({"reward_model": {}}, "reward_model must be a dict with 'ground_truth', got {}"),
+    ],
+)
+def test_one_row_that_cannot_be_scored_is_named(refused, tmp_path, bad, said) -> None:
+    good = {"prompt": "1+1?", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "2"}}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*[good] * 9, good | bad]))
+    line = refused(f"data.train_files=[{file}]")
+    assert "row 9 cannot be scored" in line and said in line
+    validated = refused(f"data.val_files=[{file}]")
+    assert "row 9 cannot be scored" in validated
+
+
 def test_a_missing_package_of_an_optimizer_is_named(refused, monkeypatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
