@@ -339,7 +339,7 @@ class FSDPEngine:
         reloaded = self._memory.reload(*states)
         try:
             yield
-        except BaseException:
+        except (Exception, KeyboardInterrupt):  # not the end of a stream that is not exhausted
             forget_failed_pass(self.module)
             raise
         finally:
