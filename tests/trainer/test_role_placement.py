@@ -113,10 +113,9 @@ def test_a_reference_on_a_pool_of_its_own_runs_there(train_overrides) -> None:
 
 
 def test_engines_take_turns_only_in_one_process(train_overrides) -> None:
-    trainer = trainer_of(train_overrides, "actor_rollout_ref.rollout.take_turns=true",
-                         Actor="a", Rollout="b")  # fmt: skip
+    taking_turns = "actor_rollout_ref.rollout.take_turns=true"
     with pytest.raises(ConfigError, match="take_turns=true is for actor and rollout in one"):
-        trainer.init_workers()
+        trainer_of(train_overrides, taking_turns, Actor="a", Rollout="b")
 
 
 class OtherWeights:
