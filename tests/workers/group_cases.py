@@ -154,20 +154,11 @@ def parameters_after(
     return {name: tensor.clone() for name, tensor in engine.state_stream()}
 
 
-def rank_main(rank: int, ranks: int, folder: str, file: str, port: int) -> None:
+def rank_main(rank: int, ranks: int, folder: str, file: str) -> None:
     """Make every update as one rank of a process group; rank 0 writes the parameters."""
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
     found = {case: parameters_after(folder, case, rank, ranks) for case in cases_on(ranks)}
     if rank == 0:
         torch.save(found, file)
-    torch.distributed.destroy_process_group()
 
 
 def run_ranks(ranks: int, folder: str, file: str) -> dict[Case, dict[str, torch.Tensor]]:
@@ -179,20 +170,35 @@ def run_ranks(ranks: int, folder: str, file: str) -> dict[Case, dict[str, torch.
 
 
 def spawn_ranks(main: Callable[..., None], ranks: int, *args: object, limit: float) -> None:
-    """Run `main(rank, ranks, *args, port)` in one process per rank.
+    """Run `main(rank, ranks, *args)` in one process per rank, each a rank of a process group.
 
     Raises `TimeoutError` after `limit` seconds; then no process is left.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.spawn(main, args=(ranks, *args, port), nprocs=ranks, join=False)
+    context = mp.spawn(_run_as_rank, args=(main, ranks, port, args), nprocs=ranks, join=False)
     deadline = time.monotonic() + limit
     while not context.join(timeout=1):
         if time.monotonic() > deadline:
             for process in context.processes:
                 process.kill()
             raise TimeoutError(f"{ranks} ranks did not finish within {limit} s")
+
+
+def _run_as_rank(
+    rank: int, main: Callable[..., None], ranks: int, port: int, args: tuple[object, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    main(rank, ranks, *args)
+    torch.distributed.destroy_process_group()
 
 
 def cases_on(ranks: int) -> list[Case]:

@@ -6,7 +6,6 @@ papers do. It uses nothing of Quadriga.
 
 from __future__ import annotations
 
-import os
 from dataclasses import astuple, dataclass
 from functools import cache
 from itertools import combinations, product
@@ -229,18 +228,9 @@ def differences(
 
 
 def rank_main(
-    rank: int, ranks: int, folder: str, ways: list[Way], expected: str, file: str, port: int
+    rank: int, ranks: int, folder: str, ways: list[Way], expected: str, file: str
 ) -> None:
     """Make the updates as one rank of a process group; rank 0 writes the differences."""
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
     found = differences(folder, ways, expected, rank, ranks)
     if rank == 0:
         torch.save(list(found.values()), file)
-    torch.distributed.destroy_process_group()

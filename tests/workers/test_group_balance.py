@@ -10,21 +10,9 @@ import pytest
 import torch
 from group_cases import CASES, Case
 
-from quadriga.models.tiny import TinyModel, write_tiny_model
-
 pytestmark = pytest.mark.timeout(900)
 torch.set_num_threads(1)
 BATCHES = dict(group_cases.cases_by_batch())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    shape = TinyModel(
-        hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48
-    )
-    path = tmp_path_factory.mktemp("tiny") / "model"
-    write_tiny_model(path, ["one two three"], shape)
-    return str(path)
 
 
 @pytest.fixture(scope="module")

@@ -17,19 +17,8 @@ from group_cases import spawn_ranks
 from parity_cases import WAYS, Form, sample
 
 from quadriga.config.schema import AggregationName
-from quadriga.models.tiny import TinyModel, write_tiny_model
 
 TOLERANCE = 1e-10
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    shape = TinyModel(
-        hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48
-    )
-    path = tmp_path_factory.mktemp("tiny") / "model"
-    write_tiny_model(path, ["one two three"], shape)
-    return str(path)
 
 
 @pytest.fixture(scope="module")
