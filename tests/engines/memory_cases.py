@@ -13,14 +13,9 @@ from pathlib import Path
 import torch
 from optimizer_cases import has_torchao
 from torch.profiler import ProfilerActivity, profile
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM
 
+from memory_models import CONFIGS, SIZES
 from quadriga.config.schema import (
     Checkpointing,
     EngineConfig,
@@ -33,18 +28,6 @@ from quadriga.engines.memory.passes import Rows
 from quadriga.engines.memory.states import TrainingMemory, training_memory
 from quadriga.engines.optimizers.rule import local_shard
 
-SIZES = {
-    "vocab_size": 384, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-}  # fmt: skip
-CONFIGS = {
-    "llama untied": lambda: LlamaConfig(tie_word_embeddings=False, **SIZES),
-    "qwen2 tied": lambda: Qwen2Config(tie_word_embeddings=True, **SIZES),
-    "mistral window": lambda: MistralConfig(sliding_window=24, **SIZES),
-    "qwen3 experts": lambda: Qwen3MoeConfig(
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=16, **SIZES
-    ),
-}
 ROWS = Rows(count=8, prompt=32, response=48, samples=4)
 ONE_UNIT, LAYER_UNITS = 10**9, 1
 

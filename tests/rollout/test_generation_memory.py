@@ -9,11 +9,10 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3MoeConfig,
 )
 
+from memory_models import CONFIGS as FAMILIES
+from memory_models import SIZES
 from quadriga.config.schema import ModelConfig
 from quadriga.rollout import hf
 from quadriga.rollout.base import SamplingParams
@@ -21,17 +20,7 @@ from quadriga.rollout.hf import HFRollout
 from quadriga.rollout.kv_cache import columns_at_end
 from quadriga.rollout.memory import GeneratedRows, generation_memory
 
-SIZES = {
-    "vocab_size": 384, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-}  # fmt: skip
-CONFIGS = {
-    "llama untied": lambda: LlamaConfig(tie_word_embeddings=False, **SIZES),
-    "qwen2 tied": lambda: Qwen2Config(tie_word_embeddings=True, **SIZES),
-    "mistral window": lambda: MistralConfig(sliding_window=24, **SIZES),
-    "qwen3 experts": lambda: Qwen3MoeConfig(
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=16, **SIZES
-    ),
+CONFIGS = FAMILIES | {
     "bloom, which takes no bias": lambda: BloomConfig(
         vocab_size=384, hidden_size=64, n_layer=2, n_head=4
     ),

@@ -1,0 +1,18 @@
+"""Small models of several families, whose memory is computed and measured."""
+
+from __future__ import annotations
+
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3MoeConfig
+
+SIZES = {
+    "vocab_size": 384, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+CONFIGS = {
+    "llama untied": lambda: LlamaConfig(tie_word_embeddings=False, **SIZES),
+    "qwen2 tied": lambda: Qwen2Config(tie_word_embeddings=True, **SIZES),
+    "mistral window": lambda: MistralConfig(sliding_window=24, **SIZES),
+    "qwen3 experts": lambda: Qwen3MoeConfig(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=16, **SIZES
+    ),
+}
