@@ -23,6 +23,12 @@
     │   ├── WorkerDiedError         the process of a worker has ended
     │   ├── CallTimeoutError        deadline exceeded; carries the stack of each rank that is late
     │   └── CollectiveError         a collective needs ranks that this backend does not connect
+    ├── RolloutError            a rollout engine failed, or is released or closed
+    │   ├── RolloutInputError       a prompt is empty, too long or has an id outside the vocabulary
+    │   ├── RolloutAbilityError     the engine cannot do what the settings ask
+    │   ├── RolloutOutputError      the engine returned responses that break its protocol
+    │   ├── RolloutDiedError        the engine's process has ended
+    │   └── RolloutTimeoutError     the engine did not answer before its deadline
     ├── RewardError             a reward function failed, and reward.on_failure=fail
     └── AlgorithmError          tensors that an algorithm cannot use
         ├── ShapeError              shapes differ where they must agree
@@ -172,6 +178,30 @@ class CallTimeoutError(WorkerError, TimeoutError):
 
 class CollectiveError(WorkerError):
     """Ranks that no process group connects were asked for a collective (local backend)."""
+
+
+class RolloutError(QuadrigaError, RuntimeError):
+    """A rollout engine failed. Attributes where known: `engine`, `rank`, `method`, `version`."""
+
+
+class RolloutInputError(RolloutError, InputError, ValueError):
+    """A prompt cannot be generated from. Attributes: `engine`, `row`."""
+
+
+class RolloutAbilityError(RolloutError, InputError, ValueError):
+    """The engine cannot do what the settings ask. Attributes: `engine`, `setting`."""
+
+
+class RolloutOutputError(RolloutError):
+    """An engine's output breaks its protocol. Attributes: `engine`, `fault`, `row` (or None)."""
+
+
+class RolloutDiedError(RolloutError):
+    """The process of an engine has ended."""
+
+
+class RolloutTimeoutError(RolloutError, TimeoutError):
+    """An engine did not answer before its deadline. Attributes: `engine`, `method`, `deadline`."""
 
 
 class RewardError(QuadrigaError, RuntimeError):

@@ -22,7 +22,8 @@ class Engine:
 
     def generate(self, prompt_ids, attention_mask, sampling, sample_seeds) -> RolloutOutput:
         mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-        return RolloutOutput(RESPONSES, mask, -0.5 * mask, ("stop", "length"))
+        versions = torch.tensor([5, 5])
+        return RolloutOutput(RESPONSES, mask, -0.5 * mask, ("stop", "length"), versions)
 
 
 def generated() -> DataProto:

@@ -1,21 +1,23 @@
 """The protocol that every rollout engine implements, its inputs and outputs, and weight digests.
 
-Shapes: B rows, P prompt columns, R = `max_new_tokens` response columns.
+Shapes: B rows, P prompt columns, R = `max_new_tokens` response columns, T columns of a sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from quadriga.errors import ConfigError
+from quadriga.rollout.abilities import RolloutAbilities
+from quadriga.rollout.params import LogProbKind as LogProbKind
+from quadriga.rollout.params import SamplingParams as SamplingParams
 
 FinishReason = Literal["stop", "length"]
-"""Why a response ended: with an end token, or at `max_new_tokens`."""
+"""Why a response ended: with an end token or a stop string, or at `max_new_tokens`."""
 
 # The integer type with as many bytes as an element of the tensor.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -23,65 +25,42 @@ _DIGEST_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are sampled, the same for every engine.
-
-    A response ends with any of `eos_token_ids`, or after `max_new_tokens` tokens.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_p: 1 allows the whole vocabulary.
-        top_k: -1 allows the whole vocabulary.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    max_new_tokens: int
-    eos_token_ids: tuple[int, ...]
-    pad_token_id: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-
-    def __post_init__(self) -> None:
-        problems = {
-            "max_new_tokens must be at least 1": self.max_new_tokens < 1,
-            "temperature must be 0 (greedy) or above": not self.temperature >= 0,
-            "top_p must be above 0 and at most 1": not 0 < self.top_p <= 1,
-            "top_k must be -1 (all) or at least 1": self.top_k != -1 and self.top_k < 1,
-        }
-        for problem, found in problems.items():
-            if found:
-                raise ConfigError(f"sampling: {problem}; got {self}")
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is taken instead of a random one."""
-        return self.temperature == 0
-
-
-@dataclass(frozen=True)
 class RolloutOutput:
-    """Responses, right-padded to R columns.
+    """Responses in the order of the request, right-padded to R columns.
 
     Attributes:
-        response_ids: [B, R] int64.
-        response_mask: [B, R] int64, 1 up to and including the end token.
-        rollout_log_probs: [B, R] float32, nats, 0 outside the mask. They are of the distribution at
-            the sampling temperature (1 if greedy) *before* top-k and top-p, which is the one that
-            training computes.
+        response_ids: [B, R] int64. Padding is `pad_token_id`.
+        response_mask: [B, R] int64, 1 up to and including the token that ends the response.
+        rollout_log_probs: [B, R] float32, nats, 0 outside the mask, of the distribution that
+            `SamplingParams.log_probs` names.
         finish_reason: B reasons.
+        weight_versions: [B] int64, the version of the weights that sampled each row. One version
+            sampled all tokens of a row.
     """
 
     response_ids: Tensor
     response_mask: Tensor
     rollout_log_probs: Tensor
     finish_reason: tuple[FinishReason, ...]
+    weight_versions: Tensor
 
 
+@runtime_checkable
 class RolloutEngine(Protocol):
-    """A copy of the policy that generates. It is not sharded like the training engine's copy."""
+    """A copy of the policy that generates. It is not sharded like the training engine's copy.
+
+    `quadriga.testing.check_rollout` checks an engine against this protocol.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name of the engine for error messages, as in `rollout.name`."""
+        ...
+
+    @property
+    def abilities(self) -> RolloutAbilities:
+        """What this engine can do with the model that it holds."""
+        ...
 
     @property
     def version(self) -> int:
@@ -95,9 +74,12 @@ class RolloutEngine(Protocol):
         sampling: SamplingParams,
         sample_seeds: Tensor,
     ) -> RolloutOutput:
-        """Sample one response for each row.
+        """Sample one response for each row, in the order of the rows.
 
-        The response of a row depends on its prompt, its seed and the weights, not on the batch.
+        The n responses of one prompt are n rows with seeds of their own. The response of a row
+        depends on its prompt, its seed and the weights, not on the batch, as far as `abilities`
+        say so. The token ids of the prompt are used as they are. An empty batch has an empty
+        result.
 
         Args:
             prompt_ids, attention_mask: [B, P] int64, left-padded.
@@ -105,11 +87,33 @@ class RolloutEngine(Protocol):
 
         Raises:
             ShapeError: the three shapes disagree.
+            RolloutInputError: a prompt is empty or too long, or has an id outside the vocabulary.
+            RolloutAbilityError: the engine cannot do what `sampling` asks.
+            RolloutError: the engine is released, closed or has failed.
+        """
+        ...
+
+    def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return the log-probability at temperature 1 of each token, given the tokens before it.
+
+        Args:
+            ids, attention_mask: [B, T] int64. The ones of a row of the mask are contiguous, so
+                sequences may be padded on the left, on the right or on both sides.
+
+        Returns:
+            [B, T] float32, nats; 0 at the first token of each row and at padding.
+
+        Raises:
+            ShapeError, RolloutInputError, RolloutError: as `generate`.
         """
         ...
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy new weights from (checkpoint name, full tensor) pairs, one tensor at a time.
+
+        The stream may hold a part of the weights; the others stay as they are. Nothing that was
+        computed with the old weights (a prefix cache) is used afterwards. The method may also be
+        called between `release` and `resume`.
 
         Raises:
             ModelError: the model has no weight of that name and shape.
@@ -117,19 +121,37 @@ class RolloutEngine(Protocol):
         ...
 
     def weights_digest(self) -> dict[str, int]:
-        """Return the `tensor_digest` of every weight, by checkpoint name."""
+        """Return the `tensor_digest` of every weight, by checkpoint name.
+
+        Raises:
+            RolloutAbilityError: `abilities.exposes_weights` is False. Compare `score` of probe
+                prompts with the training engine instead.
+        """
         ...
 
-    def weight_dtypes(self) -> dict[str, torch.dtype]:
-        """Return the dtype of every weight, by checkpoint name."""
+    def weight_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Return the dtype in which the engine holds each weight, by checkpoint name.
+
+        A name that is missing is a weight that the engine takes in the dtype in which it is sent.
+        """
         ...
 
     def release(self) -> None:
-        """Free the engine's device memory. The weights stay in host memory."""
+        """Free the engine's device memory. `resume` gives the same weights and version back.
+
+        Between `release` and `resume`, `generate` and `score` raise `RolloutError`.
+        """
         ...
 
     def resume(self) -> None:
-        """Move the weights back to the device."""
+        """Make a released engine ready to generate again. Does nothing if it is not released."""
+        ...
+
+    def close(self) -> None:
+        """End the engine with its processes and files. A second call does nothing.
+
+        Every other method but `name`, `abilities` and `version` then raises `RolloutError`.
+        """
         ...
 
 

@@ -8,27 +8,35 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Container, Iterable, Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from quadriga.config.schema import DtypeName, ModelConfig
-from quadriga.errors import ModelError, ShapeError
+from quadriga.errors import ModelError, RolloutError
 from quadriga.models.architectures import architecture_of, is_listed
-from quadriga.models.loading import load_causal_lm
+from quadriga.models.context_window import context_window
+from quadriga.models.loading import load_causal_lm, load_tokenizer
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device
 from quadriga.parallel.packing import first_row_with_same_prompt
+from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities
 from quadriga.rollout.base import FinishReason, RolloutOutput, SamplingParams, tensor_digest
 from quadriga.rollout.kv_cache import growing_cache, reorder_cache, sees_all_tokens
+from quadriga.rollout.requests import check_request, check_sequences
 from quadriga.rollout.sampling import draw
+from quadriga.rollout.stop_strings import StopStrings
 from quadriga.rollout.unlisted import check_generation
 
 COMPACT_BELOW = 0.75
 """Ended rows leave the batch when at most this share of its rows is still generating. Compaction
 copies the cache, so it does not pay for every single row."""
+
+State = Literal["ready", "released", "closed"]
+"""Whether the engine can generate, waits for `resume`, or has ended."""
 
 
 class HFRollout:
@@ -54,6 +62,7 @@ class HFRollout:
                 "rollout.options",
                 path=model.path,
             )
+        self.model = model
         self.device = local_device(device)
         self.micro_batch_size = micro_batch_size
         self.module = load_causal_lm(
@@ -70,6 +79,30 @@ class HFRollout:
         if not is_listed(self.module.config):
             check_generation(self.module, self.device, self.forward)
         self._version = -1
+        self._abilities = self._declared_abilities()
+        self._state: State = "ready"
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def _declared_abilities(self) -> RolloutAbilities:
+        window = context_window(self.module.config)
+        return RolloutAbilities(
+            vocabulary=self.module.config.get_text_config().vocab_size,
+            window=window.tokens if window else None,
+            log_probs={"policy": "always", "sampled": "always", "temperature_1": "always"},
+            settings=ALL_SETTINGS,
+            filter_order="top_k, top_p, min_p",
+            seeded=True,
+            batch_invariant=True,
+            exposes_weights=True,
+        )
+
+    @property
+    def name(self) -> str:
+        return "hf"
+
+    @property
+    def abilities(self) -> RolloutAbilities:
+        return self._abilities
 
     @property
     def version(self) -> int:
@@ -84,14 +117,9 @@ class HFRollout:
         sampling: SamplingParams,
         sample_seeds: Tensor,
     ) -> RolloutOutput:
-        count = len(prompt_ids)
-        if attention_mask.shape != prompt_ids.shape or sample_seeds.shape != (count,):
-            raise ShapeError(
-                "prompt_ids and attention_mask must be [B, P] and sample_seeds [B]; got "
-                f"{tuple(prompt_ids.shape)}, {tuple(attention_mask.shape)}, "
-                f"{tuple(sample_seeds.shape)}"
-            )
-        width = sampling.max_new_tokens
+        self._check_ready("generate")
+        check_request(self.name, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
+        count, width = len(prompt_ids), sampling.max_new_tokens
         ids = torch.full((count, width), sampling.pad_token_id, dtype=torch.int64)
         mask = torch.zeros(count, width, dtype=torch.int64)
         log_probs = torch.zeros(count, width)
@@ -105,7 +133,33 @@ class HFRollout:
         reasons: tuple[FinishReason, ...] = tuple(
             "stop" if row_stopped else "length" for row_stopped in stopped.tolist()
         )
-        return RolloutOutput(ids, mask, log_probs, reasons)
+        versions = torch.full((count,), self._version, dtype=torch.int64)
+        return RolloutOutput(ids, mask, log_probs, reasons, versions)
+
+    def stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
+        """Return the check of the stop strings, or None if there are none."""
+        if not sampling.stop_strings:
+            return None
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(
+                self.model.tokenizer_path or self.model.path,
+                trust_remote_code=self.model.trust_remote_code,
+            )
+        return StopStrings(self._tokenizer, sampling.stop_strings)
+
+    def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        self._check_ready("score")
+        check_sequences(self.name, self.abilities, ids, attention_mask)
+        log_probs = torch.zeros(ids.shape)
+        with torch.inference_mode():
+            # One row at a time, without padding: the plain forward pass is the reference.
+            for row, valid in enumerate(attention_mask.bool()):
+                tokens = ids[row, valid].to(self.device)
+                logits = self.module(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+                chosen = logits.gather(-1, tokens[1:, None])[:, 0] - logits.logsumexp(-1)
+                columns = valid.nonzero()[1:, 0].cpu()
+                log_probs[row, columns] = chosen.cpu()
+        return log_probs.clone()
 
     def forward(
         self, cache: Cache, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None
@@ -133,6 +187,7 @@ class HFRollout:
     # Weights
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._check_open("update_weights")
         weights = self.module.state_dict(keep_vars=True)
         with torch.no_grad():
             for name, tensor in stream:
@@ -150,16 +205,47 @@ class HFRollout:
         self._version = version
 
     def weights_digest(self) -> dict[str, int]:
+        self._check_open("weights_digest")
         return {name: tensor_digest(t) for name, t in self.module.state_dict().items()}
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
+        self._check_open("weight_dtypes")
         return {name: tensor.dtype for name, tensor in self.module.state_dict().items()}
 
+    # State
+
     def release(self) -> None:
+        self._check_open("release")
         self._move(torch.device("cpu"))
+        self._state = "released"
 
     def resume(self) -> None:
+        self._check_open("resume")
         self._move(self.device)
+        self._state = "ready"
+
+    def close(self) -> None:
+        if self._state != "closed":
+            self._move(torch.device("meta"))  # the storages of the weights are freed
+            self._state = "closed"
+
+    def _check_ready(self, method: str) -> None:
+        self._check_open(method)
+        if self._state == "released":
+            raise RolloutError(
+                f"rollout engine 'hf': {method} was called while the engine is released; call "
+                "resume first",
+                engine=self.name,
+                method=method,
+            )
+
+    def _check_open(self, method: str) -> None:
+        if self._state == "closed":
+            raise RolloutError(
+                f"rollout engine 'hf': {method} was called after close; build a new engine",
+                engine=self.name,
+                method=method,
+            )
 
     def _move(self, device: torch.device) -> None:
         self.module.to(device)  # type: ignore[arg-type]  # its decorator hides `self`
@@ -241,15 +327,18 @@ class _Generation:
         self.lengths = torch.full((count,), width, device=self.device)
         self.stopped = torch.zeros(count, dtype=torch.bool, device=self.device)
         self.end_tokens = torch.tensor(
-            sampling.eos_token_ids, dtype=torch.int64, device=self.device
+            sampling.end_token_ids, dtype=torch.int64, device=self.device
         )
+        self.stop_strings = engine.stop_strings(sampling)
         self.active = torch.arange(count, device=self.device)
 
     def prefill(self, prompt_ids: Tensor, attention_mask: Tensor) -> None:
         """Run the model on the distinct prompts, then copy their cache rows to every row."""
         valid = attention_mask.bool()
         first_column = int(valid.any(0).long().argmax())
-        prompts, valid = prompt_ids[:, first_column:], valid[:, first_column:]
+        valid = valid[:, first_column:]
+        # Padding may have any id, also one that the embedding does not have.
+        prompts = prompt_ids[:, first_column:].masked_fill(~valid, 0)
         owner = first_row_with_same_prompt(prompts, valid)
         distinct, prompt_of_row = torch.unique(owner, return_inverse=True)
         prompt_of_row = prompt_of_row.to(self.device)
@@ -287,7 +376,7 @@ class _Generation:
             # Rows that ended but were not removed yet are written too; `collect` masks them.
             self.ids[self.active, t] = token
             self.log_probs[self.active, t] = log_prob
-            ended = self.active[running & torch.isin(token, self.end_tokens)]
+            ended = self.active[running & (torch.isin(token, self.end_tokens) | self._complete(t))]
             self.lengths[ended] = t + 1
             self.stopped[ended] = True
             running = ~self.stopped[self.active]
@@ -299,6 +388,13 @@ class _Generation:
                 token, running = token[kept], running[kept]
                 self._keep(kept)
             self._step(token, self.prompt_width + t + 1)
+
+    def _complete(self, t: int) -> Tensor:
+        """Return [b] bool: whether token t of each active row completes a stop string."""
+        if self.stop_strings is None or t + 1 < self.sampling.min_new_tokens:
+            return torch.zeros_like(self.active, dtype=torch.bool)
+        rows = self.ids[self.active, : t + 1].tolist()
+        return torch.tensor([self.stop_strings.completed_by_last(r) for r in rows]).to(self.device)
 
     def _keep(self, kept: Tensor) -> None:
         """Remove all rows from the batch but `kept`, indices into the active rows."""

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from quadriga.rollout.base import SamplingParams
+from quadriga.rollout.params import SamplingParams
 
 
 def _as_int64(value: int) -> int:
@@ -48,11 +48,21 @@ def uniform(seeds_B: Tensor, position: int) -> Tensor:
     return _shift_right(_mix(state), 11).to(torch.float64) * 2.0**-53
 
 
+def _without_early_end(scores_BV: Tensor, sampling: SamplingParams, position: int) -> Tensor:
+    """Set the scores of end tokens to -inf while the response is shorter than its minimum."""
+    ends = [token for token in sampling.end_token_ids if token < scores_BV.shape[-1]]
+    if position >= sampling.min_new_tokens or not ends:
+        return scores_BV
+    index = torch.tensor(ends, device=scores_BV.device)
+    return scores_BV.index_fill(-1, index, -math.inf)
+
+
 def _filtered(scores_BV: Tensor, sampling: SamplingParams) -> Tensor:
-    """Set the scores that top-k and then top-p exclude to -inf.
+    """Set the scores that top-k, then top-p, then min-p exclude to -inf.
 
     Top-k keeps scores that equal the k-th largest. Top-p keeps a token if the more likely tokens
-    together have less than `top_p`, so the most likely token always stays.
+    together have less than `top_p`, so the most likely token always stays. Min-p keeps a token with
+    at least `min_p` times the probability of the most likely one.
     """
     if 0 < sampling.top_k < scores_BV.shape[-1]:
         kth = scores_BV.topk(sampling.top_k, dim=-1).values[:, -1:]
@@ -70,6 +80,10 @@ def _filtered(scores_BV: Tensor, sampling: SamplingParams) -> Tensor:
             -1, order, before >= sampling.top_p
         )
         scores_BV = scores_BV.masked_fill(drop, -math.inf)
+    if sampling.min_p > 0.0:
+        # p ≥ min_p · p_max in logarithms; the normalisation is the same on both sides.
+        least = scores_BV.amax(-1, keepdim=True) + math.log(sampling.min_p)
+        scores_BV = scores_BV.masked_fill(scores_BV < least, -math.inf)
     return scores_BV
 
 
@@ -83,17 +97,22 @@ def draw(
         position: index t of the response token.
 
     Returns:
-        [B] int64 tokens, and [B] float32 log-probabilities before top-k and top-p, nats.
+        [B] int64 tokens, and [B] float32 log-probabilities of the kind `sampling.log_probs`, nats.
     """
-    scores = logits_BV.float()
+    logits = logits_BV.float()
     if sampling.greedy:
-        token = scores.argmax(-1)
-    else:
-        if sampling.temperature != 1.0:
-            scores = scores / sampling.temperature
-        token = _inverse_cdf(_filtered(scores, sampling), uniform(seeds_B, position))
-    log_prob = scores.gather(-1, token[:, None])[:, 0] - scores.logsumexp(-1)
-    return token, log_prob
+        token = _without_early_end(logits, sampling, position).argmax(-1)
+        log_prob = torch.zeros_like(logits[:, 0])
+        return token, log_prob if sampling.log_probs == "sampled" else _log_prob(logits, token)
+    scores = logits / sampling.temperature if sampling.temperature != 1.0 else logits
+    allowed = _filtered(_without_early_end(scores, sampling, position), sampling)
+    token = _inverse_cdf(allowed, uniform(seeds_B, position))
+    of_kind = {"policy": scores, "sampled": allowed, "temperature_1": logits}
+    return token, _log_prob(of_kind[sampling.log_probs], token)
+
+
+def _log_prob(scores_BV: Tensor, token_B: Tensor) -> Tensor:
+    return scores_BV.gather(-1, token_B[:, None])[:, 0] - scores_BV.logsumexp(-1)
 
 
 def _inverse_cdf(scores_BV: Tensor, uniform_B: Tensor) -> Tensor:

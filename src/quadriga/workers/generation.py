@@ -70,7 +70,7 @@ def generate_batch(
             fields.POSITION_IDS: (attention_mask.cumsum(-1) - 1).clamp(min=0),
             fields.SEQUENCE_LENGTH: attention_mask.sum(-1),
             fields.FINISHED: torch.tensor(finished, dtype=torch.int64),
-            fields.WEIGHT_VERSION: torch.full((len(prompt_ids),), engine.version),
+            fields.WEIGHT_VERSION: out.weight_versions,
         }
     )
 
