@@ -1,0 +1,101 @@
+"""A model, its optimizer and its training engine: sections that several roles have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quadriga.config.schema.choices import (
+    MISSING_PATH,
+    AttentionName,
+    Checkpointing,
+    DtypeName,
+    LrSchedulerName,
+    OptimizerName,
+    ReduceDtypeName,
+)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters (LoRA, arXiv 2106.09685), which are trained in place of the weights.
+
+    Without `rank` and `path` there are none.
+    """
+
+    rank: int | None = None  # size of the adapters; None: none, or that of `path`
+    alpha: float | None = None  # scaling × rank; None: 2 × rank, or that of `path`
+    dropout: float = 0.0  # share of their inputs that adapters drop in an update
+    # linear layers by the end of their names, as q_proj; None: all but the output layer, or those
+    # of `path`
+    target_modules: tuple[str, ...] | None = None
+    exclude_modules: tuple[str, ...] = ()  # layers without adapters, in the same way
+    path: str | None = None  # an adapter in PEFT's format, to start from; None: new adapters
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the model has adapters."""
+        return self.rank is not None or self.path is not None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Hugging Face folder or hub name, and how to load it."""
+
+    path: str = MISSING_PATH  # a model folder, or hf://owner/name
+    tokenizer_path: str | None = None  # None: the folder of the model
+    trust_remote_code: bool = False  # run code of the model's folder
+    attn_implementation: str = "sdpa"  # a name of transformers, such as sdpa or eager
+    # recompute activations in the backward pass; selective: all but matrix products and attention
+    gradient_checkpointing: Checkpointing = False
+    use_shm: bool = False  # the ranks of a node read the weights once and share that memory
+    freeze: tuple[str, ...] = ()  # weights that are not trained, by patterns: model.embed_tokens.*
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimizer and the schedule of its learning rate."""
+
+    # adamw_8bit: moments of 8 bits (torchao); muon: for hidden matrices, AdamW for the others
+    name: OptimizerName = "adamw"
+    lr: float = 1e-6  # largest learning rate
+    betas: tuple[float, float] = (0.9, 0.999)  # decay rates of the two moments of AdamW
+    momentum: float | None = None  # decay rate of the momentum of muon; None: 0.95
+    eps: float = 1e-8  # added to the denominator of the step
+    weight_decay: float = 0.01  # decoupled from the gradient
+    lr_scheduler: LrSchedulerName = "constant"  # form after the warm-up
+    lr_warmup_steps: int = 0  # optimizer steps of linear warm-up
+    min_lr_ratio: float = 0.0  # learning rate of the last step, relative to lr
+    total_steps: int | None = None  # None: the number of optimizer steps of the run
+    grad_clip: float = 1.0  # largest norm of the gradient
+    # optimizer steps in a row that may be skipped because the gradient is not finite; None: any
+    max_skipped_steps: int | None = 10
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The training engine of a role."""
+
+    name: str = "fsdp"  # fsdp; megatron is not in this release
+    dtype: DtypeName = "auto"  # compute dtype; auto: bfloat16 on accelerators, else float32
+    reduce_dtype: ReduceDtypeName = "float32"  # dtype of the gradient reduction over ranks
+    reshard_after_forward: bool = True  # free gathered parameters until the backward pass
+    # reduce gradients and free gathered parameters after each micro-batch, not once per optimizer
+    # step; None: if whole gradients and parameters would take more than 4 GiB on each rank
+    reduce_each_micro_batch: bool | None = None
+    param_offload: bool = False  # keep parameters in host memory between calls
+    optimizer_offload: bool = False  # keep optimizer state in host memory between optimizer steps
+    offload_policy: bool = False  # parameters, gradients, optimizer state and its step on the host
+    fsdp_size: int = -1  # ranks over which one copy of the parameters is sharded; -1: all
+    use_dynamic_bsz: bool = True  # cut micro-batches by tokens, not by number of sequences
+    max_tokens_per_micro_batch: int = 16384  # tokens, if use_dynamic_bsz
+    fused_head: bool | None = None  # log-probs without full logits; None: if they would be large
+    attention: AttentionName = "auto"  # kernel of packed rows; auto: the fastest that is exact
+
+    def forward_rows(self, size: int | None) -> int | None:
+        """Return the sequences of a micro-batch without gradients; None: split by tokens.
+
+        `size`: the `ppo_micro_batch_size_per_gpu` of the role. With gradients it is always used;
+        without them more tokens fit, so it is used only if micro-batches are not split by tokens.
+        """
+        return None if self.use_dynamic_bsz else size

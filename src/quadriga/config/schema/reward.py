@@ -1,0 +1,19 @@
+"""The rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quadriga.config.schema.choices import FailurePolicy
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Rule rewards. `path` and `name` select a function in a Python file of the user."""
+
+    path: str | None = None  # None: the function registered for the data_source of each row
+    name: str = "compute_score"  # function in the file `path`
+    num_processes: int = 2  # processes that call it; 0: called in the controller, without deadline
+    timeout_s: float = 10.0  # deadline of one sample in a process
+    memory_gb: float | None = 8.0  # GiB that one process can allocate; None: no limit
+    on_failure: FailurePolicy = "zero"  # a failed sample: score 0, mask its row, or end the run

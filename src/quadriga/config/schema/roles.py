@@ -1,0 +1,107 @@
+"""The policy in its three uses (actor, rollout, reference), and the critic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quadriga.config.schema.choices import AggregationName, DtypeName, KLName, Options
+from quadriga.config.schema.model import EngineConfig, ModelConfig, OptimConfig
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    """The policy loss. `quadriga algorithms` shows which loss reads which setting."""
+
+    name: str = "ppo_clip"  # a name of `quadriga algorithms`
+    clip_ratio_low: float = 0.2  # the ratio is clipped below 1 - this
+    clip_ratio_high: float = 0.2  # the ratio is clipped above 1 + this
+    clip_ratio_c: float = 3.0  # dual clip, above 1
+    options: Options = field(default_factory=dict)  # keyword arguments of the loss
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    """The update of the policy."""
+
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    # prompts per optimizer step, over all ranks; None: data.train_batch_size, one optimizer step
+    ppo_mini_batch_size: int | None = None
+    ppo_micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
+    ppo_epochs: int = 1  # passes over the sequences of a step
+    # take the old log-probabilities from the update itself, without a pass of their own; needs one
+    # optimizer step per step; None: if that is so and nothing reads them before the update
+    old_log_probs_from_update: bool | None = None
+    # shuffle the sequences of each rank in each epoch of a step; whole prompt groups stay together
+    shuffle: bool = False
+    loss_agg_mode: AggregationName = "token-mean"  # how token losses become one loss
+    loss_scale_length: int | None = None  # of seq-mean-token-sum-norm; None: max_response_length
+    entropy_coeff: float = 0.0  # weight of the entropy bonus
+    use_kl_loss: bool = False  # add KL to the reference to the loss
+    kl_loss_coef: float = 0.001  # weight of this KL
+    kl_loss_type: KLName = "k3"  # estimator; full: over the vocabulary, reference in actor worker
+
+    @property
+    def reads_full_kl(self) -> bool:
+        """Whether the update computes the logits of the reference together with the policy's."""
+        return self.use_kl_loss and self.kl_loss_type == "full"
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How tokens are sampled."""
+
+    temperature: float = 1.0  # 0: greedy decoding
+    top_p: float = 1.0  # nucleus sampling; 1: all tokens
+    top_k: int = -1  # -1: all tokens
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The rollout engine, which generates the responses."""
+
+    name: str = "hf"  # hf; vllm and sglang are not in this release
+    n: int = 1  # responses per prompt
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
+    micro_batch_size: int = 256  # sequences that one rank generates at once
+    dtype: DtypeName = "auto"  # of weights and computation; auto: as engine.dtype
+    # MiB of weights sent at once to a rollout in other processes than the actor (`placement`)
+    weight_bucket_mb: int = 256
+    # rollout and training engines of the policy take turns in device memory: while one side works,
+    # the weights and the optimizer state of the other are in host memory
+    take_turns: bool = False
+    options: Options = field(default_factory=dict)  # keyword arguments of the engine
+
+
+@dataclass(frozen=True)
+class RefConfig:
+    """The frozen reference policy."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(frozen=True)
+class ActorRolloutRefConfig:
+    """Actor, rollout and reference: three uses of one model."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The value model. Without `model.path`: the model of the actor, its settings, a new head."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    ppo_mini_batch_size: int | None = None  # None: that of the actor
+    ppo_micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
+    ppo_epochs: int | None = None  # None: that of the actor
+    cliprange_value: float | None = 0.5  # None: no clipping
+    loss_agg_mode: AggregationName = "token-mean"  # how token losses become one loss
+    warmup_steps: int = 0  # first steps, in which only the critic is updated

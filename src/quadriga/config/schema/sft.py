@@ -1,0 +1,64 @@
+"""`quadriga sft`: supervised fine-tuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quadriga.config.schema.choices import BackendName, DeviceName
+from quadriga.config.schema.model import EngineConfig, ModelConfig, OptimConfig
+from quadriga.config.schema.reward import RewardConfig
+
+
+@dataclass(frozen=True)
+class SFTDataConfig:
+    """Prompts with reference answers. `response_key` is a dotted path into the row."""
+
+    train_files: list[str] = field(default_factory=list)  # .parquet or .jsonl files
+    val_files: list[str] = field(default_factory=list)  # files for validation; empty: no validation
+    prompt_key: str = "prompt"  # column of the prompts
+    response_key: str = "extra_info.answer"  # column of the answers, a dotted path
+    train_batch_size: int = 64  # rows per optimizer step, over all ranks
+    micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
+    max_length: int = 1024  # tokens of prompt and answer; longer rows are left out
+    shuffle: bool = True  # shuffle the rows in each epoch
+
+
+@dataclass(frozen=True)
+class SFTTrainerConfig:
+    """Machines, number of steps, validation and the run folder."""
+
+    backend: BackendName = "ray"  # local: one process, in which breakpoints work
+    device: DeviceName = "auto"  # auto: an accelerator if there is one
+    nnodes: int = 1  # nodes
+    n_gpus_per_node: int = 1  # ranks per node, on CPU machines too
+    num_cpus: int | None = None  # CPUs that a new Ray cluster may use; None: all
+    threads_per_worker: int | None = None  # None: CPUs of the node / ranks per node
+    total_epochs: int = 1  # passes over the training data
+    total_training_steps: int | None = None  # None: epochs × batches per epoch
+    seed: int = 0  # of shuffling and new weights
+    test_freq: int = 0  # steps between validations; 0: only after the last step
+    stop_at_accuracy: float | None = None  # stop when greedy validation accuracy reaches this value
+    val_size: int = 256  # validation rows used each time
+    max_response_length: int = 256  # tokens, in validation
+    project_name: str = "quadriga"  # of the learning curve and of trackers
+    experiment_name: str = "sft"  # name of the run there
+    default_local_dir: str = "runs/sft"  # run folder
+    overwrite: bool = False  # replace a run that is already in the folder
+    samples_per_step: int = 8  # responses written to the run folder at each validation
+    # console, jsonl, tensorboard, wandb, or a tracker of your own
+    loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
+    call_timeout_s: float | None = 3600.0  # deadline of one call to a worker group; None: none
+    check_memory: bool = True  # refuse a run that does not fit by the plan of its memory
+    device_memory_gb: float | None = None  # as in the settings of `quadriga train`
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """Settings of `quadriga sft`."""
+
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
