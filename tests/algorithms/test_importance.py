@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import get_args
 
 import pytest
@@ -17,7 +18,10 @@ from quadriga.algorithms.importance import (
     ImportanceMode,
     importance_correction,
     mismatch_metrics,
+    mismatch_of_statistics,
+    mismatch_statistics,
 )
+from quadriga.algorithms.partial import merge_partials
 from quadriga.errors import AlgorithmError, NonFiniteError, UnknownNameError
 
 # Weights w of the tokens: 2 and 1/2 in row 0, 4 in row 1; row 2 has no token.
@@ -102,6 +106,49 @@ def test_mismatch_metrics_by_hand() -> None:
     assert got["ppl_ratio"] == pytest.approx(math.sqrt(1 / 4))
     assert got["effective_sample_size"] == pytest.approx(6.5**2 / (3 * 20.25))
     assert got["mismatch_sequence_ess"] == pytest.approx(5**2 / (2 * 17))
+    # x = ln 0.8, ln 0.1, ln 0.4 and y = ln 0.4, ln 0.2, ln 0.1
+    assert got["mismatch_correlation"] == pytest.approx(0.3273268, abs=1e-6)
+
+
+@pytest.mark.parametrize(("bound", "share"), [(0.5, 1.0), (1.0, 1 / 3), (1.5, 0.0)])
+def test_the_share_of_tokens_beyond_a_bound_by_hand(bound: float, share: float) -> None:
+    """The differences are ln 2, −ln 2 and ln 4."""
+    got = mismatch_metrics(OLD, ROLLOUT, MASK, bound=bound)
+    assert got["mismatch_beyond"] == pytest.approx(share)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases)
+def test_the_correlation_against_a_naive_loop(case: Case) -> None:
+    got = mismatch_metrics(case.old_log_prob, case.rollout_log_prob, case.mask)
+    kept = case.mask.bool()
+    x, y = (t[kept].double().tolist() for t in (case.old_log_prob, case.rollout_log_prob))
+    if len(x) < 2 or len(set(x)) == 1 or len(set(y)) == 1:
+        assert "mismatch_correlation" not in got
+    else:
+        assert got["mismatch_correlation"] == pytest.approx(statistics.correlation(x, y), abs=1e-6)
+
+
+def test_merged_micro_batches_have_the_metrics_of_the_whole_batch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    train = -3 * torch.rand(6, 4, generator=generator)
+    rollout = train + 0.7 * torch.randn(6, 4, generator=generator)
+    mask = (torch.rand(6, 4, generator=generator) < 0.7).long()
+    parts = [
+        mismatch_statistics(train[rows], rollout[rows], mask[rows], bound=0.3)
+        for rows in (slice(0, 1), slice(1, 5), slice(5, 6))
+    ]
+    merged = mismatch_of_statistics(merge_partials(parts))
+    assert merged == pytest.approx(mismatch_metrics(train, rollout, mask, bound=0.3))
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_rows_without_two_tokens_have_no_correlation(tokens: int) -> None:
+    mask = torch.tensor([[1, 0]]) * tokens
+    got = mismatch_metrics(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.7, -2.0]]), mask)
+    assert "mismatch_correlation" not in got
+    assert got["mismatch_beyond"] == float(tokens)
+    assert got["mismatch_abs"] == pytest.approx(0.7 * tokens)
 
 
 def test_equal_log_probabilities_have_no_mismatch() -> None:
@@ -111,6 +158,7 @@ def test_equal_log_probabilities_have_no_mismatch() -> None:
         "ppl_ratio": 1.0,
         "effective_sample_size": 1.0,
         "mismatch_sequence_ess": 1.0,
+        "mismatch_correlation": 1.0,
     }
     assert importance_correction(OLD, OLD, MASK).weights_BT.tolist() == MASK.tolist()
 

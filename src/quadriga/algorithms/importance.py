@@ -161,16 +161,26 @@ def _effective_fraction(weights: Tensor, mask: Tensor) -> float:
 
 
 def mismatch_metrics(
-    old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, response_mask_BT: Tensor
+    old_log_prob_BT: Tensor,
+    rollout_log_prob_BT: Tensor,
+    response_mask_BT: Tensor,
+    *,
+    bound: float = 0.5,
 ) -> dict[str, float]:
     """Measure the difference between training engine and rollout engine over the given rows.
 
     Log-ratios and log-perplexities are clamped to 20 before `exp`, so that a broken engine shows
     as a large number instead of infinity.
 
+    Args:
+        bound: nats, of `mismatch_beyond`.
+
     Returns:
         `mismatch_k1`, `mismatch_k3`: estimates of KL(π_rollout‖π_train) per token, in nats.
         `mismatch_abs`, `mismatch_max`: mean and maximum of |Δ log π|.
+        `mismatch_beyond`: share of tokens with |Δ log π| > `bound`.
+        `mismatch_correlation`: Pearson correlation of log π_train and log π_rollout over tokens.
+            Absent if one of them does not vary, as with a single token.
         `mismatch_prob_max`: maximum of |Δπ|.
         `ppl_gap`: perplexity under training minus under rollout, mean over responses.
         `ppl_ratio`: exp of the mean difference of log-perplexities.
@@ -180,12 +190,16 @@ def mismatch_metrics(
     Raises:
         ShapeError, MaskError, NonFiniteError.
     """
-    part = mismatch_statistics(old_log_prob_BT, rollout_log_prob_BT, response_mask_BT)
+    part = mismatch_statistics(old_log_prob_BT, rollout_log_prob_BT, response_mask_BT, bound=bound)
     return mismatch_of_statistics(merge_partials([part]))
 
 
 def mismatch_statistics(
-    old_log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, response_mask_BT: Tensor
+    old_log_prob_BT: Tensor,
+    rollout_log_prob_BT: Tensor,
+    response_mask_BT: Tensor,
+    *,
+    bound: float = 0.5,
 ) -> dict[str, Partial]:
     """Return what `mismatch_of_statistics` needs, for the rows of a micro-batch.
 
@@ -197,12 +211,13 @@ def mismatch_statistics(
     present = lengths > 0
     bounded = log_weights.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     rollout = rollout_log_prob_BT.detach().double().masked_fill(~mask, 0)
+    train = rollout + log_weights
     log_ppl_rollout = -rollout.sum(-1) / lengths.clamp(min=1)
     log_ppl_train = log_ppl_rollout - log_weights.sum(-1) / lengths.clamp(min=1)
     ppl_train, ppl_rollout = (
         x.clamp(max=LOG_RATIO_LIMIT).exp() for x in (log_ppl_train, log_ppl_rollout)
     )
-    probability = (rollout + log_weights).exp() - rollout.exp()
+    probability = train.exp() - rollout.exp()
     ratios = log_weights.sum(-1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     weights = bounded.exp()
     # The tokens were sampled from π_rollout, so estimates of KL(π_rollout‖π_train) use
@@ -213,6 +228,12 @@ def mismatch_statistics(
         "mismatch_abs": Partial.mean(log_weights.abs(), mask),
         "mismatch_max": Partial.max(log_weights.abs(), mask),
         "mismatch_prob_max": Partial.max(probability.abs(), mask),
+        "mismatch_beyond": Partial.mean((log_weights.abs() > bound).double(), mask),
+        "train": Partial.mean(train, mask),
+        "train_square": Partial.mean(train.square(), mask),
+        "rollout": Partial.mean(rollout, mask),
+        "rollout_square": Partial.mean(rollout.square(), mask),
+        "product": Partial.mean(train * rollout, mask),
         "ppl_gap": Partial.mean(ppl_train - ppl_rollout, present),
         "log_ppl_gap": Partial.mean(log_ppl_train - log_ppl_rollout, present),
         "weight": Partial.mean(weights, mask),
@@ -229,9 +250,11 @@ def mismatch_of_statistics(merged: Mapping[str, float]) -> dict[str, float]:
     engines.
     """
     kept = ("mismatch_k1", "mismatch_k3", "mismatch_abs", "mismatch_max", "mismatch_prob_max",
-            "ppl_gap")  # fmt: skip
+            "mismatch_beyond", "ppl_gap")  # fmt: skip
+    correlation = _correlation(merged)
     return {
         **{name: merged.get(name, 0.0) for name in kept},
+        **({} if correlation is None else {"mismatch_correlation": correlation}),
         "ppl_ratio": math.exp(min(merged.get("log_ppl_gap", 0.0), LOG_RATIO_LIMIT)),
         "effective_sample_size": _effective_share(merged, "weight"),
         "mismatch_sequence_ess": _effective_share(merged, "ratio"),
@@ -242,3 +265,22 @@ def _effective_share(merged: Mapping[str, float], name: str) -> float:
     """Return (Σw)² / (n·Σw²) from the means of w and of w²: (Σw / n)² / (Σw² / n)."""
     square = merged.get(f"{name}_square", 0.0)
     return merged.get(name, 0.0) ** 2 / square if square > 0 else 0.0
+
+
+def _correlation(merged: Mapping[str, float]) -> float | None:
+    """Return Pearson's r from means: (E[xy] − E[x]E[y]) / √((E[x²] − E[x]²)(E[y²] − E[y]²)).
+
+    None if x or y does not vary. A variance below the rounding error of E[x²] in float64 counts as
+    0, because the difference of two equal means is rounding only.
+    """
+    if "train" not in merged:
+        return None
+    variances = []
+    for name in ("train", "rollout"):
+        square = merged[f"{name}_square"]
+        variance = square - merged[name] ** 2
+        if variance <= 1e-12 * square:
+            return None
+        variances.append(variance)
+    covariance = merged["product"] - merged["train"] * merged["rollout"]
+    return max(-1.0, min(1.0, covariance / math.sqrt(variances[0] * variances[1])))

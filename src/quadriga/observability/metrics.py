@@ -67,6 +67,8 @@ METRICS: dict[str, MetricInfo] = {
     "mismatch/k3": _I("nats", "KL(rollout‖training) per token, estimator k3"),
     "mismatch/abs": _I("nats", "absolute difference of the log-probabilities of a token"),
     "mismatch/max": _I("nats", "largest absolute difference of the log-probabilities", "max"),
+    "mismatch/beyond": _I("share", "tokens that differ by more than rollout.mismatch.bound"),
+    "mismatch/correlation": _I("1", "correlation of rollout and training log-probabilities"),
     "mismatch/prob_max": _I("1", "largest absolute difference of the probabilities", "max"),
     "mismatch/ppl_gap": _I("1", "perplexity under training minus perplexity under rollout"),
     "mismatch/ppl_ratio": _I("1", "perplexity under training / perplexity under rollout"),
