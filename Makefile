@@ -1,4 +1,6 @@
 # `make demo` trains a small model. `make test` runs linter, type checker and tests.
+# `make engines` installs vLLM and SGLang, each into an environment of its own (scripts/engines.sh);
+# `make test-engines` runs the tests that need them.
 #
 #   PYTHON=python3.12          the interpreter (3.11 or newer)
 #   VENV=.venv                 the folder of the virtual environment
@@ -6,6 +8,7 @@
 #   DEMO_ARGS="seed=1 …"       settings of `quadriga demo`
 #   TEST_ARGS="-k name -x"     options of pytest
 #   BENCH_ARGS="--quick"       options of the benchmarks, for example --peer-python
+#   ENGINES="vllm"             the rollout engines of `make engines` and `make test-engines`
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,13 +16,14 @@ PIP_ARGS ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+ENGINES ?= vllm sglang
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
-.PHONY: demo test check lint types bench nightly clean distclean
+.PHONY: demo test check lint types bench nightly engines test-engines clean distclean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -44,6 +48,15 @@ bench: $(INSTALLED_DEV)
 
 nightly: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest -m nightly --timeout 3600 $(TEST_ARGS)
+
+engines:
+	@PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" scripts/engines.sh $(ENGINES)
+
+# The marks of the default run do not apply: the slow proofs of the real engines run here.
+test-engines: engines
+	@for engine in $(ENGINES); do echo "tests/real_engines with $$engine"; \
+	  .venv-$$engine/bin/python -m pytest tests/real_engines -m '' --timeout 900 $(TEST_ARGS) \
+	  || exit 1; done
 
 clean:
 	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
