@@ -29,6 +29,7 @@
     │   ├── RolloutOutputError      the engine returned responses that break its protocol
     │   ├── RolloutDiedError        the engine's process has ended
     │   └── RolloutTimeoutError     the engine did not answer before its deadline
+    ├── MismatchError           rollout and training differ by more than the settings allow
     ├── RewardError             a reward function failed, and reward.on_failure=fail
     └── AlgorithmError          tensors that an algorithm cannot use
         ├── ShapeError              shapes differ where they must agree
@@ -202,6 +203,10 @@ class RolloutDiedError(RolloutError):
 
 class RolloutTimeoutError(RolloutError, TimeoutError):
     """An engine did not answer before its deadline. Attributes: `engine`, `method`, `deadline`."""
+
+
+class MismatchError(QuadrigaError, RuntimeError):
+    """Rollout and training log-probabilities differ by too much. Attributes: `step`, `share`."""
 
 
 class RewardError(QuadrigaError, RuntimeError):

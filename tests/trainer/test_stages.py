@@ -108,7 +108,7 @@ def test_a_batch_without_tokens_gets_zero_advantages() -> None:
 )
 def test_the_rollout_correction_uses_its_settings(overrides: list[str], weight: float) -> None:
     config = algorithm(*[f"rollout_correction.{part}" for part in overrides])
-    data, metrics = stages.correct_mismatch(batch(), config.rollout_correction)
+    data, metrics = stages.correct_mismatch(batch(), config.rollout_correction, 0.5)
     weights = data.batch[fields.ROLLOUT_IS_WEIGHTS][data.batch[fields.RESPONSE_MASK].bool()]
     assert weights.tolist() == pytest.approx([weight] * sum(LENGTHS))
     assert metrics["mismatch/k1"] == pytest.approx(-0.6931472)

@@ -73,7 +73,16 @@ def as_written(value: object) -> str:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Return field name → comment on its line, else above it; {} without the source code."""
+    """Return field name → comment on its line, else above it, with those of inherited fields."""
+    comments: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            comments |= _own_comments(base)
+    return comments
+
+
+def _own_comments(cls: type) -> dict[str, str]:
+    """Return the comments of the fields that a class itself declares; {} without its source."""
     try:
         source = inspect.getsource(cls)
     except OSError:

@@ -28,6 +28,7 @@ from quadriga.config.schema import TrainConfig
 from quadriga.protocol import DataProto
 from quadriga.trainer import dataflow, stages
 from quadriga.trainer.balancing import balance_of
+from quadriga.trainer.mismatch import MismatchWatch
 from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.roles.registry import added_stages
 from quadriga.trainer.roles.settings import check_roles_in_settings
@@ -102,6 +103,7 @@ class RayPPOTrainer:
         self.kl_controller = make_kl_controller(
             kl.type, kl_coef=kl.kl_coef, horizon=kl.horizon, target_kl=kl.target_kl
         )
+        self.mismatch_watch = MismatchWatch(config)
         # One iterator for the whole run. Refilling draws from it too, so that no prompt is used
         # twice in an epoch, and the state of the loader counts every batch that was drawn.
         self.stream = endless(self.ingredients.train_loader)
@@ -196,6 +198,7 @@ class RayPPOTrainer:
                 record.log_samples(self.step, batch)
                 validator.run(step=self.step, due=self._due(self.config.trainer.test_freq))
                 record.end_step(self.step)
+                self.mismatch_watch.check(self.step, record.last)
                 self.save_if_due(groups, record)
             actor.export_hf(str(record.folder.model))
             return validator.last
@@ -219,7 +222,8 @@ class RayPPOTrainer:
             batch = log(run(stages.penalise_kl, batch, kl, config.kl_penalty))
         if self.log_prob_pass:  # otherwise the update measures both
             batch = log(run(stages.measure_entropy, batch))
-            batch = log(run(stages.correct_mismatch, batch, config.rollout_correction))
+            bound = self.config.actor_rollout_ref.rollout.mismatch.bound
+            batch = log(run(stages.correct_mismatch, batch, config.rollout_correction, bound))
         batch = log(run(stages.estimate_advantages, batch, config))
         return log(run(stages.select_update_tokens, batch, self.config.actor_rollout_ref.actor))
 

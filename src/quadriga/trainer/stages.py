@@ -294,16 +294,21 @@ def penalise_kl(batch: DataProto, controller: KLController, estimator: str) -> S
     return StageResult(batch, {"reward/kl_penalty": kl, "reward/kl_coef": beta})
 
 
-def correct_mismatch(batch: DataProto, config: RolloutCorrectionConfig) -> StageResult:
+def correct_mismatch(
+    batch: DataProto, config: RolloutCorrectionConfig, bound: float
+) -> StageResult:
     """Measure how far training and rollout log-probabilities differ.
 
     With a correction level, write importance weights of training against rollout to
     `rollout_is_weights`.
+
+    Args:
+        bound: `rollout.mismatch.bound`, in nats.
     """
     old = batch.batch[fields.OLD_LOG_PROBS]
     rollout = batch.batch[fields.ROLLOUT_LOG_PROBS]
     mask = batch.batch[fields.RESPONSE_MASK]
-    metrics = mismatch_metrics(old, rollout, mask)
+    metrics = mismatch_metrics(old, rollout, mask, bound=bound)
     if config.level != "none":
         correction = importance_correction(
             old,

@@ -257,6 +257,7 @@ class ActorRolloutRefWorker(Worker):
             world_size=self.world_size,
             seed=shuffle_seed(self.runtime.seed, engine.optimizer_steps),
             reference=self._engine("ref") if self.config.actor.reads_full_kl else None,
+            mismatch_bound=self.config.rollout.mismatch.bound,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

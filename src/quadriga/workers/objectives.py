@@ -60,7 +60,7 @@ class PolicyObjective:
 
     `old_from_update`: the old log-probabilities are those of the update without their gradient.
     Then its metrics contain what the pass that is left out would have given: the entropy, and
-    the mismatch of rollout and training.
+    the mismatch of rollout and training with `mismatch_bound` in nats.
     """
 
     def __init__(
@@ -70,9 +70,11 @@ class PolicyObjective:
         length_scale: float,
         *,
         old_from_update: bool = False,
+        mismatch_bound: float = 0.5,
     ) -> None:
         self.config = config
         self.old_from_update = old_from_update
+        self.mismatch_bound = mismatch_bound
         self.counts = counts
         self.length_scale = length_scale
         self.settings = loss_settings(config.policy_loss)
@@ -121,7 +123,9 @@ class PolicyObjective:
             partials["entropy"] = Partial.mean(outputs[ENTROPY], kept)
         named = {f"actor/{name}": part for name, part in partials.items()}
         if self.old_from_update and fields.ROLLOUT_LOG_PROBS in micro:
-            statistics = mismatch_statistics(old, micro[fields.ROLLOUT_LOG_PROBS], mask)
+            statistics = mismatch_statistics(
+                old, micro[fields.ROLLOUT_LOG_PROBS], mask, bound=self.mismatch_bound
+            )
             named |= {f"{MISMATCH}{name}": part for name, part in statistics.items()}
         self.partials.append(named)
         return self._aggregate(loss_BT, mask), {}

@@ -31,6 +31,7 @@ def update_policy(
     world_size: int,
     seed: int,
     reference: TrainEngine | None = None,
+    mismatch_bound: float = 0.5,
 ) -> DataProto:
     """Run the optimizer steps of the policy on the rows of this rank.
 
@@ -44,6 +45,8 @@ def update_policy(
         length_scale: tokens by which `seq-mean-token-sum-norm` divides, unless a setting does.
         seed: of the order of the rows where `config.shuffle` is set.
         reference: the engine of the reference policy, for KL over the vocabulary.
+        mismatch_bound: nats, of the share of tokens whose log-probabilities differ from those of
+            the rollout by more.
 
     Returns:
         `meta_info["metrics"]`: means over the optimizer steps, equal on all ranks; and one row of
@@ -67,7 +70,13 @@ def update_policy(
         # The same on all ranks: one that skipped alone would leave the others in a collective.
         if counts.tokens == 0:
             continue
-        objective = PolicyObjective(config, counts, scale, old_from_update=old_from_update)
+        objective = PolicyObjective(
+            config,
+            counts,
+            scale,
+            old_from_update=old_from_update,
+            mismatch_bound=mismatch_bound,
+        )
         steps.append(
             engine.train_step(
                 mini,

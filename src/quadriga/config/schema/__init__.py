@@ -35,6 +35,7 @@ from quadriga.config.schema.algorithm import (
 from quadriga.config.schema.choices import (
     MISSING_PATH,
     AggregationName,
+    AlarmAction,
     AttentionName,
     BackendName,
     Checkpointing,
@@ -66,9 +67,11 @@ from quadriga.config.schema.roles import (
     ActorConfig,
     ActorRolloutRefConfig,
     CriticConfig,
+    MismatchConfig,
     PolicyLossConfig,
     RefConfig,
     RolloutConfig,
+    RolloutEngineConfig,
     SamplingConfig,
 )
 from quadriga.config.schema.sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
@@ -79,6 +82,7 @@ __all__ = [
     "ActorConfig",
     "ActorRolloutRefConfig",
     "AggregationName",
+    "AlarmAction",
     "AlgorithmConfig",
     "AlgorithmsConfig",
     "ArithmeticDataConfig",
@@ -102,6 +106,7 @@ __all__ = [
     "KLName",
     "LoraConfig",
     "LrSchedulerName",
+    "MismatchConfig",
     "ModelConfig",
     "Operation",
     "OptimConfig",
@@ -115,6 +120,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
+    "RolloutEngineConfig",
     "SFTConfig",
     "SFTDataConfig",
     "SFTTrainerConfig",

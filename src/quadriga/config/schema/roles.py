@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quadriga.config.schema.choices import AggregationName, DtypeName, KLName, Options
+from quadriga.config.schema.choices import (
+    AggregationName,
+    AlarmAction,
+    DtypeName,
+    KLName,
+    Options,
+)
 from quadriga.config.schema.model import EngineConfig, ModelConfig, OptimConfig
 
 
@@ -58,21 +64,38 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
-    """The rollout engine, which generates the responses."""
+class RolloutEngineConfig:
+    """The rollout engine by itself, as `quadriga generate` and `quadriga eval` use it too."""
 
     name: str = "hf"  # hf; vllm and sglang are not in this release
-    n: int = 1  # responses per prompt
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     micro_batch_size: int = 256  # sequences that one rank generates at once
     dtype: DtypeName = "auto"  # of weights and computation; auto: as engine.dtype
+    options: Options = field(default_factory=dict)  # keyword arguments of the engine
+
+
+@dataclass(frozen=True)
+class MismatchConfig:
+    """The watch over the difference between rollout and training log-probabilities."""
+
+    bound: float = 0.5  # nats; a token whose log-probabilities differ by more is beyond the bound
+    max_share: float = 0.05  # share of the response tokens of a step that may be beyond the bound
+    on_alarm: AlarmAction = "warn"  # more tokens than that: log a warning, or end the run
+
+
+@dataclass(frozen=True)
+class RolloutConfig(RolloutEngineConfig):
+    """The rollout engine, which generates the responses, and how training uses it."""
+
+    n: int = 1  # responses per prompt
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    val_n: int = 1  # responses per prompt in validation
+    val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     # MiB of weights sent at once to a rollout in other processes than the actor (`placement`)
     weight_bucket_mb: int = 256
     # rollout and training engines of the policy take turns in device memory: while one side works,
     # the weights and the optimizer state of the other are in host memory
     take_turns: bool = False
-    options: Options = field(default_factory=dict)  # keyword arguments of the engine
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
 
 
 @dataclass(frozen=True)

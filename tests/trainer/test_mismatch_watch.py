@@ -1,0 +1,154 @@
+"""The alarm for rollout and training log-probabilities that differ."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+
+from quadriga.config.checks import check_train_settings
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError, MismatchError, NonFiniteError
+from quadriga.rollout.hf import HFRollout
+from quadriga.trainer.mismatch import MismatchWatch, remedies
+
+ROLLOUT = "actor_rollout_ref.rollout"
+MISMATCH = f"{ROLLOUT}.mismatch"
+ONE_STEP = "actor_rollout_ref.actor.ppo_mini_batch_size=null"
+
+
+def watch(*overrides: str) -> MismatchWatch:
+    return MismatchWatch(load_config(TrainConfig, overrides))
+
+
+def beyond(share: float) -> dict[str, float]:
+    return {"mismatch/beyond": share, "mismatch/abs": 0.1, "mismatch/max": 3.0}
+
+
+def test_the_warnings_of_a_run_are_the_first_and_the_10th_and_the_100th_alarm(caplog) -> None:
+    watching = watch()
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 151):
+            watching.check(step, beyond(0.06))
+    shown = [record.getMessage() for record in caplog.records]
+    assert [text.partition(":")[0] for text in shown] == ["step 1", "step 10", "step 100"]
+    assert "for 6.0% of the response tokens" in shown[0]
+    assert "by more than 0.5 nats (actor_rollout_ref.rollout.mismatch.bound)" in shown[0]
+    assert "mean 0.1, largest 3" in shown[0] and "on_alarm=fail" in shown[0]
+
+
+@pytest.mark.parametrize("metrics", [beyond(0.05), beyond(0.0), {}, {"mismatch/max": 9.0}])
+def test_a_step_with_few_tokens_beyond_the_bound_raises_no_alarm(caplog, metrics) -> None:
+    watching = watch(f"{MISMATCH}.on_alarm=fail")
+    watching.check(1, metrics)
+    assert (watching.alarms, caplog.records) == (0, [])
+
+
+def test_failing_is_a_typed_error_that_can_be_pickled() -> None:
+    import pickle
+
+    with pytest.raises(MismatchError, match=r"step 4: for 20\.0%") as raised:
+        watch(f"{MISMATCH}.on_alarm=fail", f"{MISMATCH}.max_share=0.1").check(4, beyond(0.2))
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert (again.step, again.share) == (4, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], ["rollout.dtype=float32 actor_rollout_ref.actor.engine.dtype=float32",
+              "rollout_correction.level=token"]),
+        ([f"{ROLLOUT}.dtype=bfloat16", "actor_rollout_ref.actor.engine.dtype=float32"],
+         ["equal dtypes, actor_rollout_ref.rollout.dtype=float32 ", "level=token"]),
+        ([f"{ROLLOUT}.sampling.top_p=0.9", f"{ROLLOUT}.sampling.top_k=5"],
+         ["float32 in both", "sampling.top_p=1.0 actor_rollout_ref.rollout.sampling.top_k=-1",
+          "level=token"]),
+        ([f"{ROLLOUT}.name=vllm", "algorithm.rollout_correction.level=sequence"],
+         ["float32 in both", "rollout.name=hf", "rollout_correction.mode=mask"]),
+        ([f"{ROLLOUT}.dtype=float32", "actor_rollout_ref.actor.engine.dtype=float32",
+          "algorithm.rollout_correction={level: token, mode: mask}"], ["a larger"]),
+    ],
+)  # fmt: skip
+def test_the_message_names_what_to_try_with_these_settings(overrides, words) -> None:
+    found = remedies(load_config(TrainConfig, overrides))
+    assert len(found) == len(words)
+    assert all(word in text for word, text in zip(words, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("bound=0", "bound must be above 0"), ("max_share=1.5", "max_share must be at least 0 and at"),
+     ("on_alarm=stop", "on_alarm must be one of warn, fail")],
+)  # fmt: skip
+def test_wrong_settings_are_refused(override, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_train_settings(load_config(TrainConfig, [f"{MISMATCH}.{override}"]))
+
+
+# In runs: the rollout reports log-probabilities that are shifted by a known number.
+
+
+@pytest.fixture
+def shifted(monkeypatch):
+    """shifted(x) adds x to the rollout log-probabilities of every second token."""
+
+    def by(amount: float) -> None:
+        generate = HFRollout.generate
+
+        def perturbed(self, *args, **kwargs):
+            out = generate(self, *args, **kwargs)
+            log_probs = out.rollout_log_probs
+            log_probs[:, ::2] += amount * out.response_mask[:, ::2]
+            return out
+
+        monkeypatch.setattr(HFRollout, "generate", perturbed)
+
+    return by
+
+
+@pytest.mark.parametrize("more", [[], [ONE_STEP]], ids=["pass", "update"])
+def test_shifted_log_probs_have_the_metrics_of_the_shift(run, shifted, more) -> None:
+    """With and without a pass over the old log-probabilities, of one optimizer step."""
+    shifted(-0.75)
+    row = run(*more, "trainer.total_training_steps=1")[-1]
+    share = row["mismatch/beyond"]
+    assert 0.45 < share < 0.75  # responses of an odd length have one more token that is shifted
+    assert row["mismatch/abs"] == pytest.approx(0.75 * share, abs=1e-4)
+    assert row["mismatch/max"] == pytest.approx(0.75, abs=1e-4)
+    assert row["mismatch/k3"] == pytest.approx(share * (math.exp(0.75) - 1 - 0.75), abs=1e-3)
+    assert row["mismatch/correlation"] < 0.99
+
+
+@pytest.mark.parametrize("more", [[], [ONE_STEP]], ids=["pass", "update"])
+def test_the_bound_is_that_of_the_settings(run, shifted, more) -> None:
+    shifted(-0.75)
+    row = run(*more, "trainer.total_training_steps=1", f"{MISMATCH}.bound=0.8")[-1]
+    assert row["mismatch/beyond"] == 0.0
+
+
+def test_a_run_that_must_fail_keeps_the_metrics_of_the_step_and_saves_no_checkpoint(
+    run, shifted, tmp_path
+) -> None:
+    from quadriga.observability.jsonl import read_jsonl
+
+    shifted(2.0)
+    with pytest.raises(MismatchError, match="step 1: for"):
+        run(f"{MISMATCH}.on_alarm=fail", "trainer.save_freq=1")
+    rows = list(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    assert rows[-1]["step"] == 1 and rows[-1]["mismatch/beyond"] > 0.4
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_log_probs_that_are_not_numbers_end_the_run_with_their_name(run, shifted) -> None:
+    shifted(torch.nan)
+    with pytest.raises(NonFiniteError, match="`rollout_log_prob` is nan at row 0"):
+        run("trainer.val_before_train=false", "trainer.total_training_steps=1")
+
+
+def test_equal_engines_raise_no_alarm(run, caplog) -> None:
+    rows = run(f"{MISMATCH}.bound=0.001", f"{MISMATCH}.max_share=0", f"{MISMATCH}.on_alarm=fail")
+    assert all(row["mismatch/beyond"] == 0 for row in rows[1:])
+    assert all(row["mismatch/correlation"] > 0.999999 for row in rows[1:])
