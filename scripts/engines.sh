@@ -85,7 +85,18 @@ vllm() {
 }
 
 sglang() {
-  fail "sglang is not offered yet"
+  if [[ $1 == cpu ]]; then
+    install_list "$2" "$3" sglang
+    local packages
+    packages=$("$2/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    # torchvision's build is for CUDA: what it registers with torch does not exist in a CPU build.
+    : >"$packages/torchvision/_meta_registrations.py"
+    # SGLang imports sgl_kernel, which has no build for CPUs; see the file.
+    cp tests/real_engines/sgl_kernel_cpu.py "$packages/sgl_kernel.py"
+  else
+    pip "$2" -r "$3" -e '.[math,lora]' || fail "sglang could not be installed from $3"
+  fi
+  finish "$2" "$3" sglang 0.5.23
 }
 
 [[ $# -gt 0 ]] || fail "name an engine: vllm or sglang"
