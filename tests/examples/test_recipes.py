@@ -106,6 +106,7 @@ def test_the_laptop_recipe_trains_a_model_from_which_the_greedy_recipe_generates
                 f"data.train_files={tmp_path / 'data' / 'train.parquet'}",
                 "actor_rollout_ref.rollout.n=2",
                 "trainer.total_training_steps=1",
+                "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
                 "trainer.loggers=[jsonl]",
                 f"trainer.default_local_dir={folder}",
             ),

@@ -19,10 +19,16 @@ from quadriga.config.schema import (
     EngineConfig,
     GenerateConfig,
     ModelConfig,
-    OptimConfig,
     SamplingConfig,
     SFTConfig,
     TrainConfig,
+)
+from quadriga.config.unread import (
+    check_run_length,
+    check_unread_engine,
+    check_unread_optim,
+    check_unread_update,
+    check_warmup_of_run,
 )
 from quadriga.errors import ConfigError
 
@@ -61,14 +67,18 @@ def check_train_settings(config: TrainConfig, known: KnownNames | None = None) -
     _check_algorithm(config, known)
     if config.algorithm.adv_estimator in known.estimators_with_values:
         _check_critic(config.critic, config.actor_rollout_ref.model)
-    _check_optim(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim)
-    _check_optim("critic.optim", config.critic.optim)
+    check_unread_optim(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim)
+    check_unread_optim("critic.optim", config.critic.optim)
     for key, role, engine in (
         (ACTOR, "actor", config.actor_rollout_ref.actor.engine),
         ("actor_rollout_ref.ref", "ref", config.actor_rollout_ref.ref.engine),
         ("critic", "critic", config.critic.engine),
     ):
         _check_engine(f"{key}.engine", engine, num_ranks(config, role))
+    check_unread_update(config)
+    if (steps := config.trainer.total_training_steps) is not None:
+        with_critic = config.algorithm.adv_estimator in known.estimators_with_values
+        check_run_length(config, steps, with_critic=with_critic)
 
 
 def check_sft_settings(config: SFTConfig, known: KnownNames | None = None) -> None:
@@ -91,8 +101,10 @@ def check_sft_settings(config: SFTConfig, known: KnownNames | None = None) -> No
             "prompts; set data.val_files",
             key="trainer.stop_at_accuracy",
         )
-    _check_optim("optim", config.optim)
+    check_unread_optim("optim", config.optim)
     _check_engine("engine", config.engine, ranks)
+    if trainer.total_training_steps is not None:
+        check_warmup_of_run("optim", config.optim, trainer.total_training_steps)
 
 
 def check_generate_settings(config: GenerateConfig) -> None:
@@ -347,28 +359,6 @@ def _check_critic(critic: CriticConfig, policy: ModelConfig) -> None:
         )
 
 
-def _check_optim(key: str, optim: OptimConfig) -> None:
-    if optim.min_lr_ratio and optim.lr_scheduler == "constant":
-        raise ConfigError(
-            f"{key}.min_lr_ratio={optim.min_lr_ratio:g} is the end of a falling learning rate, but "
-            f"{key}.lr_scheduler=constant; set lr_scheduler to linear or cosine, or remove "
-            f"{key}.min_lr_ratio",
-            key=f"{key}.min_lr_ratio",
-        )
-    if optim.momentum is not None and optim.name != "muon":
-        raise ConfigError(
-            f"{key}.momentum={optim.momentum} is read by {key}.name=muon only, but {key}.name="
-            f"{optim.name}; set {key}.name=muon, or remove {key}.momentum",
-            key=f"{key}.momentum",
-        )
-    if optim.total_steps is not None and optim.lr_warmup_steps > optim.total_steps:
-        raise ConfigError(
-            f"{key}.lr_warmup_steps={optim.lr_warmup_steps} is more than "
-            f"{key}.total_steps={optim.total_steps}: the warm-up would not end; reduce it",
-            key=f"{key}.lr_warmup_steps",
-        )
-
-
 def _check_engine(key: str, engine: EngineConfig, ranks: int) -> None:
     size = engine.fsdp_size
     if size != -1 and (size < 1 or ranks % size):
@@ -376,6 +366,7 @@ def _check_engine(key: str, engine: EngineConfig, ranks: int) -> None:
             f"{key}.fsdp_size={size} must be -1 (all ranks) or divide the {ranks} ranks",
             key=f"{key}.fsdp_size",
         )
+    check_unread_engine(key, engine)
 
 
 def _nearest_multiples(number: int, divisor: int) -> str:

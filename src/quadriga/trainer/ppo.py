@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from quadriga.algorithms.kl import make_kl_controller
 from quadriga.config.schema import TrainConfig
+from quadriga.config.unread import check_run_length
 from quadriga.protocol import DataProto
 from quadriga.trainer import dataflow, stages
 from quadriga.trainer.balancing import balance_of
@@ -98,6 +99,7 @@ class RayPPOTrainer:
         self.ingredients = ingredients or load_ingredients(config)
         self.role_worker_mapping = role_worker_mapping or {}
         self.resource_pool_manager = resource_pool_manager
+        check_run_length(config, self.total_steps, with_critic=dataflow.needs_critic(config))
         self.reward_fn = reward_fn or self.ingredients.reward
         kl = config.algorithm.kl_ctrl
         self.kl_controller = make_kl_controller(

@@ -24,6 +24,7 @@ from quadriga.config.schema import (
     RolloutConfig,
     SFTConfig,
 )
+from quadriga.config.unread import check_warmup_of_run
 from quadriga.models.folder import with_absolute_paths
 from quadriga.protocol import DataProto
 from quadriga.trainer.dataflow import check_dataflow, sft_dataflow
@@ -118,6 +119,7 @@ class SFTTrainer:
             shuffle=data.shuffle,
             seed=config.trainer.seed,
         )
+        check_warmup_of_run("optim", config.optim, self.total_steps)
         self.val_loader = _validation_loader(config, self.val_prompts)
         self.reward_fn = make_reward(config.reward, self.tokenizer)
         check_rows(self.reward_fn, self.val_loader)
