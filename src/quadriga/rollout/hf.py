@@ -177,6 +177,8 @@ class HFRollout:
         #   mixed lengths   0 1   2 3
         #   equal lengths   0 2   3   1     the rows of length 3, then those of length 5
         rows = torch.arange(len(attention_mask))
+        if not len(rows):
+            return
         if self.prompts == "mixed lengths":
             yield from torch.split(rows, self.micro_batch_size)
             return
