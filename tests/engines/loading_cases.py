@@ -53,6 +53,7 @@ class Found:
         sharded: whether the model was loaded by shards.
         read, allocated: bytes, for the sharded and for the whole model.
         errors: name of the damage -> the error of this rank.
+        whole_models: those that this rank began to load where another rank lacks the folder.
     """
 
     equal: dict[Case, bool] = field(default_factory=dict)
@@ -61,6 +62,7 @@ class Found:
     allocated: dict[str, int] = field(default_factory=dict)
     own_elements: int = 0
     errors: dict[str, str] = field(default_factory=dict)
+    whole_models: list[str] = field(default_factory=list)
 
 
 CASES = [
@@ -201,10 +203,21 @@ def failing_reads(root: str, rank: int) -> str:
         reader.TensorReader.read = real
 
 
-def absent_folder(root: str, rank: int) -> str:
-    """The error of each rank if rank 1 does not find the folder, on the way of whole models."""
+def absent_folder(root: str, rank: int, loaded: list[str]) -> str:
+    """The error of each rank if rank 1 does not find the folder; note the whole models that this
+    rank begins to load."""
     case = Case("untied" if rank != 1 else "absent")
-    return error_of(lambda: build(root, case))
+    real = sharded_loading.load_model
+
+    def noting(config, *args, **settings):
+        loaded.append(Path(config.path).name)
+        return real(config, *args, **settings)
+
+    sharded_loading.load_model = noting
+    try:
+        return error_of(lambda: build(root, case))
+    finally:
+        sharded_loading.load_model = real
 
 
 def rank_main(rank: int, ranks: int, root: str, port: int) -> None:
@@ -222,7 +235,7 @@ def rank_main(rank: int, ranks: int, root: str, port: int) -> None:
     with whole_models():
         found.errors["not finite, whole"] = error_of(lambda: build(root, Case("nan")))
     found.errors["disk"] = failing_reads(root, rank)
-    found.errors["absent"] = absent_folder(root, rank)
+    found.errors["absent"] = absent_folder(root, rank, found.whole_models)
     torch.save(found, f"{root}/found_{ranks}_{rank}.pt")
     torch.distributed.destroy_process_group()
 

@@ -71,6 +71,11 @@ def test_an_error_on_one_rank_is_raised_on_all_ranks(found, damage, text):
         assert re.match(f"{begin}(the )?model .*{text}", rank.errors[damage]), rank.errors[damage]
 
 
+def test_ranks_that_can_read_the_folder_load_nothing_if_another_rank_cannot(found):
+    loaded = [rank.whole_models for rank in found]
+    assert loaded == [["absent"] if number == 1 else [] for number in range(len(found))]
+
+
 def test_a_folder_whose_tensors_are_converted_is_loaded_whole_and_the_log_says_so(tmp_path, caplog):
     sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     config = Qwen3MoeConfig(num_experts=4, moe_intermediate_size=16, num_attention_heads=4, **sizes)

@@ -209,28 +209,39 @@ def _prepared(
         ModelError: on any rank, the folder does not hold a suitable model.
     """
     prepared = _with_folder_weights(config, head, dtype, trained=trained)
-    own_reason = prepared if isinstance(prepared, str) else ""
-    reasons = [reason for reason in gather_over_ranks(own_reason) if reason]
-    if not isinstance(prepared, str) and not reasons:
+    failed = isinstance(prepared, ModelError)
+    own_reason = None if isinstance(prepared, tuple) else str(prepared)
+    of_ranks = gather_over_ranks((own_reason, failed))
+    reasons = [reason for reason, _ in of_ranks if reason is not None]
+    if isinstance(prepared, tuple) and not reasons:
         report_attention(prepared[0], config.path, config.attn_implementation)
         return prepared
     if rank() == 0:
         _log.info("each rank loads the whole model in %s: %s", config.path, reasons[0])
-    return _together(lambda: load_model(config, head, dtype, trained=trained)), None
+    load = partial(load_model, config, head, dtype, trained=trained)
+    if all(failed_there for _, failed_there in of_ranks):
+        return _together(load), None
+    # Ranks that cannot read the folder try it first. If they fail, the others fail with them, and
+    # have not read a model that nobody would use.
+    first = _together(lambda: load() if failed else None)
+    return _together(lambda: load() if first is None else first), None
 
 
 def _with_folder_weights(
     config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool
-) -> tuple[PreTrainedModel, FolderWeights] | str:
-    """Return the model without parameters and its weights, or the reason for loading it whole."""
+) -> tuple[PreTrainedModel, FolderWeights] | str | ModelError:
+    """Return the model without parameters and its weights, or the reason for loading it whole.
+
+    An error is a reason too: loading the model whole raises the same, or knows more.
+    """
     try:
-        model = empty_model(config, head, dtype, trained=trained)
-        tensors = stored_tensors(Path(config.path))
-        new_prefix = VALUE_HEAD_PREFIX if head == "value" else None
         with model_errors(Path(config.path), "model"):
+            model = empty_model(config, head, dtype, trained=trained)
+            tensors = stored_tensors(Path(config.path))
+            new_prefix = VALUE_HEAD_PREFIX if head == "value" else None
             names = match_names(model, tensors, new_prefix=new_prefix)
-    except ModelError as error:  # loading it whole raises the same, or knows more
-        return str(error)
+    except ModelError as error:
+        return error
     if names.reason:
         return names.reason
     return model, FolderWeights(Path(config.path), names, config.use_shm)
