@@ -105,7 +105,7 @@ def stepper(engine: FSDPEngine, rows: Batch, size: int | None) -> Callable[[], f
 
     `size`: rows of a micro-batch; None: split by tokens.
     """
-    tokens = engine.global_count(rows["response_mask"].sum())
+    (tokens,) = engine.global_counts(rows["response_mask"].sum())
 
     def loss(outputs: Batch, _: Batch) -> tuple[torch.Tensor, dict[str, float]]:
         return -outputs["log_probs"].sum() / tokens, {}

@@ -62,7 +62,7 @@ def gradients(engine: FSDPEngine, rows: dict[str, torch.Tensor], micro: int | No
         return 0.0, 0.0
 
     engine.optimizer.step = keep_gradients
-    tokens = engine.global_count(rows["response_mask"].sum())
+    (tokens,) = engine.global_counts(rows["response_mask"].sum())
 
     def loss(outputs, micro_batch):
         mask = micro_batch["response_mask"]
@@ -98,7 +98,7 @@ def trainable(folder: str, optim: OptimConfig | None = OPTIM, **settings) -> FSD
 
 def step(engine: FSDPEngine, rows=None) -> dict[str, float]:
     rows = make_batch() if rows is None else rows
-    tokens = engine.global_count(rows["response_mask"].sum())
+    (tokens,) = engine.global_counts(rows["response_mask"].sum())
 
     def loss(outputs, micro):
         return -(outputs["log_probs"] * micro["weight"].float()).sum() / tokens, {}
@@ -124,7 +124,7 @@ def skipped_steps(folder: str, rank: int, rows) -> dict[str, tuple[float, float]
             damage_shard(engine)
         skipped = step(engine, damaged)["skipped_steps"]
         equal = [torch.equal(tensor, before[name]) for name, tensor in engine.state_stream()]
-        found[damage] = (engine.global_count(skipped), engine.global_count(float(not all(equal))))
+        found[damage] = tuple(engine.global_counts(skipped, float(not all(equal))))
     return found
 
 

@@ -38,7 +38,7 @@ def build(folder: str, name: str, dtype: str = "float32", **settings) -> FSDPEng
 
 def steps(engine: FSDPEngine, rows: dict[str, torch.Tensor], count: int = STEPS) -> list[float]:
     """Make steps, and return the norms of their gradients."""
-    tokens = engine.global_count(rows["response_mask"].sum())
+    (tokens,) = engine.global_counts(rows["response_mask"].sum())
 
     def loss(outputs, micro):
         return -(outputs["log_probs"] * micro["weight"] * micro["response_mask"]).sum() / tokens, {}

@@ -70,7 +70,7 @@ def step(folder: str, way: Way, rows: dict[str, torch.Tensor], **settings) -> FS
         packed=way.rows != "padded",
         **settings,
     )
-    tokens = engine.global_count(rows["response_mask"].sum())
+    (tokens,) = engine.global_counts(rows["response_mask"].sum())
 
     def loss(outputs, micro):
         weight = micro["weight"] * micro["response_mask"]

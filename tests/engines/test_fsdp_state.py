@@ -298,13 +298,14 @@ def test_restored_step_counts_are_where_adamw_expects_them(model_folder, tmp_pat
     (optimizer,) = engine.optimizer.rules
     made = {shard: state["step"] for shard, state in optimizer._adamw.state.items()}
     state = optimizer.tensors()
-    optimizer.load_tensors(state, steps=1)
+    updates = dict.fromkeys((name for name, _ in optimizer.named), 1)
+    optimizer.load_tensors(state, updates)
     for shard, count in made.items():
         restored = optimizer._adamw.state[shard]["step"]
         assert (restored.dtype, restored.device) == (count.dtype, count.device)
         assert restored == count and restored is not count
     # Torch allocates meta tensors without a device, so they stand in for a shard on a GPU.
     optimizer._shards = [shard.to("meta") for shard in optimizer._shards]
-    optimizer.load_tensors(state, steps=1)
+    optimizer.load_tensors(state, updates)
     for shard in optimizer._shards:
         assert optimizer._adamw.state[shard]["step"].device.type == "meta"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import optimizer_cases as cases
@@ -20,6 +21,7 @@ from quadriga.engines.optimizers.adamw_8bit import AdamW8bit, block_size
 from quadriga.engines.optimizers.muon import Muon
 from quadriga.engines.optimizers.newton_schulz import newton_schulz
 from quadriga.engines.optimizers.rule import local_shard, sharded_like
+from quadriga.engines.optimizers.sharded import ShardedOptimizer
 from quadriga.engines.optimizers.state_bytes import state_bytes
 
 CPU = torch.device("cpu")
@@ -170,6 +172,44 @@ def test_state_of_a_parameter_in_host_memory_stays_there(parameter_on_the_host):
     scales = sharded_like(torch.zeros(3, 2), parameter_on_the_host, (5, 2))
     assert scales.shape == (5, 2) and local_shard(scales).device == CPU
     rule = AdamW([("w", parameter_on_the_host)], OptimConfig(lr=0.1))
-    rule.load_tensors(rule.tensors(), steps=1)
+    rule.load_tensors(rule.tensors(), {"w": 1})
     rule.update([torch.ones(3, 4)], 0.1)
     assert {moment.device for moment in rule.existing()} == {CPU}
+
+
+@pytest.mark.parametrize("rule", [AdamW, AdamW8bit])
+def test_a_parameter_whose_first_gradient_comes_after_a_resume_is_updated_as_without_one(rule):
+    """AdamW divides by 1 − β^n, and n is 1 at the first gradient of a parameter."""
+    if rule is AdamW8bit:
+        pytest.importorskip("torchao")
+    early, late = random(64, 128, seed=1).float(), random(64, 128, seed=2).float()
+
+    def start(first, second):
+        named = [("early", nn.Parameter(first.clone())), ("late", nn.Parameter(second.clone()))]
+        config = OptimConfig(lr=0.1)
+        optimizer = ShardedOptimizer(
+            [rule(named, config)], config, None, shard_group=None, device=CPU
+        )
+        return optimizer, dict(named)
+
+    def step(optimizer, weights, number):
+        weights["early"].grad = random(64, 128, seed=number).float()
+        if number > 2:
+            weights["late"].grad = random(64, 128, seed=-number).float()
+        optimizer.step()
+
+    whole, expected = start(early, late)
+    for number in (1, 2):
+        step(whole, expected, number)
+    resumed, weights = start(expected["early"].detach(), expected["late"].detach())
+    scalars = json.loads(json.dumps(whole.scalars()))
+    assert scalars["updates"] == {"late": 0}
+    state = {name: tensor.clone() for name, tensor in whole.tensors().items()}
+    resumed.load_tensors(
+        state, step_count=2, skipped=0, skipped_in_a_row=0, updates=scalars["updates"]
+    )
+    for number in (3, 4):
+        step(whole, expected, number)
+        step(resumed, weights, number)
+    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+    assert resumed.scalars() == whole.scalars() and whole.scalars()["updates"] == {"late": 2}

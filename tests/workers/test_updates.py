@@ -24,8 +24,8 @@ class Recorder:
     def __init__(self) -> None:
         self.seen: list[dict[str, torch.Tensor]] = []
 
-    def global_count(self, count: float | torch.Tensor) -> float:
-        return float(count)
+    def global_counts(self, *counts: float | torch.Tensor) -> list[float]:
+        return [float(count) for count in counts]
 
     def train_step(self, mini_batch, loss_fn, **_settings):
         self.seen.append(mini_batch)
@@ -111,10 +111,13 @@ class Ranks:
     """The sums that one of several ranks sees, with the numbers of mini-batches of all ranks."""
 
     def __init__(self, *counts: int) -> None:
-        self.sums = iter([len(counts), sum(counts), sum(count**2 for count in counts)])
+        self.sums = [float(sum(count**power for count in counts)) for power in range(3)]
+        self.calls = 0
 
-    def global_count(self, _count: float) -> float:
-        return float(next(self.sums))
+    def global_counts(self, *counts: float) -> list[float]:
+        assert len(counts) == 3
+        self.calls += 1
+        return self.sums
 
 
 @pytest.mark.parametrize("rows", [2, 4, 6])
@@ -125,7 +128,9 @@ def test_ranks_with_different_numbers_of_mini_batches_all_raise(rows) -> None:
 
 
 def test_ranks_with_equally_many_mini_batches_go_on() -> None:
-    check_mini_batches_of_ranks(Ranks(2, 2, 2), 3, 2)
+    ranks = Ranks(2, 2, 2)
+    check_mini_batches_of_ranks(ranks, 3, 2)
+    assert ranks.calls == 1  # one collective
     check_mini_batches_of_ranks(Ranks(1, 1), 0, 2)  # a rank without rows has an empty one
 
 

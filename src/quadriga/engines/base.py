@@ -34,7 +34,7 @@ VALUES = "values"  # reward, expected return
 LossFn = Callable[[Outputs, Batch], tuple[Tensor, Mapping[str, Tensor | float]]]
 """(outputs, micro-batch) -> (loss, metrics). Both are this micro-batch's *share* of the value for
 the mini-batch: sums over its rows, divided by counts of the whole mini-batch over all ranks
-(`TrainEngine.global_count`). The engine sums the shares over micro-batches and ranks, for the
+(`TrainEngine.global_counts`). The engine sums the shares over micro-batches and ranks, for the
 gradient of the loss and for the metrics. The sum is exact however the rows are split.
 Rows whose `response_mask` is all 0 have no outputs, so the function does not receive them."""
 
@@ -106,8 +106,8 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def global_count(self, count: float | Tensor) -> float:
-        """Return the sum of `count` over ranks."""
+    def global_counts(self, *counts: float | Tensor) -> list[float]:
+        """Return the sum of each count over ranks. All of them travel in one collective."""
         ...
 
     def state_stream(self) -> Iterator[tuple[str, Tensor]]:

@@ -37,7 +37,7 @@ from quadriga.engines.model_setup import in_local_folders
 from quadriga.engines.offload import DeviceMemory
 from quadriga.engines.optimizers.choice import build_optimizer
 from quadriga.engines.optimizers.rule import local_shard
-from quadriga.engines.optimizers.sharded import SKIPPED_IN_A_ROW, ShardedOptimizer
+from quadriga.engines.optimizers.sharded import SKIPPED_IN_A_ROW, UPDATES, ShardedOptimizer
 from quadriga.engines.schedule import check_schedule
 from quadriga.engines.sharded_loading import load_sharded
 from quadriga.engines.sharding import (
@@ -247,8 +247,8 @@ class FSDPEngine:
         self.module.set_is_last_backward(reduce)
         self.module.set_reshard_after_backward(reduce)
 
-    def global_count(self, count: float | Tensor) -> float:
-        return sum_over_ranks([float(count)], self.device)[0]
+    def global_counts(self, *counts: float | Tensor) -> list[float]:
+        return sum_over_ranks([float(count) for count in counts], self.device)
 
     # Weights
 
@@ -300,6 +300,7 @@ class FSDPEngine:
                     step_count=scalars["step"],
                     skipped=scalars["skipped"],
                     skipped_in_a_row=scalars.get(SKIPPED_IN_A_ROW, 0),  # not in old checkpoints
+                    updates=scalars.get(UPDATES, {}),
                 )
 
     def save_hf(self, folder: str | Path) -> None:

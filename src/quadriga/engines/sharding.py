@@ -123,7 +123,7 @@ def forget_failed_pass(model: ShardedModel) -> None:
             if hasattr(parameter, "_unsharded_param"):  # it was gathered once
                 parameter._unsharded_param.grad = None
     ran = model._get_fsdp_state()._is_root is not None  # FSDP has no state before the first pass
-    if ran and hasattr(model, "reset_iter_state"):  # since torch 2.13
+    if ran:
         model.reset_iter_state()
 
 

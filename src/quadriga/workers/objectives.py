@@ -51,8 +51,7 @@ class BatchCounts:
 
         Waits for: the other ranks. Every rank must call this for the same mini-batch.
         """
-        tokens, sequences = count_mask(response_mask_BT)
-        return cls(engine.global_count(tokens), engine.global_count(sequences))
+        return cls(*engine.global_counts(*count_mask(response_mask_BT)))
 
 
 class PolicyObjective:

@@ -161,7 +161,7 @@ def check_mini_batches_of_ranks(engine: TrainEngine, rows: int, size: int) -> No
         LengthError: the numbers differ.
     """
     count = max(1, math.ceil(rows / size))
-    ranks, total, squares = map(engine.global_count, (1.0, float(count), float(count**2)))
+    ranks, total, squares = engine.global_counts(1, count, count**2)
     # Cauchy-Schwarz: ranks · Σ n² = (Σ n)² only if all n are equal, and every rank sees the same
     # sums. A comparison with the mean would be right on a rank that has the mean.
     if ranks * squares != total**2:

@@ -58,15 +58,16 @@ class AdamW:
                 state[f"{key}.{name}"] = sharded_like(moment, parameter)
         return state
 
-    def load_tensors(self, state: Mapping[str, Tensor], steps: int) -> None:
-        # AdamW's own step count drives the bias correction. The fused kernel needs that count on
-        # the device of the shard, the other one on the CPU.
-        count = torch.tensor(float(steps))
+    def load_tensors(self, state: Mapping[str, Tensor], updates: Mapping[str, int]) -> None:
+        # AdamW's own step count of a parameter drives its bias correction. The fused kernel needs
+        # that count on the device of the shard, the other one on the CPU.
         on_device = bool(self._adamw.defaults["fused"])
         for (name, _), shard in zip(self.named, self._shards, strict=True):
             moments = {key: local_shard(state[f"{key}.{name}"]) for key in MOMENTS}
             self._adamw.state[shard] = {
-                "step": count.to(shard.device if on_device else "cpu", copy=True),
+                "step": torch.tensor(
+                    float(updates[name]), device=shard.device if on_device else "cpu"
+                ),
                 **moments,
             }
 

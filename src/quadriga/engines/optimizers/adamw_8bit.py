@@ -120,14 +120,14 @@ class AdamW8bit:
                 state[f"{part}.{name}"] = sharded_like(tensor, parameter, shape)
         return state
 
-    def load_tensors(self, state: Mapping[str, Tensor], steps: int) -> None:
+    def load_tensors(self, state: Mapping[str, Tensor], updates: Mapping[str, int]) -> None:
         for (name, parameter), shard in zip(self.named, self._shards, strict=True):
             if shard.numel():
                 parts = {
                     part: local_shard(state[f"{part}.{name}"])
                     for part in self._zeros(shard, parameter)
                 }
-                self._set_state(shard, parts, steps)
+                self._set_state(shard, parts, updates[name])
 
     def existing(self) -> Iterator[Tensor]:
         for state in self._adamw.state.values():

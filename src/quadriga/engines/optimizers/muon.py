@@ -108,7 +108,7 @@ class Muon:
             state[f"{MOMENTUM}.{name}"] = sharded_like(moment, parameter)
         return state
 
-    def load_tensors(self, state: Mapping[str, Tensor], steps: int) -> None:
+    def load_tensors(self, state: Mapping[str, Tensor], updates: Mapping[str, int]) -> None:
         for name, _ in self.named:
             self._moments[name] = local_shard(state[f"{MOMENTUM}.{name}"])
 

@@ -39,8 +39,11 @@ class UpdateRule(Protocol):
         """Return the state as `<kind>.<parameter>`, sharded like the parameters; zeros at first."""
         ...
 
-    def load_tensors(self, state: Mapping[str, Tensor], steps: int) -> None:
-        """Set the state, as `tensors` returns it, after `steps` updates."""
+    def load_tensors(self, state: Mapping[str, Tensor], updates: Mapping[str, int]) -> None:
+        """Set the state, as `tensors` returns it.
+
+        `updates`: parameter -> the number of its updates, those without a gradient left out.
+        """
         ...
 
     def existing(self) -> Iterator[Tensor]:

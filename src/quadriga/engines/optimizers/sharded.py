@@ -18,6 +18,8 @@ OPTIMIZER = "optimizer"
 """Key of the optimizer's name in a checkpoint."""
 SKIPPED_IN_A_ROW = "skipped_in_a_row"
 """Key of the steps that were skipped directly before a checkpoint."""
+UPDATES = "updates"
+"""Key of parameter -> updates, for those that had no gradient in some of the steps."""
 
 
 class ShardedOptimizer:
@@ -49,6 +51,8 @@ class ShardedOptimizer:
         self.step_count = 0
         self.skipped = 0
         self._skipped_in_a_row = 0
+        # A parameter without a gradient in a step is not updated, so each has a count of its own.
+        self._updates = {name: 0 for rule in rules for name, _ in rule.named}
         self._shard_group = shard_group
         self._device = device
 
@@ -74,6 +78,8 @@ class ShardedOptimizer:
                 torch._foreach_mul_(existing, float(limit / (norm + 1e-6)))
             for rule, of_rule in zip(self.rules, gradients, strict=True):
                 rule.update(of_rule, rate)
+                for (name, _), gradient in zip(rule.named, of_rule, strict=True):
+                    self._updates[name] += gradient is not None
             self._skipped_in_a_row = 0
         else:
             self.skipped += 1
@@ -127,10 +133,12 @@ class ShardedOptimizer:
 
     def scalars(self) -> dict[str, object]:
         """Return what a checkpoint holds beside the tensors: counts, and which optimizer it is."""
+        made = self.step_count - self.skipped
         return {
             "step": self.step_count,
             "skipped": self.skipped,
             SKIPPED_IN_A_ROW: self._skipped_in_a_row,
+            UPDATES: {name: n for name, n in self._updates.items() if n != made},
             OPTIMIZER: self.config.name,
         }
 
@@ -156,12 +164,17 @@ class ShardedOptimizer:
         step_count: int,
         skipped: int,
         skipped_in_a_row: int,
+        updates: Mapping[str, int],
     ) -> None:
-        """Set the state, as `tensors` returns it, and the counts that belong to it."""
+        """Set the state, as `tensors` returns it, and the counts that belong to it.
+
+        `updates`: as in `scalars`; a parameter that it lacks was updated in every step.
+        """
         self.step_count, self.skipped = step_count, skipped
         self._skipped_in_a_row = skipped_in_a_row
+        self._updates = {name: updates.get(name, step_count - skipped) for name in self._updates}
         for rule in self.rules:
-            rule.load_tensors(state, step_count - skipped)
+            rule.load_tensors(state, self._updates)
 
     def existing_moments(self) -> Iterator[Tensor]:
         """Yield the tensors of the state that exist on this rank: none before the first step."""
