@@ -4,14 +4,16 @@
     bounds            limits of time and memory for a chat template
     chat              the chat of a row → token ids, with the tokenizer's template
     prompts           `PromptDataset`: prompts for generation
+    prompt_parts      the prompts of one file, in memory or on disk
+    token_cache       the token ids of a large file, made once and kept on disk
     sft               `SFTDataset`: prompts with reference answers for fine-tuning
     collate           items → a batch: padding, positions, object arrays
     loader            `PromptLoader`: batches in a seeded order, with a state
     arithmetic        word problems made from a seed
     arithmetic_files  the same as parquet files
 
-The package imports `errors`, `lazy` and `protocol`. The names below are public; each is imported
-when it is first used.
+The package imports `errors`, `lazy`, `observability` and `protocol`. The names below are public;
+each is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -67,8 +67,13 @@ def characters(chat: Chat) -> int:
     return sum(len(message["content"]) for message in chat)
 
 
-def encode_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[list[int]]:
+def encode_chats(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], *, first: int = 0
+) -> list[list[int]]:
     """Return the token ids of each chat, up to the beginning of the assistant's response.
+
+    Args:
+        first: the number of the first chat in error messages.
 
     Raises `ModelError` if the tokenizer has no chat template, or if the template cannot write a
     chat within its bounds of time, memory and length. A template is code of the model's author.
@@ -82,7 +87,7 @@ def encode_chats(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> l
     ids: list[list[int]] = []
     for start in range(0, len(chats), _BLOCK):
         block = list(chats[start : start + _BLOCK])
-        texts = _templated(tokenizer, block, start)
+        texts = _templated(tokenizer, block, first + start)
         # The template writes the special tokens, so the tokenizer must not add them again.
         ids.extend(tokenizer(texts, add_special_tokens=False)["input_ids"])
     return ids

@@ -16,7 +16,7 @@ batches are made in the calling thread: there are no loader processes whose stat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -34,6 +34,14 @@ class BatchDataset(Protocol[ItemT]):
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> ItemT: ...
     def collate(self, items: Sequence[ItemT], /) -> DataProto: ...
+
+
+def items_of(dataset: BatchDataset[ItemT]) -> Iterator[ItemT]:
+    """Yield all items in order, in the dataset's own way if it has one."""
+    if isinstance(dataset, Iterable):
+        yield from dataset
+    else:
+        yield from (dataset[index] for index in range(len(dataset)))
 
 
 def epoch_order(size: int, *, seed: int, epoch: int, shuffle: bool) -> npt.NDArray[np.int64]:

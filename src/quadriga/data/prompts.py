@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.data.chat import characters, chat_of, encode_chats, most_characters
+import numpy as np
+
 from quadriga.data.collate import PromptItem, collate_prompts
-from quadriga.data.rows import Row, read_rows
+from quadriga.data.prompt_parts import CachedPrompts, PromptPart, PromptRules, PromptsInMemory
+from quadriga.data.rows import Row, check_files, rows_of_file
+from quadriga.data.token_cache import is_large
 from quadriga.errors import DataError
-from quadriga.protocol import DataProto, fields
+from quadriga.protocol import DataProto
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,10 +27,14 @@ class PromptDataset:
     Args:
         max_prompt_length: in tokens; None: no limit.
         filter_overlong_prompts: leave longer prompts out; False: a longer prompt is an error.
+        cache_dir: folder in which the token ids of large files are kept (see `token_cache`); the
+            rows of such a file stay on disk. None: all rows are in memory.
 
     Attributes:
         filtered: number of prompts that were left out.
+        file_sizes: number of prompts of each file.
         longest: tokens of the longest prompt.
+        largest_id: the largest token id.
         same_width: pad every batch to `longest`, so that batches can be concatenated; False: pad
             to the longest prompt of the batch.
 
@@ -45,10 +53,18 @@ class PromptDataset:
         prompt_key: str = "prompt",
         max_prompt_length: int | None = None,
         filter_overlong_prompts: bool = True,
+        cache_dir: str | Path | None = None,
     ) -> None:
-        self._fill(
-            read_rows(files), tokenizer, prompt_key, max_prompt_length, filter_overlong_prompts
-        )
+        rules = PromptRules(tokenizer, prompt_key, max_prompt_length, filter_overlong_prompts)
+        parts: list[PromptPart] = []
+        rows = 0
+        for path in check_files(files):
+            part: PromptPart | None = None
+            if cache_dir is not None and is_large(path):
+                part = CachedPrompts.open(path, Path(cache_dir).expanduser(), rules, rows)
+            parts.append(part or PromptsInMemory(rows_of_file(path), rules, rows))
+            rows += parts[-1].rows
+        self._join(parts, rules, ", ".join(map(str, files)))
 
     @classmethod
     def from_rows(
@@ -62,79 +78,51 @@ class PromptDataset:
     ) -> PromptDataset:
         """Return the dataset of rows in memory. Error messages name them "given, row <number>"."""
         rows = [Row(dict(row), "given", number) for number, row in enumerate(values)]
+        rules = PromptRules(tokenizer, prompt_key, max_prompt_length, filter_overlong_prompts)
         dataset = cls.__new__(cls)
-        dataset._fill(rows, tokenizer, prompt_key, max_prompt_length, filter_overlong_prompts)
+        dataset._join([PromptsInMemory(rows, rules, 0)], rules, "given")
         return dataset
 
-    def _fill(
-        self,
-        rows: Sequence[Row],
-        tokenizer: PreTrainedTokenizerBase,
-        prompt_key: str,
-        max_prompt_length: int | None,
-        filter_overlong_prompts: bool,
-    ) -> None:
-        self.pad_token_id: int = tokenizer.pad_token_id
-        self.filtered = 0
-        self._items: list[PromptItem] = []
-        most = most_characters(max_prompt_length)
-        # `index` counts rows before filtering, so it identifies a row of the data for any limit.
-        chosen = []
-        for index, row in enumerate(rows):
-            chat = chat_of(row, prompt_key)
-            if characters(chat) <= most:
-                chosen.append((index, row, chat))
-            elif filter_overlong_prompts and max_prompt_length is not None:
-                self.filtered += 1
-            else:
-                raise row.error(
-                    f"the prompt has {characters(chat)} characters, more than {most}; shorten it, "
-                    "or set max_prompt_length and filter_overlong_prompts=true"
-                )
-        encoded = encode_chats(tokenizer, [chat for _, _, chat in chosen])
-        for (index, row, chat), ids in zip(chosen, encoded, strict=True):
-            if max_prompt_length is not None and len(ids) > max_prompt_length:
-                if not filter_overlong_prompts:
-                    raise row.error(
-                        f"the prompt has {len(ids)} tokens, more than max_prompt_length="
-                        f"{max_prompt_length}; increase it, or set filter_overlong_prompts=true"
-                    )
-                self.filtered += 1
-                continue
-            self._items.append(
-                {
-                    fields.INPUT_IDS: ids,
-                    fields.RAW_PROMPT: chat,
-                    fields.INDEX: index,
-                    fields.DATA_SOURCE: row.values.get(fields.DATA_SOURCE),
-                    fields.REWARD_MODEL: row.values.get(fields.REWARD_MODEL),
-                    fields.EXTRA_INFO: row.values.get(fields.EXTRA_INFO),
-                }
-            )
-        if not self._items:
+    def _join(self, parts: Sequence[PromptPart], rules: PromptRules, names: str) -> None:
+        self.pad_token_id: int = rules.tokenizer.pad_token_id
+        self.file_sizes = [len(part) for part in parts]
+        self.filtered = sum(part.rows for part in parts) - sum(self.file_sizes)
+        self._parts, self._starts = list(parts), np.cumsum([0, *self.file_sizes])
+        self._size = sum(self.file_sizes)
+        if not self._size:
             raise DataError(
-                f"all {self.filtered} prompts of {_names(rows)} have more than "
-                f"{max_prompt_length} tokens; increase max_prompt_length"
+                f"all {self.filtered} prompts of {names} have more than "
+                f"{rules.max_prompt_length} tokens; increase max_prompt_length"
             )
-        self.longest = max(len(item["input_ids"]) for item in self._items)
+        self.longest = max(part.longest for part in parts)
+        self.largest_id = max(part.largest_id for part in parts)
 
     def __len__(self) -> int:
-        return len(self._items)
+        return self._size
 
     def __getitem__(self, index: int) -> PromptItem:
-        return self._items[index]
+        if not -self._size <= index < self._size:
+            raise IndexError(f"prompt {index} of {self._size}")
+        index %= self._size
+        part = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self._parts[part][index - int(self._starts[part])]
+
+    def __iter__(self) -> Iterator[PromptItem]:
+        """Yield all prompts in order, which is faster than one by one."""
+        return islice(chain.from_iterable(self._parts), self._size)
 
     def head(self, count: int) -> PromptDataset:
         """Return a dataset of the first `count` prompts, or of all if there are fewer."""
         part = copy.copy(self)
-        part._items = self._items[:count]
+        part._size = min(count, self._size)
+        before = self._starts[:-1].tolist()
+        part.file_sizes = [
+            max(0, min(size, count - start))
+            for size, start in zip(self.file_sizes, before, strict=True)
+        ]
         return part
 
     def collate(self, items: Sequence[PromptItem]) -> DataProto:
         """Return a batch of `items`, padded to the longest of them (see `same_width`)."""
         width = self.longest if self.same_width else None
         return collate_prompts(items, pad_token_id=self.pad_token_id, length=width)
-
-
-def _names(rows: Sequence[Row]) -> str:
-    return ", ".join(dict.fromkeys(row.path for row in rows))

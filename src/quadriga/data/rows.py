@@ -1,5 +1,8 @@
 """Read parquet and JSON-lines files into rows that know their file and row number.
 
+`read_rows` returns all rows. `read_pieces` yields some rows at a time, with their values as Arrow
+columns, from which `rows_of_columns` makes the same rows again.
+
 A file of kilobytes can stand for gigabytes: parquet stores a value that is repeated ten million
 times once. Files are therefore read piece by piece, and within the limits of `MAX_…`.
 """
@@ -26,6 +29,8 @@ MAX_FILE = 2 << 30  # bytes of all rows of one parquet file, uncompressed
 MAX_DEPTH = 100  # nested lists and objects of a row
 _PIECE = 512 << 20  # bytes of the rows of a parquet file that are read at a time
 _FEWEST_ROWS, _MOST_ROWS = 8, 4096  # rows that are read at a time
+_LINES, _LINES_SIZE = 1024, 64 << 20  # lines of a JSON-lines file, and their bytes, read at a time
+_LINE = "quadriga: line of a JSON-lines file"  # name of the column that holds such lines
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,14 @@ class Row:
         return value
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive rows of a file, and the same values as Arrow columns."""
+
+    rows: list[Row]
+    columns: pa.RecordBatch
+
+
 def check_files(files: Sequence[str | Path]) -> list[Path]:
     """Return the files as paths.
 
@@ -83,13 +96,40 @@ def read_rows(files: Sequence[str | Path]) -> list[Row]:
 
     Raises `DataError` that names the file, and the row if one row is invalid or too large.
     """
+    return [row for path in check_files(files) for row in rows_of_file(path)]
+
+
+def rows_of_file(path: Path) -> list[Row]:
+    """Return all rows of one file. Raises `DataError` as `read_rows` does."""
     rows: list[Row] = []
-    for path in check_files(files):
-        before = len(rows)
-        rows.extend(_parquet(path) if path.suffix == ".parquet" else _json_lines(path))
-        if len(rows) == before:
-            raise DataError(f"data file {path} has no rows", path=str(path))
+    for piece in read_pieces(path):
+        rows.extend(piece.rows)
     return rows
+
+
+def read_pieces(path: Path) -> Iterator[Piece]:
+    """Yield the rows of one file, up to some thousand at a time.
+
+    Raises `DataError` as `read_rows` does.
+    """
+    empty = True
+    for piece in _parquet(path) if path.suffix == ".parquet" else _json_lines(path):
+        empty = False
+        yield piece
+    if empty:
+        raise DataError(f"data file {path} has no rows", path=str(path))
+
+
+def rows_of_columns(columns: pa.RecordBatch, path: Path, first: int) -> list[Row]:
+    """Return the rows of `Piece.columns`, of which the first is row `first` of the file."""
+    if columns.schema.names == [_LINE]:
+        rows = [Row({}, str(path), first + i) for i in range(columns.num_rows)]
+        lines = columns.column(0).to_pylist()
+        return [
+            Row(_json_object(row, line), row.path, row.number)
+            for row, line in zip(rows, lines, strict=True)
+        ]
+    return [Row(values, str(path), first + i) for i, values in enumerate(columns.to_pylist())]
 
 
 def count_rows(path: Path) -> int:
@@ -119,7 +159,7 @@ def _unreadable(path: Path, error: Exception) -> DataError:
     return DataError(f"data file {path} cannot be read as parquet: {reason:.500}", path=str(path))
 
 
-def _parquet(path: Path) -> Iterator[Row]:
+def _parquet(path: Path) -> Iterator[Piece]:
     import pyarrow as pa
 
     number = total = 0
@@ -133,9 +173,9 @@ def _parquet(path: Path) -> Iterator[Row]:
                     what = f"{size} bytes in {piece.num_rows} rows"
                     limit = f"{MAX_ROW} bytes for one row and {MAX_FILE} for all"
                     raise _too_large(path, what, limit)
-                for values in piece.to_pylist():
-                    yield Row(values, str(path), number)
-                    number += 1
+                if piece.num_rows:
+                    yield Piece(rows_of_columns(piece, path, number), piece)
+                number += piece.num_rows
         except DataError:
             raise
         # ValueError: text that is no UTF-8, or a date that Python cannot hold.
@@ -207,18 +247,34 @@ def _size(array: pa.Array) -> int:
     return int(pc.sum(lengths.take(array.indices)).as_py() or 0)
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
+def _json_lines(path: Path) -> Iterator[Piece]:
+    import pyarrow as pa
+
+    number = 0
     try:
         with path.open("rb") as file:
             # Blank lines are not counted: row 1 is the second row with values.
             lines = (line for line in _bounded_lines(path, file) if line.strip())
-            for number, line in enumerate(lines):
-                if number >= MAX_ROWS:
+            while some := _some(lines):
+                if number + len(some) > MAX_ROWS:
                     raise _too_large(path, "more rows", f"{MAX_ROWS} rows")
-                row = Row({}, str(path), number)
-                yield Row(_json_object(row, line), str(path), number)
+                columns = pa.record_batch([pa.array(some, pa.large_binary())], names=[_LINE])
+                yield Piece(rows_of_columns(columns, path, number), columns)
+                number += len(some)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}", path=str(path)) from None
+
+
+def _some(lines: Iterator[bytes]) -> list[bytes]:
+    """Return the next lines, up to `_LINES` or `_LINES_SIZE`; [] at the end."""
+    some: list[bytes] = []
+    size = 0
+    for line in lines:
+        some.append(line)
+        size += len(line)
+        if len(some) == _LINES or size >= _LINES_SIZE:
+            break
+    return some
 
 
 def _json_object(row: Row, line: bytes) -> dict[str, object]:

@@ -24,6 +24,8 @@ class DataConfig:
     filter_overlong_prompts: bool = True  # false: a prompt that is too long is an error
     shuffle: bool = True  # shuffle the prompts in each epoch
     seed: int | None = None  # seed of the row order; None: trainer.seed
+    # folder for the token ids of large files, whose rows stay on disk; None: all rows in memory
+    cache_dir: str | None = "~/.cache/quadriga/prompts"
 
 
 @dataclass(frozen=True)

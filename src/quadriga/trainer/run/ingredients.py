@@ -99,6 +99,7 @@ def prompt_dataset(
         prompt_key=data.prompt_key,
         max_prompt_length=data.max_prompt_length,
         filter_overlong_prompts=data.filter_overlong_prompts,
+        cache_dir=data.cache_dir,
     )
 
 
@@ -118,5 +119,7 @@ def check_rows(reward: RewardManager, loader: PromptLoader | None) -> None:
     Raises:
         DataError: names the row and what it lacks.
     """
+    from quadriga.data.loader import items_of
+
     if loader is not None:
-        reward.check(loader.dataset[row] for row in range(len(loader.dataset)))
+        reward.check(items_of(loader.dataset))

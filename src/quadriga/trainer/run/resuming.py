@@ -49,7 +49,7 @@ _MODEL = (
     "algorithm.kl_ctrl.type",
 )
 # Settings that do not change what a run computes.
-_WITHOUT_EFFECT = {
+_WITHOUT_EFFECT = {"data.cache_dir"} | {
     f"trainer.{name}"
     for name in (
         "default_local_dir", "resume_mode", "resume_override", "overwrite", "loggers",

@@ -13,7 +13,6 @@ from quadriga.config.schema import EngineConfig, GenerateConfig, ModelConfig, SF
 from quadriga.errors import ConfigError
 from quadriga.models.context_window import LongestSequence, check_context_window
 from quadriga.models.vocabulary import check_vocabulary, largest_token_id
-from quadriga.protocol import fields
 from quadriga.trainer.dataflow import needs_critic, needs_reference, reads_ref_log_prob
 
 if TYPE_CHECKING:
@@ -123,11 +122,10 @@ def check_model_inputs(
         ModelError: a sequence exceeds the context window, or a token id exceeds the embedding.
     """
     check_context_window(model.path, longest, trust_remote_code=model.trust_remote_code)
-    rows = [dataset[i][fields.INPUT_IDS] for dataset in datasets for i in range(len(dataset))]
     check_vocabulary(
         model.path,
         tokenizer,
-        largest_id=largest_token_id(rows),
+        largest_id=max(dataset.largest_id for dataset in datasets),
         trust_remote_code=model.trust_remote_code,
     )
 

@@ -1,0 +1,152 @@
+"""The prompts of one file: in memory, or on disk with a cache of their token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from quadriga.data.chat import Chat, characters, chat_of, encode_chats, most_characters
+from quadriga.data.collate import PromptItem
+from quadriga.data.rows import Row
+from quadriga.data.token_cache import TokenCache, open_cache, tokenizer_digest
+from quadriga.protocol import fields
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class PromptRules:
+    """How rows become prompts. See `PromptDataset` for the meaning of the fields."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompt_key: str
+    max_prompt_length: int | None
+    filter_overlong_prompts: bool
+
+    def encode(self, rows: Sequence[Row]) -> list[list[int] | None]:
+        """Return the token ids of each row; None for a row that has too many characters."""
+        chats = [chat_of(row, self.prompt_key) for row in rows]
+        most = most_characters(self.max_prompt_length)
+        short = [chat for chat in chats if characters(chat) <= most]
+        encoded = iter(encode_chats(self.tokenizer, short, first=rows[0].number) if short else [])
+        return [next(encoded) if characters(chat) <= most else None for chat in chats]
+
+    def keeps(self, tokens: int | None) -> bool:
+        """Return whether a prompt of `tokens` tokens (None: too many characters) is used."""
+        limit = self.max_prompt_length
+        return tokens is not None and (limit is None or tokens <= limit)
+
+    def check(self, row: Row, tokens: int | None) -> None:
+        """Raise `DataError` for a prompt that is too long, unless such prompts are left out."""
+        left_out = self.filter_overlong_prompts and self.max_prompt_length is not None
+        if left_out or self.keeps(tokens):
+            return
+        if tokens is None:
+            size = characters(chat_of(row, self.prompt_key))
+            raise row.error(
+                f"the prompt has {size} characters, more than "
+                f"{most_characters(self.max_prompt_length)}; shorten it, or set max_prompt_length "
+                "and filter_overlong_prompts=true"
+            )
+        raise row.error(
+            f"the prompt has {tokens} tokens, more than max_prompt_length="
+            f"{self.max_prompt_length}; increase it, or set filter_overlong_prompts=true"
+        )
+
+    def item(self, row: Row, ids: list[int], index: int) -> PromptItem:
+        """Return the prompt of a row. `index` counts the rows of all files before filtering, so it
+        identifies a row of the data for any limit."""
+        chat: Chat = chat_of(row, self.prompt_key)
+        return {
+            fields.INPUT_IDS: ids,
+            fields.RAW_PROMPT: chat,
+            fields.INDEX: index,
+            fields.DATA_SOURCE: row.values.get(fields.DATA_SOURCE),
+            fields.REWARD_MODEL: row.values.get(fields.REWARD_MODEL),
+            fields.EXTRA_INFO: row.values.get(fields.EXTRA_INFO),
+        }
+
+
+class PromptPart(Protocol):
+    """The prompts of one file that are used. `rows` counts those that are left out too."""
+
+    rows: int
+    longest: int
+    largest_id: int
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> PromptItem: ...
+    def __iter__(self) -> Iterator[PromptItem]: ...
+
+
+class PromptsInMemory:
+    """Prompts of rows that are in memory. `first` is the index of the first row."""
+
+    def __init__(self, rows: Sequence[Row], rules: PromptRules, first: int) -> None:
+        self.rows = len(rows)
+        self._items: list[PromptItem] = []
+        for index, (row, ids) in enumerate(zip(rows, rules.encode(rows), strict=True), start=first):
+            tokens = None if ids is None else len(ids)
+            rules.check(row, tokens)
+            if ids is not None and rules.keeps(tokens):
+                self._items.append(rules.item(row, ids, index))
+        sizes = [len(item["input_ids"]) for item in self._items]
+        self.longest = max(sizes, default=0)
+        self.largest_id = max(
+            (max(item["input_ids"]) for item in self._items if item["input_ids"]), default=-1
+        )
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> PromptItem:
+        return self._items[index]
+
+    def __iter__(self) -> Iterator[PromptItem]:
+        return iter(self._items)
+
+
+class CachedPrompts:
+    """Prompts of a file whose rows and token ids stay on disk. `first` is the index of row 0."""
+
+    def __init__(self, cache: TokenCache, rules: PromptRules, first: int) -> None:
+        self.rows, self._cache, self._rules, self._first = len(cache), cache, rules, first
+        limit = rules.max_prompt_length
+        used = (cache.lengths >= 0) & (cache.lengths <= (np.inf if limit is None else limit))
+        for number in np.flatnonzero(~used)[:1]:
+            row, ids = cache[int(number)]
+            rules.check(row, len(ids) if cache.lengths[number] >= 0 else None)
+        self._numbers = np.flatnonzero(used)
+        self.longest = int(cache.lengths[used].max(initial=0))
+        self.largest_id = cache.largest_id(self._numbers)
+
+    @classmethod
+    def open(cls, path: Path, folder: Path, rules: PromptRules, first: int) -> CachedPrompts | None:
+        """Open the cache of a file, or make it. None for a tokenizer that has no digest.
+
+        Raises:
+            DataError: the file cannot be used, or the cache cannot be written.
+        """
+        digest = tokenizer_digest(rules.tokenizer)
+        if digest is None:
+            return None
+        settings = f"{digest} {rules.prompt_key} {most_characters(rules.max_prompt_length)}"
+        cache = open_cache(path, folder, settings=settings, encode=rules.encode)
+        return cls(cache, rules, first)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> PromptItem:
+        number = int(self._numbers[index])
+        return self._rules.item(*self._cache[number], self._first + number)
+
+    def __iter__(self) -> Iterator[PromptItem]:
+        read = self._cache.read(self._numbers)
+        for number, (row, ids) in zip(self._numbers.tolist(), read, strict=True):
+            yield self._rules.item(row, ids, self._first + number)

@@ -1,0 +1,210 @@
+"""Token ids of the rows of a large file, made once and then read from disk.
+
+A cache file is an Arrow file: the columns of the data file, unchanged, and one column of token ids.
+It is mapped into memory, so a row costs memory only while it is used, and processes on one node
+share it. Nothing in it is executed or unpickled.
+
+The name of a cache file contains a digest of everything that the token ids depend on: the content
+of the data file, the tokenizer with its template, and the settings. A change of one of these makes
+a new cache file. A file appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+
+from quadriga.data.rows import Row, count_rows, read_pieces, rows_of_columns
+from quadriga.errors import DataError
+from quadriga.observability.progress import progress
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
+
+LARGE_FILE = 64 << 20  # bytes of a file whose token ids are kept in a cache file
+LARGE_COUNT = 50_000  # or rows of it
+_FORMAT = "1"  # of cache files; another number makes new ones
+_IDS = "quadriga: token ids"  # name of the column
+_TOO_LONG = -1  # length of a row that was not tokenised
+
+Encode = Callable[[Sequence[Row]], Sequence[Sequence[int] | None]]
+"""Rows → the token ids of each; None for a row that is too long to be tokenised."""
+
+
+class TokenCache:
+    """A cache file that is open. Rows are those of the data file, in order.
+
+    Attributes:
+        lengths: [rows] int32, number of token ids of each row; -1 for a row without token ids.
+    """
+
+    def __init__(self, path: Path, source: Path) -> None:
+        import pyarrow as pa
+
+        self._source = source
+        self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        lengths = [_lengths(self._ids(part)) for part in range(self._reader.num_record_batches)]
+        self._starts = np.cumsum([0, *map(len, lengths)])
+        self.lengths = np.concatenate([np.empty(0, np.int32), *lengths])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, number: int) -> tuple[Row, list[int]]:
+        """Return row `number` of the data file, and its token ids ([] if it has none)."""
+        part = int(np.searchsorted(self._starts, number, side="right")) - 1
+        start = int(self._starts[part])
+        return next(self._rows(part, number - start, number - start + 1))
+
+    def read(self, numbers: npt.NDArray[np.int64]) -> Iterator[tuple[Row, list[int]]]:
+        """Yield many rows, given in rising order. It is faster than one row at a time."""
+        for part in range(self._reader.num_record_batches):
+            first, end = (int(edge) for edge in self._starts[part : part + 2])
+            wanted = numbers[np.searchsorted(numbers, first) : np.searchsorted(numbers, end)]
+            rows = list(self._rows(part, 0, end - first)) if len(wanted) else []
+            yield from (rows[int(number) - first] for number in wanted)
+
+    def largest_id(self, numbers: npt.NDArray[np.int64]) -> int:
+        """Return the largest token id of some rows, given in rising order; -1 if they have none."""
+        import pyarrow.compute as pc
+
+        largest = -1
+        for part in range(self._reader.num_record_batches):
+            first, end = (int(edge) for edge in self._starts[part : part + 2])
+            wanted = numbers[np.searchsorted(numbers, first) : np.searchsorted(numbers, end)]
+            if len(wanted):
+                ids = self._ids(part).take(wanted - first).flatten()
+                largest = max(largest, pc.max(ids).as_py() or -1)
+        return largest
+
+    def _ids(self, part: int) -> pa.ListArray:
+        return self._reader.get_batch(part).column(_IDS)
+
+    def _rows(self, part: int, start: int, end: int) -> Iterator[tuple[Row, list[int]]]:
+        batch = self._reader.get_batch(part).slice(start, end - start)
+        columns = batch.select([name for name in batch.schema.names if name != _IDS])
+        rows = rows_of_columns(columns, self._source, int(self._starts[part]) + start)
+        for row, ids in zip(rows, batch.column(_IDS).to_pylist(), strict=True):
+            yield row, ids or []
+
+
+def is_large(path: Path) -> bool:
+    """Return whether the token ids of a file are kept in a cache file."""
+    if path.stat().st_size >= LARGE_FILE:
+        return True
+    return path.suffix == ".parquet" and count_rows(path) >= LARGE_COUNT
+
+
+def open_cache(source: Path, folder: Path, *, settings: str, encode: Encode) -> TokenCache:
+    """Open the cache file of a data file. It is made if there is none, which shows progress.
+
+    Args:
+        folder: the folder of cache files.
+        settings: all that the token ids depend on beside the content of `source`.
+
+    Raises:
+        DataError: the data file cannot be used, or the cache file cannot be written.
+    """
+    import pyarrow as pa
+
+    path = folder / f"{source.stem:.60}-{_digest(source, settings)}.arrow"
+    if path.exists():
+        with contextlib.suppress(pa.ArrowException, OSError):  # damaged: it is made again
+            return TokenCache(path, source)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_unfinished(folder)
+        part = folder / f"{path.name}.{os.getpid()}.part"
+        try:
+            _write(source, part, encode)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the token ids of {source} cannot be kept in {folder}: {error.strerror or error}; "
+            "set data.cache_dir to a folder with free space, or to null to keep them in memory",
+            path=str(folder),
+        ) from error
+    return TokenCache(path, source)
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return a digest of a tokenizer and its template; None for one that cannot be compared.
+
+    Only a tokenizer of the library `tokenizers` has its whole behaviour in one text.
+    """
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    if inner is None:
+        return None
+    parts = (inner.to_str(), str(tokenizer.chat_template), type(tokenizer).__qualname__)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _digest(source: Path, settings: str) -> str:
+    digest = hashlib.sha256("\0".join((_FORMAT, source.suffix, settings)).encode())
+    with source.open("rb") as file:
+        content = hashlib.file_digest(file, "sha256")
+    digest.update(content.digest())
+    return digest.hexdigest()[:32]
+
+
+def _write(source: Path, path: Path, encode: Encode) -> None:
+    import pyarrow as pa
+
+    with contextlib.ExitStack() as stack:
+        writer: pa.RecordBatchFileWriter | None = None
+        show = stack.enter_context(progress(f"tokenising {source.name}", count_rows(source)))
+        for piece in read_pieces(source):
+            ids = pa.array(encode(piece.rows), pa.list_(pa.int32()))
+            columns = [_plain(column) for column in piece.columns.columns]
+            names = [*piece.columns.schema.names, _IDS]
+            batch = pa.record_batch([*columns, ids], names=names)
+            if writer is None:
+                file = stack.enter_context(pa.OSFile(str(path), "wb"))
+                writer = stack.enter_context(pa.ipc.new_file(file, batch.schema))
+            writer.write_batch(batch)
+            show(len(piece.rows))
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    """Return a column without dictionaries: an Arrow file holds one dictionary for all batches."""
+    return column.cast(_plain_type(column.type))
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if pa.types.is_struct(kind):
+        return pa.struct([f.with_type(_plain_type(f.type)) for f in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain_type(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_plain_type(kind.value_type)))
+    return kind
+
+
+def _lengths(ids: pa.ListArray) -> npt.NDArray[np.int32]:
+    import pyarrow.compute as pc
+
+    lengths = pc.fill_null(pc.list_value_length(ids), _TOO_LONG)
+    return np.asarray(lengths.to_numpy(zero_copy_only=False), dtype=np.int32)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove the unfinished files of processes that have ended."""
+    for part in folder.glob("*.part"):
+        process = part.name.split(".")[-2]
+        if process.isdecimal() and not psutil.pid_exists(int(process)):
+            part.unlink(missing_ok=True)
