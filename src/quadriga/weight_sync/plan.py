@@ -1,0 +1,372 @@
+"""Which rank sends which part of which weight to whom: pure, from two layouts.
+
+consumes      the layout of the training engine and the layout of the rollout engine
+produces      transfers; each element that a target rank stores is written by exactly one of them
+
+A target rank takes what it can from itself. For the rest, every source rank that stores a part is
+an owner of it. The owner is on the target's node if there is one, and has sent the fewest bytes so
+far.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from quadriga.errors import WorkerError
+from quadriga.weight_sync.boxes import Box, count, difference, intersection, moved, split
+from quadriga.weight_sync.layout import Layout, Weight
+
+NAMED_TENSORS = 20
+"""An error message lists at most so many tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A box of a tensor of a rank."""
+
+    tensor: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One box of a weight, from a source rank to a target rank; equal ranks are one process."""
+
+    source: int
+    target: int
+    weight: str
+    box: Box
+    read: Slot
+    write: Slot
+    num_bytes: int
+
+    @property
+    def is_local(self) -> bool:
+        """Whether source and target are one process."""
+        return self.source == self.target
+
+    def parts(self, limit: int) -> Iterator[Transfer]:
+        """Yield transfers of at most `limit` bytes, and of at least one element."""
+        if self.num_bytes <= limit:
+            yield self
+            return
+        itemsize = self.num_bytes // count(self.box)
+        for box in split(self.box, max(1, limit // itemsize)):
+            yield Transfer(
+                self.source,
+                self.target,
+                self.weight,
+                box,
+                Slot(self.read.tensor, moved(box, self.box, self.read.box)),
+                Slot(self.write.tensor, moved(box, self.box, self.write.box)),
+                count(box) * itemsize,
+            )
+
+
+@dataclass(frozen=True)
+class Round:
+    """Transfers that are on their way together. `staged`: rank → bytes in its buffers."""
+
+    transfers: tuple[Transfer, ...]
+    staged: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All transfers of one weight sync, weight by weight in the order of the target's weights.
+
+    Attributes:
+        source, target: the layouts.
+        transfers: in order.
+    """
+
+    source: Layout
+    target: Layout
+    transfers: tuple[Transfer, ...]
+
+    @cached_property
+    def link_bytes(self) -> Counter[tuple[int, int]]:
+        """(source rank, target rank) → bytes, for different processes."""
+        found: Counter[tuple[int, int]] = Counter()
+        for transfer in self.transfers:
+            if not transfer.is_local:
+                found[transfer.source, transfer.target] += transfer.num_bytes
+        return found
+
+    def sent_bytes(self, rank: int) -> int:
+        """Return the bytes that a rank sends to other processes."""
+        return sum(size for (source, _), size in self.link_bytes.items() if source == rank)
+
+    def received_bytes(self, rank: int) -> int:
+        """Return the bytes that a rank receives from other processes."""
+        return sum(size for (_, target), size in self.link_bytes.items() if target == rank)
+
+    def local_bytes(self, rank: int) -> int:
+        """Return the bytes that a rank copies in its own memory."""
+        return sum(t.num_bytes for t in self.transfers if t.is_local and t.source == rank)
+
+    def redundant_bytes(self, rank: int) -> int:
+        """Return the bytes that a rank stores for training and not for generation.
+
+        It must keep them beside the weights that it generates with. What it stores for both can be
+        in one place.
+        """
+        if rank not in self.source.ranks:
+            return 0
+        own = [piece for tensor in self.source.ranks[rank] for piece in tensor.pieces]
+        wanted = _boxes_by_weight(self.target, rank)
+        rest = 0
+        for piece in own:
+            left = [piece.box]
+            for box in wanted[piece.weight]:
+                left = [part for old in left for part in _without(old, box)]
+            rest += sum(map(count, left)) * self.source.weights[piece.weight].itemsize
+        return rest
+
+    def rounds(self, bucket_bytes: int) -> Iterator[Round]:
+        """Yield the transfers in rounds, in order.
+
+        While one round is on its way, the next is packed, so two are in memory. Each rank stages
+        at most `bucket_bytes` for both: what it sends and what it receives. Local transfers need no
+        buffer. One element is never split, so the smallest bucket is 4 elements.
+        """
+        # bucket_bytes 400 leaves 200 a round and 100 a transfer. Rank 0 sends 80, 80, 80 bytes to
+        # rank 1: the third would make 240, so the rounds are (80, 80) and (80).
+        limit = bucket_bytes // 2
+        current: list[Transfer] = []
+        staged: Counter[int] = Counter()
+        for transfer in self.transfers:
+            for part in (transfer,) if transfer.is_local else transfer.parts(limit // 2):
+                size = 0 if part.is_local else part.num_bytes
+                if current and max(staged[part.source], staged[part.target]) + size > limit:
+                    yield Round(tuple(current), dict(staged))
+                    current, staged = [], Counter()
+                current.append(part)
+                if size:
+                    staged[part.source] += size
+                    staged[part.target] += size
+        if current:
+            yield Round(tuple(current), dict(staged))
+
+    def peak_bytes(self, bucket_bytes: int) -> Counter[int]:
+        """Return rank → the most bytes in its buffers at one time, with two rounds in memory."""
+        peak: Counter[int] = Counter()
+        before: Mapping[int, int] = {}
+        for current in self.rounds(bucket_bytes):
+            for rank in (*before, *current.staged):
+                both = before.get(rank, 0) + current.staged.get(rank, 0)
+                peak[rank] = max(peak[rank], both)
+            before = current.staged
+        return peak
+
+
+def plan(source: Layout, target: Layout, nodes: Mapping[int, str] | None = None) -> Plan:
+    """Return the transfers that give every target rank its weights.
+
+    Args:
+        nodes: rank → its node. Owners on the node of the target are preferred.
+
+    Raises:
+        WorkerError: no source rank stores an element of a target weight, the shapes of a weight
+            differ, or two weights share storage in the target and not in the source. Attributes:
+            `tensor` (the first one), `tensors` (all of them).
+    """
+    _check_weights(source, target)
+    owners = _owners(source)
+    wanted = _wanted(target)
+    nodes = nodes or {}
+    sent: Counter[int] = Counter()
+    transfers: list[tuple[int, Transfer]] = []
+    remote: list[_Wanted] = []
+    missing: dict[str, None] = {}
+    for want in wanted:
+        rest = [want.box]
+        available = owners[source.tied.get(want.weight, want.weight)]
+        for box, stores in available.items():
+            store = stores.get(want.rank)
+            if store is not None and rest:
+                found, rest = _cut(rest, box)
+                for part in found:
+                    transfers.append((want.order, _transfer(want, part, want.rank, box, store)))
+        for box, stores in available.items():
+            if rest:
+                found, rest = _cut(rest, box)
+                remote += [want.of(part, box, stores) for part in found]
+        if rest:
+            missing[want.weight] = None
+    if missing:
+        raise _unowned(list(missing))
+    # The largest first, so that the small ones level out the differences.
+    for want in sorted(remote, key=lambda w: -w.num_bytes):
+        near = [r for r in want.stores if want.rank in nodes and nodes.get(r) == nodes[want.rank]]
+        owner = min(near or want.stores, key=lambda r: (sent[r], r))
+        sent[owner] += want.num_bytes
+        found_part = _transfer(want, want.box, owner, want.owned, want.stores[owner])
+        transfers.append((want.order, found_part))
+    transfers.sort(key=lambda item: (item[0], item[1].target, item[1].box))
+    return Plan(source, target, tuple(transfer for _, transfer in transfers))
+
+
+def canonical_boxes(layout: Layout) -> dict[int, list[tuple[str, Box, Slot]]]:
+    """Return rank → (weight, box, where it is stored), so that each element is listed once.
+
+    Ranks that store the same elements share the work. Digests are computed from these boxes.
+
+    Raises:
+        WorkerError: no rank stores some element. Attributes: `tensor`, `tensors`.
+    """
+    found: dict[int, list[tuple[str, Box, Slot]]] = {rank: [] for rank in layout.ranks}
+    load: Counter[int] = Counter()
+    owners = _owners(layout)
+    missing = []
+    for name, weight in layout.weights.items():
+        rest = [tuple((0, size) for size in weight.shape)]
+        for box, stores in owners[name].items():
+            parts, rest = _cut(rest, box)
+            for part in parts:
+                rank = min(stores, key=lambda r: (load[r], r))
+                load[rank] += count(part)
+                slot = stores[rank]
+                at = Slot(slot.tensor, moved(part, box, slot.box))
+                found[rank].append((name, part, at))
+        if any(map(count, rest)):
+            missing.append(name)
+    if missing:
+        raise _unowned(missing)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A box that a rank stores, and later the owners of it."""
+
+    order: int
+    rank: int
+    weight: str
+    box: Box
+    write: Slot
+    itemsize: int
+    owned: Box = ()
+    stores: Mapping[int, Slot] = field(default_factory=dict)
+
+    def of(self, part: Box, owned: Box, stores: Mapping[int, Slot]) -> _Wanted:
+        write = Slot(self.write.tensor, moved(part, self.box, self.write.box))
+        return _Wanted(
+            self.order, self.rank, self.weight, part, write, self.itemsize, owned, stores
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return count(self.box) * self.itemsize
+
+
+def _transfer(want: _Wanted, part: Box, owner: int, owned: Box, store: Slot) -> Transfer:
+    return Transfer(
+        owner,
+        want.rank,
+        want.weight,
+        part,
+        Slot(store.tensor, moved(part, owned, store.box)),
+        Slot(want.write.tensor, moved(part, want.box, want.write.box)),
+        count(part) * want.itemsize,
+    )
+
+
+def _owners(layout: Layout) -> Mapping[str, dict[Box, dict[int, Slot]]]:
+    """Return weight → box → rank → where the rank stores that box."""
+    found: dict[str, dict[Box, dict[int, Slot]]] = defaultdict(dict)
+    for rank, tensors in layout.ranks.items():
+        for tensor in tensors:
+            for piece in tensor.pieces:
+                stores = found[piece.weight].setdefault(piece.box, {})
+                stores.setdefault(rank, Slot(tensor.name, piece.at))
+    return found
+
+
+def _wanted(target: Layout) -> list[_Wanted]:
+    order = {name: index for index, name in enumerate(target.weights)}
+    return [
+        _Wanted(
+            order[piece.weight],
+            rank,
+            piece.weight,
+            piece.box,
+            Slot(tensor.name, piece.at),
+            target.weights[piece.weight].itemsize,
+        )
+        for rank, tensors in target.ranks.items()
+        for tensor in tensors
+        for piece in tensor.pieces
+        if count(piece.box)
+    ]
+
+
+def _cut(rest: Sequence[Box], box: Box) -> tuple[list[Box], list[Box]]:
+    """Return the parts of `rest` that are in `box`, and what is left of `rest`."""
+    found, left = [], []
+    for old in rest:
+        part = intersection(old, box)
+        if part is None:
+            left.append(old)
+        else:
+            found.append(part)
+            left += difference(old, part)
+    return found, left
+
+
+def _without(old: Box, box: Box) -> list[Box]:
+    part = intersection(old, box)
+    return [old] if part is None else difference(old, part)
+
+
+def _boxes_by_weight(layout: Layout, rank: int) -> Mapping[str, list[Box]]:
+    found: dict[str, list[Box]] = defaultdict(list)
+    for tensor in layout.ranks.get(rank, ()):
+        for piece in tensor.pieces:
+            found[piece.weight].append(piece.box)
+    return found
+
+
+def _check_weights(source: Layout, target: Layout) -> None:
+    absent = []
+    for name, weight in target.weights.items():
+        sent: Weight | None = source.weights.get(source.tied.get(name, name))
+        if sent is None:
+            absent.append(name)
+        elif sent.shape != weight.shape:
+            raise WorkerError(
+                f"weight {name!r} has shape {sent.shape} in the training engine and "
+                f"{weight.shape} in the rollout engine; both must load the same model folder",
+                tensor=name,
+                tensors=(name,),
+            )
+    if absent:
+        raise _unowned(absent)
+    for alias, name in target.tied.items():
+        if source.tied.get(alias, alias) != source.tied.get(name, name) and alias in source.weights:
+            raise WorkerError(
+                f"the rollout engine stores {alias!r} and {name!r} as one tensor, but the training "
+                "engine trains them as two; load both with the same setting of tied weights",
+                tensor=alias,
+                tensors=(alias, name),
+            )
+
+
+def _unowned(names: Sequence[str]) -> WorkerError:
+    listed = listed_names(names)
+    return WorkerError(
+        f"the rollout engine has weights of which no rank of the training engine stores all "
+        f"elements: {listed}; both must load the same model folder",
+        tensor=names[0],
+        tensors=tuple(names),
+    )
+
+
+def listed_names(names: Sequence[str]) -> str:
+    """Return the names for a message: quoted, at most `NAMED_TENSORS` of them, and the number."""
+    quoted = ", ".join(repr(name) for name in names[:NAMED_TENSORS])
+    more = len(names) - NAMED_TENSORS
+    return quoted if more <= 0 else f"{quoted} and {more} more"

@@ -1,0 +1,195 @@
+"""Layouts by hand: torch's chunks, tensor parallelism, fused projections, experts, adapters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from layout_cases import filled, values_of
+
+from quadriga.errors import ConfigError, ShapeError
+from quadriga.weight_sync.boxes import split
+from quadriga.weight_sync.layout import (
+    Layout,
+    Piece,
+    StoredTensor,
+    Weight,
+    by_name,
+    concatenated,
+    stored_whole,
+)
+from quadriga.weight_sync.parallel_layouts import (
+    Degrees,
+    Model,
+    Stored,
+    fsdp_layout,
+    lora_adapters,
+    parallel_layout,
+    replicated_layout,
+    torch_chunk,
+)
+
+
+@pytest.mark.parametrize("size", range(9))
+@pytest.mark.parametrize("parts", range(1, 7))
+def test_chunks_are_those_of_torch(size, parts):
+    expected = [c.tolist() for c in torch.chunk(torch.arange(size), parts)] if size else []
+    found = [list(range(*torch_chunk(size, parts, i))) for i in range(parts)]
+    assert found == expected + [[]] * (parts - len(expected))
+
+
+def arrays_of(layout):
+    return filled(layout, values_of(layout))
+
+
+def test_fsdp_on_two_dimensions_repeats_the_shards():
+    arrays = arrays_of(fsdp_layout([Weight("w", (5, 2)), Weight("s", ())], 2, 3))
+    for rank in range(6):
+        rows = np.arange(1, 11).reshape(5, 2)
+        expected = rows[:3] if rank % 2 == 0 else rows[3:]
+        assert np.array_equal(arrays[rank]["w"], expected)
+        assert arrays[rank]["s"] == 11, "a weight without dimensions is whole everywhere"
+
+
+def model(stored, *weights, tied=None):
+    return Model(by_name(weights), stored, tied or {})
+
+
+def test_tensor_parallel_splits_a_padded_dimension():
+    found = parallel_layout(
+        model((Stored("e", ("e",), 0, padded=8),), Weight("e", (6, 1))), Degrees(tensor=4)
+    )
+    assert [a["e"].ravel().tolist() for a in arrays_of(found).values()] == [
+        [1, 2], [3, 4], [5, 6], [-1, -1],
+    ]  # fmt: skip
+
+
+QKV = (Weight("q", (8, 1)), Weight("k", (4, 1)), Weight("v", (4, 1)))
+
+
+@pytest.mark.parametrize(
+    ("fusion", "rows"),
+    [
+        # 4 query heads and 2 key heads of 2 rows: q is 1 to 8, k is 9 to 12, v is 13 to 16.
+        ("query groups", [[1, 2, 3, 4, 9, 10, 13, 14], [5, 6, 7, 8, 11, 12, 15, 16]]),
+        ("parts", [[1, 2, 3, 4, 9, 10, 13, 14], [5, 6, 7, 8, 11, 12, 15, 16]]),
+    ],
+)
+def test_fused_projections_on_two_ranks(fusion, rows):
+    stored = Stored("qkv", ("q", "k", "v"), 0, fusion, (4, 2, 2))
+    found = arrays_of(parallel_layout(model((stored,), *QKV), Degrees(tensor=2)))
+    assert [found[rank]["qkv"].ravel().tolist() for rank in (0, 1)] == rows
+
+
+def test_fused_projections_on_one_rank_differ_in_order():
+    rows = {}
+    for fusion in ("parts", "query groups"):
+        stored = Stored("qkv", ("q", "k", "v"), 0, fusion, (4, 2, 2))
+        layout = parallel_layout(model((stored,), *QKV), Degrees())
+        rows[fusion] = arrays_of(layout)[0]["qkv"].ravel().tolist()
+    assert rows["parts"] == list(range(1, 17))
+    assert rows["query groups"] == [1, 2, 3, 4, 9, 10, 13, 14, 5, 6, 7, 8, 11, 12, 15, 16]
+
+
+def test_key_heads_are_repeated_where_there_are_more_ranks():
+    stored = Stored("qkv", ("q", "k", "v"), 0, "parts", (4, 2, 2))
+    found = arrays_of(parallel_layout(model((stored,), *QKV), Degrees(tensor=4)))
+    assert [found[rank]["qkv"].ravel().tolist() for rank in range(4)] == [
+        [1, 2, 9, 10, 13, 14], [3, 4, 9, 10, 13, 14],
+        [5, 6, 11, 12, 15, 16], [7, 8, 11, 12, 15, 16],
+    ]  # fmt: skip
+
+
+def test_fsdp_shards_are_cut_from_tensor_parallel_shards():
+    stored = Stored("w", ("w",), 0)
+    found = arrays_of(
+        parallel_layout(model((stored,), Weight("w", (8, 1))), Degrees(tensor=2, shard=3))
+    )
+    # Rank = tensor + 2 · shard. Tensor-parallel rank 0 has 1 to 4: in three chunks 1 2, 3 4, none.
+    assert [found[rank]["w"].ravel().tolist() for rank in range(6)] == [
+        [1, 2], [5, 6], [3, 4], [7, 8], [], [],
+    ]  # fmt: skip
+
+
+def test_stages_and_experts_are_on_their_ranks():
+    stored = [Stored(f"e{e}", (f"e{e}",), stage=1, expert=e) for e in range(4)]
+    stored += [Stored("first", ("first",), stage=0), Stored("every", ("every",))]
+    weights = [Weight(s.weights[0], (1,)) for s in stored]
+    found = parallel_layout(model(tuple(stored), *weights), Degrees(expert=2, pipeline=2))
+    names = {rank: [t.name for t in tensors] for rank, tensors in found.ranks.items()}
+    assert names == {
+        0: ["first", "every"],
+        1: ["first", "every"],
+        2: ["e0", "e1", "every"],
+        3: ["e2", "e3", "every"],
+    }
+    with pytest.raises(ConfigError, match="4 experts do not divide by 3"):
+        parallel_layout(model(tuple(stored), *weights), Degrees(expert=3))
+
+
+def test_adapters_are_split_with_their_weight():
+    rows, columns = Stored("up", ("up.weight",), 0), Stored("down", ("down.weight",), 1)
+    wide, tall = Weight("up.weight", (4, 2)), Weight("down.weight", (2, 4))
+    weights, stored = [], []
+    for base, weight in ((rows, wide), (columns, tall)):
+        more, how = lora_adapters(base, weight, 3)
+        weights += more
+        stored += how
+    found = parallel_layout(model(tuple(stored), *weights), Degrees(tensor=2))
+    assert {t.name: t.shape for t in found.ranks[1]} == {
+        "up.lora_A.weight": (3, 2),  # whole
+        "up.lora_B.weight": (2, 3),  # rows 2 and 3 of 4
+        "down.lora_A.weight": (3, 2),  # columns 2 and 3 of 4
+        "down.lora_B.weight": (2, 3),  # whole
+    }
+    [low] = [t for t in found.ranks[1] if t.name == "down.lora_A.weight"]
+    assert low.pieces[0].box == ((0, 3), (2, 4))
+
+
+def test_bytes_of_a_rank_do_not_count_padding():
+    found = parallel_layout(
+        model((Stored("e", ("e",), 0, padded=8),), Weight("e", (6, 2), 2)), Degrees(tensor=4)
+    )
+    assert [found.own_bytes(rank) for rank in range(4)] == [8, 8, 8, 0]
+    assert found.num_bytes == 24
+
+
+def test_wrong_layouts_are_refused():
+    box = ((0, 2),)
+    with pytest.raises(ShapeError, match="must have the same sizes"):
+        StoredTensor("t", (3,), (Piece("w", box, ((0, 3),)),))
+    stored = StoredTensor("t", (2,), (Piece("w", ((4, 6),), box),))
+    with pytest.raises(ShapeError, match=r"rank 3 stores box .* of 'w', of shape \(5,\)"):
+        Layout(by_name([Weight("w", (5,))]), {3: (stored,)})
+    with pytest.raises(ShapeError, match="which is no weight"):
+        Layout({}, {3: (stored,)})
+    with pytest.raises(ShapeError, match="6 indices of dimension 0 do not divide by 4"):
+        parallel_layout(model((Stored("e", ("e",), 0),), Weight("e", (6,))), Degrees(tensor=4))
+    with pytest.raises(ShapeError, match="cannot be padded to 4"):
+        stored_whole(Weight("e", (6,))).pad(0, 4)
+    with pytest.raises(ConfigError, match="at least 1"):
+        Degrees(tensor=0)
+
+
+def test_concatenation_along_another_dimension():
+    a, b = stored_whole(Weight("a", (2, 1))), stored_whole(Weight("b", (2, 2)))
+    fused = concatenated("ab", [a, b], dim=1)
+    assert fused.shape == (2, 3)
+    assert fused.pieces[1].at == ((0, 2), (1, 3))
+    part = fused.narrow(1, 0, 2)
+    assert [(p.weight, p.box) for p in part.pieces] == [
+        ("a", ((0, 2), (0, 1))),
+        ("b", ((0, 2), (0, 1))),
+    ]
+
+
+def test_ranks_can_be_other_processes():
+    found = replicated_layout([Weight("w", (1,))], range(2)).shifted(5)
+    assert list(found.ranks) == [5, 6]
+
+
+def test_boxes_of_one_element_are_not_split():
+    assert list(split((), 1)) == [()]
+    assert list(split(((2, 4), (0, 2)), 1)) == [
+        ((r, r + 1), (c, c + 1)) for r in (2, 3) for c in (0, 1)
+    ]

@@ -1,0 +1,166 @@
+"""Plans: each element is written once, from an owner; buffers and bytes are those of the plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from layout_cases import Ranks, filled, pairs, values_of
+
+from quadriga.errors import WorkerError
+from quadriga.weight_sync.boxes import count, difference, intersection, split
+from quadriga.weight_sync.layout import Layout, Piece, StoredTensor, Weight, by_name
+from quadriga.weight_sync.parallel_layouts import fsdp_layout, replicated_layout
+from quadriga.weight_sync.plan import Plan, canonical_boxes, plan
+
+MANY = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+NIGHTLY = settings(MANY, max_examples=2000)
+
+
+def check_plan(source: Layout, target: Layout, bucket_bytes: int) -> None:
+    found = plan(source, target)
+    ranks = Ranks(found).run(bucket_bytes)
+    expected = filled(target, values_of(source))
+    for rank, arrays in expected.items():
+        for name, array in arrays.items():
+            assert np.array_equal(ranks.target[rank][name], array), (rank, name)
+            # Once, and padding never.
+            assert np.array_equal(ranks.writes[rank][name], (array != -1).astype(int)), (rank, name)
+    peak = found.peak_bytes(bucket_bytes)
+    for rank in ranks.peak:
+        assert ranks.peak[rank] == peak[rank] <= bucket_bytes
+        assert ranks.received[rank] == found.received_bytes(rank)
+        assert ranks.sent[rank] == found.sent_bytes(rank)
+        if rank in target.ranks:
+            own = found.received_bytes(rank) + found.local_bytes(rank)
+            assert own == target.own_bytes(rank)
+
+
+@given(pairs(), st.sampled_from([64, 500, 4000, 1 << 20]))
+@MANY
+def test_each_element_is_written_once_from_an_owner(layouts, bucket_bytes):
+    check_plan(*layouts, bucket_bytes)
+
+
+@pytest.mark.nightly
+@given(pairs(), st.sampled_from([64, 500, 4000, 1 << 20]))
+@NIGHTLY
+def test_each_element_is_written_once_in_many_layouts(layouts, bucket_bytes):
+    check_plan(*layouts, bucket_bytes)
+
+
+@given(pairs())
+@MANY
+def test_no_rank_receives_what_it_stores(layouts):
+    source, target = layouts
+    for transfer in plan(source, target).transfers:
+        if not transfer.is_local and transfer.target in source.ranks:
+            own = (p for t in source.ranks[transfer.target] for p in t.pieces)
+            boxes = [p.box for p in own if p.weight == transfer.weight]
+            assert all(intersection(transfer.box, box) is None for box in boxes)
+
+
+@given(pairs())
+@MANY
+def test_canonical_boxes_have_each_element_once(layouts):
+    source, _ = layouts
+    values = values_of(source)
+    arrays = filled(source, values)
+    seen = {name: np.zeros_like(array) for name, array in values.items()}
+    for rank, boxes in canonical_boxes(source).items():
+        for name, box, slot in boxes:
+            index = tuple(slice(*span) for span in box)
+            stored = arrays[rank][slot.tensor][tuple(slice(*span) for span in slot.box)]
+            assert np.array_equal(stored, values[name][index])
+            seen[name][index] += 1
+    assert all((array == 1).all() for array in seen.values())
+
+
+def test_senders_are_balanced():
+    """8 ranks have every weight; 24 others want them: 3 of 8 shares each."""
+    weights = [Weight(f"w{i}", (64, 8)) for i in range(16)]
+    found = plan(replicated_layout(weights, range(8)), replicated_layout(weights, range(8, 32)))
+    assert {found.sent_bytes(rank) for rank in range(8)} == {3 * 16 * 64 * 8 * 4}
+
+
+def test_owners_on_the_node_of_the_target_are_preferred():
+    weights = [Weight("w", (6, 2))]
+    source = replicated_layout(weights, range(2))
+    target = replicated_layout(weights, (2, 3))
+    nodes = {0: "a", 1: "b", 2: "b", 3: "b"}
+    assert plan(source, target, nodes).link_bytes == {(1, 2): 48, (1, 3): 48}
+    assert plan(source, target).link_bytes == {(0, 2): 48, (1, 3): 48}
+
+
+def test_a_plan_by_hand():
+    """5 rows over 2 shards are 3 and 2; rank 1 also keeps what it does not generate with."""
+    weights = by_name([Weight("w", (5, 2))])
+    tensor = StoredTensor("upper", (3, 2), (Piece("w", ((0, 3), (0, 2)), ((0, 3), (0, 2))),))
+    found = plan(fsdp_layout(weights.values(), 2), Layout(weights, {0: (), 1: (tensor,)}))
+    [transfer] = found.transfers
+    assert (transfer.source, transfer.target, transfer.num_bytes) == (0, 1, 24)
+    assert transfer.read.box == transfer.write.box == ((0, 3), (0, 2))
+    assert found.redundant_bytes(1) == 16
+    assert found.redundant_bytes(0) == 24
+    assert found.link_bytes == {(0, 1): 24}
+
+
+def test_a_weight_that_nobody_stores_is_named():
+    weights = by_name([Weight("a", (4,)), Weight("b", (4,)), Weight("c", (4,))])
+    half = StoredTensor("b", (2,), (Piece("b", ((0, 2),), ((0, 2),)),))
+    a = replicated_layout([weights["a"]], [0]).ranks[0]
+    with pytest.raises(WorkerError, match="'b', 'c'") as caught:
+        plan(Layout(weights, {0: (*a, half)}), replicated_layout(weights.values(), [1]))
+    assert caught.value.tensors == ("b", "c")
+    with pytest.raises(WorkerError, match="'b', 'c'"):
+        canonical_boxes(Layout(weights, {0: (*a, half)}))
+    with pytest.raises(WorkerError, match="'c'"):
+        plan(replicated_layout([weights["a"]], [0]), replicated_layout([weights["c"]], [0]))
+
+
+def test_other_shapes_and_ties_are_refused():
+    a, other = Weight("a", (4,)), Weight("a", (5,))
+    with pytest.raises(WorkerError, match=r"'a' has shape \(4,\)"):
+        plan(replicated_layout([a], [0]), replicated_layout([other], [0]))
+    untied = replicated_layout([a, Weight("b", (4,))], [0])
+    with pytest.raises(WorkerError, match="stores 'b' and 'a' as one tensor"):
+        plan(untied, replicated_layout([a], [0], {"b": "a"}))
+
+
+def test_a_tied_weight_is_read_from_its_other_name():
+    a, b = Weight("a", (4,)), Weight("b", (4,))
+    tied = replicated_layout([a], [0], {"b": "a"})
+    found: Plan = plan(tied, replicated_layout([a, b], [1]))
+    assert [(t.weight, t.read.tensor, t.write.tensor) for t in found.transfers] == [
+        ("a", "a", "a"),
+        ("b", "a", "b"),
+    ]
+
+
+def boxes(dims):
+    span = st.tuples(st.integers(0, 6), st.integers(1, 5)).map(lambda s: (s[0], s[0] + s[1]))
+    return st.lists(span, min_size=dims, max_size=dims).map(tuple)
+
+
+@given(st.integers(0, 3).flatmap(lambda d: st.tuples(boxes(d), boxes(d))), st.integers(1, 40))
+@MANY
+def test_boxes_are_cut_into_all_their_elements(two, limit):
+    def paint(parts):
+        canvas = np.zeros((12,) * len(two[0]), dtype=int)
+        for part in parts:
+            canvas[tuple(slice(*span) for span in part)] += 1
+        return canvas
+
+    a, b = two
+    common = intersection(a, b)
+    if common is not None:
+        assert np.array_equal(paint([common, *difference(a, common)]), paint([a]))
+        assert np.array_equal(paint([common]), paint([a]) & paint([b]))
+    else:
+        assert not (paint([a]) & paint([b])).any()
+    parts = list(split(a, limit))
+    assert np.array_equal(paint(parts), paint([a]))
+    assert all(count(part) <= limit for part in parts)
