@@ -19,6 +19,7 @@ from memory_models import CONFIGS, SIZES
 from quadriga.config.schema import (
     Checkpointing,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     OptimizerName,
@@ -42,6 +43,7 @@ class Case:
         unit: least parameters of a layer that is an FSDP unit.
         optimizer: `optim.name`.
         fsdp_size: ranks that share one copy of the parameters.
+        rank: size of the adapters; None: all weights are trained that `freeze` does not match.
     """
 
     family: str
@@ -51,6 +53,8 @@ class Case:
     unit: int = ONE_UNIT
     optimizer: OptimizerName = "adamw"
     fsdp_size: int = -1
+    rank: int | None = None
+    freeze: tuple[str, ...] = ()
 
 
 OPTIMIZERS = ("adamw_8bit", "muon") if has_torchao() else ("muon",)
@@ -75,6 +79,12 @@ CASES = [
         Case("llama untied", unit=unit, micro_batch=micro, fsdp_size=1)
         for unit, micro in product((ONE_UNIT, LAYER_UNITS), (None, 4))
     ),
+    *(
+        Case("llama untied", unit=unit, micro_batch=micro, rank=rank, freeze=freeze)
+        for unit, micro in product((ONE_UNIT, LAYER_UNITS), (None, 4))
+        for rank, freeze in ((8, ()), (None, ("model.embed_tokens.*", "model.layers.0.*")))
+    ),
+    Case("qwen3 experts", rank=4, checkpointing=True),
 ]
 
 
@@ -98,7 +108,12 @@ def write_models(folder: Path) -> None:
 
 
 def settings(case: Case, folder: Path) -> tuple[ModelConfig, EngineConfig]:
-    model = ModelConfig(path=str(folder / case.family), gradient_checkpointing=case.checkpointing)
+    model = ModelConfig(
+        path=str(folder / case.family),
+        gradient_checkpointing=case.checkpointing,
+        freeze=case.freeze,
+        lora=LoraConfig(rank=case.rank),
+    )
     return model, EngineConfig(reduce_each_micro_batch=case.early, fsdp_size=case.fsdp_size)
 
 
@@ -131,7 +146,8 @@ def measured(case: Case, folder: Path) -> Measured:
         + stored(engine.module.buffers()),
         optimizer=stored(engine.optimizer.existing_moments()),
         update=least_peak_of(update),
-        step=stored(map(local_shard, engine.module.parameters())) + peak_of_step(engine, update),
+        step=stored(local_shard(p) for p in engine.module.parameters() if p.requires_grad)
+        + peak_of_step(engine, update),
         evaluate=least_peak_of(
             lambda: engine.forward(batch, entropy=True, micro_batch_size=case.micro_batch)
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ def export_hf(
     trust_remote_code: bool = False,
     write: bool = True,
     dtype: torch.dtype | None = None,
+    extra: Callable[[Path], None] | None = None,
 ) -> None:
     """Write config, weights (safetensors) and tokenizer to `folder`.
 
@@ -38,6 +39,7 @@ def export_hf(
         weights: (name, full tensor) pairs, possibly on an accelerator.
         tokenizer_path: the folder of the tokenizer; without one in it, none is exported.
         dtype: of the written weights; None: unchanged.
+        extra: writes further files into the folder that it receives.
     """
     kept: dict[str, Tensor] = {}
     for name, tensor in weights:
@@ -61,7 +63,9 @@ def export_hf(
             tokenizer_path, trust_remote_code=trust_remote_code
         )
         tokenizer.save_pretrained(partial)
-    for path in partial.iterdir():
+    if extra is not None:
+        extra(partial)
+    for path in partial.rglob("*"):
         flush(path)
     flush(partial)
     replace_folder(partial, folder)

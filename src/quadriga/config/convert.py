@@ -222,7 +222,7 @@ class _Builder:
 
     def sequence(self, kind: object, value: object, key: str) -> list[object] | tuple[object, ...]:
         """Return a list or tuple with its elements checked. One text is a list of it, "" is []."""
-        if isinstance(value, str) and kind in (list[str], list[int | str]):
+        if isinstance(value, str) and kind in (list[str], list[int | str], tuple[str, ...]):
             value = [value] if value else []  # data.train_files=a.parquet, data.train_files=
         if not isinstance(value, list | tuple):
             raise self.wrong(key, type_name(kind), value)

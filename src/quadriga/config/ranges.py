@@ -59,7 +59,7 @@ RANGES: dict[str, Range] = {
             "max_ckpt_to_keep", "buffer_length", "max_num_gen_batches", "phrasings",
             "hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size",
             "vocab_size", "max_number", "min_steps", "max_steps", "weight_bucket_mb",
-            "val_n",
+            "rank", "val_n", "pass_at", "resamples",
         ),
         _COUNT,
     ),
@@ -76,7 +76,7 @@ RANGES: dict[str, Range] = {
         (
             "eps", "grad_clip", "horizon", "target_kl", "upper", "lower", "cliprange_value",
             "timeout_s", "call_timeout_s", "save_interval_s", "stop_grace_s",
-            "reward_clip", "initializer_range", "device_memory_gb", "bound",
+            "reward_clip", "initializer_range", "device_memory_gb", "bound", "alpha",
         ),
         _POSITIVE,
     ),
@@ -86,8 +86,9 @@ RANGES: dict[str, Range] = {
     # Data files with more rows are not read.
     **dict.fromkeys(("train_size", "val_size", "sft_size"), Range(low=1, high=5_000_000)),
     "memory_gb": Range(low=0.25),  # a process of the reward pool starts with less than 0.1 GiB
+    "confidence": Range(low=0, high=1, above=True, below=True),
     "top_p": Range(low=0, high=1, above=True),
-    **dict.fromkeys(("betas", "momentum"), Range(low=0, high=1, below=True)),
+    **dict.fromkeys(("betas", "momentum", "dropout"), Range(low=0, high=1, below=True)),
     "clip_ratio_c": Range(low=1, above=True),
 }  # fmt: skip
 

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from quadriga.checkpoint.files import SavedFile
-from quadriga.checkpoint.hf_export import export_hf
 from quadriga.checkpoint.rank_state import load_rank_state, read_scalars, save_rank_state
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.base import Batch, HeadKind, LossFn, Outputs, TrainEngine
@@ -34,6 +33,7 @@ from quadriga.engines.micro_batches import (
     select_rows,
 )
 from quadriga.engines.model_setup import in_local_folders
+from quadriga.engines.model_weights import ModelWeights
 from quadriga.engines.offload import DeviceMemory
 from quadriga.engines.optimizers.choice import build_optimizer
 from quadriga.engines.optimizers.rule import local_shard
@@ -47,8 +47,8 @@ from quadriga.engines.sharding import (
     fsdp_units,
 )
 from quadriga.engines.token_model import TokenModel
+from quadriga.engines.trained_part import FROZEN, check_frozen, dropout_on, frozen_sums
 from quadriga.errors import ConfigError
-from quadriga.models.stored_dtypes import stored_dtypes
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import (
     SHARD,
@@ -119,7 +119,8 @@ class FSDPEngine:
             min_unit_parameters=min_unit_parameters,
         )
         self.module, self._token_model = loaded.module, loaded.token_model
-        self._tied, self._saved_buffers = loaded.tied, loaded.saved_buffers
+        self._weights = ModelWeights(loaded, model, head, self.device)
+        self._part = loaded.part
         self._units = fsdp_units(self.module)
         early = engine.reduce_each_micro_batch
         if early is None:
@@ -180,8 +181,9 @@ class FSDPEngine:
         if self.optimizer is None:
             raise ConfigError("this engine has no optimizer, because it was built with optim=None")
         micro_batches = self._plan(mini_batch, micro_batch_size)
-        totals: dict[str, float] = {}
-        with self._on_device("parameters"), _reference_model(reference) as ref:
+        totals = {"loss": 0.0}  # also if no rank has rows
+        dropout = dropout_on(self.module, self._part.adapter)
+        with self._on_device("parameters"), _reference_model(reference) as ref, dropout:
             compute = partial(
                 self._token_model, temperature=temperature, entropy=entropy, reference=ref
             )
@@ -253,27 +255,12 @@ class FSDPEngine:
     # Weights
 
     def state_stream(self) -> Iterator[tuple[str, Tensor]]:
-        for name, full in self._full_weights():
-            yield name, full
-            for alias in self._tied.get(name, ()):
-                yield alias, full
-
-    def _full_weights(self) -> Iterator[tuple[str, Tensor]]:
         with self._on_device("parameters"):
-            for name, tensor in self._weights():
-                # A shard in host memory is copied to the device, where collectives run.
-                shard = tensor.to(self.device)
-                yield name, shard.full_tensor() if isinstance(shard, DTensor) else shard
-
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.module.named_parameters():
-            yield name, parameter.detach()
-        for name, buffer in self.module.named_buffers():
-            if name in self._saved_buffers:
-                yield name, buffer
+            yield from self._weights.stream(adapted=self._token_model.adapted)
 
     def _state(self) -> dict[str, Tensor]:
-        tensors = {f"model.{name}": tensor for name, tensor in self._weights()}
+        shards = self._weights.trained_shards()
+        tensors = {f"model.{name}": tensor for name, tensor in shards}
         if self.optimizer is not None:
             moments = self.optimizer.tensors()
             tensors |= {f"optimizer.{name}": tensor for name, tensor in moments.items()}
@@ -284,14 +271,19 @@ class FSDPEngine:
         if self.optimizer is not None:
             scalars = self.optimizer.scalars()
         with self._on_device("parameters", "moments"):
+            if self._part.frozen:
+                scalars[FROZEN] = frozen_sums(self.module)
             return save_rank_state(
                 folder, self._state(), scalars, rank=rank(), world_size=world_size(), step=step
             )
 
     def load(self, folder: str | Path, step: int | None = None) -> None:
+        saved = read_scalars(folder, step=step)
         if self.optimizer is not None:
-            self.optimizer.check_scalars(read_scalars(folder, step=step), folder)
+            self.optimizer.check_scalars(saved, folder)
         with self._on_device("parameters", "moments"):
+            if self._part.frozen:
+                check_frozen(saved.get(FROZEN), frozen_sums(self.module), folder)
             state = self._state()
             scalars = load_rank_state(folder, state, rank=rank(), step=step)
             if self.optimizer is not None:
@@ -304,16 +296,21 @@ class FSDPEngine:
                 )
 
     def save_hf(self, folder: str | Path) -> None:
-        dtypes = stored_dtypes(self.model_config.path)
-        export_hf(
-            folder,
-            dtypes.cast(self._full_weights()),
-            dtypes.config(self.module.config),
-            generation=getattr(self.module, "generation_config", None),
-            tokenizer_path=self.model_config.tokenizer_path or self.model_config.path,
-            trust_remote_code=self.model_config.trust_remote_code,
-            write=rank() == 0,
-        )
+        with self._on_device("parameters"):
+            self._weights.export(folder, adapted=self._token_model.adapted)
+
+    def without_adapters(self) -> FSDPEngine:
+        """Return the base model as a frozen engine on the same weights, with adapters off.
+
+        Raises:
+            ConfigError: the model has no adapters.
+        """
+        if self._part.adapter is None:
+            raise ConfigError("this engine has no adapters, because model.lora is not set")
+        base = copy(self)
+        base.optimizer = None
+        base._token_model = self._token_model.without_adapters()
+        return base
 
     # Memory
 

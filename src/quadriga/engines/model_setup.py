@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from quadriga.config.schema import ModelConfig
 from quadriga.engines.activation_checkpointing import checkpoint_layers
 from quadriga.engines.base import HeadKind
+from quadriga.engines.trained_part import select_trained
 from quadriga.models.folder import local_folder
 from quadriga.models.loading import (
     load_causal_lm,
@@ -108,6 +109,10 @@ def simulated_model(
     model.requires_grad_(trained)
     if trained:
         checkpoint_layers(model, config.gradient_checkpointing)
+        select_trained(model, config, dtype)
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
     return model
 
 

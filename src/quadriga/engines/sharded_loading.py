@@ -45,7 +45,9 @@ from quadriga.engines.model_setup import (
 )
 from quadriga.engines.sharding import fsdp_units, shard_model
 from quadriga.engines.token_model import TokenModel
-from quadriga.errors import ModelError
+from quadriga.engines.trained_part import TrainedPart, fill_new, select_trained
+from quadriga.errors import ConfigError, ModelError
+from quadriga.models.adapters import base_name
 from quadriga.models.loading import VALUE_HEAD_PREFIX, model_errors, report_attention
 from quadriga.models.weights.finite import NotFinite, check_all_finite, count_not_finite
 from quadriga.models.weights.names import WeightNames, match_names
@@ -65,11 +67,15 @@ _Counts = dict[tuple[str, int], NotFinite]
 
 @dataclass(frozen=True)
 class FolderWeights:
-    """The weights of a folder, for a model whose parameters are on the meta device."""
+    """The weights of a folder, for a model whose parameters are on the meta device.
+
+    `part`: has the first values of the adapters, which are not in the folder.
+    """
 
     folder: Path
     names: WeightNames
     use_shm: bool
+    part: TrainedPart
 
     def read_into(
         self, model: ShardedModel, device: torch.device, *, on_host: bool = False
@@ -120,9 +126,12 @@ class FolderWeights:
     ) -> None:
         if name in self.names.new:
             shard.zero_()
+        elif name in self.part.new:
+            shard.copy_(self.part.new[name][offset[0] : offset[0] + len(shard)])
         elif shard.numel():
             # FSDP cuts dimension 0 only. Row 2 of a tensor of rows with 5 elements begins at 10.
-            reader.read(self.names.stored[name], offset[0] * math.prod(shard.shape[1:]), shard)
+            stored = self.names.stored[base_name(name)]
+            reader.read(stored, offset[0] * math.prod(shard.shape[1:]), shard)
 
 
 @dataclass(frozen=True)
@@ -134,12 +143,14 @@ class LoadedModel:
         token_model: the model as a function of micro-batches.
         tied: see `tied_names`.
         saved_buffers: see `saved_buffer_names`.
+        part: which part of the model is trained.
     """
 
     module: ShardedModel
     token_model: TokenModel
     tied: dict[str, list[str]]
     saved_buffers: set[str]
+    part: TrainedPart
 
 
 def load_sharded(
@@ -159,8 +170,14 @@ def load_sharded(
         ModelError: on any rank, the folder does not hold a suitable model.
         ConfigError: the model does not support what the settings of the engine ask for.
     """
+    if model.lora.enabled and not trained:
+        raise ConfigError(
+            "model.lora is for a model that is trained, and this one is frozen; remove it, or set "
+            "model.path to a merged model",
+            key="model.lora",
+        )
     dtype = compute_dtype(engine.dtype, device)
-    module, weights = _prepared(model, head, dtype, trained=trained)
+    module, weights, part = _prepared(model, head, dtype, trained=trained)
     # Before the model is sharded, which changes its class and its parameters.
     token_model = TokenModel(
         module,
@@ -194,13 +211,14 @@ def load_sharded(
     token_model.probe()
     for unit in fsdp_units(sharded):
         unit.reshard()  # the probe may have gathered parameters
-    return LoadedModel(sharded, token_model, tied, saved_buffers)
+    return LoadedModel(sharded, token_model, tied, saved_buffers, part)
 
 
 def _prepared(
     config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool
-) -> tuple[PreTrainedModel, FolderWeights | None]:
-    """Return a model to be sharded, and the weights that are to be read after that.
+) -> tuple[PreTrainedModel, FolderWeights | None, TrainedPart]:
+    """Return a model to be sharded, the weights that are to be read after that, and what is
+    trained.
 
     The weights are None, and the whole model is on the CPU, if the tensors of the folder are not
     one-to-one with the model's parameters.
@@ -215,16 +233,25 @@ def _prepared(
     reasons = [reason for reason, _ in of_ranks if reason is not None]
     if isinstance(prepared, tuple) and not reasons:
         report_attention(prepared[0], config.path, config.attn_implementation)
-        return prepared
+        return *prepared, prepared[1].part
     if rank() == 0:
         _log.info("each rank loads the whole model in %s: %s", config.path, reasons[0])
-    load = partial(load_model, config, head, dtype, trained=trained)
+    load = partial(_loaded_whole, config, head, dtype, trained=trained)
     if all(failed_there for _, failed_there in of_ranks):
-        return _together(load), None
+        return _together(load)
     # Ranks that cannot read the folder try it first. If they fail, the others fail with them, and
     # have not read a model that nobody would use.
     first = _together(lambda: load() if failed else None)
-    return _together(lambda: load() if first is None else first), None
+    return _together(lambda: load() if first is None else first)
+
+
+def _loaded_whole(
+    config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool
+) -> tuple[PreTrainedModel, None, TrainedPart]:
+    model = load_model(config, head, dtype, trained=trained)
+    part = select_trained(model, config, dtype) if trained else TrainedPart()
+    fill_new(model, part)
+    return model, None, part
 
 
 def _with_folder_weights(
@@ -240,11 +267,13 @@ def _with_folder_weights(
             tensors = stored_tensors(Path(config.path))
             new_prefix = VALUE_HEAD_PREFIX if head == "value" else None
             names = match_names(model, tensors, new_prefix=new_prefix)
+        if names.reason:
+            return names.reason
+        # After the names are matched, because adapters change names.
+        part = select_trained(model, config, dtype) if trained else TrainedPart()
     except ModelError as error:
         return error
-    if names.reason:
-        return names.reason
-    return model, FolderWeights(Path(config.path), names, config.use_shm)
+    return model, FolderWeights(Path(config.path), names, config.use_shm, part)
 
 
 def _allocated(device: torch.device, place: torch.device, tensor: Tensor) -> Tensor:

@@ -6,7 +6,9 @@ Shapes: B rows, P prompt columns, R response columns, K targets (the response to
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -35,6 +37,7 @@ from quadriga.engines.fused_head import MIN_FUSED_LOGITS, FusedHead, fusable_lay
 from quadriga.engines.micro_batches import dummy_batch
 from quadriga.engines.sequence_cost import sequence_cost
 from quadriga.engines.sharding import class_name
+from quadriga.engines.trained_part import adapters_off
 from quadriga.errors import ConfigError
 from quadriga.models.linear_full_kl import linear_full_kl
 from quadriga.models.linear_log_prob import linear_log_probs
@@ -108,6 +111,7 @@ class TokenModel:
             use_packed_attention(model)
         self.kernel_of: KernelOf = sdpa_only
         self._fused_head: FusedHead | None = None
+        self.adapted = True  # whether adapters are on
         self._attention, self._dtype = attention, dtype
         self._fused, self._micro_batch_tokens = fused, micro_batch_tokens
         if probe:
@@ -183,9 +187,16 @@ class TokenModel:
         with torch.no_grad(), self._fused_head.replaced_by(keep_inputs):
             return self._run(inputs), weights[0]
 
+    def without_adapters(self) -> TokenModel:
+        """Return the base model as a function: the same weights, with adapters off."""
+        base = copy.copy(self)
+        base.adapted = False
+        return base
+
     def _run(self, inputs: ModelInputs) -> Tensor:
-        logits: Tensor = self.model(**inputs.arguments, use_cache=False).logits
-        return logits
+        with nullcontext() if self.adapted else adapters_off(self.model):
+            logits: Tensor = self.model(**inputs.arguments, use_cache=False).logits
+            return logits
 
     def _choose_attention(self, setting: AttentionName, dtype: torch.dtype) -> KernelOf:
         """Return the kernel of each call of attention that the model makes in `dtype`."""

@@ -165,7 +165,10 @@ class _Passes:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The FSDP units of a model: the parameters of the root, and those of each layer unit."""
+    """The FSDP units of a model: the parameters of the root, and those of each layer unit.
+
+    Frozen parameters are kept in `dtype`, trained ones in `kept_dtype`. Only these have gradients.
+    """
 
     root: list[nn.Parameter]
     layers: list[list[nn.Parameter]]
@@ -173,6 +176,7 @@ class _Layout:
     dtype: torch.dtype
     reduce_dtype: torch.dtype
     kept_dtype: torch.dtype
+    trained: frozenset[int]
     shards: int
     gloo: bool
     hosted: bool
@@ -209,7 +213,8 @@ class _Layout:
             buffers=sum(buffer.nbytes for buffer in module.buffers()),
             dtype=dtype,
             reduce_dtype=reduce_dtype,
-            kept_dtype=dtype if optim is None else torch.promote_types(dtype, torch.float32),
+            kept_dtype=torch.promote_types(dtype, torch.float32),
+            trained=frozenset(id(p) for p in module.parameters() if p.requires_grad and optim),
             shards=shards,
             gloo=gloo,
             hosted=hosted,
@@ -221,19 +226,24 @@ class _Layout:
         """All parameters."""
         return [*self.root, *(p for layer in self.layers for p in layer)]
 
-    def shard_bytes(self, dtype: torch.dtype) -> int:
+    def learning(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those of the parameters that are trained."""
+        return [p for p in parameters if id(p) in self.trained]
+
+    def shard_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Return the bytes of the largest rank's shards: rows are divided and rounded up."""
         # 5 rows of 3 elements on 2 ranks: 3 and 2 rows; the first rank holds 3 · 3 elements.
-        return dtype.itemsize * sum(
-            math.ceil(len(p) / self.shards) * (p.numel() // len(p)) if p.dim() else 1
-            for p in self.all
+        return sum(
+            (self.kept_dtype if id(p) in self.trained else self.dtype).itemsize
+            * (math.ceil(len(p) / self.shards) * (p.numel() // len(p)) if p.dim() else 1)
+            for p in parameters
         )
 
     def memory(
         self, engine: EngineConfig, update: PassMemory | None, evaluate: PassMemory | None
     ) -> TrainingMemory:
         """Return the memory with the activations of these passes."""
-        states = self.shard_bytes(self.kept_dtype)
+        states = self.shard_bytes(self.all)
         frees = engine.reshard_after_forward
         passes = self._gathered(frees)
         step = None
@@ -249,7 +259,8 @@ class _Layout:
                 else self._one_unit(update, reduces)
             )
         moments = optimizer_bytes(self.updated, self.kept_dtype, self.shards) if step else 0
-        held = states + (moments + states if step else 0)  # with the gradients
+        gradients = self.shard_bytes(self.learning(self.all))
+        held = states + (moments + gradients if step else 0)
         return TrainingMemory(
             parameters=self.buffers + (0 if self.hosted else states),
             optimizer=0 if self.hosted else moments,
@@ -268,7 +279,7 @@ class _Layout:
 
     def _gradient_shards(self) -> int:
         """Return the bytes of reduced gradients on the device."""
-        return 0 if self.hosted else self.shard_bytes(self.kept_dtype)
+        return 0 if self.hosted else self.shard_bytes(self.learning(self.all))
 
     def _step_bytes(self) -> int:
         """Return what the update of the parameters allocates on the device."""
@@ -278,8 +289,9 @@ class _Layout:
         """Return the bytes of a step if the root is the only unit."""
         gathered = self._gathered(frees=False)
         shards = self._gradient_shards()
-        new = self.whole_bytes(self.root, self.dtype)
-        flat = self.whole_bytes(self.root, self.reduce_dtype)
+        learning = self.learning(self.root)
+        new = self.whole_bytes(learning, self.dtype)
+        flat = self.whole_bytes(learning, self.reduce_dtype)
         # Gradients from earlier micro-batches: shards, or whole ones in the dtype of the reduction.
         earlier = 0 if not update.several else shards if reduces else flat
         # A gradient is added in place to an earlier one of its own dtype.
@@ -303,16 +315,17 @@ class _Layout:
     def _layered(self, update: PassMemory, reduces: bool, frees: bool) -> _Step:
         """Return the bytes of a step if layers are units: reduced while others go backward."""
         gathered = self._gathered(frees and reduces)
-        layer = max(self.layers, key=_elements)
-        root, new = self.whole_bytes(self.root, self.dtype), self.whole_bytes(layer, self.dtype)
+        layer = max((self.learning(layer) for layer in self.layers), key=_elements)
+        in_root = self.learning(self.root)
+        root, new = self.whole_bytes(in_root, self.dtype), self.whole_bytes(layer, self.dtype)
         shards = self._gradient_shards()
-        whole = self.whole_bytes(self.all, self.reduce_dtype)
+        whole = self.whole_bytes(self.learning(self.all), self.reduce_dtype)
         complete = shards if reduces else whole
         if update.several and not reduces and self.dtype == self.reduce_dtype:
             root = new = 0  # a gradient is added in place to an earlier one of its own dtype
         earlier = complete if update.several else 0
         reduction = self._reduction(self.whole_bytes(layer, self.reduce_dtype))
-        root_reduction = self._reduction(self.whole_bytes(self.root, self.reduce_dtype))
+        root_reduction = self._reduction(self.whole_bytes(in_root, self.reduce_dtype))
         # The last layer is reduced first, when its activations and the logits are gone.
         begun = min(root + new, update.with_gradients - update.activations)
         left = (update.saved - update.logits) * (len(self.layers) - 1) // len(self.layers)
@@ -335,7 +348,7 @@ class _Layout:
     def unsharded_bytes(self) -> int:
         """Return the bytes of `sharding.unsharded_bytes`."""
         return self.whole_bytes(self.all, self.dtype) + self.whole_bytes(
-            self.all, self.reduce_dtype
+            self.learning(self.all), self.reduce_dtype
         )
 
     def _gathered(self, frees: bool) -> int:
@@ -352,7 +365,7 @@ class _Layout:
         largest = max(_elements(unit) for unit in (self.root, *self.layers))
         whole = 0 if self.shards == 1 else largest * self.dtype.itemsize
         # Shards in host memory are copied to the device in their own dtype first.
-        copied = math.ceil(largest / self.shards) * self.kept_dtype.itemsize if self.hosted else 0
+        copied = max(map(self.shard_bytes, (self.root, *self.layers))) if self.hosted else 0
         return whole + copied
 
     def _reduction(self, flat: int) -> int:

@@ -1,0 +1,93 @@
+"""The weights of a sharded model: its shards, whole tensors under checkpoint names, its export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from quadriga.checkpoint.hf_export import export_hf
+from quadriga.config.schema import ModelConfig
+from quadriga.engines.base import HeadKind
+from quadriga.engines.sharded_loading import LoadedModel
+from quadriga.engines.trained_part import merged_weights
+from quadriga.models.adapters import export_adapter, is_adapter
+from quadriga.models.stored_dtypes import stored_dtypes
+from quadriga.parallel.distributed import rank
+
+ADAPTER_FOLDER = "adapter"
+"""Folder of the adapter alone, in the export of a merged model."""
+
+
+class ModelWeights:
+    """The weights of one model. Whole tensors are gathered one at a time, by all ranks together.
+
+    Args:
+        config: of the model, with local folders.
+        device: where collectives run.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, config: ModelConfig, head: HeadKind, device: torch.device
+    ) -> None:
+        self.module, self.part = loaded.module, loaded.part
+        self.tied, self.saved_buffers = loaded.tied, loaded.saved_buffers
+        self.config, self.head, self.device = config, head, device
+
+    def shards(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters, and the buffers that are saved, by their names in the model."""
+        for name, parameter in self.module.named_parameters():
+            yield name, parameter.detach()
+        for name, buffer in self.module.named_buffers():
+            if name in self.saved_buffers:
+                yield name, buffer
+
+    def trained_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield `shards` without those that are frozen, which a checkpoint does not hold."""
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        return ((name, tensor) for name, tensor in self.shards() if name not in frozen)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return the whole tensor of a shard, on the device."""
+        # A shard in host memory is copied to the device, where collectives run.
+        shard = tensor.to(self.device)
+        return shard.full_tensor() if isinstance(shard, DTensor) else shard
+
+    def full(self, *, adapted: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield (checkpoint name, whole tensor) once for each weight; adapters are merged.
+
+        `adapted`: False for the weights of the base model.
+        """
+        return merged_weights(self.shards(), self.part.adapter, self.whole, adapted=adapted)
+
+    def stream(self, *, adapted: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield `full` with every name of tied weights."""
+        for name, tensor in self.full(adapted=adapted):
+            yield name, tensor
+            for alias in self.tied.get(name, ()):
+                yield alias, tensor
+
+    def export(self, folder: str | Path, *, adapted: bool) -> None:
+        """Write a Hugging Face folder of the merged model, with the adapter alone inside it."""
+        dtypes, config = stored_dtypes(self.config.path), self.config
+        export_hf(
+            folder,
+            dtypes.cast(self.full(adapted=adapted)),
+            dtypes.config(self.module.config),
+            generation=getattr(self.module, "generation_config", None),
+            tokenizer_path=config.tokenizer_path or config.path,
+            trust_remote_code=config.trust_remote_code,
+            write=rank() == 0,
+            extra=self._write_adapter() if adapted else None,
+        )
+
+    def _write_adapter(self) -> Callable[[Path], None] | None:
+        """Return what writes the adapter into an export; None if it would not be complete."""
+        adapter, base = self.part.adapter, self.config.path
+        if adapter is None or self.head != "lm":  # the head is trained too, and not in an adapter
+            return None
+        parts = {name: self.whole(p) for name, p in self.shards() if is_adapter(name)}
+        return lambda folder: export_adapter(folder / ADAPTER_FOLDER, parts, adapter, base)
