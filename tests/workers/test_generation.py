@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
+from quadriga.errors import RolloutOutputError
 from quadriga.protocol import DataProto, fields
-from quadriga.rollout.base import RolloutOutput, SamplingParams
+from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
+from quadriga.testing.fake_rollout import full_abilities
 from quadriga.workers.generation import generate_batch, generation_inputs
 from quadriga.workers.method_fields import GENERATE_SEQUENCES
 
@@ -18,6 +23,8 @@ SAMPLING = SamplingParams(max_new_tokens=4, eos_token_ids=(END,), pad_token_id=P
 class Engine:
     """A rollout engine that returns `RESPONSES`."""
 
+    name = "fixed"
+    abilities = full_abilities(vocabulary=10)
     version = 5
 
     def generate(self, prompt_ids, attention_mask, sampling, sample_seeds) -> RolloutOutput:
@@ -26,7 +33,7 @@ class Engine:
         return RolloutOutput(RESPONSES, mask, -0.5 * mask, ("stop", "length"), versions)
 
 
-def generated() -> DataProto:
+def generated(engine: RolloutEngine | None = None) -> DataProto:
     rows = DataProto.from_dict(
         {
             fields.INPUT_IDS: PROMPTS,
@@ -36,7 +43,7 @@ def generated() -> DataProto:
         },
         {fields.UID: ["a", "b"]},
     )
-    return generate_batch(Engine(), generation_inputs(rows, "greedy"), SAMPLING)
+    return generate_batch(engine or Engine(), generation_inputs(rows, "greedy"), SAMPLING)
 
 
 def test_sequences_are_laid_out_as_in_the_drawn_example() -> None:
@@ -64,3 +71,12 @@ def test_every_field_has_its_declared_dtype() -> None:
     batch = generated().batch
     for name in GENERATE_SEQUENCES.writes:
         assert str(batch[name].dtype) == f"torch.{fields.BY_NAME[name].dtype}", name
+
+
+def test_an_output_that_breaks_the_protocol_is_refused() -> None:
+    class Stale(Engine):
+        def generate(self, *request) -> RolloutOutput:
+            return replace(super().generate(*request), weight_versions=torch.tensor([5, 4]))
+
+    with pytest.raises(RolloutOutputError, match="has version 4, but the engine held version 5"):
+        generated(Stale())

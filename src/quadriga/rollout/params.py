@@ -36,7 +36,7 @@ class SamplingParams:
         min_p: excludes tokens with less than `min_p` times the probability of the most likely
             token; 0 allows the whole vocabulary.
         min_new_tokens: an end token is excluded while the response has fewer tokens, and a stop
-            string ends it only from this length on.
+            string that is completed before this length does not end it.
         stop_token_ids: more end tokens. They end a response also with `ignore_eos`.
         stop_strings: a response ends with the token that completes one of them in its text. The
             token ids stay as they were sampled.

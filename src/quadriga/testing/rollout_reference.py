@@ -137,6 +137,16 @@ def _renormalised(probs: Sequence[float], kept: set[int]) -> list[float]:
     return [p / total if token in kept else 0.0 for token, p in enumerate(probs)]
 
 
+def completes(before: str, now: str, strings: Sequence[str]) -> bool:
+    """Return whether one of `strings` ends within what `now` has more than `before`.
+
+    A character of which only some bytes were there (U+FFFD) counts as more.
+    """
+    known = len(before.rstrip("\ufffd"))
+    ends = (at + len(s) for s in strings for at in range(len(now)) if now.startswith(s, at))
+    return any(end > known for end in ends)
+
+
 def chi_square_p_value(counts: Sequence[int], probs: Sequence[float]) -> float:
     """Return how likely counts at least this far from `probs` are (Pearson's chi-square test).
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from quadriga.models.loading import load_tokenizer
 from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
 from quadriga.testing.laws import LawBroken, expect
-from quadriga.testing.rollout_reference import NaiveModel, distribution
+from quadriga.testing.rollout_reference import NaiveModel, completes, distribution
 
 BuildRollout = Callable[[str], RolloutEngine]
 """Builds an engine in float32 on the model of a folder."""
@@ -140,14 +140,8 @@ class RolloutUnderTest:
         return None
 
     def _completes(self, sampling: SamplingParams, response: Sequence[int]) -> bool:
-        before, now = self.text(response[:-1]).rstrip("\ufffd"), self.text(response)
-        ends = (
-            at + len(stop)
-            for stop in sampling.stop_strings
-            for at in range(len(now))
-            if now.startswith(stop, at)
-        )
-        return any(end > len(before) for end in ends)
+        before, now = self.text(response[:-1]), self.text(response)
+        return completes(before, now, sampling.stop_strings)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""

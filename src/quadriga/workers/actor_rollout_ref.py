@@ -7,9 +7,10 @@ every tensor.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from quadriga.config.schema import ActorRolloutRefConfig, SamplingConfig
+from quadriga.config.schema import ActorRolloutRefConfig
 from quadriga.engines.base import ENTROPY, LOG_PROBS
 from quadriga.errors import ConfigError, WorkerError
 from quadriga.protocol import DataProto, fields
@@ -189,7 +190,8 @@ class ActorRolloutRefWorker(Worker):
         modes = {
             "train": settings.sampling,
             "val": settings.val_sampling,
-            "greedy": SamplingConfig(temperature=0.0),
+            # A greedy response ends with the same stop strings and tokens as a sampled one.
+            "greedy": replace(settings.sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0),
         }
         sampling = sampling_params(
             modes[prompts.meta_info.get("sampling", "train")],

@@ -28,7 +28,7 @@ def generation_inputs(rows: DataProto, mode: SamplingMode = "train") -> DataProt
 def generate_batch(
     engine: RolloutEngine, prompts: DataProto, sampling: SamplingParams
 ) -> DataProto:
-    """Generate one response per row and lay the sequences out as fields.
+    """Generate one response per row, check them, and lay the sequences out as fields.
 
     Two rows, P = 3, R = 4; "." is padding, "e" the end token. The second response is cut at the
     length limit:
@@ -49,9 +49,17 @@ def generate_batch(
 
     Returns:
         The fields `GENERATE_SEQUENCES.writes`; R is `sampling.max_new_tokens`.
+
+    Raises:
+        RolloutError: the prompts, the settings or the engine's output cannot be used; see
+            `rollout.guard`.
     """
     import torch
 
+    from quadriga.rollout.guard import GuardedRollout
+
+    if not isinstance(engine, GuardedRollout):
+        engine = GuardedRollout(engine)
     prompt_ids = prompts.batch[fields.INPUT_IDS]
     prompt_mask = prompts.batch[fields.ATTENTION_MASK]
     out = engine.generate(prompt_ids, prompt_mask, sampling, prompts.batch[fields.SAMPLE_SEED])
@@ -90,6 +98,11 @@ def sampling_params(
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
+        min_p=settings.min_p,
+        min_new_tokens=settings.min_new_tokens,
+        stop_token_ids=settings.stop_token_ids,
+        stop_strings=settings.stop,
+        ignore_eos=settings.ignore_eos,
     )
 
 

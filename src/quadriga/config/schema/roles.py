@@ -56,11 +56,16 @@ class ActorConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How tokens are sampled."""
+    """How tokens are sampled, and what ends a response beside the end tokens of the model."""
 
     temperature: float = 1.0  # 0: greedy decoding
     top_p: float = 1.0  # nucleus sampling; 1: all tokens
     top_k: int = -1  # -1: all tokens
+    min_p: float = 0.0  # leave out tokens below this share of the likeliest one's; 0: none
+    min_new_tokens: int = 0  # tokens of a response before it can end; at most max_response_length
+    stop: tuple[str, ...] = ()  # texts that end a response, which includes them: ["</answer>"]
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end a response, also with ignore_eos
+    ignore_eos: bool = False  # the end tokens of the model do not end a response
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,204 @@
+"""Each fault of an engine is caught by name; the fake engine satisfies the laws without one."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+
+from quadriga.errors import (
+    RolloutDiedError,
+    RolloutError,
+    RolloutInputError,
+    RolloutOutputError,
+    RolloutTimeoutError,
+    ShapeError,
+)
+from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
+from quadriga.rollout.guard import GuardedRollout, OutputCheck, OutputFault
+from quadriga.testing.fake_rollout import FakeRollout, Fault, full_abilities
+from quadriga.testing.rollout_reference import write_reference_model
+
+SAMPLING = SamplingParams(max_new_tokens=6, eos_token_ids=tuple(range(20, 60)), pad_token_id=0)
+IDS = torch.tensor([[0, 84, 83], [70, 71, 72]])
+MASK = (IDS > 0).long()
+SEEDS = torch.tensor([4, 8])
+REQUEST = (IDS, MASK, SAMPLING, SEEDS)
+
+# Fault → (class of the error, its attribute `fault`).
+CAUGHT = {
+    "dies": (RolloutDiedError, None),
+    "fails": (RolloutError, None),
+    "wedges": (RolloutTimeoutError, None),
+    "slow": (RolloutTimeoutError, None),
+    "wrong version": (RolloutOutputError, "weight version"),
+    "missing row": (RolloutOutputError, "row count"),
+    "id outside the vocabulary": (RolloutOutputError, "token id"),
+    "nan log-probability": (RolloutOutputError, "log-probability"),
+    "gap in the mask": (RolloutOutputError, "mask"),
+    "token behind the end": (RolloutOutputError, "padding"),
+    "wrong finish reason": (RolloutOutputError, "finish reason"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("reference") / "model")
+    write_reference_model(path)
+    return path
+
+
+def test_every_fault_of_a_call_has_a_row_here():
+    # An update that leaves out a weight is found by digests, see tests/weight_sync.
+    assert {*CAUGHT, "weight left out"} == set(get_args(Fault))
+
+
+@pytest.mark.parametrize("fault", CAUGHT)
+def test_a_fault_in_the_middle_is_caught_by_name(folder, fault):
+    kind, name = CAUGHT[fault]
+    deadline = 1.0 if fault in ("wedges", "slow") else None
+    fake = FakeRollout(folder, fault=fault, after=1, delay=60.0)
+    engine = GuardedRollout(fake, deadline=deadline, rank=3)
+    if deadline is not None:
+        engine.deadline = 600.0  # the first answer may take long on a busy machine
+    before = engine.generate(*REQUEST)
+    engine.deadline = deadline
+    with pytest.raises(RolloutError) as caught:
+        engine.generate(*REQUEST)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert type(error) is kind and error.engine == "fake" and error.rank == 3
+    assert "rollout engine 'fake' on rank 3" in str(error)
+    assert getattr(error, "fault", None) == name
+    if name is not None:
+        assert error.row == (None if fault == "missing row" else 1)
+    assert before.response_mask.any()
+    engine.close()
+
+
+def test_an_engine_that_exceeded_its_deadline_is_not_used_again(folder):
+    engine = GuardedRollout(FakeRollout(folder, fault="wedges"), deadline=0.1)
+    with pytest.raises(RolloutTimeoutError, match=r"no answer after 0\.1 s"):
+        engine.generate(*REQUEST)
+    with pytest.raises(RolloutError, match="exceeded its deadline in generate"):
+        engine.score(IDS, MASK)
+    engine.close()  # it unblocks the thread of the engine
+    for thread in threading.enumerate():
+        if thread.name == "rollout generate":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def test_a_slow_answer_within_the_deadline_is_the_answer(folder):
+    right = FakeRollout(folder).generate(*REQUEST)
+    slow = GuardedRollout(FakeRollout(folder, fault="slow", delay=0.01), deadline=600.0)
+    assert torch.equal(slow.generate(*REQUEST).response_ids, right.response_ids)
+
+
+def test_the_guard_is_an_engine_and_passes_everything_on(folder):
+    engine = GuardedRollout(FakeRollout(folder))
+    assert isinstance(engine, RolloutEngine) and engine.name == "fake"
+    weights = {"model.norm.weight": torch.full((64,), 2.0)}
+    engine.update_weights(weights.items(), 4)
+    assert engine.version == 4 and engine.generate(*REQUEST).weight_versions.tolist() == [4, 4]
+    assert torch.equal(engine.score(IDS, MASK), engine.engine.score(IDS, MASK))
+    assert set(engine.weights_digest()) == set(engine.weight_dtypes())
+    engine.release()
+    with pytest.raises(RolloutError, match="released"):
+        engine.generate(*REQUEST)
+    engine.resume()
+    engine.close()
+    with pytest.raises(RolloutError, match="close"):
+        engine.generate(*REQUEST)
+
+
+def test_bad_requests_do_not_reach_the_engine():
+    class Unused:
+        name = "unused"
+        version = 0
+
+        def __init__(self, abilities):
+            self.abilities = abilities
+
+        def generate(self, *request):
+            raise AssertionError("the engine was touched")
+
+    abilities = replace(full_abilities(300), window=8)
+    engine = GuardedRollout(Unused(abilities))
+    with pytest.raises(ShapeError, match="one seed for each of the 2 prompts"):
+        engine.generate(IDS, MASK, SAMPLING, SEEDS[:1])
+    with pytest.raises(RolloutInputError, match=r"row 1 has 3 tokens .* together 9, .* by 1") as e:
+        engine.generate(IDS, MASK, SAMPLING, SEEDS)
+    assert e.value.row == 1
+    hole = torch.tensor([[1, 0, 1], [1, 1, 1]])
+    with pytest.raises(RolloutInputError, match="row 0 has padding between its tokens"):
+        engine.generate(IDS, hole, SAMPLING, SEEDS)
+    with pytest.raises(RolloutInputError, match="must be integers"):
+        engine.generate(IDS, MASK.float(), SAMPLING, SEEDS)
+
+
+OUT = RolloutOutput(
+    response_ids=torch.tensor([[5, 20, 0], [7, 8, 9]]),
+    response_mask=torch.tensor([[1, 1, 0], [1, 1, 1]]),
+    rollout_log_probs=torch.tensor([[-1.0, -2.0, 0.0], [-1.0, -1.0, -1.0]]),
+    finish_reason=("stop", "length"),
+    weight_versions=torch.tensor([2, 2]),
+)
+THREE = replace(SAMPLING, max_new_tokens=3)
+
+
+def check(out, sampling=THREE):
+    OutputCheck("mine").check(out, 2, sampling, 300, range(2, 3))
+
+
+def changed(name, row, column, value):
+    tensor = getattr(OUT, name).clone()
+    tensor[row, column] = value
+    return replace(OUT, **{name: tensor})
+
+
+FAULTY = [
+    ("row count", replace(OUT, weight_versions=torch.tensor([2]))),
+    ("row count", replace(OUT, finish_reason=("stop",))),
+    ("shape", replace(OUT, response_ids=OUT.response_ids[:, :2])),
+    ("dtype", replace(OUT, rollout_log_probs=OUT.rollout_log_probs.double())),
+    ("dtype", replace(OUT, response_mask=OUT.response_mask.bool())),
+    ("mask", changed("response_mask", 1, 1, 0)),
+    ("mask", changed("response_mask", 1, 1, 2)),
+    ("mask", changed("response_mask", 0, slice(None), 0)),
+    ("token id", changed("response_ids", 1, 0, 300)),
+    ("token id", changed("response_ids", 1, 0, -1)),
+    ("padding", changed("response_ids", 0, 2, 5)),
+    ("log-probability", changed("rollout_log_probs", 0, 1, -torch.inf)),
+    ("log-probability", changed("rollout_log_probs", 0, 1, 0.1)),
+    ("log-probability", changed("rollout_log_probs", 0, 2, -0.1)),
+    ("end", changed("response_ids", 1, 0, 20)),
+    ("finish reason", replace(OUT, finish_reason=("length", "length"))),
+    ("finish reason", replace(OUT, finish_reason=("stop", "stop"))),
+    ("finish reason", changed("response_ids", 0, 1, 6)),
+    ("finish reason", replace(OUT, finish_reason=("stop", "abort"))),
+    ("weight version", replace(OUT, weight_versions=torch.tensor([2, 1]))),
+]
+
+
+def test_a_right_output_passes():
+    check(OUT)
+    empty = RolloutOutput(*(torch.zeros(0, 3, dtype=torch.int64),) * 2, torch.zeros(0, 3), (),
+                          torch.zeros(0, dtype=torch.int64))  # fmt: skip
+    OutputCheck("mine").check(empty, 0, THREE, 300, range(2, 3))
+    # A stop string may end a response with any token.
+    check(changed("response_ids", 0, 1, 6), replace(THREE, stop_strings=("x",)))
+
+
+@pytest.mark.parametrize(("fault", "out"), FAULTY, ids=lambda v: v if isinstance(v, str) else "")
+def test_each_violation_of_the_protocol_has_a_name(fault, out):
+    with pytest.raises(RolloutOutputError, match=r"rollout engine 'mine'.*No training") as caught:
+        check(out)
+    assert caught.value.fault == fault
+
+
+def test_every_kind_of_violation_is_tested():
+    assert {fault for fault, _ in FAULTY} == set(get_args(OutputFault))
