@@ -22,6 +22,7 @@ from quadriga.config.schema import (
     CorrectionLevel,
     CorrectionMode,
     DemoConfig,
+    EvalConfig,
     FilterMode,
     GenerateConfig,
     KLName,
@@ -384,7 +385,9 @@ def test_a_settings_object_made_in_python_is_checked_too():
 
 
 def test_every_range_belongs_to_an_existing_setting():
-    schemas = (TrainConfig, SFTConfig, GenerateConfig, ArithmeticDataConfig, DemoConfig)
+    schemas = (
+        TrainConfig, SFTConfig, GenerateConfig, EvalConfig, ArithmeticDataConfig, DemoConfig,
+    )  # fmt: skip
     keys = [key for cls in schemas for key, _ in leaves(cls())]
     assert [n for n in RANGES if not any(key.split(".")[-1] == n for key in keys)] == []
 

@@ -14,12 +14,13 @@ from quadriga.config.schema import (
     AlgorithmsConfig,
     ArithmeticDataConfig,
     DemoConfig,
+    EvalConfig,
     GenerateConfig,
     SFTConfig,
     TrainConfig,
 )
 
-SCHEMAS = (TrainConfig, SFTConfig, GenerateConfig, ArithmeticDataConfig, DemoConfig)
+SCHEMAS = (TrainConfig, SFTConfig, GenerateConfig, EvalConfig, ArithmeticDataConfig, DemoConfig)
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def test_the_laptop_recipe_trains_a_model_from_which_the_greedy_recipe_generates
                 f"model.path={folder / 'model'}",
                 f"data_files={tmp_path / 'data' / 'test.parquet'}",
                 "max_response_length=8",
-                "device=cpu",
+                "trainer.device=cpu",
             ),
             ROOT / "examples" / "recipes" / "generate_greedy.yaml",
         )

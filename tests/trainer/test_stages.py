@@ -225,6 +225,19 @@ def test_expanded_prompts_have_one_uid_per_prompt_and_one_seed_per_row() -> None
     assert not set(seeds.tolist()) & set(other.batch[fields.SAMPLE_SEED].tolist())
 
 
+def test_seeds_by_index_depend_on_the_row_of_the_data_and_not_on_the_batch() -> None:
+    def seeds(index: list[int], n: int, **more: int) -> list[list[int]]:
+        mask = torch.ones(len(index), 2, dtype=torch.int64)
+        arrays = {fields.INDEX: np.array(index, dtype=object)}
+        prompts = DataProto.from_dict({fields.ATTENTION_MASK: mask}, arrays)
+        rows = stages.expand_prompts(prompts, n=n, seed=3, seed_by_index=True, **more).batch
+        return rows.batch[fields.SAMPLE_SEED].view(-1, n).tolist()
+
+    a, b, c = seeds([4, 0, 9], n=2)
+    assert seeds([0, 9], n=2, step=5, turn=1) == [b, c] and seeds([4], n=2) == [a]
+    assert len({*a, *b, *c}) == 6
+
+
 class Rollout:
     """A rollout of two ranks that returns each row's first token as its response."""
 

@@ -126,10 +126,8 @@ def sft(config: SFTConfig) -> None:
 def generate(config: GenerateConfig) -> None:
     """Generate responses, to a file or to standard output."""
     from quadriga.cli.show import show_responses
-    from quadriga.config.checks import check_generate_settings
     from quadriga.trainer.generate import run_generation
 
-    check_generate_settings(config)
     answers = run_generation(config)
     if config.output is None:
         show_responses(answers)

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from quadriga.config.convert import check_choice
 from quadriga.config.describe import as_written
+from quadriga.config.generation_checks import check_eval_settings as check_eval_settings
+from quadriga.config.generation_checks import check_generate_settings as check_generate_settings
+from quadriga.config.generation_checks import check_samples_differ, check_top_k
 from quadriga.config.plan import mini_batch_prompts
 from quadriga.config.ranges import check_values
 from quadriga.config.role_ranks import num_ranks, role_pools, roles_of
@@ -17,9 +20,7 @@ from quadriga.config.schema import (
     ArithmeticDataConfig,
     CriticConfig,
     EngineConfig,
-    GenerateConfig,
     ModelConfig,
-    SamplingConfig,
     SFTConfig,
     TrainConfig,
 )
@@ -107,18 +108,6 @@ def check_sft_settings(config: SFTConfig, known: KnownNames | None = None) -> No
         check_warmup_of_run("optim", config.optim, trainer.total_training_steps)
 
 
-def check_generate_settings(config: GenerateConfig) -> None:
-    """Raise `ConfigError` for the first invalid or conflicting setting of `quadriga generate`."""
-    check_values(config)
-    _check_top_k("sampling", config.sampling)
-    if config.sampling.temperature == 0 and config.n > 1:
-        raise ConfigError(
-            f"n={config.n} greedy responses (sampling.temperature=0) would all be equal; "
-            "set sampling.temperature above 0, or n=1",
-            key="n",
-        )
-
-
 def check_data_settings(config: ArithmeticDataConfig) -> None:
     """Raise `ConfigError` for the first setting of `quadriga data make` that is out of range.
 
@@ -194,8 +183,11 @@ def _check_local_ranks(config: TrainConfig | SFTConfig, roles: Iterable[str]) ->
 
 def _check_sampling(config: TrainConfig, known: KnownNames) -> None:
     rollout = config.actor_rollout_ref.rollout
-    _check_top_k(f"{ROLLOUT}.sampling", rollout.sampling)
-    _check_top_k(f"{ROLLOUT}.val_sampling", rollout.val_sampling)
+    check_top_k(f"{ROLLOUT}.sampling", rollout.sampling)
+    check_top_k(f"{ROLLOUT}.val_sampling", rollout.val_sampling)
+    check_samples_differ(
+        f"{ROLLOUT}.val_n", rollout.val_n, f"{ROLLOUT}.val_sampling", rollout.val_sampling
+    )
     if rollout.sampling.temperature == 0:
         raise ConfigError(
             f"{ROLLOUT}.sampling.temperature=0 is greedy: all n={rollout.n} responses to a prompt "
@@ -214,14 +206,6 @@ def _check_sampling(config: TrainConfig, known: KnownNames) -> None:
             f"algorithm.filter_groups.enable: with {ROLLOUT}.n=1 every prompt group has one "
             "response and would be filtered out; set n to 2 or more",
             key="algorithm.filter_groups.enable",
-        )
-
-
-def _check_top_k(key: str, sampling: SamplingConfig) -> None:
-    if sampling.top_k != -1 and sampling.top_k < 1:
-        raise ConfigError(
-            f"{key}.top_k must be -1 (all tokens) or at least 1, got {sampling.top_k}",
-            key=f"{key}.top_k",
         )
 
 

@@ -28,11 +28,14 @@ class JsonlFile:
         the disk is full    `write` accepted 4 of 12 bytes → the file is truncated to its old size
         the run was killed  {"step": 1}\\n{"st → the next run opens the file and removes `{"st`
 
+    `masked`: mask secrets in texts.
+
     Raises `InputError` with the path if the file cannot be written.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, masked: bool = True) -> None:
         self.path = Path(path)
+        self._masked = mask_secrets if masked else _unchanged
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             self._drop_torn_line()
@@ -40,11 +43,12 @@ class JsonlFile:
             raise cannot_write(self.path, error) from error
 
     def write(self, row: Mapping[str, object]) -> None:
-        """Append one object, with secrets masked in its texts.
+        """Append one object.
 
         NaN and infinities are written as "NaN", "Infinity", "-Infinity".
         """
-        data = (json.dumps(_json_value(row), ensure_ascii=False) + "\n").encode()
+        value = _json_value(row, self._masked)
+        data = (json.dumps(value, ensure_ascii=False) + "\n").encode()
         try:
             before = os.fstat(self._fd).st_size
             if os.write(self._fd, data) < len(data):
@@ -119,22 +123,26 @@ def cannot_write(path: Path, error: OSError) -> InputError:
     )
 
 
-def _json_value(value: object) -> JsonValue:
+def _unchanged(text: str) -> str:
+    return text
+
+
+def _json_value(value: object, masked: Callable[[str], str]) -> JsonValue:
     """Convert containers, numpy and torch values to JSON; other objects become their text."""
     if isinstance(value, Mapping):
-        return {str(k): _json_value(v) for k, v in value.items()}
+        return {str(k): _json_value(v, masked) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_value(v) for v in value]
+        return [_json_value(v, masked) for v in value]
     if isinstance(value, str):
-        return mask_secrets(value)
+        return masked(value)
     if isinstance(value, int | None):
         return value
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
-        return _json_value(value.tolist())
+        return _json_value(value.tolist(), masked)
     if isinstance(value, float):
         # JSON has no NaN: `json.dumps` would write a bare NaN, which other readers refuse.
         return value if math.isfinite(value) else _NON_FINITE[str(value)]
-    return mask_secrets(str(value))
+    return masked(str(value))
 
 
 _NON_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}

@@ -241,7 +241,10 @@ ARRAYS: tuple[Field, ...] = (
         RAW_PROMPT, "[B]", "object", "list of chat messages",
         (_PROMPT_LOADER,), ("log_samples",),
     ),
-    Field(INDEX, "[B]", "object", "int, number of the row in its data files", (_PROMPT_LOADER,)),
+    Field(
+        INDEX, "[B]", "object", "int, number of the row in its data files",
+        (_PROMPT_LOADER,), ("expand_prompts",),
+    ),
     Field(
         UID, "[B]", "object", "str, the same for all rows of one prompt group",
         ("expand_prompts",),

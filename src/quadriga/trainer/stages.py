@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quadriga.algorithms.advantages import compute_advantages, get_advantage
@@ -90,7 +91,13 @@ class HasMaskedRows(Protocol):
 
 
 def expand_prompts(
-    prompts: DataProto, *, n: int, step: int, seed: int, turn: int = 0
+    prompts: DataProto,
+    *,
+    n: int,
+    seed: int,
+    step: int = 0,
+    turn: int = 0,
+    seed_by_index: bool = False,
 ) -> StageResult:
     """Repeat each prompt `n` times and write `uid`, `sample_seed` and `prompt_length`.
 
@@ -107,6 +114,7 @@ def expand_prompts(
         step: number of the training step.
         seed: seed of the run.
         turn: number of the draw within the step; a step with refilling draws several times.
+        seed_by_index: the seeds of a prompt depend on `seed` and on its `index` in the data only.
     """
     count = len(prompts)
     batch = prompts.repeat(repeat_times=n, interleave=True)
@@ -116,12 +124,19 @@ def expand_prompts(
     # A row's seed depends on (seed, step, turn) and on the number of the row, and on nothing
     # else. The tokens that a row samples are therefore the same for any number of ranks and any
     # split of the batch.
-    streams = np.random.SeedSequence([seed, step, turn]).generate_state(count * n, dtype=np.uint64)
-    # torch has no uint64 arithmetic; dropping the lowest bit makes the seeds fit int64.
-    seeds = (streams >> np.uint64(1)).astype(np.int64)
+    seeds = _seeds([seed, step, turn], count * n)
+    if seed_by_index:
+        index = prompts.non_tensor_batch[fields.INDEX]
+        seeds = np.concatenate([_seeds([seed, int(i)], n) for i in index])
     batch.batch[fields.SAMPLE_SEED] = torch.from_numpy(seeds)
     batch.batch[fields.PROMPT_LENGTH] = batch.batch[fields.ATTENTION_MASK].sum(-1)
     return StageResult(batch, {})
+
+
+def _seeds(source: Sequence[int], count: int) -> npt.NDArray[np.int64]:
+    streams = np.random.SeedSequence(source).generate_state(count, dtype=np.uint64)
+    # torch has no uint64 arithmetic; dropping the lowest bit makes the seeds fit int64.
+    return (streams >> np.uint64(1)).astype(np.int64)
 
 
 def generate(rows: DataProto, rollout: RolloutGroup, mode: SamplingMode) -> StageResult:
@@ -297,13 +312,10 @@ def penalise_kl(batch: DataProto, controller: KLController, estimator: str) -> S
 def correct_mismatch(
     batch: DataProto, config: RolloutCorrectionConfig, bound: float
 ) -> StageResult:
-    """Measure how far training and rollout log-probabilities differ.
+    """Measure how far training and rollout log-probabilities differ; `bound`: in nats.
 
     With a correction level, write importance weights of training against rollout to
     `rollout_is_weights`.
-
-    Args:
-        bound: `rollout.mismatch.bound`, in nats.
     """
     old = batch.batch[fields.OLD_LOG_PROBS]
     rollout = batch.batch[fields.ROLLOUT_LOG_PROBS]

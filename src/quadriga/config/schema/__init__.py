@@ -6,6 +6,7 @@
     algorithm  advantages, KL, group filtering, over-long penalty, importance correction
     reward     rewards
     sft        `quadriga sft`
+    evaluation `quadriga generate` and `quadriga eval`
     commands   the other commands
     choices    the closed lists of choices
 
@@ -45,6 +46,7 @@ from quadriga.config.schema.choices import (
     DtypeName,
     FailurePolicy,
     FilterMode,
+    GenerationBackendName,
     KLControlType,
     KLName,
     LrSchedulerName,
@@ -59,7 +61,12 @@ from quadriga.config.schema.commands import (
     AlgorithmsConfig,
     ArithmeticDataConfig,
     DemoConfig,
+)
+from quadriga.config.schema.evaluation import (
+    EvalConfig,
     GenerateConfig,
+    GenerationConfig,
+    RanksConfig,
 )
 from quadriga.config.schema.model import EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.config.schema.reward import RewardConfig
@@ -105,10 +112,13 @@ __all__ = [
     "KLControlType",
     "KLName",
     "LoraConfig",
+    "EvalConfig",
     "LrSchedulerName",
     "MismatchConfig",
     "ModelConfig",
     "Operation",
+    "GenerationBackendName",
+    "GenerationConfig",
     "OptimConfig",
     "OptimizerName",
     "Options",
@@ -123,6 +133,7 @@ __all__ = [
     "RolloutEngineConfig",
     "SFTConfig",
     "SFTDataConfig",
+    "RanksConfig",
     "SFTTrainerConfig",
     "SampledKLName",
     "SamplingConfig",

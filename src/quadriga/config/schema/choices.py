@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 BackendName = Literal["ray", "local"]
+GenerationBackendName = Literal["auto", "ray", "local"]
 DeviceName = Literal["auto", "cpu", "cuda", "npu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 ReduceDtypeName = Literal["float32", "bfloat16", "float16"]

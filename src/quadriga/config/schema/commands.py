@@ -1,30 +1,10 @@
-"""The commands `generate`, `data make`, `algorithms` and `demo`."""
+"""The commands `data make`, `algorithms` and `demo`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from quadriga.config.schema.choices import BackendName, DeviceName, Operation
-from quadriga.config.schema.model import ModelConfig
-from quadriga.config.schema.roles import SamplingConfig
-
-
-@dataclass(frozen=True)
-class GenerateConfig:
-    """Settings of `quadriga generate`: responses of a model to one prompt or files of prompts."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    prompt: str | None = None  # one prompt; None: those of data_files
-    data_files: list[str] = field(default_factory=list)  # .parquet or .jsonl files
-    prompt_key: str = "prompt"  # column of the prompts
-    output: str | None = None  # a .jsonl or .parquet file; None: standard output
-    n: int = 1  # responses per prompt
-    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
-    max_prompt_length: int = 512  # tokens
-    max_response_length: int = 512  # tokens
-    batch_size: int = 64  # prompts
-    device: DeviceName = "auto"  # auto: an accelerator if there is one
-    seed: int = 0  # of sampling
 
 
 @dataclass(frozen=True)

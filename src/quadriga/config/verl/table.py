@@ -213,6 +213,7 @@ TRAIN: dict[str, Row] = {
     f"{_ROLLOUT}.top_p": to(f"{_ROLLOUT}.sampling.top_p"),
     f"{_ROLLOUT}.top_k": to(f"{_ROLLOUT}.sampling.top_k"),
     f"{_ROLLOUT}.dtype": to(f"{_ROLLOUT}.dtype", convert=DTYPE),
+    f"{_ROLLOUT}.val_kwargs.n": to(f"{_ROLLOUT}.val_n"),
     f"{_ROLLOUT}.val_kwargs.temperature": to(f"{_ROLLOUT}.val_sampling.temperature"),
     f"{_ROLLOUT}.val_kwargs.top_p": to(f"{_ROLLOUT}.val_sampling.top_p"),
     f"{_ROLLOUT}.val_kwargs.top_k": to(f"{_ROLLOUT}.val_sampling.top_k"),
@@ -298,6 +299,11 @@ GENERATE: dict[str, Row] = {
     "rollout.top_k": to("sampling.top_k"),
     "rollout.prompt_length": to("max_prompt_length"),
     "rollout.response_length": to("max_response_length"),
-    "trainer.device": to("device", convert=DEVICE),
+    "rollout.name": to("rollout.name", convert=hugging_face),
+    "rollout.dtype": to("rollout.dtype", convert=DTYPE),
+    "trainer.nnodes": to("trainer.nnodes"),
+    "trainer.n_gpus_per_node": to("trainer.n_gpus_per_node"),
+    "trainer.device": to("trainer.device", convert=DEVICE),
+    "ray_kwargs.ray_init.num_cpus": to("trainer.num_cpus"),
 }
 """verl's settings of generation → `quadriga generate`."""

@@ -157,18 +157,23 @@ def read_state(checkpoint: Path) -> ControllerState:
 def inputs_of(config: TrainConfig) -> dict[str, object]:
     """Return what the steps of a run depend on: the settings by dotted key, and the contents of
     files as digests. Secrets are masked and `${…}` are unresolved, as in `config.yaml`."""
-    settings = dict(_leaves(yaml.safe_load(to_yaml(config)), ""))
+    settings = dict(setting_leaves(yaml.safe_load(to_yaml(config)), ""))
     models = {
         "config.json of actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
         "config.json of critic.model.path": config.critic.model.path,
     }
     return {
         **settings,
-        "content of data.train_files": _digest(config.data.train_files),
-        "content of data.val_files": _digest(config.data.val_files),
-        "content of algorithm.user_files": _digest(config.algorithm.user_files),
-        "content of reward.path": _digest([config.reward.path] if config.reward.path else []),
-        **{key: _digest([config_file(path)] if path else []) for key, path in models.items()},
+        "content of data.train_files": contents_digest(config.data.train_files),
+        "content of data.val_files": contents_digest(config.data.val_files),
+        "content of algorithm.user_files": contents_digest(config.algorithm.user_files),
+        "content of reward.path": contents_digest(
+            [config.reward.path] if config.reward.path else []
+        ),
+        **{
+            key: contents_digest([config_file(path)] if path else [])
+            for key, path in models.items()
+        },
     }
 
 
@@ -177,15 +182,16 @@ def config_file(model_path: str) -> str:
     return str(local_folder(model_path) / "config.json")
 
 
-def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
+def setting_leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
+    """Yield (dotted key, value) for each setting of nested mappings; `key`: of `value` itself."""
     if not isinstance(value, dict) or not value:
         yield key, value
         return
     for name, inner in value.items():
-        yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+        yield from setting_leaves(inner, f"{key}.{name}" if key else str(name))
 
 
-def _digest(files: Sequence[str]) -> str:
+def contents_digest(files: Sequence[str]) -> str:
     """Return one digest for the contents of files, in their order; a missing one counts as empty.
 
     Names are left out: the same data in another folder is the same data.
@@ -213,7 +219,7 @@ class Changes:
     def between(cls, saved: Mapping[str, object], own: Mapping[str, object]) -> Changes:
         """Compare two results of `inputs_of`."""
         lines = {
-            key: _words(key, saved.get(key), own.get(key))
+            key: changed_words(key, saved.get(key), own.get(key))
             for key in [*own, *(key for key in saved if key not in own)]
             if saved.get(key) != own.get(key) and key not in _WITHOUT_EFFECT
         }
@@ -242,7 +248,8 @@ class Changes:
             _log.warning("%s is resumed with changes: %s", checkpoint, "; ".join(lines))
 
 
-def _words(key: str, saved: object, own: object) -> str:
+def changed_words(key: str, saved: object, own: object) -> str:
+    """Return a change of one input in words: "n: 2 → 4"."""
     if key.startswith(("content of", "config.json of")):
         return f"the {key} is another one"
     return f"{key}: {saved} → {own}"

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from quadriga.config.schema import EngineConfig, GenerateConfig, ModelConfig, SFTConfig, TrainConfig
+from quadriga.config.schema import (
+    EngineConfig,
+    GenerationConfig,
+    ModelConfig,
+    SFTConfig,
+    TrainConfig,
+)
 from quadriga.errors import ConfigError
 from quadriga.models.context_window import LongestSequence, check_context_window
 from quadriga.models.vocabulary import check_vocabulary, largest_token_id
@@ -81,9 +87,9 @@ def check_sft_data(
 
 
 def check_generation_data(
-    config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset
+    config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, prompts: Prompts
 ) -> None:
-    """Check that the prompts of `quadriga generate`, with the longest response, fit the model.
+    """Check that the prompts of a generation, with the longest response, fit the model.
 
     Raises:
         ModelError: a sequence exceeds the context window, or a token id exceeds the embedding.

@@ -1,0 +1,93 @@
+"""What responses depend on: settings, the model's files and the data. A file of responses names
+them, so that only the same command continues it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from quadriga.checkpoint.files import digest_file, digest_json
+from quadriga.config.loading import to_yaml
+from quadriga.config.schema import GenerationConfig
+from quadriga.models.folder import local_folder
+from quadriga.trainer.run.resuming import changed_words, contents_digest, setting_leaves
+
+Inputs = dict[str, object]
+"""Settings by dotted key, and the contents of files as digests."""
+
+_WITHOUT_EFFECT = ("trainer.", "overwrite", "output", "data_files", "rollout.micro_batch_size",
+                   "model.path", "model.tokenizer_path", "model.use_shm")  # fmt: skip
+"""Settings, or beginnings of their keys, that change no response."""
+_OF_SCORES = ("reward.", "pass_at", "correct_at", "resamples", "confidence", "response_")
+_WHOLE = 1 << 30  # bytes of weights up to which all of them are digested
+_SAMPLES, _SAMPLE = 64, 64 << 10  # parts of a larger weight file that are digested, and their bytes
+
+
+def inputs_of(config: GenerationConfig) -> Inputs:
+    """Return what the responses of a command depend on.
+
+    The number of ranks, their backend and the size of micro-batches are left out: a response does
+    not depend on them.
+    """
+    settings = dict(setting_leaves(yaml.safe_load(to_yaml(config)), ""))
+    left_out = (
+        *_WITHOUT_EFFECT,
+        *_OF_SCORES,
+        "model.path",
+        "model.tokenizer_path",
+        "model.use_shm",
+    )
+    kept = {key: value for key, value in settings.items() if not key.startswith(left_out)}
+    tokenizer = config.model.tokenizer_path
+    return {
+        **kept,
+        "content of data_files": contents_digest(config.data_files),
+        "content of model.path": model_digest(config.model.path),
+        **(
+            {}
+            if tokenizer is None
+            else {"content of model.tokenizer_path": model_digest(tokenizer)}
+        ),
+    }
+
+
+def changes(saved: Mapping[str, object], own: Mapping[str, object]) -> list[str]:
+    """Return what differs between two results of `inputs_of`, as "n: 2 → 4"."""
+    keys = [*own, *(key for key in saved if key not in own)]
+    return [
+        changed_words(key, saved.get(key), own.get(key))
+        for key in keys
+        if saved.get(key) != own.get(key)
+    ]
+
+
+def model_digest(path: str) -> str:
+    """Return a digest of all files of a model folder; its name and the times of files do not count.
+
+    A file of a model of more than 1 GiB is digested by its size and 64 parts of 64 KiB, evenly
+    spaced. Training changes nearly every weight, so such a change is found.
+    """
+    folder = local_folder(path)
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    whole = sum(file.stat().st_size for file in files) <= _WHOLE
+    contents = {
+        file.name: digest_file(file) if whole else _sampled(file)
+        for file in files
+        if file.suffix not in (".md", ".lock")
+    }
+    return digest_json(contents)
+
+
+def _sampled(file: Path) -> str:
+    size = file.stat().st_size
+    if size <= _SAMPLES * _SAMPLE:
+        return digest_file(file)
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as content:
+        for number in range(_SAMPLES):
+            content.seek(number * (size - _SAMPLE) // (_SAMPLES - 1))
+            digest.update(content.read(_SAMPLE))
+    return digest.hexdigest()

@@ -1,0 +1,91 @@
+"""The worker group that generates for `quadriga generate` and `quadriga eval`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from quadriga.config.schema import (
+    ActorRolloutRefConfig,
+    GenerationConfig,
+    RanksConfig,
+    RolloutConfig,
+    RolloutEngineConfig,
+    TrainerConfig,
+)
+from quadriga.models.folder import with_absolute_paths
+from quadriga.trainer.placement import Role
+from quadriga.trainer.run.groups import (
+    ALIVENESS_CHECK_S,
+    StartedGroups,
+    close_on_error,
+    one_pool,
+    open_backend,
+)
+from quadriga.trainer.run.role_workers import threads_per_rank
+
+if TYPE_CHECKING:
+    from quadriga.single_controller import WorkerGroup
+    from quadriga.workers.roles import RolloutGroup
+
+
+@contextmanager
+def rollout_group(config: GenerationConfig) -> Iterator[RolloutGroup]:
+    """Start the ranks, load the model on each of them, and stop them after the block.
+
+    Each rank has a rollout engine, which samples by `config.sampling`.
+
+    Raises:
+        PlacementError: the nodes cannot hold the ranks. Nothing was started.
+        WorkerError: a rank failed while it started.
+    """
+    from quadriga.single_controller import ClassWithInitArgs
+    from quadriga.workers import ActorRolloutRefWorker, RankRuntime
+
+    trainer = trainer_settings(config.trainer)
+    runtime = RankRuntime(
+        device=trainer.device,
+        threads=threads_per_rank(trainer),
+        seed=config.seed,
+        max_response_length=config.max_response_length,
+    )
+    worker = ClassWithInitArgs(
+        ActorRolloutRefWorker, config=_policy(config), role=Role.Rollout.key, runtime=runtime
+    )
+    backend = open_backend(trainer)
+    with close_on_error(backend) as groups:
+        manager = one_pool(trainer, [Role.Rollout], backend)
+        manager.create_resource_pool()
+        group: WorkerGroup = backend.worker_group(
+            manager.get_resource_pool(Role.Rollout), worker, timeout=trainer.call_timeout_s
+        )
+        groups.append(group)
+        group.start_worker_aliveness_check(ALIVENESS_CHECK_S)
+        group.init_model()
+        rollout: RolloutGroup = group
+    try:
+        yield rollout
+    finally:
+        StartedGroups(backend, groups).close()
+
+
+def trainer_settings(ranks: RanksConfig) -> TrainerConfig:
+    """Return the settings of the same ranks as `quadriga train` has them."""
+    values = {field.name: getattr(ranks, field.name) for field in dataclasses.fields(ranks)}
+    if ranks.backend == "auto":
+        values["backend"] = "local" if ranks.nnodes * ranks.n_gpus_per_node == 1 else "ray"
+    return TrainerConfig(**values)
+
+
+def _policy(config: GenerationConfig) -> ActorRolloutRefConfig:
+    """Return the settings of the worker: the engine, and how it samples."""
+    engine = {
+        field.name: getattr(config.rollout, field.name)
+        for field in dataclasses.fields(RolloutEngineConfig)
+    }
+    return ActorRolloutRefConfig(
+        model=with_absolute_paths(config.model),
+        rollout=RolloutConfig(**engine, n=config.n, sampling=config.sampling),
+    )

@@ -1,0 +1,225 @@
+"""A file of responses that a second run of the same command continues.
+
+    answers.jsonl               one JSON object for each prompt, in the order of the data
+    answers.jsonl.inputs.json   what the responses depend on (`inputs.inputs_of`)
+
+A `.parquet` file cannot be extended, so its rows are first in `answers.parquet.rows.jsonl`.
+
+Rows are written batch by batch. A run that was killed within a batch leaves some rows of it; the
+next run removes them and generates the whole batch again, with the batch that an undisturbed run
+has. Both files are then equal byte for byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from quadriga.checkpoint.files import write_json
+from quadriga.errors import ConfigError, DataError, InputError
+from quadriga.observability.jsonl import JsonlFile, JsonObject, cannot_write, read_jsonl
+from quadriga.trainer.evaluation.inputs import Inputs, changes
+
+_REPLACE = "choose another output, or set overwrite=true to replace it"
+
+
+class ResponseFile:
+    """The rows of one command. Only `open` creates one.
+
+    Attributes:
+        path: the output, `.jsonl` or `.parquet`.
+        done: rows that are complete, of the `total` that the command has.
+    """
+
+    def __init__(self, path: Path, inputs: Inputs, total: int) -> None:
+        self.path = path
+        self.total = total
+        self.done = 0
+        self._inputs = inputs
+        is_lines = path.suffix == ".jsonl"
+        self._rows = path if is_lines else path.with_name(path.name + ".rows.jsonl")
+        self._described = path.with_name(path.name + ".inputs.json")
+        self._file: JsonlFile | None = None
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls, path: str | Path, inputs: Inputs, *, total: int, batch_size: int, overwrite: bool
+    ) -> Iterator[ResponseFile]:
+        """Open the output, and begin after the last complete batch that is in it.
+
+        Args:
+            total: rows that the command writes.
+            batch_size: rows that are written together.
+            overwrite: replace an output of other settings or data.
+
+        Raises:
+            ConfigError: the output is of another command, or another process writes it now.
+            InputError: it cannot be written.
+        """
+        file = cls(Path(path), inputs, total)
+        try:
+            file.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(file.path.parent, error) from error
+        with file._locked():
+            file._begin(batch_size, overwrite=overwrite)
+            try:
+                yield file
+            finally:
+                if file._file is not None:
+                    file._file.close()
+
+    def write(self, rows: Iterable[Mapping[str, object]]) -> None:
+        """Append the rows of one batch.
+
+        Raises:
+            InputError: the disk is full, for example. The rows before it are kept.
+        """
+        if self._file is None:
+            # Not masked: a response is data, also if it holds a word that looks like a secret.
+            self._file = JsonlFile(self._rows, masked=False)
+        for row in rows:
+            self._file.write(row)
+            self.done += 1
+
+    def finish(self) -> None:
+        """Make the `.parquet` file of the rows, if that is the output."""
+        if self.path == self._rows or not self._rows.exists():
+            return
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        partial = self.path.with_name(self.path.name + ".partial")
+        try:
+            pq.write_table(pa.Table.from_pylist(list(read_jsonl(self._rows))), partial)
+            os.replace(partial, self.path)
+            self._rows.unlink()
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        except pa.ArrowException as error:  # a column with values of different types
+            raise InputError(
+                f"the rows of {self._rows} cannot be written as parquet: {error}; choose an "
+                "output that ends in .jsonl",
+                path=str(self._rows),
+            ) from error
+
+    def read(self) -> Iterator[JsonObject]:
+        """Yield the rows of the output."""
+        return read_rows_of(self._rows if self._rows.exists() else self.path)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other processes out of the block; the system releases the lock of a killed one."""
+        lock = self.path.with_name(f".{self.path.name}.lock")
+        try:
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        if not _lock(handle, lock):
+            os.close(handle)
+            raise ConfigError(
+                f"another process writes {self.path} now; choose another output, or wait until it "
+                "has ended",
+                key="output",
+            )
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                lock.unlink()
+            os.close(handle)
+
+    def _begin(self, batch_size: int, *, overwrite: bool) -> None:
+        existing = sorted({file for file in (self.path, self._rows) if file.exists()})
+        if existing and not self._matches(overwrite=overwrite):
+            for file in existing:
+                try:
+                    file.unlink()
+                except OSError as error:  # a folder, for example
+                    raise cannot_write(file, error) from error
+            existing = []
+        if not existing:
+            write_json(self._described, self._inputs)
+            return
+        if self._rows.exists():
+            self.done = self._keep_batches(batch_size)
+        else:
+            self.done = self.total  # the `.parquet` file is written when all rows are there
+
+    def _matches(self, *, overwrite: bool) -> bool:
+        """Return whether the output is of this command; raise if it is not and must stay."""
+        if not self._described.is_file():
+            problem = f"{self.path} exists, and no {self._described.name} says what has made it"
+        else:
+            differences = changes(_json_object(self._described), self._inputs)
+            if not differences:
+                return True
+            problem = f"{self.path} was made with other inputs: {'; '.join(differences)}"
+        if not overwrite:
+            raise ConfigError(f"{problem}; {_REPLACE}", key="output")
+        return False
+
+    def _keep_batches(self, batch_size: int) -> int:
+        """Remove rows after the last complete batch. Return the number of rows that stay."""
+        ends = _ends_of_lines(self._rows)
+        count = len(ends)
+        kept = count if count == self.total else count - count % batch_size
+        try:
+            os.truncate(self._rows, ends[kept - 1] if kept else 0)
+        except OSError as error:
+            raise cannot_write(self._rows, error) from error
+        return kept
+
+
+def _lock(handle: int, path: Path) -> bool:
+    """Lock an open file. Return False if another process holds it, or has just deleted it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without `flock`: go on without
+        return True
+    return path.exists() and os.path.samestat(os.fstat(handle), path.stat())
+
+
+def read_rows_of(path: Path) -> Iterator[JsonObject]:
+    """Yield the rows of a `.jsonl` or `.parquet` file that this package has written.
+
+    Raises:
+        DataError: a line is damaged.
+    """
+    if path.suffix == ".jsonl":
+        yield from read_jsonl(path)
+        return
+    from quadriga.data.rows import read_rows
+
+    for row in read_rows([path]):
+        yield row.values
+
+
+def _json_object(path: Path) -> JsonObject:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise DataError(f"{path} cannot be read: {error}", path=str(path)) from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path} holds no JSON object", path=str(path))
+    return value
+
+
+def _ends_of_lines(path: Path) -> list[int]:
+    """Return the offset after each complete line of a file."""
+    ends: list[int] = []
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            offset += len(line)
+            if line.endswith(b"\n"):
+                ends.append(offset)
+    return ends

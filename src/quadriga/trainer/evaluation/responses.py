@@ -1,0 +1,178 @@
+"""From prompts to rows of responses, on the ranks of a worker group.
+
+consumes      prompts in the order of the data, a batch at a time
+produces      one row for each prompt, with its n responses
+waits for     the ranks, which generate one batch together
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quadriga.config.convert import check_choice
+from quadriga.config.schema import GenerationConfig
+from quadriga.models.folder import check_model_folder
+from quadriga.observability.console import RunConsole
+from quadriga.protocol import DataProto, fields
+from quadriga.rollout import ROLLOUTS, check_rollout
+from quadriga.trainer import stages
+from quadriga.trainer.evaluation.inputs import inputs_of
+from quadriga.trainer.evaluation.ranks import rollout_group
+from quadriga.trainer.evaluation.response_file import ResponseFile
+from quadriga.trainer.run.preflight import check_files, require_model_path
+from quadriga.trainer.run.sequence_checks import check_generation_data
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from quadriga.data import PromptDataset
+    from quadriga.workers.roles import RolloutGroup
+
+_log = logging.getLogger("quadriga")
+
+ResponseRow = Mapping[str, object]
+"""`index` of the prompt in the data, `prompt`, `responses`, `response_tokens`, `finished`, and of
+`data_source`, `reward_model` and `extra_info` those that the row of the data has."""
+
+_FROM_DATA = (fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of a command, and the tokenizer of its model."""
+
+    dataset: PromptDataset
+    tokenizer: PreTrainedTokenizerBase
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def load_prompts(config: GenerationConfig, prompt: str | None = None) -> Prompts:
+    """Check settings, files and the model, and load the prompts; nothing is started.
+
+    Args:
+        prompt: one prompt in place of `data_files`.
+
+    Raises:
+        InputError: names the setting, the file or the row that does not fit.
+    """
+    from quadriga.data import PromptDataset
+    from quadriga.models import load_tokenizer
+
+    check_choice("rollout.name", config.rollout.name, sorted(ROLLOUTS))
+    check_rollout(config.rollout.name, config.rollout.options)
+    check_files(config.data_files, "data_files", needed=prompt is None)
+    model = config.model
+    require_model_path(model.path, "model.path")
+    check_model_folder(model.path, trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(
+        model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
+    )
+    key, length = config.prompt_key, config.max_prompt_length
+    if prompt is None:
+        dataset = PromptDataset(
+            config.data_files, tokenizer, prompt_key=key, max_prompt_length=length
+        )
+    else:
+        row = {key: [{"role": "user", "content": prompt}]}
+        dataset = PromptDataset.from_rows(
+            [row], tokenizer, prompt_key=key, max_prompt_length=length
+        )
+    check_generation_data(config, tokenizer, dataset)
+    if dataset.filtered:
+        _log.warning(
+            "%d prompts have more than max_prompt_length=%d tokens and are left out",
+            dataset.filtered,
+            length,
+        )
+    return Prompts(dataset, tokenizer)
+
+
+def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> list[ResponseRow]:
+    """Generate the responses that the file at `path` lacks, and return all of its rows.
+
+    Raises:
+        ConfigError: the file is of other settings or data, or another process writes it now.
+        InputError: it cannot be written.
+        WorkerError: a rank failed. The batches before it are in the file.
+    """
+    total = len(prompts)
+    with ResponseFile.open(
+        path,
+        inputs_of(config),
+        total=total,
+        batch_size=config.batch_size,
+        overwrite=config.overwrite,
+    ) as file:
+        if file.done:
+            _log.warning("%s has the responses to %d of %d prompts", path, file.done, total)
+        try:
+            for rows in generate(config, prompts, skip=file.done):
+                file.write(rows)
+        except BaseException:
+            _log.warning(
+                "%s has the responses to %d of %d prompts; the same command generates the others",
+                path,
+                file.done,
+                total,
+            )
+            raise
+        file.finish()
+        return list(file.read())
+
+
+def generate(
+    config: GenerationConfig, prompts: Prompts, *, skip: int = 0
+) -> Iterator[list[ResponseRow]]:
+    """Yield the rows of each batch of prompts, after the first `skip` prompts.
+
+    The ranks start with the first batch and stop at the end, or when the iterator is closed.
+    """
+    from quadriga.data import PromptLoader
+
+    loader = PromptLoader(prompts.dataset, config.batch_size, shuffle=False, drop_last=False)
+    loader.batches_done = -(-skip // config.batch_size)
+    if loader.batches_done >= len(loader):
+        return
+    console = RunConsole(len(loader), title="generate", file=sys.stderr)
+    with rollout_group(config) as group, closing(console):
+        for batch in loader:
+            yield _generate_batch(config, group, batch, prompts.tokenizer)
+            console.log(loader.batches_done, {})
+
+
+def _generate_batch(
+    config: GenerationConfig,
+    group: RolloutGroup,
+    prompts: DataProto,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[ResponseRow]:
+    expanded = stages.expand_prompts(prompts, n=config.n, seed=config.seed, seed_by_index=True)
+    batch = stages.generate(expanded.batch, group, "train").batch
+    masks = batch.batch[fields.RESPONSE_MASK]
+    finished = batch.batch[fields.FINISHED].tolist()
+    ids = [
+        row[mask.bool()].tolist()
+        for row, mask in zip(batch.batch[fields.RESPONSES], masks, strict=True)
+    ]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    arrays, n = prompts.non_tensor_batch, config.n
+    rows: list[ResponseRow] = []
+    for number in range(len(prompts)):
+        own = slice(number * n, (number + 1) * n)
+        row = {
+            "index": int(arrays[fields.INDEX][number]),
+            "prompt": arrays[fields.RAW_PROMPT][number],
+            "responses": texts[own],
+            "response_tokens": [len(tokens) for tokens in ids[own]],
+            "finished": [bool(end) for end in finished[own]],
+        }
+        values = {key: arrays[key][number] for key in _FROM_DATA if key in arrays}
+        rows.append(row | {key: value for key, value in values.items() if value is not None})
+    return rows

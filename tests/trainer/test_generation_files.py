@@ -1,0 +1,277 @@
+"""`quadriga generate`: files that a second run continues, on one rank and on several."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import GenerateConfig
+from quadriga.errors import ConfigError, InputError
+from quadriga.observability import jsonl
+from quadriga.trainer.evaluation import ranks, responses
+from quadriga.trainer.evaluation.response_file import ResponseFile
+from quadriga.trainer.generate import run_generation
+
+
+@pytest.fixture
+def generate(tiny_task, tmp_path):
+    """generate("n=3", …) writes 16 prompts in batches of 6 to answers.jsonl; returns its path."""
+
+    def run(*more: str, output: str = "answers.jsonl") -> Path:
+        path = tmp_path / output
+        run_generation(
+            load_config(
+                GenerateConfig,
+                [f"model.path={tiny_task.model}", f"data_files={tiny_task.data('test')}", "n=3",
+                 "sampling.temperature=1", "max_response_length=6", "batch_size=6", "seed=5",
+                 "trainer.threads_per_worker=1", "trainer.device=cpu", f"output={path}", *more],
+            )
+        )  # fmt: skip
+        return path
+
+    return run
+
+
+def rows_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def no_ranks(monkeypatch) -> None:
+    monkeypatch.setattr(responses, "rollout_group", lambda _: pytest.fail("ranks were started"))
+
+
+def test_a_row_has_the_prompt_and_its_responses_and_what_scores_them(generate) -> None:
+    rows = rows_of(generate())
+    assert [row["index"] for row in rows] == list(range(16))
+    for row in rows:
+        assert [len(row[key]) for key in ("responses", "response_tokens", "finished")] == [3] * 3
+        assert row["prompt"][-1]["role"] == "user"
+        assert row["data_source"] == "quadriga/arithmetic" and row["reward_model"]["ground_truth"]
+        assert all(1 <= count <= 6 for count in row["response_tokens"])
+    assert len({tuple(row["responses"]) for row in rows}) > 8
+
+
+def test_two_local_ranks_and_other_batches_have_the_responses_of_one_rank(generate) -> None:
+    one = generate().read_bytes()
+    two = generate("trainer.backend=local", "trainer.n_gpus_per_node=2", output="two.jsonl")
+    assert two.read_bytes() == one
+    other = generate("batch_size=5", "rollout.micro_batch_size=2", output="batches.jsonl")
+    assert other.read_bytes() == one
+    assert generate("seed=6", output="seed.jsonl").read_bytes() != one
+
+
+def test_two_ranks_on_ray_have_the_responses_of_one_rank(generate) -> None:
+    one = generate()
+    two = generate("trainer.n_gpus_per_node=2", "trainer.num_cpus=2", output="ray.jsonl")
+    assert two.read_bytes() == one.read_bytes()
+
+
+# Continuing.
+
+
+@pytest.mark.parametrize("written", [0, 4, 6, 15, 16])
+def test_a_run_that_was_killed_is_continued_to_the_file_of_an_undisturbed_one(
+    generate, monkeypatch, written
+) -> None:
+    whole = generate(output="whole.jsonl").read_bytes()
+    write = jsonl.JsonlFile.write
+    count = 0
+
+    def killed(self, row) -> None:
+        nonlocal count
+        if count == written:
+            os.write(self._fd, b'{"index": 3, "pro')  # half a line, as a killed process leaves
+            raise KeyboardInterrupt
+        count += 1
+        write(self, row)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(responses.ResponseFile, "finish", lambda self: None)
+        patched.setattr(jsonl.JsonlFile, "write", killed)
+        if written < 16:
+            with pytest.raises(KeyboardInterrupt):
+                generate()
+        else:
+            generate()
+    seen = []
+    batch = responses._generate_batch
+    monkeypatch.setattr(
+        responses, "_generate_batch", lambda *a: seen.append(len(a[2])) or batch(*a)
+    )
+    assert generate().read_bytes() == whole
+    assert seen == {0: [6, 6, 4], 4: [6, 6, 4], 6: [6, 4], 15: [4], 16: []}[written]
+
+
+def test_a_complete_file_is_returned_without_ranks(generate, monkeypatch) -> None:
+    path = generate()
+    before = path.read_bytes()
+    no_ranks(monkeypatch)
+    generate("trainer.n_gpus_per_node=2", "rollout.micro_batch_size=3")
+    assert path.read_bytes() == before
+
+
+def test_parquet_has_the_rows_of_json_lines_and_is_returned_without_ranks(
+    generate, monkeypatch
+) -> None:
+    import pyarrow.parquet as pq
+
+    lines, table = generate(), generate(output="answers.parquet")
+    assert pq.read_table(table).to_pylist() == rows_of(lines)
+    assert sorted(p.name for p in table.parent.glob("answers.parquet*")) == [
+        "answers.parquet", "answers.parquet.inputs.json",
+    ]  # fmt: skip
+    no_ranks(monkeypatch)
+    generate(output="answers.parquet")
+
+
+def test_no_lock_and_no_partial_file_is_left(generate, tmp_path) -> None:
+    generate()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "answers.jsonl", "answers.jsonl.inputs.json",
+    ]  # fmt: skip
+
+
+# Refusing.
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("n=2", "n: 3 → 2"),
+        ("sampling.temperature=0.5", r"sampling\.temperature: 1\.0 → 0\.5"),
+        ("seed=6", "seed: 5 → 6"),
+        ("batch_size=4", "batch_size: 6 → 4"),
+        ("max_response_length=7", "max_response_length: 6 → 7"),
+        ("rollout.dtype=float32", r"rollout\.dtype: auto → float32"),
+    ],
+)
+def test_changed_settings_are_refused_and_named(generate, monkeypatch, override, words) -> None:
+    path = generate()
+    before = path.read_bytes()
+    no_ranks(monkeypatch)
+    with pytest.raises(ConfigError, match=f"other inputs: {words}; choose another output") as error:
+        generate(override)
+    assert error.value.key == "output"
+    assert path.read_bytes() == before
+
+
+def test_changed_data_and_weights_are_refused_and_named(generate, tiny_task, tmp_path) -> None:
+    shutil.copytree(tiny_task.model, tmp_path / "model")
+    model = f"model.path={tmp_path / 'model'}"
+    generate(model)
+    generate()  # the same model in another folder
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    name = sorted(weights)[0]
+    weights[name].view(-1)[0] += 1e-3
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"the content of model\.path is another one"):
+        generate(model)
+    with pytest.raises(ConfigError, match="the content of data_files is another one"):
+        generate(f"data_files={tiny_task.data('train')}")
+
+
+def test_overwrite_replaces_a_file_of_other_settings(generate) -> None:
+    path = generate("n=2")
+    generate("overwrite=true")
+    assert [len(row["responses"]) for row in rows_of(path)] == [3] * 16
+
+
+def test_a_file_that_is_not_of_this_command_is_kept(generate, tmp_path) -> None:
+    (tmp_path / "answers.jsonl").write_text("notes\n")
+    with pytest.raises(ConfigError, match=r"no answers\.jsonl\.inputs\.json says what has made it"):
+        generate()
+    assert (tmp_path / "answers.jsonl").read_text() == "notes\n"
+
+
+def test_two_processes_do_not_write_one_file(generate, tmp_path) -> None:
+    opened = ResponseFile.open(
+        tmp_path / "answers.jsonl", {}, total=1, batch_size=1, overwrite=False
+    )
+    with opened, pytest.raises(ConfigError, match=r"another process writes .*answers\.jsonl now"):
+        generate()
+    generate()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("output=answers.txt", r"output must end in one of \.jsonl, \.parquet"),
+        ("rollout.name=vlm", "rollout.name must be one of .*did you mean"),
+        ("prompt=hello", "set either prompt=… or data_files"),
+        ("sampling.top_k=0", "sampling.top_k must be -1"),
+        ("sampling.temperature=0", "n=3 greedy responses"),
+    ],
+)
+def test_wrong_settings_are_refused_before_ranks_start(
+    generate, monkeypatch, override, words
+) -> None:
+    no_ranks(monkeypatch)
+    with pytest.raises(ConfigError, match=words):
+        generate(override)
+
+
+# Faults.
+
+
+def test_a_full_disk_keeps_what_was_written(generate, monkeypatch, tmp_path) -> None:
+    whole = generate(output="whole.jsonl").read_bytes()
+    write, calls = os.write, []
+
+    def full(handle: int, data: bytes) -> int:
+        calls.append(len(data))
+        if len(calls) > 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(handle, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(jsonl.os, "write", full)
+        with pytest.raises(InputError, match=r"answers\.jsonl: No space left on device"):
+            generate()
+    assert (tmp_path / "answers.jsonl").read_bytes() == b"".join(whole.splitlines(True)[:8])
+    assert generate().read_bytes() == whole
+
+
+def test_a_rank_that_fails_is_named_and_nothing_is_lost(generate, monkeypatch, caplog) -> None:
+    from quadriga.rollout.hf import HFRollout
+
+    whole = generate(output="whole.jsonl").read_bytes()
+    sample, calls = HFRollout.generate, []
+
+    def failing(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("planted")
+        return sample(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HFRollout, "generate", failing)
+        with pytest.raises(RuntimeError, match="planted"):
+            generate()
+    assert "has the responses to 12 of 16 prompts; the same command" in caplog.text
+    assert generate().read_bytes() == whole
+
+
+def test_rows_that_parquet_cannot_hold_stay_as_json_lines(tmp_path) -> None:
+    path = tmp_path / "a.parquet"
+    rows = [{"index": 0, "extra_info": {"x": 1}}, {"index": 1, "extra_info": {"x": "one"}}]
+    with ResponseFile.open(path, {}, total=2, batch_size=2, overwrite=False) as file:
+        file.write(rows)
+        with pytest.raises(InputError, match=r"cannot be written as parquet: .*\.jsonl"):
+            file.finish()
+        assert list(file.read()) == rows
+
+
+def test_the_backend_of_several_ranks_is_ray_unless_it_is_set() -> None:
+    def backend(*overrides: str) -> str:
+        return ranks.trainer_settings(load_config(GenerateConfig, overrides).trainer).backend
+
+    assert backend() == "local"
+    assert backend("trainer.nnodes=2") == "ray"
+    assert backend("trainer.n_gpus_per_node=2", "trainer.backend=local") == "local"
