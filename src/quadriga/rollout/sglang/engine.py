@@ -1,0 +1,315 @@
+"""`SGLangRollout`: the rollout protocol over SGLang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from quadriga.config.schema import DtypeName, ModelConfig
+from quadriga.errors import RolloutAbilityError, RolloutError, RolloutOutputError
+from quadriga.models.context_window import context_window
+from quadriga.models.folder import local_folder
+from quadriga.models.loading import load_tokenizer, read_config
+from quadriga.parallel.device import compute_dtype
+from quadriga.parallel.distributed import local_device, rank
+from quadriga.rollout.abilities import ALL_SETTINGS, LogProbCondition, RolloutAbilities
+from quadriga.rollout.base import FinishReason, RolloutOutput
+from quadriga.rollout.params import LogProbKind, SamplingParams
+from quadriga.rollout.requests import check_request, check_sequences
+from quadriga.rollout.sglang.client import Client
+from quadriga.rollout.sglang.frames import Json
+from quadriga.rollout.sglang.options import SGLangOptions, check_installed, sglang_options
+from quadriga.rollout.sglang.process import NAME
+from quadriga.rollout.sglang.sampling import (
+    Sample,
+    generate_body,
+    read_samples,
+    read_scores,
+    score_body,
+)
+from quadriga.rollout.sglang.start import Launch
+from quadriga.rollout.sglang.weights import model_shapes
+from quadriga.rollout.stop_strings import StopStrings
+
+State = Literal["ready", "released", "closed"]
+PauseMode = Literal["abort", "retract", "in_place"]
+"""What SGLang does with responses that it is generating: end them; compute them again when it
+continues; or keep them as they are."""
+
+# What SGLang returns are log-probabilities at the temperature, before the filters; started with
+# SGLANG_RETURN_ORIGINAL_LOGPROB they are at temperature 1.
+_LOG_PROBS: Mapping[str, Mapping[LogProbKind, LogProbCondition]] = {
+    "policy": {
+        "policy": "always",
+        "sampled": "unfiltered",
+        "temperature_1": "at temperature 1",
+    },
+    "temperature_1": {"temperature_1": "always", "policy": "at temperature 1"},
+}
+
+
+class SGLangRollout:
+    """See `RolloutEngine`; `options` are those of `SGLangOptions`.
+
+    At most `micro_batch_size` rows are generated at once. One thread may call at a time; the others
+    wait. `pause_generation`, `continue_generation` and `abort` do not wait.
+
+    Raises:
+        ConfigError: an option is wrong, or SGLang is not installed.
+        ModelError: the folder does not hold a causal language model, or one whose weights cannot be
+            sent to SGLang.
+        RolloutError: SGLang did not start.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: DtypeName = "auto",
+        micro_batch_size: int = 256,
+        **options: object,
+    ) -> None:
+        self._options = sglang_options(options)
+        if self._options.url is None:
+            check_installed(self._options)
+        self._model = model
+        config = read_config(local_folder(model.path), trust_remote_code=model.trust_remote_code)
+        window = context_window(config)
+        place = local_device(device)
+        launch = Launch(
+            model,
+            self._options,
+            place,
+            compute_dtype(dtype, place),
+            window.tokens if window else None,
+        )
+        shapes = model_shapes(model)
+        self._names = frozenset(shapes)
+        self._lock = threading.Lock()
+        self._state: State = "ready"
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        at_once = max(1, micro_batch_size // self._options.request_rows)
+        self._client = Client(launch, shapes, at_once)
+        self._abilities = _declared(
+            config.get_text_config().vocab_size,
+            launch.window,
+            self._options,
+            exposes_weights=self._client.held.keys() == shapes.keys(),
+        )
+
+    @property
+    def name(self) -> str:
+        return NAME
+
+    @property
+    def abilities(self) -> RolloutAbilities:
+        return self._abilities
+
+    @property
+    def version(self) -> int:
+        return self._client.version
+
+    @property
+    def restarts(self) -> int:
+        """How often SGLang was started again."""
+        return self._client.restarts
+
+    # Generation
+
+    def generate(
+        self,
+        prompt_ids: Tensor,
+        attention_mask: Tensor,
+        sampling: SamplingParams,
+        sample_seeds: Tensor,
+    ) -> RolloutOutput:
+        with self._lock:
+            self._check_ready("generate")
+            check_request(NAME, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
+            prompts = _rows(prompt_ids, attention_mask)
+            seeds = sample_seeds.tolist() if self._options.seeds else None
+            size, version = self._options.request_rows, self.version
+            starts = range(0, len(prompts), size)
+            bodies = [
+                generate_body(
+                    prompts[start : start + size],
+                    sampling,
+                    None if seeds is None else seeds[start : start + size],
+                )
+                for start in starts
+            ]
+
+            def read(i: int, answer: Json) -> list[Sample]:
+                count = len(prompts[starts[i] : starts[i] + size])
+                return read_samples(answer, count, sampling, version, starts[i])
+
+            samples = [sample for part in self._client.run(bodies, read) for sample in part]
+            samples = [self._stopped(sample, sampling) for sample in samples]
+            return _output(samples, sampling, version)
+
+    def _stopped(self, sample: Sample, sampling: SamplingParams) -> Sample:
+        """Return the sample up to the token that completes a stop string."""
+        # SGLang has no tokenizer here, so it samples on behind a stop string. The tokens up to it
+        # do not depend on the tokens behind it.
+        if not sampling.stop_strings:
+            return sample
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(
+                self._model.tokenizer_path or self._model.path,
+                trust_remote_code=self._model.trust_remote_code,
+            )
+        stops = StopStrings(self._tokenizer, sampling.stop_strings)
+        for count in range(1, len(sample.tokens) + 1):
+            if stops.completed_by_last(sample.tokens[:count]):
+                return Sample(sample.tokens[:count], sample.log_probs[:count], "stop")
+        return sample
+
+    def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        with self._lock:
+            self._check_ready("score")
+            check_sequences(NAME, self.abilities, ids, attention_mask)
+            rows = _rows(ids, attention_mask)
+            size, version = self._options.request_rows, self.version
+            starts = range(0, len(rows), size)
+
+            def read(i: int, answer: Json) -> list[list[float]]:
+                lengths = [len(row) for row in rows[starts[i] : starts[i] + size]]
+                return read_scores(answer, lengths, version, starts[i])
+
+            bodies = [score_body(rows[start : start + size]) for start in starts]
+            found = [scores for part in self._client.run(bodies, read) for scores in part]
+            result = torch.zeros(ids.shape, dtype=torch.float32)
+            for row, scores in enumerate(found):
+                result[row, attention_mask[row].bool().cpu()] = torch.tensor(scores)
+            return result
+
+    def pause_generation(self, mode: PauseMode = "retract") -> None:
+        """Let SGLang generate nothing until `continue_generation`. Another thread may call it."""
+        self._client.call("/pause_generation", {"mode": mode})
+
+    def continue_generation(self) -> None:
+        """End a pause."""
+        self._client.call("/continue_generation", {})
+
+    def abort(self) -> None:
+        """End all responses that are being generated; their `generate` raises
+        `RolloutOutputError`. Another thread may call it."""
+        self._client.call("/abort_request", {"abort_all": True})
+
+    # Weights
+
+    def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        with self._lock:
+            self._check_open("update_weights")
+            self._client.update(stream, version)
+
+    def weights_digest(self) -> dict[str, int]:
+        with self._lock:
+            self._check_open("weights_digest")
+            if not self.abilities.exposes_weights:
+                raise RolloutAbilityError(
+                    f"rollout engine {NAME!r}: the weights of this SGLang cannot be read back; "
+                    "compare scores of probe prompts",
+                    engine=NAME,
+                    setting="exposes_weights",
+                )
+            held = self._client.read_back()
+            missing = sorted(self._names - held.keys())
+            if missing:
+                raise RolloutOutputError(
+                    f"rollout engine {NAME!r}: it no longer has the weight {missing[0]!r}",
+                    engine=NAME,
+                    fault="weights",
+                    row=None,
+                )
+            return {name: weight.digest for name, weight in held.items()}
+
+    def weight_dtypes(self) -> Mapping[str, torch.dtype]:
+        self._check_open("weight_dtypes")
+        return self._client.dtypes
+
+    def release(self) -> None:
+        with self._lock:
+            self._check_open("release")
+            if self._state == "ready":
+                self._client.release()
+                self._state = "released"
+
+    def resume(self) -> None:
+        with self._lock:
+            self._check_open("resume")
+            if self._state == "released":
+                self._client.resume()
+                self._state = "ready"
+
+    def close(self) -> None:
+        with self._lock:
+            self._state = "closed"
+            self._client.close()
+
+    def _check_open(self, method: str) -> None:
+        if self._state == "closed":
+            raise self._state_error(method, "it is closed; build another engine")
+
+    def _check_ready(self, method: str) -> None:
+        self._check_open(method)
+        if self._state == "released":
+            raise self._state_error(method, "it is released; call resume() before")
+
+    def _state_error(self, method: str, why: str) -> RolloutError:
+        return RolloutError(
+            f"rollout engine {NAME!r} of rank {rank()} cannot {method}: {why}",
+            engine=NAME,
+            rank=rank(),
+            method=method,
+        )
+
+
+def _declared(
+    vocabulary: int, window: int | None, options: SGLangOptions, *, exposes_weights: bool
+) -> RolloutAbilities:
+    """Return what an SGLang can do that was started with these options."""
+    # `min_new_tokens` of SGLang needs its tokenizer, and its log-probabilities are then of neither
+    # kind. Its seeds do not work with min_p.
+    settings = ALL_SETTINGS - {"min_new_tokens"} - ({"min_p"} if options.seeds else frozenset())
+    return RolloutAbilities(
+        vocabulary=vocabulary,
+        window=window,
+        log_probs=_LOG_PROBS[options.log_probs],
+        settings=settings,
+        filter_order="joint",
+        seeded=options.seeds,
+        batch_invariant=False,
+        exposes_weights=exposes_weights,
+    )
+
+
+def _rows(ids: Tensor, mask: Tensor) -> list[list[int]]:
+    """Return the tokens of each row without padding."""
+    rows: list[list[int]] = [
+        row[valid].tolist() for row, valid in zip(ids, mask.bool(), strict=True)
+    ]
+    return rows
+
+
+def _output(samples: list[Sample], sampling: SamplingParams, version: int) -> RolloutOutput:
+    count, width = len(samples), sampling.max_new_tokens
+    ids = torch.full((count, width), sampling.pad_token_id, dtype=torch.int64)
+    mask = torch.zeros(count, width, dtype=torch.int64)
+    log_probs = torch.zeros(count, width)
+    zero = sampling.greedy and sampling.log_probs == "sampled"
+    for row, sample in enumerate(samples):
+        length = len(sample.tokens)
+        ids[row, :length] = torch.tensor(sample.tokens, dtype=torch.int64)
+        mask[row, :length] = 1
+        if not zero:
+            log_probs[row, :length] = torch.tensor(sample.log_probs)
+    reasons: tuple[FinishReason, ...] = tuple(sample.reason for sample in samples)
+    versions = torch.full((count,), version, dtype=torch.int64)
+    return RolloutOutput(ids, mask, log_probs, reasons, versions)

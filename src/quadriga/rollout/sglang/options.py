@@ -1,0 +1,212 @@
+"""What `rollout.options` may hold for `rollout.name=sglang`, checked before a worker starts."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args, get_type_hints
+from urllib.parse import urlsplit
+
+from quadriga.errors import ConfigError
+
+KEY = "actor_rollout_ref.rollout.options"
+"""The setting that holds the options, for messages."""
+
+Transport = Literal["engine", "server"]
+StartedLogProbs = Literal["policy", "temperature_1"]
+
+_RESERVED = {
+    "model_path": "model.path",
+    "tokenizer_path": "model.tokenizer_path",
+    "trust_remote_code": "model.trust_remote_code",
+    "dtype": "rollout.dtype",
+    "tp_size": f"{KEY}.tensor_parallel",
+    "enable_deterministic_inference": f"{KEY}.seeds",
+    "log_level": f"{KEY}.log_level",
+    "device": "trainer.device",
+    "host": "nothing: the server listens on 127.0.0.1",
+    "port": "nothing: the port is chosen when the server starts",
+    "api_key": "nothing: the key is made when the server starts",
+    "admin_api_key": "nothing: the key is made when the server starts",
+    "skip_tokenizer_init": "nothing: SGLang gets and returns token ids",
+    "weight_version": "nothing: the version is that of the weight sync",
+    "json_model_override_args": "nothing",
+    "context_length": "nothing: it is that of the model",
+    "custom_weight_loader": "nothing",
+    "enable_memory_saver": "rollout.take_turns",
+    "enable_weights_cpu_backup": "rollout.take_turns",
+    "base_gpu_id": "nothing: it is the device of the rank",
+}
+"""Arguments of SGLang that are not for `server_args` -> what sets them."""
+
+
+@dataclass(frozen=True)
+class SGLangOptions:
+    """How SGLang is started and called.
+
+    Attributes:
+        transport: "engine" sends requests over a pipe to `sglang.Engine`; "server" starts its HTTP
+            server on loopback.
+        url: an HTTP server that runs already, such as "http://10.0.0.2:30000". Nothing is started.
+        api_key: the key of the server at `url`.
+        python: the interpreter of the environment that holds SGLang; None: that of the rank.
+        tensor_parallel: GPUs over which SGLang splits the model.
+        log_probs: the kind of log-probabilities that SGLang is started for.
+        seeds: start SGLang's deterministic inference, in which each sample has a seed. It costs
+            speed, and excludes min_p.
+        request_rows: rows of one request. Requests run side by side, and after a restart only
+            those without an answer are sent again.
+        bucket_mb: MiB of weights that are sent at once.
+        start_timeout_s, call_timeout_s, generate_timeout_s: deadlines, in seconds, of the start; of
+            a call that generates nothing; and of one request of `request_rows` rows.
+        restarts: how often SGLang may be started again after it has ended or has not answered. If
+            not 0, the last weights that were sent are kept in host memory.
+        log_level: of SGLang's log, which goes to a file and is shown in errors.
+        server_args: further arguments of SGLang's `ServerArgs`.
+
+    Raises:
+        ConfigError: a value is of the wrong type, out of range or in conflict with another.
+    """
+
+    transport: Transport = "engine"
+    url: str | None = None
+    api_key: str | None = None
+    python: str | None = None
+    tensor_parallel: int = 1
+    log_probs: StartedLogProbs = "policy"
+    seeds: bool = False
+    request_rows: int = 8
+    bucket_mb: int = 256
+    start_timeout_s: float = 600.0
+    call_timeout_s: float = 300.0
+    generate_timeout_s: float = 1800.0
+    restarts: int = 0
+    log_level: str = "error"
+    server_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "request_rows", "bucket_mb"):
+            if getattr(self, name) < 1:
+                raise _wrong(name, getattr(self, name), "at least 1")
+        for name in ("start_timeout_s", "call_timeout_s", "generate_timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise _wrong(name, getattr(self, name), "a number of seconds above 0")
+        if self.restarts < 0:
+            raise _wrong("restarts", self.restarts, "at least 0")
+        for name, allowed in (("transport", Transport), ("log_probs", StartedLogProbs)):
+            if getattr(self, name) not in get_args(allowed):
+                raise _wrong(name, getattr(self, name), f"one of {', '.join(get_args(allowed))}")
+        self._check_url()
+        for name in self.server_args:
+            if name in _RESERVED:
+                raise ConfigError(
+                    f"{KEY}.server_args.{name} cannot be set here; what sets it is "
+                    f"{_RESERVED[name]}",
+                    key=f"{KEY}.server_args.{name}",
+                )
+
+    def _check_url(self) -> None:
+        if self.url is None:
+            if self.api_key is not None:
+                raise ConfigError(
+                    f"{KEY}.api_key is the key of the server at {KEY}.url, which is not set; a "
+                    "server that is started gets a key of its own. Set url, or remove api_key",
+                    key=f"{KEY}.api_key",
+                )
+            return
+        parts = urlsplit(self.url)
+        if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
+            raise _wrong("url", self.url, 'of the form "http://host:port"')
+        started = ("python", "seeds", "log_probs", "tensor_parallel", "server_args", "restarts")
+        defaults = {f.name: f for f in fields(SGLangOptions)}
+        for name in started:
+            option = defaults[name]
+            default = {} if name == "server_args" else option.default
+            # The server at the address is started by others, so its arguments must be described.
+            if getattr(self, name) != default and name in ("python", "server_args", "restarts"):
+                raise ConfigError(
+                    f"{KEY}.{name} is for an SGLang that is started here, but {KEY}.url={self.url} "
+                    f"names one that runs already; remove {name} or url",
+                    key=f"{KEY}.{name}",
+                )
+
+
+def _wrong(name: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"{KEY}.{name} must be {expected}, got {value!r}", key=f"{KEY}.{name}")
+
+
+def sglang_options(options: Mapping[str, object]) -> SGLangOptions:
+    """Return the options of `rollout.options`, checked.
+
+    Raises:
+        ConfigError: an option is unknown, of the wrong type or out of range.
+    """
+    hints = get_type_hints(SGLangOptions)
+    known = [f.name for f in fields(SGLangOptions)]
+    values: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise ConfigError(
+                f"rollout engine 'sglang' has no option {name!r}{hint} Known: {', '.join(known)}",
+                key=f"{KEY}.{name}",
+            )
+        values[name] = _typed(name, value, hints[name])
+    return SGLangOptions(**values)
+
+
+def _typed(name: str, value: object, hint: object) -> object:
+    """Return `value`, an int as a float where a float is expected."""
+    kinds: tuple[type, ...] = {
+        int: (int,),
+        float: (int, float),
+        bool: (bool,),
+        str: (str,),
+        str | None: (str, type(None)),
+    }.get(hint, (str,) if hint in (Transport, StartedLogProbs) else (Mapping,))  # type: ignore[call-overload]
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise _wrong(name, value, f"of type {' or '.join(kind.__name__ for kind in kinds)}")
+    return float(value) if hint is float and isinstance(value, int) else value
+
+
+def check_sglang(options: Mapping[str, object]) -> None:
+    """Check the options, and that SGLang is installed where it will be started.
+
+    Raises:
+        ConfigError: names the option, or the environment that lacks SGLang.
+    """
+    checked = sglang_options(options)
+    if checked.url is None:
+        check_installed(checked)
+
+
+def check_installed(options: SGLangOptions) -> None:
+    """Raise `ConfigError` unless the interpreter of `options` finds SGLang and Quadriga."""
+    python = options.python or sys.executable
+    if not os.access(python, os.X_OK):
+        raise _wrong("python", python, "an interpreter")
+    code = (
+        "import importlib.util as u, sys; "
+        "sys.exit(', '.join(n for n in ('sglang', 'quadriga') if u.find_spec(n) is None) or 0)"
+    )
+    found = subprocess.run(
+        [python, "-c", code],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if found.returncode:
+        missing = found.stderr.strip().splitlines()[-1] if found.stderr.strip() else "sglang"
+        raise ConfigError(
+            f"rollout engine 'sglang': {python} does not find {missing}; make an environment with "
+            f"`scripts/engines.sh sglang` and run in it, or name its interpreter in {KEY}.python",
+            key="actor_rollout_ref.rollout.name",
+        )

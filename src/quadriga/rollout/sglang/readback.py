@@ -1,0 +1,86 @@
+"""Read the weights of SGLang's model, in its scheduler process.
+
+SGLang calls `answer` as a loader of weights (`custom_weight_loader`) with a question from
+`weights.question`. A weight of a checkpoint is a parameter of SGLang, or a part of one:
+
+    q_proj  [64, 64]                              the parameter has rows of padding for the
+    k_proj  [32, 64]  → qkv_proj [128, 64]        vocabulary: embed_tokens [200, 64] → [256, 64]
+    v_proj  [32, 64]    rows 0, 64, 96 on
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quadriga.rollout.base import tensor_digest
+
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Parameter of SGLang -> the weights of a checkpoint that are stacked in it along dimension 0."""
+_TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def answer(model: torch.nn.Module, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Write dtype and digest of each weight that is asked for to the file of the question."""
+    question = json.loads(bytes(tensors[0][1].tolist()))
+    file = Path(question["file"])
+    try:
+        shapes = {name: tuple(shape) for name, shape in question["shapes"].items()}
+        parameters: dict[str, Tensor] = dict(model.named_buffers())
+        parameters.update(model.named_parameters(remove_duplicate=False))
+        held = {}
+        for name in shapes:
+            part = locate(parameters, name, shapes)
+            if part is not None:
+                held[name] = (str(part.dtype).removeprefix("torch."), str(tensor_digest(part)))
+        content: dict[str, object] = {"held": held}
+    except Exception as error:  # an exception would end the scheduler; the rank raises it
+        content = {"error": f"{type(error).__name__}: {error}"}
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(content), encoding="utf-8")
+    os.replace(unfinished, file)
+
+
+def locate(
+    parameters: Mapping[str, Tensor], name: str, shapes: Mapping[str, tuple[int, ...]]
+) -> Tensor | None:
+    """Return the values of the weight `name` of a checkpoint; None if its place is not known."""
+    if name in parameters:
+        return _rows(parameters[name], 0, shapes[name], exact=True)
+    for fused, parts in _FUSED.items():
+        for part in parts:
+            if f".{part}." in name:
+                whole = parameters.get(name.replace(f".{part}.", f".{fused}."))
+                siblings = [name.replace(f".{part}.", f".{other}.") for other in parts]
+                if whole is None or not all(sibling in shapes for sibling in siblings):
+                    return None
+                rows = [shapes[sibling][0] for sibling in siblings]
+                if sum(rows) != whole.shape[0]:
+                    return None
+                start = sum(rows[: parts.index(part)])
+                return _rows(whole, start, shapes[name], exact=False)
+    tied = _TIED.get(name)
+    if tied is None or tied not in parameters:
+        return None
+    return locate(parameters, tied, {tied: shapes[name]})
+
+
+def _rows(whole: Tensor, start: int, shape: tuple[int, ...], *, exact: bool) -> Tensor | None:
+    """Return `shape[0]` rows from `start` on; None if the parameter has another shape.
+
+    `exact`: the parameter holds this weight alone, perhaps with rows of padding behind it.
+    """
+    if tuple(whole.shape) == shape:
+        return whole
+    padded = exact and whole.ndim == 2 and whole.shape[0] > shape[0]
+    if whole.ndim != len(shape) or whole.shape[1:] != shape[1:] or (exact and not padded):
+        return None
+    return whole[start : start + shape[0]]

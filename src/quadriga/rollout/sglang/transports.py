@@ -1,0 +1,265 @@
+"""How a request reaches SGLang: frames over the pipe of a host, or HTTP.
+
+Both take the paths and bodies of SGLang's HTTP server. Any thread may call; calls run side by side.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from quadriga.errors import RolloutDiedError, RolloutError, RolloutTimeoutError
+from quadriga.parallel.distributed import rank
+from quadriga.rollout.sglang.frames import Json, read_frame, write_frame
+from quadriga.rollout.sglang.process import NAME, HostProcess
+
+Body = Mapping[str, Json]
+
+_READ = 1 << 20
+_MAX_DETAIL = 2000
+
+
+class Transport(Protocol):
+    """Sends requests to one SGLang."""
+
+    def call(self, path: str, body: Body, timeout_s: float, payload: bytes = b"") -> Json:
+        """Return the answer to one request.
+
+        Args:
+            path: of SGLang's HTTP server.
+            payload: serialized weights, for `/update_weights_from_tensor`.
+
+        Raises:
+            RolloutError: SGLang refused the request, or answered something else than JSON.
+            RolloutDiedError: SGLang has ended or cannot be reached.
+            RolloutTimeoutError: no answer arrived in time.
+        """
+        ...
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Wait until SGLang has loaded the model.
+
+        Raises:
+            RolloutDiedError, RolloutTimeoutError: as `call`.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what was started for this transport."""
+        ...
+
+
+class PipeTransport:
+    """Frames over the pipe of a host whose mode is "engine". One thread reads the answers."""
+
+    def __init__(self, host: HostProcess) -> None:
+        self._host = host
+        self._waiting: dict[int, Future[Json]] = {0: Future()}
+        self._next = 1
+        self._state = threading.Lock()  # of the three above
+        self._writing = threading.Lock()
+        self._reader = threading.Thread(target=self._read, daemon=True, name="sglang answers")
+        self._reader.start()
+
+    def call(self, path: str, body: Body, timeout_s: float, payload: bytes = b"") -> Json:
+        deadline = time.monotonic() + timeout_s
+        with self._state:
+            number, self._next = self._next, self._next + 1
+            future = self._waiting[number] = Future()
+        try:
+            message: Json = {"id": number, "path": path, "body": dict(body)}
+            if not self._writing.acquire(timeout=timeout_s):
+                raise TimeoutError("an earlier request is still being written")
+            try:
+                write_frame(self._host.stdin, message, payload, deadline)
+            finally:
+                self._writing.release()
+            return future.result(max(0.0, deadline - time.monotonic()))
+        except (TimeoutError, FutureTimeoutError) as error:
+            raise late(path, timeout_s, self._host.log()) from error
+        except OSError as error:
+            raise self._host.died(f"it was sent {path}") from error
+        finally:
+            with self._state:
+                self._waiting.pop(number, None)
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        try:
+            self._waiting[0].result(timeout_s)
+        except (TimeoutError, FutureTimeoutError) as error:
+            raise late("start", timeout_s, self._host.log()) from error
+
+    def close(self) -> None:
+        self._host.close()
+        self._reader.join()
+
+    def _read(self) -> None:
+        fault: RolloutError = self._host.died("it was starting or answering")
+        try:
+            while (frame := read_frame(self._host.stdout)) is not None:
+                message = frame[0]
+                assert isinstance(message, dict)
+                with self._state:
+                    future = self._waiting.get(int(str(message["id"])))
+                if future is None:  # its caller has stopped waiting
+                    continue
+                if message["status"] == 200:
+                    future.set_result(message["body"])
+                else:
+                    future.set_exception(refused("a request", message["body"]))
+        except (OSError, ValueError, AssertionError, KeyError) as error:
+            fault = RolloutError(
+                f"rollout engine {NAME!r}: unreadable answer: {error!r}", engine=NAME
+            )
+        else:
+            fault = self._host.died("it was starting or answering")
+        with self._state:
+            waiting = list(self._waiting.values())
+        for future in waiting:
+            if not future.done():
+                future.set_exception(fault)
+
+
+class HTTPTransport:
+    """One connection per request to SGLang's HTTP server.
+
+    Args:
+        url: "http://host:port".
+        key: sent with each request as a bearer token.
+        host: the process of the server if it was started here.
+    """
+
+    def __init__(self, url: str, key: str | None, host: HostProcess | None) -> None:
+        parts = urlsplit(url)
+        self._address = (parts.hostname or "", parts.port or 80)
+        self._headers = {"Content-Type": "application/json"}
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._host = host
+
+    def call(self, path: str, body: Body, timeout_s: float, payload: bytes = b"") -> Json:
+        content = dict(body)
+        if payload:
+            count = content.pop("ranks")
+            assert isinstance(count, int)
+            content["serialized_named_tensors"] = [base64.b64encode(payload).decode()] * count
+        status, text = self._request("POST", path, json.dumps(content), timeout_s)
+        answer: Json
+        try:
+            answer = json.loads(text) if text else None
+        except ValueError:
+            answer = text.decode(errors="replace")
+        if status != 200:
+            raise refused(path, answer if answer else f"status {status}")
+        return answer
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise late("start", timeout_s, self._log())
+            try:
+                status, _ = self._request("GET", "/model_info", "", left)
+            except RolloutDiedError:
+                # Nothing listens yet. If the process has ended, nothing will.
+                if self._host is None or not self._host.alive:
+                    raise
+                time.sleep(0.2)
+                continue
+            if status == 200:
+                return
+            raise refused(
+                "/model_info", f"status {status}; is rollout.options.api_key the right key?"
+            )
+
+    def get(self, path: str, timeout_s: float) -> Json:
+        """Return the answer to a request without a body."""
+        status, text = self._request("GET", path, "", timeout_s)
+        if status != 200:
+            raise refused(path, f"status {status}")
+        answer: Json = json.loads(text)
+        return answer
+
+    def close(self) -> None:
+        if self._host is not None:
+            self._host.close()
+
+    def _request(self, method: str, path: str, body: str, timeout_s: float) -> tuple[int, bytes]:
+        deadline = time.monotonic() + timeout_s
+        connection = http.client.HTTPConnection(*self._address, timeout=timeout_s)
+        try:
+            connection.request(method, path, body.encode() or None, self._headers)
+            response = connection.getresponse()
+            parts = []
+            while part := response.read(_READ):
+                parts.append(part)
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+            return response.status, b"".join(parts)
+        except TimeoutError as error:
+            raise late(path, timeout_s, self._log()) from error
+        except (OSError, http.client.HTTPException) as error:
+            if self._host is not None:
+                raise self._host.died(f"it was sent {path}") from error
+            raise RolloutDiedError(
+                f"rollout engine {NAME!r} of rank {rank()}: the server at "
+                f"{self._address[0]}:{self._address[1]} cannot be reached for {path}: {error}; "
+                "start it, or correct rollout.options.url",
+                engine=NAME,
+                rank=rank(),
+            ) from error
+        finally:
+            connection.close()
+
+    def _log(self) -> str:
+        return self._host.log() if self._host is not None else "its log is on its own machine"
+
+
+def late(path: str, timeout_s: float, log: str) -> RolloutTimeoutError:
+    """Return the error for an answer that did not arrive in time."""
+    setting = {"start": "start_timeout_s", "/generate": "generate_timeout_s"}
+    return RolloutTimeoutError(
+        f"rollout engine {NAME!r} of rank {rank()}: no answer to {path} within {timeout_s:g} s; "
+        f"{log}. If it is slow and not stuck, raise rollout.options."
+        f"{setting.get(path, 'call_timeout_s')}; rollout.options.restarts starts it again",
+        engine=NAME,
+        rank=rank(),
+        method=path,
+        deadline=timeout_s,
+    )
+
+
+def refused(path: str, answer: Json) -> RolloutError:
+    """Return the error for a request that SGLang did not carry out."""
+    text = answer if isinstance(answer, str) else json.dumps(answer)
+    return RolloutError(
+        f"rollout engine {NAME!r} of rank {rank()}: SGLang refused {path}: {text[:_MAX_DETAIL]}",
+        engine=NAME,
+        rank=rank(),
+        method=path,
+    )
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nothing uses now."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def new_key() -> str:
+    """Return a key that cannot be guessed."""
+    return base64.urlsafe_b64encode(os.urandom(32)).decode()
