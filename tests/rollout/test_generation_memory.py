@@ -14,10 +14,9 @@ from transformers import (
 from memory_models import CONFIGS as FAMILIES
 from memory_models import SIZES
 from quadriga.config.schema import ModelConfig
-from quadriga.rollout import hf
 from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.hf import HFRollout
-from quadriga.rollout.kv_cache import columns_at_end
+from quadriga.rollout.hf import HFRollout, generation
+from quadriga.rollout.hf.kv_cache import columns_at_end
 from quadriga.rollout.memory import GeneratedRows, generation_memory
 
 CONFIGS = FAMILIES | {
@@ -58,9 +57,9 @@ def test_the_plan_is_what_generation_allocates(family, lengths, tmp_path, monkey
     model = ModelConfig(path=str(tmp_path))
     engine = HFRollout(model)
     caches = []
-    make = hf.growing_cache
+    make = generation.growing_cache
     monkeypatch.setattr(
-        hf, "growing_cache", lambda config: caches.append(make(config)) or caches[-1]
+        generation, "growing_cache", lambda config: caches.append(make(config)) or caches[-1]
     )
     ids, mask = prompts(lengths)
     peak = peak_of(lambda: engine.generate(ids, mask, SAMPLING, torch.arange(12)))

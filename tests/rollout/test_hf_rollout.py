@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quadriga.config.schema import EngineConfig, ModelConfig
-from quadriga.errors import ConfigError, ModelError, ShapeError, UnknownNameError
+from quadriga.errors import ModelError, ShapeError, UnknownNameError
 from quadriga.models.loading import load_causal_lm
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
@@ -162,7 +162,5 @@ def test_invalid_input_is_rejected(model_folder, rollout, prompts):
         rollout.generate(ids, mask, SAMPLING, seeds[:3])
     with pytest.raises(ModelError, match="speed"):
         build_rollout("hf", ModelConfig(path=model_folder), speed=9)
-    with pytest.raises(ConfigError, match="not in this release"):
-        build_rollout("vllm", ModelConfig(path=model_folder))
     with pytest.raises(UnknownNameError, match="did you mean 'sglang'"):
         build_rollout("sglan", ModelConfig(path=model_folder))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, MistralConfig
 
-from quadriga.rollout.kv_cache import (
+from quadriga.rollout.hf.kv_cache import (
     GrowingCacheLayer,
     growing_cache,
     reorder_cache,

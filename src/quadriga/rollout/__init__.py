@@ -1,9 +1,13 @@
 """Rollout engines: they sample responses to prompts.
 
-- `base`: the `RolloutEngine` protocol, sampling parameters and output, and the digest of a weight.
-- `hf`: generation in this process with a Hugging Face model. It uses `kv_cache` and `sampling`,
-  and `unlisted` to check models of other architectures than those that were tested.
-- `memory`: the device memory of generation, known before a weight is loaded.
+- `base`: the `RolloutEngine` protocol, its output, and the digest of a weight.
+- `params`: how tokens are sampled. `abilities`: what an engine can do of it.
+- `requests`: checks of a request. `guard`: the same around any engine, with checks of its output.
+- `hf`: generation in this process with a Hugging Face model. It uses `sampling`.
+- `vllm`: generation in this process with vLLM, from an environment of its own.
+- `sglang`: generation in processes below this one, or by a server, with SGLang.
+- `stop_strings`: which token completes a stop string.
+- `memory`: the device memory of generation by `hf`, known before a weight is loaded.
 
 May import every package below `rollout` in docs/architecture.md, but not `engines`. Importing this
 file imports no torch.
@@ -52,28 +56,37 @@ def _hf(
     )
 
 
-def _not_released(name: str) -> RolloutFactory:
-    """Return a factory that raises `ConfigError`."""
+def _vllm(
+    model: ModelConfig,
+    *,
+    device: str | torch.device,
+    dtype: DtypeName,
+    micro_batch_size: int,
+    **options: object,
+) -> RolloutEngine:
+    from quadriga.rollout.vllm.engine import VLLMRollout
 
-    def factory(model: ModelConfig, **settings: object) -> RolloutEngine:
-        raise _not_in_release(name)
-
-    return factory
-
-
-def _not_in_release(name: str) -> ConfigError:
-    return ConfigError(
-        f"rollout engine {name!r} is not in this release; set actor_rollout_ref.rollout.name=hf",
-        key="actor_rollout_ref.rollout.name",
+    return VLLMRollout(
+        model, device=device, dtype=dtype, micro_batch_size=micro_batch_size, **options
     )
 
 
-NOT_IN_RELEASE = ("vllm", "sglang")
+def _sglang(
+    model: ModelConfig,
+    *,
+    device: str | torch.device,
+    dtype: DtypeName,
+    micro_batch_size: int,
+    **options: object,
+) -> RolloutEngine:
+    from quadriga.rollout.sglang.engine import SGLangRollout
 
-ROLLOUTS: dict[str, RolloutFactory] = {
-    "hf": _hf,
-    **{name: _not_released(name) for name in NOT_IN_RELEASE},
-}
+    return SGLangRollout(
+        model, device=device, dtype=dtype, micro_batch_size=micro_batch_size, **options
+    )
+
+
+ROLLOUTS: dict[str, RolloutFactory] = {"hf": _hf, "vllm": _vllm, "sglang": _sglang}
 """Name -> function that builds the engine."""
 
 
@@ -81,10 +94,17 @@ def check_rollout(name: str, options: Options) -> None:
     """Check, before a worker starts, an engine and its options (`rollout.options`).
 
     Raises:
-        ConfigError: the engine is not in this release, or is `hf`, which has no options.
+        ConfigError: the engine is not installed, or an option is not one of the engine's or out of
+            range.
     """
-    if name in NOT_IN_RELEASE:
-        raise _not_in_release(name)
+    if name == "vllm":
+        from quadriga.rollout.vllm.options import check_installed, parse_options
+
+        check_installed(parse_options(options))
+    if name == "sglang":
+        from quadriga.rollout.sglang.options import check_sglang
+
+        check_sglang(options)
     if name == "hf" and options:
         key = "actor_rollout_ref.rollout.options"
         raise ConfigError(
@@ -111,7 +131,7 @@ def build_rollout(
 
     Raises:
         UnknownNameError: there is no engine of that name.
-        ConfigError: the engine is not in this release.
+        ConfigError: the engine is not installed.
         ModelError: the folder does not hold a causal language model, or an option is unknown.
     """
     if name not in ROLLOUTS:

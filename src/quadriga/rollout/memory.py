@@ -23,8 +23,8 @@ from quadriga.models.simulated.allocations import AllocationCounter
 from quadriga.models.simulated.kernels import kernels_of
 from quadriga.parallel.device import compute_dtype
 from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.hf import run_with_cache, takes_bias
-from quadriga.rollout.kv_cache import (
+from quadriga.rollout.hf.generation import run_with_cache, takes_bias
+from quadriga.rollout.hf.kv_cache import (
     GrowingCacheLayer,
     columns_at_end,
     columns_before,

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from quadriga.errors import ModelError
-from quadriga.rollout.kv_cache import growing_cache, reorder_cache
+from quadriga.rollout.hf.kv_cache import growing_cache, reorder_cache
 
 CachedForward = Callable[[Cache, Tensor], Tensor]
 """(cache, new token ids [b, added]) -> the last logits [b, V]."""

@@ -1,0 +1,241 @@
+"""Generation in this process, with an unsharded Hugging Face copy of the model.
+
+Prompts that several rows share are prefilled once, the key-value cache is written in place, and
+rows that have ended leave the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from quadriga.config.schema import DtypeName, ModelConfig
+from quadriga.errors import ModelError, RolloutError
+from quadriga.models.architectures import architecture_of, is_listed
+from quadriga.models.context_window import context_window
+from quadriga.models.loading import load_causal_lm, load_tokenizer
+from quadriga.parallel.device import compute_dtype
+from quadriga.parallel.distributed import local_device
+from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities
+from quadriga.rollout.base import FinishReason, RolloutOutput, SamplingParams, tensor_digest
+from quadriga.rollout.hf.generation import CachedModel, Generation
+from quadriga.rollout.hf.unlisted import check_generation
+from quadriga.rollout.requests import check_request, check_sequences
+from quadriga.rollout.stop_strings import StopStrings
+
+State = Literal["ready", "released", "closed"]
+"""Whether the engine can generate, waits for `resume`, or has ended."""
+
+
+class HFRollout:
+    """See `RolloutEngine`. `micro_batch_size` rows are generated at once.
+
+    Raises:
+        ModelError: the folder does not hold a causal language model, its architecture is not
+            supported, or an option is unknown.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: DtypeName = "auto",
+        micro_batch_size: int = 256,
+        **options: object,
+    ) -> None:
+        if options:
+            raise ModelError(
+                f"rollout engine 'hf' has no options {sorted(options)}; remove them from "
+                "rollout.options",
+                path=model.path,
+            )
+        self.model = model
+        self.device = local_device(device)
+        self.micro_batch_size = micro_batch_size
+        self.module = load_causal_lm(
+            model.path,
+            dtype=compute_dtype(dtype, self.device),
+            attn_implementation=model.attn_implementation,
+            trust_remote_code=model.trust_remote_code,
+            use_shm=model.use_shm,
+        )
+        self._move(self.device)
+        self.module.requires_grad_(False)
+        self.prompts = architecture_of(self.module.config).prompts
+        self._cached = CachedModel(self.module, self.device)
+        if not is_listed(self.module.config):
+            check_generation(self.module, self.device, self._cached.forward)
+        self._version = -1
+        self._abilities = self._declared_abilities()
+        self._state: State = "ready"
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def _declared_abilities(self) -> RolloutAbilities:
+        window = context_window(self.module.config)
+        return RolloutAbilities(
+            vocabulary=self.module.config.get_text_config().vocab_size,
+            window=window.tokens if window else None,
+            log_probs={"policy": "always", "sampled": "always", "temperature_1": "always"},
+            settings=ALL_SETTINGS,
+            filter_order="top_k, top_p, min_p",
+            seeded=True,
+            batch_invariant=True,
+            exposes_weights=True,
+        )
+
+    @property
+    def name(self) -> str:
+        return "hf"
+
+    @property
+    def abilities(self) -> RolloutAbilities:
+        return self._abilities
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    # Generation
+
+    def generate(
+        self,
+        prompt_ids: Tensor,
+        attention_mask: Tensor,
+        sampling: SamplingParams,
+        sample_seeds: Tensor,
+    ) -> RolloutOutput:
+        self._check_ready("generate")
+        check_request(self.name, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
+        count, width = len(prompt_ids), sampling.max_new_tokens
+        ids = torch.full((count, width), sampling.pad_token_id, dtype=torch.int64)
+        mask = torch.zeros(count, width, dtype=torch.int64)
+        log_probs = torch.zeros(count, width)
+        stopped = torch.zeros(count, dtype=torch.bool)
+        stop_strings = self._stop_strings(sampling)
+        with torch.inference_mode():
+            for rows in self._micro_batches(attention_mask):
+                seeds = sample_seeds[rows].to(self.device)
+                generation = Generation(self._cached, sampling, seeds, stop_strings)
+                generation.prefill(prompt_ids[rows], attention_mask[rows])
+                generation.decode()
+                ids[rows], mask[rows], log_probs[rows], stopped[rows] = generation.collect()
+        reasons: tuple[FinishReason, ...] = tuple(
+            "stop" if row_stopped else "length" for row_stopped in stopped.tolist()
+        )
+        versions = torch.full((count,), self._version, dtype=torch.int64)
+        return RolloutOutput(ids, mask, log_probs, reasons, versions)
+
+    def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
+        """Return the check of the stop strings, or None if there are none."""
+        if not sampling.stop_strings:
+            return None
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(
+                self.model.tokenizer_path or self.model.path,
+                trust_remote_code=self.model.trust_remote_code,
+            )
+        return StopStrings(self._tokenizer, sampling.stop_strings)
+
+    def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        self._check_ready("score")
+        check_sequences(self.name, self.abilities, ids, attention_mask)
+        log_probs = torch.zeros(ids.shape)
+        with torch.inference_mode():
+            # One row at a time, without padding: the plain forward pass is the reference.
+            for row, valid in enumerate(attention_mask.bool()):
+                tokens = ids[row, valid].to(self.device)
+                logits = self.module(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+                chosen = logits.gather(-1, tokens[1:, None])[:, 0] - logits.logsumexp(-1)
+                columns = valid.nonzero()[1:, 0].cpu()
+                log_probs[row, columns] = chosen.cpu()
+        return log_probs.clone()
+
+    def _micro_batches(self, attention_mask: Tensor) -> Iterator[Tensor]:
+        """Yield the row indices of each micro-batch.
+
+        A model that cannot compute prompts of different lengths together gets equal lengths.
+        """
+        # Prompt lengths 3 5 3 3 and two rows a micro-batch:
+        #
+        #   mixed lengths   0 1   2 3
+        #   equal lengths   0 2   3   1     the rows of length 3, then those of length 5
+        rows = torch.arange(len(attention_mask))
+        if not len(rows):
+            return
+        if self.prompts == "mixed lengths":
+            yield from torch.split(rows, self.micro_batch_size)
+            return
+        lengths = attention_mask.sum(1).cpu()
+        for length in torch.unique(lengths):
+            yield from torch.split(rows[lengths == length], self.micro_batch_size)
+
+    # Weights
+
+    def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._check_open("update_weights")
+        weights = self.module.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for name, tensor in stream:
+                if name not in weights:
+                    raise ModelError(
+                        f"received a weight {name!r}, which the rollout model does not have; "
+                        "trainer and rollout must load the same model folder"
+                    )
+                if weights[name].shape != tensor.shape:
+                    raise ModelError(
+                        f"received weight {name!r} with shape {tuple(tensor.shape)}, but in the "
+                        f"rollout model it has shape {tuple(weights[name].shape)}"
+                    )
+                weights[name].copy_(tensor)
+        self._version = version
+
+    def weights_digest(self) -> dict[str, int]:
+        self._check_open("weights_digest")
+        return {name: tensor_digest(t) for name, t in self.module.state_dict().items()}
+
+    def weight_dtypes(self) -> dict[str, torch.dtype]:
+        self._check_open("weight_dtypes")
+        return {name: tensor.dtype for name, tensor in self.module.state_dict().items()}
+
+    # State
+
+    def release(self) -> None:
+        self._check_open("release")
+        self._move(torch.device("cpu"))
+        self._state = "released"
+
+    def resume(self) -> None:
+        self._check_open("resume")
+        self._move(self.device)
+        self._state = "ready"
+
+    def close(self) -> None:
+        if self._state != "closed":
+            self._move(torch.device("meta"))  # the storages of the weights are freed
+            self._state = "closed"
+
+    def _check_ready(self, method: str) -> None:
+        self._check_open(method)
+        if self._state == "released":
+            raise RolloutError(
+                f"rollout engine 'hf': {method} was called while the engine is released; call "
+                "resume first",
+                engine=self.name,
+                method=method,
+            )
+
+    def _check_open(self, method: str) -> None:
+        if self._state == "closed":
+            raise RolloutError(
+                f"rollout engine 'hf': {method} was called after close; build a new engine",
+                engine=self.name,
+                method=method,
+            )
+
+    def _move(self, device: torch.device) -> None:
+        self.module.to(device)  # type: ignore[arg-type]  # its decorator hides `self`
