@@ -11,6 +11,7 @@ from quadriga.config.schema import (
     AlgorithmsConfig,
     ArithmeticDataConfig,
     DemoConfig,
+    EvalConfig,
     GenerateConfig,
     SFTConfig,
     TrainConfig,
@@ -135,6 +136,14 @@ def generate(config: GenerateConfig) -> None:
         print(f"wrote the responses to {len(answers)} prompts to {config.output}")
 
 
+def evaluate(config: EvalConfig) -> None:
+    """Score responses, after generating them unless files hold them."""
+    from quadriga.cli.show import show_evaluation
+    from quadriga.trainer.evaluation.run import run_evaluation
+
+    show_evaluation(run_evaluation(config), config.confidence)
+
+
 def data_make(config: ArithmeticDataConfig) -> None:
     """Write data files, and a tiny model if `model_output` is set."""
     from quadriga.trainer.make_data import run_make_data
@@ -189,6 +198,13 @@ COMMANDS = (
         "Generate responses to a prompt or to files of prompts",
         generate,
         GenerateConfig,
+    ),
+    with_settings(
+        "eval",
+        "Generate or read responses to files of prompts, and score them",
+        evaluate,
+        EvalConfig,
+        writes_files=True,
     ),
     with_settings(
         "data make",

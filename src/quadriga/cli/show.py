@@ -17,6 +17,7 @@ from quadriga.config.schema import TrainConfig
 
 if TYPE_CHECKING:
     from quadriga.algorithms.catalog import AlgorithmEntry
+    from quadriga.trainer.evaluation.run import Evaluation
     from quadriga.trainer.generate import Answer
 
 PARTS = {
@@ -31,7 +32,7 @@ PARTS = {
     "peft": "LoRA (extra: lora)",
     "torchao": "optim.name=adamw_8bit (extra: optim8bit)",
     "math_verify": "rewards for mathematics (extra: math)",
-    "vllm": "not implemented in this release",
+    "vllm": "rollout.name=vllm (scripts/engines.sh vllm)",
     "sglang": "not implemented in this release",
 }
 
@@ -47,6 +48,19 @@ def show_responses(answers: Iterable[Answer]) -> None:
             print(response)
         if not single:
             print()
+
+
+def show_evaluation(done: Evaluation, confidence: float) -> None:
+    """Print the table of an evaluation, and where its files are."""
+    from quadriga.trainer.evaluation.report import summary_table
+
+    console = Console(highlight=False)
+    console.print(summary_table(done.summaries, confidence))
+    if done.left_out:
+        console.print(f"{done.left_out} prompts were left out: longer than max_prompt_length")
+    if done.failed:
+        console.print(f"{done.failed} responses count as 0, because their reward function failed")
+    console.print(f"results and samples are in {done.folder}", soft_wrap=True)
 
 
 def prompt_text(prompt: str | Sequence[Mapping[str, object]]) -> str:

@@ -6,6 +6,7 @@
     pool         `RewardPool`: processes in which each sample has a deadline
     pool_worker  the program of these processes
     answers      the built-in rule: the number after `####`
+    extraction   the answer that a response gives, for votes
 
 The package imports `errors`, `lazy`, `containment`, `config` and `protocol`. The names below are
 public; each is imported when it is first used.

@@ -1,8 +1,8 @@
 """Find the rule function that scores a row: a registered one, or one in a file of the user.
 
 A rule function is `f(data_source, solution_str, ground_truth, extra_info) -> float | dict`. It is
-called with these four names as keyword arguments. A returned dict holds the score under "score" and
-other numbers to log.
+called with these four names as keyword arguments. A returned dict holds the score under "score",
+other numbers to log, and under "answer" or "pred" the answer that it found in the response.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class FunctionRef:
         return function
 
 
-_MARKED_ANSWER = FunctionRef("quadriga.rewards.answers", "compute_score")
+MARKED_ANSWER = FunctionRef("quadriga.rewards.answers", "compute_score")
 
 FUNCTIONS: dict[str, FunctionRef] = {
-    "quadriga/arithmetic": _MARKED_ANSWER,
-    "openai/gsm8k": _MARKED_ANSWER,
+    "quadriga/arithmetic": MARKED_ANSWER,
+    "openai/gsm8k": MARKED_ANSWER,
 }
 """data_source → rule function."""
 
-BUILT_IN = frozenset({_MARKED_ANSWER})
+BUILT_IN = frozenset({MARKED_ANSWER})
 """Functions that read a ground truth and take microseconds, so they need no other process."""
 
 

@@ -16,6 +16,7 @@ from quadriga.config.secrets import mask_secrets
 from quadriga.containment import contained
 from quadriga.errors import ConfigError, DataError, FieldError, RewardError
 from quadriga.protocol import DataProto, fields
+from quadriga.rewards.extraction import answer_of
 from quadriga.rewards.functions import (
     BUILT_IN,
     FunctionRef,
@@ -27,6 +28,8 @@ from quadriga.rewards.outcome import FAILURES, SCORED, Outcome, Sample, Status, 
 from quadriga.rewards.pool import RewardPool
 
 _log = logging.getLogger(__name__)
+
+_COLUMNS = (fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO)
 
 
 class TextDecoder(Protocol):
@@ -56,7 +59,7 @@ class RewardManager:
     `metrics` and described in `failures`. What its score is depends on `on_failure`.
 
     Args:
-        tokenizer: decodes the responses.
+        tokenizer: decodes the responses; None: only `score_texts` is called.
         function: scores every row; None: each row is scored by the function of its `data_source`.
         num_processes: 0: functions are called in this process, one after the other and without a
             deadline. Above 0: they are called in that many processes, with a deadline per sample.
@@ -72,11 +75,12 @@ class RewardManager:
         metrics: of the last batch; `reward/failed` is the share of samples without a score.
         failures: of the last batch.
         masked_rows: rows of the last batch that must take no part in the update.
+        answers: the answers that the responses of the last batch give, None where there is none.
     """
 
     def __init__(
         self,
-        tokenizer: TextDecoder,
+        tokenizer: TextDecoder | None,
         function: FunctionRef | RewardFunction | None = None,
         *,
         num_processes: int = 0,
@@ -97,6 +101,7 @@ class RewardManager:
         self.metrics: dict[str, float] = {}
         self.failures: list[Failure] = []
         self.masked_rows: list[int] = []
+        self.answers: list[str | None] = []
         self._pool: RewardPool | None = None
         if num_processes:
             self._pool = RewardPool(num_processes, timeout_s, memory_gb=memory_gb)
@@ -104,7 +109,7 @@ class RewardManager:
 
     @classmethod
     def from_settings(
-        cls, settings: RewardConfig, tokenizer: TextDecoder, components: Sequence[str] = ()
+        cls, settings: RewardConfig, tokenizer: TextDecoder | None, components: Sequence[str] = ()
     ) -> RewardManager:
         """Return the manager that the settings `reward.*` describe."""
         function = load_reward_function(settings.path, settings.name) if settings.path else None
@@ -149,26 +154,45 @@ class RewardManager:
             RewardError: a sample failed and `on_failure` is "fail".
         """
         mask = data.batch[fields.RESPONSE_MASK]
-        outcomes = self._score(self._samples(data, mask))
-        self._report(outcomes, data)
+        arrays = data.non_tensor_batch
+        empty = np.full(len(data), None)
+        columns = (arrays.get(key, empty) for key in _COLUMNS)
+        texts = self._texts(data.batch[fields.RESPONSES], mask)
+        outcomes = self._outcomes(texts, *columns)
         score_B = torch.tensor([outcome.score for outcome in outcomes], dtype=torch.float32)
         scores = {fields.TOKEN_LEVEL_SCORES: at_last_token(score_B, mask)}
         if self.components:
             scores[fields.REWARD_COMPONENTS] = reward_components(outcomes, self.components)
         return DataProto.from_dict(scores)
 
+    def score_texts(
+        self, texts: Sequence[str], rows: Sequence[Mapping[str, object]]
+    ) -> list[Outcome]:
+        """Score responses that are texts already.
+
+        Args:
+            rows: for each text the row of the data, with `data_source`, `reward_model` and
+                `extra_info` where the function reads them.
+
+        Raises:
+            As a call with a batch.
+        """
+        columns = ([row.get(key) for row in rows] for key in _COLUMNS)
+        return self._outcomes(texts, *columns)
+
     def close(self) -> None:
         """End the processes of the pool, if there is one."""
         if self._pool is not None:
             self._pool.close()
 
-    def _samples(self, data: DataProto, mask: torch.Tensor) -> list[Sample]:
-        arrays = data.non_tensor_batch
-        empty = np.full(len(data), None)
-        sources = arrays.get(fields.DATA_SOURCE, empty)
-        infos = arrays.get(fields.EXTRA_INFO, empty)
-        models = arrays.get(fields.REWARD_MODEL, empty)
-        texts = self._texts(data.batch[fields.RESPONSES], mask)
+    def _outcomes(
+        self,
+        texts: Sequence[str],
+        sources: Iterable[object],
+        models: Iterable[object],
+        infos: Iterable[object],
+    ) -> list[Outcome]:
+        """Score texts, and set the attributes of the last batch."""
         samples = []
         rows = zip(texts, sources, models, infos, strict=True)
         for row, (text, source, model, info) in enumerate(rows):
@@ -178,10 +202,16 @@ class RewardManager:
             except TypeError as error:
                 raise FieldError(f"row {row}: {error}", field=fields.REWARD_MODEL) from error
             samples.append(Sample(ref, str(source), text, truth, info))
-        return samples
+        outcomes = self._score(samples)
+        self._report(outcomes, samples)
+        self.answers = [
+            answer_of(sample, outcome) for sample, outcome in zip(samples, outcomes, strict=True)
+        ]
+        return outcomes
 
     def _texts(self, responses: torch.Tensor, mask: torch.Tensor) -> list[str]:
         """Decode each response up to the last 1 of its mask."""
+        assert self.tokenizer is not None, "a manager without a tokenizer scores texts only"
         ends = _ends(mask).tolist()
         ids = [row[:end] for row, end in zip(responses.tolist(), ends, strict=True)]
         return list(self.tokenizer.batch_decode(ids, skip_special_tokens=True))
@@ -220,11 +250,10 @@ class RewardManager:
         with contained():
             return call(self._loaded[sample.function], sample)
 
-    def _report(self, outcomes: list[Outcome], data: DataProto) -> None:
+    def _report(self, outcomes: list[Outcome], samples: Sequence[Sample]) -> None:
         """Set `metrics`, `failures` and `masked_rows`; log the first failure, or raise for it."""
-        sources = data.non_tensor_batch.get(fields.DATA_SOURCE, [None] * len(outcomes))
         self.failures = [
-            Failure(row, str(sources[row]), outcome.status, mask_secrets(outcome.detail))
+            Failure(row, samples[row].data_source, outcome.status, mask_secrets(outcome.detail))
             for row, outcome in enumerate(outcomes)
             if outcome.status != SCORED
         ]

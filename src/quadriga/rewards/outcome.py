@@ -130,7 +130,8 @@ def _outcome(value: object) -> Outcome:
                 f"a returned dict has {len(value)} entries; 'score' and at most {MAX_EXTRAS} "
                 "others are allowed"
             )
-        extra = plain_extras({k: v for k, v in value.items() if k != "score"})
+        others = {k: v for k, v in value.items() if k != "score" and v is not None}
+        extra = plain_extras(others)
         value = value["score"]
     # `__float__` and not `float`: a score may be a numpy or torch scalar.
     if isinstance(value, str) or not hasattr(value, "__float__"):

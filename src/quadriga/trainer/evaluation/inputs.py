@@ -22,6 +22,7 @@ _WITHOUT_EFFECT = ("trainer.", "overwrite", "output", "data_files", "rollout.mic
                    "model.path", "model.tokenizer_path", "model.use_shm")  # fmt: skip
 """Settings, or beginnings of their keys, that change no response."""
 _OF_SCORES = ("reward.", "pass_at", "correct_at", "resamples", "confidence", "response_")
+_LISTED = 8  # changes that a message names
 _WHOLE = 1 << 30  # bytes of weights up to which all of them are digested
 _SAMPLES, _SAMPLE = 64, 64 << 10  # parts of a larger weight file that are digested, and their bytes
 
@@ -54,14 +55,16 @@ def inputs_of(config: GenerationConfig) -> Inputs:
     }
 
 
-def changes(saved: Mapping[str, object], own: Mapping[str, object]) -> list[str]:
-    """Return what differs between two results of `inputs_of`, as "n: 2 → 4"."""
+def changes(saved: Mapping[str, object], own: Mapping[str, object]) -> str:
+    """Return what differs between two results of `inputs_of`, "n: 2 → 4; seed: 0 → 1", or ""."""
     keys = [*own, *(key for key in saved if key not in own)]
-    return [
+    found = [
         changed_words(key, saved.get(key), own.get(key))
         for key in keys
         if saved.get(key) != own.get(key)
     ]
+    more = [f"and {len(found) - _LISTED} others"] if len(found) > _LISTED else []
+    return "; ".join([*found[:_LISTED], *more])
 
 
 def model_digest(path: str) -> str:

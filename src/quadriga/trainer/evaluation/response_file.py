@@ -160,7 +160,7 @@ class ResponseFile:
             differences = changes(_json_object(self._described), self._inputs)
             if not differences:
                 return True
-            problem = f"{self.path} was made with other inputs: {'; '.join(differences)}"
+            problem = f"{self.path} was made with other inputs: {differences}"
         if not overwrite:
             raise ConfigError(f"{problem}; {_REPLACE}", key="output")
         return False

@@ -1,0 +1,225 @@
+"""`quadriga eval`: responses to files of prompts, scored and summarised.
+
+    prompts ──► ranks ──► responses.jsonl ──┐
+                                            ├──► reward ──► samples.jsonl, results.json, results.png
+    response files ─────────────────────────┘
+
+Generation is continued by a second run of the same command; scores are computed again, so that a
+changed reward function scores the responses that are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from quadriga.checkpoint.files import write_json
+from quadriga.config.checks import check_eval_settings
+from quadriga.config.loading import to_yaml
+from quadriga.config.schema import EvalConfig
+from quadriga.errors import ConfigError
+from quadriga.observability.jsonl import JsonlFile, cannot_write
+from quadriga.protocol import fields
+from quadriga.rewards import RewardManager
+from quadriga.rewards.outcome import SCORED, Outcome
+from quadriga.trainer.evaluation.inputs import Inputs, changes, inputs_of
+from quadriga.trainer.evaluation.report import (
+    plot_results,
+    read_results,
+    results_of,
+)
+from quadriga.trainer.evaluation.responses import Prompts, load_prompts, write_responses
+from quadriga.trainer.evaluation.scores import (
+    PromptScores,
+    SourceSummary,
+    SummarySettings,
+    summarise,
+)
+from quadriga.trainer.run.preflight import check_files, check_reward
+from quadriga.trainer.run.resuming import contents_digest
+
+RESPONSES, SAMPLES, RESULTS = "responses.jsonl", "samples.jsonl", "results.json"
+PLOT, CONFIG = "results.png", "config.yaml"
+NO_SOURCE = "unknown"
+"""The name of rows without a data source."""
+_TOGETHER = 256  # prompts that are scored together
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The summaries of all data sources, and what else the report tells.
+
+    Attributes:
+        failed: responses whose reward function failed.
+        left_out: prompts that are longer than `max_prompt_length`.
+    """
+
+    folder: Path
+    summaries: tuple[SourceSummary, ...]
+    failed: int
+    left_out: int
+
+
+def run_evaluation(config: EvalConfig) -> Evaluation:
+    """Generate the responses unless files hold them, score them, and write the report.
+
+    Raises:
+        InputError: settings, files or rows do not fit, or the folder holds the evaluation of
+            another model or other data, or it cannot be written.
+        WorkerError: a rank failed. The responses before it are kept.
+        RewardError: a reward function failed and `reward.on_failure` is "fail".
+    """
+    check_eval_settings(config)
+    check_reward(config.reward)
+    folder = Path(config.output)
+    prompts: Prompts | None = None
+    if config.response_files:
+        check_files(config.response_files, "response_files", needed=True)
+        inputs: Inputs = {"content of response_files": contents_digest(config.response_files)}
+    else:
+        prompts = load_prompts(config)
+        inputs = inputs_of(config)
+    reward = RewardManager.from_settings(config.reward, None)
+    with closing(reward):
+        _check_folder(folder, inputs, overwrite=config.overwrite)
+        if prompts is None:
+            rows = read_responses(config.response_files, config.response_key)
+            reward.check(rows)
+        else:
+            dataset = prompts.dataset
+            reward.check(dataset[number] for number in range(len(dataset)))
+            rows = write_responses(config, prompts, str(folder / RESPONSES))
+        scored = list(_score(rows, reward, folder))
+    summaries = summarise([prompt for prompt, _ in scored], summary_settings(config))
+    failed = sum(count for _, count in scored)
+    left_out = 0 if prompts is None else prompts.dataset.filtered
+    done = Evaluation(folder, summaries, failed, left_out)
+    write_json(
+        folder / RESULTS,
+        {**results_of(summaries), "failed": failed, "left_out": left_out, "inputs": inputs},
+    )
+    plot_results(summaries, folder / PLOT)
+    _write_text(folder / CONFIG, to_yaml(config))
+    return done
+
+
+def main_eval(config: EvalConfig) -> Evaluation:
+    """Call `run_evaluation`; verl has this name for it."""
+    return run_evaluation(config)
+
+
+def summary_settings(config: EvalConfig) -> SummarySettings:
+    """Return how the scores are summarised."""
+    return SummarySettings(
+        ks=tuple(config.pass_at),
+        correct_at=config.correct_at,
+        resamples=config.resamples,
+        confidence=config.confidence,
+        seed=config.seed,
+    )
+
+
+def read_responses(files: Sequence[str], key: str) -> list[Mapping[str, object]]:
+    """Return the rows of files that hold responses, with a list of texts under "responses".
+
+    Raises:
+        DataError: a row has no text and no list of texts under `key`.
+    """
+    from quadriga.data.rows import read_rows
+
+    rows: list[Mapping[str, object]] = []
+    for row in read_rows(files):
+        value = row.at(key)
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
+            raise row.error(f"{key!r} must be a text or a list of texts, got {value!r:.120}")
+        rows.append({"index": len(rows), **row.values, "responses": texts})
+    return rows
+
+
+def _check_folder(folder: Path, inputs: Inputs, *, overwrite: bool) -> None:
+    """Check that the folder is free, or holds an evaluation of the same responses."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output={folder} is a file, expected a folder", key="output")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    path = folder / RESULTS
+    if not path.is_file() or overwrite:
+        return
+    saved = read_results(path).get("inputs")
+    differences = changes(saved if isinstance(saved, dict) else {}, inputs)
+    if differences:
+        raise ConfigError(
+            f"{folder} holds an evaluation with other inputs: {differences}; choose "
+            "another output, or set overwrite=true to replace it",
+            key="output",
+        )
+
+
+def _score(
+    rows: Sequence[Mapping[str, object]], reward: RewardManager, folder: Path
+) -> Iterator[tuple[PromptScores, int]]:
+    """Yield the scores of each prompt with its failed responses, and write the samples."""
+    path = folder / SAMPLES
+    partial = path.with_name(f"{SAMPLES}.partial")
+    partial.unlink(missing_ok=True)
+    with closing(JsonlFile(partial)) as file:
+        for start in range(0, len(rows), _TOGETHER):
+            some = rows[start : start + _TOGETHER]
+            texts = [(row, text) for row in some for text in _texts(row)]
+            outcomes = reward.score_texts([text for _, text in texts], [row for row, _ in texts])
+            pairs = iter(zip(outcomes, reward.answers, strict=True))
+            for row in some:
+                own = [next(pairs) for _ in _texts(row)]
+                for text, (outcome, answer) in zip(_texts(row), own, strict=True):
+                    file.write(_sample(row, text, outcome, answer))
+                yield (
+                    PromptScores(
+                        _source(row), [o.score for o, _ in own], [answer for _, answer in own]
+                    ),
+                    sum(outcome.status != SCORED for outcome, _ in own),
+                )
+    try:
+        partial.replace(path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def _texts(row: Mapping[str, object]) -> list[str]:
+    texts = row["responses"]
+    assert isinstance(texts, list)
+    return texts
+
+
+def _source(row: Mapping[str, object]) -> str:
+    source = row.get(fields.DATA_SOURCE)
+    return NO_SOURCE if source is None else str(source)
+
+
+def _sample(
+    row: Mapping[str, object], text: str, outcome: Outcome, answer: str | None
+) -> dict[str, object]:
+    truth = row.get(fields.REWARD_MODEL)
+    return {
+        "index": row["index"],
+        "data_source": _source(row),
+        "prompt": row.get("prompt"),
+        "response": text,
+        "score": outcome.score,
+        "answer": answer,
+        "ground_truth": truth.get("ground_truth") if isinstance(truth, Mapping) else None,
+        "status": outcome.status,
+        **({"detail": outcome.detail} if outcome.detail else {}),
+        **({"extra": outcome.extra} if outcome.extra else {}),
+    }
+
+
+def _write_text(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise cannot_write(path, error) from error

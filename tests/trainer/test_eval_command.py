@@ -1,0 +1,221 @@
+"""`quadriga eval`: responses of a model or of files, scored and summarised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quadriga.cli.main import main
+from quadriga.config.loading import load_config
+from quadriga.config.schema import EvalConfig
+from quadriga.errors import ConfigError, DataError, RewardError
+from quadriga.trainer.evaluation import responses
+from quadriga.trainer.evaluation.run import Evaluation, run_evaluation
+
+GSM, OWN = "openai/gsm8k", "quadriga/arithmetic"
+
+
+def row(source: str, truth: str, *texts: str) -> dict[str, object]:
+    return {
+        "prompt": "?",
+        "data_source": source,
+        "reward_model": {"ground_truth": truth},
+        "responses": list(texts),
+    }
+
+
+@pytest.fixture
+def evaluate(tmp_path):
+    """evaluate([row, …], "n=…") scores the rows of a file."""
+
+    def run(rows: list[dict[str, object]], *more: str) -> Evaluation:
+        file = tmp_path / "responses.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return run_evaluation(
+            load_config(
+                EvalConfig, [f"response_files={file}", f"output={tmp_path / 'eval'}", *more]
+            )
+        )
+
+    return run
+
+
+@pytest.fixture
+def of_model(tiny_task, tmp_path):
+    """of_model("n=2", …) generates and scores; returns the folder."""
+
+    def run(*more: str, output: str = "eval") -> Path:
+        return run_evaluation(
+            load_config(
+                EvalConfig,
+                [f"model.path={tiny_task.model}", f"data_files={tiny_task.data('test')}", "n=4",
+                 "sampling.temperature=1", "max_response_length=6", "batch_size=6",
+                 "trainer.threads_per_worker=1", "trainer.device=cpu",
+                 f"output={tmp_path / output}", *more],
+            )
+        ).folder  # fmt: skip
+
+    return run
+
+
+def results_in(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "results.json").read_text())
+
+
+def lines_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+ROWS = [
+    row(GSM, "7", "#### 7", "#### 8", "so #### 7.0", "seven"),
+    row(GSM, "9", "#### 1", "#### 2", "#### 2", "#### 9"),
+    row(OWN, "3", "#### 3", "#### 3", "#### 4", "#### 4"),
+]
+
+
+def test_responses_of_files_by_hand(evaluate, tmp_path) -> None:
+    """2, 1 and 2 of 4 responses are correct; the majorities are 7, 2, and 3 tied with 4."""
+    found = {s.data_source: s for s in evaluate(ROWS, "resamples=50").summaries}
+    assert {name: e.value for name, e in found[GSM].metrics.items()} == pytest.approx(
+        {"mean@4": 0.375, "pass@1": 0.375, "pass@2": (5 / 6 + 0.5) / 2, "pass@4": 1.0,
+         "best@2": (5 / 6 + 0.5) / 2, "best@4": 1.0, "maj@4": 0.5}
+    )  # fmt: skip
+    assert found[OWN].metrics["maj@4"].value == 0.5
+    assert found["overall"].metrics["mean@4"].value == pytest.approx(5 / 12)
+    written = results_in(tmp_path / "eval")
+    assert [source["data_source"] for source in written["sources"]] == [GSM, OWN, "overall"]
+    mean = written["sources"][0]["metrics"]["mean@4"]
+    assert mean["value"] == 0.375 and mean["low"] in (0.25, 0.375) and mean["high"] == 0.5
+    samples = lines_of(tmp_path / "eval" / "samples.jsonl")
+    assert [(s["index"], s["answer"], s["score"]) for s in samples[:4]] == [
+        (0, "7.0", 1.0), (0, "8.0", 0.0), (0, "7.0", 1.0), (0, None, 0.0),
+    ]  # fmt: skip
+    assert (tmp_path / "eval" / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_settings_of_the_summary(evaluate) -> None:
+    (found, *_) = evaluate(ROWS, "pass_at=[3]", "correct_at=0", "resamples=5").summaries
+    assert [name for name in found.metrics if name.startswith("pass")] == ["pass@3"]
+    assert found.metrics["pass@3"].value == 1.0  # each score is at least 0
+    (wide, *_) = evaluate(ROWS, "confidence=0.99").summaries
+    (narrow, *_) = evaluate(ROWS, "confidence=0.01").summaries
+    width = [s.metrics["maj@4"].high - s.metrics["maj@4"].low for s in (wide, narrow)]
+    assert width[0] == 1.0 and width[1] < 1.0
+
+
+def test_a_response_may_be_a_text_in_a_column_of_another_name(evaluate) -> None:
+    rows = [{**row(OWN, "3"), "output": "#### 3"}, {**row(OWN, "3"), "output": "#### 5"}]
+    (found,) = evaluate(rows, "response_key=output").summaries
+    assert {name: e.value for name, e in found.metrics.items()} == {"mean@1": 0.5, "pass@1": 0.5}
+
+
+RULE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "boom":
+        raise ValueError("planted")
+    return {"score": len(solution_str) / 10, "pred": solution_str[:1], "length": len(solution_str)}
+"""
+
+
+def test_the_rule_of_the_user_scores_and_names_the_answer(evaluate, tmp_path) -> None:
+    (tmp_path / "rule.py").write_text(RULE)
+    rows = [row("mine", "", "ab", "abcd", "boom", "x")]
+    done = evaluate(rows, f"reward.path={tmp_path / 'rule.py'}", "correct_at=0.4")
+    (found,) = done.summaries
+    assert done.failed == 1
+    assert found.metrics["mean@4"].value == pytest.approx(0.7 / 4)
+    assert found.metrics["maj@4"].value == pytest.approx(0.3)
+    assert found.metrics["pass@1"].value == 0.25
+    samples = lines_of(tmp_path / "eval" / "samples.jsonl")
+    assert samples[2]["status"] == "raised" and "planted" in samples[2]["detail"]
+    assert samples[0]["extra"]["length"] == 2.0
+    with pytest.raises(RewardError, match="planted"):
+        evaluate(rows, f"reward.path={tmp_path / 'rule.py'}", "reward.on_failure=fail")
+
+
+def test_an_evaluation_of_a_model_equals_that_of_its_responses(of_model, tmp_path) -> None:
+    folder = of_model()
+    names = {"config.yaml", "responses.jsonl", "responses.jsonl.inputs.json", "results.json",
+             "results.png", "samples.jsonl"}  # fmt: skip
+    assert {p.name for p in folder.iterdir()} == names
+    again = run_evaluation(
+        load_config(
+            EvalConfig,
+            [f"response_files={folder / 'responses.jsonl'}", f"output={tmp_path / 'again'}"],
+        )
+    ).folder
+    assert results_in(again)["sources"] == results_in(folder)["sources"]
+    assert (again / "samples.jsonl").read_bytes() == (folder / "samples.jsonl").read_bytes()
+    two = of_model("trainer.n_gpus_per_node=2", "trainer.backend=local", output="two")
+    assert results_in(two)["sources"] == results_in(folder)["sources"]
+
+
+def test_a_changed_rule_scores_the_responses_that_are_there(
+    of_model, tmp_path, monkeypatch
+) -> None:
+    first = results_in(of_model())["sources"]
+    monkeypatch.setattr(responses, "rollout_group", lambda _: pytest.fail("ranks were started"))
+    (tmp_path / "rule.py").write_text(RULE)
+    second = results_in(of_model(f"reward.path={tmp_path / 'rule.py'}", "pass_at=[1]"))["sources"]
+    assert first[0]["metrics"]["mean@4"] != second[0]["metrics"]["mean@4"]
+
+
+def test_another_model_or_file_in_the_same_folder_is_refused(
+    of_model, evaluate, tiny_task, tmp_path
+) -> None:
+    folder = of_model()
+    before = (folder / "results.json").read_bytes()
+    with pytest.raises(ConfigError, match="with other inputs: seed: 0 → 3; choose another output"):
+        of_model("seed=3")
+    with pytest.raises(ConfigError, match="the content of response_files is another one"):
+        evaluate(ROWS)
+    assert (folder / "results.json").read_bytes() == before
+    evaluate(ROWS, "overwrite=true")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data_files=[a.parquet]"], "set either data_files"),
+        (["n=4", "sampling.temperature=1"], "n=4 is not read, because response_files holds"),
+        (["model.path=x"], r"model\.path=x is not read"),
+        (["reward.on_failure=mask"], "reward.on_failure=mask leaves"),
+        (["confidence=1"], "confidence must be above 0 and below 1"),
+        (["correct_at=1", "resamples=0"], "resamples must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused(evaluate, overrides, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        evaluate(ROWS, *overrides)
+
+
+def test_a_k_above_n_is_refused_before_ranks_start(of_model, monkeypatch) -> None:
+    monkeypatch.setattr(responses, "rollout_group", lambda _: pytest.fail("ranks were started"))
+    with pytest.raises(ConfigError, match=r"pass_at=\[1,8\] has k=8, but n=4"):
+        of_model("pass_at=[1,8]")
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([row("gsm", "1", "x")], "row 0 cannot be scored: no rule function for data_source 'gsm'"),
+        ([row(GSM, "1", "x"), {**row(GSM, "1"), "responses": 3}], "row 1: 'responses' must be a"),
+        ([row(GSM, "1", "x"), row(GSM, "1", "x", "y")], "prompt 1 has 2 responses and prompt 0"),
+        ([{**row(GSM, "1", "x"), "reward_model": {}}], "row 0 cannot be scored"),
+    ],
+)
+def test_rows_that_cannot_be_scored_are_named(evaluate, rows, words) -> None:
+    with pytest.raises(DataError, match=words):
+        evaluate(rows)
+
+
+def test_the_command_prints_the_table(evaluate, tmp_path, capsys) -> None:
+    evaluate(ROWS)
+    file = tmp_path / "responses.jsonl"
+    assert main(["eval", f"response_files={file}", f"output={tmp_path / 'shown'}"]) == 0
+    out = capsys.readouterr().out
+    assert "maj@4" in out and "overall" in out and "0.417" in out and "95% interval" in out
+    assert main(["eval", f"response_file={file}"]) == 2
+    assert "no setting response_file; did you mean response_files?" in capsys.readouterr().err
