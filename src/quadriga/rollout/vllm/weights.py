@@ -1,0 +1,188 @@
+"""vLLM's parameters by checkpoint name: write them, read them back, compare them with the files.
+
+vLLM joins projections into one parameter and pads the vocabulary. Example, 4 query heads and 2
+key-value heads of size 2, vocabulary 97:
+
+    checkpoint name                  vLLM's parameter             rows       part
+    self_attn.q_proj.weight [8, h]   self_attn.qkv_proj.weight    0 to 8     "q"
+    self_attn.k_proj.weight [4, h]   self_attn.qkv_proj.weight    8 to 12    "k"
+    self_attn.v_proj.weight [4, h]   self_attn.qkv_proj.weight    12 to 16   "v"
+    embed_tokens.weight [97, h]      embed_tokens.weight [128,h]  0 to 97
+
+Writing uses vLLM's own loader of the parameter with the part; reading uses the rows. The two do not
+share code, so a wrong table makes the digests differ. `check_files` compares each weight that vLLM
+loaded with the file, so a table that does not fit the model is found when the engine starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from transformers import PreTrainedModel
+
+from quadriga.errors import ModelError
+from quadriga.models.weights.names import match_names
+from quadriga.models.weights.reader import TensorReader, stored_tensors
+
+_QKV = ("q", "k", "v")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a weight is: rows `start` to `stop` of a parameter of vLLM.
+
+    `part` is what vLLM's loader calls it in a joined parameter; None: it is not joined.
+    """
+
+    module: Module
+    attribute: str
+    start: int
+    stop: int
+    part: str | int | None = None
+
+    @property
+    def parameter(self) -> Parameter:
+        # Looked up each time, because vLLM may replace the parameter object.
+        return self.module.get_parameter(self.attribute)
+
+    def read(self) -> Tensor:
+        return self.parameter.data[self.start : self.stop]
+
+    def write(self, tensor: Tensor) -> None:
+        parameter = self.parameter
+        loader = getattr(parameter, "weight_loader", None)
+        if loader is None:
+            parameter.data.copy_(tensor)
+        elif self.part is None:
+            loader(parameter, tensor)
+        else:
+            loader(parameter, tensor, self.part)
+
+
+class EngineWeights:
+    """The weights of a vLLM model by the names of the training engine.
+
+    Args:
+        model: vLLM's model, on one rank, with all weights unpacked.
+        reference: the transformers model of the same folder on the meta device.
+        path: the model folder, for messages.
+
+    Raises:
+        ModelError: some weight of one model has no counterpart of its shape in the other.
+    """
+
+    def __init__(self, model: Module, reference: PreTrainedModel, path: str) -> None:
+        self.path = path
+        self._reference = reference
+        self._places = self._match(dict(_places(model)))
+
+    def _match(self, places: Mapping[str, _Place]) -> dict[str, _Place]:
+        state: dict[str, Tensor] = self._reference.state_dict()
+        found: dict[str, _Place] = {}
+        for name, tensor in state.items():
+            place = places.get(name) or places.get(self._tied_name(name))
+            if place is None:
+                raise self._unknown(f"vLLM's model has no weight {name!r}")
+            if place.read().shape != tensor.shape:
+                raise self._unknown(
+                    f"weight {name!r} has shape {list(tensor.shape)}, and vLLM holds it with shape "
+                    f"{list(place.read().shape)}"
+                )
+            found[name] = place
+        rest = sorted(places.keys() - found.keys())
+        if rest:
+            raise self._unknown(f"vLLM's model has a weight {rest[0]!r} that transformers' has not")
+        return found
+
+    def _tied_name(self, name: str) -> str:
+        """Return the name of the parameter to which the output head is tied, else ""."""
+        model = self._reference
+        head = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # none
+        embedding = model.get_input_embeddings()
+        names = {id(module): n for n, module in model.named_modules()}
+        tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+        if not tied or head is None or name != f"{names.get(id(head))}.weight":
+            return ""
+        return f"{names[id(embedding)]}.weight"
+
+    def _unknown(self, problem: str) -> ModelError:
+        return ModelError(
+            f"the weights of the model in {self.path} cannot be updated in vLLM: {problem}. Use "
+            "actor_rollout_ref.rollout.name=hf",
+            path=self.path,
+        )
+
+    def check_files(self, folder: Path) -> None:
+        """Compare every weight that vLLM loaded with the model folder.
+
+        Raises:
+            ModelError: one differs, so names or rows are not those of this model.
+        """
+        names = match_names(self._reference, stored_tensors(folder), new_prefix=None)
+        if names.reason:
+            raise self._unknown(names.reason)
+        with TensorReader(folder) as reader:
+            for name, stored in names.stored.items():
+                held = self.read(name)
+                expected = torch.empty(stored.shape, dtype=held.dtype)
+                reader.read(stored, 0, expected)
+                if not torch.equal(_bits(expected), _bits(held.cpu())):
+                    raise self._unknown(f"weight {name!r} differs from the file after loading")
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Copy a weight of the training engine to its place.
+
+        Raises:
+            ModelError: there is no weight of that name and shape.
+        """
+        place = self._places.get(name)
+        if place is None:
+            raise ModelError(
+                f"received a weight {name!r}, which the rollout model does not have; trainer and "
+                "rollout must load the same model folder"
+            )
+        if place.read().shape != tensor.shape:
+            raise ModelError(
+                f"received weight {name!r} with shape {tuple(tensor.shape)}, but in the rollout "
+                f"model it has shape {tuple(place.read().shape)}"
+            )
+        with torch.no_grad():
+            place.write(tensor.detach())
+
+    def read(self, name: str) -> Tensor:
+        """Return the weight as it is held. The result shares memory with the model."""
+        return self._places[name].read()
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all weights, each name of a tied weight included."""
+        return tuple(self._places)
+
+
+def _places(model: Module) -> Iterator[tuple[str, _Place]]:
+    """Yield (checkpoint name, place) of every parameter, or part of a joined one."""
+    joined: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        parent, _, leaf = path.rpartition(".")
+        for attribute, parameter in module.named_parameters(recurse=False):
+            parts = joined.get(leaf, [])
+            sizes: list[int] = list(getattr(module, "output_partition_sizes", []))
+            if len(parts) < 2 or len(parts) != len(sizes):
+                rows = getattr(module, "org_vocab_size", len(parameter) if parameter.ndim else 1)
+                yield f"{path}.{attribute}", _Place(module, attribute, 0, rows)
+                continue
+            start = 0
+            for index, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+                label = _QKV[index] if leaf == "qkv_proj" else index
+                place = _Place(module, attribute, start, start + size, label)
+                yield f"{parent}.{part}.{attribute}", place
+                start += size
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, so that equal means equal bits."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
