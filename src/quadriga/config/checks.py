@@ -24,6 +24,7 @@ from quadriga.config.schema import (
     SFTConfig,
     TrainConfig,
 )
+from quadriga.config.trained_part_checks import check_one_part, check_trained_parts
 from quadriga.config.unread import (
     check_run_length,
     check_unread_engine,
@@ -65,6 +66,7 @@ def check_train_settings(config: TrainConfig, known: KnownNames | None = None) -
     _check_sampling(config, known)
     _check_batches(config, known)
     _check_balance(config)
+    check_trained_parts(config)
     _check_algorithm(config, known)
     if config.algorithm.adv_estimator in known.estimators_with_values:
         _check_critic(config.critic, config.actor_rollout_ref.model)
@@ -94,6 +96,7 @@ def check_sft_settings(config: SFTConfig, known: KnownNames | None = None) -> No
             key="data.train_batch_size",
         )
     _check_local_ranks(config, ["actor"])
+    check_one_part("model", config.model)
     if known and known.engines:
         check_choice("engine.name", config.engine.name, sorted(known.engines))
     if trainer.stop_at_accuracy is not None and not config.data.val_files:
@@ -326,6 +329,8 @@ def _check_critic(critic: CriticConfig, policy: ModelConfig) -> None:
     """Check that no setting of the critic is ignored. `policy`: the model of the actor."""
     model, plain = critic.model, ModelConfig()
     for name, value in vars(model).items():
+        if name in ("lora", "freeze"):  # what is trained is always a setting of the critic
+            continue
         # Without a path, the critic has the model of the actor and all settings of that model.
         if not model.path and value not in (getattr(plain, name), getattr(policy, name)):
             raise ConfigError(

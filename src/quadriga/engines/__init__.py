@@ -74,6 +74,21 @@ ENGINES: dict[str, EngineFactory] = {"fsdp": _fsdp, "megatron": _megatron}
 NOT_IN_RELEASE = ("megatron",)
 
 
+def without_adapters(engine: TrainEngine) -> TrainEngine:
+    """Return the base model of an engine that trains adapters: a frozen engine on its weights.
+
+    Raises:
+        ConfigError: the engine has no adapters.
+    """
+    from quadriga.engines.fsdp import FSDPEngine
+
+    if not isinstance(engine, FSDPEngine):
+        raise ConfigError(
+            f"{type(engine).__name__} has no adapters; set engine.name=fsdp, or remove model.lora"
+        )
+    return engine.without_adapters()
+
+
 def check_engine(key: str, name: str) -> None:
     """Check, before a worker starts, that an engine is in this release.
 

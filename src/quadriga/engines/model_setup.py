@@ -116,6 +116,17 @@ def simulated_model(
     return model
 
 
+def check_trained_part(config: ModelConfig, head: HeadKind) -> None:
+    """Check that adapters and patterns fit a model, without its weights.
+
+    Raises:
+        ConfigError: a pattern or a name fits no weight or layer, or PEFT is missing.
+        ModelError: the adapter is of another model. The message has the sizes of both.
+    """
+    if config.lora.enabled or config.freeze:
+        simulated_model(config, head, torch.float32, trained=True)
+
+
 def saved_buffer_names(model: nn.Module) -> set[str]:
     """Return the names of the buffers that belong to the model's state dict."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -54,11 +54,12 @@ def with_absolute_paths(config: ModelConfig) -> ModelConfig:
 
     Names of the hub stay as they are.
     """
-    tokenizer = config.tokenizer_path
+    tokenizer, adapter = config.tokenizer_path, config.lora.path
     return replace(
         config,
         path=_absolute(config.path),
         tokenizer_path=None if tokenizer is None else _absolute(tokenizer),
+        lora=replace(config.lora, path=None if adapter is None else _absolute(adapter)),
     )
 
 

@@ -88,7 +88,7 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the engines that the role needs, and copy the actor's weights to the rollout."""
-        from quadriga.engines import build_engine
+        from quadriga.engines import build_engine, without_adapters
         from quadriga.rollout import build_rollout
 
         model, actor = self.config.model, self.config.actor
@@ -101,15 +101,17 @@ class ActorRolloutRefWorker(Worker):
                 device=self.device,
                 total_steps=self.runtime.total_steps,
             )
-        if self.uses("ref"):
+        if self.uses("ref") and self.actor is not None and model.lora.enabled:
+            self.ref = without_adapters(self.actor)
+        elif self.uses("ref"):
             self.ref = build_engine(
-                model, self.config.ref.engine, None, head="lm", device=self.device
+                model.frozen(), self.config.ref.engine, None, head="lm", device=self.device
             )
         if self.uses("rollout"):
             settings = self.config.rollout
             self.rollout = build_rollout(
                 settings.name,
-                model,
+                model.frozen(),
                 device=self.device,
                 dtype=settings.dtype,
                 micro_batch_size=settings.micro_batch_size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quadriga.config.schema.choices import (
     MISSING_PATH,
@@ -50,6 +50,10 @@ class ModelConfig:
     use_shm: bool = False  # the ranks of a node read the weights once and share that memory
     freeze: tuple[str, ...] = ()  # weights that are not trained, by patterns: model.embed_tokens.*
     lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def frozen(self) -> ModelConfig:
+        """Return the settings of the same model without what is trained of it."""
+        return replace(self, lora=LoraConfig(), freeze=())
 
 
 @dataclass(frozen=True)

@@ -29,15 +29,20 @@ from quadriga.config.schema import (
     OptimConfig,
     TrainConfig,
 )
+from quadriga.config.trained_part_checks import base_is_in_actor
 from quadriga.engines.base import HeadKind
 from quadriga.engines.memory.passes import Rows
 from quadriga.engines.memory.states import TrainingMemory, training_memory
 from quadriga.models.folder import local_folder
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.memory import GeneratedRows, GenerationMemory, generation_memory
-from quadriga.trainer.dataflow import reads_ref_log_prob, takes_old_log_probs_from_update
+from quadriga.trainer.dataflow import (
+    needs_reference,
+    reads_ref_log_prob,
+    takes_old_log_probs_from_update,
+)
 from quadriga.trainer.memory.machine import GIB
-from quadriga.trainer.run.role_workers import uses_of_run
+from quadriga.trainer.run.role_workers import critic_model, uses_of_run
 
 PROCESS_BYTES = {"cpu": GIB // 2, "accelerator": GIB}
 """What a rank needs beside tensors: Python and libraries; on an accelerator the context of the
@@ -115,7 +120,7 @@ class _Roles:
         if settings.name != "fsdp":
             self.missing.append(f"{role} (engine {settings.name})")
             return None
-        model = critic.model if role == CRITIC and critic.model.path else policy.model
+        model = critic_model(self.config) if role == CRITIC else policy.model
         memory = _training_memory(
             _config_text(model),
             model,
@@ -140,7 +145,8 @@ class _Roles:
 
     def _evaluated_rows(self, role: str, engine: EngineConfig, ranks: int) -> Rows | None:
         actor = self.config.actor_rollout_ref.actor
-        if role == ACTOR and takes_old_log_probs_from_update(self.config):
+        base = base_is_in_actor(self.config) and needs_reference(self.config)
+        if role == ACTOR and takes_old_log_probs_from_update(self.config) and not base:
             return None
         if role == REF and not reads_ref_log_prob(self.config):
             return self._update_rows(ACTOR)  # computed in the micro-batches of the update
@@ -239,7 +245,11 @@ def _planned_pool(
     config: TrainConfig, device_type: str, pool: RolePool, roles: _Roles
 ) -> PoolMemory:
     ranks = len(pool.ranks)
-    found = {role: roles.engine(role, ranks) for role in (ACTOR, REF, CRITIC) if role in pool.roles}
+    # With adapters, the reference is the engine of the actor.
+    own = [role for role in (ACTOR, REF, CRITIC) if role in pool.roles]
+    if base_is_in_actor(config) and ACTOR in own:
+        own = [role for role in own if role != REF]
+    found = {role: roles.engine(role, ranks) for role in own}
     engines = {role: engine for role, engine in found.items() if engine is not None}
     generation = roles.generation(ranks) if ROLLOUT in pool.roles else None
     return pool_memory(config, device_type, pool, engines, generation)
@@ -292,8 +302,9 @@ class _Phases:
                 found[_PASSES[role]] = self._others(role) + self._loaded(role, moments=False) + peak
             if engine.update is not None:
                 peak = part(engine.backward_peak, engine.gradients)
-                if role == ACTOR and policy.actor.reads_full_kl and REF in self.engines:
-                    peak += part(self.engines[REF].evaluate_peak, 0)
+                if role == ACTOR and policy.actor.reads_full_kl:
+                    reference = self.engines.get(REF, engine)
+                    peak += part(reference.evaluate_peak, 0)
                 # Offloaded moments are on the device only while the parameters are updated.
                 step = part(engine.step_peak, min(engine.gradients, engine.step_peak))
                 found[f"update of the {role}"] = self._others(role) + max(

@@ -23,6 +23,7 @@ from quadriga.rollout import ROLLOUTS, check_rollout
 from quadriga.trainer.dataflow import needs_critic, needs_reference
 from quadriga.trainer.roles.settings import check_roles_in_settings
 from quadriga.trainer.run.resuming import check_resume
+from quadriga.trainer.run.role_workers import critic_model
 
 
 def check_train_config(config: TrainConfig) -> None:
@@ -42,6 +43,7 @@ def check_train_config(config: TrainConfig) -> None:
     check_files(config.data.train_files, "data.train_files", needed=True)
     check_files(config.data.val_files, "data.val_files", needed=False)
     check_models(config)
+    check_parts(config)
     check_components(config)
     check_reward(config.reward)
     check_trackers(config.trainer.loggers)
@@ -59,6 +61,7 @@ def check_sft_config(config: SFTConfig) -> None:
     Raises:
         InputError: names the first setting, file or folder that does not fit.
     """
+    from quadriga.engines.model_setup import check_trained_part
     from quadriga.models import check_model_folder
 
     check_sft_settings(config, known_names())
@@ -68,6 +71,7 @@ def check_sft_config(config: SFTConfig) -> None:
     check_files(config.data.val_files, "data.val_files", needed=False)
     require_model_path(config.model.path, "model.path")
     check_model_folder(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    check_trained_part(config.model, "lm")
     check_reward(config.reward)
     check_trackers(config.trainer.loggers)
     RunFolder(Path(config.trainer.default_local_dir)).check(overwrite=config.trainer.overwrite)
@@ -126,6 +130,19 @@ def check_models(config: TrainConfig) -> None:
     for model in (config.actor_rollout_ref.model, config.critic.model):
         if model.path:
             check_model_folder(model.path, trust_remote_code=model.trust_remote_code)
+
+
+def check_parts(config: TrainConfig) -> None:
+    """Check that the adapters and patterns of actor and critic fit their models.
+
+    Raises:
+        InputError: names the layer, the pattern or the sizes.
+    """
+    from quadriga.engines.model_setup import check_trained_part
+
+    check_trained_part(config.actor_rollout_ref.model, "lm")
+    if needs_critic(config):
+        check_trained_part(critic_model(config), "value")
 
 
 def require_model_path(path: str, setting: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from quadriga.config.plan import batch_plan, mini_batch_prompts
 from quadriga.config.role_ranks import role_pools
-from quadriga.config.schema import SFTTrainerConfig, TrainConfig, TrainerConfig
+from quadriga.config.schema import ModelConfig, SFTTrainerConfig, TrainConfig, TrainerConfig
 from quadriga.errors import ConfigError, UnknownNameError
 from quadriga.models.folder import with_absolute_paths
 from quadriga.single_controller import Backend, ClassWithInitArgs, Worker
@@ -239,13 +239,22 @@ def _critic(
         worker_class,
         config=dataclasses.replace(
             critic,
-            model=with_absolute_paths(critic.model if critic.model.path else policy.model),
+            model=with_absolute_paths(critic_model(config)),
             ppo_mini_batch_size=mini_batch,
             ppo_epochs=critic.ppo_epochs or policy.actor.ppo_epochs,
         ),
         responses_per_prompt=policy.rollout.n,
         runtime=runtime,
     )
+
+
+def critic_model(config: TrainConfig) -> ModelConfig:
+    """Return the model of the critic: that of the actor, unless it has a path of its own.
+
+    What is trained of it is a setting of the critic in both cases.
+    """
+    own, policy = config.critic.model, config.actor_rollout_ref.model
+    return own if own.path else dataclasses.replace(policy, lora=own.lora, freeze=own.freeze)
 
 
 def _worker_class(

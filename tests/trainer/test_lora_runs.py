@@ -1,0 +1,156 @@
+"""Runs that train adapters or a part of the weights: the reference, exports, resume, the plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from peft import PeftModel
+from run_cases import timeless
+from transformers import AutoModelForCausalLM
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import SFTConfig, TrainConfig
+from quadriga.errors import ConfigError, InputError
+from quadriga.trainer.memory.plan import memory_plan
+from quadriga.trainer.run.preflight import check_sft_config, check_train_config
+
+LORA = ("actor_rollout_ref.model.lora.rank=4", "actor_rollout_ref.actor.optim.lr=1e-2")
+KL = (
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.kl_loss_coef=0.1",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+)
+
+
+RULE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return len(solution_str) % 3
+"""
+
+
+@pytest.fixture
+def train_overrides(train_overrides, tmp_path):
+    """The settings of a run whose rewards differ, although its model is random."""
+    (tmp_path / "rule.py").write_text(RULE)
+    return [*train_overrides, f"reward.path={tmp_path / 'rule.py'}", "reward.num_processes=0"]
+
+
+def kl_losses(metrics):
+    """Return the KL to the reference in each training step."""
+    return [row["actor/kl_loss"] for row in metrics if "actor/kl_loss" in row]
+
+
+def test_a_run_trains_adapters_against_their_own_base(run, tiny_task, tmp_path):
+    first, second = kl_losses(run(*LORA, *KL))
+    assert first == pytest.approx(0, abs=1e-9)
+    assert second > 1e-6
+    model = tmp_path / "run" / "model"
+    config = json.loads((model / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8.0)
+    assert config["base_model_name_or_path"] == str(tiny_task.model)
+    base = AutoModelForCausalLM.from_pretrained(tiny_task.model)
+    before = {name: weight.clone() for name, weight in base.state_dict().items()}
+    merged = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    adapted = PeftModel.from_pretrained(base, model / "adapter").merge_and_unload().state_dict()
+    for name, weight in merged.items():
+        assert adapted[name].sub(weight).abs().max() < 1e-6, name
+        assert weight.equal(before[name]) == ("_proj" not in name), name
+
+
+def test_the_reference_in_the_actor_equals_one_of_its_own(run, tmp_path):
+    def metrics(name, *more):
+        return kl_losses(run(*LORA, *KL, f"trainer.default_local_dir={tmp_path / name}", *more))
+
+    shared = metrics("shared")
+    own = metrics("own", "trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.ref=[1]")
+    assert shared == pytest.approx(own, rel=1e-4, abs=1e-9)
+
+
+def test_a_resumed_run_of_adapters_equals_an_uninterrupted_one(run, tmp_path):
+    whole = run(*LORA, "trainer.save_freq=1")
+    resumed = run(
+        *LORA,
+        f"trainer.resume_mode={tmp_path / 'run' / 'checkpoints' / 'global_step_1'}",
+        f"trainer.default_local_dir={tmp_path / 'again'}",
+    )
+    assert timeless(resumed)[-1] == timeless(whole)[-1]
+    files = (tmp_path / "run" / "checkpoints").rglob("actor/shard_*.safetensors")
+    size = (tmp_path / "run" / "model" / "adapter" / "adapter_model.safetensors").stat().st_size
+    for file in files:  # the adapter with two moments, in float32, and three headers
+        assert file.stat().st_size < 3 * size + 20_000
+
+
+def test_a_run_starts_from_an_adapter_and_refuses_that_of_another_base(run, tmp_path, tiny_task):
+    run(*LORA)
+    adapter = tmp_path / "run" / "model" / "adapter"
+    start = (f"actor_rollout_ref.model.lora.path={adapter}", *KL)
+    folder = f"trainer.default_local_dir={tmp_path / 'again'}"
+    assert kl_losses(run(*start, folder))[0] > 1e-7  # the reference is the base model
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "r": 8}))
+    with pytest.raises(InputError, match=r"so with rank 8 its lora_A must be \[8, 64\], and the"):
+        run(*start, folder, "trainer.overwrite=true")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("actor_rollout_ref.model.freeze=model.layer.*",), "no weight of LlamaForCausalLM has a"),
+        (("actor_rollout_ref.model.lora.target_modules=[q]", *LORA), "no linear layer 'q' that"),
+        (("actor_rollout_ref.model.freeze=[lm_head.*]", *LORA), r"so .*freeze has no effect"),
+        (("actor_rollout_ref.ref.engine.use_dynamic_bsz=false", *LORA), "are not read; remove"),
+        (("actor_rollout_ref.model.lora.rank=0",), r"lora\.rank must be at least 1, got 0"),
+        (("algorithm.adv_estimator=gae", "critic.model.freeze=[a]"), "no weight of LlamaForToken"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_start(train_overrides, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        check_train_config(load_config(TrainConfig, [*train_overrides, *settings]))
+
+
+def test_the_critic_has_adapters_of_its_own(run):
+    metrics = run(*LORA, "algorithm.adv_estimator=gae", "critic.model.lora.rank=2")
+    assert metrics[-1]["critic/grad_norm"] > 0
+
+
+def test_the_plan_has_no_second_model_for_the_reference(train_overrides):
+    plain = load_config(TrainConfig, [*train_overrides, *KL])
+    adapted = load_config(TrainConfig, [*train_overrides, *KL, *LORA])
+    for config, roles in ((plain, {"actor", "ref"}), (adapted, {"actor"})):
+        (pool,) = memory_plan(config, "cpu").pools
+        assert set(pool.engines) == roles
+    whole, small = (memory_plan(c, "cpu").pools[0].engines["actor"] for c in (plain, adapted))
+    assert small.optimizer < whole.optimizer / 3
+    assert small.weights > whole.weights  # the base and the adapters
+
+
+def test_sft_trains_adapters_and_frozen_weights(tiny_task, tmp_path):
+    from quadriga.trainer.sft import run_sft
+
+    def config(name, *more):
+        return load_config(
+            SFTConfig,
+            [
+                f"model.path={tiny_task.model}",
+                f"data.train_files={tiny_task.data('sft')}",
+                "data.train_batch_size=16",
+                "optim.lr=1e-2",
+                "trainer.total_training_steps=2",
+                "trainer.backend=local",
+                "trainer.loggers=[jsonl]",
+                f"trainer.default_local_dir={tmp_path / name}",
+                *more,
+            ],
+        )
+
+    result = run_sft(config("lora", "model.lora.rank=2"))
+    assert (Path(result.model_path) / "adapter" / "adapter_model.safetensors").is_file()
+    result = run_sft(config("part", "model.freeze=[model.embed_tokens.*]"))
+    before = AutoModelForCausalLM.from_pretrained(tiny_task.model).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(result.model_path).state_dict()
+    equal = {name for name in before if before[name].equal(after[name])}
+    assert equal == {"model.embed_tokens.weight"}
+    with pytest.raises(ConfigError, match=r"model\.freeze: no weight"):
+        check_sft_config(config("none", "model.freeze=[nothing]"))
