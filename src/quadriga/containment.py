@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
+
+from quadriga.errors import DataError, InputError
 
 MAX_DETAIL = 2000  # characters of the description of an error
 
@@ -74,6 +79,33 @@ class ExitGuard:
             os.write(2, f"{text} command has not ended with success\n".encode())
             self._really_exit(self.code)
         self._really_exit(status)
+
+
+def import_file(path: Path, what: str) -> ModuleType:
+    """Import a Python file of the user, which is then in no table of modules.
+
+    Args:
+        what: what the file is, in error messages: "reward file".
+
+    Raises:
+        DataError: there is no such file.
+        InputError: it cannot be imported. Whatever its import raises is an error in the file, also
+            an `exit()` at its top level.
+    """
+    if not path.is_file():
+        raise DataError(f"{what} {path} does not exist", path=str(path))
+    spec = importlib.util.spec_from_file_location(f"quadriga_file_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{what} {path} is not a Python file (.py)")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        with contained():
+            spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise InputError(f"{what} {path} cannot be imported: {describe(error)}") from error
+    return module
 
 
 def describe(error: BaseException) -> str:

@@ -27,6 +27,7 @@ from quadriga.config.schema import (
 from quadriga.config.trained_part_checks import check_one_part, check_trained_parts
 from quadriga.config.unread import (
     check_run_length,
+    check_unread_data,
     check_unread_engine,
     check_unread_optim,
     check_unread_update,
@@ -78,6 +79,7 @@ def check_train_settings(config: TrainConfig, known: KnownNames | None = None) -
         ("critic", "critic", config.critic.engine),
     ):
         _check_engine(f"{key}.engine", engine, num_ranks(config, role))
+    check_unread_data(config.data)
     check_unread_update(config)
     if (steps := config.trainer.total_training_steps) is not None:
         with_critic = config.algorithm.adv_estimator in known.estimators_with_values

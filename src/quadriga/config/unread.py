@@ -1,4 +1,4 @@
-"""Settings of the training engines that another setting leaves without effect are refused.
+"""Settings of data and training engines that another setting leaves without effect are refused.
 
 The parameters of a feature that is off, such as `kl_loss_coef` without `use_kl_loss`, are no error:
 a file may hold them for the runs in which the feature is on.
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from quadriga.config.describe import as_written
 from quadriga.config.plan import batch_plan, mini_batch_prompts
-from quadriga.config.schema import ActorConfig, EngineConfig, OptimConfig, TrainConfig
+from quadriga.config.schema import ActorConfig, DataConfig, EngineConfig, OptimConfig, TrainConfig
 from quadriga.errors import ConfigError
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -23,6 +23,31 @@ _OF_UPDATES = {
     "reduce_dtype": "it has no gradients",
 }
 """Setting of an engine that a frozen model does not read -> the reason."""
+
+
+def check_unread_data(data: DataConfig) -> None:
+    """Check that no setting of the user's classes for data is without effect.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    default = DataConfig()
+    for section in ("dataset", "sampler"):
+        chosen = getattr(data, section)
+        for name, value in vars(chosen).items():
+            if chosen.path is None and value != getattr(getattr(default, section), name):
+                key = f"data.{section}.{name}"
+                raise ConfigError(
+                    f"{key}={as_written(value)} has no effect without data.{section}.path; set the "
+                    "path of the Python file",
+                    key=key,
+                )
+    if data.sampler.path is not None and data.train_weights is not None:
+        raise ConfigError(
+            "data.train_weights has no effect with data.sampler.path, because the sampler chooses "
+            "all rows; remove one of them",
+            key="data.train_weights",
+        )
 
 
 def check_unread_engine(key: str, engine: EngineConfig) -> None:

@@ -17,11 +17,10 @@ batches are made in the calling thread: there are no loader processes whose stat
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypedDict, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
+from quadriga.data.order import Mixture, Order, epoch_order
+from quadriga.data.user_classes import RowSampler, sampled_rows, sampler_state
 from quadriga.errors import CheckpointError, ConfigError
 from quadriga.protocol import DataProto
 
@@ -44,12 +43,16 @@ def items_of(dataset: BatchDataset[ItemT]) -> Iterator[ItemT]:
         yield from (dataset[index] for index in range(len(dataset)))
 
 
-def epoch_order(size: int, *, seed: int, epoch: int, shuffle: bool) -> npt.NDArray[np.int64]:
-    """Return the order of the items in an epoch, a permutation [size] int64."""
-    if not shuffle:
-        return np.arange(size)
-    # The pair and not `seed + epoch`, with which epoch 1 of seed 0 would equal epoch 0 of seed 1.
-    return np.random.default_rng([seed, epoch]).permutation(size)
+class LoaderState(TypedDict):
+    """The position of a loader; JSON values."""
+
+    epoch: int
+    batches_done: int
+    rows: int
+    batch_size: int
+    seed: int
+    weights: list[float] | None
+    sampler: dict[str, object] | None
 
 
 class PromptLoader:
@@ -57,6 +60,10 @@ class PromptLoader:
 
     A new `for` loop continues where the last one stopped; after the end of an epoch it begins the
     next one. `state_dict` counts the batches that were returned, the current one included.
+
+    Args:
+        mixture: the shares of the files in each epoch; None: all rows once.
+        sampler: chooses the rows of each batch, in place of the seeded order.
 
     Raises `ConfigError` if `drop_last` is set and the dataset has fewer rows than one batch.
     """
@@ -69,6 +76,8 @@ class PromptLoader:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = True,
+        mixture: Mixture | None = None,
+        sampler: RowSampler | None = None,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
@@ -82,6 +91,8 @@ class PromptLoader:
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
+        self.mixture = mixture
+        self.sampler = sampler
         self.epoch = 0
         self.batches_done = 0
 
@@ -91,12 +102,9 @@ class PromptLoader:
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[DataProto]:
-        order = epoch_order(
-            len(self.dataset), seed=self.seed, epoch=self.epoch, shuffle=self.shuffle
-        )
+        order = self._order()
         while self.batches_done < len(self):
-            start = self.batches_done * self.batch_size
-            rows = order[start : start + self.batch_size]
+            rows = self._rows(order)
             # Counted before `yield`: a state that is taken while the caller works on this batch
             # must continue with the next one.
             self.batches_done += 1
@@ -104,31 +112,65 @@ class PromptLoader:
         self.epoch += 1
         self.batches_done = 0
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position of the loader, and what a loader that continues must agree on."""
+    def update(self, data: DataProto) -> None:
+        """Tell the sampler, if there is one, about a step."""
+        if self.sampler is not None:
+            self.sampler.update(data)
+
+    def _order(self) -> Order:
+        seed, epoch, shuffle = self.seed, self.epoch, self.shuffle
+        if self.mixture is not None:
+            return self.mixture.order(seed=seed, epoch=epoch, shuffle=shuffle)
+        return epoch_order(len(self.dataset), seed=seed, epoch=epoch, shuffle=shuffle)
+
+    def _rows(self, order: Order) -> Sequence[int]:
+        """Return the rows of the next batch."""
+        if self.sampler is not None:
+            batch = self.epoch * len(self) + self.batches_done
+            return sampled_rows(self.sampler, batch, self.batch_size, len(self.dataset))
+        start = self.batches_done * self.batch_size
+        rows: list[int] = order[start : start + self.batch_size].tolist()
+        return rows
+
+    def state_dict(self) -> LoaderState:
+        """Return the position of the loader, and what a loader that continues must agree on.
+
+        Raises `DataError` if the sampler's state is not made of JSON values.
+        """
         return {
             "epoch": self.epoch,
             "batches_done": self.batches_done,
             "rows": len(self.dataset),
             "batch_size": self.batch_size,
             "seed": self.seed,
+            "weights": None if self.mixture is None else list(self.mixture.weights),
+            "sampler": None if self.sampler is None else sampler_state(self.sampler),
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: LoaderState) -> None:
         """Continue at the position of `state`.
 
-        Raises `CheckpointError` if rows, batch size or seed differ, because the order of the rows
-        would differ too.
+        Raises `CheckpointError` if rows, batch size, seed or weights differ, because the order of
+        the rows would differ too; or if only one of the two runs has a sampler.
         """
-        own = self.state_dict()
-        for key in ("rows", "batch_size", "seed"):
-            if state[key] != own[key]:
+        saved, own = dict(state), dict(self.state_dict())
+        for key in ("rows", "batch_size", "seed", "weights"):
+            if saved.get(key) != own[key]:
                 raise CheckpointError(
-                    f"the position in the data was saved with {key}={state[key]}, but this run has "
-                    f"{key}={own[key]}; resume with the same data and settings, or start a new run"
+                    f"the position in the data was saved with {key}={saved.get(key)}, but this run "
+                    f"has {key}={own[key]}; resume with the same data and settings, or start a new "
+                    "run"
                 )
+        if (state.get("sampler") is None) != (self.sampler is None):
+            which = "without" if self.sampler is not None else "with"
+            raise CheckpointError(
+                f"the position in the data was saved {which} a sampler; resume with the same "
+                "data.sampler, or start a new run"
+            )
         self.epoch = state["epoch"]
         self.batches_done = state["batches_done"]
+        if self.sampler is not None:
+            self.sampler.load_state_dict(state["sampler"] or {})
 
 
 class SFTLoader(PromptLoader):

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from quadriga.containment import contained, describe
+from quadriga.containment import contained, describe, import_file
 from quadriga.errors import DataError, InputError, UnknownNameError
 
 # `...` and not the four names: a user may annotate `ground_truth` with any type.
@@ -38,7 +37,7 @@ class FunctionRef:
     def load(self) -> RewardFunction:
         """Return the function. Raises `InputError` if there is no such file or function."""
         if self.source.endswith(".py"):
-            module = _from_file(Path(self.source))
+            module = import_file(Path(self.source), "reward file")
         else:
             module = _from_name(self.source)
         function: RewardFunction | None = getattr(module, self.name, None)
@@ -125,24 +124,6 @@ def _from_name(name: str) -> ModuleType:
         raise
     except BaseException as error:
         raise InputError(f"reward module {name} cannot be imported: {describe(error)}") from error
-
-
-def _from_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"quadriga_reward_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"reward file {path} cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        with contained():
-            spec.loader.exec_module(module)
-    except FileNotFoundError as error:
-        raise DataError(f"reward file {path} does not exist", path=str(path)) from error
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        # Whatever the import raises is an error in the user's file, `exit()` at its top level too.
-        raise InputError(f"reward file {path} cannot be imported: {describe(error)}") from error
-    return module
 
 
 def _check_arguments(function: RewardFunction, ref: FunctionRef) -> None:

@@ -197,6 +197,7 @@ class RayPPOTrainer:
                         with record.span("sync_weights"):
                             groups.sync_weights()
 
+                self.ingredients.train_loader.update(batch)
                 record.log_samples(self.step, batch)
                 validator.run(step=self.step, due=self._due(self.config.trainer.test_freq))
                 record.end_step(self.step)

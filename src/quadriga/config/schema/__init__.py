@@ -82,7 +82,14 @@ from quadriga.config.schema.roles import (
     SamplingConfig,
 )
 from quadriga.config.schema.sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
-from quadriga.config.schema.train import DataConfig, PlacementConfig, TrainConfig, TrainerConfig
+from quadriga.config.schema.train import (
+    DataConfig,
+    DatasetClassConfig,
+    PlacementConfig,
+    SamplerConfig,
+    TrainConfig,
+    TrainerConfig,
+)
 
 __all__ = [
     "MISSING_PATH",
@@ -100,6 +107,7 @@ __all__ = [
     "CorrectionMode",
     "CriticConfig",
     "DataConfig",
+    "DatasetClassConfig",
     "DemoConfig",
     "DeviceName",
     "DtypeName",
@@ -136,6 +144,7 @@ __all__ = [
     "RanksConfig",
     "SFTTrainerConfig",
     "SampledKLName",
+    "SamplerConfig",
     "SamplingConfig",
     "TrainConfig",
     "TrainerConfig",

@@ -5,9 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quadriga.config.schema.algorithm import AlgorithmConfig
-from quadriga.config.schema.choices import BackendName, DeviceName
+from quadriga.config.schema.choices import BackendName, DeviceName, Options
 from quadriga.config.schema.reward import RewardConfig
 from quadriga.config.schema.roles import ActorRolloutRefConfig, CriticConfig
+
+
+@dataclass(frozen=True)
+class DatasetClassConfig:
+    """A dataset class of the user, in place of the one that reads the files."""
+
+    path: str | None = None  # Python file; None: the built-in class
+    name: str = "Dataset"  # class in this file
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    """A class of the user that chooses the rows of each batch, such as a curriculum."""
+
+    path: str | None = None  # Python file; None: the seeded order
+    name: str = "Sampler"  # class in this file
+    options: Options = field(default_factory=dict)  # keyword arguments of the class
 
 
 @dataclass(frozen=True)
@@ -15,6 +32,8 @@ class DataConfig:
     """The prompts: files, batch sizes, lengths in tokens."""
 
     train_files: list[str] = field(default_factory=list)  # .parquet or .jsonl files
+    # share of each training file in the prompts; None: every row once in an epoch
+    train_weights: list[float] | None = None
     val_files: list[str] = field(default_factory=list)  # files for validation; empty: no validation
     prompt_key: str = "prompt"  # column of the prompts
     train_batch_size: int = 64  # prompts per step, over all ranks
@@ -26,6 +45,8 @@ class DataConfig:
     seed: int | None = None  # seed of the row order; None: trainer.seed
     # folder for the token ids of large files, whose rows stay on disk; None: all rows in memory
     cache_dir: str | None = "~/.cache/quadriga/prompts"
+    dataset: DatasetClassConfig = field(default_factory=DatasetClassConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quadriga.config.schema import DataConfig, RewardConfig, TrainConfig
+from quadriga.errors import ConfigError
 from quadriga.trainer.dataflow import step_dataflow, validation_dataflow
 from quadriga.trainer.roles.places import scores_come_from_roles
 from quadriga.trainer.run.sequence_checks import check_training_data
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quadriga.data import PromptDataset, PromptLoader
+    from quadriga.data.order import Mixture
+    from quadriga.data.user_classes import Prompts
     from quadriga.rewards import RewardManager
 
 
@@ -46,6 +49,7 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
         ConfigError: a sequence does not fit the token budget of a micro-batch.
     """
     from quadriga.data import PromptLoader
+    from quadriga.data.user_classes import user_sampler
     from quadriga.models import load_tokenizer
 
     model = config.actor_rollout_ref.model
@@ -55,12 +59,12 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
     # A seed of its own lets two runs differ in sampling and still see the same order of prompts.
     seed = config.data.seed if config.data.seed is not None else config.trainer.seed
     val_loader = None
-    train = prompt_dataset(config.data.train_files, config.data, tokenizer)
+    train = load_prompts(config.data.train_files, config.data, tokenizer)
     # Dynamic sampling concatenates the batches of several draws.
     train.same_width = config.algorithm.filter_groups.enable
     datasets = [train]
     if config.data.val_files:
-        val = prompt_dataset(config.data.val_files, config.data, tokenizer)
+        val = load_prompts(config.data.val_files, config.data, tokenizer)
         datasets.append(val)
         val_loader = PromptLoader(
             val,
@@ -69,6 +73,9 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
             seed=seed,
             drop_last=False,
         )
+    sampler = None
+    if config.data.sampler.path is not None:
+        sampler = user_sampler(config.data.sampler.path, config.data.sampler, train, seed)
     # Every training batch has the same size, so that it divides by ranks and mini-batches.
     train_loader = PromptLoader(
         train,
@@ -76,6 +83,8 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
         shuffle=config.data.shuffle,
         seed=seed,
         drop_last=True,
+        mixture=make_mixture(config.data, train),
+        sampler=sampler,
     )
     check_training_data(config, tokenizer, datasets)
     reward = make_reward(config.reward, tokenizer, config.algorithm.reward_components)
@@ -85,6 +94,17 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
     if not scores_come_from_roles(validation_dataflow(config)):
         check_rows(reward, val_loader)
     return Ingredients(tokenizer, train_loader, val_loader, reward)
+
+
+def load_prompts(
+    files: Sequence[str], data: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> Prompts:
+    """Return the prompts of `files`, from the user's dataset class if the settings name one."""
+    from quadriga.data.user_classes import user_dataset
+
+    if data.dataset.path is not None:
+        return user_dataset(data.dataset.path, files, tokenizer, data)
+    return prompt_dataset(files, data, tokenizer)
 
 
 def prompt_dataset(
@@ -101,6 +121,27 @@ def prompt_dataset(
         filter_overlong_prompts=data.filter_overlong_prompts,
         cache_dir=data.cache_dir,
     )
+
+
+def make_mixture(data: DataConfig, prompts: Prompts) -> Mixture | None:
+    """Return the shares of the training files, if the settings have weights.
+
+    Raises:
+        ConfigError: the weights do not fit the files, or a dataset class of the user has no files.
+    """
+    from quadriga.data.order import Mixture
+
+    if data.train_weights is None:
+        return None
+    sizes = getattr(prompts, "file_sizes", None)
+    if sizes is None:
+        raise ConfigError(
+            f"data.train_weights needs the number of prompts of each file, but "
+            f"data.dataset.name={data.dataset.name} has no attribute file_sizes; add it, or remove "
+            "the weights",
+            key="data.train_weights",
+        )
+    return Mixture(sizes, data.train_weights)
 
 
 def make_reward(

@@ -25,6 +25,7 @@ from quadriga.trainer.roles.registry import added_roles
 
 if TYPE_CHECKING:
     from quadriga.data import PromptLoader
+    from quadriga.data.loader import LoaderState
 
 _log = logging.getLogger("quadriga")
 
@@ -37,6 +38,11 @@ _DATA = (
     "data.prompt_key",
     "data.max_prompt_length",
     "data.filter_overlong_prompts",
+    "data.train_weights",
+    "content of data.dataset.path",
+    "data.dataset.name",
+    "content of data.sampler.path",
+    "data.sampler.name",
     "trainer.seed",
 )
 # What the stored weights, moments and coefficients belong to.
@@ -66,7 +72,7 @@ class ControllerState:
     uninterrupted one, and what these steps depend on (`inputs_of`)."""
 
     step: int
-    loader: dict[str, int]
+    loader: LoaderState
     kl_controller: dict[str, float]
     inputs: dict[str, object] = field(default_factory=dict)
 
@@ -80,7 +86,8 @@ class ControllerState:
         With other data the position means nothing: the loader begins the epoch of the checkpoint.
         """
         if data_changed:
-            position = {**loader.state_dict(), "epoch": self.loader["epoch"], "batches_done": 0}
+            position = loader.state_dict()
+            position["epoch"], position["batches_done"] = self.loader["epoch"], 0
             loader.load_state_dict(position)
         else:
             loader.load_state_dict(self.loader)
@@ -167,9 +174,14 @@ def inputs_of(config: TrainConfig) -> dict[str, object]:
         "content of data.train_files": contents_digest(config.data.train_files),
         "content of data.val_files": contents_digest(config.data.val_files),
         "content of algorithm.user_files": contents_digest(config.algorithm.user_files),
-        "content of reward.path": contents_digest(
-            [config.reward.path] if config.reward.path else []
-        ),
+        **{
+            f"content of {key}": contents_digest([path] if path else [])
+            for key, path in (
+                ("reward.path", config.reward.path),
+                ("data.dataset.path", config.data.dataset.path),
+                ("data.sampler.path", config.data.sampler.path),
+            )
+        },
         **{
             key: contents_digest([config_file(path)] if path else [])
             for key, path in models.items()

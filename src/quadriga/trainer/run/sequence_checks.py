@@ -24,11 +24,12 @@ from quadriga.trainer.dataflow import needs_critic, needs_reference, reads_ref_l
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from quadriga.data import PromptDataset, SFTDataset
+    from quadriga.data import SFTDataset
+    from quadriga.data.user_classes import Prompts
 
 
 def check_training_data(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, datasets: Sequence[PromptDataset]
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, datasets: Sequence[Prompts]
 ) -> None:
     """Check that the prompts of `quadriga train`, with the longest response, fit the models.
 
@@ -55,7 +56,7 @@ def check_sft_data(
     config: SFTConfig,
     tokenizer: PreTrainedTokenizerBase,
     train: SFTDataset,
-    validation: PromptDataset | None,
+    validation: Prompts | None,
 ) -> None:
     """Check that the rows of `quadriga sft`, and those of its validation, fit the model.
 
@@ -99,7 +100,7 @@ def check_generation_data(
 
 
 def longest_with_response(
-    datasets: Sequence[PromptDataset], max_response_length: int, prefix: str
+    datasets: Sequence[Prompts], max_response_length: int, prefix: str
 ) -> LongestSequence:
     """Return the longest sequence: the longest prompt of the data with the longest response.
 
@@ -120,7 +121,7 @@ def check_model_inputs(
     model: ModelConfig,
     tokenizer: PreTrainedTokenizerBase,
     longest: LongestSequence,
-    datasets: Sequence[PromptDataset],
+    datasets: Sequence[Prompts],
 ) -> None:
     """Check lengths and token ids against one model.
 

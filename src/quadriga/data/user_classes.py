@@ -1,0 +1,150 @@
+"""A dataset or a sampler of the user: a class in a Python file.
+
+A dataset class is called with `(files, tokenizer, config)`, where `config` are the settings
+`data.*`, and is a `Prompts`. A subclass of `PromptDataset` has all that is needed.
+
+A sampler class is called with `(dataset, seed=…, **options)` and is a `RowSampler`: it chooses the
+rows of each batch, for example by their difficulty, and learns from each step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from quadriga.containment import import_file
+from quadriga.errors import ConfigError, DataError
+from quadriga.protocol import DataProto
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from quadriga.config.schema import DataConfig, SamplerConfig
+    from quadriga.data.collate import PromptItem
+
+
+class Prompts(Protocol):
+    """Prompts by number.
+
+    Attributes:
+        longest: tokens of the longest prompt.
+        largest_id: the largest token id.
+        same_width: whether batches are padded to `longest`; set by the trainer.
+    """
+
+    longest: int
+    largest_id: int
+    same_width: bool
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> PromptItem: ...
+    def collate(self, items: Sequence[PromptItem], /) -> DataProto: ...
+
+
+class RowSampler(Protocol):
+    """Chooses the rows of each batch."""
+
+    def rows(self, batch: int, batch_size: int) -> Sequence[int]:
+        """Return `batch_size` numbers of rows for a batch; `batch` counts from 0 over the run."""
+        ...
+
+    def update(self, data: DataProto) -> None:
+        """Learn from a step. `data` has the fields of the batch after the update: `index` names
+        the rows of the data files, `token_level_scores` [B, R] their scores."""
+        ...
+
+    def state_dict(self) -> Mapping[str, object]:
+        """Return the state as JSON values. It is stored in checkpoints."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue from a state."""
+        ...
+
+
+def user_dataset(
+    path: str, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> Prompts:
+    """Return the dataset of the class `config.dataset.name` in the file `path`.
+
+    Raises:
+        DataError: there is no such file.
+        InputError: the file cannot be imported.
+        ConfigError: it has no such class, or the object lacks a method or an attribute.
+    """
+    name = config.dataset.name
+    dataset = _class(path, name, "data.dataset")(files, tokenizer, config)
+    needed = ("__len__", "__getitem__", "collate", "longest", "largest_id", "same_width")
+    _check(dataset, needed, f"data.dataset.name={name}")
+    return cast(Prompts, dataset)
+
+
+def user_sampler(path: str, config: SamplerConfig, dataset: Prompts, seed: int) -> RowSampler:
+    """Return the sampler of the class `config.name` in the file `path`.
+
+    Raises:
+        As `user_dataset`.
+    """
+    sampler = _class(path, config.name, "data.sampler")(dataset, seed=seed, **config.options)
+    needed = ("rows", "update", "state_dict", "load_state_dict")
+    _check(sampler, needed, f"data.sampler.name={config.name}")
+    return cast(RowSampler, sampler)
+
+
+def sampled_rows(sampler: RowSampler, batch: int, batch_size: int, total: int) -> list[int]:
+    """Return the rows that a sampler chooses for a batch.
+
+    Raises:
+        DataError: it did not return `batch_size` numbers of rows from 0 to `total` - 1.
+    """
+    rows = [int(row) for row in sampler.rows(batch, batch_size)]
+    name = type(sampler).__name__
+    if len(rows) != batch_size:
+        raise DataError(
+            f"{name}.rows must return {batch_size} rows for batch {batch}, got {len(rows)}"
+        )
+    for row in rows:
+        if not 0 <= row < total:
+            raise DataError(
+                f"{name}.rows: row {row} of batch {batch} is not one of 0 to {total - 1}"
+            )
+    return rows
+
+
+def sampler_state(sampler: RowSampler) -> dict[str, object]:
+    """Return the state of a sampler as JSON values.
+
+    Raises:
+        DataError: the state holds something else.
+    """
+    state = dict(sampler.state_dict())
+    try:
+        same: bool = json.loads(json.dumps(state)) == state
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise DataError(
+            f"{type(sampler).__name__}.state_dict must return JSON values (numbers, texts, lists, "
+            f"and dicts with texts as keys), got {state!r:.300}"
+        )
+    return state
+
+
+def _class(path: str, name: str, key: str) -> Callable[..., Any]:
+    module = import_file(Path(path).expanduser().resolve(), f"file {key}.path")
+    found = getattr(module, name, None)
+    if not callable(found):
+        defined = [n for n, value in vars(module).items() if isinstance(value, type)]
+        raise ConfigError(
+            f"{key}.name={name}: {path} has no such class; it has {', '.join(defined) or 'none'}",
+            key=f"{key}.name",
+        )
+    return cast(Callable[..., Any], found)
+
+
+def _check(made: object, needed: Sequence[str], what: str) -> None:
+    lacks = [name for name in needed if not hasattr(made, name)]
+    if lacks:
+        raise ConfigError(f"{what}: {type(made).__name__} lacks {', '.join(lacks)}")

@@ -1,0 +1,81 @@
+"""The rows of each epoch: permutations, and mixtures of files."""
+
+from collections import Counter
+from itertools import islice
+
+import pytest
+from test_loader import Numbers, numbers
+
+from quadriga.data.loader import PromptLoader
+from quadriga.data.order import Mixture, shares
+from quadriga.errors import CheckpointError, ConfigError
+
+
+def test_the_worked_example():
+    mixture = Mixture([4, 2], [1, 1])
+    orders = [mixture.order(seed=0, epoch=epoch, shuffle=False).tolist() for epoch in (0, 1)]
+    assert orders == [[0, 1, 2, 4, 5, 4], [3, 0, 1, 5, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("total", "weights", "expected"),
+    [(10, [1, 1, 1], [4, 3, 3]), (7, [5], [7]), (5, [0.9, 0.1], [5, 0]), (8, [1, 3], [2, 6])],
+)
+def test_shares(total, weights, expected):
+    assert shares(total, weights) == expected
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_file_has_its_share_and_all_its_rows_are_used_equally_often(shuffle):
+    sizes, weights = [30, 7, 13], [1, 2, 2]
+    mixture = Mixture(sizes, weights)
+    used = Counter()
+    for epoch in range(9):
+        order = mixture.order(seed=3, epoch=epoch, shuffle=shuffle).tolist()
+        assert len(order) == 50
+        of_file = [sum(row < 30 for row in order), sum(30 <= row < 37 for row in order)]
+        assert of_file == [10, 20]
+        used.update(order)
+    for rows in (range(30), range(30, 37), range(37, 50)):
+        counts = [used[row] for row in rows]
+        assert max(counts) - min(counts) <= 1 and min(counts) >= 1
+
+
+def test_a_mixture_depends_on_seed_and_epoch_alone():
+    def order(seed, epoch):
+        return Mixture([5, 50], [1, 1]).order(seed=seed, epoch=epoch, shuffle=True).tolist()
+
+    assert order(1, 2) == order(1, 2)
+    assert order(1, 2) != order(2, 1) and order(1, 2) != order(1, 3)
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 0], [1, -1], [1, float("nan")], [1, float("inf")]])
+def test_weights_that_are_no_shares_are_refused(weights):
+    with pytest.raises(ConfigError, match=r"one positive number for each of the 2 training files"):
+        Mixture([3, 3], weights)
+
+
+def test_a_file_without_rows_can_have_no_share():
+    with pytest.raises(ConfigError, match=r"training file 1 .* were left out"):
+        Mixture([3, 0], [1, 1])
+
+
+def test_a_mixture_resumes_at_any_batch():
+    def loader():
+        return PromptLoader(Numbers(12), 5, seed=4, mixture=Mixture([10, 2], [1, 1]))
+
+    whole = loader()
+    expected = numbers(whole) + numbers(whole)
+    first = loader()
+    first_batch = numbers(islice(first, 1))
+    again = loader()
+    again.load_state_dict(first.state_dict())
+    assert first_batch + numbers(again) + numbers(again) == expected
+
+
+def test_other_weights_do_not_continue():
+    saved = PromptLoader(Numbers(12), 5, mixture=Mixture([10, 2], [1, 1])).state_dict()
+    with pytest.raises(CheckpointError, match=r"weights=\[1, 1\], but this run has weights=\[1, 2"):
+        PromptLoader(Numbers(12), 5, mixture=Mixture([10, 2], [1, 2])).load_state_dict(saved)
+    with pytest.raises(CheckpointError, match=r"weights=\[1, 1\], but this run has weights=None"):
+        PromptLoader(Numbers(12), 5).load_state_dict(saved)

@@ -1,0 +1,150 @@
+"""Datasets and samplers that a user writes."""
+
+import pytest
+from test_loader import Numbers, numbers
+
+from quadriga.config.schema import DataConfig, DatasetClassConfig, SamplerConfig
+from quadriga.data.loader import PromptLoader
+from quadriga.data.user_classes import user_dataset, user_sampler
+from quadriga.errors import CheckpointError, ConfigError, DataError, InputError
+from quadriga.protocol import DataProto
+
+SAMPLER = """
+class Sampler:
+    def __init__(self, dataset, seed, step=1):
+        self.size, self.step, self.seen = len(dataset), step, 0
+
+    def rows(self, batch, batch_size):
+        return [(self.seen + i * self.step) % self.size for i in range(batch_size)]
+
+    def update(self, data):
+        self.seen += len(data)
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+class Short(Sampler):
+    def rows(self, batch, batch_size):
+        return [0]
+
+
+class Outside(Sampler):
+    def rows(self, batch, batch_size):
+        return [99] * batch_size
+
+
+class BadState(Sampler):
+    def state_dict(self):
+        return {3: object()}
+
+
+class Nothing:
+    def __init__(self, dataset, seed):
+        pass
+"""
+DATASET = """
+from quadriga.data import PromptDataset
+
+
+class Questions(PromptDataset):
+    def __init__(self, files, tokenizer, config):
+        rows = [{"prompt": f"{file} {i}"} for file in files for i in range(3)]
+        made = PromptDataset.from_rows(rows, tokenizer, max_prompt_length=config.max_prompt_length)
+        self.__dict__.update(made.__dict__)
+
+
+class Empty:
+    def __init__(self, files, tokenizer, config):
+        pass
+"""
+
+
+@pytest.fixture
+def sampler(tmp_path):
+    path = tmp_path / "s.py"
+    path.write_text(SAMPLER)
+
+    def make(name="Sampler", size=10, **options):
+        settings = SamplerConfig(path=str(path), name=name, options=options)
+        return user_sampler(str(path), settings, Numbers(size), 0)
+
+    return make
+
+
+def batch(rows):
+    return DataProto.from_dict(non_tensors={"index": rows})
+
+
+def test_a_sampler_chooses_rows_and_learns(sampler):
+    loader = PromptLoader(Numbers(10), 4, sampler=sampler(step=2))
+    stream = iter(loader)
+    assert numbers([next(stream)]) == [[0, 2, 4, 6]]
+    loader.update(batch([0, 2, 4]))
+    assert numbers([next(stream)]) == [[3, 5, 7, 9]]
+
+
+def test_a_sampler_resumes(sampler):
+    loader = PromptLoader(Numbers(10), 4, sampler=sampler())
+    next(iter(loader))
+    loader.update(batch([0, 1, 2, 3]))
+    again = PromptLoader(Numbers(10), 4, sampler=sampler())
+    again.load_state_dict(loader.state_dict())
+    assert numbers([next(iter(again))]) == [[4, 5, 6, 7]]
+
+
+def test_a_state_with_and_without_a_sampler_do_not_mix(sampler):
+    with_sampler = PromptLoader(Numbers(10), 4, sampler=sampler())
+    plain = PromptLoader(Numbers(10), 4)
+    with pytest.raises(CheckpointError, match="was saved without a sampler"):
+        with_sampler.load_state_dict(plain.state_dict())
+    with pytest.raises(CheckpointError, match="was saved with a sampler"):
+        plain.load_state_dict(with_sampler.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Short", "Short.rows must return 4 rows for batch 0, got 1"),
+        ("Outside", "Outside.rows: row 99 of batch 0 is not one of 0 to 9"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_refused(sampler, name, message):
+    with pytest.raises(DataError, match=message):
+        next(iter(PromptLoader(Numbers(10), 4, sampler=sampler(name))))
+
+
+def test_a_state_that_is_no_json_is_refused(sampler):
+    with pytest.raises(DataError, match=r"BadState.state_dict must return JSON values"):
+        PromptLoader(Numbers(10), 4, sampler=sampler("BadState")).state_dict()
+
+
+def test_a_class_without_methods_or_of_another_name_is_refused(sampler):
+    with pytest.raises(ConfigError, match="Nothing lacks rows, update, state_dict"):
+        sampler("Nothing")
+    with pytest.raises(ConfigError, match=r"data.sampler.name=Smapler: .* it has Sampler, Short"):
+        sampler("Smapler")
+
+
+def test_the_file_must_exist_and_import(tmp_path, tokenizer):
+    config = DataConfig(dataset=DatasetClassConfig(name="X"))
+    with pytest.raises(DataError, match=r"file data.dataset.path .*/no.py does not exist"):
+        user_dataset(str(tmp_path / "no.py"), [], tokenizer, config)
+    bad = tmp_path / "bad.py"
+    bad.write_text("raise SystemExit(0)")
+    with pytest.raises(InputError, match=r"cannot be imported: SystemExit"):
+        user_dataset(str(bad), [], tokenizer, config)
+
+
+def test_a_dataset_of_the_user(tmp_path, tokenizer):
+    path = tmp_path / "d.py"
+    path.write_text(DATASET)
+    config = DataConfig(dataset=DatasetClassConfig(name="Questions"))
+    data = user_dataset(str(path), ["a", "b"], tokenizer, config)
+    assert len(data) == 6 and data[4]["raw_prompt"][0]["content"] == "b 1"
+    config = DataConfig(dataset=DatasetClassConfig(name="Empty"))
+    with pytest.raises(ConfigError, match=r"data.dataset.name=Empty: Empty lacks __len__"):
+        user_dataset(str(path), ["a"], tokenizer, config)

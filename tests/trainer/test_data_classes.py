@@ -1,0 +1,93 @@
+"""Runs with a sampler, a dataset class and a mixture of files that the user gives."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from run_cases import timeless
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import CheckpointError, ConfigError
+from quadriga.trainer.main import run_training
+from quadriga.trainer.run.ingredients import load_ingredients
+
+CURRICULUM = Path(__file__).parents[2] / "examples" / "trainer" / "curriculum.py"
+SAMPLER = (f"data.sampler.path={CURRICULUM}", "data.sampler.name=NearTarget")
+DATASET = """
+from quadriga.data import PromptDataset
+
+
+class Backwards(PromptDataset):
+    def __init__(self, files, tokenizer, config):
+        super().__init__(files, tokenizer, max_prompt_length=config.max_prompt_length)
+
+    def __getitem__(self, index):
+        return super().__getitem__(len(self) - 1 - index)
+"""
+
+
+def test_a_curriculum_run_that_is_resumed_equals_an_undisturbed_one(run, tmp_path) -> None:
+    whole = run(*SAMPLER, "trainer.total_training_steps=3", "trainer.save_freq=2")
+    folder = f"trainer.default_local_dir={tmp_path / 'parts'}"
+    run(*SAMPLER, folder, "trainer.save_freq=2")
+    resumed = run(
+        *SAMPLER, folder, "trainer.total_training_steps=3", "trainer.resume_mode=auto",
+        "trainer.save_freq=2",
+    )  # fmt: skip
+    assert timeless(resumed)[-1] == timeless(whole)[-1]
+    with pytest.raises(CheckpointError, match=r"content of data.sampler.path"):
+        run(folder, "trainer.total_training_steps=4", "trainer.resume_mode=auto")
+
+
+def test_a_sampler_learns_from_every_step(train_overrides, tmp_path) -> None:
+    learned = tmp_path / "learned.py"
+    learned.write_text(
+        CURRICULUM.read_text() + "\n\nclass Told(NearTarget):\n    def update(self, data):\n"
+        "        assert data.batch['token_level_scores'].shape[0] == 16\n"
+        "        super().update(data)\n        assert len(self.state_dict()) >= 8\n"
+        f"        open({str(tmp_path / 'told')!r}, 'a').write('x')\n"
+    )
+    settings = [f"data.sampler.path={learned}", "data.sampler.name=Told"]
+    run_training(load_config(TrainConfig, [*train_overrides, *settings]))
+    assert (tmp_path / "told").read_text() == "xx"
+
+
+def test_a_dataset_class_is_used_for_training_and_validation(train_overrides, tmp_path) -> None:
+    file = tmp_path / "backwards.py"
+    file.write_text(DATASET)
+    plain = load_ingredients(load_config(TrainConfig, train_overrides))
+    settings = [f"data.dataset.path={file}", "data.dataset.name=Backwards"]
+    own = load_ingredients(load_config(TrainConfig, [*train_overrides, *settings]))
+    with closing(plain), closing(own):
+        for a, b in ((plain.train_loader, own.train_loader), (plain.val_loader, own.val_loader)):
+            assert b.dataset[0] == a.dataset[len(a.dataset) - 1]
+
+
+def test_a_mixture_of_files(train_overrides, tiny_task) -> None:
+    train, test = (tiny_task.data(part).strip("[]") for part in ("train", "test"))
+    config = load_config(
+        TrainConfig,
+        [*train_overrides, f"data.train_files=[{train},{test}]", "data.train_weights=[1,3]"],
+    )
+    made = load_ingredients(config)
+    with closing(made):
+        rows = [n for batch in made.train_loader for n in batch.non_tensor_batch["index"]]
+    assert len(rows) == 80 and sum(row >= 64 for row in rows) == 60
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["data.train_weights=[1,2]"], "one positive number for each of the 1 training files"),
+        ([*SAMPLER, "data.train_weights=[1]"], "data.train_weights has no effect with data.samp"),
+        (["data.sampler.name=X"], "data.sampler.name=X has no effect without data.sampler.path"),
+        (["data.sampler.options={a: 1}"], "data.sampler.options={a:1} has no effect without"),
+        (["data.dataset.name=X"], "data.dataset.name=X has no effect without data.dataset.path"),
+    ],
+)
+def test_settings_without_effect_are_refused(train_overrides, settings, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run_training(load_config(TrainConfig, [*train_overrides, *settings]))
