@@ -9,18 +9,26 @@ size.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
+
+if TYPE_CHECKING:
+    # transformers has DummyLayer since 5.20. The environments of vLLM and SGLang have 5.19.
+    from transformers.cache_utils import DummyLayer
+
+    CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
+    """A layer with keys and values, with a recurrent state, or without either."""
 
 # Growth for a prompt of 3 tokens and 64 spare columns:
 #
@@ -46,9 +54,6 @@ from transformers.cache_utils import (
 #   get_mask_sizes(1) = (3, 3): the mask has 3 columns, and its first is column 3
 
 _SPARE_COLUMNS = 64
-
-CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
-"""A layer with keys and values, with a recurrent state, or without either."""
 
 
 class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as a base class
