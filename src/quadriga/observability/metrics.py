@@ -27,6 +27,8 @@ _I = MetricInfo
 METRICS: dict[str, MetricInfo] = {
     # Reward and validation
     "reward/mean": _I("reward", "score of a response, before penalties"),
+    "reward/rules": _I("reward", "score of the rules, if a reward model is added to them"),
+    "reward/model": _I("reward", "score of the reward model, before its weight"),
     "reward/max": _I("reward", "largest score of the step", "max"),
     "reward/min": _I("reward", "smallest score of the step", "min"),
     "reward/kl_penalty": _I("nats", "KL(policy‖reference) per token in the KL penalty"),
@@ -35,6 +37,8 @@ METRICS: dict[str, MetricInfo] = {
     "val/score": _I("reward", "mean validation score"),
     "val/accuracy": _I("share", "the same, if all validation scores so far are 0 or 1"),
     "val/samples": _I("responses", "validation responses that were scored", "sum"),
+    "val-core/*": _I("reward", "of one data source, over all n responses to a prompt"),
+    "val-aux/*": _I("reward", "of one data source, over k < n responses to a prompt"),
     "reward/raised": _I("samples", "reward functions that raised an exception", "sum"),
     "reward/timed_out": _I("samples", "reward functions that exceeded their deadline", "sum"),
     "reward/crashed": _I("samples", "reward functions that ended their process", "sum"),

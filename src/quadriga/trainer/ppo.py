@@ -269,6 +269,7 @@ class RayPPOTrainer:
 
     def save_if_due(self, groups: PPOGroups, record: RunRecord) -> None:
         """Save a checkpoint where the settings or a signal ask for it. Then stop if one does."""
+            n=self.config.actor_rollout_ref.rollout.val_n,
         settings = self.config.trainer
         if self._due(settings.save_freq) or self.save_clock.due or self.stop.requested:
             self.save(groups, record)

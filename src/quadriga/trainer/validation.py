@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from quadriga.protocol import fields
+from quadriga.protocol import DataProto, fields
 from quadriga.trainer import stages
+from quadriga.trainer.evaluation.scores import (
+    NO_SOURCE,
+    PromptScores,
+    SourceSummary,
+    SummarySettings,
+    summarise,
+)
 from quadriga.trainer.roles.stage_runner import StageRunner
 from quadriga.trainer.stages import BatchReward, Metrics
 
@@ -16,12 +23,25 @@ if TYPE_CHECKING:
     from quadriga.trainer.run.record import RunRecord
     from quadriga.workers.roles import RolloutGroup
 
+CORE, OTHER = "val-core", "val-aux"
+"""Beginnings of the metrics of a data source, as verl names them: those of all n responses to a
+prompt, and those of k < n."""
+
+
+@runtime_checkable
+class HasAnswers(Protocol):
+    """A reward function that keeps the answers in the responses of its last call."""
+
+    answers: list[str | None]
+
 
 class Validator:
-    """Generates one response per validation prompt and records the mean score and samples.
+    """Generates `n` responses per validation prompt, and records scores and samples.
 
-    The mean is an accuracy (`val/accuracy`) if all scores so far are 0 or 1: right or wrong.
-    Sampling is that of `rollout.val_sampling`, greedy by default. Without a loader `run` does
+    The mean is an accuracy (`val/accuracy`) if all scores so far are 0 or 1: right or wrong. Each
+    data source has metrics of its own (`source_metrics`). Sampling is that of
+    `rollout.val_sampling`, greedy by default; the random numbers of a prompt depend on `seed` and
+    on its row of the data, so they are the same in every validation. Without a loader `run` does
     nothing. The rollout generates within `generating()`. `run_stage` runs the stages, with those of
     added roles beside them.
     """
@@ -34,6 +54,7 @@ class Validator:
         reward: BatchReward,
         record: RunRecord,
         *,
+        n: int = 1,
         generating: Callable[[], AbstractContextManager[None]] = nullcontext,
         run_stage: StageRunner | None = None,
     ) -> None:
@@ -42,6 +63,7 @@ class Validator:
         self.rollout = rollout
         self.reward = reward
         self.record = record
+        self.n = n
         self.generating = generating
         self.run_stage = run_stage or StageRunner()
         self.last: Metrics = {}
@@ -51,22 +73,62 @@ class Validator:
         """Validate if `due`, and if there is validation data. Return the metrics, else {}."""
         if not due or self.loader is None:
             return {}
-        scores: list[float] = []
+        prompts: list[PromptScores] = []
         with self.record.span("validate"), self.generating():
-            for number, prompts in enumerate(self.loader):
-                # The seeds depend on the number of the batch and not on the training step, so
-                # that validations of different steps sample with the same random numbers.
-                run, expand = self.run_stage, stages.expand_prompts
-                rows = run(expand, prompts, n=1, step=number, seed=self.seed).batch
-                batch = run(stages.generate, rows, self.rollout, "val").batch
-                batch = run(stages.score_responses, batch, self.reward).batch
-                scores += batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1).tolist()
+            for number, batch in enumerate(self._scored_batches(self.loader)):
+                prompts += self._prompts(batch)
                 if number == 0:
                     self.record.log_samples(step, batch, split="val")
+        scores = [score for prompt in prompts for score in prompt.scores]
         self.scores_right_or_wrong &= set(scores) <= {0.0, 1.0}
         mean = sum(scores) / len(scores)
+        summaries = summarise(prompts, SummarySettings(seed=self.seed))
         self.last = {"val/score": mean, "val/samples": float(len(scores))}
         if self.scores_right_or_wrong:
             self.last["val/accuracy"] = mean
-        self.record.log_validation(step, self.last)
+        self.last |= source_metrics(summaries, self.n)
+        self.record.log_validation(step, self.last, summaries)
         return self.last
+
+    def _scored_batches(self, loader: PromptLoader) -> Iterator[DataProto]:
+        run, expand = self.run_stage, stages.expand_prompts
+        for number, prompts in enumerate(loader):
+            rows = run(
+                expand, prompts, n=self.n, step=number, seed=self.seed, seed_by_index=True
+            ).batch
+            batch = run(stages.generate, rows, self.rollout, "val").batch
+            if isinstance(self.reward, HasAnswers):
+                self.reward.answers = []  # they stay so if a role scores the responses
+            yield run(stages.score_responses, batch, self.reward).batch
+
+    def _prompts(self, batch: DataProto) -> Iterator[PromptScores]:
+        """Yield the scores of each prompt; its n rows are neighbours."""
+        scores = batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1).tolist()
+        arrays = batch.non_tensor_batch
+        sources: Sequence[object] = [None] * len(batch)
+        if fields.DATA_SOURCE in arrays:
+            sources = arrays[fields.DATA_SOURCE].tolist()
+        answers: list[str | None] = [None] * len(batch)
+        if isinstance(self.reward, HasAnswers) and self.reward.answers:
+            answers = self.reward.answers
+        for start in range(0, len(batch), self.n):
+            own = slice(start, start + self.n)
+            source = NO_SOURCE if sources[start] is None else str(sources[start])
+            yield PromptScores(source, scores[own], answers[own])
+
+
+def source_metrics(summaries: Sequence[SourceSummary], n: int) -> Metrics:
+    """Return the metrics of each data source under verl's names.
+
+    With n = 4, source gsm8k has among others `val-core/gsm8k/reward/mean@4`,
+    `val-core/gsm8k/reward/best@4/mean`, `val-core/gsm8k/reward/pass@4` and
+    `val-aux/gsm8k/reward/pass@2`.
+    """
+    found: Metrics = {}
+    for summary in summaries:
+        for name, estimate in summary.metrics.items():
+            kind, _, k = name.partition("@")
+            group = CORE if int(k) == n else OTHER
+            ending = "/mean" if kind in ("best", "maj") else ""
+            found[f"{group}/{summary.data_source}/reward/{name}{ending}"] = estimate.value
+    return found

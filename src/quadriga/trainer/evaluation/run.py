@@ -32,6 +32,7 @@ from quadriga.trainer.evaluation.report import (
 )
 from quadriga.trainer.evaluation.responses import Prompts, load_prompts, write_responses
 from quadriga.trainer.evaluation.scores import (
+    NO_SOURCE,
     PromptScores,
     SourceSummary,
     SummarySettings,
@@ -42,8 +43,6 @@ from quadriga.trainer.run.resuming import contents_digest
 
 RESPONSES, SAMPLES, RESULTS = "responses.jsonl", "samples.jsonl", "results.json"
 PLOT, CONFIG = "results.png", "config.yaml"
-NO_SOURCE = "unknown"
-"""The name of rows without a data source."""
 _TOGETHER = 256  # prompts that are scored together
 
 

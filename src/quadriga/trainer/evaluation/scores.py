@@ -28,6 +28,8 @@ from quadriga.errors import DataError
 Floats = npt.NDArray[np.float64]
 OVERALL = "overall"
 """The name of the summary over all data sources."""
+NO_SOURCE = "unknown"
+"""The name of rows without a data source."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from quadriga.observability.samples import Sample, SampleLog
 from quadriga.observability.timing import Timer
 from quadriga.observability.trackers import RunInfo, Trackers
 from quadriga.protocol import DataProto, fields
+from quadriga.trainer.evaluation.report import one_line
+from quadriga.trainer.evaluation.scores import SourceSummary
 from quadriga.trainer.stages import StageResult, named_mismatch
 from quadriga.workers.objectives import MISMATCH
 
@@ -52,6 +54,7 @@ class RunRecord:
         self.span = Timer()
         self.spent: dict[str, float] = {}  # seconds by span, over the whole run
         self.last: dict[str, float] = {}  # metrics of the last step
+        self.validation: tuple[SourceSummary, ...] = ()  # the data sources of the last one
         self._metrics = MetricSet()
         self._began = time.perf_counter()
         self._title = mask_secrets(
@@ -175,8 +178,15 @@ class RunRecord:
         self._trackers.log(step, {**metrics, **times})
         self.last = metrics
 
-    def log_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a validation. The one before the first step is logged as step 0."""
+    def log_validation(
+        self, step: int, metrics: Mapping[str, float], summaries: Sequence[SourceSummary] = ()
+    ) -> None:
+        """Add the metrics of a validation. The one before the first step is logged as step 0.
+
+        Args:
+            summaries: of the data sources; those of the last validation are in the final table.
+        """
+        self.validation = tuple(summaries)
         self.add(metrics)
         if step == 0:
             self.end_step(0)
@@ -204,6 +214,7 @@ class RunRecord:
             ("steps", str(self.total_steps)),
             ("time", f"{elapsed:.0f}s ({shares})"),
             *_validation_row(self.last),
+            *((f"  {source.data_source}", one_line(source)) for source in self.validation),
             ("run folder", str(self.folder.path)),
             ("model", str(self.folder.model)),
         ]
