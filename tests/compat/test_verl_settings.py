@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 from quadriga.cli.main import main
 from quadriga.config.convert import type_of_key
 from quadriga.config.loading import to_yaml
-from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
+from quadriga.config.schema import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
 from quadriga.config.verl.settings import plain_values, read_verl, translate
-from quadriga.config.verl.table import GENERATE, SFT, TRAIN
+from quadriga.config.verl.table import EVAL, GENERATE, SFT, TRAIN
 from quadriga.errors import ConfigError
 
 FILE = """
@@ -57,7 +57,8 @@ def file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cls", "table"), [(TrainConfig, TRAIN), (SFTConfig, SFT), (GenerateConfig, GENERATE)]
+    ("cls", "table"),
+    [(TrainConfig, TRAIN), (SFTConfig, SFT), (GenerateConfig, GENERATE), (EvalConfig, EVAL)],
 )
 def test_every_row_of_the_table_names_a_setting_of_ours(cls, table):
     for row in table.values():
@@ -68,7 +69,7 @@ def test_every_row_of_the_table_names_a_setting_of_ours(cls, table):
 def test_the_page_has_every_row_of_the_tables():
     page = (Path(__file__).parents[2] / "docs/concepts/verl_settings.md").read_text()
     _, *sections = page.split("\n## ")
-    for section, table in zip(sections, (TRAIN, SFT, GENERATE), strict=True):
+    for section, table in zip(sections, (TRAIN, SFT, GENERATE, EVAL), strict=True):
         rows = [
             f"| `{key}` | {', '.join(f'`{ours}`' for ours in row.keys)} |"
             for key, row in table.items()

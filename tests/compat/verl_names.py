@@ -88,6 +88,7 @@ PUBLIC = {
     ),
     "verl.trainer.main_ppo": ("TaskRunnerV1 main run_ppo"),
     "verl.trainer.main_ppo_v0": ("BaseTaskRunner TaskRunner"),
+    "verl.trainer.main_eval": ("main process_item"),
     "verl.trainer.main_generation_server": (
         "generate generate_per_replica main start_server submit_request"
     ),
@@ -172,6 +173,7 @@ LEFT_OUT = {
     "verl.utils.tensordict_utils": "maybe_fix_3d_position_ids",
     "verl.single_controller.ray.base": "FusedWorkerCLSName",
     "verl.trainer.main_ppo": "TaskRunnerV1",
+    "verl.trainer.main_eval": "process_item",
     "verl.trainer.main_generation_server": "generate generate_per_replica start_server "
     "submit_request",
     "verl.trainer.sft_trainer": "create_sft_dataset",

@@ -319,6 +319,38 @@ def test_generation_with_settings_of_verl(task, tmp_path):
     assert (tmp_path / "out.parquet").exists()
 
 
+def test_an_evaluation_with_settings_of_verl(tmp_path, monkeypatch):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from verl.trainer.main_eval import main
+
+    rows = [
+        {"data_source": "mine", "reward_model": {"ground_truth": truth}, "responses": ["7", "8"]}
+        for truth in ("7", "9")
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "scored.parquet")
+    (tmp_path / "rule.py").write_text(
+        "def same(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(solution_str == ground_truth)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "data": {
+            "path": str(tmp_path / "scored.parquet"),
+            "response_key": "responses",
+            "data_source_key": "data_source",
+            "reward_model_key": "reward_model",
+        },
+        "custom_reward_function": {"path": str(tmp_path / "rule.py"), "name": "same"},
+    }
+    (found,) = main(config).summaries
+    assert (found.data_source, found.metrics["mean@2"].value) == ("mine", 0.25)
+    assert (tmp_path / "runs" / "eval" / "results.json").exists()
+    config["data"]["data_source_key"] = "source"
+    with pytest.raises(ConfigError, match="must have the name 'data_source', got 'source'"):
+        main(config)
+
+
 def test_the_names_of_the_workers():
     from verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer
 

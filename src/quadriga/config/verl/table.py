@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeGuard
 
+from quadriga.errors import ConfigError
+
 Convert = Callable[[object], object]
 
 
@@ -69,6 +71,17 @@ def positive(value: object) -> object:
 def frequency(value: object) -> object:
     """Every so many steps; -1 (never) → 0 (only after the last step)."""
     return max(value, 0) if _is_integer(value) else same(value)
+
+
+def only(name: str) -> Convert:
+    """Return a conversion that accepts one name: a setting of verl that Quadriga has fixed."""
+
+    def convert(value: object) -> object:
+        if value not in (None, name):
+            raise ConfigError(f"the column must have the name {name!r}, got {value!r}; rename it")
+        return LEAVE
+
+    return convert
 
 
 def hugging_face(value: object) -> object:
@@ -307,3 +320,15 @@ GENERATE: dict[str, Row] = {
     "ray_kwargs.ray_init.num_cpus": to("trainer.num_cpus"),
 }
 """verl's settings of generation → `quadriga generate`."""
+
+EVAL: dict[str, Row] = {
+    "data.path": to("response_files", convert=files),
+    "data.prompt_key": to("prompt_key"),
+    "data.response_key": to("response_key"),
+    # These columns have fixed names in Quadriga.
+    "data.data_source_key": to(convert=only("data_source")),
+    "data.reward_model_key": to(convert=only("reward_model")),
+    "custom_reward_function.path": to("reward.path"),
+    "custom_reward_function.name": to("reward.name"),
+}
+"""verl's settings of an evaluation → `quadriga eval`."""

@@ -49,7 +49,7 @@ NOT_OFFERED: dict[str, str] = {
     "verl.single_controller.ray.megatron": "verl.single_controller.ray.RayWorkerGroup",
     "verl.third_party": _ROLLOUTS,
     "verl.trainer.config": _SETTINGS,
-    "verl.trainer.main_eval": "quadriga.rewards.RewardManager",
+    "verl.trainer.main_eval.process_item": "quadriga.rewards.RewardManager.score_texts",
     "verl.trainer.main_ppo.TaskRunnerV1": "verl.trainer.main_ppo.TaskRunner",
     "verl.trainer.main_ppo.create_rl_dataset": _DATA,
     "verl.trainer.main_ppo.create_rl_sampler": _DATA,

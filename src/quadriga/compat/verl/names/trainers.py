@@ -41,6 +41,7 @@ TRAINER_MODULES: dict[str, dict[str, str]] = {
         "BaseTaskRunner": f"{_TRAINER}:TaskRunner",
         "TaskRunner": f"{_TRAINER}:TaskRunner",
     },
+    "verl.trainer.main_eval": {"main": f"{_TRAINER}:run_eval"},
     "verl.trainer.main_generation": _GENERATION,
     "verl.trainer.main_generation_server": {"main": f"{_TRAINER}:run_generation"},
     "verl.trainer.fsdp_sft_trainer": {

@@ -12,7 +12,7 @@ from quadriga.algorithms.policy_losses import ALIASES, POLICY_LOSSES
 from quadriga.compat.verl.algorithms.policy_losses import POLICY_LOSS_REGISTRY
 from quadriga.compat.verl.config import VerlConfig, setting
 from quadriga.config.role_ranks import with_roles
-from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
+from quadriga.config.schema import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
 from quadriga.config.verl.settings import plain_values, translate
 from quadriga.config.verl.table import ESTIMATOR, TRAIN, Row, to
 from quadriga.errors import ConfigError
@@ -20,7 +20,7 @@ from quadriga.trainer.placement import Role
 from quadriga.trainer.roles.registry import AddedRole, registered_for
 from quadriga.trainer.run.preflight import check_train_config
 
-C = TypeVar("C", TrainConfig, SFTConfig, GenerateConfig)
+C = TypeVar("C", TrainConfig, SFTConfig, GenerateConfig, EvalConfig)
 
 _REWARD_MODEL = Role.RewardModel.key
 """Also the name of a section of verl, which a program may leave in its configuration."""

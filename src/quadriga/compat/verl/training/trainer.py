@@ -41,8 +41,8 @@ from quadriga.compat.verl.training.trainer_names import (
     VerlTrainerNames,
     check_methods_of_subclass,
 )
-from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
-from quadriga.config.verl.table import GENERATE, SFT
+from quadriga.config.schema import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
+from quadriga.config.verl.table import EVAL, GENERATE, SFT
 from quadriga.errors import ConfigError
 from quadriga.trainer.placement import Role
 from quadriga.trainer.roles.registry import register_again, registered_for
@@ -225,6 +225,13 @@ def run_generation(config: VerlConfig) -> object:
     from quadriga.trainer.generate import run_generation as run
 
     return run(settings_of(config, GenerateConfig, GENERATE))
+
+
+def run_eval(config: VerlConfig) -> object:
+    """Score responses of files as `quadriga eval`, with settings of verl or an `EvalConfig`."""
+    from quadriga.trainer.evaluation.run import run_evaluation as run
+
+    return run(settings_of(config, EvalConfig, EVAL))
 
 
 def _check_tokenizer(tokenizer: object, config: TrainConfig) -> None:
