@@ -12,7 +12,7 @@ from quadriga.config.convert import check_choice
 from quadriga.config.describe import as_written
 from quadriga.config.generation_checks import check_eval_settings as check_eval_settings
 from quadriga.config.generation_checks import check_generate_settings as check_generate_settings
-from quadriga.config.generation_checks import check_samples_differ, check_top_k
+from quadriga.config.generation_checks import check_samples_differ, check_sampling
 from quadriga.config.plan import mini_batch_prompts
 from quadriga.config.ranges import check_values
 from quadriga.config.role_ranks import num_ranks, role_pools, roles_of
@@ -188,8 +188,9 @@ def _check_local_ranks(config: TrainConfig | SFTConfig, roles: Iterable[str]) ->
 
 def _check_sampling(config: TrainConfig, known: KnownNames) -> None:
     rollout = config.actor_rollout_ref.rollout
-    check_top_k(f"{ROLLOUT}.sampling", rollout.sampling)
-    check_top_k(f"{ROLLOUT}.val_sampling", rollout.val_sampling)
+    longest = config.data.max_response_length
+    check_sampling(f"{ROLLOUT}.sampling", rollout.sampling, longest)
+    check_sampling(f"{ROLLOUT}.val_sampling", rollout.val_sampling, longest)
     check_samples_differ(
         f"{ROLLOUT}.val_n", rollout.val_n, f"{ROLLOUT}.val_sampling", rollout.val_sampling
     )

@@ -26,12 +26,30 @@ _OF_GENERATION = {f.name for f in dataclasses.fields(GenerationConfig)} - {
 """Settings that an evaluation of responses in files does not read."""
 
 
-def check_top_k(key: str, sampling: SamplingConfig) -> None:
-    """Raise `ConfigError` if `top_k` is neither -1 nor a number of tokens; `key`: its section."""
-    if sampling.top_k != -1 and sampling.top_k < 1:
+def check_sampling(key: str, sampling: SamplingConfig, max_response_length: int) -> None:
+    """Check the settings of one section of sampling settings. `key`: its name.
+
+    Raises:
+        ConfigError: a value is out of range, or `min_new_tokens` is more than the longest response.
+    """
+    problems = {
+        "top_k": (
+            "must be -1 (all tokens) or at least 1",
+            sampling.top_k != -1 and sampling.top_k < 1,
+        ),
+        "stop": ("must be texts that are not empty", not all(sampling.stop)),
+    }
+    for name, (rule, broken) in problems.items():
+        if broken:
+            value = as_written(getattr(sampling, name))
+            raise ConfigError(f"{key}.{name} {rule}, got {value}", key=f"{key}.{name}")
+    over = sampling.min_new_tokens - max_response_length
+    if over > 0:
         raise ConfigError(
-            f"{key}.top_k must be -1 (all tokens) or at least 1, got {sampling.top_k}",
-            key=f"{key}.top_k",
+            f"{key}.min_new_tokens={sampling.min_new_tokens} is more than the longest response, "
+            f"max_response_length={max_response_length}; lower it by {over}, or allow longer "
+            "responses",
+            key=f"{key}.min_new_tokens",
         )
 
 
@@ -82,7 +100,7 @@ def check_eval_settings(config: EvalConfig) -> None:
 
 def _check_generation(config: GenerationConfig) -> None:
     check_values(config)
-    check_top_k("sampling", config.sampling)
+    check_sampling("sampling", config.sampling, config.max_response_length)
     check_samples_differ("n", config.n, "sampling", config.sampling)
 
 

@@ -68,7 +68,7 @@ RANGES: dict[str, Range] = {
             "lr", "weight_decay", "lr_warmup_steps", "clip_ratio_low", "clip_ratio_high",
             "kl_loss_coef", "temperature", "kl_coef", "test_freq", "save_freq",
             "samples_per_step", "num_processes", "penalty_factor", "warmup_steps", "seed",
-            "max_skipped_steps",
+            "max_skipped_steps", "min_new_tokens", "stop_token_ids",
         ),
         _NOT_NEGATIVE,
     ),
@@ -81,7 +81,11 @@ RANGES: dict[str, Range] = {
         _POSITIVE,
     ),
     **dict.fromkeys(
-        ("min_lr_ratio", "gamma", "lam", "stop_at_accuracy", "sft_careful", "max_share"), _SHARE
+        (
+            "min_lr_ratio", "gamma", "lam", "stop_at_accuracy", "sft_careful", "max_share",
+            "min_p",
+        ),
+        _SHARE,
     ),
     # Data files with more rows are not read.
     **dict.fromkeys(("train_size", "val_size", "sft_size"), Range(low=1, high=5_000_000)),

@@ -186,6 +186,7 @@ class _Roles:
                 temperature=rollout.sampling.temperature,
                 top_p=rollout.sampling.top_p,
                 top_k=rollout.sampling.top_k,
+                min_p=rollout.sampling.min_p,
             ),
             rollout.dtype,
             self.device_type,
