@@ -10,6 +10,7 @@ import pytest
 
 from quadriga.cli.main import parse
 from quadriga.config.checks import (
+    check_eval_settings,
     check_generate_settings,
     check_sft_settings,
     check_train_settings,
@@ -19,6 +20,7 @@ from quadriga.config.plan import batch_plan
 from quadriga.config.role_ranks import num_ranks
 from quadriga.config.schema import (
     ArithmeticDataConfig,
+    EvalConfig,
     GenerateConfig,
     SFTConfig,
     TrainConfig,
@@ -59,6 +61,8 @@ def check(config):
         assert plan.sequences % num_ranks(config, "actor") == 0
     elif isinstance(config, SFTConfig):
         check_sft_settings(config, known_names())
+    elif isinstance(config, EvalConfig):
+        check_eval_settings(config)
     else:
         assert isinstance(config, GenerateConfig)
         check_generate_settings(config)
@@ -81,7 +85,7 @@ def test_a_recipe_leaves_the_files_of_the_user_to_the_command_line(path):
 
 def test_there_are_recipes_for_training_and_for_generation():
     names = {command_of(path).command.name for path in RECIPES}
-    assert names == {"train", "sft", "generate"}
+    assert names == {"train", "sft", "generate", "eval"}
 
 
 def test_a_faulty_recipe_is_reported(tmp_path):
