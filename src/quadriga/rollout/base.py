@@ -155,6 +155,27 @@ class RolloutEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class SharesWeights(Protocol):
+    """A rollout engine that can use the tensors of a training engine as its weights."""
+
+    def share_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> int:
+        """Use the given tensors themselves as weights where they fit, and copy the others.
+
+        A tensor fits if shape, dtype and device are those of the engine's weight. Its owner may
+        change it in place later, as an optimizer step does. `generate` and `score` then raise
+        `RolloutError` until the next `share_weights` or `update_weights`, because the engine's
+        version would be wrong.
+
+        Returns:
+            The bytes of the weights that are shared now.
+
+        Raises:
+            ModelError: as `RolloutEngine.update_weights`.
+        """
+        ...
+
+
 def tensor_digest(tensor: Tensor) -> int:
     """Return a cheap digest of a tensor's bits, computed on the tensor's device.
 

@@ -24,6 +24,7 @@ from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities
 from quadriga.rollout.base import FinishReason, RolloutOutput, SamplingParams, tensor_digest
 from quadriga.rollout.hf.generation import CachedModel, Generation
 from quadriga.rollout.hf.unlisted import check_generation
+from quadriga.rollout.hf.weights import ModelWeights
 from quadriga.rollout.requests import check_request, check_sequences
 from quadriga.rollout.stop_strings import StopStrings
 
@@ -72,6 +73,7 @@ class HFRollout:
             check_generation(self.module, self.device, self._cached.forward)
         self._version = -1
         self._abilities = self._declared_abilities()
+        self._weights = ModelWeights(self.module)
         self._state: State = "ready"
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -178,21 +180,15 @@ class HFRollout:
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._check_open("update_weights")
-        weights = self.module.state_dict(keep_vars=True)
-        with torch.no_grad():
-            for name, tensor in stream:
-                if name not in weights:
-                    raise ModelError(
-                        f"received a weight {name!r}, which the rollout model does not have; "
-                        "trainer and rollout must load the same model folder"
-                    )
-                if weights[name].shape != tensor.shape:
-                    raise ModelError(
-                        f"received weight {name!r} with shape {tuple(tensor.shape)}, but in the "
-                        f"rollout model it has shape {tuple(weights[name].shape)}"
-                    )
-                weights[name].copy_(tensor)
+        self._weights.copy(stream)
         self._version = version
+
+    def share_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> int:
+        """See `SharesWeights`."""
+        self._check_open("share_weights")
+        self._weights.share(stream)
+        self._version = version
+        return self._weights.shared_bytes
 
     def weights_digest(self) -> dict[str, int]:
         self._check_open("weights_digest")
@@ -206,16 +202,20 @@ class HFRollout:
 
     def release(self) -> None:
         self._check_open("release")
-        self._move(torch.device("cpu"))
+        # Shared weights are in the memory of the training engine, which this engine cannot free.
+        if not self._weights.shared_bytes:
+            self._move(torch.device("cpu"))
         self._state = "released"
 
     def resume(self) -> None:
         self._check_open("resume")
-        self._move(self.device)
+        if not self._weights.shared_bytes:
+            self._move(self.device)
         self._state = "ready"
 
     def close(self) -> None:
         if self._state != "closed":
+            self._weights.unshare()
             self._move(torch.device("meta"))  # the storages of the weights are freed
             self._state = "closed"
 
@@ -227,6 +227,16 @@ class HFRollout:
                 "resume first",
                 engine=self.name,
                 method=method,
+            )
+        changed = self._weights.changed()
+        if changed is not None:
+            raise RolloutError(
+                f"rollout engine 'hf': {method} was called after the training engine changed the "
+                f"weight {changed!r}, which both share, so version {self._version} is no longer "
+                "right; call share_weights with the new version first (a weight sync does)",
+                engine=self.name,
+                method=method,
+                version=self._version,
             )
 
     def _check_open(self, method: str) -> None:

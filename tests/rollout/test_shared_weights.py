@@ -1,0 +1,142 @@
+"""The hf engine uses the training engine's weights in place, and knows when they change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.errors import ModelError, RolloutError
+from quadriga.models.tiny import TinyModel, write_tiny_model
+from quadriga.rollout import build_rollout
+from quadriga.rollout.base import SamplingParams, SharesWeights
+
+SAMPLING = SamplingParams(max_new_tokens=6, eos_token_ids=(), pad_token_id=0)
+IDS = torch.tensor([[7, 84, 83], [70, 71, 72]])
+MASK, SEEDS = torch.ones_like(IDS), torch.tensor([1, 2])
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def folder(request, tmp_path):
+    write_tiny_model(
+        tmp_path, ["one two"], TinyModel(hidden_size=32, num_heads=4, num_kv_heads=2,
+                                         tie_word_embeddings=request.param)
+    )  # fmt: skip
+    return str(tmp_path)
+
+
+@pytest.fixture
+def engine(folder):
+    return build_rollout("hf", ModelConfig(path=folder), dtype="float32")
+
+
+@pytest.fixture
+def trained(folder):
+    """A plain model in the place of the training engine: its tensors are the shared ones."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def state(model):
+    return {name: t.detach() for name, t in model.state_dict(keep_vars=True).items()}
+
+
+def addresses(model):
+    return {name: t.data_ptr() for name, t in model.state_dict().items()}
+
+
+def log_probs(engine):
+    return engine.generate(IDS, MASK, SAMPLING, SEEDS).rollout_log_probs
+
+
+def step(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.step()
+
+
+def test_the_memory_is_that_of_the_training_engine(engine, trained):
+    assert isinstance(engine, SharesWeights)
+    count = sum(p.nbytes for p in trained.parameters())
+    assert engine.share_weights(state(trained).items(), 1) == count
+    assert addresses(engine.module) == addresses(trained)
+    assert engine.version == 1
+
+
+def test_an_optimizer_step_is_seen_and_its_version_is_asked_for(engine, trained):
+    engine.share_weights(state(trained).items(), 1)
+    before = log_probs(engine)
+    step(trained)
+    for call in (log_probs, lambda engine: engine.score(IDS, MASK)):
+        with pytest.raises(RolloutError, match="so version 1 is no longer right"):
+            call(engine)
+    engine.share_weights(state(trained).items(), 2)
+    after = log_probs(engine)
+    assert not torch.equal(before, after) and engine.version == 2
+    ids = engine.generate(IDS, MASK, SAMPLING, SEEDS).response_ids
+    whole = torch.cat([IDS, ids], 1)
+    with torch.no_grad():
+        found = trained(input_ids=whole).logits[:, 2:-1].log_softmax(-1)
+    assert torch.allclose(after, found.gather(-1, ids[..., None])[..., 0], atol=2e-5)
+
+
+def test_other_weights_are_copied_to_memory_of_the_rollout(engine, trained):
+    engine.share_weights(state(trained).items(), 1)
+    kept = {name: t.clone() for name, t in state(trained).items()}
+    engine.update_weights([(name, t + 1) for name, t in kept.items()], 2)
+    assert all(torch.equal(kept[name], t) for name, t in state(trained).items())
+    held = engine.module.state_dict()
+    assert all(torch.equal(held[name], t + 1) for name, t in kept.items())
+    assert not set(addresses(engine.module).values()) & set(addresses(trained).values())
+    step(trained)
+    log_probs(engine)  # nothing is shared any more
+    engine.share_weights(state(trained).items(), 3)
+    assert addresses(engine.module) == addresses(trained)
+
+
+def test_a_weight_of_another_dtype_is_copied(folder, trained):
+    engine = build_rollout("hf", ModelConfig(path=folder), dtype="bfloat16")
+    assert engine.share_weights(state(trained).items(), 1) == 0
+    norm = engine.module.state_dict()["model.norm.weight"]
+    assert torch.equal(norm, trained.model.norm.weight.detach().bfloat16())
+    step(trained)
+    log_probs(engine)
+
+
+def test_release_and_close_leave_the_weights_of_the_training_engine(engine, trained):
+    engine.share_weights(state(trained).items(), 1)
+    before = log_probs(engine)
+    engine.release()
+    engine.resume()
+    assert torch.equal(log_probs(engine), before)
+    assert addresses(engine.module) == addresses(trained)
+    engine.close()
+    trained(input_ids=IDS)
+
+
+def test_wrong_names_and_shapes_are_refused(engine):
+    with pytest.raises(ModelError, match="no_such"):
+        engine.share_weights([("no_such", torch.zeros(1))], 1)
+    with pytest.raises(ModelError, match=r"model\.norm\.weight"):
+        engine.share_weights([("model.norm.weight", torch.zeros(3))], 1)
+
+
+def test_the_shards_of_one_rank_are_shared(folder):
+    from quadriga.engines.fsdp import FSDPEngine
+    from quadriga.weight_sync.sources import own_weights
+
+    engine = build_rollout("hf", ModelConfig(path=folder), dtype="float32")
+    trainer = FSDPEngine(
+        ModelConfig(path=folder), EngineConfig(dtype="float32"), OptimConfig(lr=0.01)
+    )
+    whole = [
+        (name, t.to_local() if hasattr(t, "to_local") else t) for name, t in own_weights(trainer)
+    ]
+    assert engine.share_weights(whole, 1) > 0
+    batch = {
+        "input_ids": IDS,
+        "attention_mask": MASK,
+        "response_mask": torch.tensor([[1, 1], [1, 1]]),
+    }
+    found = trainer.forward(batch, temperature=1.0)["log_probs"]
+    assert torch.allclose(found, engine.score(IDS, MASK)[:, 1:], atol=1e-6)
