@@ -59,16 +59,37 @@ class Client:
         self._kept: dict[str, Tensor] = {}
         self._released: frozenset[str] = frozenset()
         self._unusable = ""
+        self._unknown: set[str] = set()  # names of an update that failed
         self.version = -1
         self.restarts = 0
         self._instance = launch.start()
         self.held: dict[str, HeldWeight] = {}
-        if self._instance.host is not None:
-            try:
+        try:
+            if self._instance.host is None:
+                self.version = self._version_of_server()
+            else:
                 self.held = self.read_back()
-            except BaseException:
-                self.close()
-                raise
+        except BaseException:
+            self.close()
+            raise
+
+    def _version_of_server(self) -> int:
+        """Return the version of the weights in a server that runs already."""
+        info = self._instance.transport.get("/model_info", self._options.call_timeout_s)
+        version = info.get("weight_version") if isinstance(info, dict) else None
+        if version == "default":  # the weights of its model folder
+            version = "-1"
+            self.call(
+                "/update_weight_version", {"new_version": version, "abort_all_requests": False}
+            )
+        try:
+            return int(str(version))
+        except ValueError:
+            raise RolloutError(
+                f"rollout engine {NAME!r}: the weights of the server at {self._options.url} have "
+                f"the version {version!r}, which is not a number; start it again",
+                engine=NAME,
+            ) from None
 
     # Requests
 
@@ -148,7 +169,7 @@ class Client:
             self.restarts += 1
             try:
                 self._instance = self._launch.start()
-                self._released = frozenset()
+                self._released, self._unknown = frozenset(), set()
                 if self._kept:
                     self._send(iter(self._kept.items()), self.version)
                 return
@@ -159,11 +180,15 @@ class Client:
         raise fault
 
     def _check_usable(self) -> None:
-        if self._unusable:
+        problem = self._unusable
+        if self._unknown:
+            problem = (
+                f"an update failed, so the values of {len(self._unknown)} weights are unknown, "
+                f"{min(self._unknown)!r} among them; update them"
+            )
+        if problem:
             raise RolloutError(
-                f"rollout engine {NAME!r} of rank {rank()}: {self._unusable}",
-                engine=NAME,
-                rank=rank(),
+                f"rollout engine {NAME!r} of rank {rank()}: {problem}", engine=NAME, rank=rank()
             )
 
     # Weights
@@ -197,28 +222,29 @@ class Client:
         }
 
     def _send(self, stream: Iterator[tuple[str, Tensor]], version: int) -> None:
-        if self._unusable and self._instance.host is None:
-            self._unusable = ""  # a server that others started may be well again
         self._need_weights()
         parts = buckets(stream, self._options.bucket_mb << 20)
-        first = next(parts, None)  # the first bucket is checked before anything is changed
-        unfinished = "its weights are unknown, because an update failed; update all weights"
+        part = next(parts, None)  # the first bucket is checked before anything is changed
+        sent: set[str] = set()
         self.call("/pause_generation", {"mode": "retract"})
         try:
             with self._session():
-                while first is not None:
-                    self._unusable = unfinished
-                    self._update_bucket(first)
-                    first = next(parts, None)
+                while part is not None:
+                    self._unknown.update(part.names)
+                    self._update_bucket(part.payload)
+                    sent.update(part.names)
+                    part = next(parts, None)
             self.call(
                 "/update_weight_version",
                 {"new_version": str(version), "abort_all_requests": False},
             )
             self._succeed("/flush_cache")
-        finally:
+        except BaseException:
             with contextlib.suppress(RolloutError):  # the first error is the one to raise
-                self.call("/continue_generation", {})
-        self._unusable = ""
+                self.call("/continue_generation")
+            raise
+        self.call("/continue_generation")
+        self._unknown -= sent
 
     def _update_bucket(self, payload: bytes) -> None:
         body: dict[str, Json] = {
@@ -236,7 +262,7 @@ class Client:
             yield
         except BaseException:
             with contextlib.suppress(RolloutError):  # the first error is the one to raise
-                self.call("/end_weight_update", {})
+                self.call("/end_weight_update")
             raise
         self._succeed("/end_weight_update")
 

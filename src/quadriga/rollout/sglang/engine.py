@@ -33,7 +33,7 @@ from quadriga.rollout.sglang.sampling import (
     score_body,
 )
 from quadriga.rollout.sglang.start import Launch
-from quadriga.rollout.sglang.weights import model_shapes
+from quadriga.rollout.sglang.weights import model_end_tokens, model_shapes
 from quadriga.rollout.stop_strings import StopStrings
 
 State = Literal["ready", "released", "closed"]
@@ -91,6 +91,7 @@ class SGLangRollout:
         )
         shapes = model_shapes(model)
         self._names = frozenset(shapes)
+        self._own_ends = frozenset(model_end_tokens(model)) if self._options.url else frozenset()
         self._lock = threading.Lock()
         self._state: State = "ready"
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -132,6 +133,7 @@ class SGLangRollout:
         with self._lock:
             self._check_ready("generate")
             check_request(NAME, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
+            self._check_ends(sampling)
             prompts = _rows(prompt_ids, attention_mask)
             seeds = sample_seeds.tolist() if self._options.seeds else None
             size, version = self._options.request_rows, self.version
@@ -152,6 +154,20 @@ class SGLangRollout:
             samples = [sample for part in self._client.run(bodies, read) for sample in part]
             samples = [self._stopped(sample, sampling) for sample in samples]
             return _output(samples, sampling, version)
+
+    def _check_ends(self, sampling: SamplingParams) -> None:
+        """Refuse what a server that others started cannot do: ignore end tokens of the model."""
+        ends = sampling.end_token_ids
+        missing = sorted(self._own_ends - frozenset(ends))
+        if missing and ends:  # without any end token, SGLang can ignore those of the model
+            raise RolloutAbilityError(
+                f"rollout engine {NAME!r}: the server at {self._options.url} ends responses with "
+                f"the tokens {missing} of the model's files too, but the request has the end "
+                f"tokens {list(ends)} only; add them, or let Quadriga start SGLang (without "
+                "rollout.options.url)",
+                engine=NAME,
+                setting="eos_token_ids",
+            )
 
     def _stopped(self, sample: Sample, sampling: SamplingParams) -> Sample:
         """Return the sample up to the token that completes a stop string."""

@@ -113,8 +113,12 @@ class HostProcess:
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(_END_S)
+        process.terminate()  # the guard ends the group, and removes its shared memory
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(_END_S)
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()

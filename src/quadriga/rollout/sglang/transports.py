@@ -53,28 +53,100 @@ class Transport(Protocol):
         """
         ...
 
+    def get(self, path: str, timeout_s: float) -> Json:
+        """Return the answer to a request without a body. It raises as `call`."""
+        ...
+
     def close(self) -> None:
         """End what was started for this transport."""
         ...
 
 
+class _Answers:
+    """The requests that wait for an answer, by number. Number 0 waits for the start."""
+
+    def __init__(self) -> None:
+        self._futures: dict[int, Future[Json]] = {0: Future()}
+        self._next = 1
+        self._lock = threading.Lock()
+        self.ended = False
+
+    def expect(self) -> tuple[int, Future[Json]]:
+        """Return the number of a new request, and the future of its answer."""
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            future = self._futures[number] = Future()
+            if self.ended:
+                future.set_exception(BrokenPipeError("the host has closed its pipe"))
+        return number, future
+
+    def start(self) -> Future[Json]:
+        """Return the future that is done when SGLang is ready."""
+        return self._futures[0]
+
+    def forget(self, number: int) -> None:
+        """Ignore an answer that comes later."""
+        with self._lock:
+            self._futures.pop(number, None)
+
+    def read_all(self, fd: int) -> None:
+        """Read answers until the pipe is closed, then fail the requests without one."""
+        fault: Exception = BrokenPipeError("the host has closed its pipe")
+        try:
+            while (frame := read_frame(fd)) is not None:
+                self._resolve(frame[0])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            fault = RolloutError(
+                f"rollout engine {NAME!r}: unreadable answer: {error!r}", engine=NAME
+            )
+        finally:
+            os.close(fd)
+        with self._lock:
+            self.ended = True
+            waiting = list(self._futures.values())
+        for future in waiting:
+            if not future.done():
+                future.set_exception(fault)
+
+    def _resolve(self, message: Json) -> None:
+        if not isinstance(message, dict) or not isinstance(message["id"], int):
+            raise TypeError("expected a JSON object with an id")
+        with self._lock:
+            future = self._futures.get(message["id"])
+        if future is None:  # its caller has stopped waiting
+            return
+        if message["status"] == 200:
+            future.set_result(message["body"])
+        else:
+            future.set_exception(refused("a request", message["body"]))
+
+
 class PipeTransport:
-    """Frames over the pipe of a host whose mode is "engine". One thread reads the answers."""
+    """Frames over the pipe of a host whose mode is "engine". One thread reads the answers.
+
+    The thread refers neither to this object nor to the host, so the processes end when nothing
+    refers to this object any more.
+    """
 
     def __init__(self, host: HostProcess) -> None:
         self._host = host
-        self._waiting: dict[int, Future[Json]] = {0: Future()}
-        self._next = 1
-        self._state = threading.Lock()  # of the three above
         self._writing = threading.Lock()
-        self._reader = threading.Thread(target=self._read, daemon=True, name="sglang answers")
+        self._answers = _Answers()
+        # The thread closes its own descriptor: the number of one that was closed elsewhere could
+        # soon be that of another file.
+        self._reader = threading.Thread(
+            target=self._answers.read_all,
+            args=(os.dup(host.stdout),),
+            daemon=True,
+            name="sglang answers",
+        )
         self._reader.start()
 
     def call(self, path: str, body: Body, timeout_s: float, payload: bytes = b"") -> Json:
+        if not self._host.alive:  # its descriptors may be closed, and belong to other files
+            raise self._host.died(f"it was to be sent {path}")
         deadline = time.monotonic() + timeout_s
-        with self._state:
-            number, self._next = self._next, self._next + 1
-            future = self._waiting[number] = Future()
+        number, future = self._answers.expect()
         try:
             message: Json = {"id": number, "path": path, "body": dict(body)}
             if not self._writing.acquire(timeout=timeout_s):
@@ -89,44 +161,22 @@ class PipeTransport:
         except OSError as error:
             raise self._host.died(f"it was sent {path}") from error
         finally:
-            with self._state:
-                self._waiting.pop(number, None)
+            self._answers.forget(number)
 
     def wait_until_ready(self, timeout_s: float) -> None:
         try:
-            self._waiting[0].result(timeout_s)
+            self._answers.start().result(timeout_s)
         except (TimeoutError, FutureTimeoutError) as error:
             raise late("start", timeout_s, self._host.log()) from error
+        except OSError as error:
+            raise self._host.died("it was starting") from error
+
+    def get(self, path: str, timeout_s: float) -> Json:
+        return self.call(path, {}, timeout_s)
 
     def close(self) -> None:
         self._host.close()
         self._reader.join()
-
-    def _read(self) -> None:
-        fault: RolloutError = self._host.died("it was starting or answering")
-        try:
-            while (frame := read_frame(self._host.stdout)) is not None:
-                message = frame[0]
-                assert isinstance(message, dict)
-                with self._state:
-                    future = self._waiting.get(int(str(message["id"])))
-                if future is None:  # its caller has stopped waiting
-                    continue
-                if message["status"] == 200:
-                    future.set_result(message["body"])
-                else:
-                    future.set_exception(refused("a request", message["body"]))
-        except (OSError, ValueError, AssertionError, KeyError) as error:
-            fault = RolloutError(
-                f"rollout engine {NAME!r}: unreadable answer: {error!r}", engine=NAME
-            )
-        else:
-            fault = self._host.died("it was starting or answering")
-        with self._state:
-            waiting = list(self._waiting.values())
-        for future in waiting:
-            if not future.done():
-                future.set_exception(fault)
 
 
 class HTTPTransport:
@@ -183,7 +233,6 @@ class HTTPTransport:
             )
 
     def get(self, path: str, timeout_s: float) -> Json:
-        """Return the answer to a request without a body."""
         status, text = self._request("GET", path, "", timeout_s)
         if status != 200:
             raise refused(path, f"status {status}")

@@ -26,13 +26,21 @@ from quadriga.config.schema import ModelConfig
 from quadriga.errors import ModelError, RolloutOutputError
 from quadriga.models.folder import local_folder
 from quadriga.models.loading import model_without_weights
-from quadriga.models.weight_files import read_header, weight_file_names
+from quadriga.models.weight_files import read_header, read_json, weight_file_names
 from quadriga.rollout.sglang.process import NAME
 
 _ALIGNMENT = 16
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Checkpoint name of a weight -> its shape."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Serialized weights and their names."""
+
+    names: tuple[str, ...]
+    payload: bytes
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,18 @@ def model_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def model_end_tokens(model: ModelConfig) -> tuple[int, ...]:
+    """Return the end tokens that config.json and generation_config.json of the model name."""
+    folder = local_folder(model.path)
+    found: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            ends = read_json(folder, name).get("eos_token_id")
+            ids = ends if isinstance(ends, list) else [ends]
+            found += [token for token in ids if isinstance(token, int)]
+    return tuple(dict.fromkeys(found))
+
+
 def checked(
     stream: Iterable[tuple[str, Tensor]], shapes: Shapes, dtypes: Mapping[str, torch.dtype]
 ) -> Iterator[tuple[str, Tensor]]:
@@ -100,8 +120,8 @@ def checked(
         yield name, weight.detach().to("cpu", dtypes.get(name, weight.dtype)).contiguous()
 
 
-def buckets(stream: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[bytes]:
-    """Yield serialized buckets of at most `limit` bytes of weights, or of one weight."""
+def buckets(stream: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:
+    """Yield buckets of at most `limit` bytes of weights, or of one weight."""
     bucket: list[tuple[str, Tensor, int]] = []
     size = 0
     for name, weight in stream:
@@ -115,7 +135,7 @@ def buckets(stream: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[bytes]
         yield _serialized(bucket, size)
 
 
-def _serialized(bucket: list[tuple[str, Tensor, int]], size: int) -> bytes:
+def _serialized(bucket: list[tuple[str, Tensor, int]], size: int) -> Bucket:
     flat = torch.zeros(size, dtype=torch.uint8)
     table = []
     for name, weight, start in bucket:
@@ -132,7 +152,8 @@ def _serialized(bucket: list[tuple[str, Tensor, int]], size: int) -> bytes:
                 numel=weight.nbytes,
             )
         )
-    return pickle.dumps({"flattened_tensor": flat, "metadata": table})
+    payload = pickle.dumps({"flattened_tensor": flat, "metadata": table})
+    return Bucket(tuple(name for name, _, _ in bucket), payload)
 
 
 # Reading back. `readback.py` runs in the scheduler of a host that was started here. It is called as

@@ -1,0 +1,212 @@
+"""A program that behaves like `quadriga.rollout.sglang.host` over SGLang, with faults on request.
+
+It is run as `fake_sglang.py -m quadriga.rollout.sglang.host`. The faults are those of
+`server_args["faults"]`, or of the last request to `/faults`. `server_args["lives"]` is a file to
+which each start adds one line, so that a fault can be of the first life only.
+
+A response repeats the last token of its prompt, once for each new token. Its log-probabilities are
+-1, -2 and so on, plus the mean of the weight `model.norm.weight`.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from base64 import b64decode
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from quadriga.rollout.base import tensor_digest
+from quadriga.rollout.sglang.frames import read_frame, write_frame
+
+
+class Fake:
+    def __init__(self, args):
+        self.faults = args.get("faults", {})
+        self.version = args["weight_version"]
+        self.args = args
+        self.session = False
+        self.lock = threading.Lock()
+        self.generated = 0
+        lives = Path(args["lives"])
+        with lives.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        self.life = len(lives.read_text().splitlines())
+        if self.fault("start"):
+            print("CUDA out of memory", file=sys.stderr, flush=True)
+            os._exit(1)
+        folder = Path(args["model_path"])
+        assert not (folder / "generation_config.json").exists()
+        self.weights = load_file(folder / "model.safetensors")
+        subprocess.Popen(["sleep", "600"])  # a scheduler
+        if self.fault("shared memory"):
+            with open(f"/dev/shm/sglang_loads_{os.getpgrp()}", "wb+") as file:
+                file.truncate(4096)
+                self.shared = mmap.mmap(file.fileno(), 4096)
+
+    def fault(self, name):
+        """The value of a fault, if it is of this life."""
+        value = self.faults.get(name)
+        return value if self.life <= self.faults.get("lives", 1) else None
+
+    def handle(self, path, body, payload):
+        if path == "/faults":
+            self.faults = body
+        elif path == "/generate":
+            return self.generate(body)
+        elif path == "/begin_weight_update":
+            assert not self.session
+            self.session = True
+        elif path == "/update_weights_from_tensor":
+            return self.update(body, payload)
+        elif path == "/end_weight_update":
+            assert self.session
+            self.session = False
+        elif path == "/update_weight_version":
+            self.version = self.fault("version") or body["new_version"]
+        elif path == "/flush_cache" and self.fault("flush"):
+            return {"success": False, "message": "requests are running"}
+        return {"success": True, "message": ""}
+
+    def update(self, body, payload):
+        assert self.session
+        if body["load_format"] == "quadriga.rollout.sglang.readback.answer":
+            question = json.loads(bytes(pickle.loads(payload)[0][1].tolist()))
+            held = {
+                name: ("float32", str(tensor_digest(self.weights[name])))
+                for name in question["shapes"]
+                if name not in self.faults.get("hidden", [])
+            }
+            Path(question["file"]).write_text(json.dumps({"held": held}))
+            return {"success": True, "message": ""}
+        bucket = pickle.loads(payload)
+        for entry in bucket["metadata"]:
+            part = bucket["flattened_tensor"][entry.start_idx : entry.end_idx]
+            weight = part.view(entry.dtype).view(entry.shape)
+            if entry.name == self.fault("die at weight"):
+                os._exit(3)
+            if entry.name == self.fault("refuse weight"):
+                return {"success": False, "message": "no space"}
+            if entry.name == self.fault("leave out"):
+                continue
+            if entry.name == self.fault("transpose"):
+                weight = weight.t().contiguous()
+            self.weights[entry.name] = weight.clone()
+        return {"success": True, "message": ""}
+
+    def generate(self, body):
+        with self.lock:
+            self.generated += 1
+            number = self.generated
+        if number == self.fault("die at request"):
+            print("Scheduler hit an exception: no memory", file=sys.stderr, flush=True)
+            os._exit(1)
+        if number == self.fault("stop at request"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if number == self.fault("wait at request"):
+            time.sleep(600)
+        sampling = body["sampling_params"]
+        each = sampling if isinstance(sampling, list) else [sampling] * len(body["input_ids"])
+        rows = [
+            self.row(i, p, s) for i, (p, s) in enumerate(zip(body["input_ids"], each, strict=True))
+        ]
+        return rows[:-1] if self.fault("missing row") else rows
+
+    def row(self, i, prompt, sampling):
+        count = sampling["max_new_tokens"]
+        shift = float(self.weights["model.norm.weight"].mean())
+        ids = [prompt[-1]] * count
+        reason = {"type": "length", "length": count}
+        ends = [k for k, token in enumerate(ids) if token in sampling.get("stop_token_ids", [])]
+        if ends:
+            ids, reason = ids[: ends[0] + 1], {"type": "stop", "matched": ids[0]}
+        log_probs = [[-k - 1 + shift, token, None] for k, token in enumerate(ids)]
+        scores = [[None, prompt[0], None], *([-0.5 + shift, t, None] for t in prompt[1:])]
+        info = {
+            "weight_version": self.version,
+            "weight_versions": [{"version": self.version, "start": 0, "end": count}],
+            "finish_reason": reason,
+            "output_token_logprobs": log_probs,
+            "input_token_logprobs": scores,
+        }
+        info |= self.fault("info") or {}
+        if self.fault("mixed versions"):
+            info["weight_versions"].append({"version": "99", "start": 1, "end": count})
+        return {"output_ids": ids, "meta_info": info}
+
+
+def serve_pipe(fake, source, target):
+    os.set_blocking(target, False)
+    lock = threading.Lock()
+
+    def send(message):
+        with lock:
+            write_frame(target, message, b"", time.monotonic() + 60)
+
+    def answer(message, payload):
+        try:
+            body, status = fake.handle(message["path"], message["body"], payload), 200
+        except Exception as error:
+            body, status = {"message": repr(error)}, 400
+        send({"id": message["id"], "status": status, "body": body})
+
+    send({"id": 0, "status": 200, "body": None})
+    while (frame := read_frame(source)) is not None:
+        threading.Thread(target=answer, args=frame, daemon=True).start()
+
+
+def serve_http(fake, args):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer(200, {"weight_version": fake.version})
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            payload = b64decode(body.get("serialized_named_tensors", [""])[0])
+            try:
+                result = fake.handle(self.path, body, payload)
+                failed = isinstance(result, dict) and not result["success"]
+                self.answer(400 if failed else 200, result)
+            except Exception as error:
+                self.answer(400, {"message": repr(error)})
+
+        def answer(self, status, content):
+            if self.headers.get("Authorization") != f"Bearer {args['api_key']}":
+                status, content = 401, {"message": "wrong key"}
+            text = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *arguments):
+            pass
+
+    assert args["host"] == "127.0.0.1"
+    ThreadingHTTPServer((args["host"], args["port"]), Handler).serve_forever()
+
+
+def main():
+    torch.set_num_threads(1)
+    source, target = os.dup(0), os.dup(1)
+    os.dup2(2, 1)
+    settings, _ = read_frame(source)
+    fake = Fake(settings["args"])
+    if settings["mode"] == "server":
+        serve_http(fake, settings["args"])
+    else:
+        serve_pipe(fake, source, target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,456 @@
+"""`SGLangRollout` over a program that answers as SGLang does, with faults that it injects.
+
+tests/real_engines runs the same engine over SGLang itself.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from processes import command_line
+from quadriga.config.schema import ModelConfig
+from quadriga.errors import (
+    ConfigError,
+    ModelError,
+    RolloutAbilityError,
+    RolloutDiedError,
+    RolloutError,
+    RolloutInputError,
+    RolloutOutputError,
+    RolloutTimeoutError,
+)
+from quadriga.rollout import build_rollout, check_rollout
+from quadriga.rollout.base import SamplingParams, tensor_digest
+from quadriga.rollout.sglang.readback import locate
+from quadriga.rollout.sglang.weights import buckets
+
+SAMPLING = SamplingParams(max_new_tokens=3, eos_token_ids=(2,), pad_token_id=0)
+NORM = "model.norm.weight"
+TRANSPORTS = ("engine", "server")
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory):
+    """An interpreter that runs the fake program in place of the host of SGLang."""
+    script = tmp_path_factory.mktemp("fake") / "python"
+    fake = Path(__file__).with_name("fake_sglang.py")
+    script.write_text(
+        f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nexec {sys.executable} {fake} "$@"\n', encoding="utf-8"
+    )
+    script.chmod(0o755)
+    return str(script)
+
+
+@pytest.fixture(scope="module")
+def engine(interpreter, model_folder, tmp_path_factory):
+    """One engine for all tests whose faults do not end it."""
+    lives = tmp_path_factory.mktemp("shared") / "lives"
+    engine = built(interpreter, model_folder, lives)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def faulty(engine):
+    """Set the faults of the shared engine."""
+    yield lambda faults: engine._client.call("/faults", faults)
+    engine._client.call("/faults", {})
+
+
+@pytest.fixture
+def start(interpreter, model_folder, tmp_path):
+    engines = []
+
+    def start(*, faults=None, **options):
+        engines.append(built(interpreter, model_folder, tmp_path / "lives", faults, **options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def built(interpreter, model_folder, lives, faults=None, **options):
+    return build_rollout(
+        "sglang",
+        ModelConfig(path=model_folder),
+        python=interpreter,
+        server_args={"lives": str(lives), "faults": faults or {}},
+        request_rows=2,
+        start_timeout_s=60,
+        **options,
+    )
+
+
+def batch(*rows):
+    width = max(len(row) for row in rows) + 1
+    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, width - len(row) :] = torch.tensor(row)
+        mask[i, width - len(row) :] = 1
+    return ids, mask
+
+
+ROWS = batch((5, 6), (7,), (8, 9, 10), (11, 2), (12,))
+
+
+def generate(engine, sampling=SAMPLING, rows=ROWS):
+    return engine.generate(*rows, sampling, torch.arange(len(rows[0])))
+
+
+def noise(engine, seed=0):
+    random = torch.Generator().manual_seed(seed)
+    shapes = engine._client._shapes
+    return {name: torch.rand(shape, generator=random) for name, shape in shapes.items()}
+
+
+def lives(tmp_path):
+    return [int(line) for line in (tmp_path / "lives").read_text().splitlines()]
+
+
+def children():
+    return {p.pid for p in psutil.Process().children(recursive=True) if p.status() != "zombie"}
+
+
+def gone(pids):
+    """Wait until processes have ended."""
+    waiting = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return not psutil.wait_procs(waiting, timeout=30)[1]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_requests_weights_and_memory_over_each_transport(start, transport):
+    before = children()
+    engine = start(transport=transport)
+    out = generate(engine)
+    expected = [[6] * 3, [7] * 3, [10] * 3, [2, 0, 0], [12] * 3]
+    assert out.response_ids.tolist() == expected
+    assert out.response_mask.tolist()[3] == [1, 0, 0]
+    assert out.finish_reason == ("length", "length", "length", "stop", "length")
+    assert out.weight_versions.tolist() == [-1] * 5
+    new = noise(engine)
+    engine.update_weights(new.items(), 4)
+    assert engine.version == 4
+    shift = float(new[NORM].mean())
+    assert generate(engine).rollout_log_probs[0].tolist() == pytest.approx(
+        [-1 + shift, -2 + shift, -3 + shift]
+    )
+    scores = engine.score(*ROWS)
+    assert scores[2].tolist() == pytest.approx([0, 0, -0.5 + shift, -0.5 + shift])
+    assert engine.weights_digest() == {name: tensor_digest(w) for name, w in new.items()}
+    assert set(engine.weight_dtypes().values()) == {torch.float32}
+    engine.release()
+    with pytest.raises(RolloutError, match="call resume"):
+        generate(engine)
+    engine.resume()
+    engine.pause_generation()
+    engine.continue_generation()
+    engine.abort()
+    transport = engine._client._instance.transport
+    key = getattr(transport, "_headers", {}).get("Authorization", "Bearer none")[7:]
+    assert all(key not in command_line(psutil.Process(pid)) for pid in children() - before)
+    folder = engine._client._instance.host.folder
+    engine.close()
+    assert not folder.exists()
+    assert gone(children() - before)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_end_is_a_typed_error_with_the_log(start, transport):
+    before = children()
+    engine = start(transport=transport, faults={"die at request": 2})
+    with pytest.raises(RolloutDiedError, match="hit an exception: no memory") as caught:
+        generate(engine)
+    assert (caught.value.engine, caught.value.rank) == ("sglang", 0)
+    assert gone(children() - before)
+    with pytest.raises(RolloutError, match="failed before"):
+        generate(engine)
+
+
+@pytest.mark.parametrize(
+    ("transport", "fault"), [("engine", "die at request"), ("server", "stop at request")]
+)
+def test_a_restart_has_the_weights_and_repeats_the_requests(start, tmp_path, transport, fault):
+    engine = start(
+        transport=transport, faults={fault: 4}, restarts=1, generate_timeout_s=4, bucket_mb=1
+    )
+    new = noise(engine)
+    engine.update_weights(new.items(), 7)
+    first = generate(engine)  # three requests
+    second = generate(engine)
+    assert engine.restarts == 1
+    assert len(lives(tmp_path)) == 2
+    for name in ("response_ids", "rollout_log_probs", "weight_versions"):
+        assert torch.equal(getattr(first, name), getattr(second, name))
+    assert second.weight_versions.tolist() == [7] * 5
+    assert engine.weights_digest() == {name: tensor_digest(w) for name, w in new.items()}
+
+
+def test_restarts_have_an_end(start, tmp_path):
+    engine = start(faults={"die at request": 1, "lives": 9}, restarts=2)
+    with pytest.raises(RolloutDiedError):
+        generate(engine)
+    assert len(lives(tmp_path)) == 3
+
+
+def test_shared_memory_of_killed_processes_is_removed(start):
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        pytest.skip("this system has no /dev/shm")
+    engine = start(faults={"shared memory": True})
+    name = folder / f"sglang_loads_{engine._client._instance.host.pid}"
+    assert name.exists()
+    engine.close()
+    assert not name.exists()
+
+
+def test_a_late_answer_is_a_typed_error(start):
+    before = children()
+    engine = start(faults={"stop at request": 1}, generate_timeout_s=1)
+    with pytest.raises(RolloutTimeoutError, match="generate_timeout_s"):
+        generate(engine)
+    assert gone(children() - before)  # also a process that was stopped
+
+
+def test_a_start_that_fails_names_the_log(start):
+    before = children()
+    with pytest.raises(RolloutDiedError, match="CUDA out of memory"):
+        start(faults={"start": True})
+    assert gone(children() - before)
+
+
+@pytest.mark.parametrize(
+    ("faults", "fault"),
+    [
+        ({"version": "3"}, "weight version"),
+        ({"mixed versions": True}, "weight version"),
+        ({"missing row": True}, "rows"),
+        ({"info": {"output_token_logprobs": [[-1.0, 5, None]]}}, "log-probabilities"),
+        ({"info": {"output_token_logprobs": [[None, 5, None]] * 3}}, "log-probabilities"),
+        ({"info": {"finish_reason": {"type": "abort"}}}, "finish reason"),
+        ({"info": {"finish_reason": {"type": "stop", "matched": 9}}}, "finish reason"),
+    ],
+)
+def test_wrong_answers_are_refused(engine, faulty, faults, fault):
+    faulty(faults)
+    engine.update_weights([(NORM, torch.ones(32))], 4)
+    with pytest.raises(RolloutOutputError) as caught:
+        generate(engine)
+    assert caught.value.fault == fault
+
+
+def test_bad_input_never_reaches_sglang(engine):
+    engine.update_weights([], 4)
+    vocabulary = engine.abilities.vocabulary
+    with pytest.raises(RolloutInputError, match="outside the vocabulary"):
+        generate(engine, rows=batch((5, vocabulary)))
+    with pytest.raises(RolloutInputError, match="outside the vocabulary"):
+        engine.score(*batch((5, -1)))
+    with pytest.raises(RolloutAbilityError, match="min_new_tokens"):
+        generate(engine, replace(SAMPLING, min_new_tokens=2))
+    with pytest.raises(RolloutAbilityError, match="log-probabilities"):
+        generate(engine, replace(SAMPLING, top_k=5, log_probs="sampled"))
+    for name, weight in (("no.such", torch.ones(3)), (NORM, torch.ones(3))):
+        with pytest.raises(ModelError, match=name):
+            engine.update_weights([(name, weight)], 5)
+    with pytest.raises(ModelError, match="twice"):
+        engine.update_weights([(NORM, torch.ones(32))] * 2, 5)
+    assert generate(engine).weight_versions.tolist() == [4] * 5
+
+
+@pytest.mark.parametrize("fault", ["leave out", "transpose"])
+def test_digests_show_a_weight_that_did_not_arrive(engine, faulty, fault):
+    square = "model.layers.0.self_attn.q_proj.weight"
+    new = noise(engine, seed=len(fault))
+    faulty({fault: square})
+    engine.update_weights(new.items(), 1)
+    digests = engine.weights_digest()
+    different = {name for name in digests if digests[name] != tensor_digest(new[name])}
+    assert different == {square}
+
+
+def test_a_failed_update_must_be_repeated(engine, faulty):
+    faulty({"refuse weight": "lm_head.weight"})
+    with pytest.raises(RolloutError, match="no space"):
+        engine.update_weights(noise(engine).items(), 1)
+    with pytest.raises(RolloutError, match="an update failed"):
+        generate(engine)
+    faulty({})
+    rest = [(name, w) for name, w in noise(engine).items() if name != "lm_head.weight"]
+    engine.update_weights(rest, 2)
+    with pytest.raises(RolloutError, match=r"1 weights are unknown, 'lm_head\.weight'"):
+        generate(engine)
+    engine.update_weights([("lm_head.weight", noise(engine)["lm_head.weight"])], 2)
+    assert generate(engine).weight_versions.tolist() == [2] * 5
+
+
+def test_an_end_during_an_update_is_repaired_by_a_restart(start):
+    engine = start(faults={"die at weight": NORM}, restarts=1)
+    new = noise(engine)
+    engine.update_weights(new.items(), 3)
+    assert engine.weights_digest() == {name: tensor_digest(w) for name, w in new.items()}
+    assert generate(engine).weight_versions.tolist() == [3] * 5
+
+
+def test_a_cache_that_is_not_flushed_is_an_error(engine, faulty):
+    faulty({"flush": True})
+    with pytest.raises(RolloutError, match="requests are running"):
+        engine.update_weights(noise(engine).items(), 1)
+    faulty({})
+    engine.update_weights(noise(engine).items(), 1)
+
+
+def test_weights_that_cannot_be_located_are_not_exposed(start):
+    engine = start(faults={"hidden": [NORM]})
+    assert not engine.abilities.exposes_weights
+    with pytest.raises(RolloutAbilityError):
+        engine.weights_digest()
+
+
+def test_a_server_that_runs_already(start, model_folder):
+    own = start(transport="server")
+    own.update_weights([(NORM, torch.ones(32))], 6)
+    transport = own._client._instance.transport
+    url = "http://{}:{}".format(*transport._address)
+    key = transport._headers["Authorization"].removeprefix("Bearer ")
+    attach = {"url": url, "request_rows": 2}
+    with pytest.raises(RolloutError, match="right key"):
+        build_rollout("sglang", ModelConfig(path=model_folder), api_key="wrong", **attach)
+    engine = build_rollout("sglang", ModelConfig(path=model_folder), api_key=key, **attach)
+    ends = engine._own_ends
+    assert engine.version == 6
+    assert ends and not engine.abilities.exposes_weights
+    sampling = replace(SAMPLING, eos_token_ids=tuple(ends))
+    assert generate(engine, sampling).weight_versions.tolist() == [6] * 5
+    engine.update_weights([(NORM, torch.zeros(32))], 7)
+    assert generate(engine, sampling).weight_versions.tolist() == [7] * 5
+    with pytest.raises(RolloutOutputError, match="does another program update"):
+        generate(own)
+    with pytest.raises(RolloutAbilityError, match="ends responses with the tokens"):
+        generate(engine, replace(sampling, eos_token_ids=(150,)))
+    generate(engine, replace(sampling, eos_token_ids=()))
+    engine.close()
+    assert own._client._instance.host.alive  # it is not ended by those who did not start it
+    own.close()
+    with pytest.raises(RolloutDiedError, match="cannot be reached"):
+        build_rollout("sglang", ModelConfig(path=model_folder), api_key=key, **attach)
+
+
+def test_a_killed_rank_leaves_no_process(interpreter, model_folder, tmp_path):
+    arguments = {
+        "lives": str(tmp_path / "lives"),
+        "model_path": str(tmp_path / "model"),
+        "weight_version": "-1",
+    }
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model.safetensors").symlink_to(Path(model_folder) / "model.safetensors")
+    program = (
+        "import time\n"
+        "from quadriga.rollout.sglang.process import HostProcess\n"
+        "from quadriga.rollout.sglang.transports import PipeTransport\n"
+        f"host = HostProcess({interpreter!r}, {{}})\n"
+        f"host.begin({{'mode': 'engine', 'args': {arguments!r}}})\n"
+        "PipeTransport(host).wait_until_ready(60)\n"
+        "print(host.folder, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        folder = Path(rank.stdout.readline().strip())
+        below = [p.pid for p in psutil.Process(rank.pid).children(recursive=True)]
+        assert len(below) >= 3  # guard, host, scheduler
+        os.kill(lives(tmp_path)[0], signal.SIGSTOP)  # a process that is stuck is ended, too
+    finally:
+        rank.kill()
+        rank.wait()
+        rank.stdout.close()
+    assert gone(below)
+    deadline = time.monotonic() + 30
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"transprot": "engine"}, "did you mean 'transport'"),
+        ({"transport": "pipe"}, "one of engine, server"),
+        ({"bucket_mb": 0}, "at least 1"),
+        ({"bucket_mb": True}, "of type int"),
+        ({"call_timeout_s": 0}, "above 0"),
+        ({"restarts": -1}, "at least 0"),
+        ({"log_probs": "sampled"}, "one of policy, temperature_1"),
+        ({"api_key": "x"}, "url, which is not set"),
+        ({"url": "https://a"}, "of the form"),
+        ({"url": "http://a:1", "restarts": 1}, "runs already"),
+        ({"server_args": {"port": 1}}, "the port is chosen"),
+        ({"python": "/no/such/python"}, "an interpreter"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused_before_the_start(options, text):
+    with pytest.raises(ConfigError, match=text):
+        check_rollout("sglang", options)
+
+
+def test_an_interpreter_without_sglang_is_named(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho sglang >&2\nexit 1\n", encoding="utf-8")
+    python.chmod(0o755)
+    with pytest.raises(ConfigError, match="does not find sglang; make an environment with") as e:
+        check_rollout("sglang", {"python": str(python)})
+    assert "\n" not in str(e.value)
+
+
+def test_buckets_are_bounded_and_hold_each_weight_once():
+    weights = {"a": torch.arange(10.0), "b": torch.arange(4.0), "c": torch.arange(20.0)}
+    parts = list(buckets(weights.items(), 64))
+    assert [part.names for part in parts] == [("a", "b"), ("c",)]
+    found = [pickle.loads(part.payload) for part in parts]
+    assert [[(e.name, e.start_idx, e.end_idx) for e in b["metadata"]] for b in found] == [
+        [("a", 0, 40), ("b", 48, 64)],
+        [("c", 0, 80)],
+    ]
+    for bucket in found:
+        for entry in bucket["metadata"]:
+            part = bucket["flattened_tensor"][entry.start_idx : entry.end_idx].view(entry.dtype)
+            assert torch.equal(part.view(entry.shape), weights[entry.name])
+
+
+def test_parts_of_fused_and_padded_parameters_are_located():
+    layer = "model.layers.0."
+    shapes = {
+        f"{layer}self_attn.q_proj.weight": (4, 3),
+        f"{layer}self_attn.k_proj.weight": (2, 3),
+        f"{layer}self_attn.v_proj.weight": (2, 3),
+        "model.embed_tokens.weight": (5, 3),
+        "lm_head.weight": (5, 3),
+        "model.norm.weight": (3,),
+    }
+    whole = torch.arange(24.0).view(8, 3)
+    held = {
+        f"{layer}self_attn.qkv_proj.weight": whole,
+        "model.embed_tokens.weight": whole,
+        "model.norm.weight": torch.ones(4),
+    }
+    assert torch.equal(locate(held, f"{layer}self_attn.k_proj.weight", shapes), whole[4:6])
+    assert torch.equal(locate(held, f"{layer}self_attn.v_proj.weight", shapes), whole[6:])
+    assert torch.equal(locate(held, "lm_head.weight", shapes), whole[:5])  # tied
+    assert locate(held, "model.norm.weight", shapes) is None
+    assert locate(held, "model.other.weight", shapes) is None
+    # Split over two GPUs, the parameter has half of the rows.
+    held[f"{layer}self_attn.qkv_proj.weight"] = whole[:4]
+    assert locate(held, f"{layer}self_attn.k_proj.weight", shapes) is None
