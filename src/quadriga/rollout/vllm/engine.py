@@ -250,9 +250,10 @@ class VLLMRollout:
             raise
         except Exception as error:
             self._state = "failed"
+            cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise RolloutError(
                 f"rollout engine 'vllm' on rank {rank()} failed in {method} with weight version "
-                f"{self._version}: {type(error).__name__}: {error}. Restart the worker; if it "
+                f"{self._version}: {cause}. Restart the worker; if it "
                 "happens again, lower actor_rollout_ref.rollout.micro_batch_size",
                 engine=self.name,
                 rank=rank(),

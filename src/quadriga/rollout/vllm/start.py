@@ -166,7 +166,7 @@ def _start(settings: StartSettings, folder: str, window: int) -> LLMEngine:
     except Exception as error:
         raise RolloutError(
             f"rollout engine 'vllm' on rank {rank()} did not start with the model in {folder}: "
-            f"{error}. Check actor_rollout_ref.rollout.options, or set "
+            f"{' '.join(str(error).split())}. Check actor_rollout_ref.rollout.options, or set "
             "actor_rollout_ref.rollout.name=hf",
             engine="vllm",
             rank=rank(),

@@ -1,0 +1,305 @@
+"""vLLM itself behind `VLLMRollout`. `scripts/engines.sh vllm` makes the environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from quadriga.config.schema import ModelConfig
+from quadriga.errors import (
+    ConfigError,
+    ModelError,
+    RolloutAbilityError,
+    RolloutError,
+    RolloutTimeoutError,
+    WorkerError,
+)
+from quadriga.rollout import build_rollout
+from quadriga.rollout.base import SamplingParams, tensor_digest
+from quadriga.testing import ROLLOUT_LAWS, RolloutUnderTest, write_reference_model
+from quadriga.weight_sync import compare_digests
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="vLLM is not installed here; `scripts/engines.sh vllm` makes an environment",
+    ),
+    pytest.mark.timeout(900),
+]
+
+GREEDY = SamplingParams(
+    max_new_tokens=24, eos_token_ids=(2,), pad_token_id=0, temperature=0.0, log_probs="policy"
+)
+# Each of these draws thousands of tokens, which takes minutes on a busy CPU.
+DRAWING = {"temperature", "top-k", "top-p", "min-p", "filter order", "min tokens"}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 197,  # vLLM holds a multiple of 64 rows
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+HEADS = {"head_dim": 32, "sliding_window": 8}
+LAYERS = ["sliding_attention", "full_attention"]
+MODELS = {
+    "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "llama, grouped queries": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "mistral, window of 8": lambda: MistralForCausalLM(MistralConfig(**SIZES, **HEADS)),
+    "gemma3, one layer with a window of 8": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SIZES, **HEADS, layer_types=LAYERS, query_pre_attn_scalar=32)
+    ),
+}
+
+
+def vllm(folder, **options):
+    options = {"kv_cache_mb": 64, **options}
+    return build_rollout("vllm", ModelConfig(path=folder), dtype="float32", **options)
+
+
+def requests(lengths=(70, 3, 17)):
+    """Return ids, mask and seeds of prompts, some longer than a window and a block of the cache."""
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, -length:] = torch.randint(
+            3, 190, (length,), generator=torch.Generator().manual_seed(row)
+        )
+        mask[row, -length:] = 1
+    return ids, mask, torch.arange(len(lengths))
+
+
+def noise(engine, seed):
+    """Return new weights for every name, equal for the names of a tied weight."""
+    drawn = {}
+    for name, tensor in engine.module.state_dict().items():
+        random_numbers = torch.Generator().manual_seed(seed + tensor.data_ptr() % 1000)
+        drawn[name] = tensor + 0.1 * torch.randn(tensor.shape, generator=random_numbers)
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("reference") / "model")
+    write_reference_model(folder)
+    return folder
+
+
+class TestLaws:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subject(cls, folder):
+        with RolloutUnderTest(vllm, folder) as subject:
+            yield subject
+
+    @pytest.mark.parametrize(
+        "law",
+        [
+            pytest.param(law, id=str(law), marks=[pytest.mark.nightly] * (str(law) in DRAWING))
+            for law in ROLLOUT_LAWS
+        ],
+    )
+    def test_vllm_satisfies_the_law(self, subject, law):
+        law.check(subject)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def engines(request, tmp_path_factory):
+    """vLLM and hf on one model."""
+    folder = str(tmp_path_factory.mktemp("model") / "model")
+    torch.manual_seed(0)
+    model = MODELS[request.param]()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter += 0.1 * torch.randn(parameter.shape)
+    model.save_pretrained(folder)
+    ours = vllm(folder, engine_args={"block_size": 32})
+    hf = build_rollout("hf", ModelConfig(path=folder), dtype="float32")
+    yield ours, hf
+    ours.close()
+    hf.close()
+
+
+class TestModels:
+    def agree(self, ours, hf):
+        ids, mask, seeds = requests()
+        first, second = (engine.generate(ids, mask, GREEDY, seeds) for engine in (ours, hf))
+        assert torch.equal(first.response_ids, second.response_ids)
+        assert torch.equal(first.response_mask, second.response_mask)
+        assert first.finish_reason == second.finish_reason
+        torch.testing.assert_close(
+            first.rollout_log_probs, second.rollout_log_probs, atol=1e-4, rtol=0
+        )
+        scores = [engine.score(ids, mask) for engine in (ours, hf)]
+        torch.testing.assert_close(*scores, atol=1e-4, rtol=0)
+        assert ours.weights_digest() == hf.weights_digest()
+
+    def test_greedy_ids_and_log_probabilities_equal_those_of_hf_before_and_after_updates(
+        self, engines
+    ):
+        ours, hf = engines
+        self.agree(ours, hf)
+        before = ours.score(*requests()[:2])
+        for version in (1, 2):
+            weights = noise(hf, version)
+            for engine in engines:
+                engine.update_weights(weights.items(), version)
+            self.agree(ours, hf)
+            assert ours.version == version
+        assert (ours.score(*requests()[:2]) - before).abs().max() > 0.1
+
+    @pytest.mark.parametrize(
+        ("fault", "named"),
+        [
+            ("left out", "model.layers.1.self_attn.k_proj.weight"),
+            ("stale", "model.layers.0.mlp.up_proj.weight"),
+            ("exchanged inside a fused projection", "model.layers.0.self_attn.k_proj.weight"),
+            ("transposed", "model.layers.1.self_attn.q_proj.weight"),
+            ("sent twice", "model.layers.0.mlp.gate_proj.weight"),
+        ],
+    )
+    def test_a_fault_of_the_sync_is_named(self, engines, fault, named):
+        ours, hf = engines
+        old = {name: ours._running.weights.read(name).clone() for name in hf.weights_digest()}
+        right = noise(hf, 5)
+        sent = dict(right)
+        if fault == "left out":
+            del sent[named]
+        elif fault == "stale":
+            sent[named] = old[named]
+        elif fault == "transposed":
+            sent[named] = right[named].T.contiguous()
+        elif fault == "exchanged inside a fused projection":
+            other = named.replace("k_proj", "v_proj")
+            sent[named], sent[other] = right[other], right[named]
+        stream = list(sent.items()) + ([(named, old[named])] if fault == "sent twice" else [])
+        ours.update_weights(stream, 7)
+        digests = {name: tensor_digest(tensor) for name, tensor in right.items()}
+        with pytest.raises(WorkerError, match=named) as raised:
+            compare_digests(digests, ours.weights_digest(), 7)
+        assert raised.value.tensor == named
+        ours.update_weights(right.items(), 8)
+        compare_digests(digests, ours.weights_digest(), 8)
+        ours.update_weights(hf.module.state_dict().items(), 9)
+
+
+class TestProcess:
+    """The engine in a process that goes on after it."""
+
+    def test_nothing_of_the_engine_is_left_in_the_process(self, folder):
+        torch.manual_seed(5)
+        random.seed(5)
+        expected = torch.rand(3), random.random()
+        functions = (torch.set_num_threads, torch.accelerator.synchronize)
+        environment, threads = dict(os.environ), torch.get_num_threads()
+        torch.manual_seed(5)
+        random.seed(5)
+        group = torch.distributed.is_initialized()
+        engine = vllm(folder)
+        ids, mask, seeds = requests((5, 9))
+        engine.generate(ids, mask, GREEDY, seeds)
+        assert dict(os.environ) == environment
+        assert torch.get_num_threads() == threads
+        assert (torch.set_num_threads, torch.accelerator.synchronize) == functions
+        assert torch.equal(torch.rand(3), expected[0])
+        assert random.random() == expected[1]
+        engine.close()
+        assert torch.distributed.is_initialized() == group
+        assert dict(os.environ) == environment
+
+    def test_closing_leaves_the_process_group_of_the_ranks_to_them(self, folder):
+        from quadriga.parallel.distributed import init_distributed
+
+        init_distributed("cpu")
+        engine = vllm(folder)
+        engine.close()
+        number = torch.ones(1)
+        torch.distributed.all_reduce(number)
+        assert number.item() == 1
+        torch.distributed.destroy_process_group()
+
+    def test_two_engines_in_one_process_are_independent(self, folder):
+        first, second = vllm(folder), vllm(folder)
+        ids, mask, seeds = requests((5, 9))
+        before = second.generate(ids, mask, GREEDY, seeds)
+        zero = {"lm_head.weight": torch.zeros(first._running.weights.read("lm_head.weight").shape)}
+        first.update_weights(zero.items(), 3)
+        first.close()
+        after = second.generate(ids, mask, GREEDY, seeds)
+        second.close()
+        assert torch.equal(before.response_ids, after.response_ids)
+        assert (first.version, second.version) == (3, -1)
+
+    def test_a_deadline_ends_the_call_and_the_next_call_is_right(self, folder):
+        engine = vllm(folder, call_timeout_s=1e-6)
+        ids, mask, seeds = requests((5, 9))
+        with pytest.raises(RolloutTimeoutError, match="call_timeout_s") as raised:
+            engine.generate(ids, mask, GREEDY, seeds)
+        assert (raised.value.engine, raised.value.method) == ("vllm", "generate")
+        with pytest.raises(RolloutTimeoutError, match="score exceeded its deadline"):
+            engine.score(ids, mask)
+        with mock.patch.object(engine, "options", engine.options.__class__()):
+            out = engine.generate(ids, mask, GREEDY, seeds)
+        engine.close()
+        assert out.response_mask[:, 0].tolist() == [1, 1]
+
+    def test_an_engine_that_fails_in_the_middle_is_named_and_not_used_again(self, folder):
+        engine = vllm(folder)
+        ids, mask, seeds = requests((5, 9))
+        runner = engine._running.engine.model_executor.driver_worker.model_runner
+        with (
+            mock.patch.object(runner, "execute_model", side_effect=RuntimeError("no memory")),
+            pytest.raises(RolloutError, match=r"rank 0 failed in generate .*no memory") as raised,
+        ):
+            engine.generate(ids, mask, GREEDY, seeds)
+        assert (raised.value.engine, raised.value.rank) == ("vllm", 0)
+        with pytest.raises(RolloutError, match="is failed, so generate cannot be called"):
+            engine.generate(ids, mask, GREEDY, seeds)
+        engine.close()
+
+    def test_what_vllm_cannot_do_is_refused(self, folder):
+        with pytest.raises(ConfigError, match=r"max_model_len=500 is above .* 128 tokens"):
+            vllm(folder, max_model_len=500)
+        with pytest.raises(ConfigError, match="tensor_parallel_size=2"):
+            vllm(folder, tensor_parallel_size=2)
+        with pytest.raises(RolloutError, match=r"did not start .*block_size"):
+            vllm(folder, engine_args={"block_size": -3})
+        engine = vllm(folder, max_model_len=64)
+        ids, mask, seeds = requests((5,))
+        cold = SamplingParams(max_new_tokens=2, eos_token_ids=(), pad_token_id=0, temperature=0.001)
+        with pytest.raises(RolloutAbilityError, match=r"temperature 0\.001"):
+            engine.generate(ids, mask, cold, seeds)
+        assert engine.abilities.window == 64
+        assert not engine.score(*requests((64,))[:2])[0, 1:].eq(0).any()
+        engine.close()
+
+    def test_weights_whose_place_is_not_known_are_refused_at_the_start(self, folder, monkeypatch):
+        from vllm.model_executor.models.llama import LlamaForCausalLM as VLLMLlama
+
+        wrong = {**VLLMLlama.packed_modules_mapping, "qkv_proj": ["q_proj", "v_proj", "k_proj"]}
+        monkeypatch.setattr(VLLMLlama, "packed_modules_mapping", wrong)
+        with pytest.raises(ModelError, match=r"k_proj.* differs from the file after loading"):
+            vllm(folder)
+        assert "vllm" in sys.modules
