@@ -259,6 +259,7 @@ class RayPPOTrainer:
             rollout,
             reward,
             record,
+            n=self.config.actor_rollout_ref.rollout.val_n,
             generating=groups.generating,
             run_stage=StageRunner(added, groups.added, record, prefix="val/"),
         )
@@ -269,7 +270,6 @@ class RayPPOTrainer:
 
     def save_if_due(self, groups: PPOGroups, record: RunRecord) -> None:
         """Save a checkpoint where the settings or a signal ask for it. Then stop if one does."""
-            n=self.config.actor_rollout_ref.rollout.val_n,
         settings = self.config.trainer
         if self._due(settings.save_freq) or self.save_clock.due or self.stop.requested:
             self.save(groups, record)
