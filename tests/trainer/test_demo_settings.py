@@ -8,7 +8,8 @@ import pytest
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import DemoConfig, TrainConfig
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, InputError
+from quadriga.rollout.vllm import options
 from quadriga.trainer.demo import run_demo, train_command
 
 
@@ -29,3 +30,20 @@ def test_a_demo_whose_settings_do_not_fit_makes_no_data(tmp_path, overrides) -> 
     with pytest.raises(ConfigError, match="ranks"):
         run_demo(config)
     assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.parametrize("rollout", ["vllm", "vlm"])
+def test_a_demo_whose_rollout_engine_is_not_there_makes_no_data(tmp_path, monkeypatch, rollout):
+    monkeypatch.setattr(options, "installed_version", lambda: None)
+    config = load_config(DemoConfig, [f"output={tmp_path / 'demo'}", f"rollout={rollout}"])
+    with pytest.raises(InputError, match="vllm") as raised:
+        run_demo(config)
+    assert raised.value.key == "actor_rollout_ref.rollout.name"
+    assert not (tmp_path / "demo").exists()
+
+
+def test_the_demo_trains_with_the_rollout_engine_that_is_named() -> None:
+    for rollout in ("hf", "vllm"):
+        command = train_command(load_config(DemoConfig, [f"rollout={rollout}"]), Path("demo"))
+        policy = load_config(TrainConfig, command.overrides).actor_rollout_ref
+        assert policy.rollout.name == rollout

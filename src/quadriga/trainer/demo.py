@@ -20,7 +20,7 @@ from quadriga.config.schema import ArithmeticDataConfig, DemoConfig, SFTConfig, 
 from quadriga.observability.samples import Sample, read_samples
 from quadriga.trainer.main import run_training
 from quadriga.trainer.make_data import run_make_data
-from quadriga.trainer.run.preflight import known_names
+from quadriga.trainer.run.preflight import check_engines, known_names
 from quadriga.trainer.sft import SFTResult, run_sft
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ def run_demo(config: DemoConfig) -> None:
     )
     # The commands check their settings too, but the second one only after the first has run.
     check_sft_settings(load_config(SFTConfig, sft.overrides), known_names())
-    check_train_settings(load_config(TrainConfig, train.overrides), known_names())
+    training = load_config(TrainConfig, train.overrides)
+    check_train_settings(training, known_names())
+    check_engines(training)
 
     _announce(console, "1/3  arithmetic problems, and a model with random weights", data)
     run_make_data(load_config(ArithmeticDataConfig, data.overrides))
@@ -131,6 +133,7 @@ def train_command(config: DemoConfig, folder: Path) -> DemoCommand:
             "data.train_batch_size=32",
             "data.max_response_length=26",
             "actor_rollout_ref.rollout.n=8",
+            *((f"actor_rollout_ref.rollout.name={config.rollout}",) * (config.rollout != "hf")),
             "actor_rollout_ref.actor.ppo_mini_batch_size=16",
             *_optimizer("actor_rollout_ref.actor.optim", "3e-4", warmup=5),
             "actor_rollout_ref.actor.policy_loss.clip_ratio_high=0.28",

@@ -52,6 +52,7 @@ class DemoConfig:
     output: str = "runs/demo"  # folder for data, model and runs
     seed: int = 0  # of data, model and runs
     adv_estimator: str = "grpo"  # a name of `quadriga algorithms`
+    rollout: str = "hf"  # the rollout engine: a value of actor_rollout_ref.rollout.name
     backend: BackendName = "ray"  # local: one process, one rank
     n_gpus_per_node: int | None = None  # ranks, on CPU machines too; None: 2, one if local
     device: DeviceName = "auto"  # auto: an accelerator if there is one

@@ -43,9 +43,9 @@ class VLLMRollout:
     Each rank has an engine with a whole copy of the weights in its own process. On a GPU `release`
     moves the weights to host memory and drops the key-value cache; on a CPU it frees nothing.
 
-    In float32 the log-probabilities agree with transformers' to about 1e-5. The rounding of a row
-    depends on the rows that are computed with it, so a token that is nearly as likely as the drawn
-    one can be drawn in another batch.
+    In float32 the log-probabilities agree with transformers' to about 1e-5, and the response of a
+    row is drawn with random numbers of its own. The rounding of a row depends a little on the rows
+    that are computed with it. This changes a token only if two tokens come closer than that.
 
     Raises:
         ConfigError: vLLM is not installed, or an option does not fit.
@@ -82,7 +82,7 @@ class VLLMRollout:
             settings=ALL_SETTINGS,
             filter_order="min_p, top_k, top_p",
             seeded=True,
-            batch_invariant=False,
+            batch_invariant=self.dtype == torch.float32,
             exposes_weights=True,
         )
 
