@@ -56,16 +56,18 @@ def test_the_plan_is_what_generation_allocates(family, lengths, tmp_path, monkey
     AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path))
     engine = HFRollout(model)
-    caches = []
-    make = generation.growing_cache
-    monkeypatch.setattr(
-        generation, "growing_cache", lambda config: caches.append(make(config)) or caches[-1]
-    )
+    held = []
+    release = generation.release_cache
+
+    def recorded(cache):
+        held.append(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers))
+        release(cache)
+
+    monkeypatch.setattr(generation, "release_cache", recorded)
     ids, mask = prompts(lengths)
     peak = peak_of(lambda: engine.generate(ids, mask, SAMPLING, torch.arange(12)))
     plan = generation_memory(model, ROWS, SAMPLING, dtype="auto", device_type="cpu")
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in caches[-1].layers)
-    assert plan.kv_cache == held
+    assert held == [plan.kv_cache]
     assert plan.peak == pytest.approx(peak, rel=0.15)
     weights = {t.untyped_storage().data_ptr(): t.nbytes for t in engine.module.parameters()}
     assert plan.weights == pytest.approx(sum(weights.values()), rel=0.01)

@@ -2,6 +2,7 @@
 
 - `engine`: `HFRollout`, its weights and its states.
 - `generation`: one micro-batch, from the prefill to the last token.
+- `weights`: memory of its own, or tensors of the training engine.
 - `kv_cache`: the cache with spare columns.
 - `unlisted`: a check of models of other architectures than those that were tested.
 """

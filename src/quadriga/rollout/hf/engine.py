@@ -23,6 +23,7 @@ from quadriga.parallel.distributed import local_device
 from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities
 from quadriga.rollout.base import FinishReason, RolloutOutput, SamplingParams, tensor_digest
 from quadriga.rollout.hf.generation import CachedModel, Generation
+from quadriga.rollout.hf.kv_cache import CacheBuffers
 from quadriga.rollout.hf.unlisted import check_generation
 from quadriga.rollout.hf.weights import ModelWeights
 from quadriga.rollout.requests import check_request, check_sequences
@@ -118,11 +119,11 @@ class HFRollout:
         mask = torch.zeros(count, width, dtype=torch.int64)
         log_probs = torch.zeros(count, width)
         stopped = torch.zeros(count, dtype=torch.bool)
-        stop_strings = self._stop_strings(sampling)
+        stop_strings, buffers = self._stop_strings(sampling), CacheBuffers()
         with torch.inference_mode():
             for rows in self._micro_batches(attention_mask):
                 seeds = sample_seeds[rows].to(self.device)
-                generation = Generation(self._cached, sampling, seeds, stop_strings)
+                generation = Generation(self._cached, sampling, seeds, stop_strings, buffers)
                 generation.prefill(prompt_ids[rows], attention_mask[rows])
                 generation.decode()
                 ids[rows], mask[rows], log_probs[rows], stopped[rows] = generation.collect()

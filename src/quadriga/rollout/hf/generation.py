@@ -14,7 +14,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from quadriga.parallel.packing import first_row_with_same_prompt
-from quadriga.rollout.hf.kv_cache import growing_cache, reorder_cache, sees_all_tokens
+from quadriga.rollout.hf.kv_cache import (
+    CacheBuffers,
+    growing_cache,
+    release_cache,
+    reorder_cache,
+    sees_all_tokens,
+)
 from quadriga.rollout.params import SamplingParams
 from quadriga.rollout.sampling import draw
 from quadriga.rollout.stop_strings import StopStrings
@@ -110,10 +116,12 @@ class Generation:
         sampling: SamplingParams,
         seeds: Tensor,
         stop_strings: StopStrings | None,
+        buffers: CacheBuffers,
     ) -> None:
         self.model = model
         self.device = model.device
         self.stop_strings = stop_strings
+        self.buffers = buffers
         self.sampling = sampling
         self.seeds = seeds
         count, width = len(seeds), sampling.max_new_tokens
@@ -137,7 +145,7 @@ class Generation:
         distinct, prompt_of_row = torch.unique(owner, return_inverse=True)
         prompt_of_row = prompt_of_row.to(self.device)
         prompt_mask = valid[distinct].to(self.device)
-        self.cache = growing_cache(self.model.module.config)
+        self.cache = growing_cache(self.model.module.config, self.buffers)
         padded = not bool(valid.all())
         logits = self.model.forward(
             self.cache,
@@ -206,7 +214,11 @@ class Generation:
         self.positions = self.positions + 1
 
     def collect(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return ids, mask, log-probabilities and `stopped` on the CPU, masked behind the end."""
+        """Return ids, mask, log-probabilities and `stopped` on the CPU, masked behind the end.
+
+        The cache is not used afterwards: its buffers are kept for the next micro-batch.
+        """
+        release_cache(self.cache)
         mask = torch.arange(self.ids.shape[1], device=self.device) < self.lengths[:, None]
         ids = self.ids.masked_fill(~mask, self.sampling.pad_token_id)
         log_probs = self.log_probs.masked_fill(~mask, 0.0)

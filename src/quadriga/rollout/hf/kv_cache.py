@@ -9,6 +9,7 @@ size.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,7 +54,59 @@ if TYPE_CHECKING:
 #   returned                   3  4  5      views of the buffer; the older columns stay in it
 #   get_mask_sizes(1) = (3, 3): the mask has 3 columns, and its first is column 3
 
+# Memory of three caches after one another, of one buffer each. The sizes are numbers of elements:
+#
+#   micro-batch           needs   from       free afterwards
+#   1, prefill            100     new        -
+#   1, the next token     180     new        -              the buffer of 100 is freed
+#   1 ends                                   180
+#   2, prefill            120     the 180    -
+#   2, rows are removed    90     new        -              the 180 is freed
+#   2 ends                                   90
+#   3, prefill            100     new        -              the 90 is dropped: it is too small
+
 _SPARE_COLUMNS = 64
+
+
+class CacheBuffers:
+    """Memory that the caches of successive micro-batches use one after the other.
+
+    Buffers in use and free ones together need no more memory than one cache at its largest: a
+    buffer is kept only if another kept one takes its place, or at the end of a micro-batch.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    @property
+    def free_bytes(self) -> int:
+        """The bytes that are kept for the next cache."""
+        return sum(flat.nbytes for flat in self._free)
+
+    def take(self, like: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, bool]:
+        """Return a buffer of a shape, with the dtype and device of `like`, and whether it was kept.
+
+        Its values are undefined. The smallest one that suffices is taken.
+        """
+        count = math.prod(shape)
+        kind = (like.dtype, like.device)
+        fitting = [f for f in self._free if (f.dtype, f.device) == kind and f.numel() >= count]
+        if fitting:
+            flat = min(fitting, key=Tensor.numel)
+            self._remove(flat)
+            return flat[:count].view(shape), True
+        if self._free:
+            # The new buffer takes the place of one that is too small.
+            self._remove(max(self._free, key=Tensor.numel))
+        return like.new_empty(shape), False
+
+    def give(self, buffer: Tensor) -> None:
+        """Keep the memory of a buffer that is no longer used."""
+        whole = buffer.new_empty(0).set_(buffer.untyped_storage())
+        self._free.append(whole)
+
+    def _remove(self, flat: Tensor) -> None:
+        self._free = [other for other in self._free if other is not flat]
 
 
 class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as a base class
@@ -61,22 +114,24 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
 
     Args:
         window: the tokens that a query can see, itself included. None: all tokens before it.
+        buffers: the memory of earlier caches.
     """
 
     is_compileable = False
     keys: Tensor
     values: Tensor
 
-    def __init__(self, window: int | None = None) -> None:
+    def __init__(self, window: int | None = None, buffers: CacheBuffers | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers has no annotations here
         self.length = 0
         self.window = window
         self.is_sliding = window is not None
+        self._buffers = buffers or CacheBuffers()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate buffers for the first tokens, whose shape and dtype they take."""
-        self.keys = _resized(key_states[:, :, :0], key_states.shape[2])
-        self.values = _resized(value_states[:, :, :0], value_states.shape[2])
+        self.keys, _ = self._resized(key_states[:, :, :0], key_states.shape[2])
+        self.values, _ = self._resized(value_states[:, :, :0], value_states.shape[2])
         self.is_initialized = True
 
     def update(
@@ -88,8 +143,8 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
         added = key_states.shape[2]
         start, end = self._first_seen(), self.length + added
         if end > self.keys.shape[2]:
-            self.keys = _resized(self.keys[:, :, : self.length], added)
-            self.values = _resized(self.values[:, :, : self.length], added)
+            self.keys = self._replaced(self.keys, added)
+            self.values = self._replaced(self.values, added)
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end
@@ -102,8 +157,37 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
     def reorder_cache(self, rows: Tensor) -> None:
         """Keep only `rows`, in their order. A row may be repeated."""
         if self.is_initialized:
-            self.keys = _resized(self.keys[:, :, : self.length], 0, rows)
-            self.values = _resized(self.values[:, :, : self.length], 0, rows)
+            self.keys = self._replaced(self.keys, 0, rows)
+            self.values = self._replaced(self.values, 0, rows)
+
+    def release(self) -> None:
+        """Keep the buffers for the next cache. This layer is empty then."""
+        if self.is_initialized:
+            self._buffers.give(self.keys)
+            self._buffers.give(self.values)
+            del self.keys, self.values
+            self.length, self.is_initialized = 0, False
+
+    def _replaced(self, old: Tensor, added: int, rows: Tensor | None = None) -> Tensor:
+        """Return the columns in use, or some of their rows, in another buffer; keep the old one if
+        the other one was kept too."""
+        new, was_kept = self._resized(old[:, :, : self.length], added, rows)
+        if was_kept:
+            self._buffers.give(old)
+        return new
+
+    def _resized(self, old: Tensor, added: int, rows: Tensor | None = None) -> tuple[Tensor, bool]:
+        """Copy `old` [b, H, length, D], or some of its rows, to a buffer with space for `added`
+        more columns and `_SPARE_COLUMNS` on top; return it, and whether it was kept before."""
+        count, heads, length, width = old.shape
+        count = count if rows is None else len(rows)
+        shape = (count, heads, length + added + _SPARE_COLUMNS, width)
+        new, was_kept = self._buffers.take(old, shape)
+        if rows is None:
+            new[:, :, :length] = old
+        else:
+            torch.index_select(old, 0, rows, out=new[:, :, :length])
+        return new, was_kept
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (columns of the mask for `query_length` new tokens, offset of the first)."""
@@ -117,21 +201,6 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
     def get_max_length(self) -> int:
         """Return -1: the cache grows without limit."""
         return -1
-
-
-def _resized(old: Tensor, added: int, rows: Tensor | None = None) -> Tensor:
-    """Copy `old` [b, H, length, D], or some of its rows, to a buffer with space for `added` more.
-
-    The buffer has `_SPARE_COLUMNS` columns on top.
-    """
-    count, heads, length, width = old.shape
-    count = count if rows is None else len(rows)
-    new = old.new_empty(count, heads, length + added + _SPARE_COLUMNS, width)
-    if rows is None:
-        new[:, :, :length] = old
-    else:
-        torch.index_select(old, 0, rows, out=new[:, :, :length])
-    return new
 
 
 def columns_at_end(prompt: int, added: int) -> int:
@@ -153,21 +222,28 @@ def reorder_cache(cache: Cache, rows: Tensor) -> None:
         layer.reorder_cache(rows)  # type: ignore[arg-type]  # LongTensor
 
 
-def growing_cache(config: PreTrainedConfig) -> Cache:
-    """Return an empty cache for a model of this config.
+def release_cache(cache: Cache) -> None:
+    """Keep the buffers of a cache for the next one with the same `CacheBuffers`."""
+    for layer in cache.layers:
+        if isinstance(layer, GrowingCacheLayer):
+            layer.release()
+
+
+def growing_cache(config: PreTrainedConfig, buffers: CacheBuffers | None = None) -> Cache:
+    """Return an empty cache for a model of this config. `buffers`: the memory of earlier caches.
 
     Transformers chooses the kind of each layer. Growing layers take the place of its full and
     sliding-window layers; layers with a recurrent state stay as they are.
     """
     layers = DynamicCache(config=config).layers
-    return Cache(layers=[_growing_layer(layer) for layer in layers])
+    return Cache(layers=[_growing_layer(layer, buffers) for layer in layers])
 
 
-def _growing_layer(layer: CacheLayer) -> CacheLayer:
+def _growing_layer(layer: CacheLayer, buffers: CacheBuffers | None) -> CacheLayer:
     if type(layer) is DynamicLayer:
-        return GrowingCacheLayer()
+        return GrowingCacheLayer(buffers=buffers)
     if type(layer) is DynamicSlidingWindowLayer:
-        return GrowingCacheLayer(layer.sliding_window)
+        return GrowingCacheLayer(layer.sliding_window, buffers)
     return layer
 
 
