@@ -128,8 +128,8 @@ class OtherWeights:
     def send_weights(self):
         return self
 
-    def stream(self, dtypes):
-        items = iter(self.sender.send_weights.stream(dtypes))
+    def stream(self, needs):
+        items = iter(self.sender.send_weights.stream(needs))
         next(items)
         yield from items
 
@@ -140,7 +140,7 @@ def test_a_bucket_that_is_lost_stops_the_run(train_overrides) -> None:
     groups = trainer.init_workers()
     try:
         groups.sync_weights()
-        with pytest.raises(WorkerError, match=r"no bucket of weights was received|was never sent"):
+        with pytest.raises(WorkerError, match="expected bucket 0 of rank 0"):
             WeightLink(OtherWeights(groups.actor), groups.rollout).sync()
     finally:
         trainer.close()

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
 
 from quadriga.errors import WorkerError
 from quadriga.rollout.base import tensor_digest
-from quadriga.weight_sync import WeightReceiver, weight_buckets
+from quadriga.weight_sync import WeightReceiver, WeightSender, needs_of
+
+
+class Abilities:
+    exposes_weights = True
 
 
 class Source:
@@ -19,6 +26,8 @@ class Source:
 
 
 class Target:
+    abilities = Abilities()
+
     def __init__(self, weights):
         self.weights = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         self.version = -1
@@ -49,91 +58,116 @@ def weights():
     }
 
 
-def buckets(sent, target, limit, keep=True):
-    source = Source(sent)
-    return list(weight_buckets(source, target.weight_dtypes(), 7, limit=limit, keep=keep))
+def rounds(sent, target, limit, version=7):
+    sender = WeightSender(Source(sent), limit)
+    return [[bucket] for bucket in sender.send(needs_of(target), version)]
 
 
-@pytest.mark.parametrize("limit", [1, 64, 200, 4096, 1 << 20])
+@pytest.mark.parametrize("limit", [32, 64, 200, 4096, 1 << 20])
 def test_every_weight_arrives_bit_for_bit(limit):
     sent = weights()
     target = Target(sent)
     receiver = WeightReceiver(target)
-    for bucket in buckets(sent, target, limit):
-        receiver.receive(bucket)
+    for parts in rounds(sent, target, limit):
+        receiver.receive(parts)
     assert receiver.finish() == target.version == 7
     for name, weight in sent.items():
         assert torch.equal(weight, target.weights[name]), name
 
 
 @pytest.mark.parametrize("limit", [64, 200, 4096])
-def test_a_bucket_is_larger_than_the_limit_only_for_one_weight(limit):
-    found = buckets(weights(), Target(weights()), limit)
-    for bucket in found:
-        nonempty = [row for row in bucket.meta_info["weights"] if 0 not in row[2]]
-        assert bucket.batch["weight_bytes"].numel() <= limit or len(nonempty) == 1
-    assert len(found) > 1
+def test_two_rounds_are_at_most_a_bucket(limit):
+    found = [
+        parts[0].batch["weight_bytes"].numel()
+        for parts in rounds(weights(), Target(weights()), limit)
+    ]
+    assert max(a + b for a, b in pairwise(found)) <= limit
+    assert sum(found) == sum(w.numel() * w.element_size() for w in weights().values())
 
 
-def test_ranks_that_do_not_send_yield_as_many_items():
-    target = Target(weights())
-    silent = buckets(weights(), target, 64, keep=False)
-    assert silent == [None] * len(buckets(weights(), target, 64))
+def test_a_weight_that_is_larger_than_the_bucket_is_split():
+    found = rounds({"large": torch.randn(100, 10)}, Target({}), 400)
+    assert len(found) > 20
 
 
 def test_weights_are_rounded_to_the_dtype_of_the_rollout():
     sent = {"w": torch.tensor([0.1])}
     target = Target({"w": torch.zeros(1, dtype=torch.bfloat16)})
     receiver = WeightReceiver(target)
-    [bucket] = buckets(sent, target, 64)
-    receiver.receive(bucket)
+    for parts in rounds(sent, target, 64):
+        receiver.receive(parts)
     receiver.finish()
     assert target.weights["w"].item() == torch.tensor(0.1, dtype=torch.bfloat16).item()
 
 
-def test_a_weight_that_is_left_out_or_sent_twice_is_named():
+def test_a_tied_name_is_written_with_its_weight():
+    class Tied(Source):
+        def state_stream(self):
+            for name, weight in self.weights.items():
+                yield name, weight
+                yield "head", weight
+
+    sent = {"embed": torch.randn(4)}
+    target = Target({"embed": torch.zeros(4), "head": torch.zeros(4)})
+    receiver = WeightReceiver(target)
+    found = list(WeightSender(Tied(sent), 1024).send(needs_of(target), 1))
+    assert [part.batch["weight_bytes"].numel() for part in found] == [16, 0], "sent once"
+    for part in found:
+        receiver.receive([part])
+    receiver.finish()
+    assert torch.equal(target.weights["head"], sent["embed"])
+
+
+def test_a_bucket_that_is_lost_or_sent_twice_is_named():
     sent = weights()
     target = Target(sent)
-    first, *rest = buckets(sent, target, 200)
+    first, second, *rest = rounds(sent, target, 200)
     receiver = WeightReceiver(target)
-    for bucket in rest:
-        receiver.receive(bucket)
-    with pytest.raises(WorkerError, match="'scalar' was never sent"):
-        receiver.finish()
     receiver.receive(first)
-    with pytest.raises(WorkerError, match="'scalar' was sent twice"):
+    with pytest.raises(WorkerError, match=r"received bucket 0 .*: it was sent twice"):
         receiver.receive(first)
+    with pytest.raises(
+        WorkerError, match=r"expected bucket 1 .*, received bucket 2 .*: one is lost"
+    ):
+        receiver.receive(rest[0])
+    receiver.receive(second)
+    with pytest.raises(WorkerError, match="ended before all buckets were received"):
+        receiver.finish()
+
+
+def test_boxes_that_were_sent_twice_in_one_bucket_are_named():
+    sent = {"a": torch.randn(8)}
+    target = Target(sent)
+    [data], _ = rounds(sent, target, 4096)
+    header = data.meta_info["header"]
+    data.meta_info["header"] = replace(header, boxes=header.boxes * 2)
+    receiver = WeightReceiver(target)
+    with pytest.raises(WorkerError, match=r"box .* of 'a' was sent twice"):
+        receiver.receive([data])
 
 
 def test_a_bucket_that_arrives_changed_is_named():
     sent = {"a": torch.randn(8), "b": torch.randn(8)}
     target = Target(sent)
     receiver = WeightReceiver(target)
-    [bucket] = buckets(sent, target, 4096)
-    bucket.batch["weight_bytes"][0, 40] ^= 1
-    receiver.receive(bucket)
+    data, last = rounds(sent, target, 4096)
+    data[0].batch["weight_bytes"][0, 40] ^= 1
+    receiver.receive(data)
+    receiver.receive(last)
     with pytest.raises(WorkerError, match="'b' differs"):
         receiver.finish()
 
 
-def test_a_sync_after_a_failed_one_begins_anew():
-    sent = {"a": torch.randn(8), "b": torch.randn(8)}
+def test_nothing_of_a_failed_sync_counts_for_the_next():
+    sent = weights()
     target = Target(sent)
     receiver = WeightReceiver(target)
-    receiver.receive(next(weight_buckets(Source(sent), {}, 1, limit=32, keep=True)))
-    for bucket in weight_buckets(Source(sent), {}, 2, limit=32, keep=True):
-        receiver.receive(bucket)
+    receiver.receive(rounds(sent, target, 200, version=1)[0])
+    for parts in rounds(sent, target, 200, version=2):
+        receiver.receive(parts)
     assert receiver.finish() == 2
-
-
-def test_the_buckets_of_a_version_do_not_complete_another():
-    sent = {"a": torch.randn(8), "b": torch.randn(8)}
-    target = Target(sent)
-    receiver = WeightReceiver(target)
-    receiver.receive(next(weight_buckets(Source(sent), {}, 1, limit=32, keep=True)))
-    second = list(weight_buckets(Source(sent), {}, 2, limit=32, keep=True))[1]
-    receiver.receive(second)
-    with pytest.raises(WorkerError, match="version 2: 'a' was never sent"):
-        receiver.finish()
     with pytest.raises(WorkerError, match="no bucket of weights was received"):
         receiver.finish()
+    receiver.receive(rounds(sent, target, 200, version=3)[0])
+    with pytest.raises(WorkerError, match="of version 4: one is lost"):
+        receiver.receive(rounds(sent, target, 200, version=4)[1])

@@ -7,15 +7,15 @@ from fractions import Fraction
 import pytest
 
 from quadriga.errors import ConfigError
-from quadriga.weight_sync.grouping import (
+from quadriga.weight_sync.planning.grouping import (
     HybridDegrees,
     generation_layout,
     peak_memory,
     redundancy,
     transition_volume,
 )
-from quadriga.weight_sync.layout import Weight, by_name
-from quadriga.weight_sync.parallel_layouts import (
+from quadriga.weight_sync.planning.layout import Weight, by_name
+from quadriga.weight_sync.planning.parallel_layouts import (
     Degrees,
     Model,
     Stored,
@@ -23,7 +23,7 @@ from quadriga.weight_sync.parallel_layouts import (
     parallel_layout,
     replicated_layout,
 )
-from quadriga.weight_sync.plan import plan
+from quadriga.weight_sync.planning.plan import plan
 
 POWERS = (1, 2, 4, 8, 16)
 LAYERS = 16

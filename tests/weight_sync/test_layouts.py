@@ -8,8 +8,8 @@ import torch
 from layout_cases import filled, values_of
 
 from quadriga.errors import ConfigError, ShapeError
-from quadriga.weight_sync.boxes import split
-from quadriga.weight_sync.layout import (
+from quadriga.weight_sync.planning.boxes import split
+from quadriga.weight_sync.planning.layout import (
     Layout,
     Piece,
     StoredTensor,
@@ -18,7 +18,7 @@ from quadriga.weight_sync.layout import (
     concatenated,
     stored_whole,
 )
-from quadriga.weight_sync.parallel_layouts import (
+from quadriga.weight_sync.planning.parallel_layouts import (
     Degrees,
     Model,
     Stored,

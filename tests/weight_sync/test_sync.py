@@ -10,7 +10,7 @@ from quadriga.engines import build_engine
 from quadriga.errors import WorkerError
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import tensor_digest
-from quadriga.weight_sync import sync_weights
+from quadriga.weight_sync import WeightSync
 
 
 @pytest.fixture
@@ -38,12 +38,14 @@ class Faulty:
     def __init__(self, engine, change):
         self.engine, self.change = engine, change
 
-    def state_stream(self):
-        return self.change(self.engine.state_stream())
+    def shard_stream(self):
+        return self.change(self.engine.shard_stream())
+
+    state_stream = shard_stream
 
 
 def test_all_weights_arrive(engine, rollout):
-    report = sync_weights(engine, rollout, 7)
+    report = WeightSync(engine, rollout).run(7)
     held = rollout.module.state_dict()
     sent = dict(engine.state_stream())
     assert sent.keys() == held.keys()
@@ -57,7 +59,7 @@ def test_all_weights_arrive(engine, rollout):
 def test_missing_weight_is_reported(engine, rollout, left_out):
     faulty = Faulty(engine, lambda stream: (item for item in stream if item[0] != left_out))
     with pytest.raises(WorkerError, match=f"{left_out}.*never sent") as caught:
-        sync_weights(faulty, rollout, 1)
+        WeightSync(faulty, rollout).run(1)
     assert (caught.value.tensor, caught.value.version) == (left_out, 1)
 
 
@@ -68,13 +70,15 @@ def test_weight_that_the_rollout_ignores_is_reported(engine, rollout, monkeypatc
         update(((n, t) for n, t in list(stream) if n != "model.norm.weight"), version)
 
     monkeypatch.setattr(rollout, "update_weights", skip_one)
-    with pytest.raises(WorkerError, match=r"model\.norm\.weight.*differs"):
-        sync_weights(engine, rollout, 1)
+    with pytest.raises(
+        WorkerError, match=r"1 of 21 weights are wrong: 'model\.norm\.weight' differs"
+    ):
+        WeightSync(engine, rollout).run(1)
 
 
 def test_weights_are_rounded_to_the_rollout_dtype_before_comparison(engine, model_folder):
     rollout = build_rollout("hf", ModelConfig(path=model_folder), dtype="bfloat16")
-    sync_weights(engine, rollout, 1)
+    WeightSync(engine, rollout).run(1)
     name = "model.norm.weight"
     expected = dict(engine.state_stream())[name].to(torch.bfloat16)
     assert torch.equal(rollout.module.state_dict()[name], expected)

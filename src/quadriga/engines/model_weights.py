@@ -53,7 +53,7 @@ class ModelWeights:
     def whole(self, tensor: Tensor) -> Tensor:
         """Return the whole tensor of a shard, on the device."""
         # A shard in host memory is copied to the device, where collectives run.
-        shard = tensor.to(self.device)
+        shard = self._on_device(tensor)
         return shard.full_tensor() if isinstance(shard, DTensor) else shard
 
     def full(self, *, adapted: bool) -> Iterator[tuple[str, Tensor]]:
@@ -65,7 +65,22 @@ class ModelWeights:
 
     def stream(self, *, adapted: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield `full` with every name of tied weights."""
-        for name, tensor in self.full(adapted=adapted):
+        return self._with_tied(self.full(adapted=adapted))
+
+    def shard_stream(self, *, adapted: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield `stream`, with the shards of this rank as `DTensor`s in place of whole tensors.
+
+        Adapters are merged into the shards. Only their A is gathered.
+        """
+        adapter = self.part.adapter
+        merged = merged_weights(self.shards(), adapter, self._on_device, adapted=adapted)
+        return self._with_tied(merged)
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device)
+
+    def _with_tied(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stream:
             yield name, tensor
             for alias in self.tied.get(name, ()):
                 yield alias, tensor

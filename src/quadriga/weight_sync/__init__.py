@@ -1,5 +1,8 @@
 """Copy the weights of a training engine to a rollout engine, and verify that all of them arrived.
 
+- `planning`: layouts, the plan of who sends what to whom, generation groups without redundancy.
+- `channels`, `transport`: execute a plan between processes.
+- `sources`, `digests`, `probe`: read the training engine, and compare it with the rollout engine.
 - `sync`: to a rollout engine in the same process.
 - `buckets`: to rollout engines in other processes, in batches of bounded size.
 
@@ -15,19 +18,23 @@ from quadriga.lazy import lazy_names
 
 _HOME = {
     "SyncReport": "sync",
-    "compare_digests": "sync",
-    "sync_weights": "sync",
+    "WeightNeeds": "sync",
     "WeightReceiver": "buckets",
-    "weight_buckets": "buckets",
+    "WeightSender": "buckets",
+    "WeightSync": "sync",
+    "compare_digests": "digests",
+    "needs_of": "sync",
 }
 
 __all__ = list(_HOME)
 
 if TYPE_CHECKING:
     from quadriga.weight_sync.buckets import WeightReceiver as WeightReceiver
-    from quadriga.weight_sync.buckets import weight_buckets as weight_buckets
+    from quadriga.weight_sync.buckets import WeightSender as WeightSender
+    from quadriga.weight_sync.digests import compare_digests as compare_digests
     from quadriga.weight_sync.sync import SyncReport as SyncReport
-    from quadriga.weight_sync.sync import compare_digests as compare_digests
-    from quadriga.weight_sync.sync import sync_weights as sync_weights
+    from quadriga.weight_sync.sync import WeightNeeds as WeightNeeds
+    from quadriga.weight_sync.sync import WeightSync as WeightSync
+    from quadriga.weight_sync.sync import needs_of as needs_of
 else:
     __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -1,36 +1,65 @@
-"""Weights from a training engine to a rollout engine in the same process.
+"""Weights from a training engine to the rollout engines in the same processes.
 
-consumes      the training engine's stream of full tensors, one at a time (all ranks take part)
+consumes      the shards of the training engine, one weight at a time (all ranks take part)
 produces      the rollout engine's weights under a new version
-checks        the digest of each tensor that was sent against the tensor that the rollout holds
+checks        the digest of each weight of the training engine against what the rollout holds
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from quadriga.errors import WorkerError
-from quadriga.rollout.base import tensor_digest
+from quadriga.parallel.distributed import local_device, rank, world_size
+from quadriga.rollout.abilities import RolloutAbilities
+from quadriga.weight_sync.channels import (
+    Channel,
+    CollectiveChannel,
+    NoChannel,
+    SharedMemoryChannel,
+    shares_memory,
+)
+from quadriga.weight_sync.digests import compare_digests, whole_digests
+from quadriga.weight_sync.planning.layout import Layout
+from quadriga.weight_sync.planning.parallel_layouts import replicated_layout
+from quadriga.weight_sync.planning.plan import Plan, plan
+from quadriga.weight_sync.probe import ScoredSource, compare_scores, probe_ids, trained_scores
+from quadriga.weight_sync.sources import (
+    ShardedSource,
+    SourceReader,
+    SourceWeights,
+    WeightSource,
+    describe,
+    own_weights,
+)
+from quadriga.weight_sync.transport import Traffic, Transport
 
+DEFAULT_BUCKET_BYTES = 256 << 20
 
-class WeightSource(Protocol):
-    """The part of a `TrainEngine` that sends weights."""
-
-    def state_stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (checkpoint name, full tensor) of every weight."""
-        ...
+TransportKind = Literal["auto", "shared_memory", "collective"]
 
 
 class WeightTarget(Protocol):
     """The part of a `RolloutEngine` that receives weights."""
 
+    @property
+    def abilities(self) -> RolloutAbilities:
+        """What the engine can do."""
+        ...
+
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy new weights, one tensor at a time."""
+        ...
+
+    def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return the log-probability of each token, given the tokens before it."""
         ...
 
     def weights_digest(self) -> dict[str, int]:
@@ -43,60 +72,151 @@ class WeightTarget(Protocol):
 
 
 @dataclass(frozen=True)
+class WeightNeeds:
+    """What the sender must know of a rollout engine.
+
+    Attributes:
+        dtypes: the dtype in which it holds each weight.
+        probe: its abilities, if it exposes no weights and is compared by scores.
+    """
+
+    dtypes: Mapping[str, torch.dtype]
+    probe: RolloutAbilities | None
+
+
+def needs_of(target: WeightTarget) -> WeightNeeds:
+    """Return the needs of a rollout engine."""
+    abilities = target.abilities
+    return WeightNeeds(target.weight_dtypes(), None if abilities.exposes_weights else abilities)
+
+
+@dataclass(frozen=True)
 class SyncReport:
-    """Version, number of tensors and number of bytes of one sync."""
+    """One sync: version, number of tensors and bytes of all, and what this rank did."""
 
     version: int
     tensors: int
     num_bytes: int
+    traffic: Traffic
 
 
-def sync_weights(source: WeightSource, target: WeightTarget, version: int) -> SyncReport:
-    """Copy every weight from `source` to `target`, then compare digests.
+class WeightSync:
+    """Copies the weights of a training engine to the rollout engine of the same process.
 
-    If the target holds a weight in another dtype, the weight is rounded to that dtype before its
-    digest is taken.
+    All ranks of a worker group have one, and run it together. The layout of the training engine and
+    the plan are made at the first sync.
+
+    Args:
+        source: the training engine.
+        target: the rollout engine.
+        bucket_bytes: the memory for weights on their way, on each rank.
+        transport: "shared_memory" needs ranks on one node with weights in host memory. "auto" takes
+            it where possible, else a collective of the worker group's process group.
+        device: of the weights that are put together for the rollout engine.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource | ShardedSource,
+        target: WeightTarget,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        transport: TransportKind = "auto",
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self._source, self._target = source, target
+        self._bucket_bytes, self._transport = bucket_bytes, transport
+        self._device = local_device(device)
+        self._described: SourceWeights | None = None
+        self._plan: Plan | None = None
+
+    def run(self, version: int) -> SyncReport:
+        """Copy every weight, then compare digests, or scores of probe tokens if the rollout engine
+        does not expose its weights.
+
+        If the target holds a weight in another dtype, the weight is rounded to that dtype before
+        its digest is taken and before it is sent.
+
+        Raises:
+            WorkerError: weights were not received, or have other values. Names them. Attributes:
+                `tensor` (the first one), `tensors`, `version`.
+        """
+        self._described = self._described or describe(self._source)
+        weights = self._described.sent_as(self._target.weight_dtypes())
+        current = self._planned(weights)
+        stream = own_weights(self._source)
+        reader = SourceReader(stream, weights, rank())
+        with self._channel(current, weights) as channel:
+            transport = Transport(current, rank(), reader, channel, weights.dtypes, self._device)
+            received = transport.run(self._bucket_bytes)
+            self._target.update_weights(with_tied(received, weights), version)
+        elements = {n: w.num_bytes // w.itemsize for n, w in weights.layout.weights.items()}
+        digests = whole_digests(reader.shares, elements, self._device)
+        sent = {name: digests[weight] for name, weight in weights.names()}
+        self._verify(sent, version)
+        sizes = {name: weight.num_bytes for name, weight in weights.layout.weights.items()}
+        total = sum(sizes[weight] for _, weight in weights.names())
+        return SyncReport(version, len(sent), total, transport.traffic)
+
+    def _planned(self, weights: SourceWeights) -> Plan:
+        """Return the plan; the old one while the weights are sent in the same dtypes."""
+        if self._plan is None or self._plan.source.weights != weights.layout.weights:
+            self._plan = plan(weights.layout, whole_on(weights, range(world_size())), weights.nodes)
+        return self._plan
+
+    def _channel(self, current: Plan, weights: SourceWeights) -> AbstractContextManager[Channel]:
+        if not current.link_bytes:
+            return nullcontext(NoChannel())
+        group = dist.group.WORLD
+        assert group is not None
+        nodes = list(weights.nodes.values())
+        possible = shares_memory(nodes, self._device)
+        if self._transport == "shared_memory" and not possible:
+            raise WorkerError(
+                "rollout.weight_transport=shared_memory needs Linux, ranks on one node and weights "
+                f"in host memory; got the nodes {sorted(set(nodes))} and device {self._device}. "
+                "Set rollout.weight_transport=auto"
+            )
+        rounds = current.rounds(self._bucket_bytes)
+        if possible and self._transport != "collective":
+            return SharedMemoryChannel(group, rounds, weights.dtypes)
+        return nullcontext(CollectiveChannel(group, self._device, rounds, weights.dtypes))
+
+    def _verify(self, sent: Mapping[str, int], version: int) -> None:
+        needs = needs_of(self._target)
+        if needs.probe is None:
+            compare_digests(sent, self._target.weights_digest(), version)
+            return
+        scores = scores_of(self._source, needs.probe, version)
+        compare_scores(scores, self._target, probe_ids(needs.probe, version), version)
+
+
+def whole_on(weights: SourceWeights, ranks: Iterable[int]) -> Layout:
+    """Return the layout in which each of these ranks has every weight: what engines read."""
+    return replicated_layout(weights.layout.weights.values(), ranks, weights.layout.tied)
+
+
+def with_tied(
+    stream: Iterator[tuple[str, Tensor]], weights: SourceWeights
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight, and directly after it the names that are tied to it."""
+    for weight, tensor in stream:
+        for name in (weight, *weights.tied_to(weight)):
+            yield name, tensor
+
+
+def scores_of(
+    source: WeightSource | ShardedSource, probe: RolloutAbilities, version: int
+) -> Tensor:
+    """Return the training engine's scores of the probe tokens of a version.
 
     Raises:
-        WorkerError: a weight was not received, or has other values. Names the first such tensor.
-            Attributes: `tensor`, `version`.
+        WorkerError: the training engine computes no log-probabilities.
     """
-    dtypes = target.weight_dtypes()
-    sent: dict[str, int] = {}
-    total = 0
-
-    def recorded() -> Iterator[tuple[str, Tensor]]:
-        nonlocal total
-        for name, tensor in source.state_stream():
-            # A float32 0.1 arrives in a bfloat16 rollout as 0.10009765625. Both sides must take the
-            # digest of that number, so the weight is rounded before it is sent. Full tensors exist
-            # one at a time: the generator yields one, the target copies it, then it is freed.
-            rounded = tensor.detach().to(dtypes.get(name, tensor.dtype))
-            sent[name] = tensor_digest(rounded)
-            total += rounded.numel() * rounded.element_size()
-            yield name, rounded
-
-    target.update_weights(recorded(), version)
-    compare_digests(sent, target.weights_digest(), version)
-    return SyncReport(version=version, tensors=len(sent), num_bytes=total)
-
-
-def compare_digests(sent: Mapping[str, int], held: Mapping[str, int], version: int) -> None:
-    """Raise `WorkerError` for the first weight that was not sent, is not held, or differs."""
-    # sent  a:1  b:2       d:4
-    # held  a:1  b:7  c:3         b differs, c was never sent, d is not held: b is reported
-    for name in [*held, *(name for name in sent if name not in held)]:
-        if name not in sent:
-            problem = "was never sent, so the rollout still holds an old value"
-        elif name not in held:
-            problem = "was sent, but the rollout does not hold it"
-        elif sent[name] != held[name]:
-            problem = "differs between trainer and rollout"
-        else:
-            continue
+    if not isinstance(source, ScoredSource):
         raise WorkerError(
-            f"weight sync to version {version}: {name!r} {problem}. The run stops, because its "
-            "samples would come from other weights than those that are trained",
-            tensor=name,
+            f"weight sync to version {version} cannot be verified: the rollout engine exposes no "
+            "weights, and the training engine computes no log-probabilities",
             version=version,
         )
+    return trained_scores(source, probe_ids(probe, version))

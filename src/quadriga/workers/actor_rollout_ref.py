@@ -24,14 +24,12 @@ from quadriga.workers.method_fields import COMPUTE_LOG_PROB, COMPUTE_REF_LOG_PRO
 from quadriga.workers.runtime import RankRuntime, prepare_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    import torch
+    from collections.abc import Iterator
 
     from quadriga.checkpoint.files import SavedFile
     from quadriga.engines.base import TrainEngine
     from quadriga.rollout.base import RolloutEngine
-    from quadriga.weight_sync import WeightReceiver
+    from quadriga.weight_sync import WeightNeeds, WeightReceiver, WeightSender, WeightSync
 
 Use = Literal["actor", "rollout", "ref"]
 
@@ -75,7 +73,9 @@ class ActorRolloutRefWorker(Worker):
         self.ref: TrainEngine | None = None
         self.rollout: RolloutEngine | None = None
         self.weight_version = 0
-        self._receiver: WeightReceiver | None = None  # of weights from other processes
+        self._sync: WeightSync | None = None  # to the rollout of this process
+        self._sender: WeightSender | None = None  # to a rollout in other processes
+        self._receiver: WeightReceiver | None = None  # from an actor in other processes
         # Each use has a mesh of its own, so that a use can get another layout of the same ranks.
         # All meshes are pure data parallel: rank r has data-parallel rank r and returns its result.
         for mesh_name in sorted(_USES[role]):
@@ -125,52 +125,52 @@ class ActorRolloutRefWorker(Worker):
         """Copy the actor's weights to the rollout engine. Return the new weight version.
 
         Raises:
-            WorkerError: a digest differs after the copy; the message names the first such tensor.
+            WorkerError: digests differ after the copy; the message names the tensors.
         """
-        from quadriga.weight_sync import sync_weights
+        from quadriga.weight_sync import WeightSync
 
         self.weight_version += 1
-        sync_weights(self._engine("actor"), self._rollout(), self.weight_version)
+        self._sync = self._sync or WeightSync(
+            self._engine("actor"),
+            self._rollout(),
+            bucket_bytes=self._bucket_bytes,
+            device=self.device,
+        )
+        self._sync.run(self.weight_version)
         return self.weight_version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[DataProto | None]:
-        """Yield the actor's weights in buckets, for a rollout in other processes.
-
-        Rank 0 yields the buckets, with the weights rounded to `dtypes` of the rollout. The other
-        ranks take part in gathering the full tensors and yield None. The weight version rises.
-        """
-        from quadriga.weight_sync import weight_buckets
+    def send_weights(self, needs: WeightNeeds) -> Iterator[DataProto]:
+        """Yield this rank's part of the actor's weights in buckets, for a rollout in other
+        processes, which has these needs. The weight version rises."""
+        from quadriga.weight_sync import WeightSender
 
         self.weight_version += 1
-        yield from weight_buckets(
-            self._engine("actor"),
-            dtypes,
-            self.weight_version,
-            limit=self.config.rollout.weight_bucket_mb << 20,
-            keep=self.rank == 0,
-        )
+        self._sender = self._sender or WeightSender(self._engine("actor"), self._bucket_bytes)
+        yield from self._sender.send(needs, self.weight_version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_dtypes(self) -> Mapping[str, torch.dtype]:
-        """Return the dtype in which the rollout holds each weight, by checkpoint name."""
-        return self._rollout().weight_dtypes()
+    def weight_needs(self) -> WeightNeeds:
+        """Return what `send_weights` must know of the rollout engine."""
+        from quadriga.weight_sync import needs_of
+
+        return needs_of(self._rollout())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, bucket: DataProto) -> None:
-        """Copy one bucket of `send_weights` to the rollout engine.
+    def receive_weights(self, parts: list[DataProto]) -> None:
+        """Copy one round of `send_weights`, a bucket of each rank of the actor, to the rollout.
 
         Raises:
-            WorkerError: a weight was sent twice.
+            WorkerError: a bucket was sent twice, or one is lost.
         """
-        self._weight_receiver().receive(bucket)
+        self._weight_receiver().receive(parts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_weights(self) -> int:
         """Compare the digests of all weights that were received. Return their version.
 
         Raises:
-            WorkerError: a weight was not received, or differs; the message names the first one.
+            WorkerError: weights were not received, or differ; the message names them.
         """
         self.weight_version = self._weight_receiver().finish()
         return self.weight_version
@@ -327,6 +327,10 @@ class ActorRolloutRefWorker(Worker):
         if engine is None:
             raise self._lacks(f"training engine for {use!r}", use)
         return engine
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return self.config.rollout.weight_bucket_mb << 20
 
     def _weight_receiver(self) -> WeightReceiver:
         from quadriga.weight_sync import WeightReceiver

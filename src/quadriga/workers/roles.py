@@ -14,16 +14,15 @@ compare every member with that method, so that a method with another signature i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 from quadriga.protocol import DataProto
 
 if TYPE_CHECKING:
-    import torch
-
     from quadriga.checkpoint.files import SavedFile
     from quadriga.protocol import DataProtoFuture
+    from quadriga.weight_sync import WeightNeeds
 
 ArgumentsP = ParamSpec("ArgumentsP")
 ResultT = TypeVar("ResultT")
@@ -139,10 +138,8 @@ class SendingGroup(Protocol):
     """The actor, for a rollout in other processes."""
 
     @property
-    def send_weights(
-        self,
-    ) -> StreamMethod[[Mapping[str, torch.dtype]], list[DataProto | None]]:
-        """Yield the weights in buckets; an item has one entry per rank, the bucket on rank 0:
+    def send_weights(self) -> StreamMethod[[WeightNeeds], list[DataProto]]:
+        """Yield the weights in rounds; an item has one bucket per rank:
         `ActorRolloutRefWorker.send_weights`."""
         ...
 
@@ -151,8 +148,8 @@ class ReceivingGroup(Protocol):
     """A rollout whose weights come from other processes."""
 
     @property
-    def weight_dtypes(self) -> GroupMethod[[], list[Mapping[str, torch.dtype]]]:
-        """Return the dtype of each weight: `ActorRolloutRefWorker.weight_dtypes`."""
+    def weight_needs(self) -> GroupMethod[[], list[WeightNeeds]]:
+        """Return what the sender must know: `ActorRolloutRefWorker.weight_needs`."""
         ...
 
     @property
@@ -281,7 +278,7 @@ if TYPE_CHECKING:
         load_checkpoint = per_rank(ActorRolloutRefWorker.load_checkpoint)
         export_hf = per_rank(ActorRolloutRefWorker.export_hf)
         send_weights = per_rank_stream(ActorRolloutRefWorker.send_weights)
-        weight_dtypes = per_rank(ActorRolloutRefWorker.weight_dtypes)
+        weight_needs = per_rank(ActorRolloutRefWorker.weight_needs)
         receive_weights = per_rank(ActorRolloutRefWorker.receive_weights)
         finish_weights = per_rank(ActorRolloutRefWorker.finish_weights)
         rollout_mode = per_rank(ActorRolloutRefWorker.rollout_mode)

@@ -17,7 +17,7 @@ from quadriga.checkpoint.folders import (
     prune_checkpoints,
 )
 from quadriga.config.schema import SFTTrainerConfig, TrainConfig, TrainerConfig
-from quadriga.errors import CheckpointError, WorkerError
+from quadriga.errors import CheckpointError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.trainer.dataflow import reads_ref_log_prob
 from quadriga.trainer.placement import ResourcePoolManager, Role
@@ -87,8 +87,9 @@ def close_on_error(backend: Backend) -> Iterator[list[WorkerGroup]]:
 class WeightLink:
     """From the actor to a rollout in other processes.
 
-    The buckets go by reference: the controller holds their handles, and the ranks of the rollout
-    read them from the store. While one bucket is read, the actor makes the next.
+    Each rank of the actor puts its part of a round into the store. The controller holds the
+    handles, and the ranks of the rollout read the parts. While they do, the actor makes the next
+    round.
     """
 
     sender: SendingGroup
@@ -98,15 +99,13 @@ class WeightLink:
         """Copy all weights, then compare digests on every rank of the rollout.
 
         Raises:
-            WorkerError: names the first weight that is missing or differs.
+            WorkerError: names the weights that are missing or differ.
         """
-        dtypes, *_ = self.receiver.weight_dtypes()
+        needs, *_ = self.receiver.weight_needs()
         reading: DataProtoFuture | None = None
         # Closed if a rank of the rollout fails: the generators of the actor's ranks then end.
-        with closing(self.sender.send_weights.stream(dtypes)) as buckets:
-            for bucket, *_ in buckets:
-                if bucket is None:
-                    raise WorkerError("rank 0 of the actor yielded no bucket of weights")
+        with closing(self.sender.send_weights.stream(needs)) as rounds:
+            for parts in rounds:
                 if reading is not None:
                     reading.get()  # two buckets at most are in the store
                 reading = self.receiver.receive_weights.submit(bucket)
@@ -148,7 +147,7 @@ class PPOGroups(StartedGroups):
         """Copy the actor's weights to the rollout, and check that all of them arrived.
 
         Raises:
-            WorkerError: names the first weight that is missing or differs.
+            WorkerError: names the weights that are missing or differ.
         """
         if self.link is None:
             self.actor.sync_weights()

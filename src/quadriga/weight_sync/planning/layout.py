@@ -18,7 +18,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quadriga.errors import ShapeError
-from quadriga.weight_sync.boxes import Box, count, intersection, moved, narrowed, shape_of, whole
+from quadriga.weight_sync.planning.boxes import (
+    Box,
+    count,
+    intersection,
+    moved,
+    narrowed,
+    shape_of,
+    whole,
+)
 
 
 @dataclass(frozen=True, slots=True)

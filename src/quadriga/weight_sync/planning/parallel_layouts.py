@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quadriga.errors import ConfigError, ShapeError
-from quadriga.weight_sync.layout import (
+from quadriga.weight_sync.planning.layout import (
     Layout,
     StoredTensor,
     Weight,

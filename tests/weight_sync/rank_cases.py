@@ -1,0 +1,287 @@
+"""Weight syncs on real gloo processes; each process writes what it found for the test to read."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import weakref
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from quadriga.errors import WorkerError
+from quadriga.parallel.distributed import init_distributed
+from quadriga.rollout.base import tensor_digest
+from quadriga.weight_sync import WeightSync
+from quadriga.weight_sync.channels import CollectiveChannel, SharedMemoryChannel
+from quadriga.weight_sync.planning.boxes import slices
+from quadriga.weight_sync.planning.plan import plan
+from quadriga.weight_sync.transport import TensorsInMemory, Transport
+
+
+class Abilities:
+    exposes_weights = True
+
+
+class Target:
+    """A rollout engine without computation."""
+
+    abilities = Abilities()
+
+    def __init__(self, weights, dtype=None):
+        self.weights = {n: torch.zeros_like(w, dtype=dtype) for n, w in weights.items()}
+        self.version = -1
+        self.order = []
+
+    def update_weights(self, stream, version):
+        for name, weight in stream:
+            self.weights[name].copy_(weight)
+            self.order.append(name)
+        self.version = version
+
+    def weights_digest(self):
+        return {name: tensor_digest(weight) for name, weight in self.weights.items()}
+
+    def weight_dtypes(self):
+        return {name: weight.dtype for name, weight in self.weights.items()}
+
+
+class Source:
+    """A training engine without computation: full tensors, or shards on a mesh."""
+
+    def __init__(self, weights, tied=None, change=None):
+        self.weights, self.tied = weights, tied or {}
+        self.change = change or (lambda stream: stream)
+
+    def state_stream(self):
+        return self.change(self._stream())
+
+    def _stream(self):
+        for name, weight in self.weights.items():
+            yield name, weight
+            if name in self.tied:
+                yield self.tied[name], weight
+
+
+class Sharded(Source):
+    def shard_stream(self):
+        return self.change(self._stream())
+
+
+def model_weights():
+    torch.manual_seed(0)
+    return {
+        "embed": torch.randn(13, 6),
+        "flags": torch.randint(0, 99, (5,), dtype=torch.uint8),
+        "norm": torch.randn(6, dtype=torch.bfloat16),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.zeros(0, 4),
+        "wide": torch.randn(7, 33),
+        "large": torch.randn(64, 40),
+        "double": torch.randn(3, 5, dtype=torch.float64),
+    }
+
+
+def sharded(weights, mesh, placements):
+    return {
+        name: distribute_tensor(w.clone(), mesh, [p if w.ndim else Replicate() for p in placements])
+        for name, w in weights.items()
+    }
+
+
+def start(rank: int, ranks: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    init_distributed(timeout_s=60)
+
+
+def rank_main(rank: int, ranks: int, work: str, port: int) -> None:
+    """Everything that needs real processes, in one start of them."""
+    start(rank, ranks, port)
+    found = {"syncs": syncs(ranks), "memory": memory(ranks), "hybrid": {}}
+    flat = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+    found["sabotage"] = sabotages(flat, model_weights())
+    for size in (2, 4):
+        group = dist.new_group(list(range(size)))
+        if rank < size:
+            found["hybrid"][size] = hybrid(rank, size, group)
+    end(rank, work, found)
+
+
+def end(rank: int, work: str, found: object) -> None:
+    """Write what this rank found."""
+    Path(work, f"rank_{rank}.pickle").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
+
+
+def syncs(ranks: int):
+    """Sync from several meshes by both channels; the second sync of each after a change."""
+    flat = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+    square = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    weights = model_weights()
+    sources = {
+        "one dimension": (flat, [Shard(0)]),
+        "hybrid": (square, [Replicate(), Shard(0)]),
+        "two dimensions": (square, [Shard(0), Shard(0)]),
+        "whole": (flat, [Replicate()]),
+    }
+    found = {}
+    for name, (mesh, placements) in sources.items():
+        for transport in ("shared_memory", "collective"):
+            for bucket in (256, 1 << 20):
+                source = Sharded(sharded(weights, mesh, placements), {"embed": "head"})
+                target = Target({**weights, "head": weights["embed"]})
+                sync = WeightSync(source, target, bucket_bytes=bucket, transport=transport)
+                sync.run(1)
+                for weight in source.weights.values():
+                    weight.add_(1)
+                report = sync.run(2)
+                whole = {n: w + 1 for n, w in weights.items()}
+                equal = all(torch.equal(target.weights[n], w) for n, w in whole.items())
+                tied = torch.equal(target.weights["head"], whole["embed"])
+                found[name, transport, bucket] = (equal, tied, report, sync._plan)
+    return found
+
+
+def sabotages(mesh, weights):
+    """What each mistake between transport and rollout engine raises."""
+    faults = {}
+    for kind in ("stale", "part", "moved"):
+        source = Sharded(sharded(weights, mesh, [Shard(0)]))
+        target = Target(weights)
+        sync = WeightSync(source, target)
+        sync.run(1)
+        for weight in source.weights.values():
+            weight.add_(1)
+        update = target.update_weights
+        target.update_weights = partial(spoil, kind, update)
+        try:
+            sync.run(2)
+        except WorkerError as error:
+            faults[kind] = (error.tensors, str(error))
+    return faults
+
+
+def spoil(kind, update, stream, version):
+    def changed():
+        for name, tensor in stream:
+            if name == "wide" and kind == "stale":
+                continue
+            if name in ("wide", "norm") and kind == "part":
+                tensor = tensor.clone()
+                tensor[-1:] = 0
+            if name == "large" and kind == "moved":
+                tensor = torch.cat([tensor[32:], tensor[:32]])
+            yield name, tensor
+
+    update(changed(), version)
+
+
+def hybrid(rank: int, ranks: int, group):
+    """Execute HybridFlow's plans on `ranks` processes; count bytes."""
+    from test_grouping import CASES, training_and_generation
+
+    return [
+        (degrees, *reshard(rank, group, *training_and_generation(degrees)))
+        for degrees in CASES
+        if degrees.world_size == ranks
+    ]
+
+
+def reshard(rank: int, group, training, generation):
+    """Return (bytes sent, received, in place or copied; whether the shards are right)."""
+    current = plan(training, generation)
+    full = {
+        name: torch.arange(float(i * 100), i * 100 + 16).view(weight.shape)
+        for i, (name, weight) in enumerate(training.weights.items())
+    }
+    dtypes = dict.fromkeys(full, torch.float32)
+    own = {t.name: full[t.name][slices(t.pieces[0].box)].clone() for t in training.ranks[rank]}
+    channel = CollectiveChannel(group, torch.device("cpu"), current.rounds(128), dtypes)
+    transport = Transport(current, rank, TensorsInMemory(own), channel, dtypes, torch.device("cpu"))
+    made = dict(transport.run(128))
+    right = all(
+        torch.equal(made[t.name], full[t.name][slices(t.pieces[0].box)])
+        for t in generation.ranks[rank]
+    )
+    traffic = transport.traffic
+    return traffic.sent, traffic.received, traffic.in_place + traffic.copied, right
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of the storages that operators make within the block."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self.known = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for tensor in self._tensors((args, kwargs)):
+            self._note(tensor, 0)
+        result = func(*args, **(kwargs or {}))
+        for tensor in self._tensors(result):
+            self._note(tensor, tensor.untyped_storage().nbytes())
+        self.peak = max(self.peak, self.live)
+        return result
+
+    @staticmethod
+    def _tensors(tree):
+        return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+    def _note(self, tensor, size):
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.known:
+            self.known[key] = (size, weakref.ref(storage, partial(self._forget, key)))
+            self.live += size
+
+    def _forget(self, key, _):
+        self.live -= self.known.pop(key)[0]
+
+
+def memory(ranks: int):
+    """The peak of allocated bytes for each channel and bucket size, with storage and without."""
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+    weights = {f"w{i}": torch.randn(256, 64) for i in range(12)}  # 64 KiB each
+    source = Sharded(sharded(weights, mesh, [Shard(0)]))
+    found = {}
+    for bucket in (16 << 10, 128 << 10):
+        for kind in ("collective", "shared_memory"):
+            for storage in (False, True):
+                found[kind, bucket, storage] = peak(source, weights, kind, bucket, storage)
+    return found
+
+
+def peak(source, weights, kind, bucket, storage):
+    target = Target(weights)
+    sync = WeightSync(source, target, bucket_bytes=bucket, transport=kind)
+    sync.run(1)
+    current = sync._plan
+    dtypes = target.weight_dtypes()
+    group = dist.group.WORLD
+    own = {name: weight.to_local() for name, weight in source.weights.items()}
+    shared = 0
+    given = target.weights if storage else {}
+    rounds, cpu = current.rounds(bucket), torch.device("cpu")
+    with Allocations() as counted:
+        if kind == "collective":
+            channel = CollectiveChannel(group, cpu, rounds, dtypes)
+        else:
+            channel = SharedMemoryChannel(group, rounds, dtypes)
+            shared = 2 * channel._size
+        transport = Transport(
+            current, group.rank(), TensorsInMemory(own), channel, dtypes, cpu, given
+        )
+        for _ in transport.run(bucket):
+            pass
+    return counted.peak + shared, current.peak_bytes(bucket)[group.rank()]
