@@ -153,8 +153,8 @@ class ReceivingGroup(Protocol):
         ...
 
     @property
-    def receive_weights(self) -> GroupMethod[[DataProto], list[None]]:
-        """Copy one bucket to the rollout engines: `ActorRolloutRefWorker.receive_weights`."""
+    def receive_weights(self) -> GroupMethod[[list[DataProto]], list[None]]:
+        """Copy one round to the rollout engines: `ActorRolloutRefWorker.receive_weights`."""
         ...
 
     @property

@@ -107,8 +107,8 @@ class WeightLink:
         with closing(self.sender.send_weights.stream(needs)) as rounds:
             for parts in rounds:
                 if reading is not None:
-                    reading.get()  # two buckets at most are in the store
-                reading = self.receiver.receive_weights.submit(bucket)
+                    reading.get()  # two rounds at most are in the store
+                reading = self.receiver.receive_weights.submit(parts)
         if reading is not None:
             reading.get()
         self.receiver.finish_weights()
