@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from quadriga.rewards.answers import marked_answer
 from quadriga.rewards.functions import MARKED_ANSWER, FunctionRef
@@ -13,6 +13,12 @@ EXTRACTORS: dict[FunctionRef, Callable[[str], str | None]] = {MARKED_ANSWER: mar
 
 KEYS = ("answer", "pred")
 """Keys under which a rule function can return the answer, the first one that it has."""
+
+
+def first_answer(samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> str | None:
+    """Return the answer of the first part of a score that finds one; None if no part does."""
+    found = (answer_of(sample, outcome) for sample, outcome in zip(samples, outcomes, strict=True))
+    return next((answer for answer in found if answer is not None), None)
 
 
 def answer_of(sample: Sample, outcome: Outcome) -> str | None:

@@ -54,15 +54,41 @@ class FunctionRef:
 
 
 MARKED_ANSWER = FunctionRef("quadriga.rewards.answers", "compute_score")
+MATHEMATICS = FunctionRef("quadriga.rewards.mathematics", "compute_score")
+MULTIPLE_CHOICE = FunctionRef("quadriga.rewards.multiple_choice", "compute_score")
 
 FUNCTIONS: dict[str, FunctionRef] = {
     "quadriga/arithmetic": MARKED_ANSWER,
     "openai/gsm8k": MARKED_ANSWER,
+    **dict.fromkeys(
+        (
+            "quadriga/mathematics",
+            "lighteval/MATH",
+            "DigitalLearningGmbH/MATH-lighteval",
+            "HuggingFaceH4/MATH-500",
+            "HuggingFaceH4/aime_2024",
+            "math_dapo",
+        ),
+        MATHEMATICS,
+    ),
+    **dict.fromkeys(
+        (
+            "quadriga/multiple_choice",
+            "cais/mmlu",
+            "TIGER-Lab/MMLU-Pro",
+            "allenai/ai2_arc",
+            "Idavidrein/gpqa",
+        ),
+        MULTIPLE_CHOICE,
+    ),
 }
 """data_source → rule function."""
 
-BUILT_IN = frozenset({MARKED_ANSWER})
-"""Functions that read a ground truth and take microseconds, so they need no other process."""
+BUILT_IN = frozenset({MARKED_ANSWER, MATHEMATICS, MULTIPLE_CHOICE})
+"""Functions that read a ground truth."""
+
+FAST = frozenset({MARKED_ANSWER, MULTIPLE_CHOICE})
+"""Functions that take microseconds for any response, so they need no other process."""
 
 
 def register_reward_function(data_source: str, path: str, name: str = "compute_score") -> None:

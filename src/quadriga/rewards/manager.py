@@ -16,15 +16,16 @@ from quadriga.config.secrets import mask_secrets
 from quadriga.containment import contained
 from quadriga.errors import ConfigError, DataError, FieldError, RewardError
 from quadriga.protocol import DataProto, fields
-from quadriga.rewards.extraction import answer_of
+from quadriga.rewards.extraction import first_answer
 from quadriga.rewards.functions import (
     BUILT_IN,
+    FAST,
     FunctionRef,
     RewardFunction,
-    load_reward_function,
     reward_function_for,
 )
 from quadriga.rewards.outcome import FAILURES, SCORED, Outcome, Sample, Status, call
+from quadriga.rewards.parts import RewardPart, combined, parts_of
 from quadriga.rewards.pool import RewardPool
 
 _log = logging.getLogger(__name__)
@@ -61,9 +62,10 @@ class RewardManager:
     Args:
         tokenizer: decodes the responses; None: only `score_texts` is called.
         function: scores every row; None: each row is scored by the function of its `data_source`.
+            A tuple of `RewardPart`s: several functions with weights.
         num_processes: 0: functions are called in this process, one after the other and without a
             deadline. Above 0: they are called in that many processes, with a deadline per sample.
-            The built-in functions are called in this process in both cases.
+            Fast built-in functions are called in this process in both cases.
         timeout_s: the deadline of a sample in seconds, with processes.
         memory_gb: GiB that one process may allocate; None: no limit.
         on_failure: "zero": the score of a failed sample is 0; "mask": it is 0, and the row is in
@@ -81,7 +83,7 @@ class RewardManager:
     def __init__(
         self,
         tokenizer: TextDecoder | None,
-        function: FunctionRef | RewardFunction | None = None,
+        function: FunctionRef | RewardFunction | tuple[RewardPart, ...] | None = None,
         *,
         num_processes: int = 0,
         timeout_s: float = 10.0,
@@ -89,13 +91,14 @@ class RewardManager:
         on_failure: FailurePolicy = "zero",
         components: Sequence[str] = (),
     ) -> None:
-        if num_processes and function is not None and not isinstance(function, FunctionRef):
+        parts = function if isinstance(function, tuple) else (RewardPart("", 1.0, function),)
+        if num_processes and any(not isinstance(p.function, FunctionRef | None) for p in parts):
             raise ConfigError(
                 "a reward pool loads its function by file and name: pass "
                 "load_reward_function(path, name), or set num_processes=0"
             )
         self.tokenizer = tokenizer
-        self.function = function
+        self.parts = parts
         self.on_failure = on_failure
         self.components = tuple(components)
         self.metrics: dict[str, float] = {}
@@ -112,10 +115,9 @@ class RewardManager:
         cls, settings: RewardConfig, tokenizer: TextDecoder | None, components: Sequence[str] = ()
     ) -> RewardManager:
         """Return the manager that the settings `reward.*` describe."""
-        function = load_reward_function(settings.path, settings.name) if settings.path else None
         return cls(
             tokenizer,
-            function,
+            parts_of(settings),
             num_processes=settings.num_processes,
             timeout_s=settings.timeout_s,
             memory_gb=settings.memory_gb,
@@ -127,15 +129,21 @@ class RewardManager:
         """Raise `DataError` for the first item of a dataset that cannot be scored.
 
         An item needs a `data_source` that has a function, unless a function of the user scores all
-        rows; and a ground truth, if a built-in function scores it.
+        rows; and a ground truth, if a built-in function scores it. Raises `InputError` if a
+        built-in function needs a package that is not installed.
         """
+        loaded: set[FunctionRef] = set()
         for item in items:
             try:
-                ref = self._ref(item.get(fields.DATA_SOURCE))
-                _ground_truth(item.get(fields.REWARD_MODEL), ref)
+                refs = self._refs(item.get(fields.DATA_SOURCE))
+                for ref in refs:
+                    _ground_truth(item.get(fields.REWARD_MODEL), ref)
             except (KeyError, TypeError) as error:
                 row = item.get(fields.INDEX)
                 raise DataError(f"row {row} cannot be scored: {error}", row=row) from error
+            for ref in (BUILT_IN & set(refs)) - loaded:
+                ref.load()
+                loaded.add(ref)
 
     def __call__(self, data: DataProto) -> DataProto:
         """Score a batch.
@@ -193,20 +201,20 @@ class RewardManager:
         infos: Iterable[object],
     ) -> list[Outcome]:
         """Score texts, and set the attributes of the last batch."""
-        samples = []
+        samples = []  # those of all parts of row 0, then of row 1, …
         rows = zip(texts, sources, models, infos, strict=True)
         for row, (text, source, model, info) in enumerate(rows):
-            ref = self._ref(source)
-            try:
-                truth = _ground_truth(model, ref)
-            except TypeError as error:
-                raise FieldError(f"row {row}: {error}", field=fields.REWARD_MODEL) from error
-            samples.append(Sample(ref, str(source), text, truth, info))
-        outcomes = self._score(samples)
-        self._report(outcomes, samples)
-        self.answers = [
-            answer_of(sample, outcome) for sample, outcome in zip(samples, outcomes, strict=True)
-        ]
+            for ref in self._refs(source):
+                try:
+                    truth = _ground_truth(model, ref)
+                except TypeError as error:
+                    raise FieldError(f"row {row}: {error}", field=fields.REWARD_MODEL) from error
+                samples.append(Sample(ref, str(source), text, truth, info))
+        scored, count = self._score(samples), len(self.parts)
+        own = [slice(start, start + count) for start in range(0, len(samples), count)]
+        outcomes = [combined(self.parts, scored[part]) for part in own]
+        self._report(outcomes, [sample.data_source for sample in samples[::count]])
+        self.answers = [first_answer(samples[part], scored[part]) for part in own]
         return outcomes
 
     def _texts(self, responses: torch.Tensor, mask: torch.Tensor) -> list[str]:
@@ -216,25 +224,30 @@ class RewardManager:
         ids = [row[:end] for row, end in zip(responses.tolist(), ends, strict=True)]
         return list(self.tokenizer.batch_decode(ids, skip_special_tokens=True))
 
-    def _ref(self, data_source: object) -> FunctionRef:
-        if self.function is None:
+    def _refs(self, data_source: object) -> list[FunctionRef]:
+        """Return the function of each part for a row."""
+        return [self._ref(number, data_source) for number in range(len(self.parts))]
+
+    def _ref(self, number: int, data_source: object) -> FunctionRef:
+        function = self.parts[number].function
+        if function is None:
             return reward_function_for(data_source)
-        if isinstance(self.function, FunctionRef):
-            return self.function
+        if isinstance(function, FunctionRef):
+            return function
         # A function that was passed as an object gets a reference that is never loaded: `_score`
         # finds it in `_loaded`.
-        ref = FunctionRef("", getattr(self.function, "__name__", "reward"))
-        self._loaded[ref] = self.function
+        ref = FunctionRef(str(number), getattr(function, "__name__", "reward"))
+        self._loaded[ref] = function
         return ref
 
     def _score(self, samples: list[Sample]) -> list[Outcome]:
-        """Score the samples of built-in functions in this process, and all others in the pool."""
+        """Score the samples of fast functions in this process, and all others in the pool."""
         if self._pool is None:
             return [self._score_in_this_process(sample) for sample in samples]
         outcomes = {
             row: self._score_in_this_process(sample)
             for row, sample in enumerate(samples)
-            if sample.function in BUILT_IN
+            if sample.function in FAST
         }
         others = [row for row in range(len(samples)) if row not in outcomes]
         if others:
@@ -245,15 +258,15 @@ class RewardManager:
     def _score_in_this_process(self, sample: Sample) -> Outcome:
         if sample.function not in self._loaded:
             self._loaded[sample.function] = sample.function.load()
-        if sample.function in BUILT_IN:
+        if sample.function in FAST:
             return call(self._loaded[sample.function], sample)
         with contained():
             return call(self._loaded[sample.function], sample)
 
-    def _report(self, outcomes: list[Outcome], samples: Sequence[Sample]) -> None:
+    def _report(self, outcomes: list[Outcome], sources: Sequence[str]) -> None:
         """Set `metrics`, `failures` and `masked_rows`; log the first failure, or raise for it."""
         self.failures = [
-            Failure(row, samples[row].data_source, outcome.status, mask_secrets(outcome.detail))
+            Failure(row, sources[row], outcome.status, mask_secrets(outcome.detail))
             for row, outcome in enumerate(outcomes)
             if outcome.status != SCORED
         ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from quadriga.config.schema.choices import FailurePolicy
+from quadriga.config.schema.choices import FailurePolicy, Options
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,8 @@ class RewardConfig:
 
     path: str | None = None  # None: the function registered for the data_source of each row
     name: str = "compute_score"  # function in the file `path`
+    # several rewards: name → {weight, path, name}; without a path the function of the data_source
+    parts: Options = field(default_factory=dict)
     num_processes: int = 2  # processes that call it; 0: called in the controller, without deadline
     timeout_s: float = 10.0  # deadline of one sample in a process
     memory_gb: float | None = 8.0  # GiB that one process can allocate; None: no limit

@@ -167,12 +167,11 @@ def check_components(config: TrainConfig) -> None:
 
 
 def check_reward(reward: RewardConfig) -> None:
-    """Check that the user's reward file exists and has the function, if the settings name one.
+    """Check that the user's reward files exist and have the functions that the settings name.
 
     Raises:
         InputError: it does not.
     """
-    from quadriga.rewards import load_reward_function
+    from quadriga.rewards.parts import parts_of
 
-    if reward.path is not None:
-        load_reward_function(reward.path, reward.name)
+    parts_of(reward)

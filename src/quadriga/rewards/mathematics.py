@@ -1,0 +1,54 @@
+"""The built-in rule for mathematics: compare answers as expressions, with the package math-verify.
+
+It parses LaTeX and plain expressions, so that 0.5, 1/2 and \\frac{1}{2} are equal. A response's
+answer is what it has in \\boxed{…}, else its last expression. Simplifying an expression can take
+any time, so the rule runs in the processes of the reward pool, which have a deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+from quadriga.errors import ConfigError
+
+if find_spec("math_verify") is None:
+    raise ConfigError(
+        "rewards for mathematics need the package math-verify; install it with "
+        "pip install 'quadriga[math]', or set reward.path to a rule of your own",
+        key="reward.path",
+    )
+
+# The package warns in each call that its own deadline is off. Its deadline is a signal, which only
+# the main thread can receive.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: object,
+    extra_info: Mapping[str, object] | None = None,
+) -> dict[str, float | str | None]:
+    """Return the score, 1.0 if the answer equals `ground_truth` and else 0.0, and the answer.
+
+    Raises:
+        ValueError: the ground truth is no expression.
+    """
+    from math_verify import parse, verify
+
+    del data_source, extra_info
+    truth = parse(_marked(str(ground_truth)), parsing_timeout=None)
+    if not truth:
+        raise ValueError(f"the ground truth {ground_truth!r:.100} is no expression")
+    found = parse(solution_str, parsing_timeout=None)
+    if not found:
+        return {"score": 0.0, "answer": None}
+    equal = verify(truth, found, timeout_seconds=None)
+    return {"score": float(equal), "answer": str(found[0])}
+
+
+def _marked(truth: str) -> str:
+    """Return a ground truth as LaTeX: the parser reads `\\frac{1}{2}` only between dollar signs."""
+    return truth if "$" in truth or "\\boxed" in truth else f"${truth}$"

@@ -1,0 +1,219 @@
+"""The built-in rules for mathematics and multiple choice, and several rewards with weights."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import EvalConfig, RewardConfig
+from quadriga.errors import ConfigError, DataError, FieldError, InputError
+from quadriga.protocol import DataProto
+from quadriga.rewards import RewardManager, functions
+from quadriga.rewards.multiple_choice import chosen_letter
+from quadriga.rewards.parts import parts_of
+
+needs_math_verify = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="needs the extra `math`"
+)
+MATHS, CHOICE, ARITHMETIC = "quadriga/mathematics", "quadriga/multiple_choice", "openai/gsm8k"
+
+
+def manager(**settings) -> RewardManager:
+    return RewardManager.from_settings(RewardConfig(**{"num_processes": 0, **settings}), None)
+
+
+def rows_of(source: str, *truths: object) -> list[dict[str, object]]:
+    return [{"data_source": source, "reward_model": {"ground_truth": truth}} for truth in truths]
+
+
+def scores(found) -> list[float]:
+    return [outcome.score for outcome in found]
+
+
+# Mathematics.
+
+EQUAL = [
+    (r"\frac{1}{2}", r"The answer is $\boxed{0.5}$."),
+    ("1/2", r"so \boxed{\frac12}"),
+    ("(1, 2]", r"\boxed{(1,2]}"),
+    ("x^2+1", "Thus $1 + x^2$"),
+    ("34", "first 3, then\n#### 34"),
+    (r"\{1,2\}", r"\boxed{\{2, 1\}}"),
+    (r"$\sqrt{8}$", r"\boxed{2\sqrt{2}}"),
+    ("1,000", "It is 1000."),
+]
+DIFFERENT = [("7", r"\boxed{8}"), ("7", "no number"), ("7", ""), ("(1,2)", r"\boxed{(1,2]}")]
+
+
+@needs_math_verify
+def test_answers_of_mathematics_are_compared_as_expressions() -> None:
+    rule = manager()
+    texts = [text for _, text in (*EQUAL, *DIFFERENT)]
+    rows = rows_of(MATHS, *(truth for truth, _ in (*EQUAL, *DIFFERENT)))
+    assert scores(rule.score_texts(texts, rows)) == [1.0] * len(EQUAL) + [0.0] * len(DIFFERENT)
+    half, same = rule.answers[:2]
+    assert half == same == "1/2"
+    assert rule.answers[len(EQUAL) + 1 : len(EQUAL) + 3] == [None, None]
+
+
+@needs_math_verify
+def test_a_ground_truth_that_is_no_expression_fails_the_sample_with_its_text() -> None:
+    rule = manager()
+    (outcome,) = rule.score_texts([r"\boxed{7}"], rows_of(MATHS, "no $expression"))
+    assert outcome.status == "raised" and "no $expression" in outcome.detail
+
+
+@needs_math_verify
+def test_an_expression_that_takes_too_long_exceeds_the_deadline_of_its_sample_alone() -> None:
+    rule = manager(num_processes=1, timeout_s=2.0)
+    texts = [r"\boxed{7}", r"\boxed{9^{9^{9}}}"]
+    try:
+        good, slow = rule.score_texts(texts, rows_of(MATHS, "7", "7"))
+    finally:
+        rule.close()
+    assert (good.status, good.score) == ("scored", 1.0)
+    assert (slow.status, slow.score) == ("timed_out", 0.0)
+
+
+@needs_math_verify
+def test_mathematics_runs_in_the_processes_of_the_pool() -> None:
+    assert functions.MATHEMATICS in functions.BUILT_IN - functions.FAST
+
+
+def test_a_missing_package_is_named_before_a_run_starts(monkeypatch) -> None:
+    import sys
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "math_verify" else find(name)
+    )
+    monkeypatch.delitem(sys.modules, "quadriga.rewards.mathematics", raising=False)
+    with pytest.raises(InputError, match=r"pip install 'quadriga\[math\]'"):
+        manager().check(rows_of(MATHS, "7"))
+    sys.modules.pop("quadriga.rewards.mathematics", None)
+
+
+# Multiple choice.
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        (r"So \boxed{B}.", "B"),
+        (r"\boxed{\text{(C)}} and not the answer is A", "C"),
+        ("The answer is (C), not D.", "C"),
+        ("Answer: A … Final answer: **D**", "D"),
+        ("**Answer:** B", "B"),
+        ("#### E", "E"),
+        ("B) because the sum is even", "B"),
+        ("(J)", "J"),
+        ("B", "B"),
+        ("A banana is yellow.", None),
+        ("The answer is Banana.", None),
+        ("the answer is a number", None),
+        ("K", None),
+        ("", None),
+    ],
+)
+def test_the_letter_of_a_choice(text, letter) -> None:
+    assert chosen_letter(text) == letter
+
+
+def test_scores_of_multiple_choice() -> None:
+    rule = manager()
+    rows = rows_of(CHOICE, "B", "(b)", 1, 2, "9")
+    found = rule.score_texts(["Answer: B"] * 5, rows)
+    assert scores(found) == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert found[4].status == "raised" and "a letter from A to J" in found[4].detail
+    assert rule.answers[0] == "B"
+
+
+@pytest.mark.parametrize("unit", [" ", "*", "answer ", "answer is : ", r"\boxed{", "(", "#### "])
+def test_a_response_of_megabytes_is_searched(unit) -> None:
+    """With a form whose cost is quadratic in the length, this takes hours."""
+    assert chosen_letter("Answer" + unit * (1 << 20)) is None
+
+
+# Several rewards with weights.
+
+RULES = """
+def is_short(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "boom":
+        raise ValueError("planted")
+    return {"score": float(len(solution_str) < 8), "length": len(solution_str)}
+"""
+
+
+@pytest.fixture
+def parts(tmp_path) -> str:
+    (tmp_path / "rules.py").write_text(RULES)
+    return (
+        f"reward.parts={{correct: {{weight: 2}}, short: {{path: '{tmp_path / 'rules.py'}', "
+        "name: is_short, weight: 0.5}}"
+    )
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_the_score_is_the_weighted_sum_and_the_parts_are_logged(parts, processes) -> None:
+    """Scores 1 and 1, 1 and 0, 0 and 1 with the weights 2 and 0.5; the last one fails."""
+    config = load_config(EvalConfig, [parts, f"reward.num_processes={processes}"])
+    rule = RewardManager.from_settings(config.reward, None)
+    texts = ["#### 7", "so it is #### 7", "#### 8", "boom"]
+    try:
+        found = rule.score_texts(texts, rows_of(ARITHMETIC, *["7"] * 4))
+    finally:
+        rule.close()
+    assert scores(found) == [2.5, 2.0, 0.5, 0.0]
+    assert found[1].extra == {"correct": 1.0, "short": 0.0, "short/length": 15.0}
+    assert rule.answers == ["7.0", "7.0", "8.0", None]
+    assert rule.metrics["reward/extra/correct"] == pytest.approx(2 / 3)
+    assert rule.metrics["reward/extra/short"] == pytest.approx(2 / 3)
+    assert rule.metrics["reward/failed"] == 0.25
+    (failure,) = rule.failures
+    assert failure.row == 3 and "short: " in failure.detail and "planted" in failure.detail
+
+
+def test_the_parts_can_be_components_of_an_estimator(parts) -> None:
+    class Words:
+        def batch_decode(self, sequences, /, *, skip_special_tokens):
+            return ["#### 7" if ids == [7] else "so it is #### 7" for ids in sequences]
+
+    config = load_config(EvalConfig, [parts, "reward.num_processes=0"])
+    rule = RewardManager.from_settings(config.reward, Words(), ["correct", "short"])
+    batch = DataProto.from_dict(
+        {"responses": torch.tensor([[7], [8]]), "response_mask": torch.ones(2, 1)},
+        {key: [row[key] for row in rows_of(ARITHMETIC, "7", "7")]
+         for key in ("data_source", "reward_model")},
+    )  # fmt: skip
+    out = rule(batch).batch
+    assert out["reward_components"].tolist() == [[1.0, 1.0], [1.0, 0.0]]
+    assert out["token_level_scores"].tolist() == [[2.5], [2.0]]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"parts": {"a": 3}}, "reward.parts.a must be a mapping of weight, path, name, got 3"),
+        ({"parts": {"a": {"wieght": 1}}}, "no setting reward.parts.a.wieght; did you mean weight"),
+        ({"parts": {"a": {"weight": "much"}}}, "reward.parts.a.weight must be a number"),
+        ({"parts": {"a": {"weight": float("nan")}}}, "reward.parts.a.weight must be a number"),
+        ({"parts": {"a": {"name": "f"}}}, "reward.parts.a.name selects a function"),
+        ({"parts": {"a": {}}, "path": "x.py"}, "reward.path and reward.parts both say"),
+    ],
+)
+def test_wrong_parts_are_refused(given, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parts_of(RewardConfig(**given))
+
+
+def test_a_missing_file_of_a_part_and_a_row_without_truth_are_named(parts) -> None:
+    with pytest.raises(DataError, match=r"reward file .*nothing\.py does not exist"):
+        parts_of(RewardConfig(parts={"a": {"path": "nothing.py"}}))
+    rule = RewardManager.from_settings(load_config(EvalConfig, [parts]).reward, None)
+    with pytest.raises(DataError, match="row None cannot be scored"):
+        rule.check([{"data_source": ARITHMETIC, "reward_model": {}}])
+    with pytest.raises(FieldError, match="row 0: reward_model must be a dict"):
+        rule.score_texts(["x"], [{"data_source": ARITHMETIC}])
