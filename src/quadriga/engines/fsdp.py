@@ -258,7 +258,6 @@ class FSDPEngine:
         with self._on_device("parameters"):
             yield from self._weights.stream(adapted=self._token_model.adapted)
 
-    def _state(self) -> dict[str, Tensor]:
     def shard_stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what `state_stream` yields, with the shards of this rank as `DTensor`s.
 
@@ -267,6 +266,7 @@ class FSDPEngine:
         with self._on_device("parameters"):
             yield from self._weights.shard_stream(adapted=self._token_model.adapted)
 
+    def _state(self) -> dict[str, Tensor]:
         shards = self._weights.trained_shards()
         tensors = {f"model.{name}": tensor for name, tensor in shards}
         if self.optimizer is not None:
