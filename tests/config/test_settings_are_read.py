@@ -57,6 +57,7 @@ READERS = {
             "config.actor_rollout_ref.actor.old_log_probs_from_update",
         ),
         "shuffle": (UPDATES, "config.shuffle"),
+        "skip_zero_advantages": (OBJECTIVES, "config.skip_zero_advantages"),
         "loss_agg_mode": (OBJECTIVES, "self.config.loss_agg_mode"),
         "loss_scale_length": (UPDATES, "config.loss_scale_length"),
         "entropy_coeff": (OBJECTIVES, "self.config.entropy_coeff"),

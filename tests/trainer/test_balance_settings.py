@@ -32,7 +32,7 @@ def balance(tiny_task):
 
 def test_whole_groups_are_balanced_by_the_cost_of_the_model(balance) -> None:
     found = balance()
-    assert found.enabled and found.whole_groups and found.shares_prompts and not found.masked
+    assert found.enabled and found.whole_groups and found.shares_prompts and found.skips
     assert found.cost.attention and found.cost.output > 0 and found.cost.prompt_attention_once
     assert balance("trainer.device=cuda").cost.prompt_attention_once
     sdpa = "actor_rollout_ref.actor.engine.attention=sdpa"
@@ -43,7 +43,10 @@ def test_settings_choose_sequences_or_no_balance(balance) -> None:
     sequences = balance("trainer.balance_groups=false")
     assert sequences.shares_prompts and not sequences.whole_groups
     assert not balance("trainer.balance_batch=false").enabled
-    assert balance("algorithm.filter_groups.enable=true").masked
+    every_row = balance(f"{ACTOR}.skip_zero_advantages=false")
+    assert not every_row.masked and not every_row.skips
+    masked = balance(f"{ACTOR}.use_kl_loss=true", "algorithm.filter_groups.enable=true")
+    assert masked.masked and not masked.skips
 
 
 def test_a_model_that_cannot_be_packed_balances_sequences(balance, tiny_task, tmp_path) -> None:

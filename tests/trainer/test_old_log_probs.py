@@ -83,8 +83,10 @@ def test_a_worker_class_with_its_own_update_gets_them_from_a_pass() -> None:
     assert settings_for_classes(config, {Role.ActorRollout: Plain}) is config
     own = settings_for_classes(config, {Role.ActorRollout: Own})
     assert own.actor_rollout_ref.actor.old_log_probs_from_update is False
+    assert not own.actor_rollout_ref.actor.skip_zero_advantages  # it may read them in every row
     insisting = load_config(TrainConfig, [f"{SETTING}=true"])
-    assert settings_for_classes(insisting, {Role.ActorRollout: Own}) is insisting
+    own = settings_for_classes(insisting, {Role.ActorRollout: Own})
+    assert own.actor_rollout_ref.actor.old_log_probs_from_update is True
 
 
 # Parity.

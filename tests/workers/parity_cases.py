@@ -35,6 +35,7 @@ Form = Literal["padded", "packed", "shared"]
 Batch = dict[str, torch.Tensor]
 Parameters = dict[str, torch.Tensor]
 GROUPS = (1, 4, 2, 5, 1)  # rows of each prompt group: 13 rows, so that no number of ranks divides
+DEAD = (1, 4)  # groups whose advantages are all 0, which the update does not compute
 RATE = 1e-2
 
 
@@ -92,7 +93,10 @@ def sample() -> list[Way]:
 
 @cache
 def make_batch(form: Form) -> tuple[Batch, list[int]]:
-    """Make 13 rows, and the number of each row's group. "packed": no two rows share a prompt."""
+    """Make 13 rows, and the number of each row's group. "packed": no two rows share a prompt.
+
+    The groups in `DEAD` have advantages 0. The independent update computes them.
+    """
     random = torch.Generator().manual_seed(0)
     group = [number for number, size in enumerate(GROUPS) for _ in range(size)]
     prompt = torch.randint(1, P + 1, (len(GROUPS),), generator=random)[group]
@@ -105,11 +109,12 @@ def make_batch(form: Form) -> tuple[Batch, list[int]]:
     if form == "packed":
         ids[:, P - 1] = torch.arange(len(group)) + 5
     noise = torch.rand(len(group), R, generator=random, dtype=torch.float64)
+    live = torch.tensor([number not in DEAD for number in group])
     batch = {
         fields.INPUT_IDS: ids * attention,
         fields.ATTENTION_MASK: attention.long(),
         fields.RESPONSE_MASK: attention[:, P:].long(),
-        fields.ADVANTAGES: (noise - 0.5) * attention[:, P:],
+        fields.ADVANTAGES: (noise - 0.5) * attention[:, P:] * live[:, None],
     }
     return batch, group
 

@@ -76,6 +76,12 @@ class PolicyLossEntry:
         return "rollout_log_prob_BT" in self.needs
 
     @property
+    def is_zero_without_advantage(self) -> bool:
+        """Whether rows whose advantages are all 0 have loss 0 and gradient 0, and change nothing
+        for other rows. Nothing is known of a user's loss."""
+        return self.origin == "built-in" and self.select is None
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether the loss reads the entropy of each token's distribution."""
         return "entropy_BT" in self.needs

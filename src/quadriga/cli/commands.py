@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from quadriga.config.schema import (
@@ -165,6 +165,37 @@ def plan(config: TrainConfig) -> None:
     show_plan(config)
 
 
+def plan_of_sft(config: SFTConfig) -> None:
+    """Print the batches and the memory of fine-tuning; no process is started."""
+    from quadriga.cli.show import show_sft_plan
+
+    show_sft_plan(config)
+
+
+def plan_of_generation(config: GenerateConfig) -> None:
+    """Print the batches and the memory of generation; no process is started."""
+    from quadriga.cli.show import show_generation_plan
+
+    show_generation_plan(config)
+
+
+PLANNED = {
+    "train": with_settings("plan", "", plan, TrainConfig),
+    "sft": with_settings("plan sft", "", plan_of_sft, SFTConfig),
+    "generate": with_settings("plan generate", "", plan_of_generation, GenerateConfig),
+}
+"""The word after `plan` -> the command whose settings follow."""
+
+
+def plan_of(invocation: Invocation) -> None:
+    """Run `plan`, `plan train`, `plan sft` or `plan generate`."""
+    first = invocation.overrides[0] if invocation.overrides else ""
+    named = first in PLANNED
+    PLANNED[first if named else "train"].run(
+        replace(invocation, overrides=invocation.overrides[int(named) :])
+    )
+
+
 def algorithms(config: AlgorithmsConfig) -> None:
     """Print the registries of estimators, losses and other algorithms."""
     from quadriga.algorithms.user_files import load_user_file
@@ -213,8 +244,11 @@ COMMANDS = (
         ArithmeticDataConfig,
         writes_files=True,
     ),
-    with_settings(
-        "plan", "Show the batch arithmetic and the memory of a training run", plan, TrainConfig
+    Command(
+        "plan",
+        "Show the batches and the memory of a run, of train or of: plan sft, plan generate",
+        plan_of,
+        TrainConfig,
     ),
     with_settings(
         "algorithms", "Show estimators, losses and their settings", algorithms, AlgorithmsConfig

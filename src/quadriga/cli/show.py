@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from quadriga.config.schema import TrainConfig
+from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
 
 if TYPE_CHECKING:
     from quadriga.algorithms.catalog import AlgorithmEntry
@@ -94,6 +94,47 @@ def show_plan(config: TrainConfig) -> None:
         print(plan_text(config))
     else:
         print("memory                 set actor_rollout_ref.model.path, whose config.json it needs")
+
+
+def show_sft_plan(config: SFTConfig) -> None:
+    """Print the batches and the memory of supervised fine-tuning, for the rows of its data.
+
+    Raises:
+        InputError: the settings, the data or the model do not fit.
+    """
+    from quadriga.config.checks import check_sft_settings
+    from quadriga.trainer.memory.sft import sft_plan_text
+    from quadriga.trainer.run.preflight import known_names
+    from quadriga.trainer.sft import load_sft_rows
+
+    check_sft_settings(config, known_names())
+    trainer, batch = config.trainer, config.data.train_batch_size
+    ranks = trainer.nnodes * trainer.n_gpus_per_node
+    print(f"rows per step          {batch}, {batch // ranks} on each of {ranks} ranks")
+    if not (config.model.path and config.data.train_files):
+        print("memory                 set model.path and data.train_files, whose rows it needs")
+        return
+    _, rows, validation = load_sft_rows(config)
+    prompt, response = rows.longest
+    steps = trainer.total_training_steps or len(rows) // batch * trainer.total_epochs
+    print(f"run                    {steps} steps, {len(rows)} rows")
+    print(f"longest row            {prompt} + {response} = {prompt + response} tokens")
+    print(sft_plan_text(config, rows.longest, validation))
+
+
+def show_generation_plan(config: GenerateConfig) -> None:
+    """Print the batches and the memory of generation.
+
+    Raises:
+        InputError: the settings or the config of the model are invalid.
+    """
+    from quadriga.config.checks import check_generate_settings
+    from quadriga.trainer.memory.generation import generation_plan_text
+    from quadriga.trainer.run.preflight import require_model_path
+
+    check_generate_settings(config)
+    require_model_path(config.model.path, "model.path")
+    print(generation_plan_text(config))
 
 
 def count_rows(files: Sequence[str]) -> int | None:

@@ -211,7 +211,7 @@ TENSORS: tuple[Field, ...] = (
     ),
     Field(
         ADVANTAGES, "[B, R]", "float32", "reward, or without unit where it is normalised",
-        ("estimate_advantages",), ("select_update_tokens", "update_actor"),
+        ("estimate_advantages",), ("balance_over_ranks", "select_update_tokens", "update_actor"),
     ),
     Field(
         RETURNS, "[B, R]", "float32", "reward, the target of the critic",

@@ -18,7 +18,9 @@ from quadriga.config.plan import mini_batch_prompts
 from quadriga.config.schema import MISSING_PATH, TrainConfig
 from quadriga.parallel.costs import TOKENS, CostModel, Counts
 from quadriga.parallel.group_partitions import RowCosts, arrange_rows
-from quadriga.trainer.dataflow import masks_before_passes, needs_critic
+from quadriga.protocol import DataProto, fields
+from quadriga.trainer.dataflow import masks_before_passes, needs_critic, skips_before_passes
+from quadriga.workers.objectives import mask_with_advantage
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Balance:
             share once.
         whole_groups: whether the responses of one prompt are kept on one rank.
         masked: whether the rows that the update leaves out are known and masked.
+        skips: whether advantages are known, and rows whose advantages are all 0 are left out.
         critic_ranks: ranks of the critic; None: as many as the actor has.
         critic_mini_batch_rows: rows of a mini-batch of the critic over all ranks; None: the batch.
     """
@@ -46,6 +49,7 @@ class Balance:
     shares_prompts: bool = True
     whole_groups: bool = True
     masked: bool = False
+    skips: bool = False
     critic_ranks: int | None = None
     critic_mini_batch_rows: int | None = None
 
@@ -82,6 +86,16 @@ class Balance:
             by_unit = by_unit[np.argsort(self.unbalanced(rows))]
         critic = Balance(ranks, enabled=False, mini_batch_rows=size)
         return by_unit[critic.unbalanced(rows)]
+
+    def live(self, batch: DataProto) -> NDArray[np.bool_]:
+        """Return which rows need computation, [B] bool."""
+        if not self.masked:
+            return np.ones(len(batch), dtype=np.bool_)
+        mask_BT = batch.batch[fields.RESPONSE_MASK]
+        if self.skips:
+            mask_BT = mask_with_advantage(mask_BT, batch.batch[fields.ADVANTAGES])
+        live: NDArray[np.bool_] = mask_BT.any(-1).numpy()
+        return live
 
     def arrange(
         self, uid: Sequence[object], prompt: Counts, response: Counts, live: NDArray[np.bool_]
@@ -154,6 +168,7 @@ def balance_of(config: TrainConfig, ranks: int, critic_ranks: int | None = None)
         config.trainer.balance_batch,
         mini_batch_rows=_rows_of_mini_batch(config, ranks),
         masked=masks_before_passes(config),
+        skips=skips_before_passes(config),
         critic_ranks=critic_ranks,
         critic_mini_batch_rows=critic_prompts * config.actor_rollout_ref.rollout.n,
     )

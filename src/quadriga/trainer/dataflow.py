@@ -20,6 +20,7 @@ from quadriga.errors import ConfigError
 from quadriga.protocol import fields
 from quadriga.protocol.fields import StageFields
 from quadriga.trainer.roles.places import (
+    added_until_scores,
     check_writes,
     scores_come_from_roles,
     with_added,
@@ -35,6 +36,7 @@ from quadriga.workers.method_fields import (
     UPDATE_CRITIC,
     UPDATE_SFT,
 )
+from quadriga.workers.objectives import skips_zero_advantages
 
 _MASK, _SCORES = fields.RESPONSE_MASK, fields.TOKEN_LEVEL_SCORES
 
@@ -150,10 +152,30 @@ def refills(config: TrainConfig) -> bool:
 def masks_before_passes(config: TrainConfig) -> bool:
     """Return whether rows are scored and masked before the passes over the batch.
 
-    Rows of zero-variance groups that are masked then need no log-probabilities and no values. With
-    other settings nothing is masked by score, so the responses are scored while the roles compute.
+    Rows that are masked, or left out because of their advantages, then need no log-probabilities
+    and no values. With other settings the responses are scored while the roles compute.
     """
-    return config.algorithm.filter_groups.enable
+    # A stage of an added role after the passes may write the scores.
+    masks = config.algorithm.overlong.drop_truncated and added_until_scores(added_stages(config))
+    return config.algorithm.filter_groups.enable or masks or skips_before_passes(config)
+
+
+def skips_before_passes(config: TrainConfig) -> bool:
+    """Return whether advantages are estimated before the passes, to leave out rows without one.
+
+    That changes no parameter if nothing but the update reads what the passes write in these rows.
+    It is of use where an estimator compares responses: a zero-variance group has advantages 0.
+    """
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    estimator = get_advantage(algorithm.adv_estimator)
+    reads_passes = (
+        algorithm.use_kl_in_reward
+        or _corrects(config)
+        or estimator.needs_values
+        or "old_log_prob_BT" in estimator.needs
+    )
+    useful = estimator.needs_groups and skips_zero_advantages(actor)
+    return useful and not reads_passes and added_until_scores(added_stages(config))
 
 
 def step_dataflow(config: TrainConfig, *, custom_reward: bool = False) -> tuple[StageFields, ...]:
@@ -169,6 +191,7 @@ def step_dataflow(config: TrainConfig, *, custom_reward: bool = False) -> tuple[
     needs_greedy = get_advantage(algorithm.adv_estimator).needs_baseline_scores
     log_prob_pass = not takes_old_log_probs_from_update(config)
     masks_early = masks_before_passes(config)
+    skips = skips_before_passes(config)
     masking = (
         (score, not scores_early),
         (MEASURE_BATCH, True),
@@ -183,18 +206,19 @@ def step_dataflow(config: TrainConfig, *, custom_reward: bool = False) -> tuple[
         (score, scores_early),
         (REFILL, scores_early),
         *(masking if masks_early else ()),
+        *(((SHAPE_SCORES, True), (_estimate_advantages(config), True)) if skips else ()),
         # After the masking, so that rows which need no computation do not count.
         (_balance_over_ranks(config), config.trainer.balance_batch),
         (COMPUTE_LOG_PROB, log_prob_pass),
         (COMPUTE_REF_LOG_PROB, reads_ref_log_prob(config)),
         (COMPUTE_VALUES, critic),
         *(() if masks_early else masking),
-        (SHAPE_SCORES, True),
+        (SHAPE_SCORES, not skips),
         (PENALISE_KL, algorithm.use_kl_in_reward),
         # Without the pass the update measures entropy and mismatch.
         (MEASURE_ENTROPY, log_prob_pass),
         (_correct_mismatch(config), log_prob_pass or _corrects(config)),
-        (_estimate_advantages(config), True),
+        (_estimate_advantages(config), not skips),
         (SELECT_UPDATE_TOKENS, _selects_tokens(config)),
         (UPDATE_CRITIC, critic),
         (LOG_UPDATE, critic),
@@ -305,8 +329,9 @@ def branch(name: str, parts: Sequence[StageFields], writes: tuple[str, ...]) -> 
 def _balance_over_ranks(config: TrainConfig) -> StageFields:
     """Reads the mask where it says before the passes which rows need computation."""
     masked = (_MASK,) if masks_before_passes(config) else ()
+    skipped = (fields.ADVANTAGES,) if skips_before_passes(config) else ()
     lengths = (fields.SEQUENCE_LENGTH, fields.PROMPT_LENGTH)
-    return StageFields("balance_over_ranks", reads=(*lengths, fields.UID, *masked))
+    return StageFields("balance_over_ranks", reads=(*lengths, fields.UID, *masked, *skipped))
 
 
 def _mask_zero_variance_groups(config: TrainConfig) -> StageFields:

@@ -36,7 +36,9 @@ from quadriga.trainer.roles.settings import check_roles_in_settings
 from quadriga.trainer.roles.stage_runner import StageRunner
 from quadriga.trainer.run.groups import PPOGroups, gather, start_groups
 from quadriga.trainer.run.ingredients import Ingredients, load_ingredients
+from quadriga.trainer.run.passes import rows_with_advantage, submit_passes
 from quadriga.trainer.run.pools import check_settings_of_pools
+from quadriga.trainer.run.preflight import check_program, check_settings, load_user_files
 from quadriga.trainer.run.record import RunRecord
 from quadriga.trainer.run.resuming import (
     Changes,
@@ -46,7 +48,7 @@ from quadriga.trainer.run.resuming import (
     inputs_of,
     read_state,
 )
-from quadriga.trainer.run.role_workers import check_roles, settings_for_classes
+from quadriga.trainer.run.role_workers import POLICY_ROLES, check_roles, settings_for_classes
 from quadriga.trainer.run.stopping import StopRequest
 from quadriga.trainer.sampling import Sampler
 from quadriga.trainer.stages import BatchReward
@@ -71,6 +73,8 @@ class RayPPOTrainer:
     Raises:
         ConfigError: with these settings a stage reads a field that no earlier stage writes, or a
             role has no worker class or place that fits, or the settings do not fit the pools.
+        InputError: a setting, file or folder does not fit: what `quadriga train` checks, without
+            what the arguments give in place of the settings.
     """
 
     def __init__(
@@ -82,22 +86,33 @@ class RayPPOTrainer:
         resource_pool_manager: ResourcePoolManager | None = None,
         reward_fn: BatchReward | None = None,
     ) -> None:
+        load_user_files(config)
         check_roles_in_settings(config)
-        config = settings_for_classes(config, role_worker_mapping or {})
+        mapping = role_worker_mapping or {}
+        config = settings_for_classes(config, mapping)
         custom_reward = reward_fn is not None or ingredients is not None
         for flow in (dataflow.step_dataflow, dataflow.validation_dataflow):
             dataflow.check_dataflow(flow(config, custom_reward=custom_reward))
-        check_roles(config, role_worker_mapping or {}, resource_pool_manager)
+        check_roles(config, mapping, resource_pool_manager)
         # Ranks are counted in the pools of a program, whatever `config.placement` says.
         self.placed = config
         if resource_pool_manager is not None:
             self.placed = check_settings_of_pools(config, resource_pool_manager)
+        else:
+            check_settings(config)
+        check_program(
+            self.placed,
+            own_data=ingredients is not None,
+            own_reward=custom_reward,
+            own_policy=any(role in POLICY_ROLES for role in mapping),
+        )
         self.config = config
         self.log_prob_pass = not dataflow.takes_old_log_probs_from_update(config)
         self.masks_early = dataflow.masks_before_passes(config)
+        self.skips = dataflow.skips_before_passes(config)
         self.scores_early = dataflow.refills(config)
         self.ingredients = ingredients or load_ingredients(config)
-        self.role_worker_mapping = role_worker_mapping or {}
+        self.role_worker_mapping = mapping
         self.resource_pool_manager = resource_pool_manager
         check_run_length(config, self.total_steps, with_critic=dataflow.needs_critic(config))
         self.reward_fn = reward_fn or self.ingredients.reward
@@ -147,7 +162,7 @@ class RayPPOTrainer:
     def fit(self) -> dict[str, float]:
         """Run the algorithm. Return the metrics of the last validation, {} if there was none."""
         groups = self.init_workers()
-        actor, ref, critic = groups.actor, groups.ref, groups.critic
+        actor, critic = groups.actor, groups.critic
         # The checkpoint is loaded before the run folder is opened: if it cannot be loaded, the
         # folder keeps all that it holds.
         resumed = self.resume(groups)
@@ -167,17 +182,14 @@ class RayPPOTrainer:
                     with record.span("evaluate"):
                         if self.masks_early:  # rows that are left out need no passes
                             batch = self.score_and_mask(batch, run, record)
+                        if self.skips:  # rows whose advantages are all 0
+                            batch = self.estimate_advantages(batch, run, record)
                         batch = record.log_stage(run(stages.balance_over_ranks, batch, balance))
                         batch = run.before_passes(batch)
-                        # `submit` does not wait: roles on different processes compute these
-                        # side by side, while the controller scores the responses.
-                        pending = []
-                        if self.log_prob_pass:
-                            pending.append(actor.compute_log_prob.submit(batch))
-                        if ref:
-                            pending.append(ref.compute_ref_log_prob.submit(batch))
-                        if critic:
-                            pending.append(critic.compute_values.submit(batch))
+                        # The ranks compute these while the controller scores the responses.
+                        pending = submit_passes(
+                            groups, batch, log_probs=self.log_prob_pass, with_advantage=self.skips
+                        )
                         if not self.masks_early:
                             batch = self.score_and_mask(batch, run, record)
                         for evaluated in gather(pending):
@@ -185,7 +197,10 @@ class RayPPOTrainer:
                         batch = run.after_passes(batch)
 
                     with record.span("advantages"):
-                        batch = self.estimate_advantages(batch, run, record)
+                        if not self.skips:
+                            batch = self.estimate_advantages(batch, run, record)
+                        elif self.log_prob_pass:
+                            self.measure_policy(rows_with_advantage(batch), run, record)
 
                     if critic:
                         with record.span("update_critic"):
@@ -218,17 +233,24 @@ class RayPPOTrainer:
     def estimate_advantages(
         self, batch: DataProto, run: StageRunner, record: RunRecord
     ) -> DataProto:
-        """From scores to advantages, on the controller."""
+        """From scores to advantages, on the controller: after the passes, or before them if they
+        leave out rows without an advantage."""
         config, log, kl = self.config.algorithm, record.log_stage, self.kl_controller
         batch = log(run(stages.shape_scores, batch, config))
         if config.use_kl_in_reward:
             batch = log(run(stages.penalise_kl, batch, kl, config.kl_penalty))
-        if self.log_prob_pass:  # otherwise the update measures both
-            batch = log(run(stages.measure_entropy, batch))
-            bound = self.config.actor_rollout_ref.rollout.mismatch.bound
-            batch = log(run(stages.correct_mismatch, batch, config.rollout_correction, bound))
+        if self.log_prob_pass and not self.skips:
+            batch = self.measure_policy(batch, run, record)
         batch = log(run(stages.estimate_advantages, batch, config))
         return log(run(stages.select_update_tokens, batch, self.config.actor_rollout_ref.actor))
+
+    def measure_policy(self, batch: DataProto, run: StageRunner, record: RunRecord) -> DataProto:
+        """Measure entropy and mismatch from the pass over the log-probabilities, and correct the
+        mismatch. Without such a pass the update measures both."""
+        log, correction = record.log_stage, self.config.algorithm.rollout_correction
+        batch = log(run(stages.measure_entropy, batch))
+        bound = self.config.actor_rollout_ref.rollout.mismatch.bound
+        return log(run(stages.correct_mismatch, batch, correction, bound))
 
     def schedule(self) -> Iterator[DataProto]:
         """Yield one batch of prompts per step up to the last step, and count `step`."""

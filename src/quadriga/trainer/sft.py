@@ -46,7 +46,7 @@ from quadriga.trainer.validation import Validator
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from quadriga.data import PromptDataset, PromptLoader
+    from quadriga.data import PromptDataset, PromptLoader, SFTDataset
     from quadriga.single_controller import WorkerGroup
     from quadriga.workers.roles import SFTGroup
 
@@ -93,25 +93,12 @@ class SFTTrainer:
     """
 
     def __init__(self, config: SFTConfig) -> None:
-        from quadriga.data import SFTDataset, SFTLoader
-        from quadriga.models import load_tokenizer
+        from quadriga.data import SFTLoader
         from quadriga.trainer.memory.sft import check_sft_memory  # imports torch
 
         check_dataflow(sft_dataflow())
-        self.config = config
-        model, data = config.model, config.data
-        self.tokenizer = load_tokenizer(
-            model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
-        )
-        train = SFTDataset(
-            data.train_files,
-            self.tokenizer,
-            prompt_key=data.prompt_key,
-            response_key=data.response_key,
-            max_length=data.max_length,
-        )
-        self.val_prompts = _validation_prompts(config, self.tokenizer)
-        check_sft_data(config, self.tokenizer, train, self.val_prompts)
+        self.config, data = config, config.data
+        self.tokenizer, train, self.val_prompts = load_sft_rows(config)
         check_sft_memory(config, train.longest, self.val_prompts)
         self.loader = SFTLoader(
             train,
@@ -224,6 +211,34 @@ class SFTTrainer:
                 metrics["val/score"],
             )
         return goal is not None and metrics.get("val/accuracy", -1.0) >= goal
+
+
+def load_sft_rows(
+    config: SFTConfig,
+) -> tuple[PreTrainedTokenizerBase, SFTDataset, PromptDataset | None]:
+    """Load the tokenizer, the rows and the prompts of a validation (None without files), and check
+    them against the model.
+
+    Raises:
+        InputError: a file, a row or the model does not fit.
+    """
+    from quadriga.data import SFTDataset
+    from quadriga.models import load_tokenizer
+
+    model, data = config.model, config.data
+    tokenizer = load_tokenizer(
+        model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
+    )
+    train = SFTDataset(
+        data.train_files,
+        tokenizer,
+        prompt_key=data.prompt_key,
+        response_key=data.response_key,
+        max_length=data.max_length,
+    )
+    validation = _validation_prompts(config, tokenizer)
+    check_sft_data(config, tokenizer, train, validation)
+    return tokenizer, train, validation
 
 
 def _worker_config(config: SFTConfig) -> ActorRolloutRefConfig:

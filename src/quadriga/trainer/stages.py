@@ -193,14 +193,12 @@ def balance_over_ranks(batch: DataProto, balance: Balance) -> StageResult:
         return StageResult(batch.select_idxs(balance.unbalanced(len(batch))), {})
     # Few small fields are fetched; the others are reordered by reference.
     length_B, prompt_B = batch.batch[fields.SEQUENCE_LENGTH], batch.batch[fields.PROMPT_LENGTH]
-    live_B = torch.ones(len(batch), dtype=torch.bool)
-    if balance.masked:
-        live_B = batch.batch[fields.RESPONSE_MASK].any(-1)
+    live_B = balance.live(batch)
     uid = batch.non_tensor_batch[fields.UID]
     if balance.ranks == 1 or len(batch) % balance.ranks:
         return StageResult(batch, {})
     arranged = balance.arrange(
-        uid.tolist(), prompt_B.numpy(), (length_B - prompt_B).numpy(), live_B.numpy()
+        uid.tolist(), prompt_B.numpy(), (length_B - prompt_B).numpy(), live_B
     )
     return StageResult(batch.select_idxs(arranged.order), arranged.metrics())
 

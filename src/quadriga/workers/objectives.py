@@ -54,6 +54,23 @@ class BatchCounts:
         return cls(*engine.global_counts(*count_mask(response_mask_BT)))
 
 
+def skips_zero_advantages(config: ActorConfig) -> bool:
+    """Return whether the update computes no rows whose advantages are all 0.
+
+    Their loss and their gradient are 0 if the loss has no terms beside the policy's. They still
+    count in the denominators of the loss.
+    """
+    loss = get_policy_loss(config.policy_loss.name)
+    other_terms = config.entropy_coeff != 0 or config.use_kl_loss
+    return config.skip_zero_advantages and loss.is_zero_without_advantage and not other_terms
+
+
+def mask_with_advantage(response_mask_BT: Tensor, advantages_BT: Tensor) -> Tensor:
+    """Return the mask with 0 in the rows whose advantages are 0 wherever the mask is 1."""
+    kept_BT = advantages_BT.masked_fill(response_mask_BT == 0, 0)
+    return response_mask_BT * kept_BT.ne(0).any(-1, keepdim=True).to(response_mask_BT.dtype)
+
+
 class PolicyObjective:
     """Policy loss − entropy bonus + KL to the reference, for each token; then aggregated.
 

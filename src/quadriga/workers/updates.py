@@ -14,7 +14,14 @@ from quadriga.config.schema import ActorConfig, CriticConfig
 from quadriga.errors import FieldError, LengthError
 from quadriga.protocol import DataProto, fields
 from quadriga.workers.method_fields import UPDATE_ACTOR, UPDATE_CRITIC
-from quadriga.workers.objectives import BatchCounts, Partials, PolicyObjective, ValueObjective
+from quadriga.workers.objectives import (
+    BatchCounts,
+    Partials,
+    PolicyObjective,
+    ValueObjective,
+    mask_with_advantage,
+    skips_zero_advantages,
+)
 
 if TYPE_CHECKING:
     from quadriga.engines.base import TrainEngine
@@ -79,7 +86,7 @@ def update_policy(
         )
         steps.append(
             engine.train_step(
-                mini,
+                _rows_to_compute(mini, config),
                 objective,
                 temperature=temperature,
                 entropy=objective.reads_entropy,
@@ -94,6 +101,14 @@ def update_policy(
 def _inputs_of_actor(data: DataProto) -> dict[str, Tensor]:
     present = [key for key in UPDATE_ACTOR.reads_if_present if key in data.batch.keys()]  # noqa: SIM118
     return {key: data.batch[key] for key in (*UPDATE_ACTOR.reads, *present)}
+
+
+def _rows_to_compute(mini: dict[str, Tensor], config: ActorConfig) -> dict[str, Tensor]:
+    """Return a mini-batch with response mask 0 in the rows that need no computation."""
+    if not skips_zero_advantages(config):
+        return mini
+    mask = mask_with_advantage(mini[fields.RESPONSE_MASK], mini[fields.ADVANTAGES])
+    return {**mini, fields.RESPONSE_MASK: mask}
 
 
 def update_values(

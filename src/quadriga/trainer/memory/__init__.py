@@ -4,6 +4,7 @@
 - `plan`: what each role needs on a rank, and how much exists at once in each phase of a step.
 - `report`: the plan as a table, and the refusal of a run that does not fit.
 - `sft`: plan and refusal of a run of supervised fine-tuning.
+- `generation`: plan of the commands that only generate.
 
 May import what `trainer` may import.
 """

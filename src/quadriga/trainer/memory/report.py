@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from quadriga.config.schema import Checkpointing, TrainConfig
 from quadriga.engines.memory.states import TrainingMemory
@@ -186,10 +186,26 @@ def plan_text(config: TrainConfig) -> str:
     plan = memory_plan(config, shown)
     current = config.actor_rollout_ref.model.gradient_checkpointing
     others = _other_forms(config, shown, current)
-    lines = [f"memory of one rank in GiB, device {shown}"]
-    for pool in plan.pools:
-        lines += _pool_lines(pool, others)
     limit = device_limit(config.trainer, shown)
+    return table_text(plan, limit, lambda: remedies(config, plan), others)
+
+
+def table_text(
+    plan: MemoryPlan,
+    limit: DeviceLimit | None,
+    advice: Callable[[], Iterable[str]],
+    others: Mapping[str, MemoryPlan] | None = None,
+) -> str:
+    """Return a plan as a table, and whether it fits.
+
+    Args:
+        limit: None: it is not known on this machine.
+        advice: returns what to change, if it does not fit.
+        others: form of activation checkpointing -> the plan with it.
+    """
+    lines = [f"memory of one rank in GiB, device {plan.device_type}"]
+    for pool in plan.pools:
+        lines += _pool_lines(pool, others or {})
     if plan.missing:
         lines.append(f"  not counted: {'; '.join(plan.missing)}")
     if limit is None:
@@ -198,7 +214,7 @@ def plan_text(config: TrainConfig) -> str:
     lines.append(f"  {gib(limit.size)} GiB: {limit.source}")
     if short is None:
         return "\n".join([*lines, "  the run fits"])
-    return "\n".join([*lines, f"  {short}", *(f"    {text}" for text in remedies(config, plan))])
+    return "\n".join([*lines, f"  {short}", *(f"    {text}" for text in advice())])
 
 
 def _pool_lines(pool: PoolMemory, others: Mapping[str, MemoryPlan]) -> list[str]:

@@ -19,7 +19,7 @@ from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.memory import GeneratedRows, GenerationMemory, generation_memory
 from quadriga.trainer.memory.machine import device_limit, planned_device
 from quadriga.trainer.memory.plan import ACTOR, ROLLOUT, MemoryPlan, pool_memory
-from quadriga.trainer.memory.report import shortage
+from quadriga.trainer.memory.report import shortage, table_text
 
 if TYPE_CHECKING:
     from quadriga.data import PromptDataset
@@ -47,6 +47,18 @@ def check_sft_memory(config: SFTConfig, longest: Longest, validation: PromptData
             "trainer.check_memory=false starts the run anyway",
             key="trainer.check_memory",
         )
+
+
+def sft_plan_text(config: SFTConfig, longest: Longest, validation: PromptDataset | None) -> str:
+    """Return the plan of a run as a table, and whether it fits.
+
+    Raises:
+        ModelError: the model folder has no config of a suitable model.
+    """
+    device_type = planned_device(config.trainer) or "cuda"
+    plan = sft_memory_plan(config, longest, validation, device_type)
+    limit = device_limit(config.trainer, device_type)
+    return table_text(plan, limit, lambda: _remedies(config, device_type))
 
 
 def sft_memory_plan(

@@ -23,7 +23,12 @@ from quadriga.errors import ConfigError
 from quadriga.protocol import fields
 from quadriga.protocol.fields import StageFields
 from quadriga.trainer.roles.registry import PlacedStage
-from quadriga.workers.method_fields import COMPUTE_LOG_PROB, COMPUTE_REF_LOG_PROB, COMPUTE_VALUES
+from quadriga.workers.method_fields import (
+    COMPUTE_LOG_PROB,
+    COMPUTE_REF_LOG_PROB,
+    COMPUTE_VALUES,
+    GENERATE_SEQUENCES,
+)
 
 PASSES = (COMPUTE_LOG_PROB.name, COMPUTE_REF_LOG_PROB.name, COMPUTE_VALUES.name)
 """Calls that are submitted together, in this order."""
@@ -104,6 +109,15 @@ def scores_come_from_roles(flow: Sequence[StageFields]) -> bool:
             break
         earlier.append(stage)
     return any(fields.TOKEN_LEVEL_SCORES in stage.writes for stage in earlier)
+
+
+def added_until_scores(added: Sequence[PlacedStage]) -> bool:
+    """Return whether all added stages stand where responses are generated or scored, so that they
+    neither read what the passes write nor change it."""
+    before = {"expand_prompts", GENERATE_SEQUENCES.name, SCORE}
+    names = {placed.name for placed in added}
+    # The place of a stage beside another added stage is the place of that one.
+    return all(placed.stage.neighbour in before | names for placed in added)
 
 
 class _Inserted:

@@ -12,11 +12,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from quadriga.config.checks import check_train_settings
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.trainer.placement import ResourcePoolManager
-from quadriga.trainer.run.preflight import known_names
+from quadriga.trainer.run.preflight import check_settings
 from quadriga.trainer.run.role_workers import uses_by_pool
 
 
@@ -45,15 +44,10 @@ def settings_of_pools(config: TrainConfig, manager: ResourcePoolManager) -> Trai
     )
 
 
-def check_batches(config: TrainConfig) -> None:
-    """Check that batches and engines fit the ranks. Raises `ConfigError`."""
-    check_train_settings(config, known_names())
-
-
 def check_settings_of_pools(
     config: TrainConfig,
     manager: ResourcePoolManager,
-    check: Callable[[TrainConfig], None] = check_batches,
+    check: Callable[[TrainConfig], None] = check_settings,
 ) -> TrainConfig:
     """Return `settings_of_pools`, after `check` of them.
 

@@ -32,27 +32,89 @@ def check_train_config(config: TrainConfig) -> None:
     Raises:
         InputError: names the first setting, file or folder that does not fit.
     """
-    # The user's files come first: they register names that the settings may use.
-    for path in config.algorithm.user_files:
-        load_user_file(path)
+    load_user_files(config)
     check_roles_in_settings(config)
-    check_train_settings(config, known_names())
-    check_engines(config)
-    check_optimizer_packages("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim)
-    check_optimizer_packages("critic.optim", config.critic.optim)
-    check_files(config.data.train_files, "data.train_files", needed=True)
-    check_files(config.data.val_files, "data.val_files", needed=False)
+    check_settings(config)
+    check_data_files(config)
     check_models(config)
     check_parts(config)
     check_components(config)
     check_reward(config.reward)
-    check_trackers(config.trainer.loggers)
-    folder = RunFolder(Path(config.trainer.default_local_dir))
-    continued = folder.holds_checkpoint(check_resume(config))
-    folder.check(resume=continued, overwrite=config.trainer.overwrite)
+    check_run_folder(config)
     from quadriga.trainer.memory.report import check_memory  # imports torch
 
     check_memory(config)
+
+
+def load_user_files(config: TrainConfig) -> None:
+    """Load the user's files, which register names that the settings may use."""
+    for path in config.algorithm.user_files:
+        load_user_file(path)
+
+
+def check_settings(config: TrainConfig) -> None:
+    """Check the settings of a training run against each other and against the registries.
+
+    Raises:
+        ConfigError: names the first setting that does not fit.
+    """
+    check_train_settings(config, known_names())
+    check_engines(config)
+    check_optimizer_packages("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim)
+    check_optimizer_packages("critic.optim", config.critic.optim)
+    check_trackers(config.trainer.loggers)
+
+
+def check_program(
+    config: TrainConfig, *, own_data: bool, own_reward: bool, own_policy: bool
+) -> None:
+    """Check the files, folders and memory of a trainer that a program makes.
+
+    What the program gives itself is not read from the settings, and not checked.
+
+    Args:
+        config: with the ranks of the pools that the program gives, if it gives some.
+        own_data: the program gives prompts, and with them a reward function.
+        own_reward: the program gives a reward function.
+        own_policy: the program gives the worker class of the policy, which may load any model.
+
+    Raises:
+        InputError: names the first file or folder that does not fit.
+    """
+    if not own_data:
+        check_data_files(config)
+    if not own_reward:
+        check_components(config)
+        check_reward(config.reward)
+    check_run_folder(config)
+    if not own_policy:
+        from quadriga.trainer.memory.report import check_memory  # imports torch
+
+        check_models(config)
+        check_parts(config)
+        check_memory(config)
+
+
+def check_data_files(config: TrainConfig) -> None:
+    """Check that the files of prompts exist.
+
+    Raises:
+        DataError: names the setting and the file.
+    """
+    check_files(config.data.train_files, "data.train_files", needed=True)
+    check_files(config.data.val_files, "data.val_files", needed=False)
+
+
+def check_run_folder(config: TrainConfig) -> None:
+    """Check that the run can be written to its folder, and that it can be resumed as the settings
+    say.
+
+    Raises:
+        InputError: it cannot.
+    """
+    folder = RunFolder(Path(config.trainer.default_local_dir))
+    continued = folder.holds_checkpoint(check_resume(config))
+    folder.check(resume=continued, overwrite=config.trainer.overwrite)
 
 
 def check_sft_config(config: SFTConfig) -> None:

@@ -49,6 +49,9 @@ _ROLES_OF_USE: dict[str, tuple[Role, ...]] = {
 }
 """Use → the roles that stand for it in a `ResourcePoolManager`; the first one that is mapped."""
 
+POLICY_ROLES = frozenset(role for use in POLICY_USES for role in _ROLES_OF_USE[use])
+"""The roles whose workers load the model of the policy."""
+
 
 def uses_of_run(config: TrainConfig) -> tuple[str, ...]:
     """Return what the run uses: actor and rollout, reference and critic if they are read, and the
@@ -288,7 +291,8 @@ def settings_for_classes(config: TrainConfig, mapping: Mapping[Role, type[Worker
     """Return the settings with which worker classes of the user get the fields that they expect.
 
     A class with an update or a pass of its own may read `old_log_probs`, so the pass is made unless
-    the settings say otherwise.
+    the settings say otherwise. It may read them, or what the pass writes, also in rows whose
+    advantages are all 0.
     """
     from quadriga.workers import ActorRolloutRefWorker
 
@@ -298,9 +302,13 @@ def settings_for_classes(config: TrainConfig, mapping: Mapping[Role, type[Worker
         for cls in mapping.values()
         for name in ("compute_log_prob", "update_actor")
     )
-    if not own or policy.actor.old_log_probs_from_update is not None:
+    if not own:
         return config
-    actor = dataclasses.replace(policy.actor, old_log_probs_from_update=False)
+    actor = dataclasses.replace(
+        policy.actor,
+        old_log_probs_from_update=bool(policy.actor.old_log_probs_from_update),
+        skip_zero_advantages=False,
+    )
     return dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(policy, actor=actor))
 
 

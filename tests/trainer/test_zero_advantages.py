@@ -1,0 +1,262 @@
+"""Rows whose advantages are all 0 are not computed, and the parameters are the same.
+
+`tests/workers/test_update_parity.py` compares updates with such rows with an independent update
+that computes them, on 1, 2 and 4 ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quadriga.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    compute_policy_loss,
+    register_policy_loss,
+)
+from quadriga.config.loading import load_config
+from quadriga.config.schema import (
+    ActorConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    PolicyLossConfig,
+    TrainConfig,
+)
+from quadriga.engines.fsdp import FSDPEngine
+from quadriga.engines.token_model import TokenModel
+from quadriga.protocol import DataProto, fields
+from quadriga.trainer import dataflow
+from quadriga.trainer.roles.places import added_until_scores
+from quadriga.trainer.roles.registry import PlacedStage, RoleStage
+from quadriga.workers.objectives import mask_with_advantage, skips_zero_advantages
+from quadriga.workers.updates import update_policy
+
+ACTOR = "actor_rollout_ref.actor"
+SETTING = f"{ACTOR}.skip_zero_advantages"
+TWO_OPTIMIZER_STEPS = f"{ACTOR}.ppo_mini_batch_size=4"
+
+# Scores of two values, so that some prompt groups have equal scores and some have not.
+RULE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(sum(map(ord, solution_str)) % 2)
+"""
+
+
+# Where rows are left out.
+
+
+def test_a_row_counts_if_an_advantage_under_the_mask_is_not_0():
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0], [0, 0, 0], [1, 1, 1]])
+    advantages = torch.tensor([[0.0, 2, 0], [0, 0, 9], [1, 1, 1], [0, 0, 0]])
+    expected = [[1, 1, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert mask_with_advantage(mask, advantages).tolist() == expected
+
+
+def test_rows_are_left_out_only_if_the_loss_has_no_terms_but_the_policys(monkeypatch):
+    plain = ActorConfig()
+    assert skips_zero_advantages(plain)
+    assert not skips_zero_advantages(replace(plain, skip_zero_advantages=False))
+    assert not skips_zero_advantages(replace(plain, entropy_coeff=-0.01))
+    assert not skips_zero_advantages(replace(plain, use_kl_loss=True))
+    monkeypatch.setattr("quadriga.algorithms.policy_losses.POLICY_LOSSES", dict(POLICY_LOSSES))
+
+    @register_policy_loss("own")
+    def own(log_prob_BT, advantages_BT):
+        return log_prob_BT.exp() - advantages_BT
+
+    computed = [
+        name
+        for name in (*POLICY_LOSSES, "own")
+        if not skips_zero_advantages(replace(plain, policy_loss=PolicyLossConfig(name)))
+    ]
+    assert computed == ["clip_cov", "kl_cov", "own"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], True),
+        (["algorithm.filter_groups.enable=true"], True),
+        ([f"{SETTING}=false"], False),
+        (["algorithm.use_kl_in_reward=true"], False),
+        ([f"{ACTOR}.use_kl_loss=true"], False),
+        ([f"{ACTOR}.entropy_coeff=0.01"], False),
+        (["algorithm.rollout_correction.level=token"], False),
+        (["algorithm.adv_estimator=gae"], False),
+        (["algorithm.adv_estimator=reinforce_plus_plus"], False),
+    ],
+)
+def test_advantages_are_estimated_before_the_passes_where_nothing_else_reads_these(
+    overrides, expected
+):
+    usual = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", TWO_OPTIMIZER_STEPS]
+    config = load_config(TrainConfig, [*usual, *overrides])
+    names = [stage.name for stage in dataflow.step_dataflow(config)]
+    assert dataflow.skips_before_passes(config) == expected
+    assert (names.index("estimate_advantages") < names.index("balance_over_ranks")) == expected
+    assert names.count("estimate_advantages") == names.count("shape_scores") == 1
+
+
+@pytest.mark.parametrize(
+    ("neighbour", "skips"),
+    [("score_responses", True), ("other.method", True), ("update_actor", False)],
+)
+def test_added_stages_that_may_read_what_the_passes_write_see_it_in_every_row(neighbour, skips):
+    def placed(neighbour, role):
+        return PlacedStage(role, RoleStage("method", writes=("x",), after=neighbour))
+
+    added = [placed(neighbour, "one"), placed("generate_sequences", "other")]
+    assert added_until_scores(added) == skips
+
+
+def test_truncated_rows_are_masked_before_the_passes():
+    overrides = ["algorithm.adv_estimator=gae", "algorithm.overlong.drop_truncated=true"]
+    config = load_config(TrainConfig, overrides)
+    names = [stage.name for stage in dataflow.step_dataflow(config)]
+    assert names.index("mask_truncated") < names.index("compute_values")
+    assert not dataflow.masks_before_passes(load_config(TrainConfig, overrides[:1]))
+
+
+# Parity.
+
+
+@pytest.fixture
+def tokens(monkeypatch) -> list[int]:
+    """The response tokens of each row that a forward pass computes."""
+    counts: list[int] = []
+    original = TokenModel.__call__
+
+    def counted(self, rows, **settings):
+        counts.extend(rows[fields.RESPONSE_MASK].sum(1).tolist())
+        return original(self, rows, **settings)
+
+    monkeypatch.setattr(TokenModel, "__call__", counted)
+    return counts
+
+
+def batch_of(advantages: list[float], vocabulary: int = 40) -> DataProto:
+    """Rows of 3 prompt tokens and 1, 2, … response tokens, each with one advantage."""
+    generator = torch.Generator().manual_seed(0)
+    size = len(advantages)
+    lengths = torch.arange(1, size + 1)
+    mask = (torch.arange(size) < lengths[:, None]).long()
+    attention = torch.cat([torch.ones(size, 3, dtype=torch.int64), mask], 1)
+    ids = torch.randint(3, vocabulary, attention.shape, generator=generator)
+    return DataProto.from_dict(
+        {
+            fields.INPUT_IDS: ids * attention,
+            fields.ATTENTION_MASK: attention,
+            fields.RESPONSE_MASK: mask,
+            fields.ADVANTAGES: torch.tensor(advantages, dtype=torch.float64)[:, None] * mask,
+        }
+    )
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("advantages", [[1.0, 0.0, -2.0, 0.0], [0.0, 0.0, 0.0, 0.0]], ids=str)
+def test_an_update_without_these_rows_gives_the_same_parameters(
+    tiny_task, tokens, packed, advantages
+):
+    found, computed, reports = [], [], []
+    for skip in (True, False):
+        engine = FSDPEngine(
+            ModelConfig(path=str(tiny_task.model)),
+            EngineConfig(dtype="float64", reduce_dtype="float64"),
+            OptimConfig(lr=1e-2),
+            packed=packed,
+        )
+        del tokens[:]
+        for given in ([1.0, -1.0, 0.5, 0.2], advantages, [0.3, 0.0, 0.0, 0.0]):
+            report = update_policy(
+                engine, batch_of(given), ActorConfig(skip_zero_advantages=skip),
+                responses_per_prompt=2, temperature=1.0, length_scale=4, world_size=1, seed=0,
+            )  # fmt: skip
+        found.append(dict(engine.state_stream()))
+        computed.append(sum(tokens))
+        reports.append(report.meta_info["metrics"])
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], atol=1e-10, rtol=0)
+    # 10 tokens in the first update; a mini-batch without rows computes one of a dummy row.
+    live = sum(n for n, advantage in enumerate(advantages, 1) if advantage) or 1
+    assert computed == [10 + live + 1, 30]
+    assert reports[0] == pytest.approx(reports[1], abs=1e-10)
+
+
+@pytest.fixture
+def outcome(run, tmp_path, tokens):
+    """outcome("name", "a=b", …) trains; it returns metrics, weights, and tokens of each row that
+    was computed."""
+    (tmp_path / "rule.py").write_text(RULE)
+
+    def _run(name: str, *more: str):
+        del tokens[:]
+        folder = tmp_path / name
+        rows = run(
+            f"reward.path={tmp_path / 'rule.py'}", f"trainer.default_local_dir={folder}",
+            "trainer.check_memory=false",  # the plan simulates forward passes
+            *more,
+        )  # fmt: skip
+        return rows, load_file(folder / "model" / "model.safetensors"), tokens.copy()
+
+    return _run
+
+
+@pytest.mark.parametrize(
+    ("more", "passes"),
+    [([TWO_OPTIMIZER_STEPS], 2), ([f"{ACTOR}.ppo_mini_batch_size=null"], 1)],
+    ids=["old log-probabilities and update", "update"],
+)
+def test_a_run_computes_live_groups_only_and_trains_the_same_model(outcome, more, passes):
+    rows, weights, tokens = outcome("skipped", *more)
+    all_rows, expected, all_tokens = outcome("computed", *more, f"{SETTING}=false")
+    dead = [int(row["group/dead"]) for row in rows if "group/dead" in row]
+    assert dead and all(0 < count < 8 for count in dead), "the test needs groups of both kinds"
+    # 8 prompts with 2 responses each.
+    assert len(tokens) == sum(passes * 2 * (8 - count) for count in dead)
+    assert len(all_tokens) == passes * 16 * len(dead) and sum(tokens) < sum(all_tokens)
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, atol=5e-6, rtol=0)
+    for ours, theirs in zip(rows, all_rows, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ("reward/mean", "actor/loss", "actor/grad_norm", "critic/advantages/mean"):
+            assert ours.get(name) == pytest.approx(theirs.get(name), abs=1e-5), name
+
+
+def test_a_run_whose_truncated_rows_are_not_computed_trains_the_same_model(outcome, monkeypatch):
+    more = ["algorithm.adv_estimator=gae", "algorithm.overlong.drop_truncated=true",
+            "data.max_response_length=64"]  # fmt: skip
+    rows, weights, tokens = outcome("early", *more)
+    assert any(0 < row.get("response_length/clip_ratio", 0) < 1 for row in rows)
+    monkeypatch.setattr(dataflow, "masks_before_passes", lambda _: False)
+    _, expected, all_tokens = outcome("late", *more)
+    assert len(tokens) < len(all_tokens) and sum(tokens) < sum(all_tokens)
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, loss in POLICY_LOSSES.items() if loss.is_zero_without_advantage]
+)
+def test_a_loss_is_zero_without_advantage_and_other_rows_do_not_see_it(name):
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(3, 4, 5, generator=generator, dtype=torch.float64)
+    mask = torch.arange(5) < torch.tensor([5, 2, 4, 1])[:, None]
+    advantages = (noise[0] - 0.5).index_fill(0, torch.tensor([1, 3]), 0)
+
+    def loss_of(rows):
+        log_prob = (-noise[1, rows]).requires_grad_()
+        loss = compute_policy_loss(
+            name, log_prob_BT=log_prob, old_log_prob_BT=-noise[2, rows],
+            advantages_BT=advantages[rows], response_mask_BT=mask[rows],
+            rollout_log_prob_BT=-noise[2, rows],
+        ).loss_BT  # fmt: skip
+        loss.sum().backward()
+        return loss.detach(), log_prob.grad
+
+    live = torch.tensor([0, 2])
+    for every, own in zip(loss_of(torch.arange(4)), loss_of(live), strict=True):
+        assert not every[[1, 3]].any() and torch.equal(every[live], own) and own.any()
