@@ -20,6 +20,10 @@ if find_spec("math_verify") is None:
         key="reward.path",
     )
 
+# Not within the function: the import takes a second, which would count against the deadline of the
+# first sample of a process.
+from math_verify import parse, verify
+
 # The package warns in each call that its own deadline is off. Its deadline is a signal, which only
 # the main thread can receive.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -36,8 +40,6 @@ def compute_score(
     Raises:
         ValueError: the ground truth is no expression.
     """
-    from math_verify import parse, verify
-
     del data_source, extra_info
     truth = parse(_marked(str(ground_truth)), parsing_timeout=None)
     if not truth:
