@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from quadriga.checkpoint.shards import block_of
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
 from quadriga.errors import WorkerError
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import tensor_digest
-from quadriga.weight_sync import WeightSync
+from quadriga.weight_sync import WeightSync, compare_digests
 
 
 @pytest.fixture
@@ -53,6 +56,115 @@ def test_all_weights_arrive(engine, rollout):
     assert all(torch.equal(sent[name], held[name]) for name in held)
     assert (report.version, report.tensors, rollout.version) == (7, len(held), 7)
     assert report.num_bytes == sum(t.numel() * 4 for t in sent.values())
+
+
+def test_the_rollout_uses_the_tensors_of_the_trainer(engine, rollout):
+    """One rank has whole weights, so nothing is copied; a step shows in the rollout's weights."""
+    sync = WeightSync(engine, rollout, in_place=True)
+    report = sync.run(1)
+    addresses = {name: t.data_ptr() for name, t in rollout.module.state_dict().items()}
+    assert addresses == {
+        name: block_of(tensor, 0).data.data_ptr() for name, tensor in engine.shard_stream()
+    }
+    assert (report.traffic.in_place, report.traffic.copied) == (report.num_bytes, 0)
+    sync.run(2)
+    assert rollout.version == 2
+
+
+class Fused(Faulty):
+    """A rollout that holds q, k and v as one tensor, and gives the rows to its model in order."""
+
+    def __init__(self, engine, order):
+        self.engine, self.order = engine, order
+        self.abilities = engine.abilities
+        self.weights_digest, self.weight_dtypes = engine.weights_digest, engine.weight_dtypes
+
+    def update_weights(self, stream, version):
+        found = dict(stream)
+        layer = "model.layers.0.self_attn."
+        names = [f"{layer}{part}_proj.weight" for part in "qkv"]
+        rows = [len(found[name]) for name in names]
+        fused = torch.cat([found[name] for name in names])[self.order(rows)]
+        found |= zip(names, fused.split(rows), strict=True)
+        self.engine.update_weights(found.items(), version)
+
+
+def in_order(rows):
+    return torch.arange(sum(rows))
+
+
+def swapped(rows):
+    """The rows of k and v in each other's place."""
+    q, k, v = torch.arange(sum(rows)).split(rows)
+    return torch.cat([q, v, k])
+
+
+def test_a_transposition_within_a_fused_projection_is_reported(engine, rollout):
+    WeightSync(engine, Fused(rollout, in_order)).run(1)
+    with pytest.raises(WorkerError, match="2 of 21 weights") as caught:
+        WeightSync(engine, Fused(rollout, swapped)).run(2)
+    assert [name.split(".")[-2] for name in caught.value.tensors] == ["k_proj", "v_proj"]
+
+
+def test_a_weight_that_was_not_sent_again_is_reported(engine, model_folder):
+    """A rollout that keeps one weight of an earlier version."""
+    rollout = build_rollout("hf", ModelConfig(path=model_folder))
+    kept = "model.layers.1.mlp.down_proj.weight"
+    stale = Stale(rollout, kept)
+    with pytest.raises(WorkerError, match=r"1 of 21 weights are wrong: .*down_proj.* differs"):
+        WeightSync(engine, stale).run(1)
+
+
+class Stale(Faulty):
+    def __init__(self, engine, kept):
+        self.engine, self.kept, self.abilities = engine, kept, engine.abilities
+        self.weights_digest, self.weight_dtypes = engine.weights_digest, engine.weight_dtypes
+
+    def update_weights(self, stream, version):
+        sent = ((name, tensor) for name, tensor in list(stream) if name != self.kept)
+        self.engine.update_weights(sent, version)
+
+
+def test_a_weight_that_is_sent_twice_is_reported(engine, rollout):
+    faulty = Faulty(engine, lambda stream: (item for item in stream for _ in range(2)))
+    with pytest.raises(WorkerError, match=r"yielded weight 'model\.embed_tokens\.weight' twice"):
+        WeightSync(faulty, rollout).run(1)
+
+
+def test_all_wrong_weights_are_listed_up_to_a_bound():
+    sent = {f"w{i}": i for i in range(50)}
+    with pytest.raises(WorkerError, match=r"50 of 50 .* 'w19' differs .*; and 30 more") as caught:
+        compare_digests(sent, dict.fromkeys(sent, -1), 3)
+    assert len(caught.value.tensors) == 50 and caught.value.version == 3
+
+
+class Scored(Faulty):
+    """An engine that does not expose its weights."""
+
+    def __init__(self, engine, dtype=torch.float32):
+        self.engine, self.score, self.update_weights = engine, engine.score, engine.update_weights
+        self.abilities = replace(engine.abilities, exposes_weights=False)
+        self.dtype = dtype
+
+    def weight_dtypes(self):
+        return dict.fromkeys(self.engine.weight_dtypes(), self.dtype)
+
+
+def test_an_engine_without_digests_is_compared_by_scores(engine, rollout):
+    scored = Scored(rollout)
+    WeightSync(engine, scored).run(1)
+    name = "model.layers.1.mlp.up_proj.weight"
+    scored.update_weights = Stale(rollout, name).update_weights
+    with torch.no_grad():
+        rollout.module.state_dict()[name].zero_()
+    with pytest.raises(
+        WorkerError, match="log-probabilities of 96 probe tokens differ by"
+    ) as caught:
+        WeightSync(engine, scored).run(2)
+    assert caught.value.difference > 1e-3
+    faulty = Faulty(engine, lambda stream: stream)
+    with pytest.raises(WorkerError, match="computes no log-probabilities"):
+        WeightSync(faulty, scored).run(3)
 
 
 @pytest.mark.parametrize("left_out", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])

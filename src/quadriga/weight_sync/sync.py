@@ -19,6 +19,7 @@ from torch import Tensor
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import local_device, rank, world_size
 from quadriga.rollout.abilities import RolloutAbilities
+from quadriga.rollout.base import SharesWeights
 from quadriga.weight_sync.channels import (
     Channel,
     CollectiveChannel,
@@ -113,6 +114,8 @@ class WeightSync:
         transport: "shared_memory" needs ranks on one node with weights in host memory. "auto" takes
             it where possible, else a collective of the worker group's process group.
         device: of the weights that are put together for the rollout engine.
+        in_place: the training engine keeps its tensors where they are, so a rollout engine that can
+            (`SharesWeights`) uses them themselves if each rank has whole ones.
     """
 
     def __init__(
@@ -123,10 +126,12 @@ class WeightSync:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         transport: TransportKind = "auto",
         device: str | torch.device = "cpu",
+        in_place: bool = False,
     ) -> None:
         self._source, self._target = source, target
         self._bucket_bytes, self._transport = bucket_bytes, transport
         self._device = local_device(device)
+        self._in_place = in_place
         self._described: SourceWeights | None = None
         self._plan: Plan | None = None
 
@@ -141,15 +146,20 @@ class WeightSync:
             WorkerError: weights were not received, or have other values. Names them. Attributes:
                 `tensor` (the first one), `tensors`, `version`.
         """
+        target = self._target
         self._described = self._described or describe(self._source)
-        weights = self._described.sent_as(self._target.weight_dtypes())
+        weights = self._described.sent_as(target.weight_dtypes())
         current = self._planned(weights)
         stream = own_weights(self._source)
         reader = SourceReader(stream, weights, rank())
         with self._channel(current, weights) as channel:
             transport = Transport(current, rank(), reader, channel, weights.dtypes, self._device)
-            received = transport.run(self._bucket_bytes)
-            self._target.update_weights(with_tied(received, weights), version)
+            received = with_tied(transport.run(self._bucket_bytes), weights)
+            # Without transfers between ranks, what is received are the tensors of the source.
+            if self._in_place and not current.link_bytes and isinstance(target, SharesWeights):
+                target.share_weights(received, version)
+            else:
+                target.update_weights(received, version)
         elements = {n: w.num_bytes // w.itemsize for n, w in weights.layout.weights.items()}
         digests = whole_digests(reader.shares, elements, self._device)
         sent = {name: digests[weight] for name, weight in weights.names()}
