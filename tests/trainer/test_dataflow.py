@@ -160,7 +160,9 @@ def test_the_trainer_checks_before_it_loads_or_starts_anything() -> None:
 
 
 def all_stages() -> list[StageFields]:
-    flows = [dataflow.step_dataflow(config_of(*overrides)) for overrides in VARIANTS.values()]
+    with_model = ["reward_model.enable=true", "reward_model.model.path=scorer"]
+    variants = [*VARIANTS.values(), with_model]
+    flows = [dataflow.step_dataflow(config_of(*overrides)) for overrides in variants]
     stages_ = [stage for flow in flows for stage in flow]
     # In a step the baselines are one stage with the branch that makes them; here it is taken apart.
     apart = [stage for stage in stages_ if stage.name != dataflow.ADD_BASELINES.name]
@@ -177,7 +179,7 @@ def test_readers_and_writers_of_the_list_of_fields_are_those_of_the_stages() -> 
             writers[name].add(stage.name)
     for field in fields.BY_NAME.values():
         assert set(field.read_by) == readers[field.name], field.name
-        reserved = {"compute_rm_score"}  # no built-in worker has this method
+        reserved = {"compute_rm_score"}  # a part of `score_responses`
         assert set(field.written_by) - reserved == writers[field.name], field.name
 
 

@@ -15,7 +15,8 @@ from quadriga.config.generation_checks import check_generate_settings as check_g
 from quadriga.config.generation_checks import check_samples_differ, check_sampling
 from quadriga.config.plan import mini_batch_prompts
 from quadriga.config.ranges import check_values
-from quadriga.config.role_ranks import num_ranks, role_pools, roles_of
+from quadriga.config.reward_checks import check_reward_model_settings
+from quadriga.config.role_ranks import REWARD_MODEL, added_keys, num_ranks, role_pools, roles_of
 from quadriga.config.schema import (
     ArithmeticDataConfig,
     CriticConfig,
@@ -37,7 +38,7 @@ from quadriga.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
-COLLECTIVE_ROLES = ("actor", "ref", "critic")
+COLLECTIVE_ROLES = ("actor", "ref", "critic", REWARD_MODEL)
 """The built-in roles whose ranks compute together."""
 
 
@@ -68,6 +69,7 @@ def check_train_settings(config: TrainConfig, known: KnownNames | None = None) -
     _check_batches(config, known)
     _check_balance(config)
     check_trained_parts(config)
+    check_reward_model_settings(config, num_ranks(config, REWARD_MODEL))
     _check_algorithm(config, known)
     if config.algorithm.adv_estimator in known.estimators_with_values:
         _check_critic(config.critic, config.actor_rollout_ref.model)
@@ -141,6 +143,8 @@ def _check_placement(config: TrainConfig, known: KnownNames) -> None:
         unused["ref"] = f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are false"
     if known.estimators and estimator not in known.estimators_with_values:
         unused["critic"] = f"algorithm.adv_estimator={estimator} uses no critic"
+    if REWARD_MODEL not in added_keys(config) and not config.reward_model.enable:
+        unused[REWARD_MODEL] = "reward_model.enable is false"
     for role, reason in unused.items():
         if getattr(config.placement, role) is not None:
             raise ConfigError(
@@ -148,7 +152,8 @@ def _check_placement(config: TrainConfig, known: KnownNames) -> None:
                 f"placement.{role}",
                 key=f"placement.{role}",
             )
-    _check_local_ranks(config, [role for role in COLLECTIVE_ROLES if role not in unused])
+    together = [role for role in COLLECTIVE_ROLES if role not in added_keys(config)]
+    _check_local_ranks(config, [role for role in together if role not in unused])
     pools = role_pools(config, [role for role in roles_of(config) if role not in unused])
     if actor.reads_full_kl and not any({"actor", "ref"} <= set(pool.roles) for pool in pools):
         raise ConfigError(

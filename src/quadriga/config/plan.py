@@ -15,7 +15,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from quadriga.config.role_ranks import ROLES, RolePool, num_ranks, role_pools, roles_of
+from quadriga.config.role_ranks import RolePool, added_keys, num_ranks, role_pools, roles_of
 from quadriga.config.schema import EngineConfig, TrainConfig
 
 
@@ -181,7 +181,7 @@ def _pools(config: TrainConfig) -> tuple[RolePool, ...]:
     placed = [role for role in roles if getattr(config.placement, role) is not None]
     if not placed:
         return ()
-    named = {"actor", "rollout", *placed, *(role for role in roles if role not in ROLES)}
+    named = {"actor", "rollout", *placed, *added_keys(config)}
     return role_pools(config, [role for role in roles if role in named])
 
 

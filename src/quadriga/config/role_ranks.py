@@ -19,7 +19,8 @@ from functools import lru_cache
 from quadriga.config.schema import PlacementConfig, TrainConfig
 from quadriga.errors import ConfigError
 
-ROLES = ("actor", "rollout", "ref", "critic")
+REWARD_MODEL = "reward_model"
+ROLES = ("actor", "rollout", "ref", "critic", REWARD_MODEL)
 """The built-in roles. `roles_of` also returns those that users have added to a run."""
 
 
@@ -58,6 +59,17 @@ def roles_of(config: TrainConfig) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(config.placement))
 
 
+def added_keys(config: TrainConfig) -> tuple[str, ...]:
+    """Return the roles that users have added. One of them may be in place of `REWARD_MODEL`."""
+    kind = type(config.placement)
+    return () if kind is PlacementConfig else tuple(kind.__annotations__)
+
+
+def has_reward_model(config: TrainConfig) -> bool:
+    """Return whether the built-in reward model takes part in the run."""
+    return REWARD_MODEL not in added_keys(config) and config.reward_model.enable
+
+
 @dataclass(frozen=True)
 class RolePool:
     """Roles that share processes.
@@ -86,7 +98,9 @@ def role_pools(config: TrainConfig, roles: Sequence[str] | None = None) -> tuple
             rank has no role.
     """
     ranks_of = role_ranks(config)
-    roles = roles_of(config) if roles is None else roles
+    if roles is None:
+        absent = () if has_reward_model(config) else (REWARD_MODEL,)
+        roles = [*(role for role in ROLES if role not in absent), *added_keys(config)]
     pools: dict[tuple[int, ...], list[str]] = {}
     for role in roles:
         pools.setdefault(ranks_of[role], []).append(role)

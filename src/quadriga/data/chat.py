@@ -68,11 +68,16 @@ def characters(chat: Chat) -> int:
 
 
 def encode_chats(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], *, first: int = 0
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Chat],
+    *,
+    first: int = 0,
+    complete: bool = False,
 ) -> list[list[int]]:
     """Return the token ids of each chat, up to the beginning of the assistant's response.
 
     Args:
+        complete: the chats end with this response, and nothing is added to them.
         first: the number of the first chat in error messages.
 
     Raises `ModelError` if the tokenizer has no chat template, or if the template cannot write a
@@ -87,13 +92,41 @@ def encode_chats(
     ids: list[list[int]] = []
     for start in range(0, len(chats), _BLOCK):
         block = list(chats[start : start + _BLOCK])
-        texts = _templated(tokenizer, block, first + start)
+        texts = _templated(tokenizer, block, first + start, complete)
         # The template writes the special tokens, so the tokenizer must not add them again.
         ids.extend(tokenizer(texts, add_special_tokens=False)["input_ids"])
     return ids
 
 
-def _templated(tokenizer: PreTrainedTokenizerBase, chats: list[Chat], first: int) -> list[str]:
+def encode_conversations(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Chat], responses: Sequence[str]
+) -> list[tuple[list[int], list[int]]]:
+    """Return the token ids of each prompt and of the response to it, by the chat template.
+
+    A template can write a prompt in another way once a response follows. Then all tokens are in
+    the first part.
+
+    Raises:
+        ModelError: as `encode_chats`.
+    """
+    unique = {str(prompt): prompt for prompt in prompts}
+    encoded = dict(zip(unique, encode_chats(tokenizer, list(unique.values())), strict=True))
+    chats: list[Chat] = [
+        [*prompt, {"role": "assistant", "content": response}]
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    found = []
+    whole = encode_chats(tokenizer, chats, complete=True)
+    for prompt, ids in zip(prompts, whole, strict=True):
+        start = encoded[str(prompt)]
+        border = len(start) if ids[: len(start)] == start else len(ids)
+        found.append((ids[:border], ids[border:]))
+    return found
+
+
+def _templated(
+    tokenizer: PreTrainedTokenizerBase, chats: list[Chat], first: int, complete: bool
+) -> list[str]:
     """Return the text that the template writes for each chat; `first` is the number of the first.
 
     Raises `ModelError`, naming the first chat that the template cannot write.
@@ -101,12 +134,13 @@ def _templated(tokenizer: PreTrainedTokenizerBase, chats: list[Chat], first: int
     _check_operators(tokenizer)
     try:
         with bounded(_TEMPLATE_S, _TEMPLATE_GB):
-            texts = _render(tokenizer, chats)
+            texts = _render(tokenizer, chats, complete)
     except OutOfTimeError:
         raise _template_error(tokenizer, f"takes more than {_TEMPLATE_S:g} s") from None
     except Exception as error:  # a template can raise anything, such as ZeroDivisionError
         if len(chats) > 1:  # find the chat that it cannot write
-            return [_templated(tokenizer, [chat], first + i)[0] for i, chat in enumerate(chats)]
+            single = enumerate(chats, start=first)
+            return [_templated(tokenizer, [chat], i, complete)[0] for i, chat in single]
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise _template_error(tokenizer, f"fails on prompt {first}: {reason:.300}") from None
     for number, (text, chat) in enumerate(zip(texts, chats, strict=True), start=first):
@@ -116,10 +150,10 @@ def _templated(tokenizer: PreTrainedTokenizerBase, chats: list[Chat], first: int
     return texts
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, chats: list[Chat]) -> list[str]:
+def _render(tokenizer: PreTrainedTokenizerBase, chats: list[Chat], complete: bool) -> list[str]:
     texts = tokenizer.apply_chat_template(
         chats,  # type: ignore[arg-type]  # transformers types a message as dict[str, str]
-        add_generation_prompt=True,
+        add_generation_prompt=not complete,
         tokenize=False,
     )
     return [str(text) for text in texts]

@@ -116,7 +116,8 @@ def build_engine(
 
     Args:
         optim: None for a frozen model, for example the reference policy.
-        head: "lm" for log-probabilities, "value" for one value a token.
+        head: "lm" for log-probabilities, "value" for one value a token, "score" for a reward
+            model.
         device: the device of this rank, or its type ("cuda").
         total_steps: optimizer steps of the run, which the schedule needs if `optim.total_steps` is
             not set.

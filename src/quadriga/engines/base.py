@@ -13,8 +13,9 @@ from torch import Tensor
 
 from quadriga.checkpoint.files import SavedFile
 
-HeadKind = Literal["lm", "value"]
-"""What the model computes for a token: logits over the vocabulary, or one value."""
+HeadKind = Literal["lm", "value", "score"]
+"""What the model computes for a token: logits over the vocabulary, or one value. The head of a
+value model has a bias; that of a reward model ("score") has none, as in a sequence classifier."""
 
 Batch = Mapping[str, Tensor]
 """Tensors with the same first dimension. Required: `input_ids`, `attention_mask` [B, P + R]

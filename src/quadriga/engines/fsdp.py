@@ -75,7 +75,8 @@ class FSDPEngine:
 
     Args:
         optim: None for a frozen model, for example the reference policy.
-        head: "lm" for log-probabilities, "value" for one value a token.
+        head: "lm" for log-probabilities, "value" for one value a token, "score" for a reward
+            model.
         device: the device of this rank, or its type ("cuda").
         total_steps: optimizer steps of the run, if `optim.total_steps` is not set.
         packed: whether to pack rows. None: if the model supports it.

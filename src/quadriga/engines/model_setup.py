@@ -19,6 +19,7 @@ from quadriga.models.loading import (
     model_without_parameters,
     model_without_weights,
 )
+from quadriga.models.score_head import classifier_name, without_bias
 
 
 def in_local_folders(config: ModelConfig) -> ModelConfig:
@@ -56,7 +57,7 @@ def load_model(
         trust_remote_code=config.trust_remote_code,
         use_shm=config.use_shm,
     )
-    return _for_engine(model, config, trained=trained)
+    return _for_engine(_with_head(model, head), config, trained=trained)
 
 
 def empty_model(
@@ -69,12 +70,21 @@ def empty_model(
     """
     model = model_without_parameters(
         config.path,
-        value_head=head == "value",
+        value_head=head != "lm",
         dtype=_parameter_dtype(dtype, trained=trained),
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
     )
-    return _for_engine(model, config, trained=trained)
+    return _for_engine(_with_head(model, head), config, trained=trained)
+
+
+def _with_head(model: PreTrainedModel, head: HeadKind) -> PreTrainedModel:
+    # `fully_shard` renames the class, and exports must contain the original name.
+    model.config.architectures = [type(model).__name__]
+    if head == "score":
+        model.config.architectures = [classifier_name(model.config)]
+        without_bias(model)
+    return model
 
 
 def _parameter_dtype(dtype: torch.dtype, *, trained: bool) -> torch.dtype:
@@ -82,8 +92,6 @@ def _parameter_dtype(dtype: torch.dtype, *, trained: bool) -> torch.dtype:
 
 
 def _for_engine(model: PreTrainedModel, config: ModelConfig, *, trained: bool) -> PreTrainedModel:
-    # `fully_shard` renames the class, and exports must contain the original name.
-    model.config.architectures = [type(model).__name__]
     if trained:
         checkpoint_layers(model, config.gradient_checkpointing)
     return model
@@ -101,11 +109,12 @@ def simulated_model(
     """
     model = model_without_weights(
         config.path,
-        value_head=head == "value",
+        value_head=head != "lm",
         dtype=dtype,
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
     )
+    _with_head(model, head)
     model.requires_grad_(trained)
     if trained:
         checkpoint_layers(model, config.gradient_checkpointing)

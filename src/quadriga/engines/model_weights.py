@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig
 
 from quadriga.checkpoint.hf_export import export_hf
 from quadriga.config.schema import ModelConfig
@@ -15,6 +17,7 @@ from quadriga.engines.base import HeadKind
 from quadriga.engines.sharded_loading import LoadedModel
 from quadriga.engines.trained_part import merged_weights
 from quadriga.models.adapters import export_adapter, is_adapter
+from quadriga.models.score_head import padding_token
 from quadriga.models.stored_dtypes import stored_dtypes
 from quadriga.parallel.distributed import rank
 
@@ -91,13 +94,24 @@ class ModelWeights:
         export_hf(
             folder,
             dtypes.cast(self.full(adapted=adapted)),
-            dtypes.config(self.module.config),
+            dtypes.config(self._config()),
             generation=getattr(self.module, "generation_config", None),
             tokenizer_path=config.tokenizer_path or config.path,
             trust_remote_code=config.trust_remote_code,
             write=rank() == 0,
             extra=self._write_adapter() if adapted else None,
         )
+
+    def _config(self) -> PreTrainedConfig:
+        """Return the config of the export: a sequence classifier needs a padding token."""
+        config: PreTrainedConfig = deepcopy(self.module.config)
+        if self.head == "score":
+            config.pad_token_id = padding_token(
+                self.config.path,
+                self.config.tokenizer_path or self.config.path,
+                trust_remote_code=self.config.trust_remote_code,
+            )
+        return config
 
     def _write_adapter(self) -> Callable[[Path], None] | None:
         """Return what writes the adapter into an export; None if it would not be complete."""

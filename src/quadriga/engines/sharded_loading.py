@@ -49,6 +49,7 @@ from quadriga.engines.trained_part import TrainedPart, fill_new, select_trained
 from quadriga.errors import ConfigError, ModelError
 from quadriga.models.adapters import base_name
 from quadriga.models.loading import VALUE_HEAD_PREFIX, model_errors, report_attention
+from quadriga.models.score_head import check_reward_model
 from quadriga.models.weights.finite import NotFinite, check_all_finite, count_not_finite
 from quadriga.models.weights.names import WeightNames, match_names
 from quadriga.models.weights.reader import TensorReader, stored_tensors
@@ -176,6 +177,9 @@ def load_sharded(
             "model.path to a merged model",
             key="model.lora",
         )
+    if head == "score" and not trained:
+        trusted = model.trust_remote_code
+        _together(lambda: check_reward_model(model.path, trust_remote_code=trusted))
     dtype = compute_dtype(engine.dtype, device)
     module, weights, part = _prepared(model, head, dtype, trained=trained)
     # Before the model is sharded, which changes its class and its parameters.
@@ -265,7 +269,9 @@ def _with_folder_weights(
         with model_errors(Path(config.path), "model"):
             model = empty_model(config, head, dtype, trained=trained)
             tensors = stored_tensors(Path(config.path))
-            new_prefix = VALUE_HEAD_PREFIX if head == "value" else None
+            # A reward model that is only computed has its head in the folder.
+            may_be_new = head == "value" or (head == "score" and trained)
+            new_prefix = VALUE_HEAD_PREFIX if may_be_new else None
             names = match_names(model, tensors, new_prefix=new_prefix)
         if names.reason:
             return names.reason

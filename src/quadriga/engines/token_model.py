@@ -144,7 +144,7 @@ class TokenModel:
         With a `reference`, they contain `full_kl`: KL(this ‖ reference) over the vocabulary.
         """
         inputs = self._model_inputs(rows)
-        if self.head == "value":
+        if self.head != "lm":
             values = inputs.select(self._run(inputs))[:, 0].float()
             return {VALUES: inputs.unpack(values)}
         token_outputs = TokenOutputs(temperature, entropy, full_kl=reference is not None)
@@ -265,7 +265,7 @@ class TokenModel:
                 packed.rows, self.device, self.kernel_of, split=self.device_type == "cpu"
             ),
         }
-        if self.head == "value":
+        if self.head != "lm":
             return ModelInputs(
                 arguments, packed.labels, lambda x: x[0, packed.predictors], packed.unpack
             )

@@ -109,11 +109,11 @@ _SHAPING = ("shape_scores", "penalise_kl", "correct_mismatch")
 TENSORS: tuple[Field, ...] = (
     Field(
         INPUT_IDS, "[B, P], then [B, P+R]", "int64", "token ids",
-        (*_LOADERS, _GENERATE), (_GENERATE, *_FORWARD),
+        (*_LOADERS, _GENERATE), (_GENERATE, _SCORE, *_FORWARD),
     ),
     Field(
         ATTENTION_MASK, "[B, P], then [B, P+R]", "int64", "1 at tokens, 0 at padding",
-        (*_LOADERS, _GENERATE), ("expand_prompts", _GENERATE, *_FORWARD),
+        (*_LOADERS, _GENERATE), ("expand_prompts", _GENERATE, _SCORE, *_FORWARD),
     ),
     Field(
         POSITION_IDS, "[B, P], then [B, P+R]", "int64", "position of each token, from 0",
@@ -182,8 +182,8 @@ TENSORS: tuple[Field, ...] = (
     ),
     Field(
         RM_SCORES, "[B, R]", "float32",
-        "score of a reward model at the last token; reserved for a worker of the user",
-        ("compute_rm_score",),
+        "score of a reward model at the last token, 0 elsewhere",
+        ("compute_rm_score", _SCORE),
     ),
     Field(
         TOKEN_LEVEL_SCORES, "[B, R]", "float32",
@@ -239,7 +239,7 @@ ARRAYS: tuple[Field, ...] = (
     ),
     Field(
         RAW_PROMPT, "[B]", "object", "list of chat messages",
-        (_PROMPT_LOADER,), ("log_samples",),
+        (_PROMPT_LOADER,), (_SCORE, "log_samples"),
     ),
     Field(
         INDEX, "[B]", "object", "int, number of the row in its data files",

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from quadriga.algorithms.advantages import get_advantage
 from quadriga.algorithms.policy_losses import get_policy_loss
 from quadriga.config.plan import batch_plan
+from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.protocol import fields
@@ -35,6 +36,7 @@ from quadriga.workers.method_fields import (
     UPDATE_ACTOR,
     UPDATE_CRITIC,
     UPDATE_SFT,
+    scored_with_model,
 )
 from quadriga.workers.objectives import skips_zero_advantages
 
@@ -185,6 +187,8 @@ def step_dataflow(config: TrainConfig, *, custom_reward: bool = False) -> tuple[
     """
     algorithm, critic = config.algorithm, needs_critic(config)
     score = _score_responses(config, custom_reward)
+    if has_reward_model(config):
+        score = scored_with_model(score, rules=bool(config.reward_model.rule_weight))
     # With refilling the scores decide which rows stay in the batch, so they are computed before
     # the roles see it. Otherwise they are computed while the roles evaluate the batch.
     scores_early = refills(config)

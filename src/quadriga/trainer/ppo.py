@@ -1,6 +1,6 @@
 """PPO and related algorithms: the training loop.
 
-        prompts ──► rollout ──► reward (rules) ─┐
+        prompts ──► rollout ──► reward ─────────┐
                        │  ├───► actor  log_prob ─┤
                        │  ├───► ref    log_prob ─┼──► advantages ──► critic update
                        │  └───► critic values ───┘        └────────► actor update ──► weights
@@ -30,6 +30,7 @@ from quadriga.protocol import DataProto
 from quadriga.trainer import dataflow, stages
 from quadriga.trainer.balancing import balance_of
 from quadriga.trainer.mismatch import MismatchWatch
+from quadriga.trainer.model_reward import ModelReward
 from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.roles.registry import added_stages
 from quadriga.trainer.roles.settings import check_roles_in_settings
@@ -225,7 +226,7 @@ class RayPPOTrainer:
         """Score the responses, measure them, and mask those that take no part in the update."""
         config, log = self.config.algorithm, record.log_stage
         if not self.scores_early:  # otherwise the sampler has scored them
-            batch = log(run(stages.score_responses, batch, self.reward_fn))
+            batch = log(run(stages.score_responses, batch, self.training_reward()))
         batch = log(run(stages.measure_batch, batch))
         batch = log(run(stages.mask_truncated, batch, config))
         return log(run(stages.mask_zero_variance_groups, batch, config))
@@ -288,7 +289,15 @@ class RayPPOTrainer:
 
     def make_sampler(self, groups: PPOGroups, run: StageRunner) -> Sampler:
         """Return the sampler of the run."""
-        return Sampler(self.config, groups.rollout, self.reward_fn, self.stream, run)
+        reward = self.training_reward()
+        return Sampler(self.config, groups.rollout, reward, self.stream, run)
+
+    def training_reward(self) -> BatchReward:
+        """Return the reward of a training step: the rules, with the reward model if enabled."""
+        model = self.init_workers().reward_model
+        if model is None:
+            return self.reward_fn
+        return ModelReward(self.reward_fn, model, self.config.reward_model)
 
     def save_if_due(self, groups: PPOGroups, record: RunRecord) -> None:
         """Save a checkpoint where the settings or a signal ask for it. Then stop if one does."""

@@ -2,6 +2,7 @@
 
     actor_rollout_ref.py   the policy: actor, rollout and reference
     critic.py              the value model
+    reward_model.py        the reward model; scored_rows.py: the rows that it reads
     sft.py                 the policy, trained on given responses
     roles.py               typed protocols: what the worker group of each role offers
     method_fields.py       the fields that each method reads and writes
@@ -25,14 +26,16 @@ _HOME = {
     "ActorRolloutRefWorker": "actor_rollout_ref",
     "CriticWorker": "critic",
     "RankRuntime": "runtime",
+    "RewardModelWorker": "reward_model",
     "SFTWorker": "sft",
 }
 
-__all__ = ["ActorRolloutRefWorker", "CriticWorker", "RankRuntime", "SFTWorker"]
+__all__ = ["ActorRolloutRefWorker", "CriticWorker", "RankRuntime", "RewardModelWorker", "SFTWorker"]
 
 if TYPE_CHECKING:
     from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
     from quadriga.workers.critic import CriticWorker
+    from quadriga.workers.reward_model import RewardModelWorker
     from quadriga.workers.runtime import RankRuntime
     from quadriga.workers.sft import SFTWorker
 else:

@@ -37,6 +37,11 @@ COMPUTE_REF_LOG_PROB = StageFields(
     "compute_ref_log_prob", reads=MODEL_INPUTS, writes=(fields.REF_LOG_PROB,)
 )
 COMPUTE_VALUES = StageFields("compute_values", reads=MODEL_INPUTS, writes=(fields.VALUES,))
+COMPUTE_RM_SCORE = StageFields(
+    "compute_rm_score",
+    reads=(fields.INPUT_IDS, fields.ATTENTION_MASK, fields.RESPONSES, fields.RAW_PROMPT),
+    writes=(fields.RM_SCORES,),
+)
 UPDATE_CRITIC = StageFields(
     "update_critic",
     reads=(*MODEL_INPUTS, fields.VALUES, fields.RETURNS),
@@ -55,3 +60,19 @@ UPDATE_ACTOR = StageFields(
     writes=(fields.PARTIALS,),
 )
 UPDATE_SFT = StageFields("update_sft", reads=MODEL_INPUTS)
+
+
+def scored_with_model(score: StageFields, *, rules: bool) -> StageFields:
+    """Return the stage that scores responses as it is with a reward model.
+
+    Args:
+        score: the stage with rules alone.
+        rules: whether the rules have a part in the reward.
+    """
+    reads = (*score.reads, *COMPUTE_RM_SCORE.reads) if rules else COMPUTE_RM_SCORE.reads
+    return StageFields(
+        score.name,
+        reads=tuple(dict.fromkeys(reads)),
+        reads_if_present=score.reads_if_present if rules else (),
+        writes=(*(score.writes if rules else (fields.TOKEN_LEVEL_SCORES,)), fields.RM_SCORES),
+    )

@@ -213,6 +213,15 @@ class CriticGroup(RoleGroup, Protocol):
         ...
 
 
+class RewardModelGroup(RoleGroup, Protocol):
+    """The reward model."""
+
+    @property
+    def compute_rm_score(self) -> GroupMethod[[DataProto], DataProto]:
+        """Compute `rm_scores`: `RewardModelWorker.compute_rm_score`."""
+        ...
+
+
 class SFTGroup(RolloutGroup, Protocol):
     """The policy as it is trained on given responses."""
 
@@ -249,6 +258,7 @@ if TYPE_CHECKING:
     # protocol. Nothing of this block exists at run time.
     from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
     from quadriga.workers.critic import CriticWorker
+    from quadriga.workers.reward_model import RewardModelWorker
     from quadriga.workers.sft import SFTWorker
 
     def joined(
@@ -292,6 +302,11 @@ if TYPE_CHECKING:
         save_checkpoint = per_rank(CriticWorker.save_checkpoint)
         load_checkpoint = per_rank(CriticWorker.load_checkpoint)
 
+    class _OfRewardModel:
+        world_size = 1
+        init_model = per_rank(RewardModelWorker.init_model)
+        compute_rm_score = joined(RewardModelWorker.compute_rm_score)
+
     class _OfSFT(_OfPolicy):
         update_sft = joined(SFTWorker.update_sft)
 
@@ -302,4 +317,5 @@ if TYPE_CHECKING:
     _sender: SendingGroup = _OfPolicy()
     _receiver: ReceivingGroup = _OfPolicy()
     _critic: CriticGroup = _OfCritic()
+    _reward_model: RewardModelGroup = _OfRewardModel()
     _sft: SFTGroup = _OfSFT()

@@ -69,7 +69,7 @@ from quadriga.config.schema.evaluation import (
     RanksConfig,
 )
 from quadriga.config.schema.model import EngineConfig, LoraConfig, ModelConfig, OptimConfig
-from quadriga.config.schema.reward import RewardConfig
+from quadriga.config.schema.reward import RewardConfig, RewardModelConfig
 from quadriga.config.schema.roles import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -137,6 +137,7 @@ __all__ = [
     "ReduceDtypeName",
     "RefConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "RolloutEngineConfig",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quadriga.config.schema.choices import FailurePolicy, Options
+from quadriga.config.schema.model import EngineConfig, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -19,3 +20,18 @@ class RewardConfig:
     timeout_s: float = 10.0  # deadline of one sample in a process
     memory_gb: float | None = 8.0  # GiB that one process can allocate; None: no limit
     on_failure: FailurePolicy = "zero"  # a failed sample: score 0, mask its row, or end the run
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """A reward model, whose score is added to that of the rules in training.
+
+    Validation is scored by the rules alone.
+    """
+
+    enable: bool = False  # score the responses of a step with `model`
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
+    weight: float = 1.0  # of its score in the reward
+    rule_weight: float = 1.0  # of the score of the rules; 0: they are not called in training

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from quadriga.config.schema.algorithm import AlgorithmConfig
 from quadriga.config.schema.choices import BackendName, DeviceName, Options
-from quadriga.config.schema.reward import RewardConfig
+from quadriga.config.schema.reward import RewardConfig, RewardModelConfig
 from quadriga.config.schema.roles import ActorRolloutRefConfig, CriticConfig
 
 
@@ -102,6 +102,7 @@ class PlacementConfig:
     rollout: list[int | str] | None = None  # ranks that generate; None: those of the actor
     ref: list[int | str] | None = None  # ranks of the reference policy; None: those of the actor
     critic: list[int | str] | None = None  # ranks of the critic; None: those of the actor
+    reward_model: list[int | str] | None = None  # ranks of the reward model; None: the actor's
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class TrainConfig:
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)

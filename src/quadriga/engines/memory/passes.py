@@ -162,7 +162,7 @@ def computed_tokens(rows: Rows, count: int, *, shared: bool) -> int:
 
 def _logits(model: TokenModel, micro: dict[str, Tensor]) -> int:
     """Return the bytes of the logits of a micro-batch; with a fused head, those of its tiles."""
-    if model.head == "value":
+    if model.head != "lm":
         return 0
     vocabulary: int = model.model.config.get_text_config().vocab_size
     logits = int(micro[fields.RESPONSE_MASK].sum()) * vocabulary

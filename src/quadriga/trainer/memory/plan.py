@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from quadriga.config.plan import UpdatePlan, batch_plan
-from quadriga.config.role_ranks import RolePool, role_pools
+from quadriga.config.role_ranks import RolePool, added_keys, role_pools
 from quadriga.config.schema import (
     Checkpointing,
     DtypeName,
@@ -48,7 +48,9 @@ PROCESS_BYTES = {"cpu": GIB // 2, "accelerator": GIB}
 """What a rank needs beside tensors: Python and libraries; on an accelerator the context of the
 device and the buffers of its collectives. Rounded figures, not measured for each machine."""
 
-ACTOR, ROLLOUT, REF, CRITIC = "actor", "rollout", "ref", "critic"
+ACTOR, ROLLOUT, REF, CRITIC, REWARD_MODEL = "actor", "rollout", "ref", "critic", "reward_model"
+TRAINING = (ACTOR, REF, CRITIC, REWARD_MODEL)
+"""The roles with a training engine."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ def memory_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
     """
     roles = _Roles(config, device_type)
     uses = uses_of_run(config)
-    known = (ACTOR, ROLLOUT, REF, CRITIC)
-    roles.missing += [f"the added role {use}" for use in uses if use not in known]
+    added = added_keys(config)
+    roles.missing += [f"the added role {use}" for use in uses if use in added]
     pools = tuple(
         _planned_pool(config, device_type, pool, roles) for pool in role_pools(config, uses)
     )
@@ -116,16 +118,17 @@ class _Roles:
     def engine(self, role: str, ranks: int) -> TrainingMemory | None:
         """Return the training engine of `role`; None if it is of a kind that is not known."""
         policy, critic = self.config.actor_rollout_ref, self.config.critic
-        settings = {ACTOR: policy.actor.engine, REF: policy.ref.engine, CRITIC: critic.engine}[role]
+        settings = engine_settings(self.config, role)
         if settings.name != "fsdp":
             self.missing.append(f"{role} (engine {settings.name})")
             return None
-        model = critic_model(self.config) if role == CRITIC else policy.model
+        models = {CRITIC: critic_model(self.config), REWARD_MODEL: self.config.reward_model.model}
+        model = models.get(role, policy.model)
         memory = _training_memory(
             _config_text(model),
             model,
             settings,
-            "value" if role == CRITIC else "lm",
+            _HEADS.get(role, "lm"),
             ranks,
             self.device_type,
             self._update_rows(role),
@@ -137,7 +140,7 @@ class _Roles:
         return memory
 
     def _update_rows(self, role: str) -> Rows | None:
-        if role == REF:
+        if role in (REF, REWARD_MODEL):
             return None
         plan: UpdatePlan = self.batch.actor if role == ACTOR else self.batch.critic
         section = self.config.actor_rollout_ref.actor if role == ACTOR else self.config.critic
@@ -151,7 +154,10 @@ class _Roles:
         if role == REF and not reads_ref_log_prob(self.config):
             return self._update_rows(ACTOR)  # computed in the micro-batches of the update
         section = self.config.critic if role == CRITIC else actor
-        size = engine.forward_rows(section.ppo_micro_batch_size_per_gpu)
+        given = section.ppo_micro_batch_size_per_gpu
+        if role == REWARD_MODEL:
+            given = self.config.reward_model.micro_batch_size_per_gpu
+        size = engine.forward_rows(given)
         return self._rows(math.ceil(self.batch.sequences / ranks), size)
 
     def _rows(self, count: int, micro_batch: int | None) -> Rows:
@@ -247,7 +253,7 @@ def _planned_pool(
 ) -> PoolMemory:
     ranks = len(pool.ranks)
     # With adapters, the reference is the engine of the actor.
-    own = [role for role in (ACTOR, REF, CRITIC) if role in pool.roles]
+    own = [role for role in TRAINING if role in pool.roles and role not in added_keys(config)]
     if base_is_in_actor(config) and ACTOR in own:
         own = [role for role in own if role != REF]
     found = {role: roles.engine(role, ranks) for role in own}
@@ -274,7 +280,24 @@ def pool_memory(
     )
 
 
-_PASSES = {ACTOR: "old log-probabilities", REF: "reference log-probabilities", CRITIC: "values"}
+_HEADS: dict[str, HeadKind] = {CRITIC: "value", REWARD_MODEL: "score"}
+_PASSES = {
+    ACTOR: "old log-probabilities",
+    REF: "reference log-probabilities",
+    CRITIC: "values",
+    REWARD_MODEL: "scores of the reward model",
+}
+
+
+def engine_settings(config: TrainConfig, role: str) -> EngineConfig:
+    """Return the settings of the training engine of a role."""
+    policy = config.actor_rollout_ref
+    return {
+        ACTOR: policy.actor.engine,
+        REF: policy.ref.engine,
+        CRITIC: config.critic.engine,
+        REWARD_MODEL: config.reward_model.engine,
+    }[role]
 
 
 @dataclass(frozen=True)
@@ -344,7 +367,7 @@ class _Phases:
         """Return what a training engine holds while another role computes."""
         if generating and self._turns and role in (ACTOR, REF):
             return 0
-        engine, settings = self.engines[role], self._settings(role)
+        engine, settings = self.engines[role], engine_settings(self.config, role)
         offloads = self.device_type != "cpu"
         parameters = 0 if offloads and settings.param_offload else engine.parameters
         return parameters + (0 if offloads and settings.optimizer_offload else engine.optimizer)
@@ -352,18 +375,12 @@ class _Phases:
     def _loaded(self, role: str, *, moments: bool) -> int:
         """Return what a training engine holds while it computes."""
         engine, offloads = self.engines[role], self.device_type != "cpu"
-        kept = not (offloads and self._settings(role).optimizer_offload)
+        kept = not (offloads and engine_settings(self.config, role).optimizer_offload)
         return engine.parameters + (engine.optimizer if moments or kept else 0)
 
     @property
     def _turns(self) -> bool:
         return self.config.actor_rollout_ref.rollout.take_turns and self.device_type != "cpu"
-
-    def _settings(self, role: str) -> EngineConfig:
-        policy = self.config.actor_rollout_ref
-        return {
-            ACTOR: policy.actor.engine, REF: policy.ref.engine, CRITIC: self.config.critic.engine
-        }[role]  # fmt: skip
 
 
 def with_checkpointing(config: TrainConfig, value: Checkpointing) -> TrainConfig:

@@ -58,15 +58,22 @@ def worker_of(
     return ClassWithInitArgs(cls, **_arguments(added, cls, config, runtime))
 
 
-def check_mapping(mapping: Mapping[Role, object], added: tuple[AddedRole, ...], name: str) -> None:
+def check_mapping(
+    mapping: Mapping[Role, object],
+    added: tuple[AddedRole, ...],
+    name: str,
+    enabled: Iterable[Role] = (),
+) -> None:
     """Check that a program gives classes and pools only to roles that take part in the run.
 
-    `name`: of the argument that has the roles.
+    Args:
+        name: of the argument that has the roles.
+        enabled: further roles of the run.
 
     Raises:
         ConfigError: names a role that the trainer does not call.
     """
-    known = {one.role for one in added}
+    known = {*enabled, *(one.role for one in added)}
     for role in mapping:
         if not is_built_in(role) and role not in known:
             raise ConfigError(

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from quadriga.algorithms.user_files import loads_of, running_user_file
-from quadriga.config.role_ranks import ROLES, roles_of
+from quadriga.config.role_ranks import added_keys
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, UnknownNameError
 from quadriga.observability.metrics import METRICS
@@ -50,7 +50,7 @@ _RESERVED = {
     *("_".join(uses) for uses in (("actor", "ref"), ("rollout", "ref"))),  # workers of the policy
     *(field.name for field in dataclasses.fields(TrainConfig)),
     *(name.partition("/")[0] for name in METRICS),  # metrics of a role begin with its key
-}
+} - {Role.RewardModel.key}  # a role of a user can be in place of the built-in one
 
 _KEY = re.compile("[A-Za-z][A-Za-z0-9_]*")
 ItemT = TypeVar("ItemT")
@@ -212,7 +212,7 @@ def added_roles(config: TrainConfig) -> tuple[AddedRole, ...]:
         UnknownNameError: the settings have a role that is not registered in this process, or not
             any more, because its file has changed and was loaded again.
     """
-    keys = [key for key in roles_of(config) if key not in ROLES]
+    keys = added_keys(config)
     for key in keys:
         if key not in _ADDED or not _ADDED[key].is_current:
             raise UnknownNameError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quadriga.algorithms.user_files import load_user_file
 from quadriga.config.loading import given_user_files, load_config
-from quadriga.config.role_ranks import ROLES, roles_of, with_roles
+from quadriga.config.role_ranks import added_keys, with_roles
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.trainer.roles.registry import registered_for
@@ -37,7 +37,7 @@ def check_roles_in_settings(config: TrainConfig) -> None:
     Raises:
         ConfigError: the role would take no part in the run.
     """
-    known = set(roles_of(config)) - set(ROLES)
+    known = set(added_keys(config))
     for added in registered_for(config.algorithm.user_files):
         if added.key not in known:
             raise ConfigError(

@@ -16,6 +16,7 @@ from quadriga.checkpoint.folders import (
     discard_checkpoint,
     prune_checkpoints,
 )
+from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import SFTTrainerConfig, TrainConfig, TrainerConfig
 from quadriga.errors import CheckpointError
 from quadriga.protocol import DataProto, DataProtoFuture
@@ -27,6 +28,7 @@ from quadriga.trainer.roles.start_order import start_order
 from quadriga.trainer.run.resuming import ControllerState
 from quadriga.trainer.run.role_workers import (
     CRITIC,
+    REWARD_MODEL,
     pool_manager,
     pool_options,
     uses_by_pool,
@@ -40,6 +42,7 @@ from quadriga.workers.roles import (
     CriticGroup,
     ReceivingGroup,
     RefGroup,
+    RewardModelGroup,
     RolloutGroup,
     SendingGroup,
     TurnTakingGroup,
@@ -119,6 +122,7 @@ class PPOGroups(StartedGroups):
     """One view per role; views may share processes.
 
     `ref` is None if no stage reads `ref_log_prob`, `critic` is None if no stage reads `values`,
+    `reward_model` is None unless it is enabled,
     `turns` is None unless the engines of the policy take turns in device memory, and `link` is None
     unless actor and rollout are in different processes. `added` has the groups of added roles by
     their keys.
@@ -128,6 +132,7 @@ class PPOGroups(StartedGroups):
     rollout: RolloutGroup
     ref: RefGroup | None
     critic: CriticGroup | None
+    reward_model: RewardModelGroup | None
     turns: TurnTakingGroup | None
     link: WeightLink | None
     added: Mapping[str, WorkerGroup] = field(default_factory=dict)
@@ -288,6 +293,7 @@ def groups_of_views(
         rollout=rollout,
         ref=view_of["ref"] if reads_ref_log_prob(config) else None,
         critic=view_of.get(CRITIC),
+        reward_model=view_of[REWARD_MODEL] if has_reward_model(config) else None,
         turns=actor if config.actor_rollout_ref.rollout.take_turns else None,
         link=link,
         added={added.key: view_of[added.key] for added in added_roles(config)},

@@ -13,6 +13,7 @@ from quadriga.config.checks import (
     check_sft_settings,
     check_train_settings,
 )
+from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RewardConfig, SFTConfig, TrainConfig
 from quadriga.engines import ENGINES, check_engine
 from quadriga.engines.optimizers import check_optimizer_packages
@@ -38,6 +39,7 @@ def check_train_config(config: TrainConfig) -> None:
     check_data_files(config)
     check_models(config)
     check_parts(config)
+    check_reward_model_folder(config)
     check_components(config)
     check_reward(config.reward)
     check_run_folder(config)
@@ -92,6 +94,7 @@ def check_program(
 
         check_models(config)
         check_parts(config)
+        check_reward_model_folder(config)
         check_memory(config)
 
 
@@ -205,6 +208,36 @@ def check_parts(config: TrainConfig) -> None:
     check_trained_part(config.actor_rollout_ref.model, "lm")
     if needs_critic(config):
         check_trained_part(critic_model(config), "value")
+
+
+def check_reward_model_folder(config: TrainConfig) -> None:
+    """Check that the model of an enabled reward model is one, and its tokenizer can be used.
+
+    Raises:
+        ModelError: the model has no head for one score, or it needs a chat template and has none.
+    """
+    if not has_reward_model(config):
+        return
+    from quadriga.models import check_model_folder
+    from quadriga.models.folder import local_folder
+    from quadriga.models.score_head import check_reward_model
+    from quadriga.workers.reward_model import same_tokens, tokenizer_of
+
+    model = config.reward_model.model
+    check_engine("reward_model.engine.name", config.reward_model.engine.name)
+    own = model.tokenizer_path is None
+    check_model_folder(model.path, tokenizer=own, trust_remote_code=model.trust_remote_code)
+    check_reward_model(local_folder(model.path), trust_remote_code=model.trust_remote_code)
+    tokenizer = tokenizer_of(model)
+    if not tokenizer.chat_template and not same_tokens(
+        tokenizer, tokenizer_of(config.actor_rollout_ref.model)
+    ):
+        raise ModelError(
+            f"the tokenizer of the reward model in {model.path} differs from that of the policy, "
+            "so conversations are encoded again with its chat template, and it has none; add "
+            "chat_template to its tokenizer_config.json, or set reward_model.model.tokenizer_path",
+            path=model.path,
+        )
 
 
 def require_model_path(path: str, setting: str) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from quadriga.config.plan import batch_plan, mini_batch_prompts
-from quadriga.config.role_ranks import role_pools
+from quadriga.config.role_ranks import has_reward_model, role_pools
 from quadriga.config.schema import ModelConfig, SFTTrainerConfig, TrainConfig, TrainerConfig
 from quadriga.errors import ConfigError, UnknownNameError
 from quadriga.models.folder import with_absolute_paths
@@ -31,6 +31,7 @@ from quadriga.workers.roles import (
     CriticGroup,
     ReceivingGroup,
     RefGroup,
+    RewardModelGroup,
     RolloutGroup,
     SendingGroup,
     TurnTakingGroup,
@@ -40,12 +41,14 @@ from quadriga.workers.runtime import RankRuntime
 
 POLICY_USES = ("actor", "rollout", "ref")
 CRITIC = "critic"
+REWARD_MODEL = Role.RewardModel.key
 _ROLES_OF_USE: dict[str, tuple[Role, ...]] = {
     "actor": (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef),
     "rollout": (Role.Rollout, Role.ActorRollout, Role.ActorRolloutRef),
     # Without a pool of its own, the reference is in the processes of the actor.
     "ref": (Role.RefPolicy, Role.ActorRolloutRef, Role.Actor, Role.ActorRollout),
     CRITIC: (Role.Critic,),
+    REWARD_MODEL: (Role.RewardModel,),
 }
 """Use → the roles that stand for it in a `ResourcePoolManager`; the first one that is mapped."""
 
@@ -54,13 +57,14 @@ POLICY_ROLES = frozenset(role for use in POLICY_USES for role in _ROLES_OF_USE[u
 
 
 def uses_of_run(config: TrainConfig) -> tuple[str, ...]:
-    """Return what the run uses: actor and rollout, reference and critic if they are read, and the
-    added roles."""
+    """Return what the run uses: actor and rollout, reference and critic if they are read, the
+    reward model if it is enabled, and the added roles."""
     return (
         "actor",
         "rollout",
         *(["ref"] if needs_reference(config) else []),
         *([CRITIC] if needs_critic(config) else []),
+        *([REWARD_MODEL] if has_reward_model(config) else []),
         *(added.key for added in added_roles(config)),
     )
 
@@ -80,9 +84,10 @@ def check_roles(
         ConfigError: a class, a pool or the start order does not fit.
     """
     added = added_roles(config)
-    check_mapping(mapping, added, "role_worker_mapping")
+    own = (Role.RewardModel,) if has_reward_model(config) else ()
+    check_mapping(mapping, added, "role_worker_mapping", own)
     if manager is not None:
-        check_mapping(manager.mapping, added, "the mapping of resource_pool_manager")
+        check_mapping(manager.mapping, added, "the mapping of resource_pool_manager", own)
     for role in added:
         worker_of(role, config, mapping, RankRuntime())
     if added:
@@ -212,6 +217,8 @@ def worker_classes(
         check_methods(key, worker_class, _protocols(config, uses, apart))
         if key == CRITIC:
             classes[key] = _critic(config, worker_class, rank_runtime(config, critic_steps))
+        elif key == REWARD_MODEL:
+            classes[key] = _reward_model(config, worker_class, rank_runtime(config, total_steps))
         else:
             classes[key] = _policy(config, worker_class, key, rank_runtime(config, actor_steps))
     return classes
@@ -251,6 +258,18 @@ def _critic(
     )
 
 
+def _reward_model(
+    config: TrainConfig, worker_class: type[Worker], runtime: RankRuntime
+) -> ClassWithInitArgs:
+    settings = config.reward_model
+    return ClassWithInitArgs(
+        worker_class,
+        config=dataclasses.replace(settings, model=with_absolute_paths(settings.model)),
+        policy=with_absolute_paths(config.actor_rollout_ref.model.frozen()),
+        runtime=runtime,
+    )
+
+
 def critic_model(config: TrainConfig) -> ModelConfig:
     """Return the model of the critic: that of the actor, unless it has a path of its own.
 
@@ -264,11 +283,12 @@ def _worker_class(
     key: str, uses: Sequence[str], mapping: Mapping[Role, type[Worker]]
 ) -> type[Worker]:
     """Return the class of the role with this key, else of a role that contains the uses."""
-    from quadriga.workers import ActorRolloutRefWorker, CriticWorker
+    from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
     exact = [role for role in mapping if role.key == key]
     roles = [*exact, *(role for use in uses for role in _ROLES_OF_USE[use])]
-    default = CriticWorker if key == CRITIC else ActorRolloutRefWorker
+    built_in: dict[str, type[Worker]] = {CRITIC: CriticWorker, REWARD_MODEL: RewardModelWorker}
+    default = built_in.get(key, ActorRolloutRefWorker)
     return next((mapping[role] for role in roles if role in mapping), default)
 
 
@@ -283,6 +303,7 @@ def _protocols(config: TrainConfig, uses: Sequence[str], apart: bool) -> list[ty
         "rollout": [RolloutGroup, *([ReceivingGroup] if apart else [])],
         "ref": [RefGroup] if reads_ref_log_prob(config) else [],
         CRITIC: [CriticGroup],
+        REWARD_MODEL: [RewardModelGroup],
     }
     return [protocol for use in uses for protocol in needed[use]]
 

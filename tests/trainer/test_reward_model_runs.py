@@ -1,0 +1,131 @@
+"""Runs with a reward model: its part of the reward, its place, and settings that do not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from run_cases import timeless
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError, ModelError
+from quadriga.trainer.memory.plan import memory_plan
+from quadriga.trainer.run.preflight import check_train_config
+
+
+@pytest.fixture(scope="session")
+def scorer(tiny_task):
+    """A reward model of random weights with the tokenizer of the policy."""
+    folder = tiny_task.folder / "scorer"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_task.model)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, num_labels=1,
+        pad_token_id=tokenizer.pad_token_id, initializer_range=0.3,
+    )  # fmt: skip
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def with_model(scorer):
+    return ("reward_model.enable=true", f"reward_model.model.path={scorer}")
+
+
+def steps(metrics):
+    return [row for row in timeless(metrics) if "reward/model" in row]
+
+
+def test_the_reward_is_the_weighted_sum_of_rules_and_model(run, with_model):
+    first, second = steps(run(*with_model, "reward_model.weight=0.5", "reward_model.rule_weight=2"))
+    for row in (first, second):
+        assert row["reward/model"] != 0
+        expected = 2 * row["reward/rules"] + 0.5 * row["reward/model"]
+        assert row["reward/mean"] == pytest.approx(expected, abs=1e-6)
+    assert first["actor/grad_norm"] > 0  # the rules alone give a random model no signal
+
+
+def test_validation_is_scored_by_the_rules(run, with_model):
+    metrics = run(*with_model, "reward_model.rule_weight=0")
+    assert "reward/rules" not in steps(metrics)[0]
+    assert all(0 <= row["val/accuracy"] <= 1 for row in metrics if "val/accuracy" in row)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("algorithm.filter_groups.enable=true",),
+        ("algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=1"),
+        ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.mode=refill"),
+    ],
+)
+def test_each_place_where_responses_are_scored_has_the_model(run, with_model, more):
+    assert all(row["reward/model"] for row in steps(run(*with_model, *more)))
+
+
+def test_a_pool_of_its_own_gives_equal_numbers(run, with_model, tmp_path):
+    shared = steps(run(*with_model, f"trainer.default_local_dir={tmp_path / 'shared'}"))
+    own = steps(
+        run(
+            *with_model,
+            "trainer.n_gpus_per_node=2",
+            "placement.actor=[0]",
+            "placement.reward_model=[1]",
+            f"trainer.default_local_dir={tmp_path / 'own'}",
+        )
+    )
+    assert own == shared
+
+
+@pytest.mark.nightly
+def test_two_ranks_of_ray_give_the_numbers_of_one(run, with_model, tmp_path):
+    local = steps(run(*with_model, f"trainer.default_local_dir={tmp_path / 'local'}"))
+    ray = steps(
+        run(
+            *with_model,
+            "trainer.backend=ray",
+            "trainer.n_gpus_per_node=2",
+            "trainer.num_cpus=4",
+            f"trainer.default_local_dir={tmp_path / 'ray'}",
+        )
+    )
+    assert ray[0]["reward/model"] == pytest.approx(local[0]["reward/model"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reward_model.model.path": ""}, r"enable=true needs a model: set reward_model\.model"),
+        ({"reward_model.weight": "0"}, "gives the reward model no part"),
+        ({"reward_model.model.lora.rank": "4"}, "is for a model that is trained, and this one"),
+        ({"reward_model.engine.fsdp_size": "2"}, "must be -1 .* or divide the 1 ranks"),
+        ({"reward_model.engine.fused_head": "true"}, "is for log-probabilities, and a reward"),
+        (
+            {"reward_model.enable": "false", "placement.reward_model": "[0]"},
+            r"no such role: reward_model\.enable is false",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_start(
+    train_overrides, with_model, settings, message
+):
+    given = [*train_overrides, *with_model, *(f"{key}={value}" for key, value in settings.items())]
+    with pytest.raises(ConfigError, match=message):
+        check_train_config(load_config(TrainConfig, given))
+
+
+def test_a_model_without_a_head_is_refused_before_start(train_overrides, tiny_task):
+    model = ("reward_model.enable=true", f"reward_model.model.path={tiny_task.model}")
+    with pytest.raises(ModelError, match="has no head: a reward model is a sequence classifier"):
+        check_train_config(load_config(TrainConfig, [*train_overrides, *model]))
+
+
+def test_the_memory_plan_has_the_reward_model(train_overrides, with_model):
+    config = load_config(TrainConfig, [*train_overrides, *with_model])
+    (pool,) = memory_plan(config, "cpu").pools
+    engine = pool.engines["reward_model"]
+    assert engine.parameters > 0 == engine.optimizer
+    assert "scores of the reward model" in pool.phases
