@@ -32,6 +32,7 @@ from quadriga.rollout.sglang.sampling import (
     read_scores,
     score_body,
 )
+from quadriga.rollout.sglang.sliding import check_sliding_windows
 from quadriga.rollout.sglang.start import Launch
 from quadriga.rollout.sglang.weights import model_end_tokens, model_shapes
 from quadriga.rollout.stop_strings import StopStrings
@@ -81,6 +82,7 @@ class SGLangRollout:
         self._model = model
         config = read_config(local_folder(model.path), trust_remote_code=model.trust_remote_code)
         window = context_window(config)
+        check_sliding_windows(config, window.tokens if window else None)
         place = local_device(device)
         launch = Launch(
             model,

@@ -65,7 +65,7 @@ class HostProcess:
                 env=environment,
                 start_new_session=True,
             )
-        # Closes the pipes and ends the processes also if nobody calls `close`.
+        # Closes the pipes and ends the processes also if `close` is never called.
         self.close = weakref.finalize(self, _end, self._process, self.folder)
         assert self._process.stdin is not None and self._process.stdout is not None
         self.stdin, self.stdout = self._process.stdin.fileno(), self._process.stdout.fileno()

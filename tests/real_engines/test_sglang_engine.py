@@ -12,10 +12,12 @@ import psutil
 import pytest
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -55,8 +57,11 @@ SIZES = {
 MODELS = {
     "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "llama, grouped queries": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "mistral, window of 8": lambda: MistralForCausalLM(
-        MistralConfig(**SIZES, head_dim=16, sliding_window=8)
+    "olmo3, window of 8": lambda: Olmo3ForCausalLM(
+        Olmo3Config(**SIZES, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+    ),
+    "gemma2, window of 8": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SIZES, head_dim=16, sliding_window=8, query_pre_attn_scalar=16)
     ),
 }
 
