@@ -135,6 +135,7 @@ class ActorRolloutRefWorker(Worker):
             self._rollout(),
             bucket_bytes=self._bucket_bytes,
             device=self.device,
+            in_place=self._keeps_weights_in_place(),
         )
         self._sync.run(self.weight_version)
         return self.weight_version
@@ -331,6 +332,12 @@ class ActorRolloutRefWorker(Worker):
     @property
     def _bucket_bytes(self) -> int:
         return self.config.rollout.weight_bucket_mb << 20
+
+    def _keeps_weights_in_place(self) -> bool:
+        """Return whether the rollout may use the tensors of the actor, which then must not be moved
+        to host memory between calls."""
+        rollout, engine = self.config.rollout, self.config.actor.engine
+        return rollout.share_weights and not (rollout.take_turns or engine.param_offload)
 
     def _weight_receiver(self) -> WeightReceiver:
         from quadriga.weight_sync import WeightReceiver

@@ -103,6 +103,9 @@ class RolloutConfig(RolloutEngineConfig):
     # rollout and training engines of the policy take turns in device memory: while one side works,
     # the weights and the optimizer state of the other are in host memory
     take_turns: bool = False
+    # engine hf in the processes of the actor: use the actor's tensors as weights, without a copy, if
+    # they are whole there and have the dtype of the rollout. Each update then needs a weight sync
+    share_weights: bool = True
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
 
 

@@ -234,7 +234,8 @@ class HFRollout:
             raise RolloutError(
                 f"rollout engine 'hf': {method} was called after the training engine changed the "
                 f"weight {changed!r}, which both share, so version {self._version} is no longer "
-                "right; call share_weights with the new version first (a weight sync does)",
+                "right; sync weights first, or set rollout.share_weights=false to generate with "
+                "the weights of the last sync",
                 engine=self.name,
                 method=method,
                 version=self._version,
