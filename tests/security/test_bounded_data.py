@@ -191,7 +191,7 @@ def test_a_long_answer_is_left_out_without_tokenising_it(tokenizer, tokenised, t
     path.write_text(f"{json.dumps(ROW)}\n{json.dumps(long)}\n")
     dataset = SFTDataset([path], tokenizer, max_length=64)
     assert (len(dataset), dataset.filtered) == (1, 1)
-    with pytest.raises(DataError, match="row 1: prompt and answer have 5000003 characters"):
+    with pytest.raises(DataError, match="row 1: the conversation has 5000003 characters"):
         SFTDataset([path], tokenizer)
     assert len(tokenised) == 2 and max(map(len, tokenised)) < 1000  # one prompt and its answer
 

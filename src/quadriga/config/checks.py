@@ -28,6 +28,7 @@ from quadriga.config.schema import (
 from quadriga.config.trained_part_checks import check_one_part, check_trained_parts
 from quadriga.config.unread import (
     check_run_length,
+    check_unread_conversations,
     check_unread_data,
     check_unread_engine,
     check_unread_optim,
@@ -103,6 +104,7 @@ def check_sft_settings(config: SFTConfig, known: KnownNames | None = None) -> No
     check_one_part("model", config.model)
     if known and known.engines:
         check_choice("engine.name", config.engine.name, sorted(known.engines))
+    check_unread_conversations(config)
     if trainer.stop_at_accuracy is not None and not config.data.val_files:
         raise ConfigError(
             f"trainer.stop_at_accuracy={trainer.stop_at_accuracy} needs validation "

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 
 from quadriga.config.describe import as_written
 from quadriga.config.plan import batch_plan, mini_batch_prompts
-from quadriga.config.schema import ActorConfig, DataConfig, EngineConfig, OptimConfig, TrainConfig
+from quadriga.config.schema import (
+    ActorConfig,
+    DataConfig,
+    EngineConfig,
+    OptimConfig,
+    SFTConfig,
+    TrainConfig,
+)
 from quadriga.errors import ConfigError
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -47,6 +54,29 @@ def check_unread_data(data: DataConfig) -> None:
             "data.train_weights has no effect with data.sampler.path, because the sampler chooses "
             "all rows; remove one of them",
             key="data.train_weights",
+        )
+
+
+def check_unread_conversations(config: SFTConfig) -> None:
+    """Check that no setting of fine-tuning is without effect on conversations of several turns.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    data, goal = config.data, config.trainer.stop_at_accuracy
+    if data.messages_key is None:
+        return
+    if data.val_files and not data.val_loss:
+        raise ConfigError(
+            f"data.val_files has no effect with data.messages_key={data.messages_key} and "
+            "data.val_loss=false: conversations are validated by their loss; remove one of them",
+            key="data.val_files",
+        )
+    if goal is not None:
+        raise ConfigError(
+            f"trainer.stop_at_accuracy={goal} needs prompts with answers that can be scored, but "
+            f"data.messages_key={data.messages_key} has conversations; remove one of them",
+            key="trainer.stop_at_accuracy",
         )
 
 

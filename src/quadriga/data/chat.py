@@ -83,19 +83,34 @@ def encode_chats(
     Raises `ModelError` if the tokenizer has no chat template, or if the template cannot write a
     chat within its bounds of time, memory and length. A template is code of the model's author.
     """
+    ids: list[list[int]] = []
+    for start in range(0, len(chats), _BLOCK):
+        block = chats[start : start + _BLOCK]
+        texts = chat_texts(tokenizer, block, first=first + start, complete=complete)
+        # The template writes the special tokens, so the tokenizer must not add them again.
+        ids.extend(tokenizer(texts, add_special_tokens=False)["input_ids"])
+    return ids
+
+
+def chat_texts(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Chat],
+    *,
+    first: int = 0,
+    complete: bool = False,
+) -> list[str]:
+    """Return the text that the chat template writes for each chat. See `encode_chats`."""
     if not tokenizer.chat_template:
         raise ModelError(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template; "
             "add chat_template to its tokenizer_config.json",
             path=str(tokenizer.name_or_path),
         )
-    ids: list[list[int]] = []
+    texts: list[str] = []
     for start in range(0, len(chats), _BLOCK):
         block = list(chats[start : start + _BLOCK])
-        texts = _templated(tokenizer, block, first + start, complete)
-        # The template writes the special tokens, so the tokenizer must not add them again.
-        ids.extend(tokenizer(texts, add_special_tokens=False)["input_ids"])
-    return ids
+        texts += _templated(tokenizer, block, first + start, complete)
+    return texts
 
 
 def encode_conversations(

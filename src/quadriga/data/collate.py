@@ -30,10 +30,12 @@ class PromptItem(TypedDict):
 
 
 class SFTItem(TypedDict):
-    """One demonstration of an `SFTDataset`: the templated prompt, and the answer with its end."""
+    """One conversation of an `SFTDataset`: the tokens before the first that the assistant wrote,
+    those from there on, and which of the latter the assistant wrote (1)."""
 
     prompt_ids: list[int]
     response_ids: list[int]
+    response_mask: list[int]
 
 
 def pad_rows(
@@ -93,26 +95,27 @@ def collate_answers(
     prompt_length: int | None = None,
     response_length: int | None = None,
 ) -> DataProto:
-    """Return a batch of prompts with answers, with the columns that a rollout produces.
+    """Return a batch of conversations, with the columns that a rollout produces.
 
     `prompts` [B, P] are padded on the left, `responses` and `response_mask` [B, R] on the right.
     `input_ids`, `attention_mask` and `position_ids` are [B, P + R]. All are int64. The loss is
-    computed where `response_mask` is 1.
+    computed where `response_mask` is 1: at the tokens of the assistant.
 
-    With P = 3, R = 3, and "." for padding:
+    With P = 3, R = 4, and "." for padding; u is a token of the user between two answers:
 
-        prompt p q, answer a          . p q a . .       response_mask   1 0 0
-        prompt r s t, answer b c d    r s t b c d                       1 1 1
+        prompt p q, answer a               . p q a . . .       response_mask   1 0 0 0
+        prompt r s t, answers b and c d    r s t b u c d                       1 0 1 1
     """
     prompts = [item["prompt_ids"] for item in items]
     answers = [item["response_ids"] for item in items]
+    masks = [item["response_mask"] for item in items]
     prompt_ids, prompt_mask = pad_rows(
         prompts, pad_token_id, prompt_length or max(map(len, prompts)), "left"
     )
-    response_ids, response_mask = pad_rows(
-        answers, pad_token_id, response_length or max(map(len, answers)), "right"
-    )
-    attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
+    length = response_length or max(map(len, answers))
+    response_ids, present = pad_rows(answers, pad_token_id, length, "right")
+    response_mask, _ = pad_rows(masks, 0, length, "right")
+    attention_mask = torch.cat([prompt_mask, present], dim=1)
     return DataProto.from_dict(
         {
             fields.PROMPTS: prompt_ids,
@@ -122,7 +125,7 @@ def collate_answers(
             fields.ATTENTION_MASK: attention_mask,
             fields.POSITION_IDS: positions(attention_mask),
         },
-        object_arrays(items, leave_out=("prompt_ids", "response_ids")),
+        object_arrays(items, leave_out=("prompt_ids", "response_ids", "response_mask")),
     )
 
 

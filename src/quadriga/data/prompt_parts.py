@@ -29,9 +29,15 @@ class PromptRules:
     filter_overlong_prompts: bool
 
     def encode(self, rows: Sequence[Row]) -> list[list[int] | None]:
-        """Return the token ids of each row; None for a row that has too many characters."""
+        """Return the token ids of each row; None for a row that has too many characters.
+
+        Raises `DataError` for such a row, unless long prompts are left out.
+        """
         chats = [chat_of(row, self.prompt_key) for row in rows]
         most = most_characters(self.max_prompt_length)
+        for row, chat in zip(rows, chats, strict=True):
+            if characters(chat) > most:
+                self.check(row, None)
         short = [chat for chat in chats if characters(chat) <= most]
         encoded = iter(encode_chats(self.tokenizer, short, first=rows[0].number) if short else [])
         return [next(encoded) if characters(chat) <= most else None for chat in chats]

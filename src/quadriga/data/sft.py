@@ -1,34 +1,45 @@
-"""Prompts with reference answers, for supervised fine-tuning."""
+"""Conversations for supervised fine-tuning: prompts with answers, or several turns."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from quadriga.data.chat import characters, chat_of, encode_chats, most_characters
+from quadriga.data.chat import Chat, characters, chat_of, most_characters
 from quadriga.data.collate import SFTItem, collate_answers
-from quadriga.data.rows import read_rows
+from quadriga.data.conversations import Conversation, assistant_turns, encode_turns
+from quadriga.data.rows import Row, read_rows
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_BLOCK = 256  # conversations that are encoded at once, which bounds the memory for their texts
+
 
 class SFTDataset:
-    """Rows of data files as `SFTItem`s: `prompt_ids` and `response_ids` (the answer, then EOS).
+    """Rows of data files as `SFTItem`s: conversations, with a mask of the assistant's tokens.
 
-    The prompt is tokenised as for generation, and the answer separately. Tokenising them as one
-    text could merge characters at the border into a token that generation never sees.
+    A row has a prompt and an answer, or under `messages_key` a list of messages of several turns.
+    See `conversations` for how the tokens of the assistant are found.
+
+    Args:
+        messages_key: column of the conversations; None: rows have a prompt and an answer.
+        loss_turns: "all" turns of the assistant are trained, or the "last" of each conversation.
 
     Attributes:
-        filtered: number of rows left out, because prompt and answer together have more than
-            `max_length` tokens (None: no limit).
+        filtered: number of rows left out, because they have more than `max_length` tokens (None:
+            no limit).
+        ends: the tokens with which the last turns of the assistant end.
+        largest_id: the largest token id.
 
     Raises:
-        DataError: a row has no prompt or no answer; the message names the file and the row.
-        ModelError: the tokenizer has no chat template.
+        DataError: a row has no prompt, no answer or no turn of the assistant; the message names the
+            file and the row.
+        ModelError: the tokenizer has no chat template, or it is unknown what the assistant writes.
     """
 
     def __init__(
@@ -38,38 +49,39 @@ class SFTDataset:
         *,
         prompt_key: str = "prompt",
         response_key: str = "extra_info.answer",
+        messages_key: str | None = None,
+        loss_turns: Literal["all", "last"] = "all",
         max_length: int | None = None,
     ) -> None:
-        chats, answers = [], []
-        too_long = 0
+        chats = []
         most = most_characters(max_length)
-        for row in read_rows(files):
-            chat, answer = chat_of(row, prompt_key), row.at(response_key)
-            if not isinstance(answer, str):
-                raise row.error(f"{response_key!r} must be text, got {type(answer).__name__}")
-            size = characters(chat) + len(answer)
+        rows = read_rows(files)
+        for row in rows:
+            chat = (
+                _with_answer(row, prompt_key, response_key)
+                if messages_key is None
+                else _with_turns(row, messages_key)
+            )
+            size = characters(chat)
             if size <= most:
                 chats.append(chat)
-                answers.append(answer)
-            elif max_length is not None:
-                too_long += 1
-            else:
-                raise row.error(f"prompt and answer have {size} characters, more than {most}")
-        prompt_ids = encode_chats(tokenizer, chats)
-        # A tokenizer does not accept an empty list.
-        answer_ids = tokenizer(answers, add_special_tokens=False)["input_ids"] if answers else []
-        items: list[SFTItem] = [
-            {"prompt_ids": prompt, "response_ids": [*answer, tokenizer.eos_token_id]}
-            for prompt, answer in zip(prompt_ids, answer_ids, strict=True)
-        ]
-        self._items = [item for item in items if max_length is None or _tokens(item) <= max_length]
-        self.filtered = too_long + len(items) - len(self._items)
-        if not self._items:
+            elif max_length is None:
+                raise row.error(f"the conversation has {size} characters, more than {most}")
+        encoded: list[Conversation] = []
+        for start in range(0, len(chats), _BLOCK):
+            block = chats[start : start + _BLOCK]
+            encoded += encode_turns(tokenizer, block, last_only=loss_turns == "last", first=start)
+        used = [found for found in encoded if max_length is None or len(found.ids) <= max_length]
+        self.filtered = len(rows) - len(used)
+        if not used:
             raise DataError(
                 f"all {self.filtered} rows of {', '.join(map(str, files))} have more than "
                 f"{max_length} tokens; increase max_length"
             )
+        self.ends = {found.ids[-1] for found in used}
+        self.largest_id = max(max(found.ids) for found in used)
         self.pad_token_id: int = tokenizer.pad_token_id
+        self._items = [_item(found) for found in used]
 
     def __len__(self) -> int:
         return len(self._items)
@@ -83,9 +95,41 @@ class SFTDataset:
         row = max(self._items, key=_tokens)
         return len(row["prompt_ids"]), len(row["response_ids"])
 
+    def head(self, count: int) -> SFTDataset:
+        """Return a dataset of the first `count` conversations, or of all if there are fewer."""
+        part = copy.copy(self)
+        part._items = self._items[:count]
+        return part
+
     def collate(self, items: Sequence[SFTItem]) -> DataProto:
         """Return a batch of `items`, padded to its longest prompt and its longest answer."""
         return collate_answers(items, pad_token_id=self.pad_token_id)
+
+
+def _with_answer(row: Row, prompt_key: str, response_key: str) -> Chat:
+    chat, answer = chat_of(row, prompt_key), row.at(response_key)
+    if not isinstance(answer, str):
+        raise row.error(f"{response_key!r} must be text, got {type(answer).__name__}")
+    return [*chat, {"role": "assistant", "content": answer}]
+
+
+def _with_turns(row: Row, messages_key: str) -> Chat:
+    chat = chat_of(row, messages_key)
+    if not assistant_turns(chat):
+        roles = ", ".join(dict.fromkeys(message["role"] for message in chat))
+        raise row.error(
+            f"{messages_key!r} has no message of the role 'assistant', so nothing can be trained; "
+            f"found {roles}"
+        )
+    return chat
+
+
+def _item(conversation: Conversation) -> SFTItem:
+    return {
+        "prompt_ids": conversation.prompt_ids,
+        "response_ids": conversation.response_ids,
+        "response_mask": conversation.response_mask,
+    }
 
 
 def _tokens(item: SFTItem) -> int:

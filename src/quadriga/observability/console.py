@@ -18,6 +18,7 @@ SHOWN = {
     "sft/loss": ("loss", "{:.3f}"),
     "reward/failed": ("failed", "{:.1%}"),
     "val/score": ("score", "{:.3f}"),
+    "val/loss": ("val loss", "{:.3f}"),
     "val/accuracy": ("accuracy", "{:.1%}"),
     "perf/tokens_per_second": ("tokens/s", "{:,.0f}"),
 }

@@ -116,6 +116,7 @@ METRICS: dict[str, MetricInfo] = {
     "critic/optimizer_steps": _I("steps", "optimizer steps in this training step", "last"),
     # Supervised fine-tuning
     "sft/loss": _I("nats", "negative log-probability per answer token"),
+    "val/loss": _I("nats", "negative log-probability per answer token of the validation data"),
     "sft/grad_norm": _I("1", "norm of the gradient before clipping"),
     "sft/lr": _I("1", "learning rate of the step", "last"),
     "sft/skipped_steps": _I("steps", "optimizer steps skipped so far (gradient not finite)", "max"),

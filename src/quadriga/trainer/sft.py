@@ -4,8 +4,9 @@ consumes      batches of prompts with given responses, in the order of the loade
 produces      metrics and samples in the run folder, and the trained model
 waits for     each update, since the next one needs its weights
 
-With validation prompts the loop scores greedy responses every `test_freq` steps, and stops as soon
-as the accuracy reaches `stop_at_accuracy`.
+Every `test_freq` steps the loop computes the loss of the validation conversations. With prompts and
+answers it also scores greedy responses, and stops as soon as the accuracy reaches
+`stop_at_accuracy`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from quadriga.config.schema import (
 from quadriga.config.unread import check_warmup_of_run
 from quadriga.models.folder import with_absolute_paths
 from quadriga.protocol import DataProto
+from quadriga.trainer.conversations import EvaluationLoss, conversations, tell_other_ends
 from quadriga.trainer.dataflow import check_dataflow, sft_dataflow
 from quadriga.trainer.placement import Role
 from quadriga.trainer.run.groups import (
@@ -99,6 +101,8 @@ class SFTTrainer:
         check_dataflow(sft_dataflow())
         self.config, data = config, config.data
         self.tokenizer, train, self.val_prompts = load_sft_rows(config)
+        tell_other_ends(config.model.path, self.tokenizer, train.ends)
+        self.val_loss = EvaluationLoss.of(config, self.tokenizer)
         check_sft_memory(config, train.longest, self.val_prompts)
         self.loader = SFTLoader(
             train,
@@ -176,6 +180,8 @@ class SFTTrainer:
                 if due:
                     with record.span("sync_weights"):
                         policy.sync_weights()
+                    with record.span("evaluate"):
+                        record.add(self.val_loss.measure(policy))
                 metrics = validator.run(step=self.step, due=due)
                 record.end_step(self.step)
                 if self._reached_goal(metrics):
@@ -222,20 +228,13 @@ def load_sft_rows(
     Raises:
         InputError: a file, a row or the model does not fit.
     """
-    from quadriga.data import SFTDataset
     from quadriga.models import load_tokenizer
 
     model, data = config.model, config.data
     tokenizer = load_tokenizer(
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
     )
-    train = SFTDataset(
-        data.train_files,
-        tokenizer,
-        prompt_key=data.prompt_key,
-        response_key=data.response_key,
-        max_length=data.max_length,
-    )
+    train = conversations(data, data.train_files, tokenizer)
     validation = _validation_prompts(config, tokenizer)
     check_sft_data(config, tokenizer, train, validation)
     return tokenizer, train, validation
@@ -256,8 +255,8 @@ def _worker_config(config: SFTConfig) -> ActorRolloutRefConfig:
 def _validation_prompts(
     config: SFTConfig, tokenizer: PreTrainedTokenizerBase
 ) -> PromptDataset | None:
-    """The first `val_size` validation prompts, or None without files."""
-    if not config.data.val_files:
+    """The first `val_size` validation prompts, or None without files of prompts."""
+    if not config.data.val_files or config.data.messages_key is not None:
         return None
     data = DataConfig(prompt_key=config.data.prompt_key, max_prompt_length=config.data.max_length)
     prompts = prompt_dataset(config.data.val_files, data, tokenizer)

@@ -226,6 +226,11 @@ class SFTGroup(RolloutGroup, Protocol):
     """The policy as it is trained on given responses."""
 
     @property
+    def compute_log_prob(self) -> GroupMethod[[DataProto], DataProto]:
+        """Compute `old_log_probs` and `entropys`: `ActorRolloutRefWorker.compute_log_prob`."""
+        ...
+
+    @property
     def update_sft(self) -> GroupMethod[[DataProto], DataProto]:
         """Run one optimizer step on one batch: `SFTWorker.update_sft`."""
         ...

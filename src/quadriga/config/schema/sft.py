@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quadriga.config.schema.choices import BackendName, DeviceName
+from quadriga.config.schema.choices import BackendName, DeviceName, LossTurns
 from quadriga.config.schema.model import EngineConfig, ModelConfig, OptimConfig
 from quadriga.config.schema.reward import RewardConfig
 
 
 @dataclass(frozen=True)
 class SFTDataConfig:
-    """Prompts with reference answers. `response_key` is a dotted path into the row."""
+    """Prompts with answers, or conversations of several turns."""
 
     train_files: list[str] = field(default_factory=list)  # .parquet or .jsonl files
     val_files: list[str] = field(default_factory=list)  # files for validation; empty: no validation
     prompt_key: str = "prompt"  # column of the prompts
     response_key: str = "extra_info.answer"  # column of the answers, a dotted path
+    # column of conversations, lists of messages; None: rows have a prompt and an answer
+    messages_key: str | None = None
+    loss_turns: LossTurns = "all"  # turns of the assistant that are trained
+    val_loss: bool = True  # compute the loss of val_files; false: their rows need no answers
     train_batch_size: int = 64  # rows per optimizer step, over all ranks
     micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
-    max_length: int = 1024  # tokens of prompt and answer; longer rows are left out
+    max_length: int = 1024  # tokens of a conversation; longer rows are left out
     shuffle: bool = True  # shuffle the rows in each epoch
 
 

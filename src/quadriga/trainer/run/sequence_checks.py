@@ -18,7 +18,7 @@ from quadriga.config.schema import (
 )
 from quadriga.errors import ConfigError
 from quadriga.models.context_window import LongestSequence, check_context_window
-from quadriga.models.vocabulary import check_vocabulary, largest_token_id
+from quadriga.models.vocabulary import check_vocabulary
 from quadriga.trainer.dataflow import needs_critic, needs_reference, reads_ref_log_prob
 
 if TYPE_CHECKING:
@@ -63,9 +63,7 @@ def check_sft_data(
     Raises:
         As `check_training_data`.
     """
-    rows = [train[i] for i in range(len(train))]
-    tokens = [[*row["prompt_ids"], *row["response_ids"]] for row in rows]
-    size = max(map(len, tokens))
+    size = sum(train.longest)
     longest = LongestSequence(
         size,
         f"the longest row of data.train_files has {size} tokens",
@@ -76,7 +74,7 @@ def check_sft_data(
     check_vocabulary(
         model.path,
         tokenizer,
-        largest_id=largest_token_id(tokens),
+        largest_id=train.largest_id,
         trust_remote_code=model.trust_remote_code,
     )
     check_token_budget("engine", config.engine, longest)

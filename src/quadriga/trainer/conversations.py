@@ -1,0 +1,98 @@
+"""The conversations of supervised fine-tuning: their data, their end tokens and their loss."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quadriga.config.schema import SFTConfig, SFTDataConfig
+from quadriga.models.folder import end_token_ids
+from quadriga.protocol import fields
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from quadriga.data import SFTDataset, SFTLoader
+    from quadriga.workers.roles import SFTGroup
+
+_log = logging.getLogger("quadriga")
+
+
+def conversations(
+    data: SFTDataConfig, files: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> SFTDataset:
+    """Return the conversations of `files`, as the settings describe their columns.
+
+    Raises:
+        DataError: a file is missing, or a row cannot be used.
+        ModelError: it is unknown which tokens of a conversation the assistant writes.
+    """
+    from quadriga.data import SFTDataset
+
+    return SFTDataset(
+        files,
+        tokenizer,
+        prompt_key=data.prompt_key,
+        response_key=data.response_key,
+        messages_key=data.messages_key,
+        loss_turns=data.loss_turns,
+        max_length=data.max_length,
+    )
+
+
+@dataclass(frozen=True)
+class EvaluationLoss:
+    """The mean of −log p over the tokens of the assistant in the validation conversations.
+
+    Attributes:
+        loader: the first `trainer.val_size` conversations; None: there are none.
+    """
+
+    loader: SFTLoader | None
+
+    @classmethod
+    def of(cls, config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> EvaluationLoss:
+        """Load the validation conversations.
+
+        Raises:
+            As `conversations`.
+        """
+        from quadriga.data import SFTLoader
+
+        if not config.data.val_files or not config.data.val_loss:
+            return cls(None)
+        dataset = conversations(config.data, config.data.val_files, tokenizer)
+        rows = dataset.head(config.trainer.val_size)
+        size = config.data.train_batch_size
+        return cls(SFTLoader(rows, size, shuffle=False, drop_last=False))
+
+    def measure(self, policy: SFTGroup) -> dict[str, float]:
+        """Return `val/loss`, nats per token; nothing without validation conversations."""
+        if self.loader is None:
+            return {}
+        total, count = 0.0, 0
+        for batch in self.loader:
+            found = policy.compute_log_prob(batch)
+            mask = batch.batch[fields.RESPONSE_MASK]
+            log_probs = found.batch[fields.OLD_LOG_PROBS].double()
+            total -= float((log_probs * mask).sum())
+            count += int(mask.sum())
+        return {"val/loss": total / count}
+
+
+def tell_other_ends(
+    model_path: str, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
+) -> None:
+    """Log a warning if the chat template ends a turn with a token that does not end generation."""
+    other = set(ends) - set(end_token_ids(model_path, tokenizer))
+    if other:
+        names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(sorted(other))))
+        _log.warning(
+            "the chat template ends a turn of the assistant with %s, which does not end generation "
+            "of a response; add its id (%s) to eos_token_id in generation_config.json of the "
+            "model, or to sampling.stop_token_ids where the trained model generates",
+            names,
+            ", ".join(map(str, sorted(other))),
+        )

@@ -1,0 +1,170 @@
+"""Conversations: which tokens the assistant wrote, for the chat formats of several families."""
+
+import json
+
+import pytest
+from transformers import AddedToken
+
+from quadriga.data.conversations import encode_turns
+from quadriga.data.loader import SFTLoader
+from quadriga.data.sft import SFTDataset
+from quadriga.errors import DataError, ModelError
+from quadriga.models.tiny import train_tokenizer
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Qwen2 adds a system message if there is none.
+QWEN = (
+    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}"
+    "{% endif %}" + CHATML
+)
+LLAMA3 = (
+    "{{ '<|begin|>' }}{% for m in messages %}"
+    "{{ '<|header|>' + m.role + '<|end_header|>\n\n' + m.content | trim + '<|eot|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|header|>assistant<|end_header|>\n\n' }}{% endif %}"
+)
+# Gemma calls the assistant "model".
+GEMMA = (
+    "{{ '<bos>' }}{% for m in messages %}{% set r = 'model' if m.role == 'assistant' else m.role %}"
+    "{{ '<start_of_turn>' + r + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+# Qwen3 leaves the thoughts of earlier turns out.
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NO_END = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+CASES = {
+    "ChatML": (CHATML, ["<|im_start|>", "<|im_end|>"], ["Three.<|im_end|>", "Four.<|im_end|>"]),
+    "Qwen": (QWEN, ["<|im_start|>", "<|im_end|>"], ["Three.<|im_end|>", "Four.<|im_end|>"]),
+    "Llama 3": (
+        LLAMA3, ["<|begin|>", "<|header|>", "<|end_header|>", "<|eot|>"],
+        ["Three.<|eot|>", "Four.<|eot|>"],
+    ),
+    "Gemma": (
+        GEMMA, ["<bos>", "<start_of_turn>", "<end_of_turn>"],
+        ["Three.<end_of_turn>", "Four.<end_of_turn>"],
+    ),
+}  # fmt: skip
+CHAT = [
+    {"role": "user", "content": "How many?"},
+    {"role": "assistant", "content": "Three."},
+    {"role": "user", "content": "And one more?"},
+    {"role": "assistant", "content": "Four."},
+]
+
+
+def family(template, special=()):
+    tokenizer = train_tokenizer(["How many? And one more? Three. Four. Be kind."] * 4)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [AddedToken(text, special=True) for text in special]}
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def trained_texts(tokenizer, conversation):
+    """The runs of trained tokens, decoded."""
+    runs, before = [], 0
+    for token, trained in zip(conversation.ids, conversation.trained, strict=True):
+        if trained and not before:
+            runs.append([])
+        if trained:
+            runs[-1].append(token)
+        before = trained
+    return [tokenizer.decode(run) for run in runs]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_turns_of_the_assistant_with_their_end_tokens_are_trained(name):
+    template, special, expected = CASES[name]
+    tokenizer = family(template, special)
+    [found] = encode_turns(tokenizer, [CHAT])
+    assert trained_texts(tokenizer, found) == expected
+    whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert tokenizer.decode(found.ids) == whole.rstrip("\n")
+    [last] = encode_turns(tokenizer, [CHAT], last_only=True)
+    assert last.ids == found.ids and trained_texts(tokenizer, last) == expected[-1:]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_prompt_is_the_one_of_generation(name):
+    template, special, _ = CASES[name]
+    tokenizer = family(template, special)
+    [found] = encode_turns(tokenizer, [CHAT])
+    prompt = tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True, return_dict=False)
+    assert found.prompt_ids == prompt
+
+
+def test_messages_after_the_last_answer_are_left_out():
+    tokenizer = family(*CASES["ChatML"][:2])
+    assert encode_turns(tokenizer, [CHAT[:3]]) == encode_turns(tokenizer, [CHAT[:2]])
+
+
+def test_answers_in_a_row_are_both_trained():
+    tokenizer = family(*CASES["ChatML"][:2])
+    chat = [CHAT[0], CHAT[1], {"role": "assistant", "content": "Four."}]
+    [found] = encode_turns(tokenizer, [chat])
+    assert trained_texts(tokenizer, found) == ["Three.<|im_end|>", "Four.<|im_end|>"]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_or_trains_the_last():
+    tokenizer = family(THINKING, CASES["ChatML"][1])
+    chat = [*CHAT]
+    chat[1] = {"role": "assistant", "content": "<think>One, two.</think>Three."}
+    with pytest.raises(ModelError, match=r"turns of conversation 7 .* set data.loss_turns=last"):
+        encode_turns(tokenizer, [chat], first=7)
+    [found] = encode_turns(tokenizer, [chat], last_only=True)
+    assert trained_texts(tokenizer, found) == ["Four.<|im_end|>"]
+    assert "One, two" not in tokenizer.decode(found.ids)
+
+
+def test_a_template_without_end_tokens_gets_the_one_of_the_tokenizer():
+    tokenizer = family(NO_END)
+    [found] = encode_turns(tokenizer, [CHAT])
+    assert trained_texts(tokenizer, found) == ["Three.\n", f"Four.\n{tokenizer.eos_token}"]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_dataset_of_conversations(tmp_path):
+    tokenizer = family(*CASES["Gemma"][:2])
+    file = write(tmp_path / "c.jsonl", [{"messages": CHAT}, {"messages": CHAT[:2]}])
+    data = SFTDataset([file], tokenizer, messages_key="messages")
+    assert data.ends == {tokenizer.convert_tokens_to_ids("<end_of_turn>")}
+    [batch] = SFTLoader(data, 2, shuffle=False)
+    mask, attention = batch.batch["response_mask"], batch.batch["attention_mask"]
+    width = batch.batch["prompts"].shape[1]
+    assert mask.sum(-1).tolist() == [sum(data[i]["response_mask"]) for i in (0, 1)]
+    assert attention.sum(-1).tolist() == [
+        len(data[i]["prompt_ids"]) + len(data[i]["response_ids"]) for i in (0, 1)
+    ]
+    kept = batch.batch["responses"][0][mask[0].bool()]
+    assert tokenizer.decode(kept) == "Three.<end_of_turn>Four.<end_of_turn>"
+    assert not bool((mask & ~attention[:, width:]).any())
+
+
+def test_a_row_without_an_answer_is_named(tmp_path):
+    tokenizer = family(*CASES["ChatML"][:2])
+    file = write(tmp_path / "c.jsonl", [{"messages": CHAT}, {"messages": CHAT[:1]}])
+    with pytest.raises(
+        DataError, match=r"row 1: 'messages' has no message of the role 'assistant'"
+    ):
+        SFTDataset([file], tokenizer, messages_key="messages")
+
+
+def test_an_answer_ends_with_the_token_of_the_template(tmp_path):
+    tokenizer = family(*CASES["Gemma"][:2])
+    file = write(tmp_path / "a.jsonl", [{"prompt": "How many?", "answer": "Three."}])
+    data = SFTDataset([file], tokenizer, response_key="answer")
+    assert tokenizer.decode(data[0]["response_ids"]) == "Three.<end_of_turn>"

@@ -1,0 +1,127 @@
+"""Supervised fine-tuning on conversations: loss on the tokens of the assistant only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import SFTConfig
+from quadriga.data.sft import SFTDataset
+from quadriga.errors import ConfigError, DataError
+from quadriga.models import load_tokenizer
+from quadriga.observability.jsonl import read_jsonl
+from quadriga.trainer.sft import run_sft
+
+
+def turns(number: int) -> list[dict[str, str]]:
+    return [
+        {"role": "user", "content": f"Tom has {number % 5} apples."},
+        {"role": "assistant", "content": f"#### {number % 5}"},
+        {"role": "user", "content": "He buys 1 more."},
+        {"role": "assistant", "content": f"#### {number % 5 + 1}"},
+    ][: 2 if number % 3 == 0 else 4]
+
+
+@pytest.fixture
+def files(tmp_path) -> tuple[Path, Path]:
+    for name, numbers in (("train", range(24)), ("val", range(30, 37))):
+        rows = [json.dumps({"messages": turns(number)}) for number in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    return tmp_path / "train.jsonl", tmp_path / "val.jsonl"
+
+
+@pytest.fixture
+def settings(tiny_task, files, tmp_path) -> list[str]:
+    train, val = files
+    return [
+        f"model.path={tiny_task.model}",
+        f"data.train_files=[{train}]",
+        f"data.val_files=[{val}]",
+        "data.messages_key=messages",
+        "data.train_batch_size=8",
+        "data.shuffle=false",
+        "optim.lr=3e-3",
+        "trainer.total_training_steps=3",
+        "trainer.test_freq=1",
+        "trainer.backend=local",
+        "trainer.threads_per_worker=1",
+        "trainer.loggers=[jsonl]",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]
+
+
+def naive_loss(model, data: SFTDataset, rows) -> torch.Tensor:
+    """The mean over the tokens of the assistant, row by row without padding."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row in rows:
+        item = data[row]
+        ids = torch.tensor([[*item["prompt_ids"], *item["response_ids"]]])
+        mask = torch.tensor([0] * len(item["prompt_ids"]) + item["response_mask"])
+        log_probs = model(ids).logits[0].double().log_softmax(-1)
+        chosen = log_probs[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        total = total - (chosen * mask[1:]).sum()
+        count += int(mask.sum())
+    return total / count
+
+
+def test_loss_and_gradient_are_those_of_the_assistants_tokens(settings, files, tiny_task, tmp_path):
+    run_sft(load_config(SFTConfig, settings))
+    metrics = list(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    tokenizer = load_tokenizer(str(tiny_task.model))
+    train, val = (SFTDataset([f], tokenizer, messages_key="messages") for f in files)
+    model = AutoModelForCausalLM.from_pretrained(tiny_task.model, dtype=torch.float32)
+    loss = naive_loss(model, train, range(8))
+    loss.backward()
+    norm = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
+    steps = [row for row in metrics if "sft/loss" in row]
+    assert steps[0]["sft/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert steps[0]["sft/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32)
+    last = naive_loss(trained, val, range(7)).item()
+    assert steps[-1]["val/loss"] == pytest.approx(last, rel=1e-5)
+    assert steps[-1]["val/loss"] < steps[0]["val/loss"]
+
+
+def test_the_last_turn_alone(settings, files, tiny_task, tmp_path):
+    run_sft(
+        load_config(
+            SFTConfig, [*settings, "data.loss_turns=last", "trainer.total_training_steps=1"]
+        )
+    )
+    [row] = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "sft/loss" in r]
+    tokenizer = load_tokenizer(str(tiny_task.model))
+    train = SFTDataset([files[0]], tokenizer, messages_key="messages", loss_turns="last")
+    model = AutoModelForCausalLM.from_pretrained(tiny_task.model, dtype=torch.float32)
+    assert row["sft/loss"] == pytest.approx(naive_loss(model, train, range(8)).item(), rel=1e-5)
+
+
+def test_validation_rows_need_answers_or_a_setting(settings, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"messages": turns(1)[:1]}) + "\n")
+    given = [*settings, f"data.val_files=[{prompts}]"]
+    with pytest.raises(DataError, match="no message of the role 'assistant'"):
+        run_sft(load_config(SFTConfig, given))
+    with pytest.raises(ConfigError, match=r"data.val_files has no effect with data.messages_key"):
+        run_sft(load_config(SFTConfig, [*given, "data.val_loss=false"]))
+
+
+def test_a_goal_of_accuracy_needs_prompts(settings):
+    with pytest.raises(ConfigError, match=r"stop_at_accuracy=0.5 needs .* data.messages_key"):
+        run_sft(load_config(SFTConfig, [*settings, "trainer.stop_at_accuracy=0.5"]))
+
+
+def test_another_end_token_is_told(tiny_task, caplog):
+    from quadriga.trainer.conversations import tell_other_ends
+
+    tokenizer = load_tokenizer(str(tiny_task.model))
+    own, other = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|user|>")
+    tell_other_ends(str(tiny_task.model), tokenizer, [own])
+    assert not caplog.records
+    tell_other_ends(str(tiny_task.model), tokenizer, [own, other])
+    assert "a turn of the assistant with '<|user|>', which does not end" in caplog.text
+    assert f"add its id ({other})" in caplog.text
