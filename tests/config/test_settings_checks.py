@@ -297,6 +297,12 @@ def test_values_out_of_range(override, words):
     assert words in error_of(check_train_settings, TrainConfig, [override], KNOWN)
 
 
+def test_a_collective_for_weights_needs_ranks_in_processes_of_their_own():
+    given = ["actor_rollout_ref.rollout.weight_transport=collective", "trainer.backend=local"]
+    message = error_of(check_train_settings, TrainConfig, given, KNOWN)
+    assert "weight_transport=collective needs ranks in processes of their own" in message
+
+
 def test_full_kl_needs_engines_of_one_kind_only_if_the_kl_loss_is_used():
     kinds = [f"{ACTOR}.kl_loss_type=full", f"{REF}=megatron"]
     check_train_settings(load_config(TrainConfig, kinds), KNOWN)

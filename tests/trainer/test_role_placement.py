@@ -55,9 +55,12 @@ def test_all_roles_apart_on_ray_compute_the_same_timeless(run, together) -> None
         assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def test_two_ranks_train_and_one_generates(run, together) -> None:
-    rows = run(*GAE, "trainer.backend=ray", "trainer.num_cpus=3", "trainer.n_gpus_per_node=3",
-               "placement.actor=[0-1]", "placement.rollout=[2]")  # fmt: skip
+@pytest.mark.parametrize("transport", ["auto", "collective"])
+def test_two_ranks_train_and_one_generates(run, together, transport) -> None:
+    rows = run(*GAE, f"actor_rollout_ref.rollout.weight_transport={transport}",
+               "trainer.backend=ray", "trainer.num_cpus=3",
+               "trainer.n_gpus_per_node=3", "placement.actor=[0-1]",
+               "placement.rollout=[2]")  # fmt: skip
     # The first step samples with the weights of the folder; two ranks sum in another order.
     assert rows[1]["reward/mean"] == together[1]["reward/mean"]
     assert rows[-1]["actor/loss"] == pytest.approx(together[-1]["actor/loss"], abs=1e-3)

@@ -170,6 +170,14 @@ def _check_placement(config: TrainConfig, known: KnownNames) -> None:
             "gives them different ranks; remove placement.rollout, or set take_turns=false",
             key=f"{ROLLOUT}.take_turns",
         )
+    transport = config.actor_rollout_ref.rollout.weight_transport
+    if transport == "collective" and config.trainer.backend == "local":
+        raise ConfigError(
+            f"{ROLLOUT}.weight_transport=collective needs ranks in processes of their own, but "
+            "those of trainer.backend=local are in one process; set weight_transport=auto, or "
+            "trainer.backend=ray",
+            key=f"{ROLLOUT}.weight_transport",
+        )
 
 
 def _check_local_ranks(config: TrainConfig | SFTConfig, roles: Iterable[str]) -> None:

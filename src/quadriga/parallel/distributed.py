@@ -11,12 +11,14 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import (  # type: ignore[attr-defined]  # not in its __all__
     HashStore,
+    PrefixStore,
     TCPStore,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -86,6 +88,81 @@ def init_distributed(device_name: str = "cpu", *, timeout_s: float = 600.0) -> N
     dist.init_process_group(
         backend, store=store, rank=own_rank, world_size=world_size, timeout=timeout
     )
+
+
+class Collectives(Protocol):
+    """The collectives of a process group, registered with torch or not."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def allreduce(self, tensors: list[Tensor], /) -> dist.Work: ...
+    def alltoall_base(
+        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], /
+    ) -> dist.Work: ...
+
+
+def serve_store(
+    address: str, world_size: int, timeout: timedelta, *, several_nodes: bool
+) -> tuple[TCPStore, int]:
+    """Serve a store on a free port of `address` only; return it and the port. Does not wait.
+
+    Raises:
+        CollectiveError: the address is not one of this machine, or not one that other nodes reach.
+    """
+    listener = _listen(address, 0, several_nodes=several_nodes)
+    port = int(listener.getsockname()[1])
+    store = TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+def joined_group(
+    device_type: str,
+    store: TCPStore | None,
+    address: str,
+    port: int,
+    own_rank: int,
+    world_size: int,
+    timeout: timedelta,
+) -> tuple[TCPStore, Collectives]:
+    """Join ranks of several worker groups in one process group, beside the groups that they have.
+
+    The group is not registered with torch, so it changes no other group and ends with the object.
+    Gloo listens on the address of this node that reaches `address`.
+
+    Args:
+        store: of `serve_store`, in the process that serves it; None in the others.
+
+    Waits for: the other ranks.
+    """
+    if store is None:
+        store = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    named = PrefixStore("joined", store)
+    if collective_backend(device_type) == "gloo":
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in its stub
+        options._timeout = timeout
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_facing(address, port))]
+        gloo = dist.ProcessGroupGloo(named, own_rank, world_size, options)
+        return store, gloo  # type: ignore[return-value]  # its stub has other overloads
+    nccl = dist.ProcessGroupNCCL.Options()
+    nccl._timeout = timeout
+    group = dist.ProcessGroupNCCL(named, own_rank, world_size, nccl)
+    return store, group  # type: ignore[return-value]  # its stub has other overloads
+
+
+def _facing(address: str, port: int) -> str:
+    """Return the address of this machine from which it reaches another one."""
+    family, *_, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # chooses a route, and sends nothing
+        return str(probe.getsockname()[0])
 
 
 def _number_of(variable: str, default: int) -> int:

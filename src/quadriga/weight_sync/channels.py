@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quadriga.errors import CollectiveError
+from quadriga.parallel.distributed import Collectives
 from quadriga.weight_sync.planning.plan import Round, Slot, Transfer
 
 Dtypes = Mapping[str, torch.dtype]
@@ -108,7 +109,7 @@ class CollectiveChannel:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: Collectives,
         device: torch.device,
         rounds: Iterable[Round],
         dtypes: Dtypes,
@@ -131,9 +132,7 @@ class _Exchange:
     #   plan order   a→2  b→1  c→2
     #   buffer       b:0  a:4  c:12  received: 32 to 48     sizes per rank 0 4 16
 
-    def __init__(
-        self, group: dist.ProcessGroup, current: Round, buffer: Tensor, dtypes: Dtypes
-    ) -> None:
+    def __init__(self, group: Collectives, current: Round, buffer: Tensor, dtypes: Dtypes) -> None:
         self.group, self.dtypes = group, dtypes
         own, ranks = group.rank(), group.size()
         remote = [t for t in current.transfers if not t.is_local]

@@ -7,15 +7,17 @@ checks        the digest of each weight of the training engine against what the 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quadriga.config.schema import WeightTransport
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import local_device, rank, world_size
 from quadriga.rollout.abilities import RolloutAbilities
@@ -43,8 +45,6 @@ from quadriga.weight_sync.sources import (
 from quadriga.weight_sync.transport import Traffic, Transport
 
 DEFAULT_BUCKET_BYTES = 256 << 20
-
-TransportKind = Literal["auto", "shared_memory", "collective"]
 
 
 class WeightTarget(Protocol):
@@ -79,16 +79,19 @@ class WeightNeeds:
     Attributes:
         dtypes: the dtype in which it holds each weight.
         probe: its abilities, if it exposes no weights and is compared by scores.
+        node: of the rank.
     """
 
     dtypes: Mapping[str, torch.dtype]
     probe: RolloutAbilities | None
+    node: str
 
 
 def needs_of(target: WeightTarget) -> WeightNeeds:
     """Return the needs of a rollout engine."""
     abilities = target.abilities
-    return WeightNeeds(target.weight_dtypes(), None if abilities.exposes_weights else abilities)
+    probe = None if abilities.exposes_weights else abilities
+    return WeightNeeds(target.weight_dtypes(), probe, socket.gethostname())
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class WeightSync:
         target: WeightTarget,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        transport: TransportKind = "auto",
+        transport: WeightTransport = "auto",
         device: str | torch.device = "cpu",
         in_place: bool = False,
     ) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from quadriga.engines.base import TrainEngine
     from quadriga.rollout.base import RolloutEngine
     from quadriga.weight_sync import WeightNeeds, WeightReceiver, WeightSender, WeightSync
+    from quadriga.weight_sync.joined import JoinedReceiver, JoinedSender, Ticket
 
 Use = Literal["actor", "rollout", "ref"]
 
@@ -73,6 +74,8 @@ class ActorRolloutRefWorker(Worker):
         self.ref: TrainEngine | None = None
         self.rollout: RolloutEngine | None = None
         self.weight_version = 0
+        self._joined_sender: JoinedSender | None = None  # over a joined process group
+        self._joined_receiver: JoinedReceiver | None = None
         self._sync: WeightSync | None = None  # to the rollout of this process
         self._sender: WeightSender | None = None  # to a rollout in other processes
         self._receiver: WeightReceiver | None = None  # from an actor in other processes
@@ -134,6 +137,7 @@ class ActorRolloutRefWorker(Worker):
             self._engine("actor"),
             self._rollout(),
             bucket_bytes=self._bucket_bytes,
+            transport=self.config.rollout.weight_transport,
             device=self.device,
             in_place=self._keeps_weights_in_place(),
         )
@@ -165,6 +169,35 @@ class ActorRolloutRefWorker(Worker):
             WorkerError: a bucket was sent twice, or one is lost.
         """
         self._weight_receiver().receive(parts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def offer_weights(self, needs: list[WeightNeeds]) -> Ticket | None:
+        """Return on rank 0 where the ranks of the rollout, one for each of `needs`, join those of
+        the actor in a process group. The weight version rises."""
+        self.weight_version += 1
+        return self._sender_over().offer(needs, self.weight_version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights_over(self, ticket: Ticket) -> None:
+        """Send this rank's part of the actor's weights over the joined group.
+
+        Waits for: `receive_weights_over` on every rank of the rollout.
+        """
+        self._sender_over().send(ticket)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights_over(self, ticket: Ticket) -> int:
+        """Copy the weights of `send_weights_over` to the rollout engine. Return their version.
+
+        Raises:
+            WorkerError: weights were not received, or differ; the message names them.
+        """
+        from quadriga.weight_sync.joined import JoinedReceiver
+
+        joined = self._joined_receiver or JoinedReceiver(self._rollout(), device=self.device)
+        self._joined_receiver = joined
+        self.weight_version = joined.receive(ticket)
+        return self.weight_version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finish_weights(self) -> int:
@@ -338,6 +371,14 @@ class ActorRolloutRefWorker(Worker):
         to host memory between calls."""
         rollout, engine = self.config.rollout, self.config.actor.engine
         return rollout.share_weights and not (rollout.take_turns or engine.param_offload)
+
+    def _sender_over(self) -> JoinedSender:
+        from quadriga.weight_sync.joined import JoinedSender
+
+        self._joined_sender = self._joined_sender or JoinedSender(
+            self._engine("actor"), bucket_bytes=self._bucket_bytes, device=self.device
+        )
+        return self._joined_sender
 
     def _weight_receiver(self) -> WeightReceiver:
         from quadriga.weight_sync import WeightReceiver

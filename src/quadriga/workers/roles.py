@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quadriga.checkpoint.files import SavedFile
     from quadriga.protocol import DataProtoFuture
     from quadriga.weight_sync import WeightNeeds
+    from quadriga.weight_sync.joined import Ticket
 
 ArgumentsP = ParamSpec("ArgumentsP")
 ResultT = TypeVar("ResultT")
@@ -143,6 +144,16 @@ class SendingGroup(Protocol):
         `ActorRolloutRefWorker.send_weights`."""
         ...
 
+    @property
+    def offer_weights(self) -> GroupMethod[[list[WeightNeeds]], list[Ticket | None]]:
+        """Return where both groups join, on rank 0: `ActorRolloutRefWorker.offer_weights`."""
+        ...
+
+    @property
+    def send_weights_over(self) -> GroupMethod[[Ticket], list[None]]:
+        """Send all weights over the joined group: `ActorRolloutRefWorker.send_weights_over`."""
+        ...
+
 
 class ReceivingGroup(Protocol):
     """A rollout whose weights come from other processes."""
@@ -155,6 +166,12 @@ class ReceivingGroup(Protocol):
     @property
     def receive_weights(self) -> GroupMethod[[list[DataProto]], list[None]]:
         """Copy one round to the rollout engines: `ActorRolloutRefWorker.receive_weights`."""
+        ...
+
+    @property
+    def receive_weights_over(self) -> GroupMethod[[Ticket], list[int]]:
+        """Receive all weights over the joined group, and compare them:
+        `ActorRolloutRefWorker.receive_weights_over`."""
         ...
 
     @property
@@ -295,6 +312,9 @@ if TYPE_CHECKING:
         send_weights = per_rank_stream(ActorRolloutRefWorker.send_weights)
         weight_needs = per_rank(ActorRolloutRefWorker.weight_needs)
         receive_weights = per_rank(ActorRolloutRefWorker.receive_weights)
+        offer_weights = per_rank(ActorRolloutRefWorker.offer_weights)
+        send_weights_over = per_rank(ActorRolloutRefWorker.send_weights_over)
+        receive_weights_over = per_rank(ActorRolloutRefWorker.receive_weights_over)
         finish_weights = per_rank(ActorRolloutRefWorker.finish_weights)
         rollout_mode = per_rank(ActorRolloutRefWorker.rollout_mode)
         trainer_mode = per_rank(ActorRolloutRefWorker.trainer_mode)

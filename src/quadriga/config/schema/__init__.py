@@ -57,6 +57,7 @@ from quadriga.config.schema.choices import (
     ReduceDtypeName,
     SampledKLName,
     UnderFilled,
+    WeightTransport,
 )
 from quadriga.config.schema.commands import (
     AlgorithmsConfig,
@@ -152,4 +153,5 @@ __all__ = [
     "TrainConfig",
     "TrainerConfig",
     "UnderFilled",
+    "WeightTransport",
 ]

@@ -10,6 +10,7 @@ from quadriga.config.schema.choices import (
     DtypeName,
     KLName,
     Options,
+    WeightTransport,
 )
 from quadriga.config.schema.model import EngineConfig, ModelConfig, OptimConfig
 
@@ -98,12 +99,16 @@ class RolloutConfig(RolloutEngineConfig):
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     val_n: int = 1  # responses per prompt in validation
     val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
-    # MiB of weights sent at once to a rollout in other processes than the actor (`placement`)
+    # MiB of memory on each rank for weights on their way from the actor to the rollout
     weight_bucket_mb: int = 256
+    # how weights go between processes. shared_memory: of a node with weights in host memory; the
+    # store of the backend if the rollout is in other processes (`placement`). collective: of a
+    # process group. auto: shared_memory where it is possible
+    weight_transport: WeightTransport = "auto"
     # rollout and training engines of the policy take turns in device memory: while one side works,
     # the weights and the optimizer state of the other are in host memory
     take_turns: bool = False
-    # engine hf in the processes of the actor: use the actor's tensors as weights, without a copy, if
+    # engine hf in the processes of the actor: use the actor's tensors as weights without a copy, if
     # they are whole there and have the dtype of the rollout. Each update then needs a weight sync
     share_weights: bool = True
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)

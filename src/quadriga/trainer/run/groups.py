@@ -50,6 +50,7 @@ from quadriga.workers.roles import (
 
 if TYPE_CHECKING:
     from quadriga.single_controller import Backend, Worker, WorkerGroup
+    from quadriga.weight_sync import WeightNeeds
 
 ALIVENESS_CHECK_S = 3.0
 """Seconds between two checks that every process of a group is alive. Calls notice a death by
@@ -92,11 +93,12 @@ class WeightLink:
 
     Each rank of the actor puts its part of a round into the store. The controller holds the
     handles, and the ranks of the rollout read the parts. While they do, the actor makes the next
-    round.
+    round. With `joined`, the ranks of both groups exchange the parts in one process group instead.
     """
 
     sender: SendingGroup
     receiver: ReceivingGroup
+    joined: bool = False
 
     def sync(self) -> None:
         """Copy all weights, then compare digests on every rank of the rollout.
@@ -104,7 +106,11 @@ class WeightLink:
         Raises:
             WorkerError: names the weights that are missing or differ.
         """
-        needs, *_ = self.receiver.weight_needs()
+        every = self.receiver.weight_needs()
+        if self.joined:
+            self._sync_over_group(every)
+            return
+        needs = every[0]
         reading: DataProtoFuture | None = None
         # Closed if a rank of the rollout fails: the generators of the actor's ranks then end.
         with closing(self.sender.send_weights.stream(needs)) as rounds:
@@ -115,6 +121,16 @@ class WeightLink:
         if reading is not None:
             reading.get()
         self.receiver.finish_weights()
+
+    def _sync_over_group(self, needs: list[WeightNeeds]) -> None:
+        ticket, *_ = self.sender.offer_weights(needs)
+        assert ticket is not None
+        sending = self.sender.send_weights_over.submit(ticket)
+        receiving = self.receiver.receive_weights_over.submit(ticket)
+        # The first failure ends the wait: a rank that is gone leaves the others in a collective.
+        DataProtoFuture.wait_all([sending, receiving])
+        sending.get()
+        receiving.get()
 
 
 @dataclass(frozen=True)
@@ -284,7 +300,8 @@ def groups_of_views(
     actor, rollout = view_of["actor"], view_of["rollout"]
     link = None
     if actor is not rollout:
-        link = WeightLink(actor, rollout)
+        transport = config.actor_rollout_ref.rollout.weight_transport
+        link = WeightLink(actor, rollout, joined=transport == "collective")
         link.sync()
     return PPOGroups(
         backend=backend,

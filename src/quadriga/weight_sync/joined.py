@@ -1,0 +1,214 @@
+"""Weights from an actor to a rollout in other processes, over a process group that joins both.
+
+    controller     needs = rollout.weight_needs()
+                   ticket = actor.offer_weights(needs)      rank 0 of the actor serves the store
+                   actor.send_weights_over(ticket)          } side by side
+                   rollout.receive_weights_over(ticket)     }
+
+Rank r of the actor is rank r of the joined group; the rollout's ranks follow. The controller passes
+on where the ranks meet and what is sent, but no weight.
+
+waits for     all ranks of both groups
+unblocked by  their part of each round, or the timeout of the group
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
+
+from quadriga.errors import CollectiveError
+from quadriga.parallel.distributed import (
+    Collectives,
+    joined_group,
+    local_device,
+    rank,
+    serve_store,
+    world_size,
+)
+from quadriga.weight_sync.channels import CollectiveChannel
+from quadriga.weight_sync.digests import compare_digests, digest_of_shares
+from quadriga.weight_sync.planning.boxes import count, whole
+from quadriga.weight_sync.planning.plan import Plan, plan
+from quadriga.weight_sync.probe import PROBE_ROWS, compare_scores, probe_ids
+from quadriga.weight_sync.sources import (
+    ShardedSource,
+    SourceReader,
+    SourceWeights,
+    WeightSource,
+    describe,
+    own_weights,
+)
+from quadriga.weight_sync.sync import WeightNeeds, WeightTarget, scores_of, whole_on, with_tied
+from quadriga.weight_sync.transport import Reader, TensorsInMemory, Traffic, Transport
+
+TIMEOUT = timedelta(seconds=600)
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One weight sync over a joined group.
+
+    Attributes:
+        version: of the weights.
+        address, port: of the store at which the ranks of both groups meet.
+        senders, receivers: number of ranks of the actor and of the rollout.
+        weights: what is sent, and in which dtypes.
+        needs: of the rollout.
+        bucket_bytes: the memory of a rank for weights on their way.
+    """
+
+    version: int
+    address: str
+    port: int
+    senders: int
+    receivers: int
+    weights: SourceWeights
+    needs: WeightNeeds
+    bucket_bytes: int
+
+    def plan(self) -> Plan:
+        """Return the plan, which every rank computes for itself."""
+        ranks = range(self.senders, self.senders + self.receivers)
+        return plan(self.weights.layout, whole_on(self.weights, ranks))
+
+
+class _Joined:
+    """This rank's membership in the joined group. It is made at the first sync, and kept."""
+
+    def __init__(self, device: str | torch.device) -> None:
+        self._device = local_device(device)
+        self._group: Collectives | None = None
+        self._store: TCPStore | None = None
+        self._key: object = None
+        self._plan: Plan | None = None
+
+    def _run(
+        self, ticket: Ticket, own: int, reader: Reader, target: WeightTarget | None
+    ) -> Traffic:
+        group = self._joined(ticket, own)
+        if self._plan is None or self._plan.source.weights != ticket.weights.layout.weights:
+            self._plan = ticket.plan()
+        dtypes, limit = ticket.weights.dtypes, ticket.bucket_bytes
+        channel = CollectiveChannel(group, self._device, self._plan.rounds(limit), dtypes)
+        transport = Transport(self._plan, own, reader, channel, dtypes, self._device)
+        stream = with_tied(transport.run(limit), ticket.weights)
+        if target is not None:
+            target.update_weights(stream, ticket.version)
+        for _ in stream:  # a sender receives nothing, but must take part in every round
+            pass
+        return transport.traffic
+
+    def _joined(self, ticket: Ticket, own: int) -> Collectives:
+        key = (ticket.address, ticket.port, own)
+        if self._group is None or self._key != key:
+            size = ticket.senders + ticket.receivers
+            self._store, self._group = joined_group(
+                self._device.type, self._store, ticket.address, ticket.port, own, size, TIMEOUT
+            )
+            self._key = key
+        return self._group
+
+    def _all_reduce(self, values: Tensor) -> Tensor:
+        assert self._group is not None
+        self._group.allreduce([values]).wait()
+        return values
+
+
+class JoinedSender(_Joined):
+    """The side of the actor. All ranks have one, and use it together."""
+
+    def __init__(
+        self,
+        source: WeightSource | ShardedSource,
+        *,
+        bucket_bytes: int,
+        device: str | torch.device,
+    ) -> None:
+        super().__init__(device)
+        self._source, self._bucket_bytes = source, bucket_bytes
+        self._described: SourceWeights | None = None
+        self._place: tuple[str, int] | None = None
+
+    def offer(self, needs: list[WeightNeeds], version: int) -> Ticket | None:
+        """Return the ticket of a sync to ranks with these needs, on rank 0; None on the others."""
+        self._described = self._described or describe(self._source)
+        if rank():
+            return None
+        if self._place is None:
+            nodes = {*self._described.nodes.values(), *(need.node for need in needs)}
+            self._store, self._place = served_store(nodes, world_size() + len(needs))
+        address, port = self._place
+        return Ticket(
+            version, address, port, world_size(), len(needs),
+            self._described.sent_as(needs[0].dtypes), needs[0], self._bucket_bytes,
+        )  # fmt: skip
+
+    def send(self, ticket: Ticket) -> Traffic:
+        """Send this rank's part of the weights, then its shares of the digests."""
+        weights = ticket.weights
+        reader = SourceReader(own_weights(self._source), weights, rank())
+        traffic = self._run(ticket, rank(), reader, None)
+        shares = [digest_of_shares([share], 0) for share in reader.shares.values()]
+        self._all_reduce(torch.tensor(shares, device=self._device))
+        if ticket.needs.probe is not None:
+            scores = scores_of(self._source, ticket.needs.probe, ticket.version)
+            self._all_reduce(scores.to(self._device) * float(rank() == 0))
+        return traffic
+
+
+class JoinedReceiver(_Joined):
+    """The side of the rollout. All ranks have one, and use it together."""
+
+    def __init__(self, target: WeightTarget, *, device: str | torch.device) -> None:
+        super().__init__(device)
+        self._target = target
+
+    def receive(self, ticket: Ticket) -> int:
+        """Receive all weights and compare them; return their version.
+
+        Raises:
+            WorkerError: weights were not received, or differ. Names them.
+        """
+        own, weights = ticket.senders + rank(), ticket.weights
+        self._run(ticket, own, TensorsInMemory({}), self._target)
+        elements = {n: count(whole(w.shape)) for n, w in weights.layout.weights.items()}
+        zeros = torch.zeros(len(elements), dtype=torch.int64, device=self._device)
+        totals = self._all_reduce(zeros).tolist()
+        if ticket.needs.probe is not None:
+            ids = probe_ids(ticket.needs.probe, ticket.version)
+            scores = torch.zeros(PROBE_ROWS, ids.shape[1] - 1, device=self._device)
+            trained = self._all_reduce(scores).cpu()
+            compare_scores(trained, self._target, ids, ticket.version)
+            return ticket.version
+        digests = {
+            name: total + size for (name, size), total in zip(elements.items(), totals, strict=True)
+        }
+        sent = {name: digests[weight] for name, weight in weights.names()}
+        compare_digests(sent, self._target.weights_digest(), ticket.version)
+        return ticket.version
+
+
+def served_store(nodes: set[str], size: int) -> tuple[TCPStore, tuple[str, int]]:
+    """Serve a store at which `size` ranks on these nodes meet; return it, and its address.
+
+    On one node it listens on loopback. Rank 0 of the actor calls this.
+
+    Raises:
+        CollectiveError: the ranks are on several nodes, and MASTER_ADDR is not set.
+    """
+    address = _LOOPBACK if len(nodes) == 1 else os.environ.get("MASTER_ADDR", "")
+    if not address:
+        raise CollectiveError(
+            f"MASTER_ADDR is not set, so the ranks on the nodes {sorted(nodes)} cannot meet on "
+            f"{socket.gethostname()}; a worker group sets it, other launchers must set it too"
+        )
+    store, port = serve_store(address, size, TIMEOUT, several_nodes=len(nodes) > 1)
+    return store, (address, port)
