@@ -17,17 +17,20 @@ from quadriga.errors import ModelError
 #   copied                 own                  100       as it was
 #   shared                 of the tensor        900       the new values, and `changed` says so
 #
-# The step raises the version counter that torch keeps for in-place changes of a tensor. Every view
-# of the tensor has the same counter, so the parameter shows that its values are no longer those of
-# the weight version.
+# `changed` compares digests of some elements of each weight. Torch's counter of in-place changes
+# would not do, because an optimizer may write through another tensor on the same memory.
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAMPLE = 1024
+"""Elements of a weight that are compared. An optimizer step changes nearly all elements."""
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """A parameter in foreign memory, and its counter of in-place changes when it was shared."""
+    """A parameter in foreign memory, and the digest of its sample when it was shared."""
 
     parameter: nn.Parameter
-    changes: int
+    digest: Tensor
 
 
 class ModelWeights:
@@ -90,10 +93,13 @@ class ModelWeights:
 
     def changed(self) -> str | None:
         """Return the name of a shared weight that was changed in place since, or None."""
-        for name, shared in self._shared.items():
-            if shared.parameter._version != shared.changes:
-                return name
-        return None
+        if not self._shared:
+            return None
+        before = torch.stack([shared.digest for shared in self._shared.values()])
+        now = torch.stack([_sample_digest(shared.parameter) for shared in self._shared.values()])
+        # One comparison for all weights, because each one waits for the device.
+        different = (before != now).tolist()
+        return next((n for n, found in zip(self._shared, different, strict=True) if found), None)
 
     def unshare(self) -> None:
         """Forget which weights are shared, at the end of the engine."""
@@ -102,7 +108,7 @@ class ModelWeights:
     def _note(self, name: str, weight: Tensor) -> None:
         """Count the values of a shared weight as those of the current version."""
         assert isinstance(weight, nn.Parameter)
-        self._shared[name] = _Shared(weight, weight._version)
+        self._shared[name] = _Shared(weight, _sample_digest(weight))
 
     def _by_name(self) -> dict[str, Tensor]:
         return dict(self._module.state_dict(keep_vars=True))
@@ -118,6 +124,14 @@ class ModelWeights:
         weights.update(dict.fromkeys(tied, parameter))
         for other in tied:
             self._shared.pop(other, None)
+
+
+def _sample_digest(weight: Tensor) -> Tensor:
+    """Return the digest [] int64 of at most `_SAMPLE` elements, evenly spread over a weight."""
+    flat = weight.detach().view(-1)
+    step = -(-flat.numel() // _SAMPLE)
+    bits = flat[:: max(step, 1)].clone().view(_BITS[weight.element_size()]).to(torch.int64)
+    return (bits * (2 * torch.arange(len(bits), device=bits.device) + 1)).sum()
 
 
 def _find(weights: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:

@@ -1,0 +1,76 @@
+"""The rollout of the actor's process uses the actor's tensors, unless a setting is against it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import RolloutError
+from quadriga.protocol import DataProto, fields
+from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
+from quadriga.workers.generation import generation_inputs
+from quadriga.workers.runtime import RankRuntime
+
+SECTION = "actor_rollout_ref"
+
+
+@pytest.fixture
+def worker(folder):
+    def build(*overrides: str) -> ActorRolloutRefWorker:
+        path = f"{SECTION}.model.path={folder}"
+        config = load_config(TrainConfig, [path, *overrides]).actor_rollout_ref
+        runtime = RankRuntime(max_response_length=8)
+        worker = ActorRolloutRefWorker(config, "actor_rollout", runtime)
+        worker.init_model()
+        return worker
+
+    return build
+
+
+def addresses(tensors) -> set[int]:
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return {t.data_ptr() for t in local}
+
+
+def shares(worker: ActorRolloutRefWorker) -> bool:
+    held = addresses(worker.rollout.module.parameters())
+    trained = addresses(worker.actor.module.parameters())
+    assert held == trained or not held & trained
+    return held == trained
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shared"),
+    [
+        ([], True),
+        ([f"{SECTION}.rollout.share_weights=false"], False),
+        ([f"{SECTION}.rollout.take_turns=true"], False),
+        ([f"{SECTION}.actor.engine.param_offload=true"], False),
+        ([f"{SECTION}.rollout.dtype=bfloat16"], False),
+    ],
+    ids=str,
+)
+def test_the_tensors_are_those_of_the_actor(worker, overrides, shared) -> None:
+    assert shares(worker(*overrides)) is shared
+
+
+def test_generation_between_an_update_and_a_sync_is_refused(worker) -> None:
+    trained = worker()
+    ids = torch.tensor([[70, 71, 72]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    rows = DataProto.from_dict({**batch, fields.SAMPLE_SEED: torch.tensor([1])})
+    prompts = generation_inputs(rows)
+    before = trained.generate_sequences(prompts)
+    batch["response_mask"] = torch.ones(1, 2, dtype=torch.int64)
+    trained.actor.train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
+    with pytest.raises(RolloutError, match=r"version 1 is no longer right; sync weights first"):
+        trained.generate_sequences(prompts)
+    assert trained.sync_weights() == 2
+    after = trained.generate_sequences(prompts)
+    assert shares(trained)
+    assert after.batch[fields.WEIGHT_VERSION].tolist() == [2]
+    name = fields.ROLLOUT_LOG_PROBS
+    assert not torch.equal(before.batch[name], after.batch[name])
