@@ -66,7 +66,8 @@ def load_prompts(config: GenerationConfig, prompt: str | None = None) -> Prompts
     from quadriga.models import load_tokenizer
 
     check_choice("rollout.name", config.rollout.name, sorted(ROLLOUTS))
-    check_rollout(config.rollout.name, config.rollout.options)
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    check_rollout(config.rollout.name, config.rollout.options, ranks)
     check_files(config.data_files, "data_files", needed=prompt is None)
     model = config.model
     require_model_path(model.path, "model.path")
