@@ -1,0 +1,43 @@
+"""`quadriga generate` writes the same greedy responses with each engine."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import ArithmeticDataConfig, GenerateConfig
+from quadriga.trainer.generate import run_generation
+from quadriga.trainer.make_data import run_make_data
+
+ENGINES = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name) is not None]
+
+pytestmark = pytest.mark.skipif(not ENGINES, reason="no engine is installed; see make engines")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_file_of_an_engine_equals_that_of_hf(engine, tmp_path) -> None:
+    run_make_data(
+        load_config(
+            ArithmeticDataConfig,
+            [f"output={tmp_path / 'data'}", f"model_output={tmp_path / 'base'}", "train_size=4",
+             "val_size=12", "sft_size=4", "max_number=5", "hidden_size=64", "num_layers=2",
+             "num_heads=2", "num_kv_heads=1", "intermediate_size=64"],
+        )
+    )  # fmt: skip
+
+    def written(name: str) -> bytes:
+        path = tmp_path / f"{name}.jsonl"
+        run_generation(
+            load_config(
+                GenerateConfig,
+                [f"model.path={tmp_path / 'base'}",
+                 f"data_files={tmp_path / 'data' / 'test.parquet'}", "max_response_length=12",
+                 f"rollout.name={name}", "rollout.dtype=float32", "batch_size=8",
+                 f"output={path}"],
+            )
+        )  # fmt: skip
+        return path.read_bytes()
+
+    assert written(engine) == written("hf")
