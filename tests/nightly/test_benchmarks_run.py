@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
         "group_balance",
         "scale",
         "train_step",
+        "weight_sync",
     ],
 )
 def test_quick_benchmark(name):

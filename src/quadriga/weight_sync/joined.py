@@ -89,10 +89,10 @@ class _Joined:
         self._store: TCPStore | None = None
         self._key: object = None
         self._plan: Plan | None = None
+        self.traffic = Traffic()
+        """What this rank did in the last sync."""
 
-    def _run(
-        self, ticket: Ticket, own: int, reader: Reader, target: WeightTarget | None
-    ) -> Traffic:
+    def _run(self, ticket: Ticket, own: int, reader: Reader, target: WeightTarget | None) -> None:
         group = self._joined(ticket, own)
         if self._plan is None or self._plan.source.weights != ticket.weights.layout.weights:
             self._plan = ticket.plan()
@@ -104,7 +104,7 @@ class _Joined:
             target.update_weights(stream, ticket.version)
         for _ in stream:  # a sender receives nothing, but must take part in every round
             pass
-        return transport.traffic
+        self.traffic = transport.traffic
 
     def _joined(self, ticket: Ticket, own: int) -> Collectives:
         key = (ticket.address, ticket.port, own)
@@ -151,17 +151,16 @@ class JoinedSender(_Joined):
             self._described.sent_as(needs[0].dtypes), needs[0], self._bucket_bytes,
         )  # fmt: skip
 
-    def send(self, ticket: Ticket) -> Traffic:
+    def send(self, ticket: Ticket) -> None:
         """Send this rank's part of the weights, then its shares of the digests."""
         weights = ticket.weights
         reader = SourceReader(own_weights(self._source), weights, rank())
-        traffic = self._run(ticket, rank(), reader, None)
+        self._run(ticket, rank(), reader, None)
         shares = [digest_of_shares([share], 0) for share in reader.shares.values()]
         self._all_reduce(torch.tensor(shares, device=self._device))
         if ticket.needs.probe is not None:
             scores = scores_of(self._source, ticket.needs.probe, ticket.version)
             self._all_reduce(scores.to(self._device) * float(rank() == 0))
-        return traffic
 
 
 class JoinedReceiver(_Joined):
