@@ -138,3 +138,21 @@ def test_a_share_of_the_demonstrations_stops_after_the_first_step(tmp_path):
     assert 0.5 * many_steps < stopped < 0.7 * many_steps
     with pytest.raises(DataError, match="a share of the demonstrations"):
         write_arithmetic(tmp_path / "bad", sft_careful=1.5)
+
+
+def test_pairs_have_a_right_and_a_wrong_solution(tmp_path):
+    task = ArithmeticTask(max_number=5, max_steps=2)
+    sizes = {"train_size": 20, "test_size": 10, "sft_size": 10}
+    files = write_arithmetic(tmp_path / "with", task, rm_size=40, **sizes)
+    again = write_arithmetic(tmp_path / "again", task, rm_size=40, **sizes)
+    rows = pq.read_table(files.rm).to_pylist()
+    assert rows == pq.read_table(again.rm).to_pylist()
+    assert len(rows) == 40
+    for row in rows:
+        truth = row["reward_model"]["ground_truth"]
+        assert row["chosen"].endswith(f"#### {truth}")
+        assert not row["rejected"].endswith(f"#### {truth}")
+    assert len({row["rejected"].count("\n") for row in rows}) == 2  # early stops and wrong results
+    plain = write_arithmetic(tmp_path / "plain", task, **sizes)
+    assert plain.rm is None
+    assert pq.read_table(plain.sft).equals(pq.read_table(files.sft))

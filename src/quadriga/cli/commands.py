@@ -13,6 +13,7 @@ from quadriga.config.schema import (
     DemoConfig,
     EvalConfig,
     GenerateConfig,
+    RMConfig,
     SFTConfig,
     TrainConfig,
 )
@@ -124,6 +125,13 @@ def sft(config: SFTConfig) -> None:
     run_sft(config)
 
 
+def rm(config: RMConfig) -> None:
+    """Train a reward model on pairs of responses."""
+    from quadriga.trainer.rm import run_rm
+
+    run_rm(config)
+
+
 def generate(config: GenerateConfig) -> None:
     """Generate responses, to a file or to standard output."""
     from quadriga.cli.show import show_responses
@@ -223,6 +231,13 @@ COMMANDS = (
     ),
     with_settings(
         "sft", "Fine-tune a model on reference answers", sft, SFTConfig, writes_files=True
+    ),
+    with_settings(
+        "rm",
+        "Train a reward model on pairs of responses",
+        rm,
+        RMConfig,
+        writes_files=True,
     ),
     with_settings(
         "generate",

@@ -154,8 +154,8 @@ def _check_placement(config: TrainConfig, known: KnownNames) -> None:
                 f"placement.{role}",
                 key=f"placement.{role}",
             )
-    together = [role for role in COLLECTIVE_ROLES if role not in added_keys(config)]
-    _check_local_ranks(config, [role for role in together if role not in unused])
+    built_in = [role for role in COLLECTIVE_ROLES if role not in added_keys(config)]
+    _check_local_ranks(config, [role for role in built_in if role not in unused])
     pools = role_pools(config, [role for role in roles_of(config) if role not in unused])
     if actor.reads_full_kl and not any({"actor", "ref"} <= set(pool.roles) for pool in pools):
         raise ConfigError(

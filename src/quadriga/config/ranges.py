@@ -89,6 +89,7 @@ RANGES: dict[str, Range] = {
     ),
     # Data files with more rows are not read.
     **dict.fromkeys(("train_size", "val_size", "sft_size"), Range(low=1, high=5_000_000)),
+    "rm_size": Range(low=0, high=5_000_000),
     "memory_gb": Range(low=0.25),  # a process of the reward pool starts with less than 0.1 GiB
     "confidence": Range(low=0, high=1, above=True, below=True),
     "top_p": Range(low=0, high=1, above=True),

@@ -15,11 +15,13 @@ from quadriga.errors import DataError
 
 @dataclass(frozen=True)
 class ArithmeticFiles:
-    """The paths of the written files. `sft` holds the demonstrations for fine-tuning."""
+    """The paths of the written files. `sft` holds the demonstrations for fine-tuning, `rm` pairs of
+    a right and a wrong solution."""
 
     train: Path
     test: Path
     sft: Path
+    rm: Path | None = None
 
 
 def write_arithmetic(
@@ -29,6 +31,7 @@ def write_arithmetic(
     train_size: int = 4096,
     test_size: int = 256,
     sft_size: int = 512,
+    rm_size: int = 0,
     sft_careful: float = 1.0,
     seed: int = 0,
 ) -> ArithmeticFiles:
@@ -43,6 +46,9 @@ def write_arithmetic(
     calculate, but stops too early as often as they do. This leaves something to learn for
     reinforcement learning, whose reward depends on the answer alone.
 
+    With `rm_size` there is also `rm.parquet`, whose columns `chosen` and `rejected` are a right and
+    a wrong solution.
+
     Raises `DataError` if the task does not have that many different problems, or if `sft_careful`
     is not between 0 and 1.
     """
@@ -53,9 +59,18 @@ def write_arithmetic(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # "train" is last: the other files do not depend on its size.
-    sizes = {"test": test_size, "sft": sft_size, "train": train_size}
+    sizes = {"test": test_size, "sft": sft_size}
+    sizes |= {"rm": rm_size} if rm_size else {}
+    sizes["train"] = train_size
     parts = make_parts(task or ArithmeticTask(), sizes, seed)
-    files = ArithmeticFiles(*(folder / f"{name}.parquet" for name in ("train", "test", "sft")))
+    files = ArithmeticFiles(
+        *(folder / f"{name}.parquet" for name in ("train", "test", "sft")),
+        rm=folder / "rm.parquet" if rm_size else None,
+    )
+    if files.rm is not None:
+        rng = random.Random(f"{seed}/rm/wrong")
+        pairs = [pair_row(problem, index, rng) for index, problem in enumerate(parts["rm"])]
+        pq.write_table(pa.Table.from_pylist(pairs), files.rm)
     for name, path in (("train", files.train), ("test", files.test), ("sft", files.sft)):
         share = sft_careful if name == "sft" else 1.0
         # A stream of its own, so that `sft_careful` changes solutions but never the problems.
@@ -85,6 +100,26 @@ def problem_row(
             "steps": problem.steps,
         },
     }
+
+
+def pair_row(problem: Problem, index: int, rng: random.Random) -> dict[str, object]:
+    """Return one row of `rm.parquet`."""
+    row = problem_row(problem, index, "rm")
+    return {**row, "chosen": problem.solution, "rejected": wrong_solution(problem, rng)}
+
+
+def wrong_solution(problem: Problem, rng: random.Random) -> str:
+    """Return a solution that stops after the first step, or whose last result is wrong by 1 or 2.
+
+    "3+4=7\\n7-2=5\\n#### 5" → "3+4=7\\n#### 7" or "3+4=7\\n7-2=6\\n#### 6".
+    """
+    short = first_step_solution(problem)
+    if not short.endswith(f"#### {problem.answer}") and rng.random() < 0.5:
+        return short
+    wrong = problem.answer + rng.choice([n for n in (-2, -1, 1, 2) if problem.answer + n >= 0])
+    *steps, _ = problem.solution.split("\n")
+    last = steps[-1].split("=")[0]
+    return "\n".join([*steps[:-1], f"{last}={wrong}", f"#### {wrong}"])
 
 
 def first_step_solution(problem: Problem) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from quadriga.data.bounds import OutOfTimeError, bounded
 from quadriga.data.rows import Row
+from quadriga.data.scored_rows import Conversation
 from quadriga.errors import ModelError
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def chat_texts(
 
 def encode_conversations(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Chat], responses: Sequence[str]
-) -> list[tuple[list[int], list[int]]]:
+) -> list[Conversation]:
     """Return the token ids of each prompt and of the response to it, by the chat template.
 
     A template can write a prompt in another way once a response follows. Then all tokens are in
@@ -130,7 +131,7 @@ def encode_conversations(
         [*prompt, {"role": "assistant", "content": response}]
         for prompt, response in zip(prompts, responses, strict=True)
     ]
-    found = []
+    found: list[Conversation] = []
     whole = encode_chats(tokenizer, chats, complete=True)
     for prompt, ids in zip(prompts, whole, strict=True):
         start = encoded[str(prompt)]

@@ -16,6 +16,7 @@ from quadriga.config.secrets import mask_secrets
 SHOWN = {
     "reward/mean": ("reward", "{:.3f}"),
     "sft/loss": ("loss", "{:.3f}"),
+    "rm/loss": ("loss", "{:.3f}"),
     "reward/failed": ("failed", "{:.1%}"),
     "val/score": ("score", "{:.3f}"),
     "val/loss": ("val loss", "{:.3f}"),

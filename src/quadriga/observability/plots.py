@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 Points = tuple[list[float], list[float]]
 CURVES = {
     "reward/mean": ("training reward", "#3b6ea5", ""),
+    "rm/loss": ("training loss", "#3b6ea5", ""),
+    "val/loss": ("validation loss", "#7a9a3b", "o"),
     "val/accuracy": ("validation accuracy", "#c8553d", "o"),
     "val/score": ("validation score", "#c8553d", "o"),
 }

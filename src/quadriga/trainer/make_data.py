@@ -36,6 +36,7 @@ def run_make_data(config: ArithmeticDataConfig) -> None:
         train_size=config.train_size,
         test_size=config.val_size,
         sft_size=config.sft_size,
+        rm_size=config.rm_size,
         sft_careful=config.sft_careful,
         seed=config.seed,
     )
@@ -45,6 +46,8 @@ def run_make_data(config: ArithmeticDataConfig) -> None:
         (files.sft, config.sft_size),
     ):
         print(f"{path}  {rows} problems")
+    if files.rm is not None:
+        print(f"{files.rm}  {config.rm_size} pairs")
     if shape is not None and config.model_output is not None:
         parameters = _make_model(shape, config.model_output, files.sft, config.seed)
         print(f"{config.model_output}  {parameters:,} parameters")

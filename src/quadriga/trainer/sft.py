@@ -12,7 +12,6 @@ answers it also scores greedy responses, and stops as soon as the accuracy reach
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -31,14 +30,9 @@ from quadriga.protocol import DataProto
 from quadriga.trainer.conversations import EvaluationLoss, conversations, tell_other_ends
 from quadriga.trainer.dataflow import check_dataflow, sft_dataflow
 from quadriga.trainer.placement import Role
-from quadriga.trainer.run.groups import (
-    ALIVENESS_CHECK_S,
-    StartedGroups,
-    close_on_error,
-    one_pool,
-    open_backend,
-)
+from quadriga.trainer.run.groups import StartedGroups
 from quadriga.trainer.run.ingredients import check_rows, make_reward, prompt_dataset
+from quadriga.trainer.run.one_group import batches, start_one_group, total_steps_of
 from quadriga.trainer.run.preflight import check_sft_config
 from quadriga.trainer.run.record import RunRecord
 from quadriga.trainer.run.role_workers import threads_per_rank
@@ -49,7 +43,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quadriga.data import PromptDataset, PromptLoader, SFTDataset
-    from quadriga.single_controller import WorkerGroup
     from quadriga.workers.roles import SFTGroup
 
 
@@ -120,10 +113,7 @@ class SFTTrainer:
     @property
     def total_steps(self) -> int:
         """The number of optimizer steps, unless `stop_at_accuracy` ends the run earlier."""
-        return (
-            self.config.trainer.total_training_steps
-            or len(self.loader) * self.config.trainer.total_epochs
-        )
+        return total_steps_of(self.config.trainer, self.loader)
 
     def init_workers(self) -> SFTGroups:
         """Start the ranks, load the model, and return the worker group.
@@ -153,19 +143,8 @@ class SFTTrainer:
         worker = ClassWithInitArgs(
             SFTWorker, config=_worker_config(self.config), role="actor_rollout", runtime=runtime
         )
-        backend = open_backend(trainer)
-        with close_on_error(backend) as groups:
-            manager = one_pool(trainer, [Role.ActorRollout], backend)
-            manager.create_resource_pool()
-            group: WorkerGroup = backend.worker_group(
-                manager.get_resource_pool(Role.ActorRollout),
-                worker,
-                timeout=trainer.call_timeout_s,
-            )
-            groups.append(group)
-            group.start_worker_aliveness_check(ALIVENESS_CHECK_S)
-            group.init_model()
-            return SFTGroups(backend=backend, groups=groups, policy=group)
+        started, group = start_one_group(trainer, Role.ActorRollout, worker)
+        return SFTGroups(backend=started.backend, groups=started.groups, policy=group)
 
     def fit(self) -> SFTResult:
         """Run the loop: update, and where it is due sync weights and validate."""
@@ -192,13 +171,9 @@ class SFTTrainer:
 
     def schedule(self) -> Iterator[DataProto]:
         """Yield one batch of rows per step, epoch after epoch, and count `step`."""
-        # 7 steps with 3 batches per epoch take 3 epochs; the last one is left after one batch.
-        for _ in range(math.ceil(self.total_steps / max(1, len(self.loader)))):
-            for rows in self.loader:
-                if self.step >= self.total_steps:
-                    return
-                self.step += 1
-                yield rows
+        for step, rows in batches(self.loader, self.total_steps, self.step):
+            self.step = step
+            yield rows
 
     def close(self) -> None:
         """Stop the worker group and the reward processes, if they are started."""

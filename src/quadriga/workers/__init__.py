@@ -2,6 +2,7 @@
 
     actor_rollout_ref.py   the policy: actor, rollout and reference
     critic.py              the value model
+    pair_training.py       the reward model, trained on pairs of responses
     reward_model.py        the reward model; scored_rows.py: the rows that it reads
     sft.py                 the policy, trained on given responses
     roles.py               typed protocols: what the worker group of each role offers
@@ -25,16 +26,25 @@ from quadriga.lazy import lazy_names
 _HOME = {
     "ActorRolloutRefWorker": "actor_rollout_ref",
     "CriticWorker": "critic",
+    "PairTrainingWorker": "pair_training",
     "RankRuntime": "runtime",
     "RewardModelWorker": "reward_model",
     "SFTWorker": "sft",
 }
 
-__all__ = ["ActorRolloutRefWorker", "CriticWorker", "RankRuntime", "RewardModelWorker", "SFTWorker"]
+__all__ = [
+    "ActorRolloutRefWorker",
+    "CriticWorker",
+    "PairTrainingWorker",
+    "RankRuntime",
+    "RewardModelWorker",
+    "SFTWorker",
+]
 
 if TYPE_CHECKING:
     from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
     from quadriga.workers.critic import CriticWorker
+    from quadriga.workers.pair_training import PairTrainingWorker
     from quadriga.workers.reward_model import RewardModelWorker
     from quadriga.workers.runtime import RankRuntime
     from quadriga.workers.sft import SFTWorker

@@ -239,6 +239,35 @@ class RewardModelGroup(RoleGroup, Protocol):
         ...
 
 
+class PairTrainingGroup(RoleGroup, Protocol):
+    """The reward model as it is trained on pairs of responses."""
+
+    @property
+    def update_rm(self) -> GroupMethod[[DataProto], DataProto]:
+        """Run one optimizer step on one batch of pairs: `PairTrainingWorker.update_rm`."""
+        ...
+
+    @property
+    def compute_pair_scores(self) -> GroupMethod[[DataProto], DataProto]:
+        """Compute `rm_scores` of pairs: `PairTrainingWorker.compute_pair_scores`."""
+        ...
+
+    @property
+    def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
+        """Save one shard per rank: `PairTrainingWorker.save_checkpoint`."""
+        ...
+
+    @property
+    def load_checkpoint(self) -> GroupMethod[[str, int], list[None]]:
+        """Load a folder of `save_checkpoint`: `PairTrainingWorker.load_checkpoint`."""
+        ...
+
+    @property
+    def export_hf(self) -> GroupMethod[[str], list[None]]:
+        """Write a sequence classifier: `PairTrainingWorker.export_hf`."""
+        ...
+
+
 class SFTGroup(RolloutGroup, Protocol):
     """The policy as it is trained on given responses."""
 
@@ -280,6 +309,7 @@ if TYPE_CHECKING:
     # protocol. Nothing of this block exists at run time.
     from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
     from quadriga.workers.critic import CriticWorker
+    from quadriga.workers.pair_training import PairTrainingWorker
     from quadriga.workers.reward_model import RewardModelWorker
     from quadriga.workers.sft import SFTWorker
 
@@ -332,6 +362,15 @@ if TYPE_CHECKING:
         init_model = per_rank(RewardModelWorker.init_model)
         compute_rm_score = joined(RewardModelWorker.compute_rm_score)
 
+    class _OfPairTraining:
+        world_size = 1
+        init_model = per_rank(PairTrainingWorker.init_model)
+        update_rm = joined(PairTrainingWorker.update_rm)
+        compute_pair_scores = joined(PairTrainingWorker.compute_pair_scores)
+        save_checkpoint = per_rank(PairTrainingWorker.save_checkpoint)
+        load_checkpoint = per_rank(PairTrainingWorker.load_checkpoint)
+        export_hf = per_rank(PairTrainingWorker.export_hf)
+
     class _OfSFT(_OfPolicy):
         update_sft = joined(SFTWorker.update_sft)
 
@@ -343,4 +382,5 @@ if TYPE_CHECKING:
     _receiver: ReceivingGroup = _OfPolicy()
     _critic: CriticGroup = _OfCritic()
     _reward_model: RewardModelGroup = _OfRewardModel()
+    _pair_training: PairTrainingGroup = _OfPairTraining()
     _sft: SFTGroup = _OfSFT()

@@ -6,6 +6,7 @@
     algorithm  advantages, KL, group filtering, over-long penalty, importance correction
     reward     rewards
     sft        `quadriga sft`
+    rm         `quadriga rm`
     evaluation `quadriga generate` and `quadriga eval`
     commands   the other commands
     choices    the closed lists of choices
@@ -72,6 +73,7 @@ from quadriga.config.schema.evaluation import (
 )
 from quadriga.config.schema.model import EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.config.schema.reward import RewardConfig, RewardModelConfig
+from quadriga.config.schema.rm import RMConfig, RMDataConfig, RMTrainerConfig
 from quadriga.config.schema.roles import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -93,6 +95,9 @@ from quadriga.config.schema.train import (
     TrainerConfig,
 )
 
+AnyTrainerConfig = TrainerConfig | SFTTrainerConfig | RMTrainerConfig
+"""The section `trainer` of a command that starts worker groups."""
+
 __all__ = [
     "MISSING_PATH",
     "ActorConfig",
@@ -101,6 +106,7 @@ __all__ = [
     "AlarmAction",
     "AlgorithmConfig",
     "AlgorithmsConfig",
+    "AnyTrainerConfig",
     "ArithmeticDataConfig",
     "AttentionName",
     "BackendName",
@@ -136,6 +142,9 @@ __all__ = [
     "OverlongConfig",
     "PlacementConfig",
     "PolicyLossConfig",
+    "RMConfig",
+    "RMDataConfig",
+    "RMTrainerConfig",
     "RanksConfig",
     "ReduceDtypeName",
     "RefConfig",

@@ -19,6 +19,7 @@ class ArithmeticDataConfig:
     train_size: int = 4096  # rows of train.parquet
     val_size: int = 256  # rows of test.parquet
     sft_size: int = 512  # rows of sft.parquet
+    rm_size: int = 0  # rows of rm.parquet, pairs of a right and a wrong solution; 0: no such file
     max_number: int = 9  # largest number in a story
     min_steps: int = 1  # calculations per problem
     max_steps: int = 2  # most calculations per problem

@@ -17,7 +17,7 @@ from quadriga.checkpoint.folders import (
     prune_checkpoints,
 )
 from quadriga.config.role_ranks import has_reward_model
-from quadriga.config.schema import SFTTrainerConfig, TrainConfig, TrainerConfig
+from quadriga.config.schema import AnyTrainerConfig, TrainConfig
 from quadriga.errors import CheckpointError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.trainer.dataflow import reads_ref_log_prob
@@ -317,7 +317,7 @@ def groups_of_views(
     )
 
 
-def open_backend(trainer: TrainerConfig | SFTTrainerConfig) -> Backend:
+def open_backend(trainer: AnyTrainerConfig) -> Backend:
     """Return the backend that the settings name, connected. Start Ray unless a cluster runs."""
     backend = get_backend(trainer.backend)
     with unchanged_handlers():
@@ -326,7 +326,7 @@ def open_backend(trainer: TrainerConfig | SFTTrainerConfig) -> Backend:
 
 
 def one_pool(
-    trainer: TrainerConfig | SFTTrainerConfig, roles: Iterable[Role], backend: Backend
+    trainer: AnyTrainerConfig, roles: Iterable[Role], backend: Backend
 ) -> ResourcePoolManager:
     """Return a manager that maps every role to one pool of `nnodes × n_gpus_per_node` ranks."""
     return ResourcePoolManager(

@@ -13,8 +13,9 @@ from quadriga.config.checks import (
     check_sft_settings,
     check_train_settings,
 )
-from quadriga.config.role_ranks import has_reward_model
-from quadriga.config.schema import RewardConfig, SFTConfig, TrainConfig
+from quadriga.config.rm_checks import check_rm_settings
+from quadriga.config.role_ranks import has_reward_model, num_ranks
+from quadriga.config.schema import RewardConfig, RMConfig, SFTConfig, TrainConfig
 from quadriga.engines import ENGINES, check_engine
 from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.errors import ConfigError, DataError, ModelError
@@ -23,7 +24,7 @@ from quadriga.observability.trackers import check_trackers
 from quadriga.rollout import ROLLOUTS, check_rollout
 from quadriga.trainer.dataflow import needs_critic, needs_reference
 from quadriga.trainer.roles.settings import check_roles_in_settings
-from quadriga.trainer.run.resuming import check_resume
+from quadriga.trainer.run.resuming import check_resume, checkpoint_to_resume
 from quadriga.trainer.run.role_workers import critic_model
 
 
@@ -140,6 +141,32 @@ def check_sft_config(config: SFTConfig) -> None:
     check_reward(config.reward)
     check_trackers(config.trainer.loggers)
     RunFolder(Path(config.trainer.default_local_dir)).check(overwrite=config.trainer.overwrite)
+
+
+def check_rm_config(config: RMConfig) -> None:
+    """Check the settings of `quadriga rm`, then files and folders.
+
+    Raises:
+        InputError: names the first setting, file or folder that does not fit.
+    """
+    from quadriga.engines.model_setup import check_trained_part
+    from quadriga.models import check_model_folder
+
+    check_rm_settings(config, known_names())
+    check_engine("engine.name", config.engine.name)
+    check_optimizer_packages("optim", config.optim)
+    check_files(config.data.train_files, "data.train_files", needed=True)
+    check_files(config.data.val_files, "data.val_files", needed=False)
+    require_model_path(config.model.path, "model.path")
+    own = config.model.tokenizer_path is None
+    trusted = config.model.trust_remote_code
+    check_model_folder(config.model.path, tokenizer=own, trust_remote_code=trusted)
+    check_trained_part(config.model, "score")
+    check_trackers(config.trainer.loggers)
+    checkpoint = checkpoint_to_resume(config.trainer)
+    folder = RunFolder(Path(config.trainer.default_local_dir))
+    continued = folder.holds_checkpoint(checkpoint)
+    folder.check(resume=continued, overwrite=config.trainer.overwrite)
 
 
 def known_names() -> KnownNames:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from quadriga.algorithms.importance import mismatch_of_statistics
 from quadriga.algorithms.partial import merge_partials
 from quadriga.checkpoint.folders import restore_folder, set_aside_after
-from quadriga.config.schema import SFTConfig, TrainConfig
+from quadriga.config.schema import RMConfig, RMTrainerConfig, SFTConfig, TrainConfig
 from quadriga.config.secrets import mask_secrets
 from quadriga.observability.metrics import MetricSet
 from quadriga.observability.plots import plot_learning_curve
@@ -29,7 +29,7 @@ from quadriga.workers.objectives import MISMATCH
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TITLES = {"TrainConfig": "train", "SFTConfig": "sft"}
+_TITLES = {"TrainConfig": "train", "SFTConfig": "sft", "RMConfig": "rm"}
 
 
 class RunRecord:
@@ -41,7 +41,7 @@ class RunRecord:
 
     def __init__(
         self,
-        config: TrainConfig | SFTConfig,
+        config: TrainConfig | SFTConfig | RMConfig,
         folder: RunFolder,
         total_steps: int,
         tokenizer: PreTrainedTokenizerBase,
@@ -50,7 +50,11 @@ class RunRecord:
         self.folder = folder
         self.total_steps = total_steps
         self.tokenizer = tokenizer
-        self.samples_kept = config.trainer.samples_per_step
+        # A reward model generates no responses.
+        settings = config.trainer
+        self.samples_kept = (
+            0 if isinstance(settings, RMTrainerConfig) else settings.samples_per_step
+        )
         self.span = Timer()
         self.spent: dict[str, float] = {}  # seconds by span, over the whole run
         self.last: dict[str, float] = {}  # metrics of the last step
@@ -79,7 +83,7 @@ class RunRecord:
     @classmethod
     def open(
         cls,
-        config: TrainConfig | SFTConfig,
+        config: TrainConfig | SFTConfig | RMConfig,
         total_steps: int,
         tokenizer: PreTrainedTokenizerBase,
         *,

@@ -16,7 +16,7 @@ from quadriga.checkpoint.files import digest_file, digest_json
 from quadriga.checkpoint.folders import newest_undamaged_checkpoint
 from quadriga.checkpoint.marker import read_marker, verify_checkpoint
 from quadriga.config.loading import to_yaml
-from quadriga.config.schema import TrainConfig, TrainerConfig
+from quadriga.config.schema import RMTrainerConfig, TrainConfig, TrainerConfig
 from quadriga.errors import CheckpointError
 from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS
@@ -49,6 +49,8 @@ _DATA = (
 _MODEL = (
     "config.json of actor_rollout_ref.model.path",
     "config.json of critic.model.path",
+    "config.json of model.path",
+    "optim.name",
     "actor_rollout_ref.actor.optim.name",
     "critic.optim.name",
     "algorithm.adv_estimator",
@@ -110,7 +112,9 @@ class SaveClock:
         return self.interval_s is not None and time.monotonic() - self._began >= self.interval_s
 
 
-def checkpoint_to_resume(trainer: TrainerConfig, *, tell: bool = False) -> Path | None:
+def checkpoint_to_resume(
+    trainer: TrainerConfig | RMTrainerConfig, *, tell: bool = False
+) -> Path | None:
     """Return the folder that `trainer.resume_mode` names, or None for a fresh start.
 
     "auto" names the newest checkpoint of the run folder without damage, if there is one. All files

@@ -17,7 +17,11 @@ from pathlib import Path
 
 from quadriga.config.plan import batch_plan, mini_batch_prompts
 from quadriga.config.role_ranks import has_reward_model, role_pools
-from quadriga.config.schema import ModelConfig, SFTTrainerConfig, TrainConfig, TrainerConfig
+from quadriga.config.schema import (
+    AnyTrainerConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from quadriga.errors import ConfigError, UnknownNameError
 from quadriga.models.folder import with_absolute_paths
 from quadriga.single_controller import Backend, ClassWithInitArgs, Worker
@@ -112,7 +116,7 @@ def pool_manager(config: TrainConfig, backend: Backend | None) -> ResourcePoolMa
     )
 
 
-def pool_options(trainer: TrainerConfig | SFTTrainerConfig) -> dict[str, object]:
+def pool_options(trainer: AnyTrainerConfig) -> dict[str, object]:
     """Return the arguments of `Backend.resource_pool` that the settings give."""
     return {"use_gpu": use_gpu(trainer.device), "max_colocate_count": 1}
 
@@ -363,7 +367,7 @@ def rank_runtime(config: TrainConfig, total_steps: int) -> RankRuntime:
     )
 
 
-def threads_per_rank(trainer: TrainerConfig | SFTTrainerConfig) -> int:
+def threads_per_rank(trainer: AnyTrainerConfig) -> int:
     """Return `trainer.threads_per_worker`, or else the CPUs of a node divided by its ranks."""
     if trainer.threads_per_worker is not None:
         return trainer.threads_per_worker

@@ -1,0 +1,226 @@
+"""Training of a reward model on pairs of responses.
+
+consumes      batches of pairs, in the order of the loader
+produces      metrics and checkpoints in the run folder, and a sequence classifier
+waits for     each update, since the next one needs its weights
+
+With validation pairs the loop computes their loss, and the share in which the chosen response has
+the higher score, every `test_freq` steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import yaml
+
+from quadriga.config.loading import to_yaml
+from quadriga.config.schema import RMConfig
+from quadriga.models.folder import local_folder, with_absolute_paths
+from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
+from quadriga.trainer.placement import Role
+from quadriga.trainer.run.groups import StartedGroups
+from quadriga.trainer.run.one_group import batches, save_roles, start_one_group, total_steps_of
+from quadriga.trainer.run.preflight import check_rm_config
+from quadriga.trainer.run.record import RunRecord
+from quadriga.trainer.run.resuming import (
+    Changes,
+    ControllerState,
+    checkpoint_to_resume,
+    config_file,
+    contents_digest,
+    read_state,
+    setting_leaves,
+)
+from quadriga.trainer.run.role_workers import threads_per_rank
+
+if TYPE_CHECKING:
+    from quadriga.data.pairs import PairDataset
+    from quadriga.workers.roles import PairTrainingGroup
+
+_KEY = Role.RewardModel.key
+"""Folder of the model in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class RMResult:
+    """The folder of the trained model, the steps that were taken, and the metrics of the last
+    validation ({} without validation data)."""
+
+    model_path: str
+    steps: int
+    validation: dict[str, float]
+
+
+def run_rm(config: RMConfig) -> RMResult:
+    """Run `quadriga rm`.
+
+    Raises:
+        InputError: settings, files, model folders or nodes do not fit. Nothing was started.
+    """
+    check_rm_config(config)
+    trainer = RMTrainer(config)
+    try:
+        return trainer.fit()
+    finally:
+        trainer.close()
+
+
+class RMTrainer:
+    """Minimises the mean of −log σ(s_chosen − s_rejected − margin) over the pairs of a batch."""
+
+    def __init__(self, config: RMConfig) -> None:
+        from quadriga.data import PromptLoader
+        from quadriga.models import load_tokenizer
+        from quadriga.models.context_window import LongestSequence, check_context_window
+
+        self.config = config
+        model, data = config.model, config.data
+        trusted = model.trust_remote_code
+        path = model.tokenizer_path or model.path
+        self.tokenizer = load_tokenizer(path, trust_remote_code=trusted)
+        train = self._pairs(data.train_files)
+        self.val_pairs = self._pairs(data.val_files) if data.val_files else None
+        for pairs in (train, self.val_pairs):
+            if pairs is not None:
+                longest = LongestSequence(
+                    pairs.longest + 1,
+                    f"the longest conversation has {pairs.longest} tokens, and one is added",
+                    "lower data.max_length, beyond which pairs are left out,",
+                )
+                check_context_window(model.path, longest, trust_remote_code=trusted)
+        self.loader = PromptLoader(
+            train, data.train_batch_size, shuffle=data.shuffle, seed=config.trainer.seed
+        )
+        self.inputs = inputs_of_rm(config)
+        self._started: StartedGroups | None = None
+
+    def _pairs(self, files: Sequence[str]) -> PairDataset:
+        from quadriga.data.pairs import PairDataset
+        from quadriga.models.score_head import padding_token
+
+        data, model = self.config.data, self.config.model
+        folder = local_folder(model.path)
+        return PairDataset(
+            files,
+            self.tokenizer,
+            pad_token_id=padding_token(
+                folder,
+                model.tokenizer_path or folder,
+                trust_remote_code=model.trust_remote_code,
+            ),
+            prompt_key=data.prompt_key,
+            chosen_key=data.chosen_key,
+            rejected_key=data.rejected_key,
+            margin_key=data.margin_key,
+            max_length=data.max_length,
+        )
+
+    @property
+    def total_steps(self) -> int:
+        """The number of optimizer steps."""
+        return total_steps_of(self.config.trainer, self.loader)
+
+    def fit(self) -> RMResult:
+        """Run the loop: update, and where it is due validate and save."""
+        settings, total = self.config.trainer, self.total_steps
+        group = self._start()
+        checkpoint = checkpoint_to_resume(settings, tell=True)
+        first = 0
+        if checkpoint is not None:
+            state = read_state(checkpoint)
+            changes = Changes.between(state.inputs, self.inputs)
+            changes.check(checkpoint, override=settings.resume_override)
+            changes.tell(checkpoint)
+            state.continue_loader(self.loader, data_changed=bool(changes.data))
+            group.load_checkpoint(str(checkpoint / _KEY), state.step)
+            first = state.step
+        last: dict[str, float] = {}
+        with RunRecord.open(
+            self.config,
+            total,
+            self.tokenizer,
+            resume_after=first if checkpoint else None,
+            checkpoint=checkpoint,
+        ) as record:
+            for step, rows in batches(self.loader, total, first):
+                with record.span("step"):
+                    record.log_update(group.update_rm(rows))
+                if step == total or (settings.test_freq and step % settings.test_freq == 0):
+                    with record.span("validate"):
+                        last = self.validate(group) or last
+                    record.add(last)
+                record.end_step(step)
+                if step == total or (settings.save_freq and step % settings.save_freq == 0):
+                    with record.span("save"):
+                        self.save(record, group, step)
+            path = str(record.folder.model)
+            group.export_hf(path)
+            return RMResult(path, total, last)
+
+    def validate(self, group: PairTrainingGroup) -> dict[str, float]:
+        """Return `val/loss` and `val/accuracy` over the validation pairs; {} if there are none."""
+        if self.val_pairs is None:
+            return {}
+        from quadriga.algorithms.pairwise_loss import pairwise_loss
+        from quadriga.data import PromptLoader
+        from quadriga.data.pairs import MARGINS
+
+        losses: list[float] = []
+        right = 0
+        size = self.config.data.train_batch_size
+        for rows in PromptLoader(self.val_pairs, size, shuffle=False, drop_last=False):
+            margins_P = rows.batch[MARGINS][0::2]
+            scores_B = _scores(group, rows)
+            chosen_P, rejected_P = scores_B.batch[fields.RM_SCORES].sum(-1).view(-1, 2).unbind(-1)
+            losses += pairwise_loss(chosen_P, rejected_P, margins_P).loss_P.tolist()
+            right += int((chosen_P > rejected_P).sum())
+        count = len(losses)
+        return {"val/loss": sum(losses) / count, "val/accuracy": right / count}
+
+    def save(self, record: RunRecord, group: PairTrainingGroup, step: int) -> None:
+        """Write a checkpoint of the model, its optimizer, and the position in the data."""
+        state = ControllerState(step, self.loader.state_dict(), {}, self.inputs)
+        keep = self.config.trainer.max_ckpt_to_keep
+        save_roles(record.folder.checkpoints, state, {_KEY: group}, keep)
+
+    def close(self) -> None:
+        """Stop the worker group, if it is started."""
+        if self._started is not None:
+            self._started.close()
+            self._started = None
+
+    def _start(self) -> PairTrainingGroup:
+        from dataclasses import replace
+
+        from quadriga.single_controller import ClassWithInitArgs
+        from quadriga.workers import PairTrainingWorker, RankRuntime
+
+        trainer = self.config.trainer
+        runtime = RankRuntime(
+            device=trainer.device,
+            threads=threads_per_rank(trainer),
+            seed=trainer.seed,
+            total_steps=self.total_steps,
+        )
+        config = replace(self.config, model=with_absolute_paths(self.config.model))
+        worker = ClassWithInitArgs(PairTrainingWorker, config=config, runtime=runtime)
+        self._started, group = start_one_group(trainer, Role.RewardModel, worker)
+        return group
+
+
+def inputs_of_rm(config: RMConfig) -> dict[str, object]:
+    """Return what the steps of a run depend on, as `resuming.inputs_of`."""
+    return {
+        **dict(setting_leaves(yaml.safe_load(to_yaml(config)), "")),
+        "content of data.train_files": contents_digest(config.data.train_files),
+        "content of data.val_files": contents_digest(config.data.val_files),
+        "config.json of model.path": contents_digest([config_file(config.model.path)]),
+    }
+
+
+def _scores(group: PairTrainingGroup, rows: DataProto) -> DataProto:
+    padded, extra = pad_dataproto_to_divisor(rows, group.world_size)
+    return unpad_dataproto(group.compute_pair_scores(padded), extra)

@@ -1,0 +1,108 @@
+"""Runs with one worker group, such as fine-tuning: its start, its schedule, its checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from quadriga.checkpoint.files import SavedFile
+from quadriga.checkpoint.folders import (
+    begin_checkpoint,
+    commit_checkpoint,
+    discard_checkpoint,
+    prune_checkpoints,
+)
+from quadriga.config.schema import AnyTrainerConfig
+from quadriga.protocol import DataProto
+from quadriga.trainer.placement import Role
+from quadriga.trainer.run.groups import (
+    ALIVENESS_CHECK_S,
+    StartedGroups,
+    close_on_error,
+    one_pool,
+    open_backend,
+    reported_files,
+)
+from quadriga.trainer.run.resuming import ControllerState
+from quadriga.workers.roles import GroupMethod
+
+if TYPE_CHECKING:
+    from quadriga.data import PromptLoader
+    from quadriga.single_controller import ClassWithInitArgs, WorkerGroup
+
+
+class SavingGroup(Protocol):
+    """A worker group whose ranks have a state."""
+
+    @property
+    def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
+        """Save one shard per rank under a folder, as of a step; return the files of each rank."""
+        ...
+
+
+def start_one_group(
+    trainer: AnyTrainerConfig, role: Role, worker: ClassWithInitArgs
+) -> tuple[StartedGroups, WorkerGroup]:
+    """Start one worker group on all ranks of a run, and load its models.
+
+    Raises:
+        PlacementError: the nodes cannot hold the ranks. Nothing was started.
+        WorkerError: a rank failed while it started.
+    """
+    backend = open_backend(trainer)
+    with close_on_error(backend) as groups:
+        manager = one_pool(trainer, [role], backend)
+        manager.create_resource_pool()
+        group: WorkerGroup = backend.worker_group(
+            manager.get_resource_pool(role), worker, timeout=trainer.call_timeout_s
+        )
+        groups.append(group)
+        group.start_worker_aliveness_check(ALIVENESS_CHECK_S)
+        group.init_model()
+        return StartedGroups(backend=backend, groups=groups), group
+
+
+def total_steps_of(trainer: AnyTrainerConfig, loader: PromptLoader) -> int:
+    """Return the number of steps of a run."""
+    return trainer.total_training_steps or len(loader) * trainer.total_epochs
+
+
+def batches(loader: PromptLoader, total: int, first: int = 0) -> Iterator[tuple[int, DataProto]]:
+    """Yield (number of the step, its batch) after step `first`, epoch after epoch."""
+    step = first
+    # 7 steps with 3 batches per epoch take 3 epochs; the last one is left after one batch.
+    for _ in range(math.ceil(total / max(1, len(loader))) + 1):
+        for rows in loader:
+            if step >= total:
+                return
+            step += 1
+            yield step, rows
+
+
+def save_roles(
+    folder: Path,
+    state: ControllerState,
+    groups: Mapping[str, SavingGroup],
+    max_to_keep: int | None,
+) -> None:
+    """Save groups, by the names of their roles, and the controller's state as one checkpoint.
+
+    Raises:
+        CheckpointError: a rank has reported no file, or one that the controller cannot see.
+        InputError: the folder cannot be written.
+    """
+    partial = begin_checkpoint(folder, state.step)
+    files: list[SavedFile] = []
+    try:
+        for role, group in groups.items():
+            written: Sequence[Sequence[SavedFile]] = group.save_checkpoint(
+                str(partial / role), state.step
+            )
+            files += reported_files(role, written)
+        commit_checkpoint(partial, files, state.as_info())
+    except BaseException:
+        discard_checkpoint(partial)
+        raise
+    prune_checkpoints(folder, max_to_keep)

@@ -1,0 +1,143 @@
+"""The worker that trains a reward model on pairs of responses.
+
+The two responses of a pair may be in different micro-batches: a first pass computes all scores
+without gradients, and with them the derivative of the loss by each score. A second pass adds up
+derivative × score, whose gradient is that of the loss, however the rows are split.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quadriga.config.schema import RMConfig
+from quadriga.data.pairs import MARGINS
+from quadriga.engines.base import VALUES
+from quadriga.errors import WorkerError
+from quadriga.protocol import DataProto, fields
+from quadriga.single_controller import (
+    Dispatch,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+from quadriga.workers.method_fields import MODEL_INPUTS
+from quadriga.workers.runtime import RankRuntime, prepare_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from quadriga.checkpoint.files import SavedFile
+    from quadriga.engines.base import Outputs, TrainEngine
+
+_SLOPES = "slopes"
+"""The derivative of the loss by the score of each row, [B]."""
+
+
+class PairTrainingWorker(Worker):
+    """A reward model that is trained, in one rank.
+
+    Args:
+        config: settings of `quadriga rm`.
+        runtime: what every rank is told about the run.
+    """
+
+    def __init__(self, config: RMConfig, runtime: RankRuntime | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.runtime = runtime or RankRuntime()
+        self.device = prepare_rank(self.runtime)
+        self.engine: TrainEngine | None = None
+        self._register_dispatch_collect_info("reward_model", dp_rank=self.rank, is_collect=True)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the model with its head. A head that the folder does not have is zero."""
+        from quadriga.engines import build_engine
+
+        self.engine = build_engine(
+            self.config.model,
+            self.config.engine,
+            self.config.optim,
+            head="score",
+            device=self.device,
+            total_steps=self.runtime.total_steps,
+        )
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward_model"))
+    def update_rm(self, data: DataProto) -> DataProto:
+        """Take one optimizer step on the mean loss of the pairs of all ranks.
+
+        Args:
+            data: rows of `PairDataset.collate`; the two rows of a pair are neighbours.
+
+        Returns:
+            `meta_info["metrics"]`: `rm/loss` in nats per pair, `rm/accuracy`, `rm/difference`, and
+            the metrics of the engine.
+        """
+        import torch
+
+        from quadriga.algorithms.pairwise_loss import pairwise_loss
+
+        engine = self._engine()
+        rows = {key: data.batch[key] for key in MODEL_INPUTS}
+        (pairs,) = engine.global_counts(len(data) // 2)
+        scores_B = self._scores(rows).sum(-1)
+        chosen_P, rejected_P = scores_B[0::2], scores_B[1::2]
+        loss = pairwise_loss(chosen_P, rejected_P, data.batch[MARGINS][0::2])
+        slope_P = loss.slope_P / pairs
+        rows[_SLOPES] = torch.stack([-slope_P, slope_P], dim=1).flatten()
+        metrics = engine.train_step(
+            rows, _weighted_scores, micro_batch_size=self.config.data.micro_batch_size_per_gpu
+        )
+        means = {
+            "loss": loss.loss_P,
+            "accuracy": (chosen_P > rejected_P).float(),
+            "difference": chosen_P - rejected_P,
+        }
+        totals = engine.global_counts(*(values.sum() for values in means.values()))
+        metrics |= {name: total / pairs for name, total in zip(means, totals, strict=True)}
+        return DataProto(meta_info={"metrics": {f"rm/{k}": v for k, v in metrics.items()}})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward_model"))
+    def compute_pair_scores(self, data: DataProto) -> DataProto:
+        """Compute `rm_scores` [B, R] float32: the score where `response_mask` is 1, 0 elsewhere."""
+        rows = {key: data.batch[key] for key in MODEL_INPUTS}
+        return DataProto.from_dict(tensors={fields.RM_SCORES: self._scores(rows)})
+
+    def _scores(self, rows: Mapping[str, Tensor]) -> Tensor:
+        size = self.config.engine.forward_rows(self.config.data.micro_batch_size_per_gpu)
+        return self._engine().forward(rows, micro_batch_size=size)[VALUES]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str, step: int) -> list[SavedFile]:
+        """Save the shard of this rank under `path`, as of `step`. Return its files."""
+        return self._engine().save(path, step)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str, step: int) -> None:
+        """Load a folder of `save_checkpoint` that was saved at `step`."""
+        self._engine().load(path, step)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_hf(self, path: str) -> None:
+        """Write the model as a sequence classifier with its tokenizer."""
+        self._engine().save_hf(path)
+
+    def _engine(self) -> TrainEngine:
+        if self.engine is None:
+            raise WorkerError(
+                f"rank {self.rank} with role 'reward_model' has no training engine: call "
+                "init_model first",
+                role="reward_model",
+                rank=self.rank,
+            )
+        return self.engine
+
+
+def _weighted_scores(
+    outputs: Outputs, micro: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, float]]:
+    """Return Σ derivative × score, whose gradient is that of the loss."""
+    return (outputs[VALUES].sum(-1) * micro[_SLOPES]).sum(), {}

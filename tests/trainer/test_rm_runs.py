@@ -1,0 +1,201 @@
+"""`quadriga rm`: gradients, several ranks, resume, export, and data that does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from run_cases import timeless
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from quadriga.algorithms.pairwise_loss import pairwise_loss
+from quadriga.config.loading import load_config
+from quadriga.config.schema import RMConfig
+from quadriga.errors import ConfigError, DataError, InputError
+from quadriga.observability.jsonl import read_jsonl
+from quadriga.trainer.rm import run_rm
+
+
+def rows(count=24, margin=False):
+    """Pairs: the chosen answer is right. Half of them are texts, half are messages."""
+    found = []
+    for number in range(count):
+        prompt = [{"role": "user", "content": f"{number % 5} + {number % 3}"}]
+        answers = [f"#### {number % 5 + number % 3 + wrong}" for wrong in (0, 1)]
+        row = {"prompt": prompt, "margin": 0.5 if margin else 0.0}
+        for key, answer in zip(("chosen", "rejected"), answers, strict=True):
+            message = {"role": "assistant", "content": answer}
+            row[key] = answer if number % 2 else [*prompt, message]
+        found.append(row)
+    return found
+
+
+def write(path: Path, pairs) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    return path
+
+
+@pytest.fixture
+def settings(tiny_task, tmp_path):
+    """settings("a=b", …) returns the settings of a run of three steps."""
+    train = write(tmp_path / "train.jsonl", rows())
+    val = write(tmp_path / "val.jsonl", rows(10))
+
+    def make(*more):
+        return load_config(
+            RMConfig,
+            [
+                f"model.path={tiny_task.model}",
+                f"data.train_files={train}",
+                f"data.val_files={val}",
+                "data.train_batch_size=8",
+                "optim.lr=1e-2",
+                "trainer.total_training_steps=3",
+                "trainer.backend=local",
+                "trainer.threads_per_worker=1",
+                "trainer.loggers=[jsonl]",
+                f"trainer.default_local_dir={tmp_path / 'run'}",
+                *more,
+            ],
+        )
+
+    return make
+
+
+def metrics(config):
+    folder = Path(config.trainer.default_local_dir)
+    return timeless(list(read_jsonl(folder / "metrics.jsonl")))
+
+
+def test_the_loss_by_hand_and_its_derivative():
+    chosen = torch.tensor([2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    rejected = torch.tensor([1.0, 3.0], dtype=torch.float64, requires_grad=True)
+    found = pairwise_loss(chosen, rejected, torch.tensor([0.5, 0.0], dtype=torch.float64))
+    # −log σ(0.5) and −log σ(−3)
+    assert found.loss_P.tolist() == pytest.approx([0.4740769842, 3.0485873515])
+    found.loss_P.sum().backward()
+    assert torch.allclose(chosen.grad, -found.slope_P)
+    assert torch.allclose(rejected.grad, found.slope_P)
+
+
+@pytest.mark.parametrize("micro", ["null", "1", "3"])
+def test_a_step_equals_one_of_a_plain_loop(settings, tiny_task, tmp_path, micro):
+    config = settings(
+        "trainer.total_training_steps=2", "optim.weight_decay=0", "optim.grad_clip=1e9",
+        "data.shuffle=false", "data.margin_key=margin", f"data.micro_batch_size_per_gpu={micro}",
+        f"data.train_files={write(tmp_path / 'margin.jsonl', rows(16, margin=True))}",
+    )  # fmt: skip
+    result = run_rm(config)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_task.model)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tiny_task.model, num_labels=1, pad_token_id=tokenizer.pad_token_id
+    )
+    torch.nn.init.zeros_(model.score.weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
+    pairs = rows(16, margin=True)
+
+    def score(row, key):
+        answer = row[key] if isinstance(row[key], str) else row[key][-1]["content"]
+        chat = [*row["prompt"], {"role": "assistant", "content": answer}]
+        ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+        return model(torch.tensor([ids])).logits[0, 0]
+
+    losses = []
+    for step in range(2):
+        of_step = []
+        for row in pairs[8 * step : 8 * step + 8]:
+            difference = score(row, "chosen") - score(row, "rejected") - row["margin"]
+            of_step.append(-torch.nn.functional.logsigmoid(difference))
+        loss = torch.stack(of_step).mean()
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    found = metrics(config)
+    assert [row["rm/loss"] for row in found] == pytest.approx(losses, rel=1e-4)
+    exported = AutoModelForSequenceClassification.from_pretrained(result.model_path)
+    assert type(exported).__name__ == "LlamaForSequenceClassification"
+    assert exported.config.pad_token_id == tokenizer.pad_token_id
+    assert exported.score.weight.shape == (1, 32)
+    assert torch.allclose(exported.score.weight, model.score.weight, atol=2e-3)
+
+
+def test_validation_plot_and_the_score_of_the_export(settings, tmp_path):
+    config = settings("trainer.test_freq=1", "trainer.total_training_steps=6")
+    result = run_rm(config)
+    found = metrics(config)
+    assert all({"val/loss", "val/accuracy", "rm/accuracy"} <= set(row) for row in found)
+    assert found[-1]["val/loss"] < found[0]["val/loss"]
+    assert result.validation["val/accuracy"] == found[-1]["val/accuracy"]
+    assert (tmp_path / "run" / "learning_curve.png").is_file()
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(settings, tmp_path):
+    whole = settings("trainer.save_freq=2", "trainer.total_training_steps=4")
+    run_rm(whole)
+    resumed = settings(
+        "trainer.total_training_steps=4",
+        f"trainer.resume_mode={tmp_path / 'run' / 'checkpoints' / 'global_step_2'}",
+        f"trainer.default_local_dir={tmp_path / 'again'}",
+    )
+    run_rm(resumed)
+    assert metrics(resumed) == metrics(whole)[2:]
+
+
+def test_adapters_are_merged_into_the_export(settings):
+    result = run_rm(settings("model.lora.rank=2"))
+    model = AutoModelForSequenceClassification.from_pretrained(result.model_path)
+    assert model.score.weight.abs().max() > 0
+
+
+@pytest.mark.nightly
+def test_two_ranks_equal_one(settings, tmp_path):
+    one = settings()
+    run_rm(one)
+    two = settings(
+        "trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.num_cpus=4",
+        f"trainer.default_local_dir={tmp_path / 'two'}",
+    )  # fmt: skip
+    run_rm(two)
+    for single, double in zip(metrics(one), metrics(two), strict=True):
+        for key in ("rm/loss", "rm/grad_norm", "rm/accuracy"):
+            assert double[key] == pytest.approx(single[key], rel=1e-4), key
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": "a", "rejected": "a"}, "are the same response"),
+        ({"chosen": 3, "rejected": "a"}, "'chosen' must be a text or a list of messages, got int"),
+        (
+            {"chosen": [{"role": "user", "content": "a"}], "rejected": "a"},
+            "'chosen' must be a response, or messages that end with one of the assistant, got 1",
+        ),
+        ({"chosen": "b", "rejected": "a", "margin": "much"}, "'margin' must be a finite number"),
+    ],
+)
+def test_rows_without_a_pair_are_refused(settings, tmp_path, row, message):
+    file = write(tmp_path / "bad.jsonl", [*rows(8), {"prompt": "1 + 1", **row}])
+    with pytest.raises(DataError, match=message):
+        run_rm(settings(f"data.train_files={file}", "data.margin_key=margin"))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("trainer.n_gpus_per_node=3", "8 pairs do not divide over 3 ranks"),
+        ("trainer.n_gpus_per_node=2", "trainer.backend=local runs one rank"),
+        ("engine.fused_head=true", "a reward model computes one"),
+        ("model.freeze=[nothing]", r"model\.freeze: no weight"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, more, message):
+    with pytest.raises(ConfigError, match=message):
+        run_rm(settings(more))
+
+
+def test_a_missing_file_is_refused(settings):
+    with pytest.raises(InputError, match=r"data\.val_files: no such file"):
+        run_rm(settings("data.val_files=[none.jsonl]"))
