@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quadriga.protocol import Origin
-from quadriga.protocol.values.rows import RowIndices, RowMap, RowRange, Shard, concat
+from quadriga.protocol.values.rows import RowIndices, RowMap, RowRange, Shard, concat, row_map_of
 
 WRITER = Origin("actor", 0, "make")
 
@@ -101,3 +101,24 @@ def test_a_chunk_of_a_large_batch_is_one_segment(ranks):
     for r in range(ranks):
         part, kept = whole.take(RowRange(r * 10**6, (r + 1) * 10**6))
         assert kept == (r,) and part.segments.tolist() == [[0, 0, 10**6]]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_chunks_of_a_map_are_its_ranges(seed):
+    draw = np.random.default_rng(seed)
+    shards = tuple(Shard.new(5, WRITER) for _ in range(30))
+    one_each = RowMap(shards, np.array([[i, 0, 5] for i in range(30)], dtype=np.int64))
+    mixed = one_each.take(RowIndices(draw.integers(0, 150, 150)))[0] if seed % 2 else one_each
+    inner = np.sort(draw.integers(0, 151, 11)).tolist()  # equal bounds: empty chunks
+    bounds = [0, *inner, 150]
+    plans = {}
+    for whole in (mixed, RowMap(mixed.shards[::-1], mixed.segments)):  # the second uses the plans
+        for (chunk, kept), start, stop in zip(
+            whole.chunk(bounds, plans), bounds[:-1], bounds[1:], strict=True
+        ):
+            row_map, expected = whole.take(RowRange(start, stop))
+            assert (chunk.shards, kept) == (row_map.shards, expected)
+            assert chunk.segments.tolist() == row_map.segments.tolist()
+            assert len(chunk) == stop - start
+            again = row_map_of(*chunk.flat())
+            assert again.shards == chunk.shards and again.content == chunk.content

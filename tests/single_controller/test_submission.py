@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -58,6 +57,17 @@ def test_no_rank_runs_if_an_argument_of_one_rank_cannot_be_pickled(group, wrong)
     assert group.recorded() == [[]] * 4
     group.record_each([1, 2, 3, 4])
     assert group.recorded() == [[1], [2], [3], [4]]
+
+
+def test_ranks_with_the_same_arguments_have_one_encoding(group, monkeypatch):
+    from quadriga.backends.ray.calls import submission
+
+    made, encode = [], submission.encode
+    monkeypatch.setattr(submission, "encode", lambda *call: made.append(call) or encode(*call))
+    group.record(FIELDS.select()).get()
+    assert len(made) == 1
+    group.record_each([1, 2, 3, 4])
+    assert len(made) == 5
 
 
 def test_threads_send_their_calls_to_all_ranks_in_one_order(group):
@@ -147,10 +157,12 @@ def test_small_calls_that_overtake_a_large_one_leave_it_room(limited, request):
 def test_a_call_that_arrives_last_finds_a_free_slot(limited):
     import ray
 
+    from quadriga.backends.ray.calls.submission import encode
+
     rank = limited.workers[0]
     calls = [Call("Interleaver", "record_later", (i,)) for i in range(3)]
     refs = [
-        rank.quadriga_invoke.remote(pickle.dumps(calls[i]), ("another sender", i))
+        rank.quadriga_invoke.remote(encode(calls[i], with_ticket=True), ("another sender", i))
         for i in (2, 1, 0)
     ]
     ray.get(refs, timeout=10)

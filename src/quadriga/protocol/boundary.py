@@ -19,7 +19,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from quadriga.protocol.containers import walk
 from quadriga.protocol.dataproto import DataProto, class_and_attributes, from_message
-from quadriga.protocol.message import Message, pack
+from quadriga.protocol.message import Message, Packer
 from quadriga.protocol.values.decode import decode_leaf
 from quadriga.protocol.values.encode import encode_leaf
 from quadriga.protocol.values.storage import CONTROLLER, Origin, Store, current_store, use_store
@@ -29,6 +29,7 @@ __all__ = [
     "Origin",
     "current_store",
     "pack_argument",
+    "pack_arguments",
     "pack_result",
     "unpack_argument",
     "unpack_result",
@@ -50,14 +51,22 @@ class Deferred(ABC):
         """Wait for several values at once. Raises the first failure of any of them."""
 
 
-def pack_argument(value: object, store: Store | None = None) -> object:
-    """Pack an argument on the controller.
+def pack_arguments(values: Iterable[object], store: Store | None = None) -> list[object]:
+    """Pack the arguments of a call on the controller.
 
     Local fields above the inline limit are put into `store` (that of the ranks' backend; the
-    current one if None) once per call of this function, so a part that several ranks share must be
-    packed once.
+    current one if None) once for each value, so a part that several ranks share must be packed
+    once.
     """
-    return _pack(value, CONTROLLER, store or current_store())
+    packer = Packer(CONTROLLER, store or current_store())
+    packed = [_pack(value, packer) for value in values]
+    packer.store_fields()
+    return packed
+
+
+def pack_argument(value: object, store: Store | None = None) -> object:
+    """Pack one argument on the controller, as `pack_arguments` does."""
+    return pack_arguments([value], store)[0]
 
 
 def pack_result(value: object, origin: Origin, store: Store | None = None) -> object:
@@ -66,7 +75,10 @@ def pack_result(value: object, origin: Origin, store: Store | None = None) -> ob
     Fields above the inline limit are put into `store` (the current one if None). Fields that the
     method received and did not read are sent as the references that they were.
     """
-    return _pack(value, origin, store or current_store())
+    packer = Packer(origin, store or current_store())
+    packed = _pack(value, packer)
+    packer.store_fields()
+    return packed
 
 
 def wait_for_arguments(values: Iterable[object]) -> None:
@@ -104,17 +116,19 @@ def unpack_result(value: object) -> Any:
     return walk(value, _unpack_leaf)
 
 
-def _pack(value: object, origin: Origin, store: Store) -> object:
-    return walk(value, partial(_pack_leaf, origin=origin, store=store))
-
-
-def _pack_leaf(value: object, origin: Origin, store: Store) -> object:
+def _pack(value: object, packer: Packer) -> object:
     if isinstance(value, DataProto):
-        return pack(value.contents, *class_and_attributes(value), origin, store)
+        return packer.message(value.contents, *class_and_attributes(value))
+    return walk(value, partial(_pack_leaf, packer=packer))
+
+
+def _pack_leaf(value: object, packer: Packer) -> object:
+    if isinstance(value, DataProto):
+        return packer.message(value.contents, *class_and_attributes(value))
     # A TensorDict without batch dimensions has no rows; `encode_leaf` sends it as a single value.
     if isinstance(value, TensorDictBase) and value.batch_dims:
-        return pack(DataProto.from_tensordict(value).contents, TensorDict, {}, origin, store)
-    return encode_leaf(value, private=store.in_process)
+        return packer.message(DataProto.from_tensordict(value).contents, TensorDict, {})
+    return encode_leaf(value, private=packer.store.in_process)
 
 
 def _unpack_leaf(value: object) -> object:

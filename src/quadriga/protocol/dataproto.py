@@ -1,14 +1,13 @@
 """`DataProto`: the container of everything that is sent between controller and workers.
 
-An operation on rows has two steps: the index becomes a `RowSelection` (values/rows.py), and the
-selection is applied to every column (columns/). Remote columns only change where their rows are
-found, so the same code handles local and remote fields.
+An operation on rows has two steps: the index becomes a `RowSelection` (values/row_index.py), and
+the selection is applied to every column (columns/). Remote columns only change where their rows
+are found, so the same code handles local and remote fields.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar
@@ -30,8 +29,9 @@ from quadriga.protocol.columns.remote_batch import RemoteBatch
 from quadriga.protocol.message import Message, pack_for_pickle, unpack
 from quadriga.protocol.ops import construct, describe, disk, join
 from quadriga.protocol.ops.split import LoaderSettings, mini_batch_rows, unfold_column_chunks
-from quadriga.protocol.values import rows
-from quadriga.protocol.values.rows import RowIndex, RowIndices, RowRange, RowSelection
+from quadriga.protocol.values import row_index
+from quadriga.protocol.values.row_index import RowIndex
+from quadriga.protocol.values.rows import RowIndices, RowSelection, chunk_bounds
 
 MaybeNone: TypeAlias = Any
 """None where a batch has no tensors. Not spelled `None`, so that code which knows that its batch
@@ -179,9 +179,9 @@ class DataProto:
 
     def __getitem__(self, index: Any) -> Any:
         """Return a `DataProtoItem` for `data[int]`, a batch for slices, lists, arrays and masks."""
-        row = rows.row_number(index, len(self))
+        row = row_index.row_number(index, len(self))
         if row is None:
-            return self.take_rows(rows.from_index(index, len(self)))
+            return self.take_rows(row_index.from_index(index, len(self)))
         return DataProtoItem(*halves.row(self.batch, self.non_tensor_batch, row), self.meta_info)
 
     def __iter__(self) -> Iterator[DataProtoItem]:
@@ -197,15 +197,15 @@ class DataProto:
         self, start: int | None = None, end: int | None = None, step: int | None = None
     ) -> Self:
         """Return rows `start:end:step`. Local tensors are views if `step` is 1."""
-        return self.take_rows(rows.from_slice(slice(start, end, step), len(self)))
+        return self.take_rows(row_index.from_slice(slice(start, end, step), len(self)))
 
     def select_idxs(self, idxs: RowIndex) -> Self:
         """Return the rows of a list, numpy array or tensor of row numbers, or of a bool mask."""
-        return self.take_rows(rows.from_index(idxs, len(self)))
+        return self.take_rows(row_index.from_index(idxs, len(self)))
 
     def reorder(self, indices: RowIndex) -> None:
         """Replace the rows by those of `indices` (length N or any other), in place."""
-        self._take_in_place(rows.from_index(indices, len(self)))
+        self._take_in_place(row_index.from_index(indices, len(self)))
 
     def _take_in_place(self, selection: RowSelection) -> None:
         taken = halves.take(self.batch, self.non_tensor_batch, selection)
@@ -219,7 +219,7 @@ class DataProto:
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor | np.ndarray) -> Self:
         """Repeat row `i` `repeat_times[i]` times. Raises `LengthError` unless every row has one."""
-        return self.take_rows(rows.repeated(repeat_times, len(self)))
+        return self.take_rows(row_index.repeated(repeat_times, len(self)))
 
     def chunk(self, chunks: int) -> list[Self]:
         """Split into `chunks` parts of equal length, in order.
@@ -227,8 +227,9 @@ class DataProto:
         With padding enabled lengths may differ by one, longer parts first. Otherwise a length
         that does not divide raises `LengthError`.
         """
-        bounds = rows.chunk_bounds(len(self), chunks, self.is_padding_enabled())
-        return [self.take_rows(RowRange(a, b)) for a, b in itertools.pairwise(bounds)]
+        bounds = chunk_bounds(len(self), chunks, self.is_padding_enabled())
+        parts = halves.chunk(self.batch, self.non_tensor_batch, bounds)
+        return [self.with_contents(*part) for part in parts]
 
     def split(self, split_size: int) -> list[Self]:
         """Split into parts of `split_size` rows; the last part may be shorter."""
@@ -327,7 +328,7 @@ class DataProto:
 
     def padding(self, padding_size: int, padding_candidate: str = "last") -> None:
         """Append copies of the "first" or "last" row in place. `LengthError` for an empty batch."""
-        self._take_in_place(rows.padded(len(self), padding_size, padding_candidate))
+        self._take_in_place(row_index.padded(len(self), padding_size, padding_candidate))
 
     def to(self, device: torch.device | str) -> Self:
         """Move all tensors to a device, fetching those that are remote, and return self."""

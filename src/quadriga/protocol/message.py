@@ -1,6 +1,6 @@
 """`Message`: one batch as it is sent, and its pickled form.
 
-`pack` makes the message of a batch: small fields with their bytes, large fields as handles of a
+A `Packer` makes the messages of a call: small fields with their bytes, large fields as handles of a
 store, so a message stays small whatever the size of the batch. `unpack` returns the contents of a
 message, private to the receiver. `pack_for_pickle` makes the message of a batch that is pickled
 outside a call.
@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from quadriga.protocol.columns import column as columns
 from quadriga.protocol.columns import contents as halves
 from quadriga.protocol.columns.column import Column, RemoteColumn, is_remote, local_value
@@ -24,8 +22,14 @@ from quadriga.protocol.containers import PLAIN_TYPES, walk
 from quadriga.protocol.values import stored_once
 from quadriga.protocol.values.decode import current_device, decode, decode_leaf
 from quadriga.protocol.values.encode import encode, encode_leaf
-from quadriga.protocol.values.field_spec import FieldSpec, LocalValue, Payload
-from quadriga.protocol.values.rows import RowMap, Shard
+from quadriga.protocol.values.field_spec import (
+    FieldSpec,
+    LocalValue,
+    Payload,
+    flat_payload,
+    payload_of,
+)
+from quadriga.protocol.values.rows import RowMap, row_map_of
 from quadriga.protocol.values.storage import (
     CONTROLLER,
     Handle,
@@ -39,11 +43,36 @@ from quadriga.protocol.values.storage import (
 
 INLINE_BYTES = stored_once.NOTED_BYTES
 """A field of a shard up to this size is sent in the message; a larger one is put into the store."""
-_SMALL = 2048
-"""Arrays up to this many bytes are pickled as bytes: cheaper than an out-of-band buffer."""
+TOGETHER_BYTES = 16 * 2**20
+"""Large fields are stored together up to this size: their payloads may be copies."""
 
 Flat: TypeAlias = tuple[Any, ...]
 """Nested tuples, strings, numbers, bytes, handles and large arrays: pickled without Python code."""
+FlatHandle: TypeAlias = Callable[[Handle], Flat]
+HandleOf: TypeAlias = Callable[..., Handle]
+
+
+def flat_of_handle(handle: Handle) -> tuple[Any, ...]:
+    """Return `(module and name of the class, *arguments)`; a `LocalHandle` has no class name."""
+    if type(handle) is LocalHandle:
+        return None, flat_payload(handle.value), handle.nbytes
+    kind = type(handle)
+    return (kind.__module__, kind.__qualname__), *handle.__reduce__()[1]
+
+
+def handle_of_flat(kind: tuple[str, str] | None, *arguments: Any) -> Handle:
+    """Return the handle of a flat form."""
+    if kind is None:
+        payload, nbytes = arguments
+        return LocalHandle(payload_of(payload), nbytes)
+    handle: Handle = _handle_class(*kind)(*arguments)
+    return handle
+
+
+@cache
+def _handle_class(module: str, name: str) -> Callable[..., Handle]:
+    found: Callable[..., Handle] = getattr(importlib.import_module(module), name)
+    return found
 
 
 @dataclass(slots=True)
@@ -56,6 +85,8 @@ class Inline:
 
 
 Entries = dict[str, Inline | RemoteColumn]
+_Unstored = tuple[RemoteColumn, LocalValue, Payload, int]
+"""A column without its handle; value, payload and bytes of what is to be stored."""
 
 
 @dataclass(slots=True)
@@ -80,67 +111,128 @@ class Message:
     def is_plain(self) -> bool:
         """Whether the message has small fields and plain values only: no handle, and no object or
         class of the user."""
-        entries = (*self.tensors.values(), *self.arrays.values())
-        return (
-            self.kind is None
-            and all(isinstance(entry, Inline) and entry.spec.kind != "raw" for entry in entries)
-            and all(type(value) in PLAIN_TYPES for value in self.meta.values())
-            and not self.attributes
-        )
+        return self.data_bytes(frozenset()) is not None
+
+    def data_bytes(self, handles: frozenset[type]) -> int | None:
+        """Return the bytes of the small fields; None for a message with objects or classes of the
+        user, or with handles of other classes than these."""
+        if self.kind is not None or self.attributes:
+            return None
+        total = 0
+        for entry in (*self.tensors.values(), *self.arrays.values()):
+            if entry.spec.kind == "raw":
+                return None
+            if isinstance(entry, Inline):
+                total += entry.nbytes
+            elif not handles.issuperset(map(type, entry.handles)) or not handles:
+                return None
+        plain = all(type(value) in PLAIN_TYPES for value in self.meta.values())
+        return total if plain else None
+
+    def flat(self, flat_handle: FlatHandle = flat_of_handle) -> Flat:
+        """Return the arguments of `restore`, see the drawing below.
+
+        `flat_handle` returns the flat form of a handle.
+        """
+        row_maps = _RowMaps()
+        tensors = _flat_entries(self.tensors, row_maps, flat_handle)
+        arrays = _flat_entries(self.arrays, row_maps, flat_handle)
+        own = None if self.row_map is None else row_maps.number(self.row_map)
+        maps = tuple(row_maps.flat)
+        return self.kind, self.head, own, maps, tensors, arrays, self.meta, self.attributes
 
     def __reduce__(self) -> tuple[Callable[..., Message], Flat]:
-        return _restore, _flatten(self)
+        return restore, self.flat()
 
 
-def pack(
-    contents: Contents,
-    kind: type[object] | None,
-    attributes: MetaInfo,
-    origin: Origin,
-    store: Store,
-) -> Message:
-    """Return the message of a batch that is sent in a call or a result.
+class Packer:
+    """Make the messages of one call or one result: `message` for each batch, then `store_fields`.
 
-    The message contains no live tensor. Large fields are put into `store` in one call, written by
-    `origin`.
+    The messages contain no live tensor. Their large fields are put into the store by
+    `store_fields`, or before it whenever they have `TOGETHER_BYTES`: storing a field evicts what
+    the processor has cached of this code, so the messages of many ranks are made first.
     """
-    row_map: RowMap | None = None
-    waiting: list[tuple[RemoteColumn, LocalValue, Payload, int]] = []
-    # A result is stored for its receivers only: a method rarely returns the same tensor twice.
-    reuse = origin is CONTROLLER
-    session: object = None
 
-    def entry(key: str, column: Column) -> Inline | RemoteColumn:
-        nonlocal row_map, session
-        if is_remote(column):
-            return _pass_on(key, column, store)
-        if row_map is None:
-            row_map = columns.row_map_of_shard(contents.rows, origin)
-        value = local_value(column)
-        spec, payload, nbytes = encode(value, key, narrow=not store.in_process)
-        if nbytes <= INLINE_BYTES or spec.kind == "raw" or not row_map.shards:
-            # The payload may share memory with the live tensor, and is pickled later or never.
-            private = spec.kind != "raw" or store.in_process
-            return Inline(spec, snapshot(payload) if private else payload, nbytes)
-        if reuse and session is None:
-            session = stored_once.session(store)
-        handle = stored_once.find(value, spec, payload, session) if reuse else None
-        stored = RemoteColumn(spec, row_map, () if handle is None else (handle,))
-        if handle is None:
-            waiting.append((stored, value, payload, nbytes))
-        return stored
+    def __init__(self, origin: Origin, store: Store) -> None:
+        """`origin`: the writer of the fields."""
+        self._origin, self.store = origin, store
+        # A result is stored for its receivers only: a method rarely returns the same tensor twice.
+        self._reuse = origin is CONTROLLER
+        self._session: object = None
+        self._waiting: list[list[_Unstored]] = []
+        self._first: dict[tuple[int, tuple[int, int]], RemoteColumn] = {}
+        self._same: list[tuple[RemoteColumn, RemoteColumn]] = []
+        self._nbytes = 0
 
-    message = _message(contents, kind, attributes, entry, store.in_process)
-    message.row_map = row_map
-    # One call for all large fields of the message: a store may put them into one object.
-    if waiting:
-        handles = store.put_many([(payload, nbytes) for _, _, payload, nbytes in waiting])
-        for (stored, value, _, nbytes), handle in zip(waiting, handles, strict=True):
-            stored.handles = (handle,)
-            traffic.stored(nbytes)
-            if reuse:
-                stored_once.remember(value, stored.spec, handle, session)
-    return message
+    def message(
+        self, contents: Contents, kind: type[object] | None, attributes: MetaInfo
+    ) -> Message:
+        """Return the message of one batch."""
+        store, row_map = self.store, None
+        unstored: list[_Unstored] = []
+
+        def entry(key: str, column: Column) -> Inline | RemoteColumn:
+            nonlocal row_map
+            if is_remote(column):
+                return columns.for_message(key, column, store)
+            if row_map is None:
+                row_map = columns.row_map_of_shard(contents.rows, self._origin)
+            value = local_value(column)
+            spec, payload, nbytes = encode(value, key, narrow=not store.in_process)
+            if nbytes <= INLINE_BYTES or spec.kind == "raw" or not row_map.shards:
+                # The payload may share memory with the live tensor, and is pickled later or never.
+                private = spec.kind != "raw" or store.in_process
+                return Inline(spec, snapshot(payload) if private else payload, nbytes)
+            handle = self._stored(value, spec, payload)
+            stored = RemoteColumn(spec, row_map, () if handle is None else (handle,))
+            if handle is None and not self._is_waiting(value, stored):
+                unstored.append((stored, value, payload, nbytes))
+            return stored
+
+        message = _message(contents, kind, attributes, entry, store.in_process)
+        message.row_map = row_map
+        if unstored:
+            self._waiting.append(unstored)
+            self._nbytes += sum(nbytes for _, _, _, nbytes in unstored)
+            if self._nbytes > TOGETHER_BYTES:
+                self.store_fields()
+        return message
+
+    def _stored(self, value: LocalValue, spec: FieldSpec, payload: Payload) -> Handle | None:
+        """Return the handle of a value that was stored before and is unchanged."""
+        if not self._reuse:
+            return None
+        if self._session is None:
+            self._session = stored_once.session(self.store)
+        return stored_once.find(value, spec, payload, self._session)
+
+    def _is_waiting(self, value: LocalValue, stored: RemoteColumn) -> bool:
+        """Return whether the same rows of the same tensor wait already: they get one handle."""
+        if not self._reuse:
+            return False
+        source, rows = stored_once.place(value)
+        first = self._first.setdefault((id(source), rows), stored)
+        if first is not stored:
+            self._same.append((stored, first))
+        return first is not stored
+
+    def store_fields(self) -> None:
+        """Put the large fields into the store. Until then the messages cannot be sent."""
+        waiting, self._waiting, self._nbytes = self._waiting, [], 0
+        # One call for all large fields of a message: a store may put them into one object.
+        found = [
+            self.store.put_many([(payload, nbytes) for _, _, payload, nbytes in unstored])
+            for unstored in waiting
+        ]
+        for unstored, handles in zip(waiting, found, strict=True):
+            for (stored, value, _, nbytes), handle in zip(unstored, handles, strict=True):
+                stored.handles = (handle,)
+                traffic.stored(nbytes)
+                if self._reuse:
+                    stored_once.remember(value, stored.spec, handle, self._session)
+        for stored, first in self._same:
+            stored.handles = first.handles
+        self._first, self._same = {}, []
 
 
 def pack_for_pickle(contents: Contents, kind: type[object] | None, attributes: MetaInfo) -> Message:
@@ -170,7 +262,7 @@ def _message(
     head = None
     if batch is not None:
         head = tuple(batch.batch_size), None if batch.device is None else batch.device.type
-    leaf = partial(encode_leaf, private=private)
+    leaf = partial(encode_leaf, private=private) if meta or attributes else encode_leaf
     return Message(
         kind,
         head,
@@ -180,31 +272,6 @@ def _message(
         walk(meta, leaf) if meta else {},
         walk(attributes, leaf) if attributes else {},
     )
-
-
-def _pass_on(key: str, column: RemoteColumn, store: Store) -> Inline | RemoteColumn:
-    """Return a remote column as it is sent.
-
-    References are sent as they are. Bytes that are in this process are sent in the message if they
-    are few; otherwise they are put into the store, once for all messages that need them.
-    """
-    if store.in_process or not any(isinstance(handle, LocalHandle) for handle in column.handles):
-        return column.unread()
-    if column.has_local_payloads() and column.nbytes() <= INLINE_BYTES:
-        return columns.without_unused_rows(key, column)
-    handles = tuple([_stored(handle, column.spec, store) for handle in column.handles])
-    return RemoteColumn(column.spec, column.row_map, handles)
-
-
-def _stored(handle: Handle, spec: FieldSpec, store: Store) -> Handle:
-    if not isinstance(handle, LocalHandle) or handle.nbytes <= INLINE_BYTES or spec.kind == "raw":
-        return handle
-    # Several messages may need the same bytes: those of the parts of one batch, for example.
-    session = stored_once.session(store)
-    if handle.stored is None or handle.stored[0] != session:
-        traffic.stored(handle.nbytes)
-        handle.stored = session, store.put(handle.value, handle.nbytes)
-    return handle.stored[1]
 
 
 def unpack(message: Message) -> tuple[Contents, MetaInfo]:
@@ -262,32 +329,28 @@ def _receive(key: str, entry: Inline | RemoteColumn, row_map: RowMap | None) -> 
 # Each row map is written once, however many fields share it.
 
 
-def _flatten(message: Message) -> Flat:
-    """Return the arguments of `_restore`: the flat form above."""
-    row_maps = _RowMaps()
-    tensors = _flat_entries(message.tensors, row_maps)
-    arrays = _flat_entries(message.arrays, row_maps)
-    own = None if message.row_map is None else row_maps.number(message.row_map)
-    head = message.kind, message.head, own, tuple(row_maps.flat)
-    return *head, tensors, arrays, message.meta, message.attributes
-
-
-def _restore(
+def restore(
     kind: type[object] | None,
     head: tuple[tuple[int, ...], str | None] | None,
     own: int | None,
     row_maps: Iterable[Flat],
     tensors: Iterable[Flat],
     arrays: Iterable[Flat],
-    *rest: MetaInfo,
+    meta: MetaInfo,
+    attributes: MetaInfo,
+    handle_of: HandleOf = handle_of_flat,
 ) -> Message:
-    known = [_row_map(*parts) for parts in row_maps]
-    fields = _entries(tensors, known), _entries(arrays, known)
-    return Message(kind, head, None if own is None else known[own], *fields, *rest)
+    """Return the message of a flat form. `handle_of` is the inverse of `flat_handle`."""
+    known = [row_map_of(*parts) for parts in row_maps]
+    fields = _entries(tensors, known, handle_of), _entries(arrays, known, handle_of)
+    row_map = None if own is None else known[own]
+    return Message(kind, head, row_map, *fields, meta, attributes)
 
 
 class _RowMaps:
     """Numbers the row maps of one message."""
+
+    __slots__ = ("_numbers", "flat")
 
     def __init__(self) -> None:
         self.flat: list[Flat] = []
@@ -297,34 +360,36 @@ class _RowMaps:
         at = self._numbers.get(id(row_map))
         if at is None:
             at = self._numbers[id(row_map)] = len(self.flat)
-            self.flat.append(_flat_row_map(row_map))
+            self.flat.append(row_map.flat())
         return at
 
 
-def _flat_entries(entries: Entries, row_maps: _RowMaps) -> Flat:
+def _flat_entries(entries: Entries, row_maps: _RowMaps, flat_handle: FlatHandle) -> Flat:
     flat: list[Flat] = []
     for key, entry in entries.items():
         spec = _flat_spec(entry.spec)
         if isinstance(entry, Inline):
-            flat.append((key, spec, entry.nbytes, _flat_payload(entry.payload)))
+            flat.append((key, spec, entry.nbytes, flat_payload(entry.payload)))
         else:
-            handles = tuple([_flat_handle(handle) for handle in entry.handles])
+            handles = tuple([flat_handle(handle) for handle in entry.handles])
             flat.append((key, spec, row_maps.number(entry.row_map), handles, None))
     return tuple(flat)
 
 
-def _entries(flat: Iterable[Flat], row_maps: list[RowMap]) -> Entries:
+def _entries(flat: Iterable[Flat], row_maps: list[RowMap], handle_of: HandleOf) -> Entries:
     entries: Entries = {}
     for key, spec, number, content, *remote in flat:
         if remote:
-            handles = tuple([_handle(*handle) for handle in content])
+            handles = tuple([handle_of(*handle) for handle in content])
             entries[key] = RemoteColumn(_spec(spec), row_maps[number], handles)
         else:
-            entries[key] = Inline(_spec(spec), _payload(content), number)
+            entries[key] = Inline(_spec(spec), payload_of(content), number)
     return entries
 
 
 def _flat_spec(spec: FieldSpec) -> Flat:
+    if not spec.children:
+        return spec.kind, spec.dtype, tuple(spec.tail), spec.device, (), spec.ragged_dim
     children = tuple([(key, _flat_spec(child)) for key, child in spec.children])
     return spec.kind, spec.dtype, tuple(spec.tail), spec.device, children, spec.ragged_dim
 
@@ -333,68 +398,3 @@ def _spec(flat: Flat) -> FieldSpec:
     kind, dtype, tail, device, children, ragged_dim = flat
     nested = tuple([(key, _spec(child)) for key, child in children])
     return FieldSpec(kind, dtype, tail, device, nested, ragged_dim)
-
-
-def _flat_row_map(row_map: RowMap) -> Flat:
-    origins: dict[Origin, int] = {}
-    shards = tuple(
-        [(s.uid, s.rows, origins.setdefault(s.origin, len(origins))) for s in row_map.shards]
-    )
-    writers = tuple([(o.role, o.rank, o.method, o.node) for o in origins])
-    return shards, writers, row_map.content
-
-
-def _row_map(
-    shards: Iterable[tuple[int, int, int]],
-    writers: Iterable[tuple[str, int, str, str]],
-    segments: bytes,
-) -> RowMap:
-    origins = [Origin(*writer) for writer in writers]
-    return RowMap(
-        tuple([Shard(uid, rows, origins[writer]) for uid, rows, writer in shards]),
-        np.frombuffer(segments, dtype=np.int64).reshape(-1, 3),
-    )
-
-
-def _flat_handle(handle: Handle) -> Flat:
-    """Return `(module and name of the class, *arguments)`; a `LocalHandle` has no class name."""
-    if type(handle) is LocalHandle:
-        return None, _flat_payload(handle.value), handle.nbytes
-    kind = type(handle)
-    return (kind.__module__, kind.__qualname__), *handle.__reduce__()[1]
-
-
-def _handle(kind: tuple[str, str] | None, *arguments: Any) -> Handle:
-    if kind is None:
-        payload, nbytes = arguments
-        return LocalHandle(_payload(payload), nbytes)
-    handle: Handle = _handle_class(*kind)(*arguments)
-    return handle
-
-
-@cache
-def _handle_class(module: str, name: str) -> Callable[..., Handle]:
-    found: Callable[..., Handle] = getattr(importlib.import_module(module), name)
-    return found
-
-
-def _flat_payload(payload: Payload) -> object:
-    """Return a payload with small arrays as lists (dtype, shape, bytes); nothing else is a list."""
-    if isinstance(payload, np.ndarray):
-        if payload.nbytes > _SMALL or payload.dtype == object:
-            return payload
-        return [payload.dtype.str, payload.shape, payload.tobytes()]
-    if isinstance(payload, tuple):
-        return tuple([_flat_payload(part) for part in payload])
-    return {key: _flat_payload(part) for key, part in payload.items()}
-
-
-def _payload(flat: Any) -> Any:
-    if isinstance(flat, list):
-        dtype, shape, data = flat
-        return np.frombuffer(data, dtype=dtype).reshape(shape)
-    if isinstance(flat, tuple):
-        return tuple([_payload(part) for part in flat])
-    if isinstance(flat, dict):
-        return {key: _payload(part) for key, part in flat.items()}
-    return flat

@@ -13,7 +13,7 @@ import copy
 import inspect
 import types
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, ParamSpec, Protocol, Self, TypeVar
@@ -277,7 +277,7 @@ def build_calls(
     first_args, first_kwargs = parts[0]
     if not first_args and not first_kwargs:
         return [Call(role, method, step=step)] * len(parts)
-    packer = _Packer(ranks, parts)
+    packed = _packed_values(ranks, parts)
     # Identity instead of equality: comparing batches would fetch them. The parts keep every object
     # alive until this function returns, so no id is used twice.
     calls: dict[tuple[int, ...], Call] = {}
@@ -289,8 +289,8 @@ def build_calls(
             call = calls[key] = Call(
                 role,
                 method,
-                tuple(map(packer, args)),
-                {name: packer(value) for name, value in kwargs.items()},
+                tuple([packed.get(id(value), value) for value in args]),
+                {name: packed.get(id(value), value) for name, value in kwargs.items()},
                 materialize,
                 step,
             )
@@ -298,29 +298,29 @@ def build_calls(
     return result
 
 
-class _Packer:
-    """Packs each distinct argument object of a call once."""
+_SENT_AS_IT_IS = (bool, int, float, type(None))
+"""Small integers are one object in Python; sharing them gains nothing."""
 
-    def __init__(self, ranks: RankSet, parts: Sequence[Part]) -> None:
-        values = [value for args, kwargs in parts for value in (*args, *kwargs.values())]
-        boundary = boundary_for(values)
-        self._pack: Callable[[object], object] | None = None
-        if boundary is not None:
-            self._pack = partial(boundary.pack_argument, store=ranks.backend.store)
-        self._share = ranks.backend.share
-        self._packed: dict[int, object] = {}
-        self._uses: dict[int, int] = {}
-        for value in values:
-            self._uses[id(value)] = self._uses.get(id(value), 0) + 1
 
-    def __call__(self, value: object) -> object:
-        if value is None or type(value) in (bool, int, float):
-            return value  # small integers are one object in Python; sharing them gains nothing
-        key = id(value)
-        if key not in self._packed:
-            packed = value if self._pack is None else self._pack(value)
-            self._packed[key] = self._share(packed, value) if self._uses[key] > 1 else packed
-        return self._packed[key]
+def _packed_values(ranks: RankSet, parts: Sequence[Part]) -> dict[int, object]:
+    """Pack each distinct argument object of a call once. Return id → what is sent for it."""
+    uses: dict[int, int] = {}
+    values: dict[int, object] = {}
+    for args, kwargs in parts:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if type(value) not in _SENT_AS_IT_IS:
+                key = id(value)
+                values[key] = value
+                uses[key] = uses.get(key, 0) + 1
+    boundary = boundary_for(values.values())
+    packed: Iterable[object] = values.values()
+    if boundary is not None:
+        packed = boundary.pack_arguments(values.values(), store=ranks.backend.store)
+    share = ranks.backend.share
+    return {
+        key: share(sent, value) if uses[key] > 1 else sent
+        for (key, value), sent in zip(values.items(), packed, strict=True)
+    }
 
 
 def send_calls(

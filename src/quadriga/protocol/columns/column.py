@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TypeAlias, TypeGuard
 
 import numpy as np
@@ -21,12 +22,20 @@ from quadriga.protocol.values import operations, rows, stored_once
 from quadriga.protocol.values.decode import decode
 from quadriga.protocol.values.encode import encode
 from quadriga.protocol.values.field_spec import FieldSpec, LocalValue, Payload
-from quadriga.protocol.values.rows import Plans, RowMap, RowRange, RowSelection, Shard
+from quadriga.protocol.values.rows import (
+    ChunkPlans,
+    Plans,
+    RowMap,
+    RowRange,
+    RowSelection,
+    Shard,
+)
 from quadriga.protocol.values.storage import (
     CONTROLLER,
     Handle,
     LocalHandle,
     Origin,
+    Store,
     fetch_many,
     inherit,
     is_row_handle,
@@ -240,6 +249,25 @@ def take(columns: Columns, selection: RowSelection, cache: TakeCache) -> dict[st
     return taken
 
 
+def chunk(fields: Columns, bounds: Sequence[int], plans: ChunkPlans) -> list[dict[str, Column]]:
+    """Return the rows from each bound to the next, of every column. `plans`: see `RowMap.chunk`."""
+    parts: list[dict[str, Column]] = [{} for _ in bounds[1:]]
+    maps: dict[int, list[tuple[RowMap, tuple[int, ...]]]] = {}
+    for key, column in fields.items():
+        handles = column.handles if isinstance(column, RemoteColumn) else ()
+        if not is_remote(column):
+            value = local_value(column)
+            for part, (start, stop) in zip(parts, pairwise(bounds), strict=True):
+                part[key] = take_local(value, RowRange(start, stop))
+            continue
+        found = maps.get(id(column.row_map))
+        if found is None:
+            found = maps[id(column.row_map)] = column.row_map.chunk(bounds, plans)
+        for part, (row_map, kept) in zip(parts, found, strict=True):
+            part[key] = RemoteColumn(column.spec, row_map, tuple([handles[s] for s in kept]))
+    return parts
+
+
 def take_local(value: LocalValue, selection: RowSelection) -> LocalValue:
     """Return the selected rows of a local value."""
     taken = inherit(operations.take(value, selection), (value,))
@@ -342,6 +370,32 @@ def without_unused_rows(key: str, column: RemoteColumn) -> RemoteColumn:
     shards = column.row_map.shards
     origin = shards[0].origin if shards else CONTROLLER
     return snapshot_as_remote(key, column.unread().read(key), origin)
+
+
+def for_message(key: str, column: RemoteColumn, store: Store) -> RemoteColumn:
+    """Return a remote column as it is sent in a call or a result.
+
+    References are sent as they are. Bytes that are in this process are sent in the message if they
+    are few; otherwise they are put into `store`, once for all messages that need them.
+    """
+    if store.in_process or LocalHandle not in set(map(type, column.handles)):
+        return column.unread()
+    if column.has_local_payloads() and column.nbytes() <= stored_once.NOTED_BYTES:
+        return without_unused_rows(key, column)
+    handles = tuple([_stored(handle, column.spec, store) for handle in column.handles])
+    return RemoteColumn(column.spec, column.row_map, handles)
+
+
+def _stored(handle: Handle, spec: FieldSpec, store: Store) -> Handle:
+    small = handle.nbytes <= stored_once.NOTED_BYTES
+    if not isinstance(handle, LocalHandle) or small or spec.kind == "raw":
+        return handle
+    # Several messages may need the same bytes: those of the parts of one batch, for example.
+    session = stored_once.session(store)
+    if handle.stored is None or handle.stored[0] != session:
+        traffic.stored(handle.nbytes)
+        handle.stored = session, store.put(handle.value, handle.nbytes)
+    return handle.stored[1]
 
 
 def for_pickle(key: str, column: Column) -> RemoteColumn:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -21,7 +22,7 @@ from quadriga.protocol.columns.column import Column, Columns, is_remote, local_v
 from quadriga.protocol.columns.remote_batch import RemoteArrays, RemoteBatch, as_array
 from quadriga.protocol.values import operations
 from quadriga.protocol.values.field_spec import Array
-from quadriga.protocol.values.rows import RowRange, RowSelection
+from quadriga.protocol.values.rows import ChunkPlans, RowRange, RowSelection
 
 TensorHalf: TypeAlias = TensorDict | RemoteBatch | None
 ArrayHalf: TypeAlias = dict[str, Array]
@@ -93,7 +94,7 @@ def make_arrays(fields: Columns) -> ArrayHalf:
 
 
 def _any_remote(fields: Columns) -> bool:
-    return any(is_remote(column) for column in fields.values())
+    return any(map(is_remote, fields.values()))
 
 
 def lengths_of_arrays(arrays: ArrayHalf) -> list[tuple[str, int]]:
@@ -157,6 +158,22 @@ def take(
     tensors = columns.take(tensor_columns(batch), selection, cache)
     taken = make_arrays(columns.take(array_columns(arrays), selection, cache))
     return None if batch is None else make_batch(batch, tensors, len(selection)), taken
+
+
+def chunk(
+    batch: TensorHalf, arrays: ArrayHalf, bounds: Sequence[int]
+) -> list[tuple[TensorHalf, ArrayHalf]]:
+    """Return the rows of both halves from each bound to the next."""
+    pairs = list(pairwise(bounds))
+    if not isinstance(batch, RemoteBatch) and not isinstance(arrays, RemoteArrays):
+        return [take(batch, arrays, RowRange(start, stop)) for start, stop in pairs]
+    plans: ChunkPlans = {}
+    objects = map(make_arrays, columns.chunk(array_columns(arrays), bounds, plans))
+    tensors = columns.chunk(tensor_columns(batch), bounds, plans)
+    return [
+        (None if batch is None else make_batch(batch, fields, stop - start), part)
+        for fields, part, (start, stop) in zip(tensors, objects, pairs, strict=True)
+    ]
 
 
 def row(batch: TensorHalf, arrays: ArrayHalf, index: int) -> tuple[TensorDict | None, MetaInfo]:

@@ -16,7 +16,7 @@ are read there without a copy. Payloads by kind of field:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -39,6 +39,10 @@ NUMPY_KNOWS = {
     torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
 }  # fmt: skip
+
+
+_SMALL = 2048
+"""Arrays up to this many bytes are pickled as bytes: cheaper than an out-of-band buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +73,26 @@ class FieldSpec:
             dims.insert(self.ragged_dim, "*")
         shape = ", ".join(map(str, dims))
         return f"[{shape}]", self.dtype or self.kind
+
+
+def flat_payload(payload: Payload) -> object:
+    """Return a payload with small arrays as lists (dtype, shape, bytes); nothing else is a list."""
+    if isinstance(payload, np.ndarray):
+        if payload.nbytes > _SMALL or payload.dtype == object:
+            return payload
+        return [payload.dtype.str, payload.shape, payload.tobytes()]
+    if isinstance(payload, tuple):
+        return tuple([flat_payload(part) for part in payload])
+    return {key: flat_payload(part) for key, part in payload.items()}
+
+
+def payload_of(flat: Any) -> Any:
+    """Return the payload of a flat form."""
+    if isinstance(flat, list):
+        dtype, shape, data = flat
+        return np.frombuffer(data, dtype=dtype).reshape(shape)
+    if isinstance(flat, tuple):
+        return tuple([payload_of(part) for part in flat])
+    if isinstance(flat, dict):
+        return {key: payload_of(part) for key, part in flat.items()}
+    return flat

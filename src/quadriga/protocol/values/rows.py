@@ -1,7 +1,7 @@
 """Which rows an operation selects, and where the rows of a remote batch are stored.
 
-Every operation that changes rows (slice, chunk, reorder, repeat, padding …) becomes a
-`RowRange` (consecutive rows in order) or `RowIndices` (any rows in any order, repeats allowed).
+Every operation that changes rows (slice, reorder, repeat, padding …) becomes a `RowRange`
+(consecutive rows in order) or `RowIndices` (any rows in any order, repeats allowed).
 
 A remote batch has a `RowMap`. No operation on it reads or moves a stored byte. Fields that were
 produced by one call share one `RowMap`, so a selection is computed once for all of them.
@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 
-from quadriga.errors import FieldError, LengthError, ProtocolError
-from quadriga.protocol.values.field_spec import Array, Ints
+from quadriga.errors import LengthError
+from quadriga.protocol.values.field_spec import Ints
 from quadriga.protocol.values.storage import Origin
 
-RowIndex = slice | Sequence[int] | Sequence[bool] | Array | torch.Tensor
-"""An index that selects several rows."""
 _FEW = 4096
 """Up to this many segments a Python loop is faster than numpy on many small arrays."""
 
@@ -55,88 +52,6 @@ class RowIndices:
 RowSelection = RowRange | RowIndices
 
 
-def from_slice(index: slice, length: int) -> RowSelection:
-    """Return the rows of a Python slice over `length` rows."""
-    start, stop, step = index.indices(length)
-    if step == 1:
-        return RowRange(start, max(start, stop))
-    return RowIndices(np.arange(start, stop, step, dtype=np.int64))
-
-
-def from_index(index: object, length: int) -> RowSelection:
-    """Return the rows of a list, tuple, range, array or tensor of row numbers, or of a bool mask.
-
-    Negative numbers count from the end. Raises `IndexError` for a row that does not exist and
-    `ProtocolError` for a mask of the wrong length or an index that is not one-dimensional.
-    """
-    if isinstance(index, slice):
-        return from_slice(index, length)
-    given = _as_array(index)
-    if given.ndim != 1:
-        raise ProtocolError(f"expected a one-dimensional row index, got shape {list(given.shape)}")
-    if given.dtype == np.bool_:
-        if len(given) != length:
-            raise ProtocolError(f"expected a mask of {length} rows, got {len(given)} entries")
-        return RowIndices(np.flatnonzero(given).astype(np.int64))
-    if given.dtype.kind not in "iu":
-        raise ProtocolError(f"expected row numbers or a bool mask, got dtype {given.dtype}")
-    rows = given.astype(np.int64, copy=True)
-    if rows.size:
-        low, high = int(rows.min()), int(rows.max())
-        if low < -length or high >= length:
-            bad = low if low < -length else high
-            raise IndexError(f"row {bad} of a batch of {length} rows")
-        rows[rows < 0] += length
-    return RowIndices(rows)
-
-
-def _as_array(index: object) -> Array:
-    if isinstance(index, torch.Tensor):
-        array: Array = index.detach().cpu().numpy()
-        return array
-    if isinstance(index, np.ndarray):
-        return index
-    if isinstance(index, Sequence) and not isinstance(index, str | bytes):
-        if len(index) == 0:
-            return np.empty(0, dtype=np.int64)
-        return np.asarray([i.item() if isinstance(i, torch.Tensor) else i for i in index])
-    raise ProtocolError(
-        "expected an int, a slice, a list, a numpy array or a tensor as row index, "
-        f"got {type(index).__name__}"
-    )
-
-
-def repeated(repeat_times: object, length: int) -> RowIndices:
-    """Return row `i` `repeat_times[i]` times.
-
-    Raises `FieldError` unless `repeat_times` holds integers, `LengthError` unless it holds one for
-    each row and none is negative.
-    """
-    if isinstance(repeat_times, torch.Tensor):
-        repeat_times = repeat_times.detach().cpu().numpy()
-    counts = np.asarray(list(repeat_times) if isinstance(repeat_times, Sequence) else repeat_times)
-    if counts.size == 0:
-        counts = counts.astype(np.int64)
-    if counts.ndim != 1 or counts.dtype.kind not in "iu":
-        raise FieldError(f"repeat_times: expected one integer per row, got {repeat_times!r}")
-    if len(counts) != length:
-        raise LengthError(f"repeat_times: expected {length} entries (rows), got {len(counts)}")
-    if counts.size and int(counts.min()) < 0:
-        raise LengthError(f"repeat_times: expected counts of 0 or more, got {int(counts.min())}")
-    return RowIndices(np.repeat(np.arange(length, dtype=np.int64), counts))
-
-
-def padded(length: int, size: int, candidate: str) -> RowIndices:
-    """Return all rows, then `size` times the first row ("first") or the last row (otherwise)."""
-    if size < 0:
-        raise LengthError(f"padding: expected 0 or more rows to add, got {size}")
-    if size and length == 0:
-        raise LengthError(f"padding: an empty batch has no row to repeat {size} times")
-    row = 0 if candidate == "first" else length - 1
-    added = np.full(size, row, dtype=np.int64)
-    return RowIndices(np.append(np.arange(length, dtype=np.int64), added))
-
-
 def chunk_bounds(length: int, chunks: int, uneven: bool) -> list[int]:
     """Return the `chunks + 1` row numbers at which a batch is split.
 
@@ -154,24 +69,6 @@ def chunk_bounds(length: int, chunks: int, uneven: bool) -> list[int]:
             "DataProtoConfig.auto_padding = True"
         )
     return [i * size + min(i, rest) for i in range(chunks + 1)]
-
-
-def row_number(index: object, length: int) -> int | None:
-    """Return the row of an int, a numpy integer, or an integer tensor or array without dimensions.
-
-    Negative numbers count from the end. Return None for any other index. Raises `IndexError` for a
-    row that does not exist.
-    """
-    if isinstance(index, torch.Tensor | np.ndarray):
-        if index.ndim or index.dtype in (torch.bool, np.bool_):
-            return None
-        index = index.item()
-    if isinstance(index, bool | np.bool_) or not isinstance(index, int | np.integer):
-        return None
-    row = int(index)
-    if not -length <= row < length:
-        raise IndexError(f"row {row} of a batch of {length} rows")
-    return row + length if row < 0 else row
 
 
 # A shard is the rows that one rank produced and stored. A segment is a run of consecutive rows of
@@ -208,6 +105,7 @@ class Shard:
 
 _Plan = tuple[Ints, tuple[int, ...]]  # segments, and the indices of the shards that they need
 Plans = dict[bytes, _Plan]
+ChunkPlans = dict[bytes, list[_Plan]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,6 +151,21 @@ class RowMap:
     def __reduce__(self) -> tuple[object, ...]:
         return _restore, (self.shards, self.content)
 
+    def flat(self) -> tuple[object, ...]:
+        """Return the arguments of `row_map_of`: tuples of numbers and strings, and bytes."""
+        origins: dict[Origin, int] = {}
+        if len(self.shards) == 1:  # hashing an origin takes as long as the rest
+            (shard,) = self.shards
+            shards: tuple[tuple[int, int, int], ...] = ((shard.uid, shard.rows, 0),)
+            found: Iterable[Origin] = (shard.origin,)
+        else:
+            shards = tuple(
+                [(s.uid, s.rows, origins.setdefault(s.origin, len(origins))) for s in self.shards]
+            )
+            found = origins
+        writers = tuple([(o.role, o.rank, o.method, o.node) for o in found])
+        return shards, writers, self.segments.tobytes()
+
     def expand(self) -> tuple[Ints, Ints]:
         """Return the shard index and the row in that shard of each batch row: two arrays [N]."""
         lengths = np.diff(self.offsets)
@@ -279,6 +192,49 @@ class RowMap:
         segments, kept = plan
         return RowMap(tuple([self.shards[s] for s in kept]), segments), kept
 
+    def chunk(
+        self, bounds: Sequence[int], plans: ChunkPlans
+    ) -> list[tuple[RowMap, tuple[int, ...]]]:
+        """Return `take` of the rows from each bound to the next, in one pass over all of them.
+
+        `bounds` ascend. `plans` caches the work for maps with equal segments, as in `take`.
+        """
+        if len(bounds) == 2:
+            return [self.take(RowRange(*bounds))]
+        found = plans.get(self.content)
+        if found is None:
+            found = plans[self.content] = self._chunk_plans(bounds)
+        shards = self.shards
+        return [
+            (RowMap(tuple([shards[s] for s in kept]), segments), kept) for segments, kept in found
+        ]
+
+    def _chunk_plans(self, bounds: Sequence[int]) -> list[_Plan]:
+        # Segments a [0, 3) and b [0, 3), bounds 0, 2, 4, 6:
+        #   part           0            1                2
+        #   segments       a [0, 2)     a [2, 3) b [0, 1)    b [1, 3)
+        #   first, last    0, 1         0, 2             1, 2
+        starts, stops = np.array(bounds[:-1]), np.array(bounds[1:])
+        first = self.offsets.searchsorted(starts, side="right") - 1
+        last = self.offsets.searchsorted(stops, side="left")
+        counts = np.where(stops > starts, last - first, 0)
+        ends = np.cumsum(counts)
+        begins = ends - counts
+        within = np.arange(int(counts.sum())) - np.repeat(begins, counts)
+        segments = self.segments[np.repeat(first, counts) + within]
+        some = counts > 0
+        segments[begins[some], 1] += (starts - self.offsets[first])[some]
+        segments[ends[some] - 1, 2] -= (self.offsets[last] - stops)[some]
+        numbers = segments[:, 0].tolist()
+        # A part of one segment needs one shard, which becomes number 0.
+        segments[begins[counts == 1], 0] = 0
+        return [
+            (segments[begin:end], (numbers[begin],))
+            if end - begin == 1
+            else _without_unused_shards(segments[begin:end])
+            for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
+        ]
+
     def _selected(self, selection: RowSelection) -> Ints:
         if len(selection) == 0:
             return np.empty((0, 3), dtype=np.int64)
@@ -302,6 +258,19 @@ class RowMap:
 
 def _restore(shards: tuple[Shard, ...], segments: bytes) -> RowMap:
     return RowMap(shards, np.frombuffer(segments, dtype=np.int64).reshape(-1, 3))
+
+
+def row_map_of(
+    shards: Iterable[tuple[int, int, int]],
+    writers: Iterable[tuple[str, int, str, str]],
+    segments: bytes,
+) -> RowMap:
+    """Return the row map of a flat form."""
+    origins = [Origin(*writer) for writer in writers]
+    return RowMap(
+        tuple([Shard(uid, rows, origins[writer]) for uid, rows, writer in shards]),
+        np.frombuffer(segments, dtype=np.int64).reshape(-1, 3),
+    )
 
 
 def concat(parts: Sequence[RowMap], share: bool = True) -> tuple[RowMap, list[tuple[int, int]]]:

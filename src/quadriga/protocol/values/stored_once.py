@@ -107,7 +107,7 @@ def note_part(part: LocalValue, source: LocalValue, rows: RowRange) -> None:
 
 def find(value: LocalValue, spec: FieldSpec, payload: Payload, session: object) -> Handle | None:
     """Return the handle of the same bytes in the store of `session`, None if there is none."""
-    source, rows = _place(value)
+    source, rows = place(value)
     copies = _sources.get(source)
     copy = None if copies is None else copies.by_rows.get((session, rows))
     if copy is None or copy.spec != spec or copy.version != _version(value):
@@ -121,7 +121,7 @@ def find(value: LocalValue, spec: FieldSpec, payload: Payload, session: object) 
 
 def remember(value: LocalValue, spec: FieldSpec, handle: Handle, session: object) -> None:
     """Keep the handle of a value that was just stored in the store of `session`."""
-    source, rows = _place(value)
+    source, rows = place(value)
     copies = _sources.get(source)
     if copies is None:
         copies = _sources[source] = _Copies()
@@ -135,7 +135,8 @@ def remember(value: LocalValue, spec: FieldSpec, handle: Handle, session: object
     _kept.add(copies, key, handle.nbytes)
 
 
-def _place(value: LocalValue) -> tuple[LocalValue, Rows]:
+def place(value: LocalValue) -> tuple[LocalValue, Rows]:
+    """Return the source of a view of rows, and these rows; the value itself if it is no view."""
     part = _parts.get(value)
     return (part.source, part.rows) if part else (value, (0, operations.row_count(value)))
 

@@ -4,43 +4,42 @@ A call is encoded once for all ranks that receive the same arguments, and every 
 is encoded before the first is sent: an argument that cannot be pickled is an error before any rank
 runs. How a call is sent depends on what it holds:
 
-    numbers, short strings, batches of small fields    bytes of Python's own pickler
+    numbers, short strings, batches of small fields    bytes: a pickle of tuples
     batches with fields in the store                   the same, and a list of their references
     anything else                                      `PickledCall`: bytes, buffers, references
-    more than `BIG`, for a rank with coroutine methods a reference to the call in the store
+    more than `BIG` in batches, or for a rank with     a reference to the call in the store
+    coroutine methods
     an argument above `BIG` that several ranks get     a reference to the argument in the store
 """
 
 from __future__ import annotations
 
-import io
 import pickle
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import ray
-from ray import cloudpickle
 
-from quadriga.backends.ray.calls.row_store import StoreName, make_store
+from quadriga.backends.ray.calls.pickling import RayShared, pickled_call
+from quadriga.backends.ray.calls.row_store import RowHandleOnRay, StoreName, make_store
 from quadriga.backends.ray.calls.splitting import split_futures
 from quadriga.backends.ray.calls.store import (
+    RayHandle,
     RayStore,
     Result,
     is_future,
     is_plain_batch,
     packed_batch,
 )
-from quadriga.backends.ray.calls.waiting import RayBatch, RayPending
+from quadriga.backends.ray.calls.waiting import RayBatch, RayPending, RayPendings
 from quadriga.backends.ray.health.failures import FailedCall, died
 from quadriga.backends.ray.health.nodes import dead_ranks, rank_alive
-from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
-from quadriga.errors import DispatchError, WorkerError
+from quadriga.errors import WorkerError
 from quadriga.protocol.containers import PLAIN_TYPES
+from quadriga.protocol.values.storage import Handle, LocalHandle
 from quadriga.single_controller.backend import RankHandle, RankSet
-from quadriga.single_controller.call import Call, Pending, SharedArgument
+from quadriga.single_controller.call import Call, Pending
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import RankActor, Ref, SeveralReturns
@@ -49,6 +48,8 @@ BIG = 100 * 1024
 """Bytes. Ray sends a smaller argument inside the call and stores a larger one once per call."""
 SAMPLED_ITEMS = 64
 """How many items of a container are measured."""
+_HANDLES = frozenset((RayHandle, RowHandleOnRay, LocalHandle))
+"""Handles that `_encoded_data` can write."""
 _SHORT = 1000
 """Length of a string that Python's pickler copies as fast as Ray's does."""
 
@@ -73,10 +74,12 @@ class RayCallBackend:
         if any(map(is_future, (*calls[0].args, *calls[0].kwargs.values()))):
             calls = split_futures(handles, calls)
         encoded: dict[tuple[int, bool], object] = {}
+        sending: list[object] = []
         for handle, call in zip(handles, calls, strict=True):
             key = id(call), handle.facts.interleaves
             if key not in encoded:
-                encoded[key] = _encoded(call, handle.facts.interleaves)
+                encoded[key] = encode(call, handle.facts.interleaves)
+            sending.append(encoded[key])
         refs: list[Ref] = []
         fields: list[Sequence[Ref]] = []
         failure: tuple[RankHandle, Exception] | None = None
@@ -84,11 +87,10 @@ class RayCallBackend:
         #   rank 0 receives a, b;  rank 1 receives b, a
         # If both calls contain a collective, rank 0 waits in that of a and rank 1 in that of b.
         with ranks.lock:
-            for handle, call in zip(handles, calls, strict=True):
+            for handle, sent in zip(handles, sending, strict=True):
                 method = handle.methods.get(label)
                 if method is None:
                     method = handle.methods[label] = RayMethod(handle.native, label)
-                sent = encoded[id(call), handle.facts.interleaves]
                 ticket = (handle.next_ticket(),) if handle.facts.interleaves else ()
                 try:
                     ref, apart = method.send(sent, *ticket)
@@ -104,13 +106,12 @@ class RayCallBackend:
             raise received.not_sent(failure[0], failure[1], ranks) from failure[1]
         batch = RayBatch(refs, handles, label, timeout, ranks, fields)
         ranks.in_flight.add(batch)
-        return [
-            RayPending(ref, apart, batch, index)
-            for index, (ref, apart) in enumerate(zip(refs, fields, strict=True))
-        ]
+        return RayPendings(batch)
 
     def gather(self, pendings: Sequence[Pending]) -> list[object]:
         """Return all results. The first failure of any of them is raised as soon as it is known."""
+        if isinstance(pendings, RayPendings):
+            return list(pendings.batch.gather())
         RayPending.wait_all([p for p in pendings if isinstance(p, RayPending)])
         return [pending.result() for pending in pendings]
 
@@ -174,163 +175,71 @@ class RayMethod:
             self.objects = objects
 
 
-class RayShared(SharedArgument):
-    """A value in Ray's store. `label`: (role, method) if the value is a call."""
-
-    __slots__ = ("label", "ref")
-
-    def __init__(self, ref: Ref, label: tuple[str, str] = ("", "")) -> None:
-        self.ref = ref
-        self.label = label
-
-    def open(self) -> object:
-        """Return the value."""
-        return ray.get(self.ref)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return RayShared, (self.ref, self.label)
-
-
-class PickledCall(SharedArgument):
-    """A call that was pickled here. The rank unpickles it, and not Ray.
-
-    `buffers` are the large arrays of the call, which Ray sends without copying them. `refs` are the
-    references in it: Ray must see them to keep their objects, so they are not in the bytes.
-    """
-
-    __slots__ = ("buffers", "data", "label", "refs")
-
-    def __init__(
-        self,
-        label: tuple[str, str],
-        data: bytes,
-        buffers: Sequence[pickle.PickleBuffer],
-        refs: Sequence[Ref],
-    ) -> None:
-        self.label = label
-        """(role, method), for the error if the call cannot be unpickled."""
-        self.data, self.buffers, self.refs = data, buffers, refs
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the bytes and buffers."""
-        return len(self.data) + sum(buffer.raw().nbytes for buffer in self.buffers)
-
-    def open(self) -> object:
-        """Return the call."""
-        _unpickling.refs = self.refs
-        try:
-            return pickle.loads(self.data, buffers=self.buffers)
-        finally:
-            _unpickling.refs = ()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return PickledCall, (self.label, self.data, self.buffers, self.refs)
-
-
-class _Unpickling(threading.local):
-    """The references of the call that this thread unpickles."""
-
-    refs: Sequence[Ref] = ()
-
-
-_unpickling = _Unpickling()
-
-
-def _reference(index: int) -> Ref:
-    return _unpickling.refs[index]
-
-
-class _CallPickler(cloudpickle.Pickler):
-    """Pickle a call. Its references are collected in `refs` and replaced by their numbers."""
-
-    def __init__(
-        self, file: io.BytesIO, buffer_callback: Callable[[pickle.PickleBuffer], None]
-    ) -> None:
-        super().__init__(  # type: ignore[no-untyped-call]  # cloudpickle has no types
-            file, protocol=5, buffer_callback=buffer_callback
-        )
-        self.refs: list[Ref] = []
-
-    def reducer_override(self, value: object) -> Any:  # as cloudpickle returns it
-        """Return how `value` is pickled. Called for every object that is not of a builtin type."""
-        if isinstance(value, ray.ObjectRef):
-            self.refs.append(value)
-            return _reference, (len(self.refs) - 1,)
-        return super().reducer_override(value)  # type: ignore[no-untyped-call]  # cloudpickle
-
-
-def _encoded_data(call: Call) -> bytes | tuple[bytes, list[Ref]]:
-    """Return what is sent for a call without code of the user, in a tenth of cloudpickle's time.
-
-        Call("actor", "update", (Message … Location(ref 7f…) … Location(ref a2…),))
-          →  (b"… _reference(0) … _reference(1) …",  [ref 7f…, ref a2…])
-
-    Ray's own pickler, which calls Python for every object, sees the references only. The pair is
-    one argument of the task: Ray takes 10 µs more for two.
-    """
-    refs: list[Ref] = []
-
-    def reduce_ref(ref: Ref) -> tuple[object, ...]:
-        refs.append(ref)
-        return _reference, (len(refs) - 1,)
-
-    file = io.BytesIO()
-    pickler = pickle.Pickler(file, protocol=5)
-    table: Any = {ray.ObjectRef: reduce_ref}  # pickle's type of a table excludes such a reducer
-    pickler.dispatch_table = table
-    pickler.dump(call)
-    data = file.getvalue()
-    return (data, refs) if refs else data
-
-
-def _encoded(call: Call, with_ticket: bool) -> object:
+def encode(call: Call, with_ticket: bool) -> object:
     """Return what is sent for a call.
 
     Raises `DispatchError` if an argument cannot be pickled. A call with a ticket must arrive soon
     after it was sent, because the calls after it wait for it (`ranks/call_order.py`). Ray delivers
     a task when its large arguments have arrived, so they go to the store, and the rank fetches
-    them.
+    them. So do batches whose fields are small each and large together: for an argument that Ray
+    stores itself, it has more work than for one that was put into the store here.
     """
+    sent = _encoded_data(call)
+    if sent is not None:
+        return sent
+    pickled = pickled_call(call)
     values = (*call.args, *call.kwargs.values())
-    if all(map(is_plain, values)):
-        data = pickle.dumps(call)
-        return RayShared(ray.put(data)) if with_ticket and len(data) > BIG else data
-    if all(map(_has_no_code, values)):
-        sent = _encoded_data(call)
-        if len(sent if isinstance(sent, bytes) else sent[0]) <= BIG:
-            return sent
-    else:
-        send_code_of_loaded_files()
-    call = replace(
-        call,
-        args=tuple(map(_top_level, call.args)),
-        kwargs={name: _top_level(value) for name, value in call.kwargs.items()},
-    )
-    buffers: list[pickle.PickleBuffer] = []
-    file = io.BytesIO()
-    pickler = _CallPickler(file, buffers.append)
-    try:
-        pickler.dump(call)  # type: ignore[no-untyped-call]  # cloudpickle has no types
-    except Exception as error:
-        first_line = (str(error) or type(error).__name__).splitlines()[0]
-        raise DispatchError(
-            f"{call.label}: an argument cannot be sent to the workers: {first_line}. Pass data "
-            "that can be pickled, or let the worker build the object itself."
-        ) from error
-    pickled = PickledCall((call.role, call.method), file.getvalue(), buffers, pickler.refs)
-    if with_ticket and pickled.nbytes > BIG:
+    fetched = with_ticket or any(packed_batch(value) is not None for value in values)
+    if fetched and pickled.nbytes > BIG:
         return RayShared(ray.put(pickled), pickled.label)
     return pickled
 
 
-def _top_level(value: object) -> object:
-    """Return an argument for a reference among the arguments that is opened by the rank.
+def _encoded_data(call: Call) -> bytes | tuple[bytes, list[Ref]] | None:
+    """Return what is sent for a call of plain data, in a tenth of cloudpickle's time.
 
-    As in Ray itself, a method receives the object of a reference that is an argument, and the
-    reference of one inside another argument.
+        Call("actor", "update", (Message … Location(ref 7f…) … Location(ref a2…),))
+          →  (b"… 0 … 1 …",  [ref 7f…, ref a2…])
+
+    Nothing but tuples, texts, numbers and bytes is pickled, so no class is looked up by its name.
+    Ray's own pickler, which calls Python for every object, sees the references only. The pair is
+    one argument of the task: Ray takes 10 µs more for two. None for a call with objects, code or
+    long texts of the user, or with much data in its messages.
     """
-    return RayShared(value) if isinstance(value, ray.ObjectRef) else value
+    refs: list[Ref] = []
+    numbers: dict[int, int] = {}
+    size = 0
+
+    def flat_handle(handle: Handle) -> tuple[object, ...]:
+        if not isinstance(handle, RayHandle):
+            # A process that sends no batch does not load this module, and torch with it.
+            from quadriga.protocol.message import flat_of_handle
+
+            return flat_of_handle(handle)
+        at = numbers.get(id(handle.location))
+        if at is None:
+            at = numbers[id(handle.location)] = len(refs)
+            refs.append(handle.ref)
+        return type(handle) is RowHandleOnRay, at, handle.location.node, handle.nbytes, handle.index
+
+    values: list[object] = []
+    for value in (*call.args, *call.kwargs.values()) if call.kwargs else call.args:
+        batch = packed_batch(value)
+        if batch is None:
+            if not is_plain(value):
+                return None
+            values.append(value)
+            continue
+        nbytes = batch.data_bytes(_HANDLES)
+        if nbytes is None or (size := size + nbytes) > BIG:
+            return None
+        values.append(batch.flat(flat_handle))
+    names = tuple(call.kwargs)
+    whole = call.role, call.method, values, names, call.materialize, call.step
+    data = pickle.dumps(whole, protocol=5)
+    if len(data) > BIG:
+        return None
+    return (data, refs) if refs else data
 
 
 def is_plain(value: object) -> bool:
@@ -344,20 +253,10 @@ def is_plain(value: object) -> bool:
     return is_plain_batch(value)
 
 
-def _has_no_code(value: object) -> bool:
-    """Return whether a value cannot hold functions or classes of the user's files."""
-    return is_batch_of_data(value) or is_plain(value)
-
-
 def is_batch_of_data(value: object) -> bool:
     """Return whether a packed value is a batch of tensors, arrays and handles of Ray's store."""
     batch = packed_batch(value)
-    if batch is None or batch.kind is not None or batch.attributes:
-        return False
-    entries = (*batch.tensors.values(), *batch.arrays.values())
-    return all(entry.spec.kind != "raw" for entry in entries) and all(
-        type(item) in PLAIN_TYPES for item in batch.meta.values()
-    )
+    return batch is not None and batch.data_bytes(_HANDLES) is not None
 
 
 def estimate(value: object, depth: int = 3) -> int:

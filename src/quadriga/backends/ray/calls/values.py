@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from quadriga.backends.ray.calls.submission import _encoded
+from quadriga.backends.ray.calls.submission import encode
 from quadriga.backends.ray.calls.waiting import RayPending
 from quadriga.backends.ray.health.failures import FailedCall
 from quadriga.single_controller.backend import RankHandle, RankSet
@@ -30,7 +30,7 @@ def submit_values(ranks: RankSet, targets: Sequence[int], calls: Sequence[Call])
     encoded: dict[int, object] = {}  # ranks that receive the same arguments have one call
     for handle, call in zip(handles, calls, strict=True):
         if id(call) not in encoded:
-            encoded[id(call)] = _encoded(call, handle.facts.interleaves)
+            encoded[id(call)] = encode(call, handle.facts.interleaves)
     refs: list[Ref] = []
     # Under the lock, every rank receives the calls of two threads in the same order.
     with ranks.lock:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, overload
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -322,6 +322,29 @@ class RayPending:
         #   there    now 120.0                     expires 127.0
         left = None if expires is None else max(0.0, expires - time.monotonic())
         return RayPending, (self.ref, self.fields, None, 0, source, left)
+
+
+class RayPendings(Sequence[RayPending]):
+    """The results of one submission, by position. A result is made when it is asked for: a blocking
+    call waits for the batch, and a thousand objects that nobody reads take a millisecond."""
+
+    def __init__(self, batch: RayBatch) -> None:
+        self.batch = batch
+
+    @overload
+    def __getitem__(self, index: int) -> RayPending: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RayPending]: ...
+    def __getitem__(self, index: int | slice) -> RayPending | list[RayPending]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        batch = self.batch
+        number = range(len(batch.refs))[index]
+        fields = batch.fields[number] if batch.fields else ()
+        return RayPending(batch.refs[number], fields, batch, number)
+
+    def __len__(self) -> int:
+        return len(self.batch.refs)
 
 
 def wait_for(awaited: Sequence[Awaited], timeout: float | None = None) -> None:

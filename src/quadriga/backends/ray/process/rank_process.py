@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import IO, TYPE_CHECKING, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import ray
 from ray import cloudpickle
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from quadriga.backends.ray.calls.splitting import Splits
     from quadriga.backends.ray.calls.store import RayStore, ResultStore
     from quadriga.backends.ray.cluster import Ref
+    from quadriga.protocol.values.storage import Handle
 
 Sent: TypeAlias = "bytes | tuple[bytes, list[Ref]] | SharedArgument"
 """What the controller sends for a call: its bytes, the same with the references in it, or an object
@@ -188,15 +189,12 @@ class RankProcess:
         """Return a call from what was sent for it."""
         role, method = getattr(sent, "label", ("", ""))
         try:
+            if isinstance(sent, bytes):
+                return data_call(sent)
             if isinstance(sent, tuple):
-                from quadriga.backends.ray.calls.submission import PickledCall
-
-                data, refs = sent
-                sent = PickledCall((role, method), data, (), refs)
+                return data_call(*sent)
             while isinstance(sent, SharedArgument):
                 sent = sent.open()
-            if isinstance(sent, bytes):
-                sent = pickle.loads(sent)
         except Exception as error:
             raise self._host.unreadable(role, method, error) from error
         assert isinstance(sent, Call)
@@ -260,6 +258,33 @@ class AsyncRankProcess(RankProcess):
     async def quadriga_coroutines(self) -> str:
         """Return where the coroutine methods of this rank wait, innermost frame first."""
         return "\n\n".join(filter(None, map(_waiting_at, self._host.awaited)))
+
+
+def data_call(data: bytes, refs: Sequence[Ref] = ()) -> Call:
+    """Return a call of plain data, which `submission.encode` has made tuples.
+
+    `refs`: the references in it.
+    """
+    role, method, values, names, materialize, step = pickle.loads(data)
+    if tuple in set(map(type, values)):  # batches; a call without them loads no tensors
+        from quadriga.backends.ray.calls.row_store import RowHandleOnRay
+        from quadriga.backends.ray.calls.store import Location, RayHandle
+        from quadriga.protocol.message import handle_of_flat, restore
+
+        locations: dict[int, Location] = {}
+
+        def handle_of(kind: bool | tuple[str, str] | None, *flat: Any) -> Handle:
+            if not isinstance(kind, bool):
+                return handle_of_flat(kind, *flat)
+            at, node, nbytes, index = flat
+            location = locations.setdefault(at, Location(refs[at], node))
+            return (RowHandleOnRay if kind else RayHandle)(location, nbytes, index)
+
+        batch = partial(restore, handle_of=handle_of)
+        values = [batch(*value) if type(value) is tuple else value for value in values]
+    cut = len(values) - len(names)
+    kwargs = dict(zip(names, values[cut:], strict=True))
+    return Call(role, method, tuple(values[:cut]), kwargs, materialize, step)
 
 
 def _waiting_at(awaitable: Awaitable[object]) -> str:

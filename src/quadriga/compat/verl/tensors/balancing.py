@@ -21,7 +21,7 @@ from quadriga.parallel.device import get_device_name
 from quadriga.protocol import DataProto, fields
 from quadriga.protocol.columns.remote_batch import RemoteBatch
 from quadriga.protocol.values import jagged
-from quadriga.protocol.values.rows import from_index
+from quadriga.protocol.values.row_index import from_index
 
 UidT = TypeVar("UidT")
 

@@ -18,7 +18,8 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from quadriga.errors import ConflictError, FieldError, LengthError
 from quadriga.protocol import DataProto, union_tensor_dict
 from quadriga.protocol.values import jagged
-from quadriga.protocol.values.rows import RowSelection, from_index, from_slice
+from quadriga.protocol.values.row_index import from_index, from_slice
+from quadriga.protocol.values.rows import RowSelection
 
 Field: TypeAlias = torch.Tensor | NonTensorStack | NonTensorData
 
