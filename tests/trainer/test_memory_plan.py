@@ -317,3 +317,30 @@ def test_the_table_names_what_is_not_counted(tiny_task, tmp_path, monkeypatch):
     text = plan_text(config)
     plan_module._training_memory.cache_clear()
     assert "not counted: activations of the actor (RuntimeError: the code of this model" in text
+
+
+def test_the_command_plans_fine_tuning_for_the_rows_of_the_data(tiny_task, tmp_path, capsys):
+    assert main(["plan", "sft", *sft(tiny_task, tmp_path, "trainer.device_memory_gb=0.4")]) == 0
+    text = capsys.readouterr().out
+    assert "rows per step          8, 8 on each of 1 ranks" in text
+    assert "run                    1 steps, 64 rows" in text and "longest row" in text
+    assert "update of the actor" in text and "lower engine.max_tokens_per_micro_batch" in text
+    assert not (tmp_path / "sft").exists()
+    assert main(["plan", "sft"]) == 0
+    assert "set model.path and data.train_files" in capsys.readouterr().out
+    assert main(["plan", "sft", "data.train_batch_size=3", "trainer.n_gpus_per_node=2"]) == 2
+    assert "3 rows do not divide over 2 ranks" in capsys.readouterr().err
+
+
+def test_the_command_plans_generation(tiny_task, capsys):
+    path, small = f"model.path={tiny_task.model}", "rollout.micro_batch_size=16"
+    more = ["n=2", "sampling.temperature=1", "trainer.n_gpus_per_node=4", small]
+    assert main(["plan", "generate", path, *more]) == 0
+    text = capsys.readouterr().out
+    assert "responses of a batch   128 = 64 prompts × 2, 32 on each of 4 ranks" in text
+    assert "at once on a rank    16 of up to 512 + 512 tokens" in text
+    assert "KV cache" in text and "the run fits" in text
+    assert main(["plan", "train", "trainer.n_gpus_per_node=3"]) == 2
+    assert "do not divide over 3 ranks" in capsys.readouterr().err
+    assert main(["plan", "generate"]) == 2
+    assert "model.path is empty" in capsys.readouterr().err

@@ -128,9 +128,9 @@ CODE = {
     "a field of a role that the run does not have": (
         (READS, 'reads=("values",)'), "reads field 'values' (written by compute_values), but",
     ),
-    "a field that is being computed": (
+    "a field that is computed later": (
         (READS, 'reads=("old_log_probs",)'),
-        "reads old_log_probs, but beside score_responses it runs while this is computed",
+        "reads field 'old_log_probs' (written by compute_log_prob), but",
     ),
     "no field": ((READS, "reads=()"), "stage tally.add_bonus reads no field; name at least one"),
     "a text in place of a tuple": (
@@ -229,6 +229,14 @@ CODE = {
 def test_a_mistake_in_the_file_is_named(refused, case) -> None:
     change, words = CODE[case]
     assert words in refused(change)
+
+
+def test_a_field_that_is_being_computed_is_named(refused) -> None:
+    """The passes run while the responses are scored if no row is left out of them."""
+    line = refused(
+        (READS, 'reads=("old_log_probs",)'), "actor_rollout_ref.actor.skip_zero_advantages=false"
+    )
+    assert "reads old_log_probs, but beside score_responses it runs while this is computed" in line
 
 
 def test_a_cycle_of_two_roles_is_named(refused) -> None:

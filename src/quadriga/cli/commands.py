@@ -261,7 +261,7 @@ COMMANDS = (
     ),
     Command(
         "plan",
-        "Show the batches and the memory of a run, of train or of: plan sft, plan generate",
+        "Show batches and memory of a run: plan, plan sft, plan generate",
         plan_of,
         TrainConfig,
     ),

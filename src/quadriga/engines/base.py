@@ -108,7 +108,7 @@ class TrainEngine(Protocol):
         ...
 
     def global_counts(self, *counts: float | Tensor) -> list[float]:
-        """Return the sum of each count over ranks. All of them travel in one collective."""
+        """Return the sum of each count over ranks. All of them are summed in one collective."""
         ...
 
     def state_stream(self) -> Iterator[tuple[str, Tensor]]:

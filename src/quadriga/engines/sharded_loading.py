@@ -24,7 +24,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -48,6 +48,7 @@ from quadriga.engines.token_model import TokenModel
 from quadriga.engines.trained_part import TrainedPart, fill_new, select_trained
 from quadriga.errors import ConfigError, ModelError
 from quadriga.models.adapters import base_name
+from quadriga.models.folder import local_folder
 from quadriga.models.loading import VALUE_HEAD_PREFIX, model_errors, report_attention
 from quadriga.models.score_head import check_reward_model
 from quadriga.models.weights.finite import NotFinite, check_all_finite, count_not_finite
@@ -244,7 +245,7 @@ def _prepared(
     if all(failed_there for _, failed_there in of_ranks):
         return _together(load)
     # Ranks that cannot read the folder try it first. If they fail, the others fail with them, and
-    # have not read a model that nobody would use.
+    # have not read a model for nothing.
     first = _together(lambda: load() if failed else None)
     return _together(lambda: load() if first is None else first)
 
@@ -256,6 +257,20 @@ def _loaded_whole(
     part = select_trained(model, config, dtype) if trained else TrainedPart()
     fill_new(model, part)
     return model, None, part
+
+
+def whole_load_reason(config: ModelConfig, head: HeadKind, trained: bool) -> str:
+    """Return why each rank loads the whole model of a folder; "" if it reads its shards only, or if
+    the folder has no weights that could be looked at.
+
+    Reads headers only.
+    """
+    folder = local_folder(config.path, weights=False)
+    if not any(folder.glob("*.safetensors")):
+        return ""
+    local = replace(config, path=str(folder))
+    found = _with_folder_weights(local, head, torch.float32, trained=trained)
+    return "" if isinstance(found, tuple) else str(found)
 
 
 def _with_folder_weights(

@@ -187,7 +187,6 @@ class RayPPOTrainer:
                             batch = self.estimate_advantages(batch, run, record)
                         batch = record.log_stage(run(stages.balance_over_ranks, batch, balance))
                         batch = run.before_passes(batch)
-                        # The ranks compute these while the controller scores the responses.
                         pending = submit_passes(
                             groups, batch, log_probs=self.log_prob_pass, with_advantage=self.skips
                         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,8 +53,7 @@ def update_policy(
         length_scale: tokens by which `seq-mean-token-sum-norm` divides, unless a setting does.
         seed: of the order of the rows where `config.shuffle` is set.
         reference: the engine of the reference policy, for KL over the vocabulary.
-        mismatch_bound: nats, of the share of tokens whose log-probabilities differ from those of
-            the rollout by more.
+        mismatch_bound: nats, as `rollout.mismatch.bound`.
 
     Returns:
         `meta_info["metrics"]`: means over the optimizer steps, equal on all ranks; and one row of
@@ -63,37 +63,29 @@ def update_policy(
     are several optimizer steps and no `old_log_probs`.
     """
     rows = _inputs_of_actor(data)
-    prompts, epochs = config.ppo_mini_batch_size, config.ppo_epochs
+    epochs, prompts = config.ppo_epochs, config.ppo_mini_batch_size
     size = rows_per_mini_batch(prompts, len(data), responses_per_prompt, world_size)
     check_mini_batches_of_ranks(engine, len(data), size)
     if old_from_update := fields.OLD_LOG_PROBS not in rows:
         check_one_step(len(data), size, epochs)
-    steps: list[dict[str, float]] = []
-    partials: list[Partials] = []
+    steps, partials = list[dict[str, float]](), list[Partials]()
     unit = rows_kept_together(rows, responses_per_prompt) if config.shuffle else None
     scale = config.loss_scale_length or length_scale
+    step = partial(
+        engine.train_step,
+        temperature=temperature,
+        reference=reference,
+        micro_batch_size=config.ppo_micro_batch_size_per_gpu,
+    )
     for mini in mini_batches(rows, size=size, epochs=epochs, shuffled_unit=unit, seed=seed):
         counts = BatchCounts.of(mini[fields.RESPONSE_MASK], engine)
-        # The same on all ranks: one that skipped alone would leave the others in a collective.
-        if counts.tokens == 0:
+        if counts.tokens == 0:  # on all ranks: one alone would leave the others in a collective
             continue
         objective = PolicyObjective(
-            config,
-            counts,
-            scale,
-            old_from_update=old_from_update,
-            mismatch_bound=mismatch_bound,
+            config, counts, scale, old_from_update=old_from_update, mismatch_bound=mismatch_bound
         )
-        steps.append(
-            engine.train_step(
-                _rows_to_compute(mini, config),
-                objective,
-                temperature=temperature,
-                entropy=objective.reads_entropy,
-                reference=reference,
-                micro_batch_size=config.ppo_micro_batch_size_per_gpu,
-            )
-        )
+        computed = _rows_to_compute(mini, config)
+        steps.append(step(computed, objective, entropy=objective.reads_entropy))
         partials += objective.partials
     return _report(steps, partials, prefix="actor/")
 

@@ -32,8 +32,8 @@ def generation_memory_plan(config: GenerationConfig, device_type: str) -> Memory
     pool = RolePool((ROLLOUT,), tuple(range(ranks)), (trainer.n_gpus_per_node,) * trainer.nnodes)
     if config.rollout.name != "hf":
         alone = pool_memory(TrainConfig(), device_type, pool, {}, None)
-        missing = (f"rollout (engine {config.rollout.name})",)
-        return MemoryPlan(device_type, (alone,), trainer.n_gpus_per_node, missing)
+        left_out = f"rollout (engine {config.rollout.name})"
+        return MemoryPlan(device_type, (alone,), trainer.n_gpus_per_node, (left_out,))
     _, rows = rows_at_once(config)
     sampling = config.sampling
     memory = generation_memory(

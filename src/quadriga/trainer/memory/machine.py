@@ -60,6 +60,11 @@ def device_limit(trainer: TrainerConfig | SFTTrainerConfig, device_type: str) ->
     return DeviceLimit(int(properties.total_memory), str(properties.name))
 
 
+def gib(size: int) -> str:
+    """Return bytes in GiB with three digits: "79.2", "0.0132"."""
+    return f"{size / GIB:.3g}"
+
+
 def available_memory(groups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
     """Return the bytes that new processes of this machine, or of its control group, can use."""
     import psutil

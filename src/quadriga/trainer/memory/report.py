@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from quadriga.config.schema import Checkpointing, TrainConfig
 from quadriga.engines.memory.states import TrainingMemory
 from quadriga.errors import ConfigError, ModelError
-from quadriga.trainer.memory.machine import GIB, DeviceLimit, device_limit, planned_device
+from quadriga.trainer.memory.host import HostMemory, host_limit, host_memory, host_shortage
+from quadriga.trainer.memory.machine import DeviceLimit, device_limit, gib, planned_device
 from quadriga.trainer.memory.plan import (
     ACTOR,
     CRITIC,
@@ -30,10 +31,12 @@ def check_memory(config: TrainConfig) -> None:
     if not config.trainer.check_memory or device_type is None:
         return
     limit = device_limit(config.trainer, device_type)
-    if limit is None:
-        return
     plan = memory_plan(config, device_type)
-    short = shortage(plan, limit, states_only=True) or shortage(plan, limit)
+    short = None
+    if limit is not None:
+        short = shortage(plan, limit, states_only=True) or shortage(plan, limit)
+    if short is None and (own := host_limit(config, plan, limit)) is not None:
+        short = host_shortage(host_memory(config, plan), own)
     if short is not None:
         raise ConfigError(
             f"{short}; {'; or '.join(remedies(config, plan))}; `quadriga plan` shows all parts, "
@@ -187,7 +190,18 @@ def plan_text(config: TrainConfig) -> str:
     current = config.actor_rollout_ref.model.gradient_checkpointing
     others = _other_forms(config, shown, current)
     limit = device_limit(config.trainer, shown)
-    return table_text(plan, limit, lambda: remedies(config, plan), others)
+    lines = table_text(plan, limit, lambda: remedies(config, plan), others)
+    own = host_limit(config, plan, limit)
+    return "\n".join([lines, *host_lines(host_memory(config, plan), own)])
+
+
+def host_lines(memory: HostMemory, limit: DeviceLimit | None) -> list[str]:
+    """Return the host memory of a node as lines of a table, and whether it suffices."""
+    lines = ["host memory of a node in GiB, all ranks"]
+    lines += [f"  {name:<36}{gib(size):>10}" for name, size in memory.parts.items()]
+    lines += [f"  {role} is loaded whole: {reason}" for role, reason in memory.whole.items()]
+    short = None if limit is None else host_shortage(memory, limit)
+    return lines if short is None else [*lines, f"  {short}"]
 
 
 def table_text(
@@ -259,8 +273,3 @@ def _pool_lines(pool: PoolMemory, others: Mapping[str, MemoryPlan]) -> list[str]
         for phase, size in pool.phases.items()
     ]
     return lines
-
-
-def gib(size: int) -> str:
-    """Return bytes in GiB with three digits: "79.2", "0.0132"."""
-    return f"{size / GIB:.3g}"

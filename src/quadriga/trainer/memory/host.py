@@ -1,0 +1,180 @@
+"""The host memory of a run: models while they are loaded, and what settings keep on the host.
+
+A rank reads its shards only, unless the tensors of the folder are not one-to-one with the model's
+parameters (many models with experts); then each rank has the whole model on the host while it
+loads. The rollout `hf` is loaded whole. On a CPU this is the memory in which the run computes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from quadriga.config.schema import EngineConfig, ModelConfig, TrainConfig
+from quadriga.engines.base import HeadKind
+from quadriga.engines.memory.states import TrainingMemory
+from quadriga.engines.sharded_loading import whole_load_reason
+from quadriga.models.folder import local_folder
+from quadriga.parallel.device import compute_dtype
+from quadriga.trainer.dataflow import needs_critic, needs_reference
+from quadriga.trainer.memory.machine import DeviceLimit, available_memory, gib
+from quadriga.trainer.memory.plan import (
+    ACTOR,
+    CRITIC,
+    PROCESS_BYTES,
+    REF,
+    MemoryPlan,
+    PoolMemory,
+)
+from quadriga.trainer.run.role_workers import critic_model
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes in the memory of the node that needs most.
+
+    Attributes:
+        parts: what -> bytes of all ranks of the node.
+        whole: role -> why each of its ranks loads the whole model.
+    """
+
+    parts: Mapping[str, int]
+    whole: Mapping[str, str]
+
+    @property
+    def total(self) -> int:
+        """The sum of the parts."""
+        return sum(self.parts.values())
+
+
+def host_memory(config: TrainConfig, plan: MemoryPlan) -> HostMemory:
+    """Return the host memory of a run whose memory was planned."""
+    whole = whole_models(config)
+    nodes: dict[int, Counter[str]] = {}
+    for pool in plan.pools:
+        counts = Counter(rank // plan.ranks_per_node for rank in pool.pool.ranks)
+        own = _parts_of_rank(config, plan.device_type, pool, whole)
+        for node, count in counts.items():
+            parts = nodes.setdefault(node, Counter())
+            parts.update({name: count * size for name, size in own.items()})
+    for parts in nodes.values():
+        parts.update(_shared_parts(config))
+    largest = max(nodes.values(), key=lambda parts: sum(parts.values()))
+    return HostMemory({name: size for name, size in largest.items() if size}, whole)
+
+
+def host_limit(
+    config: TrainConfig, plan: MemoryPlan, device: DeviceLimit | None
+) -> DeviceLimit | None:
+    """Return the host memory of a node; None if it is not known, because the ranks are on others.
+
+    `device`: the limit of the device, which on a CPU is that of the host.
+    """
+    if plan.device_type == "cpu":
+        return device
+    elsewhere = config.trainer.nnodes > 1 or "RAY_ADDRESS" in os.environ
+    if config.trainer.backend == "ray" and elsewhere:
+        return None
+    return DeviceLimit(available_memory(), "available on this machine")
+
+
+def whole_models(config: TrainConfig) -> dict[str, str]:
+    """Return role -> why each of its ranks loads the whole model, for those that do."""
+    policy = config.actor_rollout_ref
+    models: dict[str, tuple[ModelConfig, HeadKind, bool]] = {
+        ACTOR: (policy.model, "lm", True),
+    }
+    if needs_reference(config):
+        models[REF] = policy.model, "lm", False
+    if needs_critic(config):
+        models[CRITIC] = critic_model(config), "value", True
+    found = {role: whole_load_reason(*model) for role, model in models.items()}
+    return {role: reason for role, reason in found.items() if reason}
+
+
+def _parts_of_rank(
+    config: TrainConfig, device_type: str, pool: PoolMemory, whole: Mapping[str, str]
+) -> dict[str, int]:
+    on_cpu = device_type == "cpu"
+    process = PROCESS_BYTES["cpu" if on_cpu else "accelerator"]
+    loading, kept = _loading(config, device_type, pool, whole), _kept_on_host(config, pool)
+    if on_cpu:  # what is kept there is in the plan of the device
+        return {"processes": process, "models while they are loaded": loading}
+    # Moments are made in the first step, when no model is loaded any more.
+    name = "offloaded states" if kept > loading else "models while they are loaded"
+    return {"processes": process, name: max(kept, loading)}
+
+
+def _loading(
+    config: TrainConfig, device_type: str, pool: PoolMemory, whole: Mapping[str, str]
+) -> int:
+    """Return the most bytes of a rank while its models are loaded, one after the other."""
+    held = largest = 0
+    for role in (ACTOR, REF, CRITIC):
+        if role in pool.engines:
+            engine = pool.engines[role]
+            size = engine.weights * _item_size(config, role, device_type)
+            own = engine.parameters if device_type == "cpu" else 0
+            largest = max(largest, held + (size if role in whole else own))
+            held += own
+    if pool.generation is not None:  # loaded after the engines of the policy
+        largest = max(largest, held + pool.generation.weights)
+    return largest
+
+
+def _item_size(config: TrainConfig, role: str, device_type: str) -> int:
+    """Return the bytes of an element as a whole model has it: float32 at least if it is trained."""
+    auto = torch.device("cpu" if device_type == "cpu" else "meta")
+    size = compute_dtype(_settings(config, role).dtype, auto).itemsize
+    return size if role == REF else max(4, size)
+
+
+def _kept_on_host(config: TrainConfig, pool: PoolMemory) -> int:
+    """Return the most bytes that the settings keep on the host of an accelerator."""
+    engines = pool.engines
+    kept = {role: _kept_of_engine(_settings(config, role), e) for role, e in engines.items()}
+    if not config.actor_rollout_ref.rollout.take_turns or pool.generation is None:
+        return sum(kept.values())
+    turns = [role for role in (ACTOR, REF) if role in engines]
+    states = {r: e.parameters + e.optimizer + e.on_host for r, e in engines.items()}
+    generating = sum(states[role] if role in turns else kept[role] for role in engines)
+    return max(generating, sum(kept.values()) + pool.generation.weights)
+
+
+def _kept_of_engine(settings: EngineConfig, engine: TrainingMemory) -> int:
+    parameters = engine.parameters if settings.param_offload else 0
+    return engine.on_host + parameters + (engine.optimizer if settings.optimizer_offload else 0)
+
+
+def _shared_parts(config: TrainConfig) -> dict[str, int]:
+    """Return what the ranks of a node share: with `use_shm` the files of the weights."""
+    policy = config.actor_rollout_ref
+    folders = {
+        local_folder(model.path, weights=False)
+        for model in (policy.model, critic_model(config))
+        if model.use_shm and model.path
+    }
+    files = [file for folder in folders for file in folder.glob("*.safetensors")]
+    return {"weight files in shared memory": sum(file.stat().st_size for file in files)}
+
+
+def _settings(config: TrainConfig, role: str) -> EngineConfig:
+    policy = config.actor_rollout_ref
+    return {ACTOR: policy.actor.engine, REF: policy.ref.engine, CRITIC: config.critic.engine}[role]
+
+
+def host_shortage(memory: HostMemory, limit: DeviceLimit) -> str | None:
+    """Return why the host memory does not suffice, as a sentence without its end. None: it does."""
+    if memory.total <= limit.size:
+        return None
+    sums = " + ".join(f"{gib(size)} ({name})" for name, size in memory.parts.items())
+    reasons = "; ".join(f"{role}: {reason}" for role, reason in memory.whole.items())
+    loaded = f"; each rank loads whole models ({reasons})" if reasons else ""
+    return (
+        f"the ranks of a node need {gib(memory.total)} GiB of host memory = {sums}, but "
+        f"{gib(limit.size)} GiB are {limit.source}{loaded}"
+    )
