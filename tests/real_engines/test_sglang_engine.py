@@ -12,18 +12,16 @@ import psutil
 import pytest
 import torch
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
 from quadriga.config.schema import EngineConfig, ModelConfig
-from quadriga.errors import WorkerError
+from quadriga.errors import ModelError, WorkerError
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
 from quadriga.testing import ROLLOUT_LAWS, RolloutUnderTest, write_reference_model
@@ -57,12 +55,6 @@ SIZES = {
 MODELS = {
     "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "llama, grouped queries": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "olmo3, window of 8": lambda: Olmo3ForCausalLM(
-        Olmo3Config(**SIZES, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
-    ),
-    "gemma2, window of 8": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**SIZES, head_dim=16, sliding_window=8, query_pre_attn_scalar=16)
-    ),
 }
 
 
@@ -161,6 +153,14 @@ def test_greedy_responses_equal_those_of_hf_before_and_after_updates(tmp_path, n
             assert float(scores.abs().max()) < 1e-4
     finally:
         engine.close()
+
+
+def test_a_sliding_window_that_sglang_ignores_is_refused(tmp_path):
+    torch.manual_seed(0)
+    config = MistralConfig(**SIZES, head_dim=16, sliding_window=8)
+    MistralForCausalLM(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match="window of 8 tokens"):
+        sglang(tmp_path / "model")
 
 
 class Between:

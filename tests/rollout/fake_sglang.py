@@ -1,6 +1,6 @@
-"""A program that behaves like `quadriga.rollout.sglang.host` over SGLang, with faults on request.
+"""A program that behaves like the host of `quadriga.rollout.sglang`, with faults on request.
 
-It is run as `fake_sglang.py -m quadriga.rollout.sglang.host`. The faults are those of
+It is run as `fake_sglang.py -m quadriga.rollout.sglang.processes.host`. The faults are those of
 `server_args["faults"]`, or of the last request to `/faults`. `server_args["lives"]` is a file to
 which each start adds one line, so that a fault can be of the first life only.
 
@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file
 
 from quadriga.rollout.base import tensor_digest
-from quadriga.rollout.sglang.frames import read_frame, write_frame
+from quadriga.rollout.sglang.processes.frames import read_frame, write_frame
 
 
 class Fake:
@@ -80,7 +80,7 @@ class Fake:
 
     def update(self, body, payload):
         assert self.session
-        if body["load_format"] == "quadriga.rollout.sglang.readback.answer":
+        if body["load_format"] == "quadriga.rollout.sglang.processes.readback.answer":
             question = json.loads(bytes(pickle.loads(payload)[0][1].tolist()))
             held = {
                 name: ("float32", str(tensor_digest(self.weights[name])))

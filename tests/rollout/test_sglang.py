@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -199,6 +200,18 @@ def test_restarts_have_an_end(start, tmp_path):
     with pytest.raises(RolloutDiedError):
         generate(engine)
     assert len(lives(tmp_path)) == 3
+
+
+def test_close_ends_a_call_that_waits(start):
+    engine = start(faults={"wait at request": 1}, restarts=3)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(generate, engine)
+        while not engine._lock.locked():
+            time.sleep(0.01)
+        engine.close()
+        with pytest.raises(RolloutDiedError):
+            waiting.result(60)
+    assert engine.restarts == 0
 
 
 def test_shared_memory_of_killed_processes_is_removed(start):

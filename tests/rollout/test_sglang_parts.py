@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, Olmo3Config, Qwen2Config
 
-from quadriga.errors import ConfigError, ModelError
-from quadriga.rollout import check_rollout
-from quadriga.rollout.sglang.readback import locate
-from quadriga.rollout.sglang.sliding import check_sliding_windows
+from quadriga.config.schema import ModelConfig, SamplingConfig
+from quadriga.errors import ConfigError, ModelError, RolloutAbilityError
+from quadriga.models.loading import load_causal_lm
+from quadriga.rollout import check_rollout, check_sampling
+from quadriga.rollout.sglang.processes.readback import locate
+from quadriga.rollout.sglang.untested import check_numbers, probe_length
 from quadriga.rollout.sglang.weights import buckets
 
 
@@ -36,6 +39,25 @@ from quadriga.rollout.sglang.weights import buckets
 def test_wrong_options_are_refused_before_the_start(options, text):
     with pytest.raises(ConfigError, match=text):
         check_rollout("sglang", options)
+
+
+@pytest.mark.parametrize(
+    ("options", "sampling", "setting"),
+    [
+        ({}, {"min_new_tokens": 2}, "min_new_tokens"),
+        ({"seeds": True}, {"min_p": 0.1}, "min_p"),
+        ({"log_probs": "temperature_1"}, {"temperature": 0.7}, "log_probs"),
+        ({}, {"temperature": 0.7, "top_k": 5, "min_p": 0.1}, None),
+    ],
+)
+def test_sampling_settings_are_checked_before_the_start(options, sampling, setting):
+    if setting is None:
+        check_sampling("sglang", options, SamplingConfig(**sampling))
+        return
+    with pytest.raises(RolloutAbilityError) as caught:
+        check_sampling("sglang", options, SamplingConfig(**sampling))
+    assert caught.value.setting == setting
+    check_sampling("hf", {}, SamplingConfig(**sampling))
 
 
 def test_an_interpreter_without_sglang_is_named(tmp_path):
@@ -89,20 +111,33 @@ def test_parts_of_fused_and_padded_parameters_are_located():
 
 
 @pytest.mark.parametrize(
-    ("config", "refused"),
+    ("config", "tokens"),
     [
-        (MistralConfig(sliding_window=8), True),
-        (MistralConfig(sliding_window=None), False),
-        (MistralConfig(sliding_window=4096), False),  # not shorter than a sequence
-        (Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=0), True),
-        (Qwen2Config(use_sliding_window=False, sliding_window=8), False),
-        (Olmo3Config(sliding_window=8), False),  # SGLang computes its windows
-        (LlamaConfig(), False),
+        (LlamaConfig(), None),
+        (Qwen2Config(use_sliding_window=False, sliding_window=8), None),
+        (Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=0), 56),
+        (MistralConfig(sliding_window=8), 56),
+        (MistralConfig(sliding_window=None), 48),  # not tested
+        (MistralConfig(sliding_window=4096), 48),  # not shorter than a sequence
+        (Olmo3Config(sliding_window=4090), 4096),  # no longer than a sequence
     ],
 )
-def test_windows_that_sglang_ignores_are_refused(config, refused):
-    if refused:
-        with pytest.raises(ModelError, match="window of 8 tokens"):
-            check_sliding_windows(config, 4096)
-    else:
-        check_sliding_windows(config, 4096)
+def test_models_that_were_not_tested_are_compared_behind_their_window(config, tokens):
+    assert probe_length(config, 4096) == tokens
+
+
+def test_other_numbers_than_those_of_transformers_are_refused(model_folder):
+    model = load_causal_lm(model_folder)
+    config = model.config
+
+    def score(ids, mask, wrong_from=None):
+        log_probs = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+        scores = torch.nn.functional.pad(log_probs.gather(-1, ids[:, 1:, None])[..., 0], (1, 0))
+        if wrong_from is not None:
+            scores[:, wrong_from:] -= 0.1
+        return scores.detach()
+
+    arguments = (ModelConfig(path=model_folder), config, torch.float32, 40)
+    check_numbers(score, *arguments)
+    with pytest.raises(ModelError, match=r"probe differs by 0\.1 nats"):
+        check_numbers(partial(score, wrong_from=30), *arguments)

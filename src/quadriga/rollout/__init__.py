@@ -23,7 +23,7 @@ from quadriga.errors import ConfigError, UnknownNameError
 if TYPE_CHECKING:
     import torch
 
-    from quadriga.config.schema import DtypeName, ModelConfig, Options
+    from quadriga.config.schema import DtypeName, ModelConfig, Options, SamplingConfig
     from quadriga.rollout.base import RolloutEngine
 
 
@@ -90,17 +90,31 @@ ROLLOUTS: dict[str, RolloutFactory] = {"hf": _hf, "vllm": _vllm, "sglang": _sgla
 """Name -> function that builds the engine."""
 
 
-def check_rollout(name: str, options: Options) -> None:
+def ranks_of_copy(name: str, options: Options) -> int:
+    """Return how many ranks hold one copy of the rollout's weights, and generate the same rows."""
+    if name != "vllm":
+        return 1
+    from quadriga.rollout.vllm.options import parse_options
+
+    return parse_options(options).tensor_parallel_size
+
+
+def check_rollout(name: str, options: Options, ranks: int | None = None) -> None:
     """Check, before a worker starts, an engine and its options (`rollout.options`).
+
+    Args:
+        ranks: how many ranks the rollout has, if that is known.
 
     Raises:
         ConfigError: the engine is not installed, or an option is not one of the engine's or out of
             range.
     """
     if name == "vllm":
-        from quadriga.rollout.vllm.options import check_installed, parse_options
+        from quadriga.rollout.vllm.options import check_installed, check_ranks, parse_options
 
         check_installed(parse_options(options))
+        if ranks is not None:
+            check_ranks(parse_options(options), ranks)
     if name == "sglang":
         from quadriga.rollout.sglang.options import check_sglang
 
@@ -110,6 +124,32 @@ def check_rollout(name: str, options: Options) -> None:
         raise ConfigError(
             f"rollout engine 'hf' has no options {sorted(options)}; remove them from {key}", key=key
         )
+
+
+def check_sampling(name: str, options: Options, sampling: SamplingConfig) -> None:
+    """Check, before a worker starts, that an engine can sample with these settings.
+
+    Raises:
+        RolloutAbilityError: it cannot.
+    """
+    if name != "sglang":  # the other engines apply every setting
+        return
+    from quadriga.rollout.params import SamplingParams
+    from quadriga.rollout.sglang.declared import declared_abilities
+    from quadriga.rollout.sglang.options import sglang_options
+
+    abilities = declared_abilities(sglang_options(options), 1, None, exposes_weights=False)
+    settings = SamplingParams(
+        max_new_tokens=max(1, sampling.min_new_tokens),
+        eos_token_ids=(0,),
+        pad_token_id=0,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        min_new_tokens=sampling.min_new_tokens,
+    )
+    abilities.check(settings, name)
 
 
 def build_rollout(

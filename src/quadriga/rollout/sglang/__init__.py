@@ -13,8 +13,10 @@ host. The guard ends host and schedulers when the rank ends, even if it was kill
 - `sampling`: requests and answers of SGLang.
 - `weights`: new weights in buckets, and what the engine holds.
 - `transports`: how a request reaches SGLang: `PipeTransport`, `HTTPTransport`.
-- `process`: starts and ends host and guard; `frames`: messages over the pipe.
-- `guard`, `host`, `readback`: run in the processes below the rank. Only these import SGLang.
+- `start`, `process`: start and end host and guard. `processes`: what runs in them.
+- `client`: requests and weights over restarts.
+- `untested`: a comparison with transformers for models that were not tested with SGLang.
+- `declared`: what an SGLang with given options can do.
 
 Importing this file imports neither torch nor SGLang.
 """

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from quadriga.errors import RolloutDiedError, RolloutError, RolloutTimeoutError
 from quadriga.parallel.distributed import rank
-from quadriga.rollout.sglang.frames import Json
 from quadriga.rollout.sglang.process import NAME
+from quadriga.rollout.sglang.processes.frames import Json
 from quadriga.rollout.sglang.start import Launch
 from quadriga.rollout.sglang.transports import Body
 from quadriga.rollout.sglang.weights import (
@@ -59,6 +59,7 @@ class Client:
         self._kept: dict[str, Tensor] = {}
         self._released: frozenset[str] = frozenset()
         self._unusable = ""
+        self._closed = False
         self._unknown: set[str] = set()  # names of an update that failed
         self.version = -1
         self.restarts = 0
@@ -165,10 +166,13 @@ class Client:
     def _recover(self, fault: Fault) -> None:
         """Start SGLang again with the last weights; raise `fault` if this may not be."""
         self._end()
-        while self._instance.host is not None and self.restarts < self._options.restarts:
+        while self._may_restart():
             self.restarts += 1
             try:
                 self._instance = self._launch.start()
+                if self._closed:  # meanwhile
+                    self._end()
+                    break
                 self._released, self._unknown = frozenset(), set()
                 if self._kept:
                     self._send(iter(self._kept.items()), self.version)
@@ -178,6 +182,10 @@ class Client:
                 fault = error
         self._unusable = f"it failed before: {fault}"
         raise fault
+
+    def _may_restart(self) -> bool:
+        started_here = self._instance.host is not None
+        return started_here and not self._closed and self.restarts < self._options.restarts
 
     def _check_usable(self) -> None:
         problem = self._unusable
@@ -279,7 +287,7 @@ class Client:
         file = host.folder / "held.json"
         body: dict[str, Json] = {
             "ranks": self._options.tensor_parallel,
-            "load_format": "quadriga.rollout.sglang.readback.answer",
+            "load_format": "quadriga.rollout.sglang.processes.readback.answer",
             "flush_cache": False,
         }
         with self._session():
@@ -319,7 +327,8 @@ class Client:
             self._released -= frozenset(tags)
 
     def close(self) -> None:
-        """End SGLang if it was started here."""
+        """End SGLang if it was started here. Requests of other threads fail."""
+        self._closed = True
         self._instance.transport.close()
 
 

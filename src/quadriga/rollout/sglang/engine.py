@@ -17,14 +17,15 @@ from quadriga.models.folder import local_folder
 from quadriga.models.loading import load_tokenizer, read_config
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
-from quadriga.rollout.abilities import ALL_SETTINGS, LogProbCondition, RolloutAbilities
+from quadriga.rollout.abilities import RolloutAbilities
 from quadriga.rollout.base import FinishReason, RolloutOutput
-from quadriga.rollout.params import LogProbKind, SamplingParams
+from quadriga.rollout.params import SamplingParams
 from quadriga.rollout.requests import check_request, check_sequences
 from quadriga.rollout.sglang.client import Client
-from quadriga.rollout.sglang.frames import Json
-from quadriga.rollout.sglang.options import SGLangOptions, check_installed, sglang_options
+from quadriga.rollout.sglang.declared import declared_abilities
+from quadriga.rollout.sglang.options import check_installed, sglang_options
 from quadriga.rollout.sglang.process import NAME
+from quadriga.rollout.sglang.processes.frames import Json
 from quadriga.rollout.sglang.sampling import (
     Sample,
     generate_body,
@@ -32,8 +33,8 @@ from quadriga.rollout.sglang.sampling import (
     read_scores,
     score_body,
 )
-from quadriga.rollout.sglang.sliding import check_sliding_windows
 from quadriga.rollout.sglang.start import Launch
+from quadriga.rollout.sglang.untested import check_numbers, probe_length
 from quadriga.rollout.sglang.weights import model_end_tokens, model_shapes
 from quadriga.rollout.stop_strings import StopStrings
 
@@ -41,17 +42,6 @@ State = Literal["ready", "released", "closed"]
 PauseMode = Literal["abort", "retract", "in_place"]
 """What SGLang does with responses that it is generating: end them; compute them again when it
 continues; or keep them as they are."""
-
-# What SGLang returns are log-probabilities at the temperature, before the filters; started with
-# SGLANG_RETURN_ORIGINAL_LOGPROB they are at temperature 1.
-_LOG_PROBS: Mapping[str, Mapping[LogProbKind, LogProbCondition]] = {
-    "policy": {
-        "policy": "always",
-        "sampled": "unfiltered",
-        "temperature_1": "at temperature 1",
-    },
-    "temperature_1": {"temperature_1": "always", "policy": "at temperature 1"},
-}
 
 
 class SGLangRollout:
@@ -82,7 +72,6 @@ class SGLangRollout:
         self._model = model
         config = read_config(local_folder(model.path), trust_remote_code=model.trust_remote_code)
         window = context_window(config)
-        check_sliding_windows(config, window.tokens if window else None)
         place = local_device(device)
         launch = Launch(
             model,
@@ -99,12 +88,24 @@ class SGLangRollout:
         self._tokenizer: PreTrainedTokenizerBase | None = None
         at_once = max(1, micro_batch_size // self._options.request_rows)
         self._client = Client(launch, shapes, at_once)
-        self._abilities = _declared(
+        self._abilities = declared_abilities(
+            self._options,
             config.get_text_config().vocab_size,
             launch.window,
-            self._options,
             exposes_weights=self._client.held.keys() == shapes.keys(),
         )
+        tokens = probe_length(config, launch.window)
+        # All ranks have the same SGLang, and the comparison loads the model once more.
+        if tokens is not None and rank() == 0:
+            try:
+                if self.version != -1:
+                    raise self._state_error(
+                        "be compared with transformers", "its weights are not those of the folder"
+                    )
+                check_numbers(self.score, model, config, launch.dtype, tokens)
+            except BaseException:
+                self._client.close()
+                raise
 
     @property
     def name(self) -> str:
@@ -267,9 +268,9 @@ class SGLangRollout:
                 self._state = "ready"
 
     def close(self) -> None:
-        with self._lock:
-            self._state = "closed"
-            self._client.close()
+        # Without the lock: a call that waits for an answer ends with SGLang.
+        self._state = "closed"
+        self._client.close()
 
     def _check_open(self, method: str) -> None:
         if self._state == "closed":
@@ -287,25 +288,6 @@ class SGLangRollout:
             rank=rank(),
             method=method,
         )
-
-
-def _declared(
-    vocabulary: int, window: int | None, options: SGLangOptions, *, exposes_weights: bool
-) -> RolloutAbilities:
-    """Return what an SGLang can do that was started with these options."""
-    # `min_new_tokens` of SGLang needs its tokenizer, and its log-probabilities are then of neither
-    # kind. Its seeds do not work with min_p.
-    settings = ALL_SETTINGS - {"min_new_tokens"} - ({"min_p"} if options.seeds else frozenset())
-    return RolloutAbilities(
-        vocabulary=vocabulary,
-        window=window,
-        log_probs=_LOG_PROBS[options.log_probs],
-        settings=settings,
-        filter_order="joint",
-        seeded=options.seeds,
-        batch_invariant=False,
-        exposes_weights=exposes_weights,
-    )
 
 
 def _rows(ids: Tensor, mask: Tensor) -> list[list[int]]:

@@ -20,6 +20,7 @@ KEY = "actor_rollout_ref.rollout.options"
 Transport = Literal["engine", "server"]
 StartedLogProbs = Literal["policy", "temperature_1"]
 
+_LOOK_S = 60.0
 _RESERVED = {
     "model_path": "model.path",
     "tokenizer_path": "model.tokenizer_path",
@@ -195,14 +196,19 @@ def check_installed(options: SGLangOptions) -> None:
         "import importlib.util as u, sys; "
         "sys.exit(', '.join(n for n in ('sglang', 'quadriga') if u.find_spec(n) is None) or 0)"
     )
-    found = subprocess.run(
-        [python, "-c", code],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    try:
+        found = subprocess.run(
+            [python, "-c", code],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LOOK_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(
+            f"{KEY}.python={python} cannot be run: {error}", key=f"{KEY}.python"
+        ) from error
     if found.returncode:
         missing = found.stderr.strip().splitlines()[-1] if found.stderr.strip() else "sglang"
         raise ConfigError(

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from quadriga.errors import RolloutDiedError, printable
 from quadriga.parallel.distributed import rank
-from quadriga.rollout.sglang.frames import Json, write_frame
+from quadriga.rollout.sglang.processes.frames import Json, write_frame
 
 NAME = "sglang"
-_GUARD = Path(__file__).with_name("guard.py")
-_HOST = "quadriga.rollout.sglang.host"
+_GUARD = Path(__file__).with_name("processes") / "guard.py"
+_HOST = "quadriga.rollout.sglang.processes.host"
 _LOG_LINES = 12
 _LOG_BYTES = 1 << 16
 _LINE_LENGTH = 300

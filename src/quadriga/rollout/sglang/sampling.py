@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from quadriga.errors import RolloutOutputError
 from quadriga.rollout.base import FinishReason
 from quadriga.rollout.params import SamplingParams
-from quadriga.rollout.sglang.frames import Json
 from quadriga.rollout.sglang.process import NAME
+from quadriga.rollout.sglang.processes.frames import Json
 
 
 @dataclass(frozen=True)

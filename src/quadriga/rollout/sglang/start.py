@@ -14,9 +14,9 @@ import torch
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import RolloutDiedError
 from quadriga.models.folder import local_folder
-from quadriga.rollout.sglang.frames import Json
 from quadriga.rollout.sglang.options import SGLangOptions
 from quadriga.rollout.sglang.process import HostProcess
+from quadriga.rollout.sglang.processes.frames import Json
 from quadriga.rollout.sglang.transports import (
     HTTPTransport,
     PipeTransport,
@@ -25,7 +25,7 @@ from quadriga.rollout.sglang.transports import (
     new_key,
 )
 
-_READBACK = "quadriga.rollout.sglang.readback.answer"
+_READBACK = "quadriga.rollout.sglang.processes.readback.answer"
 _SPARE_TOKENS = 8
 """SGLang keeps some positions of its window for itself, so it is told a longer one."""
 _PORTS_TRIED = 3

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 from quadriga.errors import RolloutDiedError, RolloutError, RolloutTimeoutError
 from quadriga.parallel.distributed import rank
-from quadriga.rollout.sglang.frames import Json, read_frame, write_frame
 from quadriga.rollout.sglang.process import NAME, HostProcess
+from quadriga.rollout.sglang.processes.frames import Json, read_frame, write_frame
 
 Body = Mapping[str, Json]
 

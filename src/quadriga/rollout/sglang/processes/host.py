@@ -1,4 +1,4 @@
-"""The process that holds SGLang: `python -m quadriga.rollout.sglang.host`.
+"""The process that holds SGLang: `python -m quadriga.rollout.sglang.processes.host`.
 
 It reads one frame from standard input: {"mode": "engine" or "server", "device", "args"}, where
 `args` are those of SGLang's `ServerArgs`. The arguments hold the key of the server, so they are not
@@ -20,7 +20,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from quadriga.rollout.sglang.frames import Json, read_frame, write_frame
+from quadriga.rollout.sglang.processes import cpu_seeds
+from quadriga.rollout.sglang.processes.frames import Json, read_frame, write_frame
 
 _WRITE_S = 300.0  # the rank reads all the time, so a write that takes longer has no reader
 
@@ -36,32 +37,37 @@ def main() -> None:
     first = read_frame(source)
     assert first is not None and isinstance(first[0], dict)
     settings: dict[str, Any] = first[0]
-    if settings["device"] == "cpu":
-        _allow_seeds_on_cpu()
+    scheduler = _scheduler(settings)
     if settings["mode"] == "server":
-        _serve_http(settings["args"])
+        _serve_http(settings["args"], scheduler)
     else:
-        _serve_pipe(settings["args"], source, target)
+        _serve_pipe(settings["args"], scheduler, source, target)
 
 
-def _allow_seeds_on_cpu() -> None:
-    """Let deterministic inference, which SGLang needs for seeds, use the attention of torch."""
-    from sglang.srt.arg_groups import choices
+def _scheduler(settings: Mapping[str, Any]) -> Callable[..., None]:
+    """Return the function that SGLang's scheduler processes run."""
+    if settings["device"] == "cpu" and settings["args"]["enable_deterministic_inference"]:
+        cpu_seeds.allow()
+        return cpu_seeds.run_scheduler
+    from sglang.srt.managers.scheduler import run_scheduler_process
 
-    choices.add_deterministic_attention_backend_choices(["torch_native"])
-    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    run: Callable[..., None] = run_scheduler_process
+    return run
 
 
-def _serve_http(arguments: Mapping[str, Any]) -> None:
+def _serve_http(arguments: Mapping[str, Any], scheduler: Callable[..., None]) -> None:
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
 
-    launch_server(ServerArgs(**arguments))
+    launch_server(ServerArgs(**arguments), run_scheduler_process_func=scheduler)
 
 
-def _serve_pipe(arguments: Mapping[str, Any], source: int, target: int) -> None:
+def _serve_pipe(
+    arguments: Mapping[str, Any], scheduler: Callable[..., None], source: int, target: int
+) -> None:
     from sglang.srt.entrypoints.engine import Engine
 
+    Engine.run_scheduler_process_func = staticmethod(scheduler)
     engine = Engine(**arguments)
     loop = engine.loop
     answers = _Answers(target)
