@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -114,8 +114,10 @@ def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> li
         if file.done:
             _log.warning("%s has the responses to %d of %d prompts", path, file.done, total)
         try:
-            for rows in generate(config, prompts, skip=file.done):
-                file.write(rows)
+            # Closed at once after an error, which could keep the ranks otherwise.
+            with closing(generate(config, prompts, skip=file.done)) as batches:
+                for rows in batches:
+                    file.write(rows)
         except BaseException:
             _log.warning(
                 "%s has the responses to %d of %d prompts; the same command generates the others",
@@ -130,7 +132,7 @@ def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> li
 
 def generate(
     config: GenerationConfig, prompts: Prompts, *, skip: int = 0
-) -> Iterator[list[ResponseRow]]:
+) -> Generator[list[ResponseRow], None, None]:
     """Yield the rows of each batch of prompts, after the first `skip` prompts.
 
     The ranks start with the first batch and stop at the end, or when the iterator is closed.
