@@ -9,12 +9,16 @@ import random
 import pytest
 import torch
 
-from quadriga.config.schema import ModelConfig
+from quadriga.config.loading import load_config
+from quadriga.config.schema import ActorRolloutRefConfig, ModelConfig, RolloutConfig, TrainConfig
 from quadriga.errors import ConfigError, UnknownSettingError
 from quadriga.rollout import build_rollout, check_rollout
-from quadriga.rollout.vllm import options
+from quadriga.rollout.vllm import options, weights
 from quadriga.rollout.vllm.isolation import Isolation
 from quadriga.rollout.vllm.requests import spread_seed
+from quadriga.trainer.run.preflight import check_engines
+from quadriga.workers import actor_rollout_ref
+from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 
 
 def install(monkeypatch, version):
@@ -54,6 +58,10 @@ def test_another_version_is_refused_unless_it_is_accepted(monkeypatch, caplog):
         ({"gpu_memory_utilization": 1.5}, "at most 1, got 1.5"),
         ({"call_timeout_s": 0.0}, "call_timeout_s must be above 0"),
         ({"engine_args": {"dtype": "half"}}, "engine_args sets dtype"),
+        (
+            {"tensor_parallel_size": 2, "call_timeout_s": 9.0},
+            "call_timeout_s needs tensor_parallel_size=1, got 2",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused_before_a_worker_starts(monkeypatch, given, words):
@@ -114,3 +122,57 @@ def test_a_log_level_of_the_user_is_kept(monkeypatch):
 
 def _set_threads():
     return torch.set_num_threads
+
+
+def test_ranks_that_are_no_multiple_of_a_copy_are_refused_before_a_worker_starts(monkeypatch):
+    install(monkeypatch, options.TESTED_VERSION)
+    given = ["actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=3"]
+    check_engines(load_config(TrainConfig, given))
+    given.append("actor_rollout_ref.rollout.options.tensor_parallel_size=2")
+    with pytest.raises(ConfigError, match="is 2, and the rollout has 3 ranks"):
+        check_engines(load_config(TrainConfig, given))
+    check_engines(load_config(TrainConfig, [*given, "placement={actor: [0], rollout: [1,2]}"]))
+
+
+def test_the_ranks_of_a_copy_get_the_same_rows_and_one_of_them_returns_the_result(monkeypatch):
+    def mesh_of(rank, use, **given):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        rollout = RolloutConfig(name="vllm", options=given)
+        worker = ActorRolloutRefWorker(ActorRolloutRefConfig(rollout=rollout), "actor_rollout")
+        return worker._query_dispatch_info(use), worker._query_collect_info(use)
+
+    monkeypatch.setattr(actor_rollout_ref, "prepare_rank", lambda runtime: "cpu")
+    expected = [(0, True), (0, False), (1, True), (1, False)]
+    assert [mesh_of(r, "rollout", tensor_parallel_size=2) for r in range(4)] == expected
+    assert [mesh_of(r, "actor", tensor_parallel_size=2) for r in range(4)] == [
+        (r, True) for r in range(4)
+    ]
+    assert [mesh_of(r, "rollout") for r in range(4)] == [(r, True) for r in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "local", "ranks", "expected"),
+    [
+        ((8, 6), (2, 6), 4, (0, 4)),
+        ((4, 6), (2, 6), 4, (0, 2)),  # two key-value heads on four ranks
+        ((6, 8), (6, 2), 4, (1, 4)),
+        ((6,), (6,), 4, (0, 1)),
+        ((8, 6), (8, 6), 1, (0, 1)),
+        ((8, 6), (3, 6), 4, None),
+        ((8, 6), (4, 3), 4, None),
+        ((6, 2), (2, 2), 2, None),  # 3 slices do not divide 2 ranks
+        ((8, 6), (8,), 1, None),
+    ],
+)
+def test_the_slices_of_a_weight_by_hand(shape, local, ranks, expected):
+    place = weights._Place(torch.nn.Module(), "weight", 0, local[0])
+    place.module.weight = torch.nn.Parameter(torch.zeros(local))
+    assert weights._slices(place, torch.Size(shape), ranks) == expected
+
+
+def test_padded_rows_of_the_vocabulary_may_be_more_than_those_of_the_weight():
+    module = torch.nn.Embedding(64, 3)
+    place = weights._Place(module, "weight", 0, 64, padded=True)
+    assert weights._slices(place, torch.Size((97, 3)), 2) == (0, 2)
+    assert weights._slices(place, torch.Size((129, 3)), 2) is None

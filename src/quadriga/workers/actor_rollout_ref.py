@@ -14,23 +14,20 @@ from quadriga.config.schema import ActorRolloutRefConfig
 from quadriga.engines.base import ENTROPY, LOG_PROBS
 from quadriga.errors import ConfigError, WorkerError
 from quadriga.protocol import DataProto, fields
+from quadriga.rollout import ranks_of_copy
 from quadriga.single_controller import (
     Dispatch,
-    Worker,
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from quadriga.weight_sync.worker import PolicyWeights
 from quadriga.workers.method_fields import COMPUTE_LOG_PROB, COMPUTE_REF_LOG_PROB
 from quadriga.workers.runtime import RankRuntime, prepare_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from quadriga.checkpoint.files import SavedFile
     from quadriga.engines.base import TrainEngine
     from quadriga.rollout.base import RolloutEngine
-    from quadriga.weight_sync import WeightNeeds, WeightReceiver, WeightSender, WeightSync
-    from quadriga.weight_sync.joined import JoinedReceiver, JoinedSender, Ticket
 
 Use = Literal["actor", "rollout", "ref"]
 
@@ -45,7 +42,7 @@ _USES: dict[str, frozenset[Use]] = {
 }
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(PolicyWeights):
     """The policy in one rank.
 
     Args:
@@ -73,16 +70,13 @@ class ActorRolloutRefWorker(Worker):
         self.actor: TrainEngine | None = None
         self.ref: TrainEngine | None = None
         self.rollout: RolloutEngine | None = None
-        self.weight_version = 0
-        self._joined_sender: JoinedSender | None = None  # over a joined process group
-        self._joined_receiver: JoinedReceiver | None = None
-        self._sync: WeightSync | None = None  # to the rollout of this process
-        self._sender: WeightSender | None = None  # to a rollout in other processes
-        self._receiver: WeightReceiver | None = None  # from an actor in other processes
-        # Each use has a mesh of its own, so that a use can get another layout of the same ranks.
-        # All meshes are pure data parallel: rank r has data-parallel rank r and returns its result.
-        for mesh_name in sorted(_USES[role]):
-            self._register_dispatch_collect_info(mesh_name, dp_rank=self.rank, is_collect=True)
+        # Each use has a mesh of its own. The ranks of one copy of the rollout's weights receive the
+        # same rows, and the first of them returns the result; the other meshes are data parallel.
+        copy = ranks_of_copy(config.rollout.name, config.rollout.options)
+        for mesh in sorted(_USES[role]):
+            size = copy if mesh == "rollout" else 1
+            dp_rank, position = divmod(self.rank, size)
+            self._register_dispatch_collect_info(mesh, dp_rank=dp_rank, is_collect=position == 0)
 
     def uses(self, use: Use) -> bool:
         """Return whether this worker is used as `use`."""
@@ -122,92 +116,6 @@ class ActorRolloutRefWorker(Worker):
             )
         if self.uses("actor") and self.uses("rollout"):
             self.sync_weights()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sync_weights(self) -> int:
-        """Copy the actor's weights to the rollout engine. Return the new weight version.
-
-        Raises:
-            WorkerError: digests differ after the copy; the message names the tensors.
-        """
-        from quadriga.weight_sync import WeightSync
-
-        self.weight_version += 1
-        self._sync = self._sync or WeightSync(
-            self._engine("actor"),
-            self._rollout(),
-            bucket_bytes=self._bucket_bytes,
-            transport=self.config.rollout.weight_transport,
-            device=self.device,
-            in_place=self._keeps_weights_in_place(),
-        )
-        self._sync.run(self.weight_version)
-        return self.weight_version
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights(self, needs: WeightNeeds) -> Iterator[DataProto]:
-        """Yield this rank's part of the actor's weights in buckets, for a rollout in other
-        processes, which has these needs. The weight version rises."""
-        from quadriga.weight_sync import WeightSender
-
-        self.weight_version += 1
-        self._sender = self._sender or WeightSender(self._engine("actor"), self._bucket_bytes)
-        yield from self._sender.send(needs, self.weight_version)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_needs(self) -> WeightNeeds:
-        """Return what `send_weights` must know of the rollout engine."""
-        from quadriga.weight_sync import needs_of
-
-        return needs_of(self._rollout())
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, parts: list[DataProto]) -> None:
-        """Copy one round of `send_weights`, a bucket of each rank of the actor, to the rollout.
-
-        Raises:
-            WorkerError: a bucket was sent twice, or one is lost.
-        """
-        self._weight_receiver().receive(parts)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def offer_weights(self, needs: list[WeightNeeds]) -> Ticket | None:
-        """Return on rank 0 where the ranks of the rollout, one for each of `needs`, join those of
-        the actor in a process group. The weight version rises."""
-        self.weight_version += 1
-        return self._sender_over().offer(needs, self.weight_version)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights_over(self, ticket: Ticket) -> None:
-        """Send this rank's part of the actor's weights over the joined group.
-
-        Waits for: `receive_weights_over` on every rank of the rollout.
-        """
-        self._sender_over().send(ticket)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights_over(self, ticket: Ticket) -> int:
-        """Copy the weights of `send_weights_over` to the rollout engine. Return their version.
-
-        Raises:
-            WorkerError: weights were not received, or differ; the message names them.
-        """
-        from quadriga.weight_sync.joined import JoinedReceiver
-
-        joined = self._joined_receiver or JoinedReceiver(self._rollout(), device=self.device)
-        self._joined_receiver = joined
-        self.weight_version = joined.receive(ticket)
-        return self.weight_version
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def finish_weights(self) -> int:
-        """Compare the digests of all weights that were received. Return their version.
-
-        Raises:
-            WorkerError: weights were not received, or differ; the message names them.
-        """
-        self.weight_version = self._weight_receiver().finish()
-        return self.weight_version
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -361,30 +269,6 @@ class ActorRolloutRefWorker(Worker):
         if engine is None:
             raise self._lacks(f"training engine for {use!r}", use)
         return engine
-
-    @property
-    def _bucket_bytes(self) -> int:
-        return self.config.rollout.weight_bucket_mb << 20
-
-    def _keeps_weights_in_place(self) -> bool:
-        """Return whether the rollout may use the tensors of the actor, which then must not be moved
-        to host memory between calls."""
-        rollout, engine = self.config.rollout, self.config.actor.engine
-        return rollout.share_weights and not (rollout.take_turns or engine.param_offload)
-
-    def _sender_over(self) -> JoinedSender:
-        from quadriga.weight_sync.joined import JoinedSender
-
-        self._joined_sender = self._joined_sender or JoinedSender(
-            self._engine("actor"), bucket_bytes=self._bucket_bytes, device=self.device
-        )
-        return self._joined_sender
-
-    def _weight_receiver(self) -> WeightReceiver:
-        from quadriga.weight_sync import WeightReceiver
-
-        self._receiver = self._receiver or WeightReceiver(self._rollout())
-        return self._receiver
 
     def _rollout(self) -> RolloutEngine:
         if self.rollout is None:

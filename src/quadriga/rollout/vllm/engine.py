@@ -192,8 +192,7 @@ class VLLMRollout:
 
     def weight_dtypes(self) -> Mapping[str, torch.dtype]:
         self._check("weight_dtypes", "ready", "released")
-        weights = self._running.weights
-        return {name: weights.read(name).dtype for name in weights.names()}
+        return self._running.weights.dtypes()
 
     # Memory and end
 

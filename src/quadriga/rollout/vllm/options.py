@@ -65,9 +65,10 @@ class VLLMOptions:
     enforce_eager: bool | None = None
     # keep the key-value cache of prompts for later requests, until the weights change
     enable_prefix_caching: bool = True
-    # ranks that hold one copy of the weights together
+    # ranks that hold one copy of the weights together, and generate the same rows
     tensor_parallel_size: int = 1
-    # seconds that one call of generate or score may take; None: no limit of its own
+    # seconds that one call of generate or score may take; None: no limit but that of the call to
+    # the worker. Needs tensor_parallel_size=1
     call_timeout_s: float | None = None
     # accept a version of vLLM that has not been tested
     untested_version: bool = False
@@ -88,6 +89,12 @@ class VLLMOptions:
             raise _wrong("gpu_memory_utilization", f"must be above 0 and at most 1, got {got}")
         if self.call_timeout_s is not None and not self.call_timeout_s > 0:
             raise _wrong("call_timeout_s", f"must be above 0, got {self.call_timeout_s}")
+        if self.call_timeout_s is not None and self.tensor_parallel_size > 1:
+            raise _wrong(
+                "call_timeout_s",
+                f"needs tensor_parallel_size=1, got {self.tensor_parallel_size}: a rank that ends "
+                "its call by its own clock leaves the other ranks of the copy waiting; remove it",
+            )
         own = sorted(OWN_ARGUMENTS & self.engine_args.keys())
         if own:
             raise _wrong(
@@ -102,6 +109,21 @@ def parse_options(options: Mapping[str, object]) -> VLLMOptions:
         ConfigError: an option is unknown, of a wrong type or out of range.
     """
     return build(VLLMOptions, options, f"{_KEY}.options for vllm: ")
+
+
+def check_ranks(options: VLLMOptions, ranks: int) -> None:
+    """Check that the ranks of the rollout can hold whole copies of the weights.
+
+    Raises:
+        ConfigError: their number is no multiple of `tensor_parallel_size`.
+    """
+    size = options.tensor_parallel_size
+    if ranks % size:
+        raise _wrong(
+            "tensor_parallel_size",
+            f"is {size}, and the rollout has {ranks} rank{'s' * (ranks > 1)}, which is no multiple "
+            "of it; change one of them",
+        )
 
 
 def check_installed(options: VLLMOptions) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +19,7 @@ from quadriga.models.folder import local_folder
 from quadriga.models.loading import model_without_weights
 from quadriga.parallel.distributed import init_distributed, rank, world_size
 from quadriga.rollout.vllm.isolation import Isolation
-from quadriga.rollout.vllm.options import VLLMOptions
+from quadriga.rollout.vllm.options import VLLMOptions, check_ranks
 from quadriga.rollout.vllm.weights import EngineWeights
 
 if TYPE_CHECKING:
@@ -57,7 +59,6 @@ class RunningEngine:
     """
 
     def __init__(self, settings: StartSettings, isolation: Isolation) -> None:
-        _check_parallel(settings.options)
         folder = local_folder(settings.model.path)
         reference = model_without_weights(
             folder,
@@ -69,12 +70,15 @@ class RunningEngine:
         self.vocabulary: int = reference.config.get_text_config().vocab_size
         self._owns_group = not dist.is_initialized()
         init_distributed(settings.device.type)
+        copy = settings.options.tensor_parallel_size
+        check_ranks(settings.options, world_size())
         try:
             with isolation.inside():
                 self.engine = _start(settings, str(folder), self.window)
                 _joined(+1)
-            self.weights = EngineWeights(self.model(), reference, settings.model.path)
-            self.weights.check_files(folder)
+                group = _copy_group(copy)
+                self.weights = EngineWeights(self.model(), reference, settings.model.path, group)
+                self.weights.check_files(folder)
         except BaseException:
             with isolation.inside():
                 self.close()
@@ -96,14 +100,15 @@ class RunningEngine:
             dist.destroy_process_group()
 
 
-def _check_parallel(options: VLLMOptions) -> None:
-    size = options.tensor_parallel_size
-    if size > 1:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.options.tensor_parallel_size={size}: vLLM is used with one "
-            "copy of the weights on each rank in this release; set it to 1",
-            key="actor_rollout_ref.rollout.options.tensor_parallel_size",
-        )
+def _copy_group(size: int) -> dist.ProcessGroup | None:
+    """Return the ranks that hold one copy of the weights together; None: this rank alone."""
+    if size == 1:
+        return None
+    from vllm.distributed import parallel_state
+
+    coordinator = parallel_state.get_tp_group()
+    group: dist.ProcessGroup = coordinator.device_group
+    return group
 
 
 def _window(reference: PreTrainedModel, settings: StartSettings) -> int:
@@ -129,6 +134,8 @@ def _window(reference: PreTrainedModel, settings: StartSettings) -> int:
 def _start(settings: StartSettings, folder: str, window: int) -> LLMEngine:
     if settings.device.type == "cpu":
         _keep_weights_unpacked()
+    if settings.options.tensor_parallel_size > 1:
+        _without_shared_memory()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -152,6 +159,7 @@ def _start(settings: StartSettings, folder: str, window: int) -> LLMEngine:
         "enable_prefix_caching": options.enable_prefix_caching,
         "enable_sleep_mode": not on_cpu,
         "logprobs_mode": "raw_logprobs",
+        "tensor_parallel_size": options.tensor_parallel_size,
         "distributed_executor_backend": "external_launcher" if world_size() > 1 else "uni",
         # A batch in flight would still use the weights that are being replaced.
         "async_scheduling": False,
@@ -191,6 +199,28 @@ def _keep_weights_unpacked() -> None:
     from vllm.model_executor.layers import utils
 
     utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+
+def _without_shared_memory() -> None:
+    """Let the ranks of a copy communicate through their process group only.
+
+    A segment of shared memory outlives a rank that is killed. On a CPU all engines of a machine
+    would also use segments of the same name.
+    """
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+    original = parallel_state.init_model_parallel_group
+    if isinstance(original, partial):
+        return  # an earlier engine of this process
+    parallel_state.init_model_parallel_group = partial(_group_without_queue, original)
+
+
+def _group_without_queue(
+    original: Callable[..., object], *args: object, **settings: object
+) -> object:
+    return original(*args, **{**settings, "use_message_queue_broadcaster": False})
 
 
 def _end(engine: LLMEngine) -> None:

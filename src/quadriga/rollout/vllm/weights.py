@@ -12,6 +12,16 @@ key-value heads of size 2, vocabulary 97:
 Writing uses vLLM's own loader of the parameter with the part; reading uses the rows. The two do not
 share code, so a wrong table makes the digests differ. `check_files` compares each weight that vLLM
 loaded with the file, so a table that does not fit the model is found when the engine starts.
+
+With tensor parallelism a rank holds a slice of most parameters. Reading is then a collective: the
+slices of all ranks of the copy are put together along the dimension in which slice and weight
+differ. Key-value heads that are fewer than the ranks are held by several ranks. Example, 4 ranks:
+
+    weight      slice       slices in the weight    taken from rank
+    [8, h]      [2, h]      4                       0 1 2 3
+    [4, h]      [2, h]      2                       0 2
+    [h, 8]      [h, 2]      4                       0 1 2 3
+    [h]         [h]         1                       0
 """
 
 from __future__ import annotations
@@ -21,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
@@ -34,9 +45,11 @@ _QKV = ("q", "k", "v")
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a weight is: rows `start` to `stop` of a parameter of vLLM.
+    """Where a weight is: rows `start` to `stop` of a parameter of vLLM on this rank.
 
-    `part` is what vLLM's loader calls it in a joined parameter; None: it is not joined.
+    Attributes:
+        part: what vLLM's loader calls it in a joined parameter; None: it is not joined.
+        padded: the rows of all ranks together can be more than those of the weight.
     """
 
     module: Module
@@ -44,13 +57,14 @@ class _Place:
     start: int
     stop: int
     part: str | int | None = None
+    padded: bool = False
 
     @property
     def parameter(self) -> Parameter:
         # Looked up each time, because vLLM may replace the parameter object.
         return self.module.get_parameter(self.attribute)
 
-    def read(self) -> Tensor:
+    def local(self) -> Tensor:
         return self.parameter.data[self.start : self.stop]
 
     def write(self, tensor: Tensor) -> None:
@@ -68,36 +82,48 @@ class EngineWeights:
     """The weights of a vLLM model by the names of the training engine.
 
     Args:
-        model: vLLM's model, on one rank, with all weights unpacked.
+        model: vLLM's model on this rank, with all weights unpacked.
         reference: the transformers model of the same folder on the meta device.
         path: the model folder, for messages.
+        copy_group: the ranks that hold one copy together; None: this rank alone.
 
     Raises:
         ModelError: some weight of one model has no counterpart of its shape in the other.
     """
 
-    def __init__(self, model: Module, reference: PreTrainedModel, path: str) -> None:
+    def __init__(
+        self,
+        model: Module,
+        reference: PreTrainedModel,
+        path: str,
+        copy_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.path = path
         self._reference = reference
+        self._group = copy_group
+        self._shapes = {name: tensor.shape for name, tensor in reference.state_dict().items()}
         self._places = self._match(dict(_places(model)))
 
     def _match(self, places: Mapping[str, _Place]) -> dict[str, _Place]:
-        state: dict[str, Tensor] = self._reference.state_dict()
         found: dict[str, _Place] = {}
-        for name, tensor in state.items():
+        for name, shape in self._shapes.items():
             place = places.get(name) or places.get(self._tied_name(name))
             if place is None:
                 raise self._unknown(f"vLLM's model has no weight {name!r}")
-            if place.read().shape != tensor.shape:
+            if _slices(place, shape, self._ranks) is None:
                 raise self._unknown(
-                    f"weight {name!r} has shape {list(tensor.shape)}, and vLLM holds it with shape "
-                    f"{list(place.read().shape)}"
+                    f"weight {name!r} has shape {list(shape)}, and vLLM holds a tensor of shape "
+                    f"{list(place.local().shape)} on each of {self._ranks} ranks"
                 )
             found[name] = place
         rest = sorted(places.keys() - found.keys())
         if rest:
             raise self._unknown(f"vLLM's model has a weight {rest[0]!r} that transformers' has not")
         return found
+
+    @property
+    def _ranks(self) -> int:
+        return 1 if self._group is None else dist.get_world_size(self._group)
 
     def _tied_name(self, name: str) -> str:
         """Return the name of the parameter to which the output head is tied, else ""."""
@@ -146,17 +172,33 @@ class EngineWeights:
                 f"received a weight {name!r}, which the rollout model does not have; trainer and "
                 "rollout must load the same model folder"
             )
-        if place.read().shape != tensor.shape:
+        if self._shapes[name] != tensor.shape:
             raise ModelError(
                 f"received weight {name!r} with shape {tuple(tensor.shape)}, but in the rollout "
-                f"model it has shape {tuple(place.read().shape)}"
+                f"model it has shape {tuple(self._shapes[name])}"
             )
         with torch.no_grad():
             place.write(tensor.detach())
 
     def read(self, name: str) -> Tensor:
-        """Return the weight as it is held. The result shares memory with the model."""
-        return self._places[name].read()
+        """Return the whole weight. All ranks of the copy call this for the same names in order.
+
+        The result can share memory with the model.
+        """
+        place, shape = self._places[name], self._shapes[name]
+        local = place.local()
+        slices = _slices(place, shape, self._ranks)
+        assert slices is not None, "checked in _match"
+        dim, count = slices
+        if count > 1:
+            parts = [torch.empty_like(local) for _ in range(self._ranks)]
+            dist.all_gather(parts, local.contiguous(), group=self._group)
+            local = torch.cat(parts[:: self._ranks // count], dim)
+        return local[: shape[0]] if place.padded else local
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtype of every weight."""
+        return {name: place.parameter.dtype for name, place in self._places.items()}
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all weights, each name of a tied weight included."""
@@ -172,8 +214,9 @@ def _places(model: Module) -> Iterator[tuple[str, _Place]]:
             parts = joined.get(leaf, [])
             sizes: list[int] = list(getattr(module, "output_partition_sizes", []))
             if len(parts) < 2 or len(parts) != len(sizes):
-                rows = getattr(module, "org_vocab_size", len(parameter) if parameter.ndim else 1)
-                yield f"{path}.{attribute}", _Place(module, attribute, 0, rows)
+                padded = hasattr(module, "org_vocab_size")
+                place = _Place(module, attribute, 0, len(parameter), padded=padded)
+                yield f"{path}.{attribute}", place
                 continue
             start = 0
             for index, (part, size) in enumerate(zip(parts, sizes, strict=True)):
@@ -181,6 +224,22 @@ def _places(model: Module) -> Iterator[tuple[str, _Place]]:
                 place = _Place(module, attribute, start, start + size, label)
                 yield f"{parent}.{part}.{attribute}", place
                 start += size
+
+
+def _slices(place: _Place, shape: torch.Size, ranks: int) -> tuple[int, int] | None:
+    """Return (dimension, number of slices) into which a weight is cut; None if it does not fit."""
+    local = place.local().shape
+    if len(local) != len(shape):
+        return None
+    if place.padded:
+        fits = local[1:] == shape[1:] and local[0] * ranks >= shape[0]
+        return (0, ranks) if fits else None
+    cut = [dim for dim in range(len(shape)) if local[dim] != shape[dim]]
+    if not cut:
+        return 0, 1
+    count = shape[cut[0]] // local[cut[0]] if local[cut[0]] else 0
+    fits = len(cut) == 1 and count * local[cut[0]] == shape[cut[0]] and count > 1
+    return (cut[0], count) if fits and ranks % count == 0 else None
 
 
 def _bits(tensor: Tensor) -> Tensor:

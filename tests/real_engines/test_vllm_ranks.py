@@ -1,0 +1,113 @@
+"""One copy of the weights on two ranks: vLLM with tensor parallelism in the ranks' processes."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from quadriga.config.schema import ModelConfig
+from quadriga.parallel.distributed import init_distributed
+from quadriga.rollout import build_rollout
+from quadriga.rollout.base import SamplingParams, tensor_digest
+from quadriga.single_controller.ranks.environment import ReservedPort
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="vLLM is not installed here; `scripts/engines.sh vllm` makes an environment",
+    ),
+    pytest.mark.timeout(900),
+    pytest.mark.nightly,
+]
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 197,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# Two ranks share the only key-value head of the second model.
+MODELS = {
+    "llama, two key-value heads": lambda: LlamaForCausalLM(
+        LlamaConfig(**SIZES, num_key_value_heads=2)
+    ),
+    "qwen2, tied, one key-value head": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SIZES, num_key_value_heads=1, tie_word_embeddings=True)
+    ),
+}
+SAMPLING = SamplingParams(max_new_tokens=16, eos_token_ids=(2,), pad_token_id=0)
+GREEDY = SamplingParams(max_new_tokens=16, eos_token_ids=(2,), pad_token_id=0, temperature=0.0)
+STALE = "model.layers.1.self_attn.v_proj.weight"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_two_ranks_hold_one_copy(tmp_path, monkeypatch, model):
+    torch.manual_seed(0)
+    MODELS[model]().save_pretrained(tmp_path / "model")
+    port = ReservedPort.choose()
+    for name, value in {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port.port),
+        "OMP_NUM_THREADS": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    multiprocessing.spawn(_rank, (str(tmp_path / "model"), str(tmp_path)), nprocs=2)
+    port.release()
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    assert first["sampled"] == second["sampled"]
+    assert first["greedy"] == second["greedy"]
+    for found in (first, second):
+        assert found["greedy"] == found["expected"]
+        assert found["difference"] < 1e-4
+        assert found["wrong"] == []
+        assert found["wrong without one"] == [STALE]
+
+
+def _rank(rank: int, folder: str, output: str) -> None:
+    import os
+
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    init_distributed("cpu")
+    model = ModelConfig(path=folder)
+    hf = build_rollout("hf", model, dtype="float32")
+    vllm = build_rollout("vllm", model, dtype="float32", kv_cache_mb=64, tensor_parallel_size=2)
+    ids, mask, seeds = torch.arange(3, 43).view(4, 10), torch.ones(4, 10).long(), torch.arange(4)
+    torch.manual_seed(1)
+    new = {name: t + 0.1 * torch.randn(t.shape) for name, t in hf.module.state_dict().items()}
+    if hf.module.config.tie_word_embeddings:
+        new["lm_head.weight"] = new["model.embed_tokens.weight"]
+    digests = {name: tensor_digest(t) for name, t in new.items()}
+    vllm.update_weights([(name, t) for name, t in new.items() if name != STALE], 1)
+    without_one = _different(digests, vllm.weights_digest())
+    for engine in (vllm, hf):
+        engine.update_weights(new.items(), 2)
+    found = [engine.generate(ids, mask, GREEDY, seeds) for engine in (vllm, hf)]
+    scores = [engine.score(ids, mask) for engine in (vllm, hf)]
+    gaps = [found[0].rollout_log_probs - found[1].rollout_log_probs, scores[0] - scores[1]]
+    result = {
+        "sampled": vllm.generate(ids, mask, SAMPLING, seeds).response_ids.tolist(),
+        "greedy": found[0].response_ids.tolist(),
+        "expected": found[1].response_ids.tolist(),
+        "difference": max(float(gap.abs().max()) for gap in gaps),
+        "wrong": _different(digests, vllm.weights_digest()),
+        "wrong without one": without_one,
+    }
+    vllm.close()
+    torch.save(result, f"{output}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def _different(sent: dict[str, int], held: dict[str, int]) -> list[str]:
+    return [name for name in sent if sent[name] != held.get(name)]
