@@ -212,14 +212,18 @@ class RayPPOTrainer:
                         with record.span("sync_weights"):
                             groups.sync_weights()
 
-                self.ingredients.train_loader.update(batch)
-                record.log_samples(self.step, batch)
-                validator.run(step=self.step, due=self._due(self.config.trainer.test_freq))
-                record.end_step(self.step)
-                self.mismatch_watch.check(self.step, record.last)
+                self.end_step(batch, validator, record)
                 self.save_if_due(groups, record)
             actor.export_hf(str(record.folder.model))
             return validator.last
+
+    def end_step(self, batch: DataProto, validator: Validator, record: RunRecord) -> None:
+        """Show the step to the sampler of the data, validate if it is due, and log the step."""
+        self.ingredients.train_loader.update(batch)
+        record.log_samples(self.step, batch)
+        validator.run(step=self.step, due=self._due(self.config.trainer.test_freq))
+        record.end_step(self.step)
+        self.mismatch_watch.check(self.step, record.last)
 
     def score_and_mask(self, batch: DataProto, run: StageRunner, record: RunRecord) -> DataProto:
         """Score the responses, measure them, and mask those that take no part in the update."""
