@@ -54,6 +54,11 @@ def murmur_hash32_cpu(
     return torch.from_numpy(state.astype(np.uint32))
 
 
+@murmur_hash32_cpu.register_fake
+def _(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    return seed.new_empty((len(seed), len(columns)), dtype=torch.uint32)
+
+
 def _product(numbers: np.ndarray, factor: int) -> np.ndarray:
     return (numbers * np.uint64(factor)) & np.uint64(0xFFFFFFFF)
 

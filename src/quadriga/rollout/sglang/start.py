@@ -122,6 +122,7 @@ class Launch:
         }
         if self.device.type == "cpu":
             variables["SGLANG_USE_CPU_ENGINE"] = "1"
+            variables["TORCH_COMPILE_DISABLE"] = "1"  # compiling needs a compiler for C++
         return variables
 
     def _arguments(self, folder: Path) -> dict[str, Any]:
