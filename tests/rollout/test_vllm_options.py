@@ -10,9 +10,15 @@ import pytest
 import torch
 
 from quadriga.config.loading import load_config
-from quadriga.config.schema import ActorRolloutRefConfig, ModelConfig, RolloutConfig, TrainConfig
-from quadriga.errors import ConfigError, UnknownSettingError
-from quadriga.rollout import build_rollout, check_rollout
+from quadriga.config.schema import (
+    ActorRolloutRefConfig,
+    ModelConfig,
+    RolloutConfig,
+    SamplingConfig,
+    TrainConfig,
+)
+from quadriga.errors import ConfigError, RolloutAbilityError, UnknownSettingError
+from quadriga.rollout import build_rollout, check_rollout, check_sampling
 from quadriga.rollout.vllm import options, weights
 from quadriga.rollout.vllm.isolation import Isolation
 from quadriga.rollout.vllm.requests import spread_seed
@@ -68,6 +74,14 @@ def test_options_that_do_not_fit_are_refused_before_a_worker_starts(monkeypatch,
     install(monkeypatch, options.TESTED_VERSION)
     with pytest.raises((ConfigError, UnknownSettingError), match=words):
         check_rollout("vllm", given)
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused_before_a_worker_starts():
+    for temperature in (0.0, 0.01, 1.0):
+        check_sampling("vllm", {}, SamplingConfig(temperature=temperature))
+    with pytest.raises(RolloutAbilityError, match=r"temperature 0\.005") as raised:
+        check_sampling("vllm", {}, SamplingConfig(temperature=0.005))
+    assert (raised.value.engine, raised.value.setting) == ("vllm", "temperature")
 
 
 def test_options_reach_the_engine_as_they_are():

