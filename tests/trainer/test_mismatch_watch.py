@@ -88,7 +88,19 @@ def test_wrong_settings_are_refused(override, words) -> None:
         check_train_settings(load_config(TrainConfig, [f"{MISMATCH}.{override}"]))
 
 
-# In runs: the rollout reports log-probabilities that are shifted by a known number.
+# In runs: the rollout reports log-probabilities that are shifted by a known number. The rewards
+# differ, because rows whose advantages are 0 are not computed, and so not compared.
+
+RULE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(map(ord, solution_str)) % 7 / 7
+"""
+
+
+@pytest.fixture
+def train_overrides(train_overrides, tmp_path) -> list[str]:
+    (tmp_path / "rule.py").write_text(RULE)
+    return [*train_overrides, f"reward.path={tmp_path / 'rule.py'}", "reward.num_processes=0"]
 
 
 @pytest.fixture
