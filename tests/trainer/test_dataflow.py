@@ -187,7 +187,7 @@ def test_every_field_is_read_by_a_stage() -> None:
     """A field that no stage reads is computed for nothing, but for those that users read."""
     unread = {field.name for field in fields.BY_NAME.values() if not field.read_by}
     of_users = {
-        fields.PROMPTS, fields.POSITION_IDS, fields.WEIGHT_VERSION, fields.RM_SCORES,
+        fields.PROMPTS, fields.POSITION_IDS, fields.INDEX, fields.WEIGHT_VERSION, fields.RM_SCORES,
     }  # fmt: skip
     assert unread == of_users
 

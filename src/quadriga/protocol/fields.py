@@ -243,7 +243,7 @@ ARRAYS: tuple[Field, ...] = (
     ),
     Field(
         INDEX, "[B]", "object", "int, number of the row in its data files",
-        (_PROMPT_LOADER,), ("expand_prompts",),
+        (_PROMPT_LOADER,), (),
     ),
     Field(
         UID, "[B]", "object", "str, the same for all rows of one prompt group",

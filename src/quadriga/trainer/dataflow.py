@@ -70,7 +70,6 @@ EXPAND_PROMPTS = StageFields(
     "expand_prompts",
     reads=(fields.ATTENTION_MASK,),
     writes=(fields.UID, fields.SAMPLE_SEED, fields.PROMPT_LENGTH),
-    reads_if_present=(fields.INDEX,),
 )
 ADD_BASELINES = StageFields("add_baselines", reads=(_SCORES,), writes=(fields.REWARD_BASELINES,))
 REFILL = StageFields("refill", reads=(_SCORES, fields.UID))
