@@ -204,10 +204,19 @@ def test_a_long_list_is_counted_by_section():
     assert "actor_rollout_ref.actor: 40 settings" in report and "k7" not in report
 
 
+def test_adapters_are_translated(file):
+    overrides = [f"+actor_rollout_ref.model.{text}" for text in ("target_modules=all-linear",)]
+    overrides += ["+actor_rollout_ref.model.lora_alpha=16", "actor_rollout_ref.model.lora_rank=8"]
+    config = read_verl(TrainConfig, TRAIN, file, overrides).config
+    lora = config.actor_rollout_ref.model.lora
+    assert (lora.rank, lora.alpha, lora.target_modules) == (8, 16, ("all-linear",))
+    assert not read_verl(TrainConfig, TRAIN, file).config.actor_rollout_ref.model.lora.enabled
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor_rollout_ref.model.lora_rank=8", "has no LoRA"),
+        ("+actor_rollout_ref.model.lora.rank=8", "it is for Megatron; set"),
         ("actor_rollout_ref.actor.strategy=megatron", "trains with FSDP2"),
         ("reward_model.enable=true", "scores with rules"),
         ("data.train_batch_size=many", "data.train_batch_size"),

@@ -13,6 +13,7 @@ from quadriga.config.schema import (
     GenerationConfig,
     SamplingConfig,
 )
+from quadriga.config.trained_part_checks import check_whole_model
 from quadriga.errors import ConfigError
 
 OUTPUTS = (".jsonl", ".parquet")
@@ -102,6 +103,7 @@ def _check_generation(config: GenerationConfig) -> None:
     check_values(config)
     check_sampling("sampling", config.sampling, config.max_response_length)
     check_samples_differ("n", config.n, "sampling", config.sampling)
+    check_whole_model("model", config.model)
 
 
 def _check_unread(config: EvalConfig) -> None:

@@ -105,7 +105,7 @@ def plan_adapter(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
                 f"model.lora.{key}, which is then that of the adapter",
                 key=f"model.lora.{key}",
             )
-    if lora.target_modules is not None or lora.exclude_modules:
+    if lora.target_modules not in (None, (ALL_LINEAR,)) or lora.exclude_modules:
         raise ConfigError(
             f"the layers of the adapter in {folder} are those of its file; remove "
             "model.lora.target_modules and model.lora.exclude_modules",

@@ -254,8 +254,8 @@ def test_what_the_trainer_cannot_take_is_refused(task, tmp_path, monkeypatch):
     settings["actor_rollout_ref"]["actor"]["policy_loss"] = {"loss_mode": "own"}
     with pytest.raises(ConfigError, match=r"'own' was added with verl's .*policy_losses\.register"):
         RayPPOTrainer(settings)
-    settings["actor_rollout_ref"]["model"]["lora_rank"] = 8
-    with pytest.raises(ConfigError, match="has no LoRA"):
+    settings["actor_rollout_ref"]["model"]["lora"] = {"rank": 8}
+    with pytest.raises(ConfigError, match="it is for Megatron; set"):
         RayPPOTrainer(settings)
 
 

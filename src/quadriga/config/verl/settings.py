@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 
 _SCORES = (
-    "Quadriga scores with rules; give a function by reward.path, or add the reward model as a role "
-    "of your own (docs/concepts/roles.md)"
+    "Quadriga scores with rules, unless settings of its own ask for a reward model: "
+    "reward_model.enable and reward_model.model.path (docs/concepts/rewards.md); or add the reward "
+    "model as a role of your own (docs/concepts/roles.md)"
 )
 _REFUSED: dict[str, str] = {
-    "actor_rollout_ref.model.lora_rank": "Quadriga trains all parameters and has no LoRA",
-    "actor_rollout_ref.model.lora.rank": "Quadriga trains all parameters and has no LoRA",
+    "actor_rollout_ref.model.lora.rank": "it is for Megatron; set model.lora_rank",
     "actor_rollout_ref.rollout.multi_turn.enable": "Quadriga generates one response per prompt",
     "reward.reward_model.enable": _SCORES,
     "reward_model.enable": _SCORES,

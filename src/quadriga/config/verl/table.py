@@ -163,6 +163,17 @@ def _model(verl: str, ours: str) -> dict[str, Row]:
         f"{verl}.trust_remote_code": to(f"{ours}.trust_remote_code"),
         f"{verl}.enable_gradient_checkpointing": to(f"{ours}.gradient_checkpointing"),
         f"{verl}.use_shm": to(f"{ours}.use_shm"),
+        **_lora(verl, f"{ours}.lora"),
+    }
+
+
+def _lora(verl: str, ours: str) -> dict[str, Row]:
+    return {
+        f"{verl}.lora_rank": to(f"{ours}.rank", convert=positive),
+        f"{verl}.lora_alpha": to(f"{ours}.alpha"),
+        f"{verl}.target_modules": to(f"{ours}.target_modules", convert=files),
+        f"{verl}.exclude_modules": to(f"{ours}.exclude_modules", convert=files),
+        f"{verl}.lora_adapter_path": to(f"{ours}.path"),
     }
 
 
@@ -290,6 +301,7 @@ SFT: dict[str, Row] = {
     "data.max_token_len_per_gpu": to("engine.max_tokens_per_micro_batch"),
     "data.use_dynamic_bsz": to("engine.use_dynamic_bsz"),
     "model.partial_pretrain": to("model.path"),
+    **_lora("model", "model.lora"),
     **_model("model", "model"),
     **_optim("optim", "optim"),
     **_engine("engine", "engine"),
