@@ -22,14 +22,7 @@ from quadriga.protocol.values import operations, rows, stored_once
 from quadriga.protocol.values.decode import decode
 from quadriga.protocol.values.encode import encode
 from quadriga.protocol.values.field_spec import FieldSpec, LocalValue, Payload
-from quadriga.protocol.values.rows import (
-    ChunkPlans,
-    Plans,
-    RowMap,
-    RowRange,
-    RowSelection,
-    Shard,
-)
+from quadriga.protocol.values.rows import Plans, RowMap, RowRange, RowSelection, Shard
 from quadriga.protocol.values.storage import (
     CONTROLLER,
     Handle,
@@ -249,7 +242,9 @@ def take(columns: Columns, selection: RowSelection, cache: TakeCache) -> dict[st
     return taken
 
 
-def chunk(fields: Columns, bounds: Sequence[int], plans: ChunkPlans) -> list[dict[str, Column]]:
+def chunk(
+    fields: Columns, bounds: Sequence[int], plans: rows.ChunkPlans
+) -> list[dict[str, Column]]:
     """Return the rows from each bound to the next, of every column. `plans`: see `RowMap.chunk`."""
     parts: list[dict[str, Column]] = [{} for _ in bounds[1:]]
     maps: dict[int, list[tuple[RowMap, tuple[int, ...]]]] = {}
@@ -382,20 +377,9 @@ def for_message(key: str, column: RemoteColumn, store: Store) -> RemoteColumn:
         return column.unread()
     if column.has_local_payloads() and column.nbytes() <= stored_once.NOTED_BYTES:
         return without_unused_rows(key, column)
-    handles = tuple([_stored(handle, column.spec, store) for handle in column.handles])
-    return RemoteColumn(column.spec, column.row_map, handles)
-
-
-def _stored(handle: Handle, spec: FieldSpec, store: Store) -> Handle:
-    small = handle.nbytes <= stored_once.NOTED_BYTES
-    if not isinstance(handle, LocalHandle) or small or spec.kind == "raw":
-        return handle
-    # Several messages may need the same bytes: those of the parts of one batch, for example.
-    session = stored_once.session(store)
-    if handle.stored is None or handle.stored[0] != session:
-        traffic.stored(handle.nbytes)
-        handle.stored = session, store.put(handle.value, handle.nbytes)
-    return handle.stored[1]
+    raw = column.spec.kind == "raw"
+    handles = [h if raw else stored_once.in_store(h, store) for h in column.handles]
+    return RemoteColumn(column.spec, column.row_map, tuple(handles))
 
 
 def for_pickle(key: str, column: Column) -> RemoteColumn:

@@ -31,7 +31,13 @@ from quadriga.errors import LostObjectError
 from quadriga.protocol.values import jagged, operations
 from quadriga.protocol.values.field_spec import Array, FieldSpec, LocalValue, Payload
 from quadriga.protocol.values.rows import RowRange
-from quadriga.protocol.values.storage import Handle, IdentityMap, Store
+from quadriga.protocol.values.storage import (
+    Handle,
+    IdentityMap,
+    LocalHandle,
+    Store,
+    traffic,
+)
 
 Rows = tuple[int, int]
 NOTED_BYTES = 64 * 1024
@@ -144,6 +150,20 @@ def place(value: LocalValue) -> tuple[LocalValue, Rows]:
 def session(store: Store) -> object:
     """Return what identifies the stored values: stores of one Ray cluster share them."""
     return getattr(store, "session", id(store))
+
+
+def in_store(handle: Handle, store: Store) -> Handle:
+    """Return a handle of the same value in `store`, if this process holds it and it is large.
+
+    Several messages may need the same bytes: those of the parts of one batch, for example.
+    """
+    if not isinstance(handle, LocalHandle) or handle.nbytes <= NOTED_BYTES:
+        return handle
+    known = session(store)
+    if handle.stored is None or handle.stored[0] != known:
+        traffic.stored(handle.nbytes)
+        handle.stored = known, store.put(handle.value, handle.nbytes)
+    return handle.stored[1]
 
 
 def _version(value: LocalValue) -> int:

@@ -325,8 +325,8 @@ class RayPending:
 
 
 class RayPendings(Sequence[RayPending]):
-    """The results of one submission, by position. A result is made when it is asked for: a blocking
-    call waits for the batch, and a thousand objects that nobody reads take a millisecond."""
+    """The results of one submission, by position. Each is made when it is asked for: a blocking
+    call waits for the batch and asks for none, and a thousand of them take a millisecond."""
 
     def __init__(self, batch: RayBatch) -> None:
         self.batch = batch
