@@ -7,6 +7,7 @@ import ipaddress
 import multiprocessing
 import os
 import socket
+from datetime import timedelta
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from processes import command_line
 from quadriga.errors import CollectiveError
 from quadriga.parallel import distributed
 from quadriga.parallel.distributed import data_parallel_mesh, init_distributed
+from quadriga.weight_sync.joined import served_store
 
 WAIT_S = 120
 
@@ -73,6 +75,32 @@ def test_ranks_of_one_node_listen_on_loopback_only():
     # The address of the node, as a worker group sets it, must not be used.
     address = own_address() or "127.0.0.1"
     found = in_ranks({"MASTER_ADDR": address, "LOCAL_WORLD_SIZE": "2"})
+    assert found == [{"127.0.0.1"}, {"127.0.0.1"}]
+
+
+def join_others(rank: int, ports: object) -> set[str]:
+    """Join two processes in a group as an actor and a rollout do, and return the addresses."""
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    timeout, store = timedelta(seconds=WAIT_S), None
+    if rank == 0:
+        store, place = served_store({"node"}, 2)
+        ports.put(place)
+    else:
+        place = ports.get(timeout=WAIT_S)
+    store, group = distributed.joined_group("cpu", store, *place, rank, 2, timeout)
+    total = torch.ones(1)
+    group.allreduce([total]).wait()
+    assert float(total) == 2
+    found = listening()
+    group.allreduce([total]).wait()
+    return found
+
+
+def test_a_joined_group_listens_on_loopback_only():
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, context.Pool(2) as pool:
+        ports = manager.Queue()
+        found = pool.starmap_async(join_others, [(0, ports), (1, ports)], chunksize=1).get(WAIT_S)
     assert found == [{"127.0.0.1"}, {"127.0.0.1"}]
 
 

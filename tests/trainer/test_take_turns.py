@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quadriga.errors import ConfigError
-from quadriga.single_controller import Worker
 from quadriga.trainer.run import role_workers
+from quadriga.weight_sync.worker import PolicyWeights
 from quadriga.workers import ActorRolloutRefWorker
 
 TURNS = "actor_rollout_ref.rollout.take_turns"
@@ -61,7 +61,7 @@ def test_a_worker_class_that_cannot_switch_is_refused(train_overrides) -> None:
 
     left_out = {"rollout_mode", "trainer_mode", "__dict__", "__weakref__"}
     methods = {k: v for k, v in vars(ActorRolloutRefWorker).items() if k not in left_out}
-    Fixed = type("Fixed", (Worker,), methods)
+    Fixed = type("Fixed", (PolicyWeights,), methods)
     workers, mapping = {"actor_rollout": ["actor", "rollout"]}, {Role.ActorRollout: Fixed}
     config = load_config(TrainConfig, train_overrides)
     role_workers.worker_classes(config, workers, 1, mapping)

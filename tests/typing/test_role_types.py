@@ -66,8 +66,8 @@ def test_right_calls_are_accepted_and_wrong_calls_are_reported(check) -> None:
 CHANGES = {
     "argument": ("critic.py", "def update_critic(self, data: DataProto)",
                  "def update_critic(self, data: str)", "_critic: CriticGroup"),
-    "result": ("actor_rollout_ref.py", "def sync_weights(self) -> int",
-               "def sync_weights(self) -> list[int]", "_actor: ActorGroup"),
+    "result": ("actor_rollout_ref.py", "def export_hf(self, path: str) -> None",
+               "def export_hf(self, path: str) -> list[None]", "_actor: ActorGroup"),
     "one more argument": ("actor_rollout_ref.py", "def compute_ref_log_prob(self, data: DataProto)",
                           "def compute_ref_log_prob(self, data: DataProto, scale: float)",
                           "_ref: RefGroup"),

@@ -260,10 +260,7 @@ class FSDPEngine:
             yield from self._weights.stream(adapted=self._token_model.adapted)
 
     def shard_stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what `state_stream` yields, with the shards of this rank as `DTensor`s.
-
-        All ranks must exhaust the iterator: to merge an adapter is a collective.
-        """
+        """Yield `state_stream` with the shards of this rank; all ranks must exhaust it."""
         with self._on_device("parameters"):
             yield from self._weights.shard_stream(adapted=self._token_model.adapted)
 

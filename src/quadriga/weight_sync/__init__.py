@@ -5,6 +5,8 @@
 - `sources`, `digests`, `probe`: read the training engine, and compare it with the rollout engine.
 - `sync`: to a rollout engine in the same process.
 - `buckets`: to rollout engines in other processes, in batches of bounded size.
+- `joined`: the same over a process group that joins the ranks of both.
+- `worker`: the methods of the policy's worker that the controller calls.
 
 May import every package below `weight_sync` in docs/architecture.md. Names load
 when they are first used.

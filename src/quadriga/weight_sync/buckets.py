@@ -8,7 +8,7 @@ Every rank of the trainer sends the part of each weight that it has, by a plan w
 rank N, which stands for all ranks of the rollout: each of them reads every batch.
 
 Example: 2 ranks have the rows 0 to 3 and 3 to 5 of weights a and b with 5 rows of 4 bytes. With a
-bucket of 64 bytes, half of it is on its way while the other half is packed:
+bucket of 64 bytes, half of it is in flight while the other half is packed:
 
     round     rank 0           rank 1
     0         a rows 0 to 3    a rows 3 to 5     20 bytes
@@ -104,7 +104,7 @@ class WeightSender:
 
     Args:
         source: the training engine.
-        bucket_bytes: the memory for weights on their way.
+        bucket_bytes: the memory for weights in flight.
     """
 
     def __init__(self, source: WeightSource | ShardedSource, bucket_bytes: int) -> None:

@@ -37,7 +37,7 @@ _ALIGNMENT = 16
 
 
 class Posted(Protocol):
-    """A round on its way."""
+    """A round in flight."""
 
     def receive(self) -> Iterator[tuple[Transfer, Tensor]]:
         """Yield what this rank receives; each tensor is valid until the next one is asked for.

@@ -62,7 +62,7 @@ class Ticket:
         senders, receivers: number of ranks of the actor and of the rollout.
         weights: what is sent, and in which dtypes.
         needs: of the rollout.
-        bucket_bytes: the memory of a rank for weights on their way.
+        bucket_bytes: the memory of a rank for weights in flight.
     """
 
     version: int

@@ -113,7 +113,7 @@ class WeightSync:
     Args:
         source: the training engine.
         target: the rollout engine.
-        bucket_bytes: the memory for weights on their way, on each rank.
+        bucket_bytes: the memory for weights in flight, on each rank.
         transport: "shared_memory" needs ranks on one node with weights in host memory. "auto" takes
             it where possible, else a collective of the worker group's process group.
         device: of the weights that are put together for the rollout engine.

@@ -99,7 +99,7 @@ class RolloutConfig(RolloutEngineConfig):
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     val_n: int = 1  # responses per prompt in validation
     val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
-    # MiB of memory on each rank for weights on their way from the actor to the rollout
+    # MiB of memory on each rank for weights in flight from the actor to the rollout
     weight_bucket_mb: int = 256
     # how weights go between processes. shared_memory: of a node with weights in host memory; the
     # store of the backend if the rollout is in other processes (`placement`). collective: of a

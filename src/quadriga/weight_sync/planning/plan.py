@@ -68,7 +68,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Round:
-    """Transfers that are on their way together. `staged`: rank → bytes in its buffers."""
+    """Transfers that are in flight together. `staged`: rank → bytes in its buffers."""
 
     transfers: tuple[Transfer, ...]
     staged: Mapping[int, int]
@@ -129,7 +129,7 @@ class Plan:
     def rounds(self, bucket_bytes: int) -> Iterator[Round]:
         """Yield the transfers in rounds, in order.
 
-        While one round is on its way, the next is packed, so two are in memory. Each rank stages
+        While one round is in flight, the next is packed, so two are in memory. Each rank stages
         at most `bucket_bytes` for both: what it sends and what it receives. Local transfers need no
         buffer. One element is never split, so the smallest bucket is 4 elements.
         """

@@ -1,0 +1,155 @@
+"""The weight syncs of the policy's worker: to the rollout of its process, and to other processes.
+
+Each way of syncing is a method that the controller calls, or a pair of them. The policy's worker
+(`quadriga.workers.ActorRolloutRefWorker`) inherits them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from quadriga.protocol import DataProto
+from quadriga.single_controller import Dispatch, Worker, register
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from quadriga.config.schema import ActorRolloutRefConfig
+    from quadriga.engines.base import TrainEngine
+    from quadriga.rollout.base import RolloutEngine
+    from quadriga.weight_sync import WeightNeeds, WeightReceiver, WeightSender, WeightSync
+    from quadriga.weight_sync.joined import JoinedReceiver, JoinedSender, Ticket
+
+
+class PolicyWeights(Worker):
+    """A worker whose actor, rollout or both take part in weight syncs."""
+
+    config: ActorRolloutRefConfig
+    device: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight_version = 0
+        self._joined_sender: JoinedSender | None = None  # over a joined process group
+        self._joined_receiver: JoinedReceiver | None = None
+        self._sync: WeightSync | None = None  # to the rollout of this process
+        self._sender: WeightSender | None = None  # to a rollout in other processes
+        self._receiver: WeightReceiver | None = None  # from an actor in other processes
+
+    def _engine(self, use: Literal["actor", "ref"]) -> TrainEngine:
+        """Return a training engine. Raises `WorkerError` if the worker has none."""
+        raise NotImplementedError
+
+    def _rollout(self) -> RolloutEngine:
+        """Return the rollout engine. Raises `WorkerError` if the worker has none."""
+        raise NotImplementedError
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sync_weights(self) -> int:
+        """Copy the actor's weights to the rollout engine. Return the new weight version.
+
+        Raises:
+            WorkerError: digests differ after the copy; the message names the tensors.
+        """
+        from quadriga.weight_sync import WeightSync
+
+        self.weight_version += 1
+        self._sync = self._sync or WeightSync(
+            self._engine("actor"),
+            self._rollout(),
+            bucket_bytes=self._bucket_bytes,
+            transport=self.config.rollout.weight_transport,
+            device=self.device,
+            in_place=self._keeps_weights_in_place(),
+        )
+        self._sync.run(self.weight_version)
+        return self.weight_version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self, needs: WeightNeeds) -> Iterator[DataProto]:
+        """Yield this rank's part of the actor's weights in buckets, for a rollout in other
+        processes, which has these needs. The weight version rises."""
+        from quadriga.weight_sync import WeightSender
+
+        self.weight_version += 1
+        self._sender = self._sender or WeightSender(self._engine("actor"), self._bucket_bytes)
+        yield from self._sender.send(needs, self.weight_version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_needs(self) -> WeightNeeds:
+        """Return what `send_weights` must know of the rollout engine."""
+        from quadriga.weight_sync import needs_of
+
+        return needs_of(self._rollout())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, parts: list[DataProto]) -> None:
+        """Copy one round of `send_weights`, a bucket of each rank of the actor, to the rollout.
+
+        Raises:
+            WorkerError: a bucket was sent twice, or one is lost.
+        """
+        self._weight_receiver().receive(parts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def offer_weights(self, needs: list[WeightNeeds]) -> Ticket | None:
+        """Return on rank 0 where the ranks of the rollout, one for each of `needs`, join those of
+        the actor in a process group. The weight version rises."""
+        self.weight_version += 1
+        return self._sender_over().offer(needs, self.weight_version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights_over(self, ticket: Ticket) -> None:
+        """Send this rank's part of the actor's weights over the joined group.
+
+        Waits for: `receive_weights_over` on every rank of the rollout.
+        """
+        self._sender_over().send(ticket)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights_over(self, ticket: Ticket) -> int:
+        """Copy the weights of `send_weights_over` to the rollout engine. Return their version.
+
+        Raises:
+            WorkerError: weights were not received, or differ; the message names them.
+        """
+        from quadriga.weight_sync.joined import JoinedReceiver
+
+        joined = self._joined_receiver or JoinedReceiver(self._rollout(), device=self.device)
+        self._joined_receiver = joined
+        self.weight_version = joined.receive(ticket)
+        return self.weight_version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_weights(self) -> int:
+        """Compare the digests of all weights that were received. Return their version.
+
+        Raises:
+            WorkerError: weights were not received, or differ; the message names them.
+        """
+        self.weight_version = self._weight_receiver().finish()
+        return self.weight_version
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return self.config.rollout.weight_bucket_mb << 20
+
+    def _keeps_weights_in_place(self) -> bool:
+        """Return whether the rollout may use the tensors of the actor, which then must not be moved
+        to host memory between calls."""
+        rollout, engine = self.config.rollout, self.config.actor.engine
+        return rollout.share_weights and not (rollout.take_turns or engine.param_offload)
+
+    def _sender_over(self) -> JoinedSender:
+        from quadriga.weight_sync.joined import JoinedSender
+
+        self._joined_sender = self._joined_sender or JoinedSender(
+            self._engine("actor"), bucket_bytes=self._bucket_bytes, device=self.device
+        )
+        return self._joined_sender
+
+    def _weight_receiver(self) -> WeightReceiver:
+        from quadriga.weight_sync import WeightReceiver
+
+        self._receiver = self._receiver or WeightReceiver(self._rollout())
+        return self._receiver
