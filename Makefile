@@ -43,7 +43,7 @@ types: $(INSTALLED_DEV)
 	@$(BIN)/mypy --strict --no-error-summary -p quadriga
 
 bench: $(INSTALLED_DEV)
-	@for script in algorithms controller data_plane scale grpo_step group_balance train_step; do \
+	@for script in algorithms controller data_plane scale grpo_step group_balance train_step rollout; do \
 	  echo "benchmarks/$$script.py"; $(BIN)/python benchmarks/$$script.py $(BENCH_ARGS) || exit 1; done
 
 nightly: $(INSTALLED_DEV)
