@@ -57,8 +57,12 @@ def test_every_metric_of_a_run_is_documented(run) -> None:
     assert undescribed({name for row in rows for name in row if name != "step"}) == []
 
 
-def test_the_first_ratio_is_one_and_rollout_log_probs_equal_those_of_training(run) -> None:
-    first = run("actor_rollout_ref.actor.ppo_mini_batch_size=8")[1]
+def test_the_first_ratio_is_one_and_rollout_log_probs_equal_those_of_training(
+    run, tmp_path
+) -> None:
+    rule = tmp_path / "rule.py"
+    rule.write_text(USER_REWARD)  # rows whose advantages are 0 have no ratio
+    first = run(f"reward.path={rule}", "actor_rollout_ref.actor.ppo_mini_batch_size=8")[1]
     assert first["actor/ratio_max"] == pytest.approx(1.0, abs=1e-5)
     assert first["actor/ratio_min"] == pytest.approx(1.0, abs=1e-5)
     assert first["mismatch/max"] < 1e-4

@@ -33,7 +33,7 @@ PARTS = {
     "torchao": "optim.name=adamw_8bit (extra: optim8bit)",
     "math_verify": "rewards for mathematics (extra: math)",
     "vllm": "rollout.name=vllm (scripts/engines.sh vllm)",
-    "sglang": "not implemented in this release",
+    "sglang": "rollout.name=sglang (scripts/engines.sh sglang)",
 }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from quadriga.config.checks import check_generate_settings
 from quadriga.config.schema import GenerateConfig
 from quadriga.errors import ConfigError
+from quadriga.protocol import fields
 from quadriga.trainer.evaluation.responses import generate, load_prompts, write_responses
 
 Messages = Sequence[Mapping[str, object]]
@@ -44,7 +45,7 @@ def run_generation(config: GenerateConfig) -> list[Answer]:
         rows = [row for batch in generate(config, prompts) for row in batch]
     else:
         rows = write_responses(config, prompts, config.output)
-    return [Answer(_messages(row["prompt"]), _texts(row["responses"])) for row in rows]
+    return [Answer(_messages(row["prompt"]), _texts(row[fields.RESPONSES])) for row in rows]
 
 
 def main_generation(config: GenerateConfig) -> list[Answer]:

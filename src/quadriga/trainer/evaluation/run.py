@@ -134,7 +134,7 @@ def read_responses(files: Sequence[str], key: str) -> list[Mapping[str, object]]
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
             raise row.error(f"{key!r} must be a text or a list of texts, got {value!r:.120}")
-        rows.append({"index": len(rows), **row.values, "responses": texts})
+        rows.append({fields.INDEX: len(rows), **row.values, fields.RESPONSES: texts})
     return rows
 
 
@@ -189,7 +189,7 @@ def _score(
 
 
 def _texts(row: Mapping[str, object]) -> list[str]:
-    texts = row["responses"]
+    texts = row[fields.RESPONSES]
     assert isinstance(texts, list)
     return texts
 
@@ -204,7 +204,7 @@ def _sample(
 ) -> dict[str, object]:
     truth = row.get(fields.REWARD_MODEL)
     return {
-        "index": row["index"],
+        "index": row[fields.INDEX],
         "data_source": _source(row),
         "prompt": row.get("prompt"),
         "response": text,
