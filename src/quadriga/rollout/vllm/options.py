@@ -39,6 +39,7 @@ OWN_ARGUMENTS = frozenset(
         "gpu_memory_utilization",
         "enforce_eager",
         "enable_prefix_caching",
+        "enable_chunked_prefill",
         "enable_sleep_mode",
         "logprobs_mode",
         "quantization",

@@ -179,7 +179,7 @@ def _steps(
 ) -> Iterator[tuple[int, RequestOutput, Callable[[], None]]]:
     """Yield (row, output, function that ends the row) until every row has been ended.
 
-    On the way out, whatever the reason, no request is left in the engine.
+    When it ends, for whatever reason, no request is left in the engine.
     """
     deadline.check(0, len(prompts))
     running = {str(row): row for row in range(len(prompts))}

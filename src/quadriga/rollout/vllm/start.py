@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 _CPU_CACHE_MB = 1024
+_CPU_STEP_TOKENS = 4096
 
 _engines_in_process = 0
 """How many engines of this process share vLLM's process groups."""
@@ -157,6 +158,7 @@ def _start(settings: StartSettings, folder: str, window: int) -> LLMEngine:
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "enforce_eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_prefix_caching": options.enable_prefix_caching,
+        **_prefill(on_cpu, window),
         "enable_sleep_mode": not on_cpu,
         "logprobs_mode": "raw_logprobs",
         "tensor_parallel_size": options.tensor_parallel_size,
@@ -182,6 +184,20 @@ def _start(settings: StartSettings, folder: str, window: int) -> LLMEngine:
     # vLLM would end the process group of the training engine with its own.
     engine.engine_core._finalizer.detach()
     return engine
+
+
+def _prefill(on_cpu: bool, window: int) -> dict[str, object]:
+    """Return the arguments that say whether a prompt may be computed in several steps.
+
+    vLLM draws a token after each step and discards it if the prompt is not complete. It then sets
+    the random numbers of the row back, which a generator on a CPU cannot do: vLLM would fail.
+    """
+    if not on_cpu:
+        return {}
+    return {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(_CPU_STEP_TOKENS, window + 1),
+    }
 
 
 def _keep_weights_unpacked() -> None:
