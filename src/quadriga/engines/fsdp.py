@@ -47,7 +47,7 @@ from quadriga.engines.sharding import (
     fsdp_units,
 )
 from quadriga.engines.token_model import TokenModel
-from quadriga.engines.trained_part import FROZEN, check_frozen, dropout_on, frozen_sums
+from quadriga.engines.trained_part import check_frozen, dropout_on, frozen_scalars
 from quadriga.errors import ConfigError
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import (
@@ -277,8 +277,7 @@ class FSDPEngine:
         if self.optimizer is not None:
             scalars = self.optimizer.scalars()
         with self._on_device("parameters", "moments"):
-            if self._part.frozen:
-                scalars[FROZEN] = frozen_sums(self.module)
+            scalars |= frozen_scalars(self._part, self.module)
             return save_rank_state(
                 folder, self._state(), scalars, rank=rank(), world_size=world_size(), step=step
             )
@@ -288,8 +287,7 @@ class FSDPEngine:
         if self.optimizer is not None:
             self.optimizer.check_scalars(saved, folder)
         with self._on_device("parameters", "moments"):
-            if self._part.frozen:
-                check_frozen(saved.get(FROZEN), frozen_sums(self.module), folder)
+            check_frozen(saved, frozen_scalars(self._part, self.module), folder)
             state = self._state()
             scalars = load_rank_state(folder, state, rank=rank(), step=step)
             if self.optimizer is not None:
@@ -308,8 +306,7 @@ class FSDPEngine:
     def without_adapters(self) -> FSDPEngine:
         """Return the base model as a frozen engine on the same weights, with adapters off.
 
-        Raises:
-            ConfigError: the model has no adapters.
+        Raises `ConfigError` if the model has no adapters.
         """
         if self._part.adapter is None:
             raise ConfigError("this engine has no adapters, because model.lora is not set")
@@ -351,11 +348,7 @@ class FSDPEngine:
             self._memory.offload(*reloaded)
 
     def _reshard(self) -> None:
-        """Free the gathered parameters.
-
-        `named_parameters()` then returns the shards, and the next forward pass sees every change
-        that was made to them.
-        """
+        """Free the gathered parameters, so that the next pass sees every change of the shards."""
         for unit in self._units:
             unit.reshard()
 

@@ -172,15 +172,7 @@ def load_sharded(
         ModelError: on any rank, the folder does not hold a suitable model.
         ConfigError: the model does not support what the settings of the engine ask for.
     """
-    if model.lora.enabled and not trained:
-        raise ConfigError(
-            "model.lora is for a model that is trained, and this one is frozen; remove it, or set "
-            "model.path to a merged model",
-            key="model.lora",
-        )
-    if head == "score" and not trained:
-        trusted = model.trust_remote_code
-        _together(lambda: check_reward_model(model.path, trust_remote_code=trusted))
+    _check_use(model, head, trained=trained)
     dtype = compute_dtype(engine.dtype, device)
     module, weights, part = _prepared(model, head, dtype, trained=trained)
     # Before the model is sharded, which changes its class and its parameters.
@@ -217,6 +209,24 @@ def load_sharded(
     for unit in fsdp_units(sharded):
         unit.reshard()  # the probe may have gathered parameters
     return LoadedModel(sharded, token_model, tied, saved_buffers, part)
+
+
+def _check_use(model: ModelConfig, head: HeadKind, *, trained: bool) -> None:
+    if not trained:
+        _check_frozen_model(model, head)
+
+
+def _check_frozen_model(model: ModelConfig, head: HeadKind) -> None:
+    """Check that a model which is not trained has no adapters, and has the head of its kind."""
+    if model.lora.enabled:
+        raise ConfigError(
+            "model.lora is for a model that is trained, and this one is frozen; remove it, or set "
+            "model.path to a merged model",
+            key="model.lora",
+        )
+    if head == "score":
+        trusted = model.trust_remote_code
+        _together(lambda: check_reward_model(model.path, trust_remote_code=trusted))
 
 
 def _prepared(
