@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import multiprocessing
 import os
 import pickle
 import signal
@@ -53,6 +54,9 @@ class Fake:
             with open(f"/dev/shm/sglang_loads_{os.getpgrp()}", "wb+") as file:
                 file.truncate(4096)
                 self.shared = mmap.mmap(file.fileno(), 4096)
+            self.semaphore = multiprocessing.get_context("spawn").Lock()
+            name = self.semaphore._semlock.name.removeprefix("/")
+            lives.with_name("semaphore").write_text(f"/dev/shm/sem.{name}")
 
     def fault(self, name):
         """The value of a fault, if it is of this life."""

@@ -214,15 +214,16 @@ def test_close_ends_a_call_that_waits(start):
     assert engine.restarts == 0
 
 
-def test_shared_memory_of_killed_processes_is_removed(start):
+def test_shared_memory_of_killed_processes_is_removed(start, tmp_path):
     folder = Path("/dev/shm")
     if not folder.is_dir():
         pytest.skip("this system has no /dev/shm")
     engine = start(faults={"shared memory": True})
     name = folder / f"sglang_loads_{engine._client._instance.host.pid}"
-    assert name.exists()
+    semaphore = Path((tmp_path / "semaphore").read_text())
+    assert name.exists() and semaphore.exists()
     engine.close()
-    assert not name.exists()
+    assert not name.exists() and not semaphore.exists()
 
 
 def test_a_late_answer_is_a_typed_error(start):

@@ -71,13 +71,19 @@ def members(group: int) -> Iterator[int]:
 
 def mapped(group: int) -> set[Path]:
     """Return the files of shared memory that processes of the group map."""
-    found = set()
+    # A line of "maps": "7f0a…-7f0b… rw-s 00000000 00:1b 4711 /dev/shm/sem.x4Zq1 (deleted)". A
+    # semaphore gets its name after it was mapped, so files are found by their number, 4711.
+    numbers = set()
     for pid in members(group):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-                path = Path(line.partition("/")[1] + line.partition("/")[2])
-                if path.parent == _SHARED and path.name.startswith(_NAMES):
-                    found.add(path)
+                if f" {_SHARED}/" in line:
+                    numbers.add(int(line.split()[4]))
+    found = set()
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(_SHARED):
+            if entry.name.startswith(_NAMES) and entry.inode() in numbers:
+                found.add(Path(entry.path))
     return found
 
 
