@@ -176,12 +176,14 @@ def dropout_on(model: nn.Module, adapter: Adapter | None) -> Iterator[None]:
             layer.train(False)
 
 
-def frozen_sums(model: nn.Module) -> dict[str, int]:
-    """Return dtype → a checksum of the frozen weights of that dtype, equal on all ranks.
+def frozen_scalars(part: TrainedPart, model: nn.Module) -> dict[str, object]:
+    """Return what a checkpoint holds of the frozen weights: dtype → a checksum, under `FROZEN`.
 
-    It is the sum of the bits of all elements, as integers modulo 2**64, so it does not depend on
-    how the weights are sharded. Waits for: the other ranks.
+    {} if nothing is frozen. A checksum is the sum of the bits of all elements, as integers modulo
+    2**64, so it does not depend on how the weights are sharded. Waits for: the other ranks.
     """
+    if not part.frozen:
+        return {}
     own: dict[str, int] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -195,7 +197,7 @@ def frozen_sums(model: nn.Module) -> dict[str, int]:
     for sums in gather_over_ranks(own):
         for name, value in sums.items():
             totals[name] = (totals.get(name, 0) + value) % 2**64
-    return totals
+    return {FROZEN: totals}
 
 
 def _bits(values: Tensor) -> int:
@@ -204,15 +206,21 @@ def _bits(values: Tensor) -> int:
     return int(bits.sum(dtype=torch.int64))
 
 
-def check_frozen(saved: object, own: Mapping[str, int], folder: object) -> None:
+def check_frozen(saved: Mapping[str, object], own: Mapping[str, object], folder: object) -> None:
     """Check that a checkpoint was trained on the frozen weights of this model.
+
+    Args:
+        saved: the scalars of the checkpoint.
+        own: `frozen_scalars` of this model.
 
     Another compute dtype rounds them differently, so then nothing can be compared.
 
     Raises:
         CheckpointError: they are others.
     """
-    if isinstance(saved, dict) and set(saved) == set(own) and saved != dict(own):
+    before, now = saved.get(FROZEN), own.get(FROZEN)
+    comparable = isinstance(before, dict) and isinstance(now, dict) and before.keys() == now.keys()
+    if comparable and before != now:
         raise CheckpointError(
             f"the checkpoint in {folder} holds trained weights only, and its frozen weights were "
             "others than those of this model; set model.path (and model.freeze or model.lora) to "
