@@ -133,6 +133,8 @@ NOT_OFFERED: dict[str, str] = {
     "verl.workers.reward_manager": _REWARDS,
     "verl.workers.rollout": _ROLLOUTS,
     "verl.workers.sharding_manager": "quadriga.weight_sync",
+    "verl.workers.sharding_manager.megatron_vllm": "verl.workers.sharding_manager.fsdp_vllm; "
+    "Quadriga trains with FSDP2",
     "verl.workers.utils": "quadriga.workers.objectives",
     "verl.workers.utils.padding": _PACKING,
 }
@@ -178,6 +180,7 @@ NO_COUNTERPART: dict[str, str] = {
     "verl.utils.rollout_skip": _NO_SKIP,
     "verl.utils.skip": _NO_SKIP,
     "verl.utils.ulysses": _DATA_PARALLEL,
+    "verl.workers.sharding_manager.fsdp_ulysses": _DATA_PARALLEL,
 }
 """Module, or module and name → why there is no name to use."""
 

@@ -6,6 +6,7 @@ COMPAT = "quadriga.compat.verl"
 _TRAINER = f"{COMPAT}.training.trainer"
 _METRICS = f"{COMPAT}.metrics"
 _WORKERS = "quadriga.workers"
+_SHARDING = f"{COMPAT}.training.sharding_managers"
 
 _ROLES = {
     "Role": "quadriga.trainer.placement:Role",
@@ -77,6 +78,13 @@ TRAINER_MODULES: dict[str, dict[str, str]] = {
     "verl.workers.fsdp_workers": {
         **_POLICY,
         "CriticWorker": f"{_WORKERS}:CriticWorker",
+    },
+    "verl.workers.sharding_manager": {},
+    "verl.workers.sharding_manager.base": {
+        "BaseShardingManager": f"{_SHARDING}:BaseShardingManager"
+    },
+    "verl.workers.sharding_manager.fsdp_vllm": {
+        "FSDPVLLMShardingManager": f"{_SHARDING}:FSDPVLLMShardingManager"
     },
     "verl.utils.config": {"validate_config": f"{COMPAT}.training.settings:validate_config"},
     "verl.utils.fs": {"copy_to_local": f"{COMPAT}.files:copy_to_local"},

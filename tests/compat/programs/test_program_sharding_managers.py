@@ -1,0 +1,121 @@
+"""Programs with sharding managers of verl: the trained weights reach the rollout."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines import build_engine
+from quadriga.errors import ConfigError, RolloutError, WorkerError
+from quadriga.models.tiny import TinyModel, write_tiny_model
+from quadriga.protocol import DataProto
+from quadriga.rollout import build_rollout
+
+SHAPE = TinyModel(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, intermediate_size=48)
+IDS = torch.arange(5, 45).view(4, 10)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_tiny_model(tmp_path, ["one two three"], SHAPE)
+    return str(tmp_path)
+
+
+def step(engine):
+    batch = {
+        "input_ids": IDS,
+        "attention_mask": torch.ones_like(IDS),
+        "response_mask": torch.ones(4, 6, dtype=torch.int64),
+    }
+    engine.train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
+
+
+def test_a_block_generates_with_the_weights_that_are_trained(folder):
+    from verl.workers.sharding_manager.fsdp_vllm import FSDPVLLMShardingManager
+
+    model = ModelConfig(path=folder)
+    engine = build_engine(model, EngineConfig(), OptimConfig(lr=0.01), total_steps=4)
+    rollout = build_rollout("hf", model)
+    manager = FSDPVLLMShardingManager(module=engine, inference_engine=rollout, offload_param=True)
+    data = DataProto.from_dict({"input_ids": IDS})
+    for version in (1, 2):
+        step(engine)
+        with manager:
+            assert rollout.version == version
+            assert manager.preprocess_data(data) is manager.postprocess_data(data) is data
+            held = rollout.module.state_dict()
+            assert all(torch.equal(held[name], full) for name, full in engine.state_stream())
+            rollout.score(IDS, torch.ones_like(IDS))
+        with pytest.raises(RolloutError):
+            rollout.score(IDS, torch.ones_like(IDS))
+
+
+def test_a_weight_that_does_not_arrive_ends_the_entry(folder, monkeypatch):
+    from verl.workers.sharding_manager.fsdp_vllm import FSDPVLLMShardingManager
+
+    model = ModelConfig(path=folder)
+    engine, rollout = build_engine(model, EngineConfig(), None), build_rollout("hf", model)
+    monkeypatch.setattr(rollout, "update_weights", lambda stream, version: list(stream))
+    with torch.no_grad():
+        rollout.module.state_dict()["model.norm.weight"].zero_()
+    with (
+        pytest.raises(WorkerError, match=r"model\.norm\.weight"),
+        FSDPVLLMShardingManager(engine, rollout),
+    ):
+        pass
+
+
+def test_what_has_no_meaning_is_refused(folder):
+    from verl.workers.sharding_manager.base import BaseShardingManager
+    from verl.workers.sharding_manager.fsdp_vllm import FSDPVLLMShardingManager
+
+    rollout = build_rollout("hf", ModelConfig(path=folder))
+    with pytest.raises(ConfigError, match=r"no arguments \['load_format'\]"):
+        FSDPVLLMShardingManager(rollout, rollout, load_format="dummy_hf")
+    with pytest.raises(ConfigError, match="got HFRollout and HFRollout"):
+        FSDPVLLMShardingManager(rollout, rollout)
+    with BaseShardingManager() as nothing:
+        assert nothing is None
+
+
+def test_managers_that_are_not_offered_say_why():
+    with pytest.raises(ModuleNotFoundError, match="data-parallel ranks only"):
+        import verl.workers.sharding_manager.fsdp_ulysses
+    with pytest.raises(ModuleNotFoundError, match="Quadriga trains with FSDP2"):
+        import verl.workers.sharding_manager.megatron_vllm  # noqa: F401
+
+
+def rows_of_two_ranks(rank: int, folder: str, port: int) -> None:
+    from quadriga.compat.verl.training.sharding_managers import FSDPVLLMShardingManager
+
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    model = ModelConfig(path=folder)
+    engine, rollout = build_engine(model, EngineConfig(), None), build_rollout("hf", model)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "infer_tp"))
+    manager = FSDPVLLMShardingManager(engine, rollout, device_mesh=mesh)
+    own = DataProto.from_dict({"x": torch.tensor([10 * rank, 10 * rank + 1])})
+    with manager:
+        together = manager.preprocess_data(own)
+        assert together.batch["x"].tolist() == [0, 1, 10, 11]
+        assert manager.postprocess_data(together).batch["x"].tolist() == own.batch["x"].tolist()
+    dist.destroy_process_group()
+
+
+@pytest.mark.nightly
+def test_ranks_that_generate_together_share_their_rows(folder):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(rows_of_two_ranks, args=(folder, port), nprocs=2)
