@@ -49,11 +49,11 @@ def main(folder: str, command: list[str]) -> None:
             shared |= mapped(os.getpgrp())
             noted = time.monotonic()
     shared |= mapped(os.getpgrp())
-    if os.getppid() != parent:  # otherwise the parent still reads the log in the folder
-        shutil.rmtree(folder, ignore_errors=True)
     for pid in members(os.getpgrp()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    if os.getppid() != parent:  # otherwise the parent still reads the log in the folder
+        shutil.rmtree(folder, ignore_errors=True)
     for path in shared:
         path.unlink(missing_ok=True)
     os.killpg(os.getpgrp(), signal.SIGKILL)  # also what was started meanwhile, and this process
