@@ -140,6 +140,18 @@ def test_buckets_of_weights_are_not_larger_than_the_model(tiny_task, tmp_path):
     assert buckets() == 3 * 4 * weights
 
 
+def test_ranks_that_train_and_generate_hold_buffers_for_weights(tiny_task, tmp_path):
+    def buffers(*more) -> int:
+        pool = only_pool(settings(tiny_task, tmp_path, "trainer.backend=ray", *more))
+        engine, generation = pool.engines["actor"], pool.generation
+        held = PROCESS_BYTES["cpu"] + engine.parameters + engine.optimizer + generation.weights
+        return pool.phases["weight sync"] - held - 8 * engine.largest_weight
+
+    weights = only_pool(settings(tiny_task, tmp_path)).engines["actor"].weights
+    assert buffers("trainer.n_gpus_per_node=1") == 0
+    assert buffers("trainer.n_gpus_per_node=2") == 2 * 4 * weights
+
+
 def test_advice_is_for_the_pool_that_lacks_memory(tiny_task, tmp_path):
     ranks = ["trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.rollout=[1]",
              "data.max_response_length=200"]  # fmt: skip

@@ -270,7 +270,7 @@ def pool_memory(
     generation: GenerationMemory | None,
 ) -> PoolMemory:
     """Return how much of what these engines need exists at once on a rank of the pool."""
-    phases = _Phases(config, device_type, engines, generation)
+    phases = _Phases(config, device_type, engines, generation, len(pool.ranks))
     return PoolMemory(
         pool=pool,
         engines=engines,
@@ -308,6 +308,7 @@ class _Phases:
     device_type: str
     engines: Mapping[str, TrainingMemory]
     generation: GenerationMemory | None
+    ranks: int
 
     def bytes_of_each(self, part: Callable[[int, int], int]) -> dict[str, int]:
         """Return phase → bytes.
@@ -345,16 +346,17 @@ class _Phases:
         return {phase: process + size for phase, size in found.items()}
 
     def _sync_buffers(self) -> int:
-        """Return the bytes of one whole weight in both dtypes, and on a CPU of the buckets."""
+        """Return the bytes of one whole weight in both dtypes, and of weights in flight."""
         engine = self.engines[ACTOR]
         weight = 8 * engine.largest_weight
-        if self.generation is not None or self.device_type != "cpu":
-            return weight
-        # A bucket is sent while the next one is filled from its parts. None is larger than the
-        # model, and only a bucket with a single weight is larger than the limit.
+        # No bucket is larger than the model, and larger weights are split.
         limit = self.config.actor_rollout_ref.rollout.weight_bucket_mb << 20
-        bucket = min(max(limit, 4 * engine.largest_weight), 4 * engine.weights)
-        return weight + 3 * bucket
+        bucket = min(limit, 4 * engine.weights)
+        if self.generation is not None:
+            # The buffers of two rounds, and the weights of two rounds that are not complete.
+            return weight + (2 * bucket if self.ranks > 1 else 0)
+        # On a CPU: one part is packed while the parts of two rounds are in the store.
+        return weight + (3 * bucket if self.device_type == "cpu" else 0)
 
     def _others(self, own: str) -> int:
         """Return what the other roles hold while `own` computes."""
