@@ -301,7 +301,7 @@ class TestProcess:
     def test_what_vllm_cannot_do_is_refused(self, folder):
         with pytest.raises(ConfigError, match=r"max_model_len=500 is above .* 128 tokens"):
             vllm(folder, max_model_len=500)
-        with pytest.raises(ConfigError, match="tensor_parallel_size=2"):
+        with pytest.raises(ConfigError, match="size is 2, and the rollout has 1 rank, "):
             vllm(folder, tensor_parallel_size=2)
         with pytest.raises(RolloutError, match=r"did not start .*block_size"):
             vllm(folder, engine_args={"block_size": -3})
