@@ -25,7 +25,7 @@ from pathlib import Path
 
 _LOOK_S = 0.5
 """How often to look whether the parent is still the same process."""
-_NOTE_S = 5.0
+_NOTE_S = 1.0
 """How often to note the shared memory of the group. Processes that end by themselves can no longer
 be asked."""
 _SHARED = Path("/dev/shm")
