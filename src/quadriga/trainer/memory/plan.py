@@ -122,8 +122,9 @@ class _Roles:
         if settings.name != "fsdp":
             self.missing.append(f"{role} (engine {settings.name})")
             return None
-        models = {CRITIC: critic_model(self.config), REWARD_MODEL: self.config.reward_model.model}
-        model = models.get(role, policy.model)
+        model = critic_model(self.config) if role == CRITIC else policy.model
+        if role == REWARD_MODEL:
+            model = self.config.reward_model.model
         memory = _training_memory(
             _config_text(model),
             model,
@@ -252,9 +253,8 @@ def _planned_pool(
     config: TrainConfig, device_type: str, pool: RolePool, roles: _Roles
 ) -> PoolMemory:
     ranks = len(pool.ranks)
-    # With adapters, the reference is the engine of the actor.
     own = [role for role in TRAINING if role in pool.roles and role not in added_keys(config)]
-    if base_is_in_actor(config) and ACTOR in own:
+    if base_is_in_actor(config) and ACTOR in own:  # the reference is the engine of the actor
         own = [role for role in own if role != REF]
     found = {role: roles.engine(role, ranks) for role in own}
     engines = {role: engine for role, engine in found.items() if engine is not None}
@@ -291,12 +291,13 @@ _PASSES = {
 
 def engine_settings(config: TrainConfig, role: str) -> EngineConfig:
     """Return the settings of the training engine of a role."""
+    if role == REWARD_MODEL:  # a role of a user in its place has a section of another class
+        return config.reward_model.engine
     policy = config.actor_rollout_ref
     return {
         ACTOR: policy.actor.engine,
         REF: policy.ref.engine,
         CRITIC: config.critic.engine,
-        REWARD_MODEL: config.reward_model.engine,
     }[role]
 
 
