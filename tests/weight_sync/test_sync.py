@@ -131,6 +131,22 @@ def test_a_weight_that_is_sent_twice_is_reported(engine, rollout):
         WeightSync(faulty, rollout).run(1)
 
 
+def test_a_later_sync_with_other_weights_is_reported(engine, rollout):
+    faulty = Faulty(engine, lambda stream: stream)
+    sync = WeightSync(faulty, rollout)
+    sync.run(1)
+    name = "model.norm.weight"
+    faulty.change = lambda stream: (item for item in stream for _ in range(2))
+    with pytest.raises(WorkerError, match="twice"):
+        sync.run(2)
+    faulty.change = lambda stream: (item for item in stream if item[0] != name)
+    with pytest.raises(WorkerError, match=r"did not yield weight 'model\.norm\.weight'"):
+        sync.run(3)
+    faulty.change = lambda stream: (("new" if n == name else n, t) for n, t in stream)
+    with pytest.raises(WorkerError, match="yielded weight 'new', which it did not have before"):
+        sync.run(4)
+
+
 def test_all_wrong_weights_are_listed_up_to_a_bound():
     sent = {f"w{i}": i for i in range(50)}
     with pytest.raises(WorkerError, match=r"50 of 50 .* 'w19' differs .*; and 30 more") as caught:
