@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import EngineConfig, ModelConfig, TrainConfig
+from quadriga.config.trained_part_checks import base_is_in_actor
 from quadriga.engines.base import HeadKind
 from quadriga.engines.memory.states import TrainingMemory
 from quadriga.engines.sharded_loading import whole_load_reason
@@ -27,8 +29,11 @@ from quadriga.trainer.memory.plan import (
     CRITIC,
     PROCESS_BYTES,
     REF,
+    REWARD_MODEL,
+    TRAINING,
     MemoryPlan,
     PoolMemory,
+    engine_settings,
 )
 from quadriga.trainer.run.role_workers import critic_model
 
@@ -88,10 +93,12 @@ def whole_models(config: TrainConfig) -> dict[str, str]:
     models: dict[str, tuple[ModelConfig, HeadKind, bool]] = {
         ACTOR: (policy.model, "lm", True),
     }
-    if needs_reference(config):
-        models[REF] = policy.model, "lm", False
+    if needs_reference(config) and not base_is_in_actor(config):
+        models[REF] = policy.model.frozen(), "lm", False
     if needs_critic(config):
         models[CRITIC] = critic_model(config), "value", True
+    if has_reward_model(config):
+        models[REWARD_MODEL] = config.reward_model.model, "score", False
     found = {role: whole_load_reason(*model) for role, model in models.items()}
     return {role: reason for role, reason in found.items() if reason}
 
@@ -114,7 +121,7 @@ def _loading(
 ) -> int:
     """Return the most bytes of a rank while its models are loaded, one after the other."""
     held = largest = 0
-    for role in (ACTOR, REF, CRITIC):
+    for role in TRAINING:
         if role in pool.engines:
             engine = pool.engines[role]
             size = engine.weights * _item_size(config, role, device_type)
@@ -129,14 +136,14 @@ def _loading(
 def _item_size(config: TrainConfig, role: str, device_type: str) -> int:
     """Return the bytes of an element as a whole model has it: float32 at least if it is trained."""
     auto = torch.device("cpu" if device_type == "cpu" else "meta")
-    size = compute_dtype(_settings(config, role).dtype, auto).itemsize
-    return size if role == REF else max(4, size)
+    size = compute_dtype(engine_settings(config, role).dtype, auto).itemsize
+    return size if role in (REF, REWARD_MODEL) else max(4, size)
 
 
 def _kept_on_host(config: TrainConfig, pool: PoolMemory) -> int:
     """Return the most bytes that the settings keep on the host of an accelerator."""
     engines = pool.engines
-    kept = {role: _kept_of_engine(_settings(config, role), e) for role, e in engines.items()}
+    kept = {role: _kept_of_engine(engine_settings(config, role), e) for role, e in engines.items()}
     if not config.actor_rollout_ref.rollout.take_turns or pool.generation is None:
         return sum(kept.values())
     turns = [role for role in (ACTOR, REF) if role in engines]
@@ -153,18 +160,13 @@ def _kept_of_engine(settings: EngineConfig, engine: TrainingMemory) -> int:
 def _shared_parts(config: TrainConfig) -> dict[str, int]:
     """Return what the ranks of a node share: with `use_shm` the files of the weights."""
     policy = config.actor_rollout_ref
+    models = [policy.model, critic_model(config)]
+    models += [config.reward_model.model] if has_reward_model(config) else []
     folders = {
-        local_folder(model.path, weights=False)
-        for model in (policy.model, critic_model(config))
-        if model.use_shm and model.path
+        local_folder(model.path, weights=False) for model in models if model.use_shm and model.path
     }
     files = [file for folder in folders for file in folder.glob("*.safetensors")]
     return {"weight files in shared memory": sum(file.stat().st_size for file in files)}
-
-
-def _settings(config: TrainConfig, role: str) -> EngineConfig:
-    policy = config.actor_rollout_ref
-    return {ACTOR: policy.actor.engine, REF: policy.ref.engine, CRITIC: config.critic.engine}[role]
 
 
 def host_shortage(memory: HostMemory, limit: DeviceLimit) -> str | None:
