@@ -132,6 +132,39 @@ def test_a_template_without_end_tokens_gets_the_one_of_the_tokenizer():
     assert trained_texts(tokenizer, found) == ["Three.\n", f"Four.\n{tokenizer.eos_token}"]
 
 
+THOUGHT = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
+
+
+def test_a_template_that_opens_a_thought_trains_the_last_answer():
+    tokenizer = family(THOUGHT, CASES["ChatML"][1])
+    chat = [CHAT[0], {"role": "assistant", "content": "One.</think>Three."}]
+    for last_only in (True, False):
+        [found] = encode_turns(tokenizer, [chat], last_only=last_only)
+        assert trained_texts(tokenizer, found) == ["One.</think>Three.<|im_end|>"]
+        assert tokenizer.decode(found.prompt_ids).endswith("<|im_start|>assistant\n<think>\n")
+    with pytest.raises(ModelError, match=r"set data.loss_turns=last"):
+        encode_turns(tokenizer, [CHAT])
+
+
+def test_a_special_token_within_an_answer_does_not_end_it():
+    tokenizer = family(NO_END, ["</think>"])
+    chat = [CHAT[0], {"role": "assistant", "content": "One.</think>Three."}]
+    [found] = encode_turns(tokenizer, [chat])
+    assert trained_texts(tokenizer, found) == [f"One.</think>Three.\n{tokenizer.eos_token}"]
+    chat = [CHAT[0], {"role": "assistant", "content": ""}]
+    [found] = encode_turns(family(NO_END.replace("m.content + '\n'", "m.content")), [chat])
+    assert found.response_ids == [tokenizer.eos_token_id] and found.prompt_ids
+
+
+def test_a_row_that_cannot_be_encoded_is_named(tmp_path):
+    tokenizer = family(THINKING, CASES["ChatML"][1])
+    thoughts = [*CHAT]
+    thoughts[1] = {"role": "assistant", "content": "<think>One, two.</think>Three."}
+    file = write(tmp_path / "c.jsonl", [{"m": CHAT}, {"m": thoughts}])
+    with pytest.raises(ModelError, match=r"c.jsonl, row 1: the chat template"):
+        SFTDataset([file], tokenizer, messages_key="m")
+
+
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

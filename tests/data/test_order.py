@@ -18,11 +18,25 @@ def test_the_worked_example():
 
 
 @pytest.mark.parametrize(
-    ("total", "weights", "expected"),
-    [(10, [1, 1, 1], [4, 3, 3]), (7, [5], [7]), (5, [0.9, 0.1], [5, 0]), (8, [1, 3], [2, 6])],
+    ("rows", "weights", "epochs", "expected"),
+    [
+        (10, [1, 1, 1], 1, [4, 3, 3]),
+        (10, [1, 1, 1], 3, [10, 10, 10]),
+        (7, [5], 2, [14]),
+        (5, [0.9, 0.1], 1, [5, 0]),
+        (5, [0.9, 0.1], 2, [9, 1]),
+        (8, [1, 3], 1, [2, 6]),
+    ],
 )
-def test_shares(total, weights, expected):
-    assert shares(total, weights) == expected
+def test_shares(rows, weights, epochs, expected):
+    assert shares(rows, weights, epochs) == expected
+
+
+def test_a_file_with_less_than_a_row_an_epoch_is_used():
+    mixture = Mixture([9, 1], [999, 1])
+    orders = [mixture.order(seed=0, epoch=epoch, shuffle=True).tolist() for epoch in range(200)]
+    assert all(len(order) == 10 for order in orders)
+    assert sum(9 in order for order in orders) == 2
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import socket
 from decimal import Decimal
 
 import pyarrow as pa
@@ -79,6 +80,17 @@ def test_the_tokenizer_runs_once_for_all_limits(tmp_path, tokenizer, monkeypatch
     assert PromptDataset([file], tokenizer, max_prompt_length=12, cache_dir=tmp_path / "c").filtered
 
 
+def test_another_special_token_is_another_tokenizer(tokenizer):
+    before = tokenizer_digest(tokenizer)
+    eos = tokenizer.eos_token
+    try:
+        tokenizer.eos_token = "<|user|>"
+        assert tokenizer_digest(tokenizer) != before
+    finally:
+        tokenizer.eos_token = eos
+    assert tokenizer_digest(tokenizer) == before
+
+
 @pytest.mark.usefixtures("small_pieces")
 def test_other_content_or_another_template_makes_a_new_cache(tmp_path, tokenizer):
     file = json_lines(tmp_path / "a.jsonl", rows(3))
@@ -142,11 +154,16 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, tokenizer, monkeypatc
 def test_unfinished_files_of_ended_processes_are_removed(tmp_path, tokenizer):
     folder = tmp_path / "c"
     folder.mkdir()
-    ended, own = folder / "x.arrow.4194304.part", folder / f"x.arrow.{os.getppid()}.part"
-    ended.touch()
-    own.touch()
+    host = socket.gethostname()
+    ended = folder / f"x.arrow.ab.{host}.4194304.part"
+    own = folder / f"x.arrow.ab.{host}.{os.getppid()}.part"
+    other = folder / "x.arrow.ab.other-host.4194304.part"
+    old = folder / "x.arrow.cd.other-host.1.part"
+    for file in (ended, own, other, old):
+        file.touch()
+    os.utime(old, (0, 0))
     PromptDataset([json_lines(tmp_path / "a.jsonl", rows(2))], tokenizer, cache_dir=folder)
-    assert not ended.exists() and own.exists()
+    assert [file.exists() for file in (ended, own, other, old)] == [False, True, True, False]
 
 
 def test_a_small_file_has_no_cache(tmp_path, tokenizer):

@@ -42,6 +42,16 @@ class BadState(Sampler):
         return {3: object()}
 
 
+class NoRows(Sampler):
+    def rows(self, batch, batch_size):
+        return None
+
+
+class Broken(Sampler):
+    def __init__(self, dataset, seed):
+        raise ValueError("no")
+
+
 class Nothing:
     def __init__(self, dataset, seed):
         pass
@@ -127,6 +137,15 @@ def test_a_class_without_methods_or_of_another_name_is_refused(sampler):
         sampler("Nothing")
     with pytest.raises(ConfigError, match=r"data.sampler.name=Smapler: .* it has Sampler, Short"):
         sampler("Smapler")
+
+
+def test_options_and_errors_of_a_class_are_told(sampler):
+    with pytest.raises(ConfigError, match=r"Sampler: the class cannot be called .* 'stpe'"):
+        sampler(stpe=2)
+    with pytest.raises(ConfigError, match=r"name=Broken cannot be made: ValueError: no"):
+        sampler("Broken")
+    with pytest.raises(DataError, match=r"NoRows.rows failed for batch 0: TypeError"):
+        next(iter(PromptLoader(Numbers(10), 4, sampler=sampler("NoRows"))))
 
 
 def test_the_file_must_exist_and_import(tmp_path, tokenizer):

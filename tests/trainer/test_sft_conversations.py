@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from quadriga.config.loading import load_config
 from quadriga.config.schema import SFTConfig
 from quadriga.data.sft import SFTDataset
-from quadriga.errors import ConfigError, DataError
+from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.models import load_tokenizer
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.sft import run_sft
@@ -85,6 +85,27 @@ def test_loss_and_gradient_are_those_of_the_assistants_tokens(settings, files, t
     last = naive_loss(trained, val, range(7)).item()
     assert steps[-1]["val/loss"] == pytest.approx(last, rel=1e-5)
     assert steps[-1]["val/loss"] < steps[0]["val/loss"]
+
+
+def test_two_ranks_validate_any_number_of_rows(settings, tmp_path):
+    settings = [s for s in settings if "backend" not in s]
+    two = ["trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.num_cpus=2"]
+    losses = []
+    for name, ranks in (("one", ["trainer.backend=local"]), ("two", two)):
+        folder = tmp_path / name
+        given = [*settings, *ranks, f"trainer.default_local_dir={folder}", "trainer.test_freq=0"]
+        run_sft(load_config(SFTConfig, [*given, "trainer.total_training_steps=1"]))
+        losses += [r["val/loss"] for r in read_jsonl(folder / "metrics.jsonl") if "val/loss" in r]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and len(losses) == 2
+
+
+def test_validation_conversations_are_checked_against_the_model(settings, tmp_path):
+    long = [{"role": "user", "content": "Tom has " + "3 " * 3000}, turns(0)[1]]
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"messages": long}) + "\n")
+    given = [*settings, f"data.val_files=[{file}]", "data.max_length=100000"]
+    with pytest.raises(ModelError, match=r"the longest conversation has \d+ tokens"):
+        run_sft(load_config(SFTConfig, given))
 
 
 def test_the_last_turn_alone(settings, files, tiny_task, tmp_path):

@@ -176,6 +176,7 @@ def mismatch_metrics(
         bound: nats, of `mismatch_beyond`.
 
     Returns:
+        {} if no token is in the mask. Otherwise
         `mismatch_k1`, `mismatch_k3`: estimates of KL(π_rollout‖π_train) per token, in nats.
         `mismatch_abs`, `mismatch_max`: mean and maximum of |Δ log π|.
         `mismatch_beyond`: share of tokens with |Δ log π| > `bound`.
@@ -191,6 +192,8 @@ def mismatch_metrics(
         ShapeError, MaskError, NonFiniteError.
     """
     part = mismatch_statistics(old_log_prob_BT, rollout_log_prob_BT, response_mask_BT, bound=bound)
+    if not bool(response_mask_BT.any()):  # nothing was compared
+        return {}
     return mismatch_of_statistics(merge_partials([part]))
 
 

@@ -114,7 +114,8 @@ def show_sft_plan(config: SFTConfig) -> None:
     if not (config.model.path and config.data.train_files):
         print("memory                 set model.path and data.train_files, whose rows it needs")
         return
-    _, rows, validation = load_sft_rows(config)
+    loaded = load_sft_rows(config)
+    rows, validation = loaded.train, loaded.val_prompts
     prompt, response = rows.longest
     steps = trainer.total_training_steps or len(rows) // batch * trainer.total_epochs
     print(f"run                    {steps} steps, {len(rows)} rows")

@@ -81,14 +81,14 @@ def encode_turns(
         chat_texts(tokenizer, up_to, first=first, complete=True),
         strict=True,
     )
-    parts = [
-        _parts([next(texts) for _ in ends], tokenizer, number)
-        for number, ends in enumerate(turns, start=first)
-    ]
+    parts = []
+    for number, (chat, ends) in enumerate(zip(chats, turns, strict=True), start=first):
+        of_chat = [next(texts) for _ in ends]
+        parts.append(_parts(of_chat, chat[ends[-1]]["content"], tokenizer, number))
     flat = [part.text for of_chat in parts for part in of_chat]
     ids = iter(tokenizer(flat, add_special_tokens=False)["input_ids"] if flat else [])
-    ends = _end_tokens(tokenizer)
-    return [_joined(of_chat, [next(ids) for _ in of_chat], ends, tokenizer) for of_chat in parts]
+    special = _special_tokens(tokenizer)
+    return [_joined(of_chat, [next(ids) for _ in of_chat], special, tokenizer) for of_chat in parts]
 
 
 def assistant_turns(chat: Chat, last_only: bool = False) -> list[int]:
@@ -98,13 +98,24 @@ def assistant_turns(chat: Chat, last_only: bool = False) -> list[int]:
 
 
 def _parts(
-    texts: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, number: int
+    texts: Sequence[tuple[str, str]], answer: str, tokenizer: PreTrainedTokenizerBase, number: int
 ) -> list[_Part]:
-    """Return the text of a chat, cut at the borders of what the assistant writes."""
-    whole = texts[-1][1]
+    """Return the text of a chat, cut at the borders of what the assistant writes.
+
+    Args:
+        texts: for each trained turn, the texts before it and up to it.
+        answer: the content of the last one.
+    """
+    before, up_to = texts[-1]
+    if len(texts) == 1 and not up_to.startswith(before):
+        # The beginning of a response opens a thought (`<think>`), which the text up to the answer
+        # does not have. The answer follows what generation would give to the model.
+        end = up_to.rfind(answer)
+        after = up_to[end + len(answer) :] if end >= 0 else ""
+        return [_Part(before, False), _Part(answer + after, True)]
     parts, end = [], 0
-    for before, up_to in texts:
-        if not (whole.startswith(up_to) and up_to.startswith(before) and len(before) >= end):
+    for before, turn in texts:
+        if not (up_to.startswith(turn) and turn.startswith(before) and len(before) >= end):
             name = str(tokenizer.name_or_path)
             raise ModelError(
                 f"the chat template of the tokenizer {name!r} writes the turns of conversation "
@@ -113,36 +124,46 @@ def _parts(
                 "each conversation",
                 path=name,
             )
-        parts += [
-            _Part(whole[end : len(before)], False),
-            _Part(whole[len(before) : len(up_to)], True),
-        ]
-        end = len(up_to)
+        parts += [_Part(turn[end : len(before)], False), _Part(turn[len(before) :], True)]
+        end = len(turn)
     return parts
 
 
 def _joined(
     parts: Sequence[_Part],
     ids: Sequence[list[int]],
-    ends: Collection[int],
+    special: Collection[int],
     tokenizer: PreTrainedTokenizerBase,
 ) -> Conversation:
     """Join the parts of a chat. A last turn without an end token gets the tokenizer's."""
     joined: list[int] = []
     trained: list[int] = []
     for part, tokens in zip(parts, ids, strict=True):
-        last = next((i for i in reversed(range(len(tokens))) if tokens[i] in ends), len(tokens) - 1)
+        end = _end_of_turn(tokens, special, tokenizer) if part.by_assistant else None
+        size = len(tokens) if end is None else end + 1
+        last = part is parts[-1]
+        if last:  # what the template writes after the last end token is left out
+            tokens = tokens[:size]
         joined += tokens
-        trained += [int(part.by_assistant and i <= last) for i in range(len(tokens))]
-    while trained and not trained[-1]:  # what the template writes after the last end token
-        del joined[-1], trained[-1]
-    if joined and joined[-1] not in ends:
-        joined.append(int(tokenizer.eos_token_id))
-        trained.append(1)
+        trained += [int(part.by_assistant and i < size) for i in range(len(tokens))]
+        if last and end is None:
+            joined.append(int(tokenizer.eos_token_id))
+            trained.append(1)
     return Conversation(joined, trained)
 
 
-def _end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the special tokens. The last one that the assistant writes ends its turn."""
+def _end_of_turn(
+    tokens: Sequence[int], special: Collection[int], tokenizer: PreTrainedTokenizerBase
+) -> int | None:
+    """Return the position of the last special token if nothing but white space follows it."""
+    for position in reversed(range(len(tokens))):
+        if tokens[position] in special:
+            rest = str(tokenizer.decode(list(tokens[position + 1 :])))
+            return None if rest.strip() else position
+    return None
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the special tokens. One of them can end a turn."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return special | {int(tokenizer.eos_token_id)}

@@ -67,13 +67,13 @@ class Mixture:
             )
 
     def order(self, *, seed: int, epoch: int, shuffle: bool) -> Order:
-        """Return the rows of an epoch, [Σ sizes] int64."""
-        counts = shares(sum(self.sizes), self.weights)
+        """Return the rows of an epoch, [Σ sizes] int64. Without `shuffle` file follows file."""
+        ends = shares(sum(self.sizes), self.weights, epoch + 1)
+        starts = shares(sum(self.sizes), self.weights, epoch)
         rows, first = [], 0
-        for file, (size, count) in enumerate(zip(self.sizes, counts, strict=True)):
-            positions = np.arange(epoch * count, (epoch + 1) * count)
-            passes, within = np.divmod(positions, size)
-            chosen = np.empty(count, dtype=np.int64)
+        for file, (size, start, end) in enumerate(zip(self.sizes, starts, ends, strict=True)):
+            passes, within = np.divmod(np.arange(start, end), size)
+            chosen = np.empty(len(passes), dtype=np.int64)
             for number in np.unique(passes):
                 of_file = _seed_of_pass(file, int(number))
                 order = epoch_order(size, seed=seed, epoch=of_file, shuffle=shuffle)
@@ -89,14 +89,17 @@ def _seed_of_pass(file: int, number: int) -> int:
     return (1 << 48) + (file << 32) + number
 
 
-def shares(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide `total` rows in the ratios of `weights`, by largest remainder.
+def shares(rows: int, weights: Sequence[float], epochs: int) -> list[int]:
+    """Return how many rows each file gives in the first `epochs` epochs of `rows` rows.
 
-    10 rows with weights 1, 1 and 1: the exact shares are 3.33; the first file gets the fourth row.
+    A share is rounded down over all epochs, not in each of them, so that a file with less than one
+    row an epoch gives its rows too. The file with the largest weight gives what is missing. With 10
+    rows and weights 1, 1 and 1:
+
+        epochs   1         2         3
+        rows     4 3 3     8 6 6     10 10 10
     """
-    exact = [total * weight / sum(weights) for weight in weights]
-    counts = [int(share) for share in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda file: counts[file] - exact[file])
-    for file in by_remainder[: total - sum(counts)]:
-        counts[file] += 1
+    counts = [int(rows * epochs * weight / sum(weights)) for weight in weights]
+    largest = max(range(len(weights)), key=lambda file: weights[file])
+    counts[largest] += rows * epochs - sum(counts)
     return counts

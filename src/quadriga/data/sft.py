@@ -11,7 +11,7 @@ from quadriga.data.chat import Chat, characters, chat_of, most_characters
 from quadriga.data.collate import SFTItem, collate_answers
 from quadriga.data.conversations import Conversation, assistant_turns, encode_turns
 from quadriga.data.rows import Row, read_rows
-from quadriga.errors import DataError
+from quadriga.errors import DataError, ModelError
 from quadriga.protocol import DataProto
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class SFTDataset:
         loss_turns: Literal["all", "last"] = "all",
         max_length: int | None = None,
     ) -> None:
-        chats = []
+        chats, kept = [], []
         most = most_characters(max_length)
         rows = read_rows(files)
         for row in rows:
@@ -65,12 +65,13 @@ class SFTDataset:
             size = characters(chat)
             if size <= most:
                 chats.append(chat)
+                kept.append(row)
             elif max_length is None:
                 raise row.error(f"the conversation has {size} characters, more than {most}")
         encoded: list[Conversation] = []
         for start in range(0, len(chats), _BLOCK):
-            block = chats[start : start + _BLOCK]
-            encoded += encode_turns(tokenizer, block, last_only=loss_turns == "last", first=start)
+            block = slice(start, start + _BLOCK)
+            encoded += _encoded(tokenizer, kept[block], chats[block], loss_turns == "last")
         used = [found for found in encoded if max_length is None or len(found.ids) <= max_length]
         self.filtered = len(rows) - len(used)
         if not used:
@@ -104,6 +105,25 @@ class SFTDataset:
     def collate(self, items: Sequence[SFTItem]) -> DataProto:
         """Return a batch of `items`, padded to its longest prompt and its longest answer."""
         return collate_answers(items, pad_token_id=self.pad_token_id)
+
+
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], chats: Sequence[Chat], last_only: bool
+) -> list[Conversation]:
+    """Encode chats. An error names the row of the first one that cannot be encoded."""
+    try:
+        return encode_turns(tokenizer, chats, last_only=last_only)
+    except ModelError as error:
+        if len(chats) == 1:
+            row = rows[0]
+            name = str(tokenizer.name_or_path)
+            raise ModelError(f"{row.path}, row {row.number}: {error}", path=name) from error
+        single = (slice(i, i + 1) for i in range(len(chats)))
+        return [
+            found
+            for one in single
+            for found in _encoded(tokenizer, rows[one], chats[one], last_only)
+        ]
 
 
 def _with_answer(row: Row, prompt_key: str, response_key: str) -> Chat:

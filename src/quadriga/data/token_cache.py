@@ -13,7 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
+import secrets
+import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,8 +36,9 @@ if TYPE_CHECKING:
 
 LARGE_FILE = 64 << 20  # bytes of a file whose token ids are kept in a cache file
 LARGE_COUNT = 50_000  # or rows of it
-_FORMAT = "1"  # of cache files; another number makes new ones
+_FORMAT = "2"  # of cache files; another number makes new ones
 _IDS = "quadriga: token ids"  # name of the column
+_OLD_S = 7 * 86400  # age of an unfinished file that no process writes any more
 _TOO_LONG = -1  # length of a row that was not tokenised
 
 Encode = Callable[[Sequence[Row]], Sequence[Sequence[int] | None]]
@@ -123,7 +128,9 @@ def open_cache(source: Path, folder: Path, *, settings: str, encode: Encode) -> 
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_unfinished(folder)
-        part = folder / f"{path.name}.{os.getpid()}.part"
+        # The folder may be shared by nodes and containers, whose processes have equal numbers.
+        owner = f"{secrets.token_hex(4)}.{socket.gethostname()}.{os.getpid()}"
+        part = folder / f"{path.name}.{owner}.part"
         try:
             _write(source, part, encode)
             part.replace(path)
@@ -146,7 +153,8 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str | None:
     inner = getattr(tokenizer, "backend_tokenizer", None)
     if inner is None:
         return None
-    parts = (inner.to_str(), str(tokenizer.chat_template), type(tokenizer).__qualname__)
+    special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
+    parts = (inner.to_str(), str(tokenizer.chat_template), special, type(tokenizer).__qualname__)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -203,8 +211,11 @@ def _lengths(ids: pa.ListArray) -> npt.NDArray[np.int32]:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove the unfinished files of processes that have ended."""
+    """Remove the unfinished files of ended processes of this host, and those of last week."""
+    own = f".{socket.gethostname()}."
     for part in folder.glob("*.part"):
         process = part.name.split(".")[-2]
-        if process.isdecimal() and not psutil.pid_exists(int(process)):
-            part.unlink(missing_ok=True)
+        ended = own in part.name and process.isdecimal() and not psutil.pid_exists(int(process))
+        with contextlib.suppress(FileNotFoundError):
+            if ended or time.time() - part.stat().st_mtime > _OLD_S:
+                part.unlink()

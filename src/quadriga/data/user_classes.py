@@ -9,13 +9,14 @@ rows of each batch, for example by their difficulty, and learns from each step.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from quadriga.containment import import_file
-from quadriga.errors import ConfigError, DataError
+from quadriga.containment import contained, describe, import_file
+from quadriga.errors import ConfigError, DataError, QuadrigaError
 from quadriga.protocol import DataProto
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def user_dataset(
         ConfigError: it has no such class, or the object lacks a method or an attribute.
     """
     name = config.dataset.name
-    dataset = _class(path, name, "data.dataset")(files, tokenizer, config)
+    dataset = _made(path, name, "data.dataset", files, tokenizer, config)
     needed = ("__len__", "__getitem__", "collate", "longest", "largest_id", "same_width")
     _check(dataset, needed, f"data.dataset.name={name}")
     return cast(Prompts, dataset)
@@ -87,7 +88,8 @@ def user_sampler(path: str, config: SamplerConfig, dataset: Prompts, seed: int) 
     Raises:
         As `user_dataset`.
     """
-    sampler = _class(path, config.name, "data.sampler")(dataset, seed=seed, **config.options)
+    options = {"seed": seed, **config.options}
+    sampler = _made(path, config.name, "data.sampler", dataset, **options)
     needed = ("rows", "update", "state_dict", "load_state_dict")
     _check(sampler, needed, f"data.sampler.name={config.name}")
     return cast(RowSampler, sampler)
@@ -99,8 +101,14 @@ def sampled_rows(sampler: RowSampler, batch: int, batch_size: int, total: int) -
     Raises:
         DataError: it did not return `batch_size` numbers of rows from 0 to `total` - 1.
     """
-    rows = [int(row) for row in sampler.rows(batch, batch_size)]
     name = type(sampler).__name__
+    try:
+        with contained():
+            rows = [int(row) for row in sampler.rows(batch, batch_size)]
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise DataError(f"{name}.rows failed for batch {batch}: {describe(error)}") from error
     if len(rows) != batch_size:
         raise DataError(
             f"{name}.rows must return {batch_size} rows for batch {batch}, got {len(rows)}"
@@ -130,6 +138,29 @@ def sampler_state(sampler: RowSampler) -> dict[str, object]:
             f"and dicts with texts as keys), got {state!r:.300}"
         )
     return state
+
+
+def _made(path: str, name: str, key: str, *args: object, **options: object) -> object:
+    """Return an object of the user's class. The names of `options` are those of the settings."""
+    made = _class(path, name, key)
+    try:
+        inspect.signature(made).bind(*args, **options)
+    except TypeError as error:
+        given = f" and the options {', '.join(options)}" if options else ""
+        raise ConfigError(
+            f"{key}.name={name}: the class cannot be called with {len(args)} arguments{given}: "
+            f"{error}",
+            key=f"{key}.name",
+        ) from error
+    try:
+        with contained():
+            return made(*args, **options)
+    except (KeyboardInterrupt, QuadrigaError):
+        raise
+    except BaseException as error:  # whatever the user's code raises, `exit()` included
+        raise ConfigError(
+            f"{key}.name={name} cannot be made: {describe(error)}", key=f"{key}.name"
+        ) from error
 
 
 def _class(path: str, name: str, key: str) -> Callable[..., Any]:

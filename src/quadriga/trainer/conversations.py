@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quadriga.config.schema import SFTConfig, SFTDataConfig
 from quadriga.models.folder import end_token_ids
-from quadriga.protocol import fields
+from quadriga.protocol import fields, pad_dataproto_to_divisor, unpad_dataproto
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,31 +42,36 @@ def conversations(
     )
 
 
+def evaluation_rows(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> SFTDataset | None:
+    """Return the first `trainer.val_size` validation conversations; None if no loss is computed.
+
+    Raises:
+        As `conversations`.
+    """
+    data = config.data
+    if not data.val_files or not data.val_loss:
+        return None
+    return conversations(data, data.val_files, tokenizer).head(config.trainer.val_size)
+
+
 @dataclass(frozen=True)
 class EvaluationLoss:
     """The mean of −log p over the tokens of the assistant in the validation conversations.
 
     Attributes:
-        loader: the first `trainer.val_size` conversations; None: there are none.
+        loader: the conversations; None: there are none.
     """
 
     loader: SFTLoader | None
 
     @classmethod
-    def of(cls, config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> EvaluationLoss:
-        """Load the validation conversations.
-
-        Raises:
-            As `conversations`.
-        """
+    def of(cls, rows: SFTDataset | None, batch_size: int) -> EvaluationLoss:
+        """Return the loss of `evaluation_rows`."""
         from quadriga.data import SFTLoader
 
-        if not config.data.val_files or not config.data.val_loss:
+        if rows is None:
             return cls(None)
-        dataset = conversations(config.data, config.data.val_files, tokenizer)
-        rows = dataset.head(config.trainer.val_size)
-        size = config.data.train_batch_size
-        return cls(SFTLoader(rows, size, shuffle=False, drop_last=False))
+        return cls(SFTLoader(rows, batch_size, shuffle=False, drop_last=False))
 
     def measure(self, policy: SFTGroup) -> dict[str, float]:
         """Return `val/loss`, nats per token; nothing without validation conversations."""
@@ -74,7 +79,9 @@ class EvaluationLoss:
             return {}
         total, count = 0.0, 0
         for batch in self.loader:
-            found = policy.compute_log_prob(batch)
+            # The ranks take equal parts. Rows that are added to that end do not count.
+            rows, added = pad_dataproto_to_divisor(batch, policy.world_size)
+            found = unpad_dataproto(policy.compute_log_prob(rows), added)
             mask = batch.batch[fields.RESPONSE_MASK]
             log_probs = found.batch[fields.OLD_LOG_PROBS].double()
             total -= float((log_probs * mask).sum())

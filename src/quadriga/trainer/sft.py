@@ -27,7 +27,12 @@ from quadriga.config.schema import (
 from quadriga.config.unread import check_warmup_of_run
 from quadriga.models.folder import with_absolute_paths
 from quadriga.protocol import DataProto
-from quadriga.trainer.conversations import EvaluationLoss, conversations, tell_other_ends
+from quadriga.trainer.conversations import (
+    EvaluationLoss,
+    conversations,
+    evaluation_rows,
+    tell_other_ends,
+)
 from quadriga.trainer.dataflow import check_dataflow, sft_dataflow
 from quadriga.trainer.placement import Role
 from quadriga.trainer.run.groups import StartedGroups
@@ -93,9 +98,10 @@ class SFTTrainer:
 
         check_dataflow(sft_dataflow())
         self.config, data = config, config.data
-        self.tokenizer, train, self.val_prompts = load_sft_rows(config)
+        rows = load_sft_rows(config)
+        self.tokenizer, train, self.val_prompts = rows.tokenizer, rows.train, rows.val_prompts
         tell_other_ends(config.model.path, self.tokenizer, train.ends)
-        self.val_loss = EvaluationLoss.of(config, self.tokenizer)
+        self.val_loss = EvaluationLoss.of(rows.val_conversations, data.train_batch_size)
         check_sft_memory(config, train.longest, self.val_prompts)
         self.loader = SFTLoader(
             train,
@@ -194,11 +200,18 @@ class SFTTrainer:
         return goal is not None and metrics.get("val/accuracy", -1.0) >= goal
 
 
-def load_sft_rows(
-    config: SFTConfig,
-) -> tuple[PreTrainedTokenizerBase, SFTDataset, PromptDataset | None]:
-    """Load the tokenizer, the rows and the prompts of a validation (None without files), and check
-    them against the model.
+@dataclass(frozen=True)
+class SFTRows:
+    """The rows of a run. Without files, there are no prompts or conversations of a validation."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: SFTDataset
+    val_prompts: PromptDataset | None
+    val_conversations: SFTDataset | None
+
+
+def load_sft_rows(config: SFTConfig) -> SFTRows:
+    """Load the tokenizer and all rows, and check them against the model.
 
     Raises:
         InputError: a file, a row or the model does not fit.
@@ -210,9 +223,10 @@ def load_sft_rows(
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
     )
     train = conversations(data, data.train_files, tokenizer)
-    validation = _validation_prompts(config, tokenizer)
-    check_sft_data(config, tokenizer, train, validation)
-    return tokenizer, train, validation
+    evaluated = evaluation_rows(config, tokenizer)
+    prompts = _validation_prompts(config, tokenizer)
+    check_sft_data(config, tokenizer, [train, evaluated] if evaluated else [train], prompts)
+    return SFTRows(tokenizer, train, prompts, evaluated)
 
 
 def _worker_config(config: SFTConfig) -> ActorRolloutRefConfig:

@@ -233,7 +233,11 @@ class Changes:
 
     @classmethod
     def between(cls, saved: Mapping[str, object], own: Mapping[str, object]) -> Changes:
-        """Compare two results of `inputs_of`."""
+        """Compare two results of `inputs_of`.
+
+        A setting that did not exist when the checkpoint was saved had its default.
+        """
+        saved = {**inputs_of(TrainConfig()), **saved}
         lines = {
             key: changed_words(key, saved.get(key), own.get(key))
             for key in [*own, *(key for key in saved if key not in own)]

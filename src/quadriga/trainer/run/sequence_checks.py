@@ -55,7 +55,7 @@ def check_training_data(
 def check_sft_data(
     config: SFTConfig,
     tokenizer: PreTrainedTokenizerBase,
-    train: SFTDataset,
+    conversations: Sequence[SFTDataset],
     validation: Prompts | None,
 ) -> None:
     """Check that the rows of `quadriga sft`, and those of its validation, fit the model.
@@ -63,10 +63,10 @@ def check_sft_data(
     Raises:
         As `check_training_data`.
     """
-    size = sum(train.longest)
+    size = max(sum(rows.longest) for rows in conversations)
     longest = LongestSequence(
         size,
-        f"the longest row of data.train_files has {size} tokens",
+        f"the longest conversation has {size} tokens",
         "lower data.max_length, beyond which rows are left out,",
     )
     model = config.model
@@ -74,7 +74,7 @@ def check_sft_data(
     check_vocabulary(
         model.path,
         tokenizer,
-        largest_id=train.largest_id,
+        largest_id=max(rows.largest_id for rows in conversations),
         trust_remote_code=model.trust_remote_code,
     )
     check_token_budget("engine", config.engine, longest)
