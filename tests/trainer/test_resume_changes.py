@@ -148,3 +148,13 @@ def test_a_relative_run_folder_is_made_absolute(run, tmp_path, monkeypatch) -> N
     run("trainer.default_local_dir=here", "trainer.total_training_steps=1")
     assert folders and all(os.path.isabs(folder) for folder in folders)
     assert list(read_jsonl("here/metrics.jsonl"))
+
+
+def test_a_checkpoint_of_before_a_data_setting_existed_can_be_continued() -> None:
+    own = inputs_of(TrainConfig())
+    saved = {key: value for key, value in own.items() if not key.startswith("data.sampler")}
+    del saved["content of data.sampler.path"]
+    assert Changes.between(saved, own).data == []
+    assert Changes.between(saved, {**own, "data.sampler.name": "Other"}).data == [
+        "data.sampler.name: Sampler → Other"
+    ]

@@ -235,9 +235,12 @@ class Changes:
     def between(cls, saved: Mapping[str, object], own: Mapping[str, object]) -> Changes:
         """Compare two results of `inputs_of`.
 
-        A setting that did not exist when the checkpoint was saved had its default.
+        What decides whether a run can be continued, but did not exist when the checkpoint was
+        saved, had its default.
         """
-        saved = {**inputs_of(TrainConfig()), **saved}
+        missing = {key for key in (*_DATA, *_MODEL) if key in own and key not in saved}
+        defaults = inputs_of(TrainConfig()) if missing else {}
+        saved = {**saved, **{key: defaults[key] for key in missing}}
         lines = {
             key: changed_words(key, saved.get(key), own.get(key))
             for key in [*own, *(key for key in saved if key not in own)]
