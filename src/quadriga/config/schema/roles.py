@@ -76,7 +76,7 @@ class SamplingConfig:
 class RolloutEngineConfig:
     """The rollout engine by itself, as `quadriga generate` and `quadriga eval` use it too."""
 
-    name: str = "hf"  # hf; vllm and sglang are not in this release
+    name: str = "hf"  # hf, vllm or sglang
     micro_batch_size: int = 256  # sequences that one rank generates at once
     dtype: DtypeName = "auto"  # of weights and computation; auto: as engine.dtype
     options: Options = field(default_factory=dict)  # keyword arguments of the engine
