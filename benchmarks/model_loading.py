@@ -33,8 +33,8 @@ from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
-from quadriga.engines import sharded_loading
 from quadriga.engines.fsdp import FSDPEngine
+from quadriga.engines.loading import sharded_loading
 from quadriga.models.weights.names import WeightNames
 from quadriga.models.weights.reader import TensorReader
 from quadriga.parallel.distributed import init_distributed

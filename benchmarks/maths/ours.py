@@ -10,7 +10,7 @@ from torch import Tensor
 
 from maths import inputs
 from quadriga.algorithms.advantages import compute_advantages
-from quadriga.models.linear_log_prob import linear_log_probs, linear_loss
+from quadriga.models.log_probs.linear_log_prob import linear_log_probs, linear_loss
 from quadriga.parallel.balancing import get_seqlen_balanced_partitions
 
 FORMS = ("naive", "linear", "folded")

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from quadriga.config.schema import ModelConfig
-from quadriga.engines import sharded_loading
-from quadriga.engines.model_setup import load_model
-from quadriga.engines.sharding import shard_model
+from quadriga.engines.loading import sharded_loading
+from quadriga.engines.loading.model_setup import load_model
+from quadriga.engines.loading.sharding import shard_model
 from quadriga.models.architectures import ARCHITECTURES
 from quadriga.parallel.distributed import data_parallel_mesh
 

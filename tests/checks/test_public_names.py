@@ -39,13 +39,13 @@ MODULE_NAMES = {
     "quadriga.trainer.placement": ("Role", "ResourcePoolManager"),
     "quadriga.trainer.ppo": ("RayPPOTrainer",),
     "quadriga.trainer.main": ("run_training",),
-    "quadriga.trainer.sft": ("run_sft",),
-    "quadriga.trainer.generate": ("run_generation", "main_generation"),
+    "quadriga.trainer.fine_tuning.sft": ("run_sft",),
+    "quadriga.trainer.evaluation.generate": ("run_generation", "main_generation"),
     "quadriga.workers": ("ActorRolloutRefWorker", "CriticWorker"),
     "quadriga.parallel.balancing": ("get_seqlen_balanced_partitions",),
     "quadriga.config.loading": ("load_config", "to_yaml"),
     "quadriga.config.plan": ("batch_plan", "BatchPlan"),
-    "quadriga.config.checks": (
+    "quadriga.config.checks.settings": (
         "KnownNames", "check_train_settings", "check_sft_settings", "check_generate_settings",
     ),
     "quadriga.observability.metrics": ("METRICS", "MetricSet", "describe_metric", "add_metric"),

@@ -140,7 +140,7 @@ def test_a_planted_phrase_is_reported(line):
     [
         "rows = math.floor(x) + torch.floor(y)",
         "the floor of the ratio, by floor division",
-        "from quadriga.models.softmax_tiles import FLOOR",
+        "from quadriga.models.log_probs.softmax_tiles import FLOOR",
         "There is room for two more rows; the last node has no room left.",
         "a cache with room to grow takes the room that the node has",
         "log-probability under the mask, zero elsewhere",

@@ -217,9 +217,9 @@ def test_options_of_groups_that_quadriga_spells_in_another_way(options_of_group)
 def test_settings_of_fine_tuning_are_translated(monkeypatch, capsys):
     from verl.trainer.fsdp_sft_trainer import run_sft
 
-    import quadriga.trainer.sft
+    import quadriga.trainer.fine_tuning.sft
 
-    monkeypatch.setattr(quadriga.trainer.sft, "run_sft", lambda config: config)
+    monkeypatch.setattr(quadriga.trainer.fine_tuning.sft, "run_sft", lambda config: config)
     config = run_sft(
         {"model": {"partial_pretrain": "small"}, "data": {"train_files": "a.parquet"}, "other": 1}
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quadriga.config.checks import KnownNames, check_train_settings
+from quadriga.config.checks.settings import KnownNames, check_train_settings
 from quadriga.config.loading import load_config
 from quadriga.config.plan import batch_plan
 from quadriga.config.role_ranks import RolePool, role_pools, role_ranks

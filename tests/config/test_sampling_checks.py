@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from quadriga.config.checks import check_generate_settings, check_train_settings
+from quadriga.config.checks.settings import check_generate_settings, check_train_settings
 from quadriga.config.loading import load_config
 from quadriga.config.schema import GenerateConfig, ModelConfig, SamplingConfig, TrainConfig
 from quadriga.errors import ConfigError

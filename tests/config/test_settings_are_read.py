@@ -23,7 +23,7 @@ from quadriga.config.schema import (
 )
 
 PACKAGE = Path(quadriga.__file__).parent
-FSDP, LOADING = "engines/fsdp.py", "engines/sharded_loading.py"
+FSDP, LOADING = "engines/fsdp.py", "engines/loading/sharded_loading.py"
 POLICY, CRITIC, UPDATES = (
     "workers/actor_rollout_ref.py", "workers/critic.py", "workers/updates.py",
 )  # fmt: skip

@@ -6,7 +6,8 @@ from typing import get_args
 
 import pytest
 
-from quadriga.config.checks import (
+from quadriga.config.checks.ranges import RANGES, leaves
+from quadriga.config.checks.settings import (
     KnownNames,
     check_data_settings,
     check_generate_settings,
@@ -14,7 +15,6 @@ from quadriga.config.checks import (
     check_train_settings,
 )
 from quadriga.config.loading import load_config
-from quadriga.config.ranges import RANGES, leaves
 from quadriga.config.schema import (
     AggregationName,
     ArithmeticDataConfig,

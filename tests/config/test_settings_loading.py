@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from quadriga.config.checks.ranges import check_values
 from quadriga.config.loading import load_config, to_plain, to_yaml
-from quadriga.config.ranges import check_values
 from quadriga.config.schema import (
     DataConfig,
     GenerateConfig,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quadriga.config.checks import KnownNames, check_sft_settings, check_train_settings
+from quadriga.config.checks.settings import KnownNames, check_sft_settings, check_train_settings
 from quadriga.config.loading import load_config
 from quadriga.config.schema import SFTConfig, TrainConfig
 from quadriga.errors import ConfigError

@@ -5,9 +5,9 @@ import json
 import pytest
 from transformers import AddedToken
 
-from quadriga.data.conversations import encode_turns
+from quadriga.data.conversations.sft import SFTDataset
+from quadriga.data.conversations.turns import encode_turns
 from quadriga.data.loader import SFTLoader
-from quadriga.data.sft import SFTDataset
 from quadriga.errors import DataError, ModelError
 from quadriga.models.tiny import train_tokenizer
 

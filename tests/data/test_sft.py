@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from quadriga.data.conversations.sft import SFTDataset
 from quadriga.data.loader import SFTLoader
-from quadriga.data.sft import SFTDataset
 from quadriga.errors import DataError
 
 

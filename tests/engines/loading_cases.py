@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
-from quadriga.engines import sharded_loading
 from quadriga.engines.fsdp import FSDPEngine
+from quadriga.engines.loading import sharded_loading
 from quadriga.engines.optimizers.rule import local_shard
 from quadriga.errors import ModelError
 from quadriga.models.loading import load_value_model

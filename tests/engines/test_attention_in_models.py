@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.attention import flex, varlen
 from quadriga.engines.attention.choice import Kernel
+from quadriga.engines.loading.model_setup import load_model, simulated_model
 from quadriga.engines.memory.passes import Rows, pass_memory
-from quadriga.engines.model_setup import load_model, simulated_model
 from quadriga.engines.token_model import TokenModel
 
 

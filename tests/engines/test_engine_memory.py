@@ -9,9 +9,9 @@ import torch
 from transformers import DeepseekV3Config
 
 from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.engines.loading.model_setup import simulated_model
 from quadriga.engines.memory.passes import Rows, pass_memory
 from quadriga.engines.memory.states import training_memory
-from quadriga.engines.model_setup import simulated_model
 from quadriga.models.simulated.allocations import AllocationCounter
 
 TOLERANCE = 0.15

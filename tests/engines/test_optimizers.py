@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen3MoeConfi
 
 from quadriga.config.schema import ModelConfig
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.model_setup import simulated_model
+from quadriga.engines.loading.model_setup import simulated_model
 from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.engines.optimizers.choice import rule_of_each
 from quadriga.engines.optimizers.rule import local_shard

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MambaConfig, Qwen3MoeConfig, ZambaConfig
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
-from quadriga.engines import sharded_loading
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.sharding import decoder_layers
+from quadriga.engines.loading import sharded_loading
+from quadriga.engines.loading.sharding import decoder_layers
 from quadriga.errors import ModelError
 from quadriga.parallel.distributed import data_parallel_mesh, init_distributed
 

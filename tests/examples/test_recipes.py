@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.cli.main import parse
-from quadriga.config.checks import (
+from quadriga.config.checks.settings import (
     check_eval_settings,
     check_generate_settings,
     check_sft_settings,
@@ -26,7 +26,7 @@ from quadriga.config.schema import (
     TrainConfig,
 )
 from quadriga.errors import ConfigError
-from quadriga.trainer.generate import run_generation
+from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.main import run_training
 from quadriga.trainer.make_data import run_make_data
 from quadriga.trainer.run.preflight import known_names

@@ -7,7 +7,7 @@ import torch
 
 from quadriga.algorithms.full_kl import kl_full
 from quadriga.errors import AlgorithmError, ShapeError
-from quadriga.models.linear_full_kl import linear_full_kl
+from quadriga.models.log_probs.linear_full_kl import linear_full_kl
 
 # Tokens, vocabulary, hidden sizes of policy and reference.
 SIZES = [(1, 2, 3, 3), (5, 17, 4, 6), (33, 101, 8, 8), (0, 4, 3, 3)]

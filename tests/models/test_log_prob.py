@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quadriga.errors import AlgorithmError, ShapeError
-from quadriga.models.linear_log_prob import chunk_cuts, linear_log_probs, linear_loss
-from quadriga.models.log_prob import (
+from quadriga.models.log_probs.linear_log_prob import chunk_cuts, linear_log_probs, linear_loss
+from quadriga.models.log_probs.log_prob import (
     entropy_from_logits,
     log_probs_and_entropy,
     log_probs_from_logits,
@@ -118,7 +118,7 @@ def test_values_and_gradients_from_hidden_states(
 
 
 def test_linear_log_probs_splits_rows_and_keeps_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quadriga.models.linear_log_prob._TILE_ROWS", 4)
+    monkeypatch.setattr("quadriga.models.log_probs.linear_log_prob._TILE_ROWS", 4)
     hidden, weight, labels, a, _ = problem(10, 13, 3)
     hidden = hidden.requires_grad_()
     got, entropy = linear_log_probs(

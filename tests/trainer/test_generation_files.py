@@ -16,8 +16,8 @@ from quadriga.config.schema import GenerateConfig
 from quadriga.errors import ConfigError, InputError
 from quadriga.observability import jsonl
 from quadriga.trainer.evaluation import ranks, responses
+from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.evaluation.response_file import ResponseFile
-from quadriga.trainer.generate import run_generation
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def test_the_plan_has_no_second_model_for_the_reference(train_overrides):
 
 
 def test_sft_trains_adapters_and_frozen_weights(tiny_task, tmp_path):
-    from quadriga.trainer.sft import run_sft
+    from quadriga.trainer.fine_tuning.sft import run_sft
 
     def config(name, *more):
         return load_config(

@@ -11,13 +11,13 @@ from quadriga.cli.main import main
 from quadriga.config.loading import load_config
 from quadriga.config.schema import SFTConfig, TrainConfig
 from quadriga.errors import ConfigError
+from quadriga.trainer.fine_tuning.sft import SFTTrainer
 from quadriga.trainer.memory import plan as plan_module
 from quadriga.trainer.memory.machine import DeviceLimit, available_memory, planned_device
 from quadriga.trainer.memory.plan import PROCESS_BYTES, memory_plan
 from quadriga.trainer.memory.report import check_memory, plan_text, remedies, shortage
 from quadriga.trainer.memory.sft import sft_memory_plan
 from quadriga.trainer.run.preflight import check_train_config
-from quadriga.trainer.sft import SFTTrainer
 
 
 def settings(tiny_task, folder, *more) -> TrainConfig:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quadriga.config.checks import check_train_settings
+from quadriga.config.checks.settings import check_train_settings
 from quadriga.config.loading import load_config
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig, TrainConfig
 from quadriga.engines.fsdp import FSDPEngine

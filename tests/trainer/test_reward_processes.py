@@ -9,9 +9,9 @@ from processes import command_line
 from quadriga.config.loading import load_config
 from quadriga.config.schema import SFTConfig, TrainConfig
 from quadriga.errors import RewardError
+from quadriga.trainer.fine_tuning.sft import SFTTrainer
 from quadriga.trainer.main import run_training
 from quadriga.trainer.ppo import RayPPOTrainer
-from quadriga.trainer.sft import SFTTrainer
 
 RULE = """
 import os, time

@@ -15,7 +15,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import RMConfig
 from quadriga.errors import ConfigError, DataError, InputError
 from quadriga.observability.jsonl import read_jsonl
-from quadriga.trainer.rm import run_rm
+from quadriga.trainer.fine_tuning.rm import run_rm
 
 
 def rows(count=24, margin=False):

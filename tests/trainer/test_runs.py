@@ -21,7 +21,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def test_a_run_writes_its_folder_and_a_model_that_generates(run, train_overrides, tmp_path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from quadriga.trainer.generate import run_generation
+    from quadriga.trainer.evaluation.generate import run_generation
 
     rows = run("trainer.loggers=[jsonl,tensorboard]", "trainer.save_freq=1")
     folder = tmp_path / "run"

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import SFTConfig
-from quadriga.data.sft import SFTDataset
+from quadriga.data.conversations.sft import SFTDataset
 from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.models import load_tokenizer
 from quadriga.observability.jsonl import read_jsonl
-from quadriga.trainer.sft import run_sft
+from quadriga.trainer.fine_tuning.sft import run_sft
 
 
 def turns(number: int) -> list[dict[str, str]]:
@@ -137,7 +137,7 @@ def test_a_goal_of_accuracy_needs_prompts(settings):
 
 
 def test_another_end_token_is_told(tiny_task, caplog):
-    from quadriga.trainer.conversations import tell_other_ends
+    from quadriga.trainer.fine_tuning.conversations import tell_other_ends
 
     tokenizer = load_tokenizer(str(tiny_task.model))
     own, other = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|user|>")

@@ -13,10 +13,10 @@ from quadriga.errors import ConfigError, UnknownNameError, WorkerDiedError, Work
 from quadriga.protocol import DataProto
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup, register
 from quadriga.single_controller.watch import raise_if_broken
+from quadriga.trainer.fine_tuning.sft import _worker_config
 from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.run import groups
 from quadriga.trainer.run.role_workers import worker_classes
-from quadriga.trainer.sft import _worker_config
 
 
 class Idle(Worker):

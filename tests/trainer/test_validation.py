@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quadriga.config.checks import check_train_settings
+from quadriga.config.checks.settings import check_train_settings
 from quadriga.config.loading import load_config
 from quadriga.config.schema import EvalConfig, TrainConfig
 from quadriga.errors import ConfigError

@@ -120,14 +120,14 @@ def train(config: TrainConfig) -> None:
 
 def sft(config: SFTConfig) -> None:
     """Fine-tune a model on reference answers."""
-    from quadriga.trainer.sft import run_sft
+    from quadriga.trainer.fine_tuning.sft import run_sft
 
     run_sft(config)
 
 
 def rm(config: RMConfig) -> None:
     """Train a reward model on pairs of responses."""
-    from quadriga.trainer.rm import run_rm
+    from quadriga.trainer.fine_tuning.rm import run_rm
 
     run_rm(config)
 
@@ -135,7 +135,7 @@ def rm(config: RMConfig) -> None:
 def generate(config: GenerateConfig) -> None:
     """Generate responses, to a file or to standard output."""
     from quadriga.cli.show import show_responses
-    from quadriga.trainer.generate import run_generation
+    from quadriga.trainer.evaluation.generate import run_generation
 
     answers = run_generation(config)
     if config.output is None:

@@ -17,8 +17,8 @@ from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
 
 if TYPE_CHECKING:
     from quadriga.algorithms.catalog import AlgorithmEntry
+    from quadriga.trainer.evaluation.generate import Answer
     from quadriga.trainer.evaluation.run import Evaluation
-    from quadriga.trainer.generate import Answer
 
 PARTS = {
     "torch": "training and rollout",
@@ -77,7 +77,7 @@ def show_plan(config: TrainConfig) -> None:
         InputError: the settings or the config of a model are invalid.
     """
     from quadriga.algorithms.user_files import load_user_file
-    from quadriga.config.checks import check_train_settings
+    from quadriga.config.checks.settings import check_train_settings
     from quadriga.config.plan import batch_plan
     from quadriga.trainer.run.preflight import known_names
 
@@ -102,10 +102,10 @@ def show_sft_plan(config: SFTConfig) -> None:
     Raises:
         InputError: the settings, the data or the model do not fit.
     """
-    from quadriga.config.checks import check_sft_settings
+    from quadriga.config.checks.settings import check_sft_settings
+    from quadriga.trainer.fine_tuning.sft import load_sft_rows
     from quadriga.trainer.memory.sft import sft_plan_text
     from quadriga.trainer.run.preflight import known_names
-    from quadriga.trainer.sft import load_sft_rows
 
     check_sft_settings(config, known_names())
     trainer, batch = config.trainer, config.data.train_batch_size
@@ -129,7 +129,7 @@ def show_generation_plan(config: GenerateConfig) -> None:
     Raises:
         InputError: the settings or the config of the model are invalid.
     """
-    from quadriga.config.checks import check_generate_settings
+    from quadriga.config.checks.settings import check_generate_settings
     from quadriga.trainer.memory.generation import generation_plan_text
     from quadriga.trainer.run.preflight import require_model_path
 

@@ -4,8 +4,7 @@
     loading        `load_config`: defaults, then a YAML file, then overrides `key=value`
     convert        plain values → dataclasses, with strict types and "did you mean"
     setting_types  what type a setting has: optional, list, closed list of choices
-    ranges         checks of one setting: its range or its choices
-    checks         checks of settings against each other and against the registries
+    checks         checks of one setting, and of settings against each other
     plan           the batch arithmetic of a run
     describe       the text of `--help`
 

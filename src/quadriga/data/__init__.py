@@ -6,7 +6,9 @@
     prompts           `PromptDataset`: prompts for generation
     prompt_parts      the prompts of one file, in memory or on disk
     token_cache       the token ids of a large file, made once and kept on disk
-    sft               `SFTDataset`: prompts with reference answers for fine-tuning
+    conversations     `SFTDataset` and others: conversations for fine-tuning
+    order             the rows of each epoch: all once, or files with weights
+    user_classes      datasets and samplers of the user
     collate           items → a batch: padding, positions, object arrays
     loader            `PromptLoader`: batches in a seeded order, with a state
     arithmetic        word problems made from a seed
@@ -28,7 +30,7 @@ _HOME = {
     "Problem": "arithmetic",
     "PromptDataset": "prompts",
     "PromptLoader": "loader",
-    "SFTDataset": "sft",
+    "SFTDataset": "conversations.sft",
     "SFTLoader": "loader",
     "check_files": "rows",
     "collate_answers": "collate",
@@ -48,11 +50,11 @@ if TYPE_CHECKING:
     from quadriga.data.arithmetic_files import write_arithmetic as write_arithmetic
     from quadriga.data.collate import collate_answers as collate_answers
     from quadriga.data.collate import collate_prompts as collate_prompts
+    from quadriga.data.conversations.sft import SFTDataset as SFTDataset
     from quadriga.data.loader import PromptLoader as PromptLoader
     from quadriga.data.loader import SFTLoader as SFTLoader
     from quadriga.data.prompts import PromptDataset as PromptDataset
     from quadriga.data.rows import check_files as check_files
     from quadriga.data.rows import read_rows as read_rows
-    from quadriga.data.sft import SFTDataset as SFTDataset
 else:
     __getattr__, __dir__ = lazy_names(__name__, _HOME)

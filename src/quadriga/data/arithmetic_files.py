@@ -63,10 +63,8 @@ def write_arithmetic(
     sizes |= {"rm": rm_size} if rm_size else {}
     sizes["train"] = train_size
     parts = make_parts(task or ArithmeticTask(), sizes, seed)
-    files = ArithmeticFiles(
-        *(folder / f"{name}.parquet" for name in ("train", "test", "sft")),
-        rm=folder / "rm.parquet" if rm_size else None,
-    )
+    train, test, sft, rm = (folder / f"{name}.parquet" for name in ("train", "test", "sft", "rm"))
+    files = ArithmeticFiles(train, test, sft, rm if rm_size else None)
     if files.rm is not None:
         rng = random.Random(f"{seed}/rm/wrong")
         pairs = [pair_row(problem, index, rng) for index, problem in enumerate(parts["rm"])]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 from quadriga.data.bounds import OutOfTimeError, bounded
+from quadriga.data.conversations.scored_rows import Conversation
 from quadriga.data.rows import Row
-from quadriga.data.scored_rows import Conversation
 from quadriga.errors import ModelError
 
 if TYPE_CHECKING:

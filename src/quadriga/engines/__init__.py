@@ -1,9 +1,9 @@
 """Training engines: a model, its optimizer, and how both are sharded over the ranks of a group.
 
 - `base`: the `TrainEngine` protocol, the types of batches, outputs and losses.
-- `fsdp`: the engine over FSDP2. It uses `model_setup` (prepare the model), `sharding` (apply
-  `fully_shard`), `sharded_loading` (each rank reads its shards), `micro_batches` (which rows go
-  together), `optimizers`, `schedule` and `offload` (device memory to host memory and back).
+- `fsdp`: the engine over FSDP2. It uses `loading` (from a folder to a sharded model),
+  `micro_batches` (which rows go together), `optimizers`, `schedule` and `offload` (device memory to
+  host memory and back).
 - `sequence_cost`: what sequences of a model cost, from its config.
 - `token_model`: one forward pass, from rows of tokens to one number for each response token. It
   uses `attention` (packed rows) and `fused_head`.

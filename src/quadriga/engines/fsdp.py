@@ -25,6 +25,16 @@ from quadriga.checkpoint.files import SavedFile
 from quadriga.checkpoint.rank_state import load_rank_state, read_scalars, save_rank_state
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.base import Batch, HeadKind, LossFn, Outputs, TrainEngine
+from quadriga.engines.loading.model_setup import in_local_folders
+from quadriga.engines.loading.model_weights import ModelWeights
+from quadriga.engines.loading.sharded_loading import load_sharded
+from quadriga.engines.loading.sharding import (
+    MIN_UNIT_PARAMETERS,
+    exceeds_unsharded_limit,
+    forget_failed_pass,
+    fsdp_units,
+)
+from quadriga.engines.loading.trained_part import check_frozen, dropout_on, frozen_scalars
 from quadriga.engines.micro_batches import (
     check_fields,
     dummy_batch,
@@ -32,22 +42,12 @@ from quadriga.engines.micro_batches import (
     plan_micro_batches,
     select_rows,
 )
-from quadriga.engines.model_setup import in_local_folders
-from quadriga.engines.model_weights import ModelWeights
 from quadriga.engines.offload import DeviceMemory
 from quadriga.engines.optimizers.choice import build_optimizer
 from quadriga.engines.optimizers.rule import local_shard
 from quadriga.engines.optimizers.sharded import SKIPPED_IN_A_ROW, UPDATES, ShardedOptimizer
 from quadriga.engines.schedule import check_schedule
-from quadriga.engines.sharded_loading import load_sharded
-from quadriga.engines.sharding import (
-    MIN_UNIT_PARAMETERS,
-    exceeds_unsharded_limit,
-    forget_failed_pass,
-    fsdp_units,
-)
 from quadriga.engines.token_model import TokenModel
-from quadriga.engines.trained_part import check_frozen, dropout_on, frozen_scalars
 from quadriga.errors import ConfigError
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import (

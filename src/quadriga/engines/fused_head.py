@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from quadriga.engines.sharding import class_name
+from quadriga.engines.loading.sharding import class_name
 
 HeadFn = Callable[[Tensor, Tensor], Tensor]
 """(hidden states that the output layer receives, its weight [V, D]) -> the model's "logits"."""

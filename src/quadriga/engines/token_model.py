@@ -34,14 +34,14 @@ from quadriga.engines.attention.packed import (
 )
 from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES, Batch, HeadKind, Outputs
 from quadriga.engines.fused_head import MIN_FUSED_LOGITS, FusedHead, fusable_layer
+from quadriga.engines.loading.sharding import class_name
+from quadriga.engines.loading.trained_part import adapters_off
 from quadriga.engines.micro_batches import dummy_batch
 from quadriga.engines.sequence_cost import sequence_cost
-from quadriga.engines.sharding import class_name
-from quadriga.engines.trained_part import adapters_off
 from quadriga.errors import ConfigError
-from quadriga.models.linear_full_kl import linear_full_kl
-from quadriga.models.linear_log_prob import linear_log_probs
-from quadriga.models.log_prob import log_probs_and_entropy
+from quadriga.models.log_probs.linear_full_kl import linear_full_kl
+from quadriga.models.log_probs.linear_log_prob import linear_log_probs
+from quadriga.models.log_probs.log_prob import log_probs_and_entropy
 from quadriga.parallel.aligned_rows import left_align
 from quadriga.parallel.packing import pack_rows
 from quadriga.protocol import fields

@@ -8,9 +8,7 @@
 - `weights`: read parts of a folder's tensors, and their names in the model.
 - `stored_dtypes`: the dtypes in which a folder holds its weights.
 - `tiny`: write a small model and its tokenizer.
-- `log_prob`: log-probabilities and entropies from logits.
-- `linear_log_prob`, `linear_full_kl`: the same, and KL over the vocabulary, from hidden states.
-- `softmax_tiles`: arithmetic that these share.
+- `log_probs`: log-probabilities, entropy and KL, from logits or from hidden states.
 - `simulated`: models without weights, whose allocations are counted.
 
 May import every package below `models` in docs/architecture.md. Names load when they are first

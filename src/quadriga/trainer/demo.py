@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from quadriga.config.checks import check_sft_settings, check_train_settings
+from quadriga.config.checks.settings import check_sft_settings, check_train_settings
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ArithmeticDataConfig, DemoConfig, SFTConfig, TrainConfig
 from quadriga.observability.samples import Sample, read_samples
+from quadriga.trainer.fine_tuning.sft import SFTResult, run_sft
 from quadriga.trainer.main import run_training
 from quadriga.trainer.make_data import run_make_data
 from quadriga.trainer.run.preflight import check_engines, known_names
-from quadriga.trainer.sft import SFTResult, run_sft
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.config.checks import check_data_settings
+from quadriga.config.checks.settings import check_data_settings
 from quadriga.config.schema import ArithmeticDataConfig
 
 if TYPE_CHECKING:

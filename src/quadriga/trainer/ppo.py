@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.algorithms.kl import make_kl_controller
+from quadriga.config.checks.unread import check_run_length
 from quadriga.config.schema import TrainConfig
-from quadriga.config.unread import check_run_length
 from quadriga.protocol import DataProto
 from quadriga.trainer import dataflow, stages
 from quadriga.trainer.balancing import balance_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quadriga.config.schema import RMConfig
-from quadriga.data.pairs import MARGINS
+from quadriga.data.conversations.pairs import MARGINS
 from quadriga.engines.base import VALUES
 from quadriga.errors import WorkerError
 from quadriga.protocol import DataProto, fields

@@ -19,7 +19,7 @@ from quadriga.workers.runtime import RankRuntime, prepare_rank
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from quadriga.data.scored_rows import Conversation
+    from quadriga.data.conversations.scored_rows import Conversation
     from quadriga.engines.base import TrainEngine
 
 
@@ -82,7 +82,7 @@ class RewardModelWorker(Worker):
         Raises:
             LengthError: a conversation is longer than the reward model can compute.
         """
-        from quadriga.data.scored_rows import at_last_token, scored_rows
+        from quadriga.data.conversations.scored_rows import at_last_token, scored_rows
 
         rows = scored_rows(self._conversations(data), self.pad, self.longest)
         outputs = self._engine().forward(

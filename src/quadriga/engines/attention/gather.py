@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quadriga.models.softmax_tiles import SavedContext
+from quadriga.models.log_probs.softmax_tiles import SavedContext
 
 
 def gather_tokens(tokens: Tensor, slots: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from quadriga.config.schema import EngineConfig
 from quadriga.engines.base import HeadKind
 from quadriga.engines.micro_batches import plan_micro_batches, select_rows
 from quadriga.engines.token_model import TokenModel
-from quadriga.models.linear_log_prob import ACCELERATOR_TILE, CPU_TILE
+from quadriga.models.log_probs.linear_log_prob import ACCELERATOR_TILE, CPU_TILE
 from quadriga.models.simulated.allocations import AllocationCounter, gradients_set_aside
 from quadriga.models.simulated.kernels import kernels_of, run_backward
 from quadriga.protocol import fields

@@ -24,15 +24,15 @@ from transformers import PreTrainedModel
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.base import HeadKind
-from quadriga.engines.memory.optimizer_step import Updated, optimizer_bytes, step_bytes
-from quadriga.engines.memory.passes import PassMemory, Rows, pass_memory
-from quadriga.engines.model_setup import simulated_model
-from quadriga.engines.optimizers.choice import rule_of_each
-from quadriga.engines.sharding import (
+from quadriga.engines.loading.model_setup import simulated_model
+from quadriga.engines.loading.sharding import (
     MAX_UNSHARDED_BYTES,
     MIN_UNIT_PARAMETERS,
     decoder_layers,
 )
+from quadriga.engines.memory.optimizer_step import Updated, optimizer_bytes, step_bytes
+from quadriga.engines.memory.passes import PassMemory, Rows, pass_memory
+from quadriga.engines.optimizers.choice import rule_of_each
 from quadriga.errors import QuadrigaError
 from quadriga.parallel.device import compute_dtype
 

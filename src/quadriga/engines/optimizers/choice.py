@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quadriga.config.schema import OptimConfig, OptimizerName
+from quadriga.engines.loading.sharding import class_name
 from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.engines.optimizers.adamw import AdamW
 from quadriga.engines.optimizers.adamw_8bit import (
@@ -19,7 +20,6 @@ from quadriga.engines.optimizers.adamw_8bit import (
 from quadriga.engines.optimizers.muon import Muon
 from quadriga.engines.optimizers.rule import UpdateRule
 from quadriga.engines.optimizers.sharded import ShardedOptimizer
-from quadriga.engines.sharding import class_name
 from quadriga.errors import ConfigError
 from quadriga.models.loading import VALUE_HEAD
 

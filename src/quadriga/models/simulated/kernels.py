@@ -20,7 +20,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from quadriga.models.softmax_tiles import meta_tensors_stand_for_cpu
+from quadriga.models.log_probs.softmax_tiles import meta_tensors_stand_for_cpu
 
 _aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quadriga.checkpoint.files import write_json
-from quadriga.config.checks import check_eval_settings
+from quadriga.config.checks.settings import check_eval_settings
 from quadriga.config.loading import to_yaml
 from quadriga.config.schema import EvalConfig
 from quadriga.errors import ConfigError

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
+from quadriga.config.checks.trained_part import base_is_in_actor
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import EngineConfig, ModelConfig, TrainConfig
-from quadriga.config.trained_part_checks import base_is_in_actor
 from quadriga.engines.base import HeadKind
+from quadriga.engines.loading.sharded_loading import whole_load_reason
 from quadriga.engines.memory.states import TrainingMemory
-from quadriga.engines.sharded_loading import whole_load_reason
 from quadriga.models.folder import local_folder
 from quadriga.parallel.device import compute_dtype
 from quadriga.trainer.dataflow import needs_critic, needs_reference

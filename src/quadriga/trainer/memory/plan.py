@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from quadriga.config.checks.trained_part import base_is_in_actor
 from quadriga.config.plan import UpdatePlan, batch_plan
 from quadriga.config.role_ranks import RolePool, added_keys, role_pools
 from quadriga.config.schema import (
@@ -29,7 +30,6 @@ from quadriga.config.schema import (
     OptimConfig,
     TrainConfig,
 )
-from quadriga.config.trained_part_checks import base_is_in_actor
 from quadriga.engines.base import HeadKind
 from quadriga.engines.memory.passes import Rows
 from quadriga.engines.memory.states import TrainingMemory, training_memory

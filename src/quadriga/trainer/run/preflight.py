@@ -8,12 +8,12 @@ from pathlib import Path
 from quadriga.algorithms.advantages import ADVANTAGES, get_advantage
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
 from quadriga.algorithms.user_files import load_user_file
-from quadriga.config.checks import (
+from quadriga.config.checks.reward_model import check_rm_settings
+from quadriga.config.checks.settings import (
     KnownNames,
     check_sft_settings,
     check_train_settings,
 )
-from quadriga.config.rm_checks import check_rm_settings
 from quadriga.config.role_ranks import has_reward_model, num_ranks
 from quadriga.config.schema import RewardConfig, RMConfig, SFTConfig, TrainConfig
 from quadriga.engines import ENGINES, check_engine
@@ -127,7 +127,7 @@ def check_sft_config(config: SFTConfig) -> None:
     Raises:
         InputError: names the first setting, file or folder that does not fit.
     """
-    from quadriga.engines.model_setup import check_trained_part
+    from quadriga.engines.loading.model_setup import check_trained_part
     from quadriga.models import check_model_folder
 
     check_sft_settings(config, known_names())
@@ -149,7 +149,7 @@ def check_rm_config(config: RMConfig) -> None:
     Raises:
         InputError: names the first setting, file or folder that does not fit.
     """
-    from quadriga.engines.model_setup import check_trained_part
+    from quadriga.engines.loading.model_setup import check_trained_part
     from quadriga.models import check_model_folder
 
     check_rm_settings(config, known_names())
@@ -232,7 +232,7 @@ def check_parts(config: TrainConfig) -> None:
     Raises:
         InputError: names the layer, the pattern or the sizes.
     """
-    from quadriga.engines.model_setup import check_trained_part
+    from quadriga.engines.loading.model_setup import check_trained_part
 
     check_trained_part(config.actor_rollout_ref.model, "lm")
     if needs_critic(config):

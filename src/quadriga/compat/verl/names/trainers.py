@@ -23,7 +23,7 @@ _GENERATION = {
 _SFT = {
     "main": f"{_TRAINER}:run_sft",
     "run_sft": f"{_TRAINER}:run_sft",
-    "SFTTrainer": "quadriga.trainer.sft:SFTTrainer",
+    "SFTTrainer": "quadriga.trainer.fine_tuning.sft:SFTTrainer",
 }
 
 TRAINER_MODULES: dict[str, dict[str, str]] = {
@@ -47,7 +47,7 @@ TRAINER_MODULES: dict[str, dict[str, str]] = {
     "verl.trainer.main_generation_server": {"main": f"{_TRAINER}:run_generation"},
     "verl.trainer.fsdp_sft_trainer": {
         **_SFT,
-        "FSDPSFTTrainer": "quadriga.trainer.sft:SFTTrainer",
+        "FSDPSFTTrainer": "quadriga.trainer.fine_tuning.sft:SFTTrainer",
     },
     "verl.trainer.sft_trainer": _SFT,
     "verl.trainer.ppo.metric_utils": {

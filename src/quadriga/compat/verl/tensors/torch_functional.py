@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quadriga.algorithms import masked
-from quadriga.models import log_prob
+from quadriga.models.log_probs import log_prob
 
 masked_var = masked.masked_var
 masked_whiten = masked.masked_whiten

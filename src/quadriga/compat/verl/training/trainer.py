@@ -215,14 +215,14 @@ def run_ppo(config: VerlConfig, task_runner_class: object = None) -> object:
 
 def run_sft(config: VerlConfig) -> object:
     """Fine-tune as `quadriga sft`, with settings of verl or an `SFTConfig`."""
-    from quadriga.trainer.sft import run_sft as run
+    from quadriga.trainer.fine_tuning.sft import run_sft as run
 
     return run(settings_of(config, SFTConfig, SFT))
 
 
 def run_generation(config: VerlConfig) -> object:
     """Generate as `quadriga generate`, with settings of verl or a `GenerateConfig`."""
-    from quadriga.trainer.generate import run_generation as run
+    from quadriga.trainer.evaluation.generate import run_generation as run
 
     return run(settings_of(config, GenerateConfig, GENERATE))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from quadriga.models.softmax_tiles import (
+from quadriga.models.log_probs.softmax_tiles import (
     MIN_SHIFTED_LOGIT,
     SavedContext,
     ScratchBuffer,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from quadriga.config.checks.trained_part import check_whole_model
+from quadriga.config.checks.unread import check_unread_engine
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import TrainConfig
-from quadriga.config.trained_part_checks import check_whole_model
-from quadriga.config.unread import check_unread_engine
 from quadriga.errors import ConfigError
 
 _KEY = "reward_model"

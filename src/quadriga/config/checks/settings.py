@@ -8,14 +8,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from quadriga.config.checks.generation import check_eval_settings as check_eval_settings
+from quadriga.config.checks.generation import check_generate_settings as check_generate_settings
+from quadriga.config.checks.generation import check_samples_differ, check_sampling
+from quadriga.config.checks.ranges import check_values
+from quadriga.config.checks.reward import check_reward_model_settings
+from quadriga.config.checks.trained_part import check_one_part, check_trained_parts
+from quadriga.config.checks.unread import (
+    check_run_length,
+    check_unread_conversations,
+    check_unread_data,
+    check_unread_engine,
+    check_unread_optim,
+    check_unread_update,
+    check_warmup_of_run,
+)
 from quadriga.config.convert import check_choice
 from quadriga.config.describe import as_written
-from quadriga.config.generation_checks import check_eval_settings as check_eval_settings
-from quadriga.config.generation_checks import check_generate_settings as check_generate_settings
-from quadriga.config.generation_checks import check_samples_differ, check_sampling
 from quadriga.config.plan import mini_batch_prompts
-from quadriga.config.ranges import check_values
-from quadriga.config.reward_checks import check_reward_model_settings
 from quadriga.config.role_ranks import REWARD_MODEL, added_keys, num_ranks, role_pools, roles_of
 from quadriga.config.schema import (
     ArithmeticDataConfig,
@@ -24,16 +34,6 @@ from quadriga.config.schema import (
     ModelConfig,
     SFTConfig,
     TrainConfig,
-)
-from quadriga.config.trained_part_checks import check_one_part, check_trained_parts
-from quadriga.config.unread import (
-    check_run_length,
-    check_unread_conversations,
-    check_unread_data,
-    check_unread_engine,
-    check_unread_optim,
-    check_unread_update,
-    check_warmup_of_run,
 )
 from quadriga.errors import ConfigError
 

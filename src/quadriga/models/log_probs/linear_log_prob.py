@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quadriga.errors import ShapeError
-from quadriga.models.log_prob import nonzero_or_none
-from quadriga.models.softmax_tiles import (
+from quadriga.models.log_probs.log_prob import nonzero_or_none
+from quadriga.models.log_probs.softmax_tiles import (
     MIN_SHIFTED_LOGIT,
     SavedContext,
     ScratchBuffer,

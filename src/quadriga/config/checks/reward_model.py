@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from quadriga.config.checks import KnownNames
+from quadriga.config.checks.ranges import check_values
+from quadriga.config.checks.settings import KnownNames
+from quadriga.config.checks.trained_part import check_one_part
+from quadriga.config.checks.unread import (
+    check_unread_engine,
+    check_unread_optim,
+    check_warmup_of_run,
+)
 from quadriga.config.convert import check_choice
-from quadriga.config.ranges import check_values
 from quadriga.config.schema import RMConfig
-from quadriga.config.trained_part_checks import check_one_part
-from quadriga.config.unread import check_unread_engine, check_unread_optim, check_warmup_of_run
 from quadriga.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from quadriga.config.schema import ModelConfig
 from quadriga.engines.activation_checkpointing import checkpoint_layers
 from quadriga.engines.base import HeadKind
-from quadriga.engines.trained_part import select_trained
+from quadriga.engines.loading.trained_part import select_trained
 from quadriga.models.folder import local_folder
 from quadriga.models.loading import (
     load_causal_lm,

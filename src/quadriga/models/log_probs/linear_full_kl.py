@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from quadriga.algorithms.full_kl import blocks, p_and_gap
 from quadriga.errors import AlgorithmError, ShapeError
-from quadriga.models.softmax_tiles import (
+from quadriga.models.log_probs.softmax_tiles import (
     SavedContext,
     ScratchBuffer,
     accumulate_matmul,

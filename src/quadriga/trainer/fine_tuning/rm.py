@@ -37,7 +37,7 @@ from quadriga.trainer.run.resuming import (
 from quadriga.trainer.run.role_workers import threads_per_rank
 
 if TYPE_CHECKING:
-    from quadriga.data.pairs import PairDataset
+    from quadriga.data.conversations.pairs import PairDataset
     from quadriga.workers.roles import PairTrainingGroup
 
 _KEY = Role.RewardModel.key
@@ -98,7 +98,7 @@ class RMTrainer:
         self._started: StartedGroups | None = None
 
     def _pairs(self, files: Sequence[str]) -> PairDataset:
-        from quadriga.data.pairs import PairDataset
+        from quadriga.data.conversations.pairs import PairDataset
         from quadriga.models.score_head import padding_token
 
         data, model = self.config.data, self.config.model
@@ -166,7 +166,7 @@ class RMTrainer:
             return {}
         from quadriga.algorithms.pairwise_loss import pairwise_loss
         from quadriga.data import PromptLoader
-        from quadriga.data.pairs import MARGINS
+        from quadriga.data.conversations.pairs import MARGINS
 
         losses: list[float] = []
         right = 0

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from quadriga.data.chat import Chat, characters, chat_of, encode_conversations, most_characters
+from quadriga.data.conversations.scored_rows import Conversation, scored_rows
 from quadriga.data.rows import Row, read_rows
-from quadriga.data.scored_rows import Conversation, scored_rows
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
 

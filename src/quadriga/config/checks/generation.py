@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from quadriga.config.checks.ranges import check_values, leaves
+from quadriga.config.checks.trained_part import check_whole_model
 from quadriga.config.describe import as_written
-from quadriga.config.ranges import check_values, leaves
 from quadriga.config.schema import (
     EvalConfig,
     GenerateConfig,
     GenerationConfig,
     SamplingConfig,
 )
-from quadriga.config.trained_part_checks import check_whole_model
 from quadriga.errors import ConfigError
 
 OUTPUTS = (".jsonl", ".parquet")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from quadriga.data.chat import Chat, characters, chat_of, most_characters
 from quadriga.data.collate import SFTItem, collate_answers
-from quadriga.data.conversations import Conversation, assistant_turns, encode_turns
+from quadriga.data.conversations.turns import Conversation, assistant_turns, encode_turns
 from quadriga.data.rows import Row, read_rows
 from quadriga.errors import DataError, ModelError
 from quadriga.protocol import DataProto

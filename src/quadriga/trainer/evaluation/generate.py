@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quadriga.config.checks import check_generate_settings
+from quadriga.config.checks.settings import check_generate_settings
 from quadriga.config.schema import GenerateConfig
 from quadriga.errors import ConfigError
 from quadriga.protocol import fields

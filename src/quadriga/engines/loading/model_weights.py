@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig
 from quadriga.checkpoint.hf_export import export_hf
 from quadriga.config.schema import ModelConfig
 from quadriga.engines.base import HeadKind
-from quadriga.engines.sharded_loading import LoadedModel
-from quadriga.engines.trained_part import merged_weights
+from quadriga.engines.loading.sharded_loading import LoadedModel
+from quadriga.engines.loading.trained_part import merged_weights
 from quadriga.models.adapters import export_adapter, is_adapter
 from quadriga.models.score_head import padding_token
 from quadriga.models.stored_dtypes import stored_dtypes

@@ -17,6 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quadriga.config.checks.unread import check_warmup_of_run
 from quadriga.config.schema import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -24,16 +25,15 @@ from quadriga.config.schema import (
     RolloutConfig,
     SFTConfig,
 )
-from quadriga.config.unread import check_warmup_of_run
 from quadriga.models.folder import with_absolute_paths
 from quadriga.protocol import DataProto
-from quadriga.trainer.conversations import (
+from quadriga.trainer.dataflow import check_dataflow, sft_dataflow
+from quadriga.trainer.fine_tuning.conversations import (
     EvaluationLoss,
     conversations,
     evaluation_rows,
     tell_other_ends,
 )
-from quadriga.trainer.dataflow import check_dataflow, sft_dataflow
 from quadriga.trainer.placement import Role
 from quadriga.trainer.run.groups import StartedGroups
 from quadriga.trainer.run.ingredients import check_rows, make_reward, prompt_dataset

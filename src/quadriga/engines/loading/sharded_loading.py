@@ -37,15 +37,15 @@ from transformers import PreTrainedModel
 from quadriga.checkpoint.shards import block_of
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.base import HeadKind
-from quadriga.engines.model_setup import (
+from quadriga.engines.loading.model_setup import (
     empty_model,
     load_model,
     saved_buffer_names,
     tied_names,
 )
-from quadriga.engines.sharding import fsdp_units, shard_model
+from quadriga.engines.loading.sharding import fsdp_units, shard_model
+from quadriga.engines.loading.trained_part import TrainedPart, fill_new, select_trained
 from quadriga.engines.token_model import TokenModel
-from quadriga.engines.trained_part import TrainedPart, fill_new, select_trained
 from quadriga.errors import ConfigError, ModelError
 from quadriga.models.adapters import base_name
 from quadriga.models.folder import local_folder
@@ -59,7 +59,7 @@ from quadriga.parallel.distributed import gather_over_ranks, rank
 from quadriga.parallel.node_memory import folder_in_memory
 
 if TYPE_CHECKING:
-    from quadriga.engines.sharding import ShardedModel
+    from quadriga.engines.loading.sharding import ShardedModel
 
 _log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
