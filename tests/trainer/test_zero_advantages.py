@@ -28,10 +28,12 @@ from quadriga.config.schema import (
 )
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.token_model import TokenModel
+from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto, fields
 from quadriga.trainer import dataflow
 from quadriga.trainer.roles.places import added_until_scores
 from quadriga.trainer.roles.registry import PlacedStage, RoleStage
+from quadriga.trainer.run.preflight import check_settings
 from quadriga.workers.objectives import mask_with_advantage, skips_zero_advantages
 from quadriga.workers.updates import update_policy
 
@@ -54,6 +56,14 @@ def test_a_row_counts_if_an_advantage_under_the_mask_is_not_0():
     advantages = torch.tensor([[0.0, 2, 0], [0, 0, 9], [1, 1, 1], [0, 0, 0]])
     expected = [[1, 1, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert mask_with_advantage(mask, advantages).tolist() == expected
+
+
+@pytest.mark.parametrize("reason", ["entropy_coeff=0.01", "use_kl_loss=true"])
+def test_insisting_on_what_cannot_be_kept_is_refused(train_overrides, reason):
+    given = [*train_overrides, f"{SETTING}=true", f"{ACTOR}.{reason}"]
+    with pytest.raises(ConfigError, match=rf"{SETTING}=true cannot be kept, .* {ACTOR}.{reason}"):
+        check_settings(load_config(TrainConfig, given))
+    check_settings(load_config(TrainConfig, [*train_overrides, f"{SETTING}=true"]))
 
 
 def test_rows_are_left_out_only_if_the_loss_has_no_terms_but_the_policys(monkeypatch):

@@ -60,9 +60,18 @@ def skips_zero_advantages(config: ActorConfig) -> bool:
     Their loss and their gradient are 0 if the loss has no terms beside the policy's. They still
     count in the denominators of the loss.
     """
+    return config.skip_zero_advantages is not False and not reads_zero_advantages(config)
+
+
+def reads_zero_advantages(config: ActorConfig) -> str:
+    """Return the settings with which a row whose advantages are all 0 has a gradient; "" if there
+    are none."""
+    if config.entropy_coeff != 0:
+        return f"entropy_coeff={config.entropy_coeff:g}"
+    if config.use_kl_loss:
+        return "use_kl_loss=true"
     loss = get_policy_loss(config.policy_loss.name)
-    other_terms = config.entropy_coeff != 0 or config.use_kl_loss
-    return config.skip_zero_advantages and loss.is_zero_without_advantage and not other_terms
+    return "" if loss.is_zero_without_advantage else f"policy_loss.name={config.policy_loss.name}"
 
 
 def mask_with_advantage(response_mask_BT: Tensor, advantages_BT: Tensor) -> Tensor:

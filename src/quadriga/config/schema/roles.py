@@ -42,9 +42,9 @@ class ActorConfig:
     old_log_probs_from_update: bool | None = None
     # shuffle the sequences of each rank in each epoch of a step; whole prompt groups stay together
     shuffle: bool = False
-    # compute no rows whose advantages are all 0, if the loss has no terms but the policy's; the
-    # update is the same, and its metrics are those of the other rows
-    skip_zero_advantages: bool = True
+    # compute no rows whose advantages are all 0; needs a loss without terms beside the policy's;
+    # None: if that is so. The loss is the same; the metrics are those of the other rows
+    skip_zero_advantages: bool | None = None
     loss_agg_mode: AggregationName = "token-mean"  # how token losses become one loss
     loss_scale_length: int | None = None  # of seq-mean-token-sum-norm; None: max_response_length
     entropy_coeff: float = 0.0  # weight of the entropy bonus

@@ -321,7 +321,7 @@ class _Phases:
         found: dict[str, int] = {}
         if self.generation is not None:
             held = sum(self._held(role, generating=True) for role in self.engines)
-            found["generation"] = held + self.generation.weights + part(self.generation.peak, 0)
+            found["generation"] = held + self._rollout_weights + part(self.generation.peak, 0)
         for role, engine in self.engines.items():
             if engine.evaluate is not None and not (role == REF and policy.actor.reads_full_kl):
                 peak = part(engine.evaluate_peak, 0)
@@ -364,7 +364,22 @@ class _Phases:
         held = sum(self._held(role) for role in self.engines if role != own)
         if self.generation is None or (self._turns and own in (ACTOR, REF)):
             return held
-        return held + self.generation.weights
+        return held + self._rollout_weights
+
+    @property
+    def _rollout_weights(self) -> int:
+        """The bytes of the rollout's own copy. There is none where it uses the tensors of the
+        actor: on one rank, if both are float32."""
+        if self.generation is None:
+            return 0
+        rollout, actor = self.config.actor_rollout_ref.rollout, self.engines.get(ACTOR)
+        own_dtype = "float32" if self.device_type == "cpu" else "bfloat16"
+        dtype = own_dtype if rollout.dtype == "auto" else rollout.dtype
+        shared = rollout.share_weights and rollout.name == "hf" and not rollout.take_turns
+        if shared and self.ranks == 1 and dtype == "float32" and actor is not None:
+            offloads = engine_settings(self.config, ACTOR).param_offload
+            return self.generation.weights if offloads else 0
+        return self.generation.weights
 
     def _held(self, role: str, *, generating: bool = False) -> int:
         """Return what a training engine holds while another role computes."""

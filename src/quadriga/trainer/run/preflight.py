@@ -15,7 +15,7 @@ from quadriga.config.checks.settings import (
     check_train_settings,
 )
 from quadriga.config.role_ranks import has_reward_model, num_ranks
-from quadriga.config.schema import RewardConfig, RMConfig, SFTConfig, TrainConfig
+from quadriga.config.schema import ActorConfig, RewardConfig, RMConfig, SFTConfig, TrainConfig
 from quadriga.engines import ENGINES, check_engine
 from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.errors import ConfigError, DataError, ModelError
@@ -66,6 +66,25 @@ def check_settings(config: TrainConfig) -> None:
     check_optimizer_packages("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim)
     check_optimizer_packages("critic.optim", config.critic.optim)
     check_trackers(config.trainer.loggers)
+    check_skipped_rows(config.actor_rollout_ref.actor)
+
+
+def check_skipped_rows(actor: ActorConfig) -> None:
+    """Check that rows without an advantage can be left out if the settings insist on it.
+
+    Raises:
+        ConfigError: such rows have a gradient. Names the setting that gives it.
+    """
+    from quadriga.workers.objectives import reads_zero_advantages  # imports torch
+
+    reason = reads_zero_advantages(actor) if actor.skip_zero_advantages else ""
+    if reason:
+        key = "actor_rollout_ref.actor"
+        raise ConfigError(
+            f"{key}.skip_zero_advantages=true cannot be kept, because rows whose advantages are "
+            f"all 0 have a gradient with {key}.{reason}; set skip_zero_advantages to null or false",
+            key=f"{key}.skip_zero_advantages",
+        )
 
 
 def check_program(

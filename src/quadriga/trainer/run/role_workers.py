@@ -318,6 +318,9 @@ def settings_for_classes(config: TrainConfig, mapping: Mapping[Role, type[Worker
     A class with an update or a pass of its own may read `old_log_probs`, so the pass is made unless
     the settings say otherwise. It may read them, or what the pass writes, also in rows whose
     advantages are all 0.
+
+    Raises:
+        ConfigError: the settings insist on leaving such rows out.
     """
     from quadriga.workers import ActorRolloutRefWorker
 
@@ -329,6 +332,13 @@ def settings_for_classes(config: TrainConfig, mapping: Mapping[Role, type[Worker
     )
     if not own:
         return config
+    if policy.actor.skip_zero_advantages:
+        key = "actor_rollout_ref.actor.skip_zero_advantages"
+        raise ConfigError(
+            f"{key}=true cannot be kept: a worker class with a compute_log_prob or an update_actor "
+            "of its own may read every row; set it to null or false",
+            key=key,
+        )
     actor = dataclasses.replace(
         policy.actor,
         old_log_probs_from_update=bool(policy.actor.old_log_probs_from_update),
