@@ -122,7 +122,7 @@ def test_model_that_scales_its_logits_cannot_use_the_fused_head(scaled, monkeypa
 
 
 def test_output_layer_with_bias_cannot_use_the_fused_head(model_folder, monkeypatch):
-    from quadriga.engines import model_setup, sharded_loading
+    from quadriga.engines.loading import model_setup, sharded_loading
     from quadriga.models.weights.names import WeightNames
 
     def with_bias(*args, **kwargs):

@@ -13,7 +13,6 @@ A run fits if its largest phase fits.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +22,6 @@ from quadriga.config.checks.trained_part import base_is_in_actor
 from quadriga.config.plan import UpdatePlan, batch_plan
 from quadriga.config.role_ranks import RolePool, added_keys, role_pools
 from quadriga.config.schema import (
-    Checkpointing,
     DtypeName,
     EngineConfig,
     ModelConfig,
@@ -399,17 +397,3 @@ class _Phases:
     @property
     def _turns(self) -> bool:
         return self.config.actor_rollout_ref.rollout.take_turns and self.device_type != "cpu"
-
-
-def with_checkpointing(config: TrainConfig, value: Checkpointing) -> TrainConfig:
-    """Return the same settings with another form of activation checkpointing."""
-
-    def changed(model: ModelConfig) -> ModelConfig:
-        return dataclasses.replace(model, gradient_checkpointing=value)
-
-    policy, critic = config.actor_rollout_ref, config.critic
-    return dataclasses.replace(
-        config,
-        actor_rollout_ref=dataclasses.replace(policy, model=changed(policy.model)),
-        critic=dataclasses.replace(critic, model=changed(critic.model)),
-    )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from quadriga.config.schema import Checkpointing, TrainConfig
+from quadriga.config.schema import Checkpointing, ModelConfig, TrainConfig
 from quadriga.engines.memory.states import TrainingMemory
 from quadriga.errors import ConfigError, ModelError
 from quadriga.trainer.memory.host import HostMemory, host_limit, host_memory, host_shortage
@@ -17,7 +18,6 @@ from quadriga.trainer.memory.plan import (
     MemoryPlan,
     PoolMemory,
     memory_plan,
-    with_checkpointing,
 )
 
 
@@ -168,7 +168,7 @@ def _other_forms(
     for word, form in FORMS.items():
         if form != current:
             try:
-                plans[word] = memory_plan(with_checkpointing(config, form), device_type)
+                plans[word] = memory_plan(_with_checkpointing(config, form), device_type)
             except ModelError:  # no layers to checkpoint; the plan with the current form was made
                 continue
     return plans
@@ -273,3 +273,17 @@ def _pool_lines(pool: PoolMemory, others: Mapping[str, MemoryPlan]) -> list[str]
         for phase, size in pool.phases.items()
     ]
     return lines
+
+
+def _with_checkpointing(config: TrainConfig, value: Checkpointing) -> TrainConfig:
+    """Return the same settings with another form of activation checkpointing."""
+
+    def changed(model: ModelConfig) -> ModelConfig:
+        return dataclasses.replace(model, gradient_checkpointing=value)
+
+    policy, critic = config.actor_rollout_ref, config.critic
+    return dataclasses.replace(
+        config,
+        actor_rollout_ref=dataclasses.replace(policy, model=changed(policy.model)),
+        critic=dataclasses.replace(critic, model=changed(critic.model)),
+    )
