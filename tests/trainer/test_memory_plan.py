@@ -29,17 +29,17 @@ def only_pool(config, device="cpu"):
     return pool
 
 
-def test_phases_add_what_the_roles_hold(tiny_task, tmp_path):
-    config = settings(tiny_task, tmp_path, "algorithm.adv_estimator=gae")
+@pytest.mark.parametrize("shared", [True, False])
+def test_phases_add_what_the_roles_hold(tiny_task, tmp_path, shared):
+    share = f"actor_rollout_ref.rollout.share_weights={str(shared).lower()}"
+    config = settings(tiny_task, tmp_path, "algorithm.adv_estimator=gae", share)
     pool = only_pool(config)
     actor, critic, rollout = pool.engines["actor"], pool.engines["critic"], pool.generation
     held = actor.parameters + actor.optimizer + critic.parameters + critic.optimizer
-    process = PROCESS_BYTES["cpu"]
-    assert pool.phases["generation"] == process + held + rollout.weights + rollout.peak
-    assert pool.phases["update of the actor"] == (
-        process + held + rollout.weights + actor.update_peak
-    )
-    assert pool.phases["values"] == process + held + rollout.weights + critic.evaluate_peak
+    held += PROCESS_BYTES["cpu"] + (0 if shared else rollout.weights)
+    assert pool.phases["generation"] == held + rollout.peak
+    assert pool.phases["update of the actor"] == held + actor.update_peak
+    assert pool.phases["values"] == held + critic.evaluate_peak
     assert pool.largest[1] == max(pool.phases.values())
 
 
@@ -61,8 +61,9 @@ def test_offload_and_turns_free_memory_of_accelerators_only(tiny_task, tmp_path)
     saved = min(actor.optimizer, actor.backward_peak - actor.step_peak)
     assert plain.phases[update] - offloaded.phases[update] == saved > 0
     assert plain.phases[update] - alternating.phases[update] == plain.generation.weights
-    on_cpu = only_pool(settings(tiny_task, tmp_path, *offload))
-    assert on_cpu.phases == only_pool(settings(tiny_task, tmp_path)).phases
+    own = "actor_rollout_ref.rollout.share_weights=false"
+    on_cpu = only_pool(settings(tiny_task, tmp_path, *offload, own))
+    assert on_cpu.phases == only_pool(settings(tiny_task, tmp_path, own)).phases
 
 
 def test_the_offload_policy_leaves_no_states_on_an_accelerator(tiny_task, tmp_path):

@@ -336,9 +336,10 @@ class _Phases:
                     self._loaded(role, moments=True) + step,
                 )
         if ACTOR in self.engines:
-            found["weight sync"] = (
-                self._others(ACTOR) + self._loaded(ACTOR, moments=False) + self._sync_buffers()
-            )
+            # Before the first sync the rollout has weights of its own, also if it shares them then.
+            own = self.generation.weights - self._rollout_weights if self.generation else 0
+            loaded = self._loaded(ACTOR, moments=False)
+            found["weight sync"] = self._others(ACTOR) + own + loaded + self._sync_buffers()
         if not found:  # all roles of the pool are uncounted, but its processes are not
             found["processes alone"] = 0
         process = PROCESS_BYTES["cpu" if self.device_type == "cpu" else "accelerator"]
