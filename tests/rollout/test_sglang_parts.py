@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pickle
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, Olmo3Config, Qwen2Config
 
 from quadriga.config.schema import ModelConfig, SamplingConfig
-from quadriga.errors import ConfigError, ModelError, RolloutAbilityError
+from quadriga.errors import ConfigError, ModelError, RolloutAbilityError, RolloutError
 from quadriga.models.loading import load_causal_lm
 from quadriga.rollout import check_rollout, check_sampling
 from quadriga.rollout.sglang.processes.readback import locate
+from quadriga.rollout.sglang.transports import HTTPTransport
 from quadriga.rollout.sglang.untested import check_numbers, probe_length
 from quadriga.rollout.sglang.weights import buckets
 
@@ -141,3 +144,23 @@ def test_other_numbers_than_those_of_transformers_are_refused(model_folder):
     check_numbers(score, *arguments)
     with pytest.raises(ModelError, match=r"probe differs by 0\.1 nats"):
         check_numbers(partial(score, wrong_from=30), *arguments)
+
+
+def test_another_server_is_told_apart():
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>hello</html>")
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(RolloutError, match="not JSON; is there an SGLang server at this addr"):
+            HTTPTransport(url, None, None).get("/model_info", 5.0)
+        server.shutdown()
+        thread.join(10)

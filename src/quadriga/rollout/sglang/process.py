@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ _LOG_LINES = 12
 _LOG_BYTES = 1 << 16
 _LINE_LENGTH = 300
 _START_S = 60.0  # until the host reads; SGLang is not imported yet
+_log = logging.getLogger("quadriga")
 _END_S = 10.0  # SIGKILL ends the processes at once, unless the system is very slow
 
 _OF_THE_RANK = (
@@ -112,14 +114,18 @@ class HostProcess:
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    if process.poll() is None:
-        process.terminate()  # the guard ends the group, and removes its shared memory
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(_END_S)
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        if process.poll() is None:
+            process.terminate()  # the guard ends the group, and removes its shared memory
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        _log.warning("process %s of SGLang does not end, although it was killed", process.pid)
+    finally:
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -25,6 +25,7 @@ from quadriga.rollout.sglang.processes.frames import Json, read_frame, write_fra
 Body = Mapping[str, Json]
 
 _READ = 1 << 20
+_READER_S = 10.0  # for the thread that reads answers to see the end of the pipe
 _MAX_DETAIL = 2000
 
 
@@ -176,7 +177,7 @@ class PipeTransport:
 
     def close(self) -> None:
         self._host.close()
-        self._reader.join()
+        self._reader.join(_READER_S)
 
 
 class HTTPTransport:
@@ -236,7 +237,13 @@ class HTTPTransport:
         status, text = self._request("GET", path, "", timeout_s)
         if status != 200:
             raise refused(path, f"status {status}")
-        answer: Json = json.loads(text)
+        try:
+            answer: Json = json.loads(text)
+        except ValueError:
+            start = text[:80].decode(errors="replace")
+            raise refused(
+                path, f"{start!r}, which is not JSON; is there an SGLang server at this address?"
+            ) from None
         return answer
 
     def close(self) -> None:

@@ -167,9 +167,20 @@ class VLLMRollout:
                 for name, tensor in stream:
                     self._running.weights.write(name, tensor)
             finally:
-                # Keys and values in the cache are of the old weights.
-                self._running.engine.reset_prefix_cache()
+                self._forget_old_keys()
         self._version = version
+
+    def _forget_old_keys(self) -> None:
+        """Empty the prefix cache, whose keys and values are of the old weights."""
+        if self._running.engine.reset_prefix_cache() is False:
+            self._state = "failed"
+            raise RolloutError(
+                f"rollout engine 'vllm' on rank {rank()} kept keys and values of old weights, "
+                "because a request still uses them; restart the worker",
+                engine=self.name,
+                rank=rank(),
+                method="update_weights",
+            )
 
     def weights_digest(self) -> dict[str, int]:
         self._check("weights_digest", "ready", "released")
