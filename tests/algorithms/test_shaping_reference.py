@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import algorithm_reference as ref
 import pytest
@@ -137,7 +138,7 @@ def test_mismatch_metrics(case: Case) -> None:
     ]
     got = mismatch_metrics(case.old_log_prob, case.rollout_log_prob, case.mask)
     if not rows:
-        assert all(math.isfinite(value) for value in got.values())
+        assert got == {}
         return
     gaps = [[old - rollout for old, rollout in row] for row in rows]
     flat = [gap for row in gaps for gap in row]
@@ -152,5 +153,9 @@ def test_mismatch_metrics(case: Case) -> None:
         "ppl_ratio": math.exp(ref.mean([math.log(train / rollout) for train, rollout in ppl])),
         "effective_sample_size": effective_fraction([math.exp(gap) for gap in flat]),
         "mismatch_sequence_ess": effective_fraction([math.exp(sum(row)) for row in gaps]),
+        "mismatch_beyond": ref.mean([float(abs(gap) > 0.5) for gap in flat]),
     }
+    pairs = [pair for row in rows for pair in row]
+    if min(len({pair[k] for pair in pairs}) for k in (0, 1)) > 1:  # both vary
+        want["mismatch_correlation"] = statistics.correlation(*zip(*pairs, strict=True))
     assert got == pytest.approx(want, rel=1e-6, abs=1e-9)

@@ -192,8 +192,6 @@ def mismatch_metrics(
         ShapeError, MaskError, NonFiniteError.
     """
     part = mismatch_statistics(old_log_prob_BT, rollout_log_prob_BT, response_mask_BT, bound=bound)
-    if not bool(response_mask_BT.any()):  # nothing was compared
-        return {}
     return mismatch_of_statistics(merge_partials([part]))
 
 
@@ -249,16 +247,18 @@ def mismatch_statistics(
 def mismatch_of_statistics(merged: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of `mismatch_metrics` from statistics that were merged over rows.
 
-    Without a single token in the mask, `merged` is empty and the metrics are those of equal
-    engines.
+    Without a single token in the mask `merged` is empty: nothing was compared, so there are no
+    metrics.
     """
+    if not merged:
+        return {}
     kept = ("mismatch_k1", "mismatch_k3", "mismatch_abs", "mismatch_max", "mismatch_prob_max",
             "mismatch_beyond", "ppl_gap")  # fmt: skip
     correlation = _correlation(merged)
     return {
-        **{name: merged.get(name, 0.0) for name in kept},
+        **{name: merged[name] for name in kept},
         **({} if correlation is None else {"mismatch_correlation": correlation}),
-        "ppl_ratio": math.exp(min(merged.get("log_ppl_gap", 0.0), LOG_RATIO_LIMIT)),
+        "ppl_ratio": math.exp(min(merged["log_ppl_gap"], LOG_RATIO_LIMIT)),
         "effective_sample_size": _effective_share(merged, "weight"),
         "mismatch_sequence_ess": _effective_share(merged, "ratio"),
     }
@@ -266,8 +266,8 @@ def mismatch_of_statistics(merged: Mapping[str, float]) -> dict[str, float]:
 
 def _effective_share(merged: Mapping[str, float], name: str) -> float:
     """Return (Σw)² / (n·Σw²) from the means of w and of w²: (Σw / n)² / (Σw² / n)."""
-    square = merged.get(f"{name}_square", 0.0)
-    return merged.get(name, 0.0) ** 2 / square if square > 0 else 0.0
+    square = merged[f"{name}_square"]
+    return merged[name] ** 2 / square if square > 0 else 0.0
 
 
 def _correlation(merged: Mapping[str, float]) -> float | None:
@@ -276,8 +276,6 @@ def _correlation(merged: Mapping[str, float]) -> float | None:
     None if x or y does not vary. A variance below the rounding error of E[x²] in float64 counts as
     0, because the difference of two equal means is rounding only.
     """
-    if "train" not in merged:
-        return None
     variances = []
     for name in ("train", "rollout"):
         square = merged[f"{name}_square"]
