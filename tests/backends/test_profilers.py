@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ import torch
 
 from quadriga.backends import get_backend
 from quadriga.backends.ray import Nsight, RayWorkerGroup, TorchProfiler
+from quadriga.backends.ray.calls.submission import encode
 from quadriga.backends.ray.process.rank_process import RankProcess
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, Worker, register
@@ -116,7 +116,7 @@ def test_a_call_whose_value_is_returned_itself_is_traced_too(tmp_path):
     process._profiler = TorchProfiler(str(tmp_path))
     process._facts = SimpleNamespace(rank=3)
     process._host = SimpleNamespace(invoke=lambda call, store: 5)
-    assert process.quadriga_invoke_value(pickle.dumps(Call("role", "method", (), {}))) == 5
+    assert process.quadriga_invoke_value(encode(Call("role", "method", (), {}), False)) == 5
     assert [path.name for path in tmp_path.iterdir()] == ["role.method-rank3-0.json"]
 
 
