@@ -14,7 +14,7 @@ from transformers import LlamaConfig, MistralConfig, Olmo3Config, Qwen2Config
 from quadriga.config.schema import ModelConfig, SamplingConfig
 from quadriga.errors import ConfigError, ModelError, RolloutAbilityError, RolloutError
 from quadriga.models.loading import load_causal_lm
-from quadriga.rollout import check_rollout, check_sampling
+from quadriga.rollout import check_rollout, check_sampling, check_updates
 from quadriga.rollout.sglang.processes.readback import locate
 from quadriga.rollout.sglang.transports import HTTPTransport
 from quadriga.rollout.sglang.untested import check_numbers, probe_length
@@ -144,6 +144,36 @@ def test_other_numbers_than_those_of_transformers_are_refused(model_folder):
     check_numbers(score, *arguments)
     with pytest.raises(ModelError, match=r"probe differs by 0\.1 nats"):
         check_numbers(partial(score, wrong_from=30), *arguments)
+
+
+URL = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "take_turns", "said"),
+    [
+        ({"url": URL}, 2, False, "is one server, but 2 ranks"),
+        ({"url": URL}, 1, True, r"cannot be kept with .*url=http"),
+        (
+            {"tensor_parallel": 2},
+            1,
+            True,
+            r"cannot be kept with .*tensor_parallel=2",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_updated_are_refused(options, ranks, take_turns, said):
+    with pytest.raises(ConfigError, match=said):
+        check_updates("sglang", options, ranks, take_turns=take_turns)
+    check_updates("sglang", {}, ranks, take_turns=take_turns)
+    check_updates("sglang", options, 1)
+
+
+@pytest.mark.parametrize("option", [{"transport": "server"}, {"log_level": "info"}])
+def test_options_of_a_start_are_refused_beside_a_url(option):
+    with pytest.raises(ConfigError, match=r"is for an SGLang that is started here"):
+        check_rollout("sglang", {"url": URL, **option})
+    check_rollout("sglang", {"url": URL, "tensor_parallel": 2})
 
 
 def test_another_server_is_told_apart():

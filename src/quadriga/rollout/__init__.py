@@ -156,6 +156,24 @@ def check_sampling(name: str, options: Options, sampling: SamplingConfig) -> Non
     abilities.check(settings, name)
 
 
+def check_updates(
+    name: str, options: Options, ranks: int | None = None, *, take_turns: bool = False
+) -> None:
+    """Check, before a worker starts, that a training run can update the weights of an engine.
+
+    Args:
+        ranks: how many ranks the rollout has, if that is known.
+        take_turns: whether its memory is released while the actor trains.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if name == "sglang":
+        from quadriga.rollout.sglang.options import check_sglang_updates
+
+        check_sglang_updates(options, ranks, take_turns=take_turns)
+
+
 def build_rollout(
     name: str,
     model: ModelConfig,

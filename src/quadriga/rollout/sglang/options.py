@@ -123,13 +123,10 @@ class SGLangOptions:
         parts = urlsplit(self.url)
         if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
             raise _wrong("url", self.url, 'of the form "http://host:port"')
-        started = ("python", "seeds", "log_probs", "tensor_parallel", "server_args", "restarts")
-        defaults = {f.name: f for f in fields(SGLangOptions)}
-        for name in started:
-            option = defaults[name]
-            default = {} if name == "server_args" else option.default
-            # The server at the address is started by others, so its arguments must be described.
-            if getattr(self, name) != default and name in ("python", "server_args", "restarts"):
+        # `seeds`, `log_probs` and `tensor_parallel` describe the server at the address.
+        defaults = {f.name: f.default for f in fields(SGLangOptions)} | {"server_args": {}}
+        for name in ("transport", "python", "restarts", "log_level", "server_args"):
+            if getattr(self, name) != defaults[name]:
                 raise ConfigError(
                     f"{KEY}.{name} is for an SGLang that is started here, but {KEY}.url={self.url} "
                     f"names one that runs already; remove {name} or url",
@@ -185,6 +182,33 @@ def check_sglang(options: Mapping[str, object]) -> None:
     checked = sglang_options(options)
     if checked.url is None:
         check_installed(checked)
+
+
+def check_sglang_updates(
+    options: Mapping[str, object], ranks: int | None, *, take_turns: bool
+) -> None:
+    """Check that a training run can update the weights of this SGLang.
+
+    Raises:
+        ConfigError: several ranks would update one server, or its weights could not be compared
+            while its memory is released.
+    """
+    checked = sglang_options(options)
+    if checked.url is not None and ranks is not None and ranks > 1:
+        raise ConfigError(
+            f"{KEY}.url={checked.url} is one server, but {ranks} ranks would update its weights at "
+            "the same time; use one rank for the rollout (placement.rollout), or remove url, so "
+            "that each rank starts a server of its own",
+            key=f"{KEY}.url",
+        )
+    name = "url" if checked.url is not None else "tensor_parallel"
+    if take_turns and (checked.url is not None or checked.tensor_parallel > 1):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.take_turns=true cannot be kept with {KEY}.{name}="
+            f"{getattr(checked, name)}: its weights are compared by the log-probabilities that it "
+            "computes, for which its memory must not be released; remove one of them",
+            key="actor_rollout_ref.rollout.take_turns",
+        )
 
 
 def check_installed(options: SGLangOptions) -> None:

@@ -21,7 +21,7 @@ from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
-from quadriga.rollout import ROLLOUTS, check_rollout, check_sampling
+from quadriga.rollout import ROLLOUTS, check_rollout, check_sampling, check_updates
 from quadriga.trainer.dataflow import needs_critic, needs_reference
 from quadriga.trainer.roles.settings import check_roles_in_settings
 from quadriga.trainer.run.resuming import check_resume, checkpoint_to_resume
@@ -212,7 +212,9 @@ def check_engines(config: TrainConfig) -> None:
         check_engine("actor_rollout_ref.ref.engine.name", policy.ref.engine.name)
     if needs_critic(config):
         check_engine("critic.engine.name", config.critic.engine.name)
-    check_rollout(policy.rollout.name, policy.rollout.options, num_ranks(config, "rollout"))
+    rollout, ranks = policy.rollout, num_ranks(config, "rollout")
+    check_rollout(rollout.name, rollout.options, ranks)
+    check_updates(rollout.name, rollout.options, ranks, take_turns=rollout.take_turns)
     for sampling in (policy.rollout.sampling, policy.rollout.val_sampling):
         check_sampling(policy.rollout.name, policy.rollout.options, sampling)
 
