@@ -9,15 +9,18 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import GenerateConfig
-from quadriga.errors import ConfigError, InputError
+from quadriga.errors import ConfigError, InputError, RolloutError
 from quadriga.observability import jsonl
+from quadriga.protocol import DataProto
 from quadriga.trainer.evaluation import ranks, responses
 from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.evaluation.response_file import ResponseFile
+from quadriga.trainer.evaluation.responses import check_versions
 
 
 @pytest.fixture
@@ -275,3 +278,10 @@ def test_the_backend_of_several_ranks_is_ray_unless_it_is_set() -> None:
     assert backend() == "local"
     assert backend("trainer.nnodes=2") == "ray"
     assert backend("trainer.n_gpus_per_node=2", "trainer.backend=local") == "local"
+
+
+def test_responses_of_other_weights_are_refused():
+    batch = DataProto.from_dict({"weight_version": torch.tensor([-1, 7, -1])})
+    with pytest.raises(RolloutError, match=r"'sglang' generated with weights of version 7"):
+        check_versions(batch, "sglang")
+    check_versions(batch[:1], "sglang")

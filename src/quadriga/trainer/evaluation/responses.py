@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from quadriga.config.convert import check_choice
 from quadriga.config.schema import GenerationConfig
+from quadriga.errors import RolloutError
 from quadriga.models.folder import check_model_folder
 from quadriga.observability.console import RunConsole
 from quadriga.protocol import DataProto, fields
@@ -150,6 +151,24 @@ def generate(
             console.log(loader.batches_done, {})
 
 
+def check_versions(batch: DataProto, engine: str) -> None:
+    """Check that responses come from the weights of the model folder, whose version is -1.
+
+    A server that runs already may hold weights of a training run.
+
+    Raises:
+        RolloutError: they have another version.
+    """
+    versions = sorted({int(version) for version in batch.batch[fields.WEIGHT_VERSION]} - {-1})
+    if versions:
+        raise RolloutError(
+            f"rollout engine {engine!r} generated with weights of version {versions[0]}, which a "
+            "training run has sent, and not with those of model.path; start the server again with "
+            "the model, or remove rollout.options.url",
+            engine=engine,
+        )
+
+
 def _generate_batch(
     config: GenerationConfig,
     group: RolloutGroup,
@@ -158,6 +177,7 @@ def _generate_batch(
 ) -> list[ResponseRow]:
     expanded = stages.expand_prompts(prompts, n=config.n, seed=config.seed, seed_by_index=True)
     batch = stages.generate(expanded.batch, group, "train").batch
+    check_versions(batch, config.rollout.name)
     masks = batch.batch[fields.RESPONSE_MASK]
     finished = batch.batch[fields.FINISHED].tolist()
     ids = [
