@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quadriga.config.schema import EngineConfig, ModelConfig
-from quadriga.errors import ModelError, ShapeError, UnknownNameError
+from quadriga.errors import ModelError, RolloutError, ShapeError, UnknownNameError
 from quadriga.models.loading import load_causal_lm
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
@@ -164,3 +164,26 @@ def test_invalid_input_is_rejected(model_folder, rollout, prompts):
         build_rollout("hf", ModelConfig(path=model_folder), speed=9)
     with pytest.raises(UnknownNameError, match="did you mean 'sglang'"):
         build_rollout("sglan", ModelConfig(path=model_folder))
+
+
+def test_an_update_that_breaks_off_must_be_repeated(model_folder, prompts):
+    rollout = build_rollout("hf", ModelConfig(path=model_folder))
+    before = rollout.weights_digest()
+    weights = {name: tensor.clone() for name, tensor in rollout.module.state_dict().items()}
+    first, *rest = weights
+
+    def breaks_off():
+        yield first, weights[first] + 1
+        raise OSError("the connection is lost")
+
+    with pytest.raises(OSError, match="connection"):
+        rollout.update_weights(breaks_off(), version=1)
+    ids, mask, seeds = prompts
+    with pytest.raises(RolloutError, match="an update of weights that broke off"):
+        rollout.generate(ids, mask, SAMPLING, seeds)
+    rollout.update_weights([(name, weights[name]) for name in rest], version=1)
+    with pytest.raises(RolloutError, match=first):
+        rollout.score(ids, mask)
+    rollout.update_weights([(first, weights[first])], version=1)
+    assert rollout.weights_digest() == before
+    rollout.score(ids, mask)

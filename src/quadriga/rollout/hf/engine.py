@@ -73,6 +73,7 @@ class HFRollout:
         if not is_listed(self.module.config):
             check_generation(self.module, self.device, self._cached.forward)
         self._version = -1
+        self._unknown: set[str] = set()  # weights that an update has left half-way
         self._abilities = self._declared_abilities()
         self._weights = ModelWeights(self.module)
         self._state: State = "ready"
@@ -181,7 +182,20 @@ class HFRollout:
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._check_open("update_weights")
-        self._weights.copy(stream)
+        written: list[str] = []
+
+        def recorded() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in stream:
+                yield name, tensor
+                written.append(name)
+                self._unknown.discard(name)
+
+        try:
+            self._weights.copy(recorded())
+        except BaseException:
+            if written:  # some weights are new and some old
+                self._unknown = {name for name, _ in self.module.named_parameters()}
+            raise
         self._version = version
 
     def share_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> int:
@@ -226,6 +240,13 @@ class HFRollout:
             raise RolloutError(
                 f"rollout engine 'hf': {method} was called while the engine is released; call "
                 "resume first",
+                engine=self.name,
+                method=method,
+            )
+        if self._unknown:
+            raise RolloutError(
+                f"rollout engine 'hf': {method} was called after an update of weights that broke "
+                f"off, and {min(self._unknown)!r} was not sent since; sync all weights first",
                 engine=self.name,
                 method=method,
             )

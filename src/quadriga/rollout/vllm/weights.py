@@ -193,7 +193,10 @@ class EngineWeights:
         if count > 1:
             parts = [torch.empty_like(local) for _ in range(self._ranks)]
             dist.all_gather(parts, local.contiguous(), group=self._group)
-            local = torch.cat(parts[:: self._ranks // count], dim)
+            # With 4 ranks and 2 slices, ranks 0 and 2 hold one copy and ranks 1 and 3 another. Each
+            # rank reads its own, so that a wrong slice is in the digest of its rank.
+            copies = self._ranks // count
+            local = torch.cat(parts[dist.get_rank(self._group) % copies :: copies], dim)
         return local[: shape[0]] if place.padded else local
 
     def dtypes(self) -> dict[str, torch.dtype]:
