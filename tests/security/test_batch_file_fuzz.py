@@ -27,7 +27,7 @@ from disk_values import VALUES, one_of_each
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
 NIGHTLY_SECONDS = float(os.environ.get("QUADRIGA_FUZZ_SECONDS", 1800))
-EXAMPLES = 6000
+EXAMPLES = 2500
 FUZZ = settings(
     deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck)
 )

@@ -24,7 +24,10 @@ def expected(folder) -> dict[Case, dict[str, torch.Tensor]]:
     }
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="{} ranks".format)
+RANKS = (1, 2, 3, pytest.param(4, marks=pytest.mark.nightly))
+
+
+@pytest.fixture(scope="module", params=RANKS, ids="{} ranks".format)
 def found(request, folder, tmp_path_factory) -> dict[Case, dict[str, torch.Tensor]]:
     if request.param == 1:
         return {case: group_cases.parameters_after(folder, case, 0, 1) for case in CASES}
