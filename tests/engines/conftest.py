@@ -9,24 +9,25 @@ import pytest
 import torch
 from head_cases import Folders
 
-from quadriga.models.tiny import TinyModel, write_tiny_model
+from quadriga.models.tiny import write_tiny_model
 
 torch.set_num_threads(1)
-SHAPE = TinyModel(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48)
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    write_tiny_model(folder, ["one two three"], SHAPE)
+    write_tiny_model(folder, ["one two three"], cases.MODEL_SHAPE)
     return str(folder)
 
 
 @pytest.fixture(scope="session")
 def folders(model_folder, tmp_path_factory):
     root = tmp_path_factory.mktemp("heads")
-    write_tiny_model(root / "tied", ["one two three"], replace(SHAPE, tie_word_embeddings=True))
-    write_tiny_model(root / "reference", ["one two three"], SHAPE, seed=1)
+    write_tiny_model(
+        root / "tied", ["one two three"], replace(cases.MODEL_SHAPE, tie_word_embeddings=True)
+    )
+    write_tiny_model(root / "reference", ["one two three"], cases.MODEL_SHAPE, seed=1)
     return Folders(model_folder, str(root / "tied"), str(root / "reference"))
 
 

@@ -12,10 +12,14 @@ import torch.multiprocessing as mp
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
+from quadriga.models.tiny import TinyModel
 
 if TYPE_CHECKING:
     from head_cases import Folders
 
+MODEL_SHAPE = TinyModel(
+    hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48
+)
 LENGTHS = [(3, 4), (3, 2), (5, 6), (2, 1), (5, 6), (6, 3), (4, 5)]  # (prompt, response)
 SAME_PROMPT = {1: 0, 4: 2}
 P, R = 7, 6

@@ -197,7 +197,7 @@ def test_a_run_starts_from_an_adapter(model_folder, trained, tmp_path):
 def test_an_adapter_of_another_base_is_refused_with_the_sizes(model_folder, trained, tmp_path):
     trained.save_hf(tmp_path / "model")
     folder = tmp_path / "model" / "adapter"
-    shape = replace(cases_shape(), hidden_size=64)
+    shape = replace(cases.MODEL_SHAPE, hidden_size=64)
     write_tiny_model(tmp_path / "wide", ["one two three"], shape)
     message = (
         r"layers\.0\.mlp\.down_proj has 48 inputs and 64 outputs in the model, so with rank 3 "
@@ -205,7 +205,9 @@ def test_an_adapter_of_another_base_is_refused_with_the_sizes(model_folder, trai
     )
     with pytest.raises(ModelError, match=message):
         build(str(tmp_path / "wide"), LoraConfig(path=str(folder)))
-    write_tiny_model(tmp_path / "short", ["one two three"], replace(cases_shape(), num_layers=1))
+    write_tiny_model(
+        tmp_path / "short", ["one two three"], replace(cases.MODEL_SHAPE, num_layers=1)
+    )
     with pytest.raises(ModelError, match=r"the model has no linear layer 'model\.layers\.1"):
         build(str(tmp_path / "short"), LoraConfig(path=str(folder)))
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -214,12 +216,6 @@ def test_an_adapter_of_another_base_is_refused_with_the_sizes(model_folder, trai
         build(model_folder, LoraConfig(path=str(folder)))
     with pytest.raises(ModelError, match=r"has no adapter_config\.json"):
         build(model_folder, LoraConfig(path=str(tmp_path)))
-
-
-def cases_shape():
-    from conftest import SHAPE
-
-    return SHAPE
 
 
 @pytest.mark.parametrize(

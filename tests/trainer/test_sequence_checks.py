@@ -117,7 +117,7 @@ def test_rows_of_demonstrations_beyond_the_window_are_refused(
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
     line = refused(*sft(tiny_task, tmp_path, f"model.path={model}"))
-    assert "the longest row of data.train_files has" in line and "computes at most 16" in line
+    assert "the longest conversation has" in line and "computes at most 16" in line
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_token_budget_below_the_longest_demonstration_is_refused(
     refused, tiny_task, tmp_path
 ) -> None:
     line = refused(*sft(tiny_task, tmp_path, f"engine.{BUDGET}=8"))
-    assert f"engine.{BUDGET}=8 is below the longest sequence: the longest row of" in line
+    assert f"engine.{BUDGET}=8 is below the longest sequence: the longest conversation" in line
     assert "lower data.max_length" in line
 
 
