@@ -72,24 +72,29 @@ class TokenCache:
 
     def read(self, numbers: npt.NDArray[np.int64]) -> Iterator[tuple[Row, list[int]]]:
         """Yield many rows, given in rising order. It is faster than one row at a time."""
-        for part in range(self._reader.num_record_batches):
-            first, end = (int(edge) for edge in self._starts[part : part + 2])
-            wanted = numbers[np.searchsorted(numbers, first) : np.searchsorted(numbers, end)]
-            rows = list(self._rows(part, 0, end - first)) if len(wanted) else []
-            yield from (rows[int(number) - first] for number in wanted)
+        for part, within in self._by_part(numbers):
+            rows = list(self._rows(part, 0, int(within[-1]) + 1))
+            yield from (rows[number] for number in within.tolist())
 
     def largest_id(self, numbers: npt.NDArray[np.int64]) -> int:
         """Return the largest token id of some rows, given in rising order; -1 if they have none."""
         import pyarrow.compute as pc
 
         largest = -1
-        for part in range(self._reader.num_record_batches):
-            first, end = (int(edge) for edge in self._starts[part : part + 2])
-            wanted = numbers[np.searchsorted(numbers, first) : np.searchsorted(numbers, end)]
-            if len(wanted):
-                ids = self._ids(part).take(wanted - first).flatten()
-                largest = max(largest, pc.max(ids).as_py() or -1)
+        for part, within in self._by_part(numbers):
+            found = pc.max(self._ids(part).take(within).flatten()).as_py()
+            largest = max(largest, -1 if found is None else found)
         return largest
+
+    def _by_part(
+        self, numbers: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """Yield each part of the file that holds some rows, and their numbers within it."""
+        for part in range(self._reader.num_record_batches):
+            first, end = self._starts[part : part + 2]
+            own = numbers[np.searchsorted(numbers, first) : np.searchsorted(numbers, end)]
+            if len(own):
+                yield part, own - first
 
     def _ids(self, part: int) -> pa.ListArray:
         return self._reader.get_batch(part).column(_IDS)

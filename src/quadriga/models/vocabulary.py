@@ -5,7 +5,7 @@ Reads config.json only, so the check runs before a worker starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,8 +65,3 @@ def _ids_that_occur(tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
         tokenizer.bos_token_id, tokenizer.unk_token_id,
     )  # fmt: skip
     yield from (role for role in roles if isinstance(role, int))
-
-
-def largest_token_id(rows: Sequence[Sequence[int]]) -> int:
-    """Return the largest token id in rows of token ids; -1 if there is none."""
-    return max((max(row) for row in rows if row), default=-1)

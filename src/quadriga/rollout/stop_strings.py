@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from quadriga.config.schema import ModelConfig
+from quadriga.models.loading import load_tokenizer
+
 _UNFINISHED = "\ufffd"
 """What a tokenizer writes for the first bytes of a character whose other bytes are missing."""
 
@@ -52,3 +55,22 @@ class StopStrings:
         )
         assert isinstance(text, str)
         return text
+
+
+class StopStringsOfModel:
+    """Makes `StopStrings` with the tokenizer of a model, which is loaded when it is needed."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def check(self, strings: Sequence[str]) -> StopStrings | None:
+        """Return the check of the stop strings, or None if there are none."""
+        if not strings:
+            return None
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(
+                self._model.tokenizer_path or self._model.path,
+                trust_remote_code=self._model.trust_remote_code,
+            )
+        return StopStrings(self._tokenizer, strings)

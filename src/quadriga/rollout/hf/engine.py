@@ -11,13 +11,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from quadriga.config.schema import DtypeName, ModelConfig
 from quadriga.errors import ModelError, RolloutError
 from quadriga.models.architectures import architecture_of, is_listed
 from quadriga.models.context_window import context_window
-from quadriga.models.loading import load_causal_lm, load_tokenizer
+from quadriga.models.loading import load_causal_lm
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device
 from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities
@@ -27,7 +26,7 @@ from quadriga.rollout.hf.kv_cache import CacheBuffers
 from quadriga.rollout.hf.unlisted import check_generation
 from quadriga.rollout.hf.weights import ModelWeights
 from quadriga.rollout.requests import check_request, check_sequences
-from quadriga.rollout.stop_strings import StopStrings
+from quadriga.rollout.stop_strings import StopStringsOfModel
 
 State = Literal["ready", "released", "closed"]
 """Whether the engine can generate, waits for `resume`, or has ended."""
@@ -77,7 +76,7 @@ class HFRollout:
         self._abilities = self._declared_abilities()
         self._weights = ModelWeights(self.module)
         self._state: State = "ready"
-        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._stop_strings = StopStringsOfModel(model)
 
     def _declared_abilities(self) -> RolloutAbilities:
         window = context_window(self.module.config)
@@ -120,7 +119,7 @@ class HFRollout:
         mask = torch.zeros(count, width, dtype=torch.int64)
         log_probs = torch.zeros(count, width)
         stopped = torch.zeros(count, dtype=torch.bool)
-        stop_strings, buffers = self._stop_strings(sampling), CacheBuffers()
+        stop_strings, buffers = self._stop_strings.check(sampling.stop_strings), CacheBuffers()
         with torch.inference_mode():
             for rows in self._micro_batches(attention_mask):
                 seeds = sample_seeds[rows].to(self.device)
@@ -133,17 +132,6 @@ class HFRollout:
         )
         versions = torch.full((count,), self._version, dtype=torch.int64)
         return RolloutOutput(ids, mask, log_probs, reasons, versions)
-
-    def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
-        """Return the check of the stop strings, or None if there are none."""
-        if not sampling.stop_strings:
-            return None
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(
-                self.model.tokenizer_path or self.model.path,
-                trust_remote_code=self.model.trust_remote_code,
-            )
-        return StopStrings(self._tokenizer, sampling.stop_strings)
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self._check_ready("score")

@@ -8,13 +8,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from quadriga.config.schema import DtypeName, ModelConfig
 from quadriga.errors import RolloutAbilityError, RolloutError, RolloutOutputError
 from quadriga.models.context_window import context_window
 from quadriga.models.folder import local_folder
-from quadriga.models.loading import load_tokenizer, read_config
+from quadriga.models.loading import read_config
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
 from quadriga.rollout.abilities import RolloutAbilities
@@ -36,7 +35,7 @@ from quadriga.rollout.sglang.sampling import (
 from quadriga.rollout.sglang.start import Launch
 from quadriga.rollout.sglang.untested import check_numbers, probe_length
 from quadriga.rollout.sglang.weights import model_end_tokens, model_shapes
-from quadriga.rollout.stop_strings import StopStrings
+from quadriga.rollout.stop_strings import StopStrings, StopStringsOfModel
 
 State = Literal["ready", "released", "closed"]
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -85,7 +84,7 @@ class SGLangRollout:
         self._own_ends = frozenset(model_end_tokens(model)) if self._options.url else frozenset()
         self._lock = threading.Lock()
         self._state: State = "ready"
-        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._stop_strings = StopStringsOfModel(model)
         at_once = max(1, micro_batch_size // self._options.request_rows)
         self._client = Client(launch, shapes, at_once)
         self._abilities = declared_abilities(
@@ -155,7 +154,9 @@ class SGLangRollout:
                 return read_samples(answer, count, sampling, version, starts[i])
 
             samples = [sample for part in self._client.run(bodies, read) for sample in part]
-            samples = [self._stopped(sample, sampling) for sample in samples]
+            stops = self._stop_strings.check(sampling.stop_strings)
+            if stops is not None:
+                samples = [_stopped(sample, stops) for sample in samples]
             return _output(samples, sampling, version)
 
     def _check_ends(self, sampling: SamplingParams) -> None:
@@ -171,23 +172,6 @@ class SGLangRollout:
                 engine=NAME,
                 setting="eos_token_ids",
             )
-
-    def _stopped(self, sample: Sample, sampling: SamplingParams) -> Sample:
-        """Return the sample up to the token that completes a stop string."""
-        # SGLang has no tokenizer here, so it samples on behind a stop string. The tokens up to it
-        # do not depend on the tokens behind it.
-        if not sampling.stop_strings:
-            return sample
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(
-                self._model.tokenizer_path or self._model.path,
-                trust_remote_code=self._model.trust_remote_code,
-            )
-        stops = StopStrings(self._tokenizer, sampling.stop_strings)
-        for count in range(1, len(sample.tokens) + 1):
-            if stops.completed_by_last(sample.tokens[:count]):
-                return Sample(sample.tokens[:count], sample.log_probs[:count], "stop")
-        return sample
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         with self._lock:
@@ -288,6 +272,16 @@ class SGLangRollout:
             rank=rank(),
             method=method,
         )
+
+
+def _stopped(sample: Sample, stops: StopStrings) -> Sample:
+    """Return the sample up to the token that completes a stop string."""
+    # SGLang has no tokenizer here, so it samples on behind a stop string. The tokens up to it do
+    # not depend on the tokens behind it.
+    for count in range(1, len(sample.tokens) + 1):
+        if stops.completed_by_last(sample.tokens[:count]):
+            return Sample(sample.tokens[:count], sample.log_probs[:count], "stop")
+    return sample
 
 
 def _rows(ids: Tensor, mask: Tensor) -> list[list[int]]:

@@ -8,17 +8,15 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from quadriga.config.schema import DtypeName, ModelConfig
 from quadriga.errors import QuadrigaError, RolloutError
-from quadriga.models.loading import load_tokenizer
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
 from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities
 from quadriga.rollout.base import FinishReason, RolloutOutput, SamplingParams, tensor_digest
 from quadriga.rollout.requests import check_request, check_sequences
-from quadriga.rollout.stop_strings import StopStrings
+from quadriga.rollout.stop_strings import StopStringsOfModel
 from quadriga.rollout.vllm.isolation import Isolation
 from quadriga.rollout.vllm.options import check_installed, check_temperature, parse_options
 from quadriga.rollout.vllm.requests import Deadline, generate_rows, score_rows
@@ -71,7 +69,7 @@ class VLLMRollout:
         self._state = "ready"
         self._version = -1
         self._weights_awake = True
-        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._stop_strings = StopStringsOfModel(model)
         self._abilities = RolloutAbilities(
             vocabulary=self._running.vocabulary,
             window=self._running.window,
@@ -116,7 +114,7 @@ class VLLMRollout:
                 sampling,
                 sample_seeds.tolist(),
                 vocabulary=self.abilities.vocabulary,
-                stop_strings=self._stop_strings(sampling),
+                stop_strings=self._stop_strings.check(sampling.stop_strings),
                 deadline=deadline,
             )
         count, width = len(prompts), sampling.max_new_tokens
@@ -146,16 +144,6 @@ class VLLMRollout:
             columns = attention_mask[row].nonzero()[1:, 0].cpu()
             log_probs[row, columns] = torch.tensor(result.log_probs)
         return log_probs
-
-    def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
-        if not sampling.stop_strings:
-            return None
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(
-                self.model.tokenizer_path or self.model.path,
-                trust_remote_code=self.model.trust_remote_code,
-            )
-        return StopStrings(self._tokenizer, sampling.stop_strings)
 
     # Weights
 
