@@ -17,12 +17,28 @@ from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 
+from quadriga.protocol import message
+from quadriga.protocol.columns import column as columns
+from quadriga.protocol.columns.column import Column, RemoteColumn, is_remote, local_value
+from quadriga.protocol.columns.contents import Contents, MetaInfo
 from quadriga.protocol.containers import walk
 from quadriga.protocol.dataproto import DataProto, class_and_attributes, from_message
-from quadriga.protocol.message import Message, Packer
+from quadriga.protocol.message import Inline, Message, message_of
+from quadriga.protocol.values import stored_once
 from quadriga.protocol.values.decode import decode_leaf
-from quadriga.protocol.values.encode import encode_leaf
-from quadriga.protocol.values.storage import CONTROLLER, Origin, Store, current_store, use_store
+from quadriga.protocol.values.encode import encode, encode_leaf
+from quadriga.protocol.values.field_spec import FieldSpec, LocalValue, Payload
+from quadriga.protocol.values.rows import RowMap
+from quadriga.protocol.values.storage import (
+    CONTROLLER,
+    Handle,
+    Origin,
+    Store,
+    current_store,
+    snapshot,
+    traffic,
+    use_store,
+)
 
 __all__ = [
     "Deferred",
@@ -38,6 +54,18 @@ __all__ = [
 ]
 
 
+MESSAGE_BYTES = 100 * 1024
+"""Small fields of one message up to this size together are sent in the message of a call."""
+TINY_BYTES = 4 * 1024
+"""Fields up to this size are always sent in the message: reading a stored field costs more."""
+TOGETHER_BYTES = 16 * 2**20
+"""Large fields are stored together up to this size: their payloads may be copies."""
+
+_Unstored = tuple[RemoteColumn, LocalValue | None, Payload, int]
+"""A column without its handle; value, payload and bytes of what is to be stored. The value is None
+if its handle is not kept for later calls."""
+
+
 class Deferred(ABC):
     """A value that may not exist yet. As an argument it is replaced by its value."""
 
@@ -49,6 +77,123 @@ class Deferred(ABC):
     @abstractmethod
     def wait_all(values: Sequence[Deferred], timeout: float | None = None) -> None:
         """Wait for several values at once. Raises the first failure of any of them."""
+
+
+class Packer:
+    """Make the messages of one call or one result: `message` for each batch, then `store_fields`.
+
+    The messages contain no live tensor. Their large fields are put into the store by
+    `store_fields`, or before it whenever they have `TOGETHER_BYTES`: storing a field evicts what
+    the processor has cached of this code, so the messages of many ranks are made first.
+    """
+
+    def __init__(self, origin: Origin, store: Store) -> None:
+        """`origin`: the writer of the fields."""
+        self._origin, self.store = origin, store
+        # A result is stored for its receivers only: a method rarely returns the same tensor twice.
+        self._reuse = origin is CONTROLLER
+        self._may_store = origin is CONTROLLER and not store.in_process
+        self._session: object = None
+        self._waiting: list[list[_Unstored]] = []
+        self._first: dict[tuple[int, tuple[int, int]], RemoteColumn] = {}
+        self._same: list[tuple[RemoteColumn, RemoteColumn]] = []
+        self._nbytes = 0
+
+    def message(
+        self, contents: Contents, kind: type[object] | None, attributes: MetaInfo
+    ) -> Message:
+        """Return the message of one batch."""
+        store, row_map = self.store, None
+        unstored: list[_Unstored] = []
+
+        def entry(key: str, column: Column) -> Inline | RemoteColumn:
+            nonlocal row_map
+            if is_remote(column):
+                return columns.for_message(key, column, store)
+            if row_map is None:
+                row_map = columns.row_map_of_shard(contents.rows, self._origin)
+            value = local_value(column)
+            spec, payload, nbytes = encode(value, key, narrow=not store.in_process)
+            if nbytes <= message.INLINE_BYTES or spec.kind == "raw" or not row_map.shards:
+                return Inline(spec, payload, nbytes)
+            handle = self._stored(value, spec, payload)
+            stored = RemoteColumn(spec, row_map, () if handle is None else (handle,))
+            if handle is None and not self._is_waiting(value, stored):
+                unstored.append((stored, value, payload, nbytes))
+            return stored
+
+        packed = message_of(contents, kind, attributes, entry, store.in_process)
+        packed.row_map = row_map
+        if row_map is not None:
+            unstored += self._small_fields(packed, row_map)
+        if unstored:
+            self._waiting.append(unstored)
+            self._nbytes += sum(nbytes for _, _, _, nbytes in unstored)
+            if self._nbytes > TOGETHER_BYTES:
+                self.store_fields()
+        return packed
+
+    def _small_fields(self, packed: Message, row_map: RowMap) -> list[_Unstored]:
+        """Complete the small fields: copy them, or return them to be stored if they are many.
+
+        Fields that are small each and large together would be stored with the call, and the rank
+        would fetch all of them before the call starts. As fields of the store they are fetched when
+        they are read. They are not noted in `stored_once`: that costs as much as storing them.
+        """
+        found = [
+            (half, key, entry)
+            for half in (packed.tensors, packed.arrays)
+            for key, entry in half.items()
+            if isinstance(entry, Inline) and entry.spec.kind != "raw"
+        ]
+        unstored: list[_Unstored] = []
+        if self._may_store and sum([entry.nbytes for _, _, entry in found]) > MESSAGE_BYTES:
+            for half, key, entry in found:
+                if entry.nbytes > TINY_BYTES and row_map.shards:
+                    half[key] = stored = RemoteColumn(entry.spec, row_map, ())
+                    unstored.append((stored, None, entry.payload, entry.nbytes))
+        for field in (*packed.tensors.values(), *packed.arrays.values()):
+            # The payload may share memory with the live tensor, and is pickled later or never.
+            private = field.spec.kind != "raw" or self.store.in_process
+            if isinstance(field, Inline) and private:
+                field.payload = snapshot(field.payload)
+        return unstored
+
+    def _stored(self, value: LocalValue, spec: FieldSpec, payload: Payload) -> Handle | None:
+        """Return the handle of a value that was stored before and is unchanged."""
+        if not self._reuse:
+            return None
+        if self._session is None:
+            self._session = stored_once.session(self.store)
+        return stored_once.find(value, spec, payload, self._session)
+
+    def _is_waiting(self, value: LocalValue, stored: RemoteColumn) -> bool:
+        """Return whether the same rows of the same tensor wait already: they get one handle."""
+        if not self._reuse:
+            return False
+        source, rows = stored_once.place(value)
+        first = self._first.setdefault((id(source), rows), stored)
+        if first is not stored:
+            self._same.append((stored, first))
+        return first is not stored
+
+    def store_fields(self) -> None:
+        """Put the large fields into the store. Until then the messages cannot be sent."""
+        waiting, self._waiting, self._nbytes = self._waiting, [], 0
+        # One call for all large fields of a message: a store may put them into one object.
+        found = [
+            self.store.put_many([(payload, nbytes) for _, _, payload, nbytes in unstored])
+            for unstored in waiting
+        ]
+        for unstored, handles in zip(waiting, found, strict=True):
+            for (stored, value, _, nbytes), handle in zip(unstored, handles, strict=True):
+                stored.handles = (handle,)
+                traffic.stored(nbytes)
+                if self._reuse and value is not None:
+                    stored_once.remember(value, stored.spec, handle, self._session)
+        for stored, first in self._same:
+            stored.handles = first.handles
+        self._first, self._same = {}, []
 
 
 def pack_arguments(values: Iterable[object], store: Store | None = None) -> list[object]:

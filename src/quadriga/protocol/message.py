@@ -1,9 +1,8 @@
 """`Message`: one batch as it is sent, and its pickled form.
 
-A `Packer` makes the messages of a call: small fields with their bytes, large fields as handles of a
-store, so a message stays small whatever the size of the batch. `unpack` returns the contents of a
-message, private to the receiver. `pack_for_pickle` makes the message of a batch that is pickled
-outside a call.
+A message holds small fields with their bytes and large fields as handles of a store. A `Packer`
+(`boundary.py`) makes the messages of a call, `pack_for_pickle` that of a batch that is pickled
+outside a call. `unpack` returns the contents of a message, private to the receiver.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from quadriga.protocol.values.decode import current_device, decode, decode_leaf
 from quadriga.protocol.values.encode import encode, encode_leaf
 from quadriga.protocol.values.field_spec import (
     FieldSpec,
-    LocalValue,
     Payload,
     flat_payload,
     payload_of,
@@ -34,17 +32,12 @@ from quadriga.protocol.values.storage import (
     CONTROLLER,
     Handle,
     LocalHandle,
-    Origin,
-    Store,
     mark,
-    snapshot,
     traffic,
 )
 
 INLINE_BYTES = stored_once.NOTED_BYTES
 """A field of a shard up to this size is sent in the message; a larger one is put into the store."""
-TOGETHER_BYTES = 16 * 2**20
-"""Large fields are stored together up to this size: their payloads may be copies."""
 
 Flat: TypeAlias = tuple[Any, ...]
 """Nested tuples, strings, numbers, bytes, handles and large arrays: pickled without Python code."""
@@ -85,8 +78,6 @@ class Inline:
 
 
 Entries = dict[str, Inline | RemoteColumn]
-_Unstored = tuple[RemoteColumn, LocalValue, Payload, int]
-"""A column without its handle; value, payload and bytes of what is to be stored."""
 
 
 @dataclass(slots=True)
@@ -145,96 +136,6 @@ class Message:
         return restore, self.flat()
 
 
-class Packer:
-    """Make the messages of one call or one result: `message` for each batch, then `store_fields`.
-
-    The messages contain no live tensor. Their large fields are put into the store by
-    `store_fields`, or before it whenever they have `TOGETHER_BYTES`: storing a field evicts what
-    the processor has cached of this code, so the messages of many ranks are made first.
-    """
-
-    def __init__(self, origin: Origin, store: Store) -> None:
-        """`origin`: the writer of the fields."""
-        self._origin, self.store = origin, store
-        # A result is stored for its receivers only: a method rarely returns the same tensor twice.
-        self._reuse = origin is CONTROLLER
-        self._session: object = None
-        self._waiting: list[list[_Unstored]] = []
-        self._first: dict[tuple[int, tuple[int, int]], RemoteColumn] = {}
-        self._same: list[tuple[RemoteColumn, RemoteColumn]] = []
-        self._nbytes = 0
-
-    def message(
-        self, contents: Contents, kind: type[object] | None, attributes: MetaInfo
-    ) -> Message:
-        """Return the message of one batch."""
-        store, row_map = self.store, None
-        unstored: list[_Unstored] = []
-
-        def entry(key: str, column: Column) -> Inline | RemoteColumn:
-            nonlocal row_map
-            if is_remote(column):
-                return columns.for_message(key, column, store)
-            if row_map is None:
-                row_map = columns.row_map_of_shard(contents.rows, self._origin)
-            value = local_value(column)
-            spec, payload, nbytes = encode(value, key, narrow=not store.in_process)
-            if nbytes <= INLINE_BYTES or spec.kind == "raw" or not row_map.shards:
-                # The payload may share memory with the live tensor, and is pickled later or never.
-                private = spec.kind != "raw" or store.in_process
-                return Inline(spec, snapshot(payload) if private else payload, nbytes)
-            handle = self._stored(value, spec, payload)
-            stored = RemoteColumn(spec, row_map, () if handle is None else (handle,))
-            if handle is None and not self._is_waiting(value, stored):
-                unstored.append((stored, value, payload, nbytes))
-            return stored
-
-        message = _message(contents, kind, attributes, entry, store.in_process)
-        message.row_map = row_map
-        if unstored:
-            self._waiting.append(unstored)
-            self._nbytes += sum(nbytes for _, _, _, nbytes in unstored)
-            if self._nbytes > TOGETHER_BYTES:
-                self.store_fields()
-        return message
-
-    def _stored(self, value: LocalValue, spec: FieldSpec, payload: Payload) -> Handle | None:
-        """Return the handle of a value that was stored before and is unchanged."""
-        if not self._reuse:
-            return None
-        if self._session is None:
-            self._session = stored_once.session(self.store)
-        return stored_once.find(value, spec, payload, self._session)
-
-    def _is_waiting(self, value: LocalValue, stored: RemoteColumn) -> bool:
-        """Return whether the same rows of the same tensor wait already: they get one handle."""
-        if not self._reuse:
-            return False
-        source, rows = stored_once.place(value)
-        first = self._first.setdefault((id(source), rows), stored)
-        if first is not stored:
-            self._same.append((stored, first))
-        return first is not stored
-
-    def store_fields(self) -> None:
-        """Put the large fields into the store. Until then the messages cannot be sent."""
-        waiting, self._waiting, self._nbytes = self._waiting, [], 0
-        # One call for all large fields of a message: a store may put them into one object.
-        found = [
-            self.store.put_many([(payload, nbytes) for _, _, payload, nbytes in unstored])
-            for unstored in waiting
-        ]
-        for unstored, handles in zip(waiting, found, strict=True):
-            for (stored, value, _, nbytes), handle in zip(unstored, handles, strict=True):
-                stored.handles = (handle,)
-                traffic.stored(nbytes)
-                if self._reuse:
-                    stored_once.remember(value, stored.spec, handle, self._session)
-        for stored, first in self._same:
-            stored.handles = first.handles
-        self._first, self._same = {}, []
-
-
 def pack_for_pickle(contents: Contents, kind: type[object] | None, attributes: MetaInfo) -> Message:
     """Return the message of a batch that is pickled outside a call.
 
@@ -246,18 +147,22 @@ def pack_for_pickle(contents: Contents, kind: type[object] | None, attributes: M
             return columns.for_pickle(key, column)
         return Inline(*encode(local_value(column), key))
 
-    message = _message(contents, kind, attributes, entry)
+    message = message_of(contents, kind, attributes, entry)
     message.row_map = columns.row_map_of_shard(contents.rows, CONTROLLER)
     return message
 
 
-def _message(
+def message_of(
     contents: Contents,
     kind: type[object] | None,
     attributes: MetaInfo,
     entry: Callable[[str, Column], Inline | RemoteColumn],
     private: bool = False,
 ) -> Message:
+    """Return the message of a batch, without a row map. `entry` makes the entry of each field.
+
+    `private`: whether tensors in the meta information are copied.
+    """
     batch, arrays, meta = contents
     head = None
     if batch is not None:

@@ -1,0 +1,80 @@
+"""Small fields of a call are sent in the message; if they are large together, they are stored."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quadriga.protocol import DataProto
+from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
+from quadriga.protocol.message import Inline
+from quadriga.protocol.values import operations
+from quadriga.protocol.values.storage import InProcessStore, Origin, traffic
+
+RANK = Origin("actor", 0, "make")
+
+
+class CountingStore(InProcessStore):
+    """The store of other processes; `objects` has the sizes of the fields of each object."""
+
+    in_process = False
+
+    def __init__(self) -> None:
+        self.objects: list[list[int]] = []
+
+    def put_many(self, values):
+        self.objects.append([nbytes for _, nbytes in values])
+        return super().put_many(values)
+
+
+def batch(columns: int) -> DataProto:
+    """Return four rows with three fields of `columns` float32 values, and a column of objects."""
+    fields = {f"x{i}": torch.randn(4, columns) for i in range(2)}
+    arrays = {"a": np.arange(4 * columns, dtype=np.float32).reshape(4, -1)}
+    return DataProto.from_dict(fields, non_tensors={**arrays, "o": [{"k": 1}, 2, "c", None]})
+
+
+def is_equal(a: DataProto, b: DataProto) -> bool:
+    return all(operations.same(a.batch[key], b.batch[key]) for key in ("x0", "x1")) and all(
+        operations.same(a.non_tensor_batch[key], b.non_tensor_batch[key])
+        for key in a.non_tensor_batch
+    )
+
+
+@pytest.mark.parametrize(
+    "columns, objects",
+    [(2000, []), (2200, [[35_200] * 3]), (4000, [[64_000] * 3])],
+    ids=["96 kB", "105.6 kB, more than 100 KiB", "192 kB"],
+)
+def test_small_fields_that_are_large_together_are_one_object(columns, objects):
+    data, store = batch(columns), CountingStore()
+    message = pack_argument(data, store)
+    assert store.objects == objects
+    inline = [isinstance(entry, Inline) for entry in message.tensors.values()]
+    assert inline == [not objects] * 2 and isinstance(message.arrays["o"], Inline)
+    assert is_equal(unpack_argument(message), data)
+
+
+def test_such_fields_are_not_kept_for_later_calls():
+    data, store = batch(4000), CountingStore()
+    for _ in range(2):
+        traffic.reset()
+        pack_argument(data, store)
+        assert traffic.reset().stored_bytes == 3 * 64_000
+    assert len(store.objects) == 2
+
+
+def test_a_result_is_sent_with_its_small_fields():
+    data, store = batch(4000), CountingStore()
+    message = pack_result(data, RANK, store)
+    data.batch["x0"].zero_()  # the message has copies
+    assert store.objects == [] and unpack_result(message).batch["x0"].abs().sum() > 0
+
+
+def test_fields_in_the_message_are_copies():
+    data = batch(100)
+    message = pack_argument(data, CountingStore())
+    before = data.batch["x0"].clone()
+    data.batch["x0"].zero_()
+    assert torch.equal(unpack_argument(message).batch["x0"], before)
