@@ -30,9 +30,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from quadriga.config.schema import Checkpointing
 from quadriga.errors import ModelError
 
-PRODUCTS = frozenset({"mm", "addmm", "_scaled_mm"})
-"""Products of activations and weights. `bmm` is not one of them: its output can be attention scores
-of all pairs of tokens."""
+PRODUCTS = frozenset({"mm", "addmm", "_scaled_mm", "_linear_pointwise"})
+"""Products of activations and weights; the last one is that of `models/cpu_linear.py`. `bmm` is not
+one of them: its output can be attention scores of all pairs of tokens."""
 
 GROUPED = "grouped_mm"
 """Part of the names of products of grouped rows: a mixture of experts."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quadriga.engines.loading.sharding import class_name
+from quadriga.models.cpu_linear import CpuLinear
 
 HeadFn = Callable[[Tensor, Tensor], Tensor]
 """(hidden states that the output layer receives, its weight [V, D]) -> the model's "logits"."""
@@ -58,7 +59,7 @@ def fusable_layer(model: PreTrainedModel, run: Callable[[], Tensor]) -> nn.Linea
     """
     layer: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # none
     name = class_name(model)
-    if type(layer) is not nn.Linear:
+    if not isinstance(layer, nn.Linear) or type(layer) not in (nn.Linear, CpuLinear):
         return f"the output layer of {name} is {type(layer).__name__}, not Linear"
     if layer.bias is not None:
         return f"the output layer of {name} has a bias"

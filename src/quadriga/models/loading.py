@@ -28,6 +28,7 @@ from transformers.integrations import hub_kernels
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from quadriga.errors import ModelError
+from quadriga.models.cpu_linear import use_cpu_linear
 from quadriga.models.folder import check_model_folder, local_folder
 from quadriga.models.weights.finite import check_all_finite, count_not_finite
 from quadriga.observability.quiet import quiet_libraries
@@ -189,6 +190,7 @@ def model_without_parameters(
         if (folder / GENERATION_CONFIG_NAME).is_file() and model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config.name_or_path = str(folder)
+    use_cpu_linear(model)
     return model
 
 
@@ -318,6 +320,7 @@ def _load(
     # Buffers are not checked: Gemma 4 has limits of clipping in them, which may be infinite.
     weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
     check_all_finite(folder, {name: count_not_finite(weight) for name, weight in weights})
+    use_cpu_linear(model)
     return model.eval(), set(info["missing_keys"])
 
 
