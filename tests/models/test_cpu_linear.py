@@ -87,6 +87,18 @@ def test_a_frozen_weight_has_no_gradient() -> None:
     torch.testing.assert_close(rows.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@needs_onednn
+@pytest.mark.parametrize("shape", [(300, 96), (3, 100, 96)])
+def test_the_output_may_be_changed_in_place(shape: tuple[int, ...]) -> None:
+    layer, _ = layers(96, 70, bias=True)
+    rows = torch.randn(shape, requires_grad=True)
+    out = layer(rows)
+    assert not out._is_view()
+    out.mul_(2.0).sum().backward()
+    assert rows.grad is not None
+    torch.testing.assert_close(rows.grad, 2 * layer.weight.detach().sum(0).expand(shape))
+
+
 def test_subclasses_of_linear_are_left_out() -> None:
     class Own(nn.Linear):
         """A layer that computes something of its own."""

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from quadriga.errors import ProtocolError, ShapeError
-from quadriga.parallel.attention_blocks import prompt_and_response_blocks, whole_row_blocks
+from quadriga.parallel.attention_blocks import (
+    BLOCK_PAIRS,
+    ROWS_PER_BLOCK,
+    similar_length_blocks,
+    whole_row_blocks,
+)
 from quadriga.parallel.packing import first_row_with_same_prompt, pack_rows
 
 IDS = torch.tensor([[0, 11, 12, 21, 22, 0], [0, 11, 12, 31, 0, 0], [13, 14, 15, 41, 42, 43]])
@@ -56,15 +61,72 @@ def test_attention_blocks_by_hand():
     assert whole.blocks[0].queries.tolist() == whole.blocks[0].keys.tolist() == rows
     assert whole.slot_of_token.tolist() == [0, 1, 2, 3, 8, 12, 13, 14, 15, 16, 17]
 
-    split = prompt_and_response_blocks(packed)
-    prompts, responses = split.blocks
-    assert prompts.queries.tolist() == [[0, 1, 2], [5, 6, 7]]
-    assert responses.queries.tolist() == [[8, 9, 10], [2, 3, 0], [4, 0, 0]]
-    assert responses.keys.tolist() == [rows[2], rows[0], rows[1]]
-    assert responses.first_query.tolist() == [3, 2, 2]
-    assert responses.mask[1, 0].int().tolist() == [
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 1, 0],
-    ]
-    assert split.slot_of_token.tolist() == [0, 1, 9, 10, 12, 3, 4, 5, 6, 7, 8]
+    split = similar_length_blocks(packed)
+    causal, responses = split.blocks
+    assert causal.queries.tolist() == causal.keys.tolist() == [rows[2], rows[0]]
+    assert causal.mask is None
+    assert responses.queries.tolist() == [[2, 3], [4, 0]]
+    assert responses.keys.tolist() == [[0, 1, 2, 3], [0, 1, 4, 0]]
+    assert responses.first_query.tolist() == [2, 2]
+    assert responses.mask[1, 0].int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert split.slot_of_token.tolist() == [6, 7, 12, 13, 14, 0, 1, 2, 3, 4, 5]
+
+
+def rows_of(lengths):
+    """Pack rows of (prompt number, prompt tokens, response tokens)."""
+    width, responses = max(p for _, p, _ in lengths), max(1, *(r for *_, r in lengths))
+    ids = torch.zeros(len(lengths), width + responses, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, (number, prompt, response) in enumerate(lengths):
+        ids[row, width - prompt : width] = number + 1
+        mask[row, width - prompt : width + response] = 1
+    return pack_rows(ids, mask, torch.zeros(len(ids), responses)).rows
+
+
+def assert_every_token_attends_to_its_row(rows):
+    found = similar_length_blocks(rows)
+    queries = torch.cat([block.queries.flatten() for block in found.blocks])
+    assert queries[found.slot_of_token].tolist() == list(range(len(rows.row)))
+    keys = []
+    for block in found.blocks:
+        assert len(block.queries) <= ROWS_PER_BLOCK
+        columns = block.query_columns().expand(len(block.queries), -1)
+        for row, of_row in enumerate(columns.tolist()):
+            for query, column in enumerate(of_row):
+                seen = torch.arange(block.keys.shape[1]) <= column
+                if block.mask is not None:
+                    assert block.mask[row, 0, query].tolist() == seen.tolist()
+                keys.append(block.keys[row][seen].tolist())
+    for token, slot in enumerate(found.slot_of_token.tolist()):
+        row, column = int(rows.row[token]), int(rows.column[token])
+        assert keys[slot] == rows.token_index[row, : column + 1].tolist()
+
+
+def test_blocks_hold_every_token_with_its_row():
+    generator = torch.Generator().manual_seed(0)
+
+    def number(limit):
+        return int(torch.randint(limit, (), generator=generator))
+
+    for _ in range(20):
+        prompts = [1 + number(12) for _ in range(6)]
+        rows = [(i, prompts[i], number(9)) for i in (number(6) for _ in range(1 + number(14)))]
+        assert_every_token_attends_to_its_row(rows_of(rows))
+    assert_every_token_attends_to_its_row(rows_of([(i, 1, i % 3) for i in range(70)]))
+
+
+def test_a_long_shared_prompt_is_computed_once_and_a_short_one_in_every_row():
+    long, short = rows_of([(0, 9, 2)] * 3), rows_of([(0, 2, 9)] * 3)
+    assert [b.queries.shape for b in similar_length_blocks(long).blocks] == [(1, 9), (3, 2)]
+    assert [b.queries.shape for b in similar_length_blocks(short).blocks] == [(3, 11)]
+
+
+def test_rows_of_similar_length_are_in_one_block():
+    def shapes(lengths):
+        blocks = similar_length_blocks(rows_of([(i, 1, n - 1) for i, n in enumerate(lengths)]))
+        return [tuple(block.queries.shape) for block in blocks.blocks]
+
+    assert shapes([100, 400, 100]) == [(1, 400), (2, 100)]
+    assert shapes([30, 60, 30]) == [(3, 60)]  # 2 · (1830 − 465) = 2730 pairs are less than a block
+    assert BLOCK_PAIRS == 8192
+    assert shapes([5] * 40) in ([(32, 5), (8, 5)], [(8, 5), (32, 5)])

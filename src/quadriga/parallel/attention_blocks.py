@@ -12,9 +12,10 @@ Two arrangements compute the same function:
 
 - whole rows: one block of all rows, where queries and keys are the same tokens. It needs no mask,
   so an accelerator can use its fastest causal kernel.
-- prompts and responses apart: the distinct prompts in one causal block, then the response tokens as
-  queries against their whole rows, with rows of similar length in one block. The queries of a
-  shared prompt are computed once, and there is little padding.
+- causal sequences and responses: rows, or prompts that several rows share, in causal blocks; then
+  the response tokens of the rows with a shared prompt as queries against their whole rows.
+  Sequences of similar length are in one block, so there is little padding, and the queries of a
+  long shared prompt are computed once.
 """
 
 from __future__ import annotations
@@ -41,28 +42,33 @@ from torch import Tensor
 #
 #   slot_of_token  0   1   2   3   8  12  13  14  15  16  17       row · 6 + column
 #
-# Prompts and responses apart: two blocks, 15 query slots instead of 18.
+# Causal sequences and responses: two blocks, 16 query slots instead of 18. Attention of row 2,
+# whose prompt no other row has, takes 1 + 2 + … + 6 = 21 pairs of a query and a key. Rows 0 and 1
+# would take 10 + 6 pairs as whole rows. They take 3 for their prompt, 2 · 4 + 1 · 3 for responses.
 #
-#   block 0: prompts, causal       block 1: responses, longest row first
-#   queries = keys                 queries       keys                first_query
-#     row 0   0 1 2 *                row 2   8  9 10     5 6 7 8 9 10        3
-#     row 2   5 6 7                  row 0   2  3  ·     0 1 2 3 ·  ·        2
-#   * column 2 of row 0 belongs      row 1   4  ·  ·     0 1 4 · ·  ·        2
-#     to the response; the output
-#     of this slot is not read
+#   block 0: causal, longest first      block 1: responses, longest row first
+#   queries = keys                      queries    keys          first_query
+#     row 2   5 6 7 8 9 10                row 0   2 3   0 1 2 3      2
+#     row 0   0 1 * *  ·  ·               row 1   4 ·   0 1 4 ·      2
+#   * columns 2 and 3 of row 0 belong
+#     to the response; the outputs of
+#     these slots are not read
 #
-#   slot_of_token  0   1   9  10  12   3   4   5   6   7   8       block 1 starts at slot 6
+#   slot_of_token  6   7  12  13  14   0   1   2   3   4   5       block 1 starts at slot 12
 #
 # Query slot j of a row is in column first_query + j and attends to the columns up to its own.
-# `mask` of row 0 in block 1 (its query columns are 2, 3 and the padding 4):
+# `mask` of row 1 in block 1 (its query columns are 2 and the padding 3):
 #
-#   key column        0  1  2  3  4  5
-#   query column 2    1  1  1  ·  ·  ·       token 21 attends to 11 12 21
-#   query column 3    1  1  1  1  ·  ·       token 22 attends to 11 12 21 22
-#   query column 4    1  1  1  1  1  ·       padding: its output is not read
+#   key column        0  1  2  3
+#   query column 2    1  1  1  ·       token 31 attends to 11 12 31
+#   query column 3    1  1  1  1       padding: its output is not read
 
 ROWS_PER_BLOCK = 32
-"""Rows of one response block. More rows mean fewer kernels and more padding."""
+"""The most rows of one block. Some kernels hold the scores of a whole block."""
+
+BLOCK_PAIRS = 2**13
+"""What one more block costs, in pairs of a query and a key. On a CPU, gathering its rows and
+calling the kernel takes, forward and backward, as long as the attention of about so many pairs."""
 
 
 @dataclass(frozen=True)
@@ -153,38 +159,90 @@ def whole_row_blocks(rows: PackedRows) -> AttentionBlocks:
     return AttentionBlocks((AttentionBlock(tokens, tokens),), slot_of_token)
 
 
-def prompt_and_response_blocks(
-    rows: PackedRows, rows_per_block: int = ROWS_PER_BLOCK
-) -> AttentionBlocks:
-    """Arrange distinct prompts in one causal block and responses in blocks of similar length."""
+def similar_length_blocks(rows: PackedRows) -> AttentionBlocks:
+    """Arrange rows or their prompts in causal blocks, and responses in blocks of their own."""
     count = len(rows.prompt_owner)
-    response_slot = torch.zeros(count, dtype=torch.int64)  # slot of a row's first response token
-    prompt_slot = torch.zeros(count, dtype=torch.int64)  # slot of an owner's first prompt token
-    blocks = []
+    numbers = torch.arange(count)
+    whole = _cheaper_as_whole_rows(rows)
+    # The rows of the causal sequences: each whole row that has a token of its own to compute, and
+    # the row from which a shared prompt is taken.
+    is_owner, has_response = rows.prompt_owner == numbers, rows.length > rows.prompt_length
+    causal_length = torch.where(whole, rows.length, rows.prompt_length)
+    causal = ((is_owner | (whole & has_response)) & (causal_length > 0)).nonzero()[:, 0]
+    response = (has_response & ~whole).nonzero()[:, 0]
+
+    blocks: list[AttentionBlock] = []
+    first_slot = torch.zeros(2, count, dtype=torch.int64)  # of causal sequences, of responses
     slots = 0
 
-    owners = torch.unique(rows.prompt_owner)
-    width = int(rows.prompt_length[owners].max()) if count else 0
-    if width:
-        tokens = rows.token_index[owners, :width]
-        blocks.append(AttentionBlock(tokens, tokens))
-        prompt_slot[owners] = torch.arange(len(owners)) * width
-        slots = tokens.numel()
-
-    with_response = (rows.length > rows.prompt_length).nonzero()[:, 0]
-    by_length = with_response[
-        torch.argsort(rows.length[with_response], descending=True, stable=True)
-    ]
-    for block_rows in torch.split(by_length, rows_per_block) if len(by_length) else ():
-        block = _response_block(rows, block_rows)
+    def add(block: AttentionBlock, kind: int, block_rows: Tensor) -> None:
+        nonlocal slots
         blocks.append(block)
-        response_slot[block_rows] = slots + torch.arange(len(block_rows)) * block.queries.shape[1]
+        first_slot[kind, block_rows] = slots + numbers[: len(block_rows)] * block.queries.shape[1]
         slots += block.queries.numel()
 
-    # A response token in column c is query number c − prompt_length of its row.
-    in_response = response_slot[rows.row] + rows.column - rows.prompt_length[rows.row]
-    slot = torch.where(rows.in_prompt, prompt_slot[rows.row] + rows.column, in_response)
+    for block_rows in _split_by_length(causal, causal_length, None):
+        tokens = rows.token_index[block_rows, : int(causal_length[block_rows].max())]
+        add(AttentionBlock(tokens, tokens), 0, block_rows)
+    for block_rows in _split_by_length(response, rows.length, rows.length - rows.prompt_length):
+        add(_response_block(rows, block_rows), 1, block_rows)
+
+    # A response token in column c is query number c − prompt_length of its row's responses.
+    in_causal = first_slot[0, rows.row] + rows.column
+    in_response = first_slot[1, rows.row] + rows.column - rows.prompt_length[rows.row]
+    slot = torch.where(rows.in_prompt | whole[rows.row], in_causal, in_response)
     return AttentionBlocks(tuple(blocks), slot)
+
+
+def _cheaper_as_whole_rows(rows: PackedRows) -> Tensor:
+    """Return [B] bool: whether the rows with this row's prompt take fewer pairs as whole rows.
+
+    The other way is their prompt once, and every response token against its whole row.
+    """
+    prompt, length = rows.prompt_length, rows.length
+    pairs_whole = length * (length + 1) // 2
+    pairs_responses = (length - prompt) * length
+    groups = torch.zeros_like(length)
+    # Of each group: whole rows − responses − the prompt, counted at the row that owns it.
+    groups.index_add_(0, rows.prompt_owner, pairs_whole - pairs_responses)
+    return (groups - prompt * (prompt + 1) // 2 <= 0)[rows.prompt_owner]
+
+
+def _split_by_length(chosen: Tensor, keys: Tensor, queries: Tensor | None) -> list[Tensor]:
+    """Split rows, in descending order of their keys, into the blocks that cost least.
+
+    Args:
+        chosen: [rows] int64, the rows to split.
+        keys: [B] int64, the keys of each row.
+        queries: [B] int64, the queries of each row. None: keys are queries, attention is causal.
+    """
+    # Three causal sequences of 400, 100 and 100 tokens:
+    #
+    #   one block               3 · 400 · 401 / 2                               240 600 pairs
+    #   {400} {100 100}         400 · 401 / 2 + 2 · 100 · 101 / 2                90 300 pairs
+    #
+    # The second way has 8192 pairs more for its second block, and is chosen. `least[j]` is the
+    # least cost of the first j rows, and their last block begins at `begin[j]`.
+    order = chosen[torch.argsort(keys[chosen], descending=True, stable=True)]
+    lengths = keys[order].tolist()
+    widths = lengths if queries is None else queries[order].tolist()
+    least, begin = [0.0], [0]
+    for stop in range(1, len(lengths) + 1):
+        best, best_start, width = float("inf"), 0, 0
+        for start in range(stop - 1, max(stop - ROWS_PER_BLOCK, 0) - 1, -1):
+            length, width = lengths[start], max(width, widths[start])
+            pairs = length * (length + 1) / 2 if queries is None else length * width
+            cost = least[start] + BLOCK_PAIRS + (stop - start) * pairs
+            if cost < best:
+                best, best_start = cost, start
+        least.append(best)
+        begin.append(best_start)
+    blocks: list[Tensor] = []
+    stop = len(lengths)
+    while stop:
+        blocks.append(order[begin[stop] : stop])
+        stop = begin[stop]
+    return blocks[::-1]
 
 
 def _response_block(rows: PackedRows, block_rows: Tensor) -> AttentionBlock:

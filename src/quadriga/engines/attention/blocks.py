@@ -36,15 +36,14 @@ def attend_blocks(
         softcap, sinks: see `packed_attention`.
     """
     # Rows 0 and 1 share the prompt tokens 0 1 (`parallel/attention_blocks.py` has the index tables
-    # of this example). N = 11 tokens are gathered into 6 + 9 query slots:
+    # of this example). N = 11 tokens are gathered into 12 + 4 query slots:
     #
-    #   q of 11 tokens -> block 0   0 1 2      -> outputs of slots  0  1  2
-    #                               5 6 7                           3  4  5
-    #                     block 1   8 9 10                          6  7  8
-    #                               2 3 ·                           9 10 11
-    #                               4 · ·                          12 13 14
+    #   q of 11 tokens -> block 0   5 6 7 8 9 10  -> outputs of slots  0 …  5
+    #                               0 1 *  * · ·                       6 … 11
+    #                     block 1   2 3                               12   13
+    #                               4 ·                               14   15
     #
-    #   slot_of_token   0 1 9 10 12 3 4 5 6 7 8  reads the outputs of the 11 tokens back
+    #   slot_of_token   6 7 12 13 14 0 1 2 3 4 5  reads the outputs of the 11 tokens back
     outputs = []
     for block in rows.blocks:
         slots = (

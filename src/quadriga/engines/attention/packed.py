@@ -31,7 +31,7 @@ from quadriga.models.architectures import architecture_of
 from quadriga.parallel.attention_blocks import (
     AttentionBlocks,
     PackedRows,
-    prompt_and_response_blocks,
+    similar_length_blocks,
     whole_row_blocks,
 )
 
@@ -48,7 +48,7 @@ class AttentionRows:
         rows: which packed tokens make up each row, on the CPU.
         device: where attention is computed.
         kernel_of: the kernel of each call.
-        split: whether `sdpa` computes prompts and responses in separate blocks.
+        split: whether `sdpa` computes rows of similar length in blocks of their own.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class AttentionRows:
     @cached_property
     def blocks(self) -> AttentionBlocks:
         """The arrangement of `sdpa`."""
-        arrange = prompt_and_response_blocks if self._split else whole_row_blocks
+        arrange = similar_length_blocks if self._split else whole_row_blocks
         return arrange(self._rows).to(self._device)
 
     @cached_property
