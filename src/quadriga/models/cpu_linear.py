@@ -41,7 +41,7 @@ class CpuLinear(nn.Linear):
             return super().forward(input)
         rows = input.flatten(0, -2)
         out: Tensor = _Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]  # of torch
-        # As the output of `nn.Linear`, this is no view for autograd: a model may change it in place.
+        # No view for autograd, as of `nn.Linear`: a model may change it in place.
         shaped: Tensor = torch.ops.aten._unsafe_view(out, [*input.shape[:-1], len(weight)])
         return shaped
 
