@@ -257,6 +257,7 @@ def test_frozen_weights_have_the_compute_dtype_and_adapters_float32(model_folder
 
 def test_dropout_is_on_in_updates_only(model_folder):
     engine = build(model_folder, replace(LORA, dropout=0.5))
+    assert not any(module.training for module in engine.module.modules())  # before any update
     cases.step(engine)
     assert torch.equal(log_probs(engine), log_probs(engine))
     batch, outputs = cases.make_batch(), []

@@ -129,6 +129,8 @@ def check_peft() -> None:
 def add_adapters(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
     """Put the adapters into `model`, in place, on the meta device; freeze all other parameters.
 
+    The adapters are in evaluation mode: an update turns their dropout on for itself.
+
     Returns:
         Name in the model → its first value, float32 on the CPU, equal on all ranks: A is uniform
         with variance 1 / (3 · in), B is 0, as PEFT initialises them; or both are read.
@@ -145,6 +147,7 @@ def add_adapters(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
     )
     # Empty weights: PEFT would draw from the random generator of the process.
     inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    model.train(False)
     stored = {} if adapter.folder is None else load_file(adapter.folder / WEIGHTS_FILE)
     values: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():

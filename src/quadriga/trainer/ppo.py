@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.algorithms.kl import make_kl_controller
@@ -35,22 +34,15 @@ from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.roles.registry import added_stages
 from quadriga.trainer.roles.settings import check_roles_in_settings
 from quadriga.trainer.roles.stage_runner import StageRunner
+from quadriga.trainer.run.checkpointing import Checkpointing
 from quadriga.trainer.run.groups import PPOGroups, gather, start_groups
 from quadriga.trainer.run.ingredients import Ingredients, load_ingredients
 from quadriga.trainer.run.passes import rows_with_advantage, submit_passes
 from quadriga.trainer.run.pools import check_settings_of_pools
 from quadriga.trainer.run.preflight import check_program, check_settings, load_user_files
 from quadriga.trainer.run.record import RunRecord
-from quadriga.trainer.run.resuming import (
-    Changes,
-    ControllerState,
-    SaveClock,
-    checkpoint_to_resume,
-    inputs_of,
-    read_state,
-)
+from quadriga.trainer.run.resuming import Resumed
 from quadriga.trainer.run.role_workers import POLICY_ROLES, check_roles, settings_for_classes
-from quadriga.trainer.run.stopping import StopRequest
 from quadriga.trainer.sampling import Sampler
 from quadriga.trainer.stages import BatchReward
 from quadriga.trainer.validation import Validator
@@ -126,12 +118,8 @@ class RayPPOTrainer:
         # twice in an epoch, and the state of the loader counts every batch that was drawn.
         self.stream = endless(self.ingredients.train_loader)
         self.step = 0
-        self.checkpoint: Path | None = None  # from which the run was resumed
-        self.inputs = inputs_of(config)
-        self.save_clock = SaveClock(config.trainer.save_interval_s)
-        self.stop = StopRequest(
-            save=config.trainer.save_on_stop, grace_s=config.trainer.stop_grace_s
-        )
+        self.checkpoints = Checkpointing(config, self.ingredients.train_loader)
+        self.stop = self.checkpoints.stop
         self._groups: PPOGroups | None = None
 
     @property
@@ -263,16 +251,10 @@ class RayPPOTrainer:
                 self.step += 1
                 yield next(self.stream)
 
-    def open_record(self, resumed: int | None) -> RunRecord:
-        """Open the run folder; `resumed` is the step of the loaded checkpoint, if there is one."""
+    def open_record(self, resumed: Resumed | None) -> RunRecord:
+        """Open the run folder; `resumed` is the loaded checkpoint, if there is one."""
         tokenizer = self.ingredients.tokenizer
-        return RunRecord.open(
-            self.config,
-            self.total_steps,
-            tokenizer,
-            resume_after=resumed,
-            checkpoint=self.checkpoint,
-        )
+        return RunRecord.open(self.config, self.total_steps, tokenizer, resumed)
 
     def make_validator(self, groups: PPOGroups, record: RunRecord) -> Validator:
         """Return the validator of the run."""
@@ -304,42 +286,31 @@ class RayPPOTrainer:
 
     def save_if_due(self, groups: PPOGroups, record: RunRecord) -> None:
         """Save a checkpoint where the settings or a signal ask for it. Then stop if one does."""
-        settings = self.config.trainer
-        if self._due(settings.save_freq) or self.save_clock.due or self.stop.requested:
+        if self.checkpoints.due(self.step, last=self.step == self.total_steps):
             self.save(groups, record)
-            self.save_clock.restart()
+            self.checkpoints.clock.restart()
         self.stop.stop_if_requested()
 
     def save(self, groups: PPOGroups, record: RunRecord) -> None:
         """Write a checkpoint of every role that learns, and of the controller."""
-        loader = self.ingredients.train_loader
-        state = ControllerState(
-            self.step, loader.state_dict(), self.kl_controller.state_dict(), self.inputs
+        state = self.checkpoints.state(
+            self.step, record.last_validation, self.kl_controller.state_dict()
         )
         with record.span("save"):
             groups.save(record.folder.checkpoints, state, self.config.trainer.max_ckpt_to_keep)
 
-    def resume(self, groups: PPOGroups) -> int | None:
-        """Load the checkpoint that `trainer.resume_mode` names, if there is one.
-
-        Returns:
-            The step of the checkpoint, or None.
+    def resume(self, groups: PPOGroups) -> Resumed | None:
+        """Load the checkpoint that `trainer.resume_mode` names, if there is one, and return it.
 
         Raises:
             CheckpointError: it is damaged, or belongs to other data or another model.
         """
-        checkpoint = self.checkpoint = checkpoint_to_resume(self.config.trainer, tell=True)
-        if checkpoint is None:
-            return None
-        state = read_state(checkpoint)
-        changes = Changes.between(state.inputs, self.inputs)
-        changes.check(checkpoint, override=self.config.trainer.resume_override)
-        changes.tell(checkpoint)
-        state.continue_loader(self.ingredients.train_loader, data_changed=bool(changes.data))
-        self.kl_controller.load_state_dict(state.kl_controller)
-        groups.load(checkpoint, state.step)
-        self.step = state.step
-        return state.step
+        resumed = self.checkpoints.resume()
+        if resumed is not None:
+            self.kl_controller.load_state_dict(resumed.state.kl_controller)
+            groups.load(resumed.folder, resumed.state.step)
+            self.step = resumed.state.step
+        return resumed
 
     def close(self) -> None:
         """Stop the worker groups and the reward processes, if they are started."""

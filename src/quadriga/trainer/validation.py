@@ -66,8 +66,9 @@ class Validator:
         self.n = n
         self.generating = generating
         self.run_stage = run_stage or StageRunner()
-        self.last: Metrics = {}
-        self.scores_right_or_wrong = True
+        # A run that is resumed continues after the last validation before the checkpoint.
+        self.last: Metrics = record.last_validation
+        self.scores_right_or_wrong = not self.last or "val/accuracy" in self.last
 
     def run(self, *, step: int, due: bool) -> Metrics:
         """Validate if `due`, and if there is validation data. Return the metrics, else {}."""

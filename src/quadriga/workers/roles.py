@@ -287,6 +287,16 @@ class SFTGroup(RolloutGroup, Protocol):
         ...
 
     @property
+    def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
+        """Save one shard per rank: `ActorRolloutRefWorker.save_checkpoint`."""
+        ...
+
+    @property
+    def load_checkpoint(self) -> GroupMethod[[str, int], list[None]]:
+        """Load a folder of `save_checkpoint`: `ActorRolloutRefWorker.load_checkpoint`."""
+        ...
+
+    @property
     def export_hf(self) -> GroupMethod[[str], list[None]]:
         """Write a Hugging Face folder: `ActorRolloutRefWorker.export_hf`."""
         ...

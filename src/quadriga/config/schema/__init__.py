@@ -7,6 +7,7 @@
     reward     rewards
     sft        `quadriga sft`
     rm         `quadriga rm`
+    run        what the sections `trainer` of these three have in common
     evaluation `quadriga generate` and `quadriga eval`
     commands   the other commands
     choices    the closed lists of choices
@@ -85,6 +86,7 @@ from quadriga.config.schema.roles import (
     RolloutEngineConfig,
     SamplingConfig,
 )
+from quadriga.config.schema.run import RunConfig
 from quadriga.config.schema.sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
 from quadriga.config.schema.train import (
     DataConfig,
@@ -95,9 +97,6 @@ from quadriga.config.schema.train import (
     TrainerConfig,
 )
 
-AnyTrainerConfig = TrainerConfig | SFTTrainerConfig | RMTrainerConfig
-"""The section `trainer` of a command that starts worker groups."""
-
 __all__ = [
     "MISSING_PATH",
     "ActorConfig",
@@ -106,7 +105,6 @@ __all__ = [
     "AlarmAction",
     "AlgorithmConfig",
     "AlgorithmsConfig",
-    "AnyTrainerConfig",
     "ArithmeticDataConfig",
     "AttentionName",
     "BackendName",
@@ -153,6 +151,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "RolloutEngineConfig",
+    "RunConfig",
     "SFTConfig",
     "SFTDataConfig",
     "SFTTrainerConfig",

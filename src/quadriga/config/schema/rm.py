@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quadriga.config.schema.choices import BackendName, DeviceName
 from quadriga.config.schema.model import EngineConfig, ModelConfig, OptimConfig
+from quadriga.config.schema.run import RunConfig
 
 
 @dataclass(frozen=True)
@@ -29,30 +29,11 @@ class RMDataConfig:
 
 
 @dataclass(frozen=True)
-class RMTrainerConfig:
+class RMTrainerConfig(RunConfig):
     """Machines, number of steps, validation, checkpoints and the run folder."""
 
-    backend: BackendName = "ray"  # local: one process, in which breakpoints work
-    device: DeviceName = "auto"  # auto: an accelerator if there is one
-    nnodes: int = 1  # nodes
-    n_gpus_per_node: int = 1  # ranks per node, on CPU machines too
-    num_cpus: int | None = None  # CPUs that a new Ray cluster may use; None: all
-    threads_per_worker: int | None = None  # None: CPUs of the node / ranks per node
-    total_epochs: int = 1  # passes over the training data
-    total_training_steps: int | None = None  # None: epochs × batches per epoch
-    seed: int = 0  # of shuffling and new weights
-    test_freq: int = 0  # steps between validations; 0: only after the last step
-    save_freq: int = 0  # steps between checkpoints; 0: only after the last step
-    max_ckpt_to_keep: int | None = 3  # the newest ones; older ones are deleted; None: keep all
-    resume_mode: str = "disable"  # disable, auto (the newest complete checkpoint) or its folder
-    resume_override: bool = False  # resume although data or model differ from the checkpoint's
-    project_name: str = "quadriga"  # of the learning curve and of trackers
     experiment_name: str = "rm"  # name of the run there
     default_local_dir: str = "runs/rm"  # run folder
-    overwrite: bool = False  # replace a run that is already in the folder
-    # console, jsonl, tensorboard, wandb, or a tracker of your own
-    loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
-    call_timeout_s: float | None = 3600.0  # deadline of one call to a worker group; None: none
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quadriga.config.schema.choices import BackendName, DeviceName, LossTurns
+from quadriga.config.schema.choices import LossTurns
 from quadriga.config.schema.model import EngineConfig, ModelConfig, OptimConfig
 from quadriga.config.schema.reward import RewardConfig
+from quadriga.config.schema.run import RunConfig
 
 
 @dataclass(frozen=True)
@@ -28,32 +29,15 @@ class SFTDataConfig:
 
 
 @dataclass(frozen=True)
-class SFTTrainerConfig:
-    """Machines, number of steps, validation and the run folder."""
+class SFTTrainerConfig(RunConfig):
+    """Machines, number of steps, validation, checkpoints and the run folder."""
 
-    backend: BackendName = "ray"  # local: one process, in which breakpoints work
-    device: DeviceName = "auto"  # auto: an accelerator if there is one
-    nnodes: int = 1  # nodes
-    n_gpus_per_node: int = 1  # ranks per node, on CPU machines too
-    num_cpus: int | None = None  # CPUs that a new Ray cluster may use; None: all
-    threads_per_worker: int | None = None  # None: CPUs of the node / ranks per node
-    total_epochs: int = 1  # passes over the training data
-    total_training_steps: int | None = None  # None: epochs × batches per epoch
-    seed: int = 0  # of shuffling and new weights
-    test_freq: int = 0  # steps between validations; 0: only after the last step
+    experiment_name: str = "sft"  # name of the run there
+    default_local_dir: str = "runs/sft"  # run folder
     stop_at_accuracy: float | None = None  # stop when greedy validation accuracy reaches this value
     val_size: int = 256  # validation rows used each time
     max_response_length: int = 256  # tokens, in validation
-    project_name: str = "quadriga"  # of the learning curve and of trackers
-    experiment_name: str = "sft"  # name of the run there
-    default_local_dir: str = "runs/sft"  # run folder
-    overwrite: bool = False  # replace a run that is already in the folder
     samples_per_step: int = 8  # responses written to the run folder at each validation
-    # console, jsonl, tensorboard, wandb, or a tracker of your own
-    loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
-    call_timeout_s: float | None = 3600.0  # deadline of one call to a worker group; None: none
-    check_memory: bool = True  # refuse a run that does not fit by the plan of its memory
-    device_memory_gb: float | None = None  # as in the settings of `quadriga train`
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quadriga.config.schema.algorithm import AlgorithmConfig
-from quadriga.config.schema.choices import BackendName, DeviceName, Options
+from quadriga.config.schema.choices import Options
 from quadriga.config.schema.reward import RewardConfig, RewardModelConfig
 from quadriga.config.schema.roles import ActorRolloutRefConfig, CriticConfig
+from quadriga.config.schema.run import RunConfig
 
 
 @dataclass(frozen=True)
@@ -50,41 +51,12 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class TrainerConfig:
-    """Machines, number of steps, validation, checkpoints and the run folder."""
+class TrainerConfig(RunConfig):
+    """Machines, number of steps, validation, checkpoints, the run folder, and balancing."""
 
-    backend: BackendName = "ray"  # local: one process, in which breakpoints work
-    device: DeviceName = "auto"  # auto: an accelerator if there is one
-    nnodes: int = 1  # nodes
-    n_gpus_per_node: int = 1  # ranks per node, on CPU machines too
-    num_cpus: int | None = None  # CPUs that a new Ray cluster may use; None: all
-    threads_per_worker: int | None = None  # None: CPUs of the node / ranks per node
-    total_epochs: int = 1  # passes over the training data
-    total_training_steps: int | None = None  # None: epochs × batches per epoch
-    seed: int = 0  # of sampling, shuffling and new weights
     val_before_train: bool = True  # validate before the first step
     test_freq: int = 10  # steps between validations; 0: only after the last step
-    # A checkpoint is saved after the last step, every `save_freq` steps, and after the first step
-    # that ends `save_interval_s` seconds after the last checkpoint. A crash in a run with these
-    # defaults therefore loses half an hour and one step.
-    save_freq: int = 0  # steps between checkpoints; 0: by time and after the last step
-    save_interval_s: float | None = 1800.0  # seconds between checkpoints; None: not by time
-    max_ckpt_to_keep: int | None = 3  # the newest ones; older ones are deleted; None: keep all
-    save_on_stop: bool = True  # on SIGTERM or Ctrl-C, end the step and save a checkpoint first
-    stop_grace_s: float = 60.0  # seconds for that; then the run stops without a new checkpoint
-    resume_mode: str = "disable"  # disable, auto (the newest complete checkpoint) or its folder
-    resume_override: bool = False  # resume although data or model differ from the checkpoint's
     samples_per_step: int = 8  # responses written to the run folder in each step
-    project_name: str = "quadriga"  # of the learning curve and of trackers
-    experiment_name: str = "run"  # name of the run there
-    default_local_dir: str = "runs/run"  # run folder
-    overwrite: bool = False  # replace a run that is already in the folder
-    # console, jsonl, tensorboard, wandb, or a tracker of your own
-    loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
-    call_timeout_s: float | None = 3600.0  # deadline of one call to a worker group; None: none
-    check_memory: bool = True  # refuse a run that does not fit by the plan of its memory
-    # GiB that a rank's device has, or on CPUs all ranks of a node; None: as this machine has
-    device_memory_gb: float | None = None
     balance_batch: bool = True  # give each rank about the same work in each mini-batch
     # keep the responses of one prompt on one rank, which computes the prompt once for all of them;
     # false: balance single sequences

@@ -14,26 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import yaml
-
-from quadriga.config.loading import to_yaml
 from quadriga.config.schema import RMConfig
 from quadriga.models.folder import local_folder, with_absolute_paths
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
 from quadriga.trainer.placement import Role
 from quadriga.trainer.run.groups import StartedGroups
-from quadriga.trainer.run.one_group import batches, save_roles, start_one_group, total_steps_of
+from quadriga.trainer.run.one_group import (
+    OneGroupCheckpoints,
+    start_one_group,
+    total_steps_of,
+)
 from quadriga.trainer.run.preflight import check_rm_config
 from quadriga.trainer.run.record import RunRecord
-from quadriga.trainer.run.resuming import (
-    Changes,
-    ControllerState,
-    checkpoint_to_resume,
-    config_file,
-    contents_digest,
-    read_state,
-    setting_leaves,
-)
 from quadriga.trainer.run.role_workers import threads_per_rank
 
 if TYPE_CHECKING:
@@ -59,11 +51,13 @@ def run_rm(config: RMConfig) -> RMResult:
 
     Raises:
         InputError: settings, files, model folders or nodes do not fit. Nothing was started.
+        KeyboardInterrupt: a signal has stopped the run; its argument is the number of the signal.
     """
     check_rm_config(config)
     trainer = RMTrainer(config)
     try:
-        return trainer.fit()
+        with trainer.checkpoints.stop.listening():
+            return trainer.fit()
     finally:
         trainer.close()
 
@@ -94,7 +88,7 @@ class RMTrainer:
         self.loader = PromptLoader(
             train, data.train_batch_size, shuffle=data.shuffle, seed=config.trainer.seed
         )
-        self.inputs = inputs_of_rm(config)
+        self.checkpoints = OneGroupCheckpoints(config, self.loader)
         self._started: StartedGroups | None = None
 
     def _pairs(self, files: Sequence[str]) -> PairDataset:
@@ -127,38 +121,25 @@ class RMTrainer:
         """Run the loop: update, and where it is due validate and save."""
         settings, total = self.config.trainer, self.total_steps
         group = self._start()
-        checkpoint = checkpoint_to_resume(settings, tell=True)
-        first = 0
-        if checkpoint is not None:
-            state = read_state(checkpoint)
-            changes = Changes.between(state.inputs, self.inputs)
-            changes.check(checkpoint, override=settings.resume_override)
-            changes.tell(checkpoint)
-            state.continue_loader(self.loader, data_changed=bool(changes.data))
-            group.load_checkpoint(str(checkpoint / _KEY), state.step)
-            first = state.step
-        last: dict[str, float] = {}
-        with RunRecord.open(
-            self.config,
-            total,
-            self.tokenizer,
-            resume_after=first if checkpoint else None,
-            checkpoint=checkpoint,
-        ) as record:
-            for step, rows in batches(self.loader, total, first):
+        # Loaded before the run folder is opened: a folder of a run that cannot be continued keeps
+        # all that it holds.
+        resumed, first = self.checkpoints.resume(), 0
+        if resumed is not None:
+            first = resumed.state.step
+            group.load_checkpoint(str(resumed.folder / _KEY), first)
+        with RunRecord.open(self.config, total, self.tokenizer, resumed) as record:
+            for step, rows in self.checkpoints.steps(total, first):
                 with record.span("step"):
                     record.log_update(group.update_rm(rows))
                 if step == total or (settings.test_freq and step % settings.test_freq == 0):
                     with record.span("validate"):
-                        last = self.validate(group) or last
-                    record.add(last)
+                        metrics = self.validate(group)
+                    record.log_validation(step, metrics)
                 record.end_step(step)
-                if step == total or (settings.save_freq and step % settings.save_freq == 0):
-                    with record.span("save"):
-                        self.save(record, group, step)
+                self.checkpoints.save_if_due(record, {_KEY: group}, step, last=step == total)
             path = str(record.folder.model)
             group.export_hf(path)
-            return RMResult(path, total, last)
+            return RMResult(path, total, record.last_validation)
 
     def validate(self, group: PairTrainingGroup) -> dict[str, float]:
         """Return `val/loss` and `val/accuracy` over the validation pairs; {} if there are none."""
@@ -179,12 +160,6 @@ class RMTrainer:
             right += int((chosen_P > rejected_P).sum())
         count = len(losses)
         return {"val/loss": sum(losses) / count, "val/accuracy": right / count}
-
-    def save(self, record: RunRecord, group: PairTrainingGroup, step: int) -> None:
-        """Write a checkpoint of the model, its optimizer, and the position in the data."""
-        state = ControllerState(step, self.loader.state_dict(), {}, self.inputs)
-        keep = self.config.trainer.max_ckpt_to_keep
-        save_roles(record.folder.checkpoints, state, {_KEY: group}, keep)
 
     def close(self) -> None:
         """Stop the worker group, if it is started."""
@@ -209,16 +184,6 @@ class RMTrainer:
         worker = ClassWithInitArgs(PairTrainingWorker, config=config, runtime=runtime)
         self._started, group = start_one_group(trainer, Role.RewardModel, worker)
         return group
-
-
-def inputs_of_rm(config: RMConfig) -> dict[str, object]:
-    """Return what the steps of a run depend on, as `resuming.inputs_of`."""
-    return {
-        **dict(setting_leaves(yaml.safe_load(to_yaml(config)), "")),
-        "content of data.train_files": contents_digest(config.data.train_files),
-        "content of data.val_files": contents_digest(config.data.val_files),
-        "config.json of model.path": contents_digest([config_file(config.model.path)]),
-    }
 
 
 def _scores(group: PairTrainingGroup, rows: DataProto) -> DataProto:

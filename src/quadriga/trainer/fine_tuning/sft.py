@@ -1,7 +1,7 @@
 """Supervised fine-tuning, with the same workers as reinforcement learning.
 
 consumes      batches of prompts with given responses, in the order of the loader
-produces      metrics and samples in the run folder, and the trained model
+produces      metrics, samples and checkpoints in the run folder, and the trained model
 waits for     each update, since the next one needs its weights
 
 Every `test_freq` steps the loop computes the loss of the validation conversations. With prompts and
@@ -37,7 +37,11 @@ from quadriga.trainer.fine_tuning.conversations import (
 from quadriga.trainer.placement import Role
 from quadriga.trainer.run.groups import StartedGroups
 from quadriga.trainer.run.ingredients import check_rows, make_reward, prompt_dataset
-from quadriga.trainer.run.one_group import batches, start_one_group, total_steps_of
+from quadriga.trainer.run.one_group import (
+    OneGroupCheckpoints,
+    start_one_group,
+    total_steps_of,
+)
 from quadriga.trainer.run.preflight import check_sft_config
 from quadriga.trainer.run.record import RunRecord
 from quadriga.trainer.run.role_workers import threads_per_rank
@@ -52,6 +56,9 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
+
+_KEY = Role.Actor.key
+"""Folder of the policy in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +83,14 @@ def run_sft(config: SFTConfig) -> SFTResult:
 
     Raises:
         InputError: settings, files, model folders or nodes do not fit. Nothing was started.
+        KeyboardInterrupt: a signal has stopped the run; its argument is the number of the signal.
     """
     check_sft_config(config)
     trainer = SFTTrainer(config)
     try:
-        trainer.init_workers()
-        return trainer.fit()
+        with trainer.checkpoints.stop.listening():
+            trainer.init_workers()
+            return trainer.fit()
     finally:
         trainer.close()
 
@@ -113,6 +122,7 @@ class SFTTrainer:
         self.val_loader = _validation_loader(config, self.val_prompts)
         self.reward_fn = make_reward(config.reward, self.tokenizer)
         check_rows(self.reward_fn, self.val_loader)
+        self.checkpoints = OneGroupCheckpoints(config, self.loader)
         self.step = 0
         self._groups: SFTGroups | None = None
 
@@ -153,11 +163,17 @@ class SFTTrainer:
         return SFTGroups(backend=started.backend, groups=started.groups, policy=group)
 
     def fit(self) -> SFTResult:
-        """Run the loop: update, and where it is due sync weights and validate."""
+        """Run the loop: update, and where it is due sync weights, validate and save."""
         settings, policy = self.config.trainer, self.init_workers().policy
-        with RunRecord.open(self.config, self.total_steps, self.tokenizer) as record:
+        # Loaded before the run folder is opened: a folder of a run that cannot be continued keeps
+        # all that it holds.
+        resumed = self.checkpoints.resume()
+        if resumed is not None:
+            self.step = resumed.state.step
+            policy.load_checkpoint(str(resumed.folder / _KEY), self.step)
+        with RunRecord.open(self.config, self.total_steps, self.tokenizer, resumed) as record:
             validator = Validator(settings.seed, self.val_loader, policy, self.reward_fn, record)
-            for rows in self.schedule():
+            for rows in () if self._reached_goal(validator.last) else self.schedule():
                 with record.span("step"):
                     record.log_update(policy.update_sft(rows))
                 last = self.step == self.total_steps
@@ -167,9 +183,10 @@ class SFTTrainer:
                         policy.sync_weights()
                     with record.span("evaluate"):
                         record.add(self.val_loss.measure(policy))
-                metrics = validator.run(step=self.step, due=due)
+                last |= self._reached_goal(validator.run(step=self.step, due=due))
                 record.end_step(self.step)
-                if self._reached_goal(metrics):
+                self.checkpoints.save_if_due(record, {_KEY: policy}, self.step, last=last)
+                if last:
                     break
             path = str(record.folder.model)
             policy.export_hf(path)
@@ -177,7 +194,7 @@ class SFTTrainer:
 
     def schedule(self) -> Iterator[DataProto]:
         """Yield one batch of rows per step, epoch after epoch, and count `step`."""
-        for step, rows in batches(self.loader, self.total_steps, self.step):
+        for step, rows in self.checkpoints.steps(self.total_steps, self.step):
             self.step = step
             yield rows
 

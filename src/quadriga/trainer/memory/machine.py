@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from quadriga.config.schema import SFTTrainerConfig, TrainerConfig
+from quadriga.config.schema import RunConfig
 
 GIB = 2**30
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -32,7 +32,7 @@ class DeviceLimit:
     source: str
 
 
-def planned_device(trainer: TrainerConfig | SFTTrainerConfig) -> str | None:
+def planned_device(trainer: RunConfig) -> str | None:
     """Return the type of device on which the ranks compute. None: only the cluster knows."""
     from quadriga.parallel.device import get_device_name
 
@@ -44,7 +44,7 @@ def planned_device(trainer: TrainerConfig | SFTTrainerConfig) -> str | None:
     return None if seen == "cpu" and elsewhere else seen
 
 
-def device_limit(trainer: TrainerConfig | SFTTrainerConfig, device_type: str) -> DeviceLimit | None:
+def device_limit(trainer: RunConfig, device_type: str) -> DeviceLimit | None:
     """Return the memory that ranks can use. None: it is not known on this machine."""
     if trainer.device_memory_gb is not None:
         return DeviceLimit(int(trainer.device_memory_gb * GIB), "trainer.device_memory_gb")

@@ -17,7 +17,7 @@ from quadriga.checkpoint.folders import (
     prune_checkpoints,
 )
 from quadriga.config.role_ranks import has_reward_model
-from quadriga.config.schema import AnyTrainerConfig, TrainConfig
+from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.errors import CheckpointError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.trainer.dataflow import reads_ref_log_prob
@@ -317,7 +317,7 @@ def groups_of_views(
     )
 
 
-def open_backend(trainer: AnyTrainerConfig) -> Backend:
+def open_backend(trainer: RunConfig) -> Backend:
     """Return the backend that the settings name, connected. Start Ray unless a cluster runs."""
     backend = get_backend(trainer.backend)
     with unchanged_handlers():
@@ -325,9 +325,7 @@ def open_backend(trainer: AnyTrainerConfig) -> Backend:
     return backend
 
 
-def one_pool(
-    trainer: AnyTrainerConfig, roles: Iterable[Role], backend: Backend
-) -> ResourcePoolManager:
+def one_pool(trainer: RunConfig, roles: Iterable[Role], backend: Backend) -> ResourcePoolManager:
     """Return a manager that maps every role to one pool of `nnodes × n_gpus_per_node` ranks."""
     return ResourcePoolManager(
         resource_pool_spec={"global": [trainer.n_gpus_per_node] * trainer.nnodes},

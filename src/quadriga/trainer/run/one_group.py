@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -14,9 +13,10 @@ from quadriga.checkpoint.folders import (
     discard_checkpoint,
     prune_checkpoints,
 )
-from quadriga.config.schema import AnyTrainerConfig
+from quadriga.config.schema import RunConfig
 from quadriga.protocol import DataProto
 from quadriga.trainer.placement import Role
+from quadriga.trainer.run.checkpointing import Checkpointing
 from quadriga.trainer.run.groups import (
     ALIVENESS_CHECK_S,
     StartedGroups,
@@ -25,6 +25,7 @@ from quadriga.trainer.run.groups import (
     open_backend,
     reported_files,
 )
+from quadriga.trainer.run.record import RunRecord
 from quadriga.trainer.run.resuming import ControllerState
 from quadriga.workers.roles import GroupMethod
 
@@ -43,7 +44,7 @@ class SavingGroup(Protocol):
 
 
 def start_one_group(
-    trainer: AnyTrainerConfig, role: Role, worker: ClassWithInitArgs
+    trainer: RunConfig, role: Role, worker: ClassWithInitArgs
 ) -> tuple[StartedGroups, WorkerGroup]:
     """Start one worker group on all ranks of a run, and load its models.
 
@@ -64,21 +65,47 @@ def start_one_group(
         return StartedGroups(backend=backend, groups=groups), group
 
 
-def total_steps_of(trainer: AnyTrainerConfig, loader: PromptLoader) -> int:
+def total_steps_of(trainer: RunConfig, loader: PromptLoader) -> int:
     """Return the number of steps of a run."""
     return trainer.total_training_steps or len(loader) * trainer.total_epochs
 
 
-def batches(loader: PromptLoader, total: int, first: int = 0) -> Iterator[tuple[int, DataProto]]:
-    """Yield (number of the step, its batch) after step `first`, epoch after epoch."""
-    step = first
-    # 7 steps with 3 batches per epoch take 3 epochs; the last one is left after one batch.
-    for _ in range(math.ceil(total / max(1, len(loader))) + 1):
-        for rows in loader:
-            if step >= total:
-                return
-            step += 1
-            yield step, rows
+class OneGroupCheckpoints(Checkpointing):
+    """The checkpoints of a run with one worker group, and its steps."""
+
+    def steps(self, total: int, first: int) -> Iterator[tuple[int, DataProto]]:
+        """Yield (number of the step, its batch) after step `first`, epoch after epoch.
+
+        Within a step the first signal lets the step end.
+        """
+        step = first
+        with self.stop.steps():
+            while step < total:
+                for rows in self.loader:
+                    step += 1
+                    yield step, rows
+                    if step == total:
+                        break
+
+    def save_if_due(
+        self, record: RunRecord, groups: Mapping[str, SavingGroup], step: int, *, last: bool
+    ) -> None:
+        """Save a checkpoint where the settings or a signal ask for it. Then stop if one does.
+
+        Args:
+            groups: by the names of their roles.
+            last: the step is the last one of the run.
+
+        Raises:
+            As `save_roles`.
+        """
+        if self.due(step, last=last):
+            state = self.state(step, record.last_validation)
+            with record.span("save"):
+                keep = self.config.trainer.max_ckpt_to_keep
+                save_roles(record.folder.checkpoints, state, groups, keep)
+            self.clock.restart()
+        self.stop.stop_if_requested()
 
 
 def save_roles(

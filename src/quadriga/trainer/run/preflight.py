@@ -24,7 +24,7 @@ from quadriga.observability.trackers import check_trackers
 from quadriga.rollout import ROLLOUTS, check_rollout, check_sampling, check_updates
 from quadriga.trainer.dataflow import needs_critic, needs_reference
 from quadriga.trainer.roles.settings import check_roles_in_settings
-from quadriga.trainer.run.resuming import check_resume, checkpoint_to_resume
+from quadriga.trainer.run.resuming import AnyRun, check_resume
 from quadriga.trainer.run.role_workers import critic_model
 
 
@@ -128,7 +128,7 @@ def check_data_files(config: TrainConfig) -> None:
     check_files(config.data.val_files, "data.val_files", needed=False)
 
 
-def check_run_folder(config: TrainConfig) -> None:
+def check_run_folder(config: AnyRun) -> None:
     """Check that the run can be written to its folder, and that it can be resumed as the settings
     say.
 
@@ -159,7 +159,7 @@ def check_sft_config(config: SFTConfig) -> None:
     check_trained_part(config.model, "lm")
     check_reward(config.reward)
     check_trackers(config.trainer.loggers)
-    RunFolder(Path(config.trainer.default_local_dir)).check(overwrite=config.trainer.overwrite)
+    check_run_folder(config)
 
 
 def check_rm_config(config: RMConfig) -> None:
@@ -182,10 +182,7 @@ def check_rm_config(config: RMConfig) -> None:
     check_model_folder(config.model.path, tokenizer=own, trust_remote_code=trusted)
     check_trained_part(config.model, "score")
     check_trackers(config.trainer.loggers)
-    checkpoint = checkpoint_to_resume(config.trainer)
-    folder = RunFolder(Path(config.trainer.default_local_dir))
-    continued = folder.holds_checkpoint(checkpoint)
-    folder.check(resume=continued, overwrite=config.trainer.overwrite)
+    check_run_folder(config)
 
 
 def known_names() -> KnownNames:

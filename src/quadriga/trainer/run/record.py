@@ -23,6 +23,7 @@ from quadriga.observability.trackers import RunInfo, Trackers
 from quadriga.protocol import DataProto, fields
 from quadriga.trainer.evaluation.report import one_line
 from quadriga.trainer.evaluation.scores import SourceSummary
+from quadriga.trainer.run.resuming import Resumed
 from quadriga.trainer.stages import StageResult, named_mismatch
 from quadriga.workers.objectives import MISMATCH
 
@@ -45,7 +46,7 @@ class RunRecord:
         folder: RunFolder,
         total_steps: int,
         tokenizer: PreTrainedTokenizerBase,
-        first_step: int = 0,
+        resumed: Resumed | None = None,
     ) -> None:
         self.folder = folder
         self.total_steps = total_steps
@@ -58,7 +59,9 @@ class RunRecord:
         self.span = Timer()
         self.spent: dict[str, float] = {}  # seconds by span, over the whole run
         self.last: dict[str, float] = {}  # metrics of the last step
-        self.validation: tuple[SourceSummary, ...] = ()  # the data sources of the last one
+        # metrics of the last validation, which may be before the checkpoint
+        self.last_validation = {} if resumed is None else dict(resumed.state.validation)
+        self.validation: tuple[SourceSummary, ...] = ()  # its data sources
         self._metrics = MetricSet()
         self._began = time.perf_counter()
         self._title = mask_secrets(
@@ -70,7 +73,7 @@ class RunRecord:
                 folder,
                 total_steps,
                 _TITLES[type(config).__name__],
-                first_step,
+                0 if resumed is None else resumed.state.step,
                 config.trainer.project_name,
                 config.trainer.experiment_name,
             ),
@@ -86,17 +89,14 @@ class RunRecord:
         config: TrainConfig | SFTConfig | RMConfig,
         total_steps: int,
         tokenizer: PreTrainedTokenizerBase,
-        *,
-        resume_after: int | None = None,
-        checkpoint: Path | None = None,
+        resumed: Resumed | None = None,
     ) -> RunRecord:
         """Make the run folder and open the files in it.
 
         Args:
-            resume_after: the step of the checkpoint from which the run was resumed.
-            checkpoint: the folder of this checkpoint. If it is of the run in the folder, that run
-                is continued: its metrics and samples of later steps are removed and its later
-                checkpoints renamed, because the resumed run writes those steps again.
+            resumed: the checkpoint from which the run is resumed. If it is of the run in the
+                folder, that run is continued: its metrics and samples of later steps are removed
+                and its later checkpoints renamed, because the resumed run writes those steps again.
 
         Raises:
             ConfigError: the folder holds another run, or another run writes there now.
@@ -104,14 +104,14 @@ class RunRecord:
         """
         trainer = config.trainer
         path = Path(trainer.default_local_dir)
-        resume = RunFolder(path).holds_checkpoint(checkpoint)
+        resume = RunFolder(path).holds_checkpoint(None if resumed is None else resumed.folder)
         folder = RunFolder.open(path, config, resume=resume, overwrite=trainer.overwrite)
         try:
-            if resume and resume_after is not None:
-                folder.forget_after(resume_after)
-                set_aside_after(folder.checkpoints, resume_after)
+            if resume and resumed is not None:
+                folder.forget_after(resumed.state.step)
+                set_aside_after(folder.checkpoints, resumed.state.step)
                 restore_folder(folder.model)
-            return cls(config, folder, total_steps, tokenizer, resume_after or 0)
+            return cls(config, folder, total_steps, tokenizer, resumed)
         except BaseException:
             folder.close()
             raise
@@ -190,6 +190,7 @@ class RunRecord:
         Args:
             summaries: of the data sources; those of the last validation are in the final table.
         """
+        self.last_validation = dict(metrics)
         self.validation = tuple(summaries)
         self.add(metrics)
         if step == 0:

@@ -4,7 +4,6 @@ changed since."""
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,10 +15,11 @@ from quadriga.checkpoint.files import digest_file, digest_json
 from quadriga.checkpoint.folders import newest_undamaged_checkpoint
 from quadriga.checkpoint.marker import read_marker, verify_checkpoint
 from quadriga.config.loading import to_yaml
-from quadriga.config.schema import RMTrainerConfig, TrainConfig, TrainerConfig
+from quadriga.config.schema import RMConfig, RunConfig, SFTConfig, TrainConfig
 from quadriga.errors import CheckpointError
 from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS
+from quadriga.trainer.placement import Role
 from quadriga.trainer.roles.checks import check_states, saving_roles
 from quadriga.trainer.roles.registry import added_roles
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("quadriga")
 
+AnyRun = TrainConfig | SFTConfig | RMConfig
+"""The settings of a command that trains."""
+
 # What decides on the rows and their order. The position in the data means nothing without them.
 _DATA = (
     "content of data.train_files",
@@ -36,7 +39,12 @@ _DATA = (
     "data.shuffle",
     "data.seed",
     "data.prompt_key",
+    "data.response_key",
+    "data.messages_key",
+    "data.chosen_key",
+    "data.rejected_key",
     "data.max_prompt_length",
+    "data.max_length",
     "data.filter_overlong_prompts",
     "data.train_weights",
     "content of data.dataset.path",
@@ -63,7 +71,7 @@ _WITHOUT_EFFECT = {"data.cache_dir"} | {
         "default_local_dir", "resume_mode", "resume_override", "overwrite", "loggers",
         "project_name", "experiment_name", "samples_per_step", "test_freq", "val_before_train",
         "save_freq", "save_interval_s", "save_on_stop", "stop_grace_s", "max_ckpt_to_keep",
-        "call_timeout_s", "num_cpus", "threads_per_worker",
+        "call_timeout_s", "num_cpus", "threads_per_worker", "check_memory", "device_memory_gb",
     )
 }  # fmt: skip
 
@@ -71,12 +79,16 @@ _WITHOUT_EFFECT = {"data.cache_dir"} | {
 @dataclass(frozen=True)
 class ControllerState:
     """The state of the controller that a resumed run needs to repeat the steps of an
-    uninterrupted one, and what these steps depend on (`inputs_of`)."""
+    uninterrupted one, and what these steps depend on (`inputs_of`).
+
+    `validation`: the metrics of the last validation; {} if there was none.
+    """
 
     step: int
     loader: LoaderState
     kl_controller: dict[str, float]
     inputs: dict[str, object] = field(default_factory=dict)
+    validation: dict[str, float] = field(default_factory=dict)
 
     def as_info(self) -> dict[str, object]:
         """Return the state as JSON values, for the marker of the checkpoint."""
@@ -95,26 +107,17 @@ class ControllerState:
             loader.load_state_dict(self.loader)
 
 
-class SaveClock:
-    """Says when `interval_s` seconds have passed since the last checkpoint; None: never."""
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint from which a run is resumed: its folder, the state of its controller, and
+    whether the data has changed since."""
 
-    def __init__(self, interval_s: float | None) -> None:
-        self.interval_s = interval_s
-        self.restart()
-
-    def restart(self) -> None:
-        """Count from now on."""
-        self._began = time.monotonic()
-
-    @property
-    def due(self) -> bool:
-        """Whether the interval has passed."""
-        return self.interval_s is not None and time.monotonic() - self._began >= self.interval_s
+    folder: Path
+    state: ControllerState
+    data_changed: bool
 
 
-def checkpoint_to_resume(
-    trainer: TrainerConfig | RMTrainerConfig, *, tell: bool = False
-) -> Path | None:
+def checkpoint_to_resume(trainer: RunConfig, *, tell: bool = False) -> Path | None:
     """Return the folder that `trainer.resume_mode` names, or None for a fresh start.
 
     "auto" names the newest checkpoint of the run folder without damage, if there is one. All files
@@ -165,32 +168,38 @@ def read_state(checkpoint: Path) -> ControllerState:
         ) from error
 
 
-def inputs_of(config: TrainConfig) -> dict[str, object]:
+def inputs_of(config: AnyRun) -> dict[str, object]:
     """Return what the steps of a run depend on: the settings by dotted key, and the contents of
     files as digests. Secrets are masked and `${…}` are unresolved, as in `config.yaml`."""
-    settings = dict(setting_leaves(yaml.safe_load(to_yaml(config)), ""))
-    models = {
-        "config.json of actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
-        "config.json of critic.model.path": config.critic.model.path,
-    }
     return {
-        **settings,
+        **dict(setting_leaves(yaml.safe_load(to_yaml(config)), "")),
         "content of data.train_files": contents_digest(config.data.train_files),
         "content of data.val_files": contents_digest(config.data.val_files),
-        "content of algorithm.user_files": contents_digest(config.algorithm.user_files),
+        **{f"content of {key}": contents_digest(files) for key, files in _user_files(config)},
         **{
-            f"content of {key}": contents_digest([path] if path else [])
-            for key, path in (
-                ("reward.path", config.reward.path),
-                ("data.dataset.path", config.data.dataset.path),
-                ("data.sampler.path", config.data.sampler.path),
-            )
-        },
-        **{
-            key: contents_digest([config_file(path)] if path else [])
-            for key, path in models.items()
+            f"config.json of {key}": contents_digest([config_file(path)] if path else [])
+            for key, path in _models(config)
         },
     }
+
+
+def _user_files(config: AnyRun) -> Iterator[tuple[str, list[str]]]:
+    """Yield (key, files) for each setting that names Python files of the user."""
+    if isinstance(config, TrainConfig):
+        yield "algorithm.user_files", config.algorithm.user_files
+        for key, part in (("dataset", config.data.dataset), ("sampler", config.data.sampler)):
+            yield f"data.{key}.path", [part.path] if part.path else []
+    if not isinstance(config, RMConfig):
+        yield "reward.path", [config.reward.path] if config.reward.path else []
+
+
+def _models(config: AnyRun) -> Iterator[tuple[str, str]]:
+    """Yield (key, path) for each setting that names a trained model."""
+    if isinstance(config, TrainConfig):
+        yield "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
+        yield "critic.model.path", config.critic.model.path
+    else:
+        yield "model.path", config.model.path
 
 
 def config_file(model_path: str) -> str:
@@ -232,14 +241,19 @@ class Changes:
     other: list[str]
 
     @classmethod
-    def between(cls, saved: Mapping[str, object], own: Mapping[str, object]) -> Changes:
-        """Compare two results of `inputs_of`.
+    def between(
+        cls,
+        saved: Mapping[str, object],
+        own: Mapping[str, object],
+        command: type[AnyRun] = TrainConfig,
+    ) -> Changes:
+        """Compare two results of `inputs_of` for settings of the type `command`.
 
         What decides whether a run can be continued, but did not exist when the checkpoint was
         saved, had its default.
         """
         missing = {key for key in (*_DATA, *_MODEL) if key in own and key not in saved}
-        defaults = inputs_of(TrainConfig()) if missing else {}
+        defaults = inputs_of(command()) if missing else {}
         saved = {**saved, **{key: defaults[key] for key in missing}}
         lines = {
             key: changed_words(key, saved.get(key), own.get(key))
@@ -278,15 +292,42 @@ def changed_words(key: str, saved: object, own: object) -> str:
     return f"{key}: {saved} → {own}"
 
 
-def check_resume(config: TrainConfig) -> Path | None:
+def read_resumed(config: AnyRun, inputs: Mapping[str, object], *, tell: bool) -> Resumed | None:
     """Return the checkpoint that a run will be resumed from, or None, after all checks of it.
+
+    Args:
+        inputs: `inputs_of` the run.
+        tell: log what has changed, and which checkpoints are damaged.
 
     Raises:
         CheckpointError: it is damaged, or cannot be continued with these settings and data.
     """
-    checkpoint = checkpoint_to_resume(config.trainer)
-    if checkpoint is not None:
-        changes = Changes.between(read_state(checkpoint).inputs, inputs_of(config))
-        changes.check(checkpoint, override=config.trainer.resume_override)
-        check_states(checkpoint, saving_roles(added_roles(config)))
-    return checkpoint
+    folder = checkpoint_to_resume(config.trainer, tell=tell)
+    if folder is None:
+        return None
+    state = read_state(folder)
+    changes = Changes.between(state.inputs, inputs, type(config))
+    changes.check(folder, override=config.trainer.resume_override)
+    check_states(folder, _saved_roles(config))
+    if tell:
+        changes.tell(folder)
+    return Resumed(folder, state, bool(changes.data))
+
+
+def _saved_roles(config: AnyRun) -> list[str]:
+    """Return the keys of the roles whose states a checkpoint of the run must hold."""
+    if isinstance(config, TrainConfig):
+        return ["actor", *saving_roles(added_roles(config))]
+    return [Role.Actor.key if isinstance(config, SFTConfig) else Role.RewardModel.key]
+
+
+def check_resume(config: AnyRun) -> Path | None:
+    """Return the folder of `read_resumed`, or None for a run that starts afresh.
+
+    Raises:
+        As `read_resumed`.
+    """
+    if config.trainer.resume_mode == "disable":
+        return None
+    found = read_resumed(config, inputs_of(config), tell=False)
+    return None if found is None else found.folder

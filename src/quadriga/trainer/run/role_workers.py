@@ -18,8 +18,8 @@ from pathlib import Path
 from quadriga.config.plan import batch_plan, mini_batch_prompts
 from quadriga.config.role_ranks import has_reward_model, role_pools
 from quadriga.config.schema import (
-    AnyTrainerConfig,
     ModelConfig,
+    RunConfig,
     TrainConfig,
 )
 from quadriga.errors import ConfigError, UnknownNameError
@@ -116,7 +116,7 @@ def pool_manager(config: TrainConfig, backend: Backend | None) -> ResourcePoolMa
     )
 
 
-def pool_options(trainer: AnyTrainerConfig) -> dict[str, object]:
+def pool_options(trainer: RunConfig) -> dict[str, object]:
     """Return the arguments of `Backend.resource_pool` that the settings give."""
     return {"use_gpu": use_gpu(trainer.device), "max_colocate_count": 1}
 
@@ -377,7 +377,7 @@ def rank_runtime(config: TrainConfig, total_steps: int) -> RankRuntime:
     )
 
 
-def threads_per_rank(trainer: AnyTrainerConfig) -> int:
+def threads_per_rank(trainer: RunConfig) -> int:
     """Return `trainer.threads_per_worker`, or else the CPUs of a node divided by its ranks."""
     if trainer.threads_per_worker is not None:
         return trainer.threads_per_worker

@@ -1,0 +1,282 @@
+"""`quadriga sft` and `quadriga rm` save checkpoints and are resumed from them: six steps equal
+three steps, a resume, and three more steps, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from run_cases import timeless
+from safetensors.torch import load_file
+
+from quadriga.checkpoint.folders import complete_checkpoints, latest_checkpoint
+from quadriga.checkpoint.marker import read_marker
+from quadriga.cli.main import main
+from quadriga.config.loading import load_config
+from quadriga.config.schema import RMConfig, SFTConfig
+from quadriga.errors import CheckpointError, ConfigError
+from quadriga.observability.jsonl import read_jsonl
+from quadriga.trainer.fine_tuning.rm import run_rm
+from quadriga.trainer.fine_tuning.sft import run_sft
+
+COMMANDS = ("sft", "rm")
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of one command in folders below `folder`."""
+
+    command: str
+    folder: Path
+    settings: list[str]
+
+    def given(self, name: str, *more: str) -> list[str]:
+        return [*self.settings, f"trainer.default_local_dir={self.folder / name}", *more]
+
+    def run(self, name: str, *more: str):
+        if self.command == "rm":
+            return run_rm(load_config(RMConfig, self.given(name, *more)))
+        return run_sft(load_config(SFTConfig, self.given(name, *more)))
+
+    def metrics(self, name: str) -> list[dict[str, float]]:
+        return timeless(list(read_jsonl(self.folder / name / "metrics.jsonl")))
+
+    def checkpoint(self, name: str, step: int) -> Path:
+        return self.folder / name / "checkpoints" / f"global_step_{step}"
+
+
+def pairs(path: Path, count: int) -> Path:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{number % 5} + {number % 3}"}],
+            "chosen": f"#### {number % 5 + number % 3}",
+            "rejected": f"#### {number % 5 + number % 3 + 1}",
+        }
+        for number in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(params=COMMANDS)
+def runs(request, tiny_task, tmp_path) -> Runs:
+    """Runs of six steps, five batches in an epoch."""
+    if request.param == "rm":
+        data = [
+            f"data.train_files={pairs(tmp_path / 'train.jsonl', 20)}",
+            f"data.val_files={pairs(tmp_path / 'val.jsonl', 6)}",
+            "data.train_batch_size=4",
+        ]
+    else:
+        data = [
+            f"data.train_files={tiny_task.data('sft')}",
+            f"data.val_files={tiny_task.data('test')}",
+            "data.train_batch_size=12",
+            "trainer.max_response_length=6",
+        ]
+    settings = [
+        *data,
+        f"model.path={tiny_task.model}",
+        "optim.lr=3e-3",
+        "trainer.total_training_steps=6",
+        "trainer.backend=local",
+        "trainer.threads_per_worker=1",
+        "trainer.loggers=[jsonl]",
+    ]
+    return Runs(request.param, tmp_path, settings)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors in the files of a folder: weights, moments and random states."""
+    return {
+        f"{file.relative_to(folder)}: {name}": tensor
+        for file in sorted(folder.rglob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+VARIANTS = {
+    "schedule, validation at each step": (
+        "optim.lr_scheduler=cosine", "optim.lr_warmup_steps=4", "trainer.test_freq=1",
+    ),
+    "adapters with dropout, sequences one by one": (
+        "model.lora.rank=2", "model.lora.dropout=0.3", "data.micro_batch_size_per_gpu=1",
+        "engine.use_dynamic_bsz=false",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_resumed_run_equals_an_uninterrupted_one(runs, variant) -> None:
+    settings = (*VARIANTS[variant], "trainer.save_freq=3")
+    whole = runs.run("whole", *settings)
+    half = f"trainer.resume_mode={runs.checkpoint('whole', 3)}"
+    resumed = runs.run("resumed", *settings, half)
+    assert [row["step"] for row in runs.metrics("resumed")] == [4, 5, 6]
+    assert runs.metrics("resumed") == runs.metrics("whole")[3:]
+    assert "val/loss" in runs.metrics("whole")[-1]
+    assert resumed.steps == whole.steps == 6
+    for name in ("checkpoints/global_step_6", "model"):
+        ours, theirs = (tensors(runs.folder / run / name) for run in ("whole", "resumed"))
+        assert list(ours) == list(theirs) and len(ours) > 5
+        assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == [], name
+
+
+def test_the_newest_checkpoint_continues_the_run_in_its_folder(runs) -> None:
+    runs.run("run", "trainer.save_freq=2", "trainer.max_ckpt_to_keep=2")
+    whole = runs.metrics("run")
+    folder = runs.folder / "run" / "checkpoints"
+    assert [step for step, _ in complete_checkpoints(folder)] == [4, 6]
+    shard = next(runs.checkpoint("run", 6).rglob("shard_*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    runs.run("run", "trainer.resume_mode=auto", "trainer.save_freq=2")
+    assert runs.metrics("run") == whole
+    assert [path.name for path in folder.glob("*.set_aside")] == ["global_step_6.set_aside"]
+
+
+def test_a_checkpoint_is_saved_by_time(runs) -> None:
+    runs.run("run", "trainer.save_interval_s=1e-6", "trainer.total_training_steps=2")
+    found = complete_checkpoints(runs.folder / "run" / "checkpoints")
+    assert [step for step, _ in found] == [1, 2]
+
+
+def test_a_finished_run_that_is_resumed_has_its_validation(runs) -> None:
+    before = runs.run("run", "trainer.total_training_steps=2")
+    after = runs.run("run", "trainer.total_training_steps=2", "trainer.resume_mode=auto")
+    assert after == before
+    assert [row["step"] for row in runs.metrics("run")] == [1, 2]
+
+
+CHANGES = [
+    ("data.train_batch_size=10", "data.train_batch_size: {} → 10"),
+    ("trainer.seed=5", "trainer.seed: 0 → 5"),
+    ("data.shuffle=false", "data.shuffle: True → False"),
+    ("data.max_length=500", "data.max_length: 1024 → 500"),
+    ("optim.name=muon", "optim.name: adamw → muon"),
+    ("data.train_files={other}", "the content of data.train_files is another one"),
+    ("model.path={model}", "the config.json of model.path is another one"),
+]
+
+
+@pytest.fixture
+def other_model(tiny_task, tmp_path) -> Path:
+    """The same model, with one more line break in its config.json."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in tiny_task.model.iterdir():
+        text = file.read_bytes()
+        end = b"\n\n" if file.name == "config.json" else b""
+        (folder / file.name).write_bytes(text.rstrip() + end if end else text)
+    return folder
+
+
+def test_what_cannot_be_continued_is_refused_before_a_worker_starts(
+    runs, tiny_task, other_model, monkeypatch
+) -> None:
+    runs.run("run", "trainer.total_training_steps=1")
+    before = (runs.folder / "run" / "metrics.jsonl").read_text()
+    size = 4 if runs.command == "rm" else 12
+    other = tiny_task.data("test")
+    if runs.command == "rm":
+        other = pairs(runs.folder / "other.jsonl", 21)
+    monkeypatch.setattr("quadriga.backends.get_backend", None)  # a start would raise TypeError
+    for change, said in CHANGES:
+        change = change.format(other=other, model=other_model)
+        with pytest.raises(CheckpointError, match="cannot be continued") as caught:
+            runs.run("run", "trainer.resume_mode=auto", change)
+        text = str(caught.value)
+        assert said.format(size) in text and "trainer.resume_override=true" in text
+    assert (runs.folder / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_the_user_can_insist(runs, caplog) -> None:
+    runs.run("run", "trainer.total_training_steps=2")
+    more = ("trainer.resume_mode=auto", "trainer.total_training_steps=3", "optim.lr=1e-3")
+    runs.run("run", *more, "trainer.seed=5", "trainer.resume_override=true")
+    assert [row["step"] for row in runs.metrics("run")] == [1, 2, 3]
+    assert "trainer.seed: 0 → 5" in caplog.text
+    assert "optim.lr: 0.003 → 0.001" in caplog.text
+    assert "resume_mode" not in caplog.text
+    state = read_marker(latest_checkpoint(runs.folder / "run" / "checkpoints"))
+    assert state["loader"]["batches_done"] == 1, "changed data begins at the start of the epoch"
+
+
+@pytest.mark.parametrize("damage", ["marker", "shard", "state"])
+def test_damage_is_reported_in_one_line(runs, capfd, damage) -> None:
+    runs.run("run", "trainer.total_training_steps=1")
+    folder = runs.checkpoint("run", 1)
+    expected = {
+        "marker": "COMPLETE.json",
+        "shard": "other content than was written",
+        "state": "no such folder",
+    }[damage]
+    if damage == "marker":
+        (folder / "COMPLETE.json").write_text("{")
+    elif damage == "shard":
+        shard = next(folder.rglob("shard_*.safetensors"))
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+    else:
+        folder = folder.with_name("global_step_9")
+    given = runs.given("run", f"trainer.resume_mode={folder}")
+    capfd.readouterr()
+    assert main([runs.command, *given]) == 2
+    error = capfd.readouterr().err
+    assert expected in error and error.count("\n") == 1, error
+
+
+def test_a_folder_with_a_run_is_not_continued_without_being_asked(runs) -> None:
+    runs.run("run", "trainer.total_training_steps=1")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        runs.run("run", "trainer.total_training_steps=1")
+
+
+def test_a_signal_lets_the_step_end_and_saves_a_checkpoint(runs, monkeypatch) -> None:
+    from quadriga.trainer.run.record import RunRecord
+
+    original = RunRecord.log_update
+
+    def log_update(self, report):
+        original(self, report)
+        if self.folder.path.name == "stopped" and not list(read_jsonl(self.folder.metrics)):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(RunRecord, "log_update", log_update)
+    runs.run("whole", "trainer.total_training_steps=3")
+    assert main([runs.command, *runs.given("stopped", "trainer.total_training_steps=3")]) == 143
+    found = complete_checkpoints(runs.folder / "stopped" / "checkpoints")
+    assert [step for step, _ in found] == [1]
+    runs.run("stopped", "trainer.total_training_steps=3", "trainer.resume_mode=auto")
+    assert runs.metrics("stopped") == runs.metrics("whole")
+
+
+@pytest.mark.parametrize("runs", ["sft"], indirect=True)
+def test_a_run_that_has_reached_its_goal_takes_no_step_when_it_is_resumed(runs) -> None:
+    goal = ("trainer.stop_at_accuracy=0.0", "trainer.test_freq=2", "trainer.save_freq=5")
+    first = runs.run("run", *goal)
+    assert first.steps == 2
+    assert runs.run("run", *goal, "trainer.resume_mode=auto") == first
+    assert runs.run("run", "trainer.resume_mode=auto").steps == 6
+
+
+def test_a_checkpoint_of_the_other_command_is_refused(runs, tiny_task) -> None:
+    runs.run("run", "trainer.total_training_steps=1")
+    other = {"sft": run_rm, "rm": run_sft}[runs.command]
+    kind = {"sft": RMConfig, "rm": SFTConfig}[runs.command]
+    file = pairs(runs.folder / "p.jsonl", 8)
+    given = [
+        f"model.path={tiny_task.model}",
+        f"data.train_files={file}",
+        "trainer.backend=local",
+        f"trainer.default_local_dir={runs.folder / 'other'}",
+        f"trainer.resume_mode={runs.checkpoint('run', 1)}",
+        "trainer.resume_override=true",
+    ]
+    key = {"sft": "reward_model", "rm": "actor"}[runs.command]
+    with pytest.raises(CheckpointError, match=f"has no state of role {key}"):
+        other(load_config(kind, given))
