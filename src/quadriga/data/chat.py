@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypedDict
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from quadriga.data.bounds import OutOfTimeError, bounded
 from quadriga.data.conversations.scored_rows import Conversation
 from quadriga.data.rows import Row
-from quadriga.errors import ModelError
+from quadriga.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,6 +21,12 @@ _TEMPLATE_S = 10.0  # time for the template to write the texts of one block
 _TEMPLATE_GB = 2.0  # memory for it
 _PER_TOKEN = 64  # characters that a token may have on average before a text counts as too long
 _SHORT = 1 << 20  # characters of a text that are accepted with any limit of tokens
+
+TemplateArguments = Mapping[str, object]
+"""Arguments of a chat template by name, such as `enable_thinking`: `chat_template_kwargs` of the
+settings."""
+NO_ARGUMENTS: TemplateArguments = MappingProxyType({})
+_OF_TEMPLATES = ("tools", "documents")  # arguments of `apply_chat_template` that a template reads
 
 
 class Message(TypedDict):
@@ -74,20 +83,25 @@ def encode_chats(
     *,
     first: int = 0,
     complete: bool = False,
+    arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> list[list[int]]:
     """Return the token ids of each chat, up to the beginning of the assistant's response.
 
     Args:
         complete: the chats end with this response, and nothing is added to them.
         first: the number of the first chat in error messages.
+        arguments: of the chat template.
 
-    Raises `ModelError` if the tokenizer has no chat template, or if the template cannot write a
-    chat within its bounds of time, memory and length. A template is code of the model's author.
+    Raises:
+        ModelError: the tokenizer has no chat template, or the template cannot write a chat within
+            its bounds of time, memory and length. A template is code of the model's author.
+        ConfigError: the template does not read one of the arguments.
     """
     ids: list[list[int]] = []
     for start in range(0, len(chats), _BLOCK):
         block = chats[start : start + _BLOCK]
-        texts = chat_texts(tokenizer, block, first=first + start, complete=complete)
+        number = first + start
+        texts = chat_texts(tokenizer, block, first=number, complete=complete, arguments=arguments)
         # The template writes the special tokens, so the tokenizer must not add them again.
         ids.extend(tokenizer(texts, add_special_tokens=False)["input_ids"])
     return ids
@@ -99,6 +113,7 @@ def chat_texts(
     *,
     first: int = 0,
     complete: bool = False,
+    arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> list[str]:
     """Return the text that the chat template writes for each chat. See `encode_chats`."""
     if not tokenizer.chat_template:
@@ -107,15 +122,56 @@ def chat_texts(
             "add chat_template to its tokenizer_config.json",
             path=str(tokenizer.name_or_path),
         )
+    check_template_arguments(tokenizer, arguments)
     texts: list[str] = []
     for start in range(0, len(chats), _BLOCK):
         block = list(chats[start : start + _BLOCK])
-        texts += _templated(tokenizer, block, first + start, complete)
+        texts += _templated(tokenizer, block, first + start, complete, arguments)
     return texts
 
 
+def check_template_arguments(
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: TemplateArguments,
+    key: str = "chat_template_kwargs",
+) -> None:
+    """Check that the chat template of a tokenizer reads all arguments that it is given.
+
+    An argument that it does not read would change nothing, and be it only for a wrong letter.
+
+    Args:
+        key: the setting, in messages.
+
+    Raises:
+        ConfigError: names the argument.
+    """
+    if not arguments:
+        return
+    called = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    taken = (called | {"messages"}) - set(_OF_TEMPLATES)
+    known = _names_in_template(tokenizer)
+    for name in arguments:
+        if name in taken:
+            raise ConfigError(
+                f"{key}.{name} cannot be set: it is an argument of the call of the chat template, "
+                "and not of the template; remove it",
+                key=f"{key}.{name}",
+            )
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            instead = f"did you mean {near[0]}? Otherwise" if near else "correct its name, or"
+            raise ConfigError(
+                f"{key}.{name} has no effect: the chat template of the tokenizer "
+                f"{str(tokenizer.name_or_path)!r} reads no {name}; {instead} remove it",
+                key=f"{key}.{name}",
+            )
+
+
 def encode_conversations(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Chat], responses: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Chat],
+    responses: Sequence[str],
+    arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> list[Conversation]:
     """Return the token ids of each prompt and of the response to it, by the chat template.
 
@@ -126,13 +182,14 @@ def encode_conversations(
         ModelError: as `encode_chats`.
     """
     unique = {str(prompt): prompt for prompt in prompts}
-    encoded = dict(zip(unique, encode_chats(tokenizer, list(unique.values())), strict=True))
+    starts = encode_chats(tokenizer, list(unique.values()), arguments=arguments)
+    encoded = dict(zip(unique, starts, strict=True))
     chats: list[Chat] = [
         [*prompt, {"role": "assistant", "content": response}]
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     found: list[Conversation] = []
-    whole = encode_chats(tokenizer, chats, complete=True)
+    whole = encode_chats(tokenizer, chats, complete=True, arguments=arguments)
     for prompt, ids in zip(prompts, whole, strict=True):
         start = encoded[str(prompt)]
         border = len(start) if ids[: len(start)] == start else len(ids)
@@ -141,7 +198,11 @@ def encode_conversations(
 
 
 def _templated(
-    tokenizer: PreTrainedTokenizerBase, chats: list[Chat], first: int, complete: bool
+    tokenizer: PreTrainedTokenizerBase,
+    chats: list[Chat],
+    first: int,
+    complete: bool,
+    arguments: TemplateArguments,
 ) -> list[str]:
     """Return the text that the template writes for each chat; `first` is the number of the first.
 
@@ -150,13 +211,13 @@ def _templated(
     _check_operators(tokenizer)
     try:
         with bounded(_TEMPLATE_S, _TEMPLATE_GB):
-            texts = _render(tokenizer, chats, complete)
+            texts = _render(tokenizer, chats, complete, arguments)
     except OutOfTimeError:
         raise _template_error(tokenizer, f"takes more than {_TEMPLATE_S:g} s") from None
     except Exception as error:  # a template can raise anything, such as ZeroDivisionError
         if len(chats) > 1:  # find the chat that it cannot write
             single = enumerate(chats, start=first)
-            return [_templated(tokenizer, [chat], i, complete)[0] for i, chat in single]
+            return [_templated(tokenizer, [chat], i, complete, arguments)[0] for i, chat in single]
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise _template_error(tokenizer, f"fails on prompt {first}: {reason:.300}") from None
     for number, (text, chat) in enumerate(zip(texts, chats, strict=True), start=first):
@@ -166,25 +227,48 @@ def _templated(
     return texts
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, chats: list[Chat], complete: bool) -> list[str]:
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: list[Chat],
+    complete: bool,
+    arguments: TemplateArguments,
+) -> list[str]:
+    options: dict[str, Any] = dict(arguments)  # their types are up to the template
     texts = tokenizer.apply_chat_template(
         chats,  # type: ignore[arg-type]  # transformers types a message as dict[str, str]
         add_generation_prompt=not complete,
         tokenize=False,
+        **options,
     )
     return [str(text) for text in texts]
 
 
 def _check_operators(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a template with `**`: nothing can interrupt Python while it raises to a power."""
+    if ("operator", "**") in _tokens_of_template(tokenizer):
+        raise _template_error(tokenizer, "uses the operator **, which is not allowed")
+
+
+def _names_in_template(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the names that a template uses, without those of attributes (`message.role`)."""
+    tokens = [token for token in _tokens_of_template(tokenizer) if token[0] != "whitespace"]
+    before = [("", ""), *tokens]
+    return {
+        text
+        for (kind, text), previous in zip(tokens, before, strict=False)
+        if kind == "name" and previous != ("operator", ".")
+    }
+
+
+def _tokens_of_template(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
+    """Return (kind, text) of each token of a template, in Jinja's language."""
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
         tokens = list(Environment().lex(str(tokenizer.chat_template)))
     except TemplateSyntaxError as error:
         raise _template_error(tokenizer, f"is not valid: {error}") from None
-    if any((kind, text) == ("operator", "**") for _, kind, text in tokens):
-        raise _template_error(tokenizer, "uses the operator **, which is not allowed")
+    return [(kind, text) for _, kind, text in tokens]
 
 
 def _template_error(tokenizer: PreTrainedTokenizerBase, problem: str) -> ModelError:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from quadriga.data.chat import Chat, characters, chat_of, encode_chats, most_characters
+from quadriga.data.chat import (
+    Chat,
+    TemplateArguments,
+    characters,
+    chat_of,
+    encode_chats,
+    most_characters,
+)
 from quadriga.data.collate import PromptItem
 from quadriga.data.rows import Row
 from quadriga.data.token_cache import TokenCache, open_cache, tokenizer_digest
@@ -27,6 +35,7 @@ class PromptRules:
     prompt_key: str
     max_prompt_length: int | None
     filter_overlong_prompts: bool
+    arguments: TemplateArguments = field(default_factory=dict)
 
     def encode(self, rows: Sequence[Row]) -> list[list[int] | None]:
         """Return the token ids of each row; None for a row that has too many characters.
@@ -39,7 +48,11 @@ class PromptRules:
             if characters(chat) > most:
                 self.check(row, None)
         short = [chat for chat in chats if characters(chat) <= most]
-        encoded = iter(encode_chats(self.tokenizer, short, first=rows[0].number) if short else [])
+        found: list[list[int]] = []
+        if short:
+            first = rows[0].number
+            found = encode_chats(self.tokenizer, short, first=first, arguments=self.arguments)
+        encoded = iter(found)
         return [next(encoded) if characters(chat) <= most else None for chat in chats]
 
     def keeps(self, tokens: int | None) -> bool:
@@ -141,7 +154,9 @@ class CachedPrompts:
         digest = tokenizer_digest(rules.tokenizer)
         if digest is None:
             return None
-        settings = f"{digest} {rules.prompt_key} {most_characters(rules.max_prompt_length)}"
+        arguments = json.dumps(dict(rules.arguments), sort_keys=True)
+        most = most_characters(rules.max_prompt_length)
+        settings = f"{digest} {rules.prompt_key} {most} {arguments}"
         cache = open_cache(path, folder, settings=settings, encode=rules.encode)
         return cls(cache, rules, first)
 

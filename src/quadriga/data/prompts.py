@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quadriga.data.chat import NO_ARGUMENTS, TemplateArguments
 from quadriga.data.collate import PromptItem, collate_prompts
 from quadriga.data.prompt_parts import CachedPrompts, PromptPart, PromptRules, PromptsInMemory
 from quadriga.data.rows import Row, check_files, rows_of_file
@@ -27,6 +28,7 @@ class PromptDataset:
     Args:
         max_prompt_length: in tokens; None: no limit.
         filter_overlong_prompts: leave longer prompts out; False: a longer prompt is an error.
+        chat_template_kwargs: arguments of the chat template, such as `enable_thinking`.
         cache_dir: folder in which the token ids of large files are kept (see `token_cache`); the
             rows of such a file stay on disk. None: all rows are in memory.
 
@@ -41,6 +43,7 @@ class PromptDataset:
     Raises:
         DataError: a file or a row cannot be used; the message names it.
         ModelError: the tokenizer has no chat template.
+        ConfigError: the chat template does not read one of its arguments.
     """
 
     same_width: bool = False
@@ -53,9 +56,16 @@ class PromptDataset:
         prompt_key: str = "prompt",
         max_prompt_length: int | None = None,
         filter_overlong_prompts: bool = True,
+        chat_template_kwargs: TemplateArguments = NO_ARGUMENTS,
         cache_dir: str | Path | None = None,
     ) -> None:
-        rules = PromptRules(tokenizer, prompt_key, max_prompt_length, filter_overlong_prompts)
+        rules = PromptRules(
+            tokenizer,
+            prompt_key,
+            max_prompt_length,
+            filter_overlong_prompts,
+            chat_template_kwargs,
+        )
         parts: list[PromptPart] = []
         rows = 0
         for path in check_files(files):
@@ -75,10 +85,17 @@ class PromptDataset:
         prompt_key: str = "prompt",
         max_prompt_length: int | None = None,
         filter_overlong_prompts: bool = True,
+        chat_template_kwargs: TemplateArguments = NO_ARGUMENTS,
     ) -> PromptDataset:
         """Return the dataset of rows in memory. Error messages name them "given, row <number>"."""
         rows = [Row(dict(row), "given", number) for number, row in enumerate(values)]
-        rules = PromptRules(tokenizer, prompt_key, max_prompt_length, filter_overlong_prompts)
+        rules = PromptRules(
+            tokenizer,
+            prompt_key,
+            max_prompt_length,
+            filter_overlong_prompts,
+            chat_template_kwargs,
+        )
         dataset = cls.__new__(cls)
         dataset._join([PromptsInMemory(rows, rules, 0)], rules, "given")
         return dataset

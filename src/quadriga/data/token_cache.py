@@ -126,10 +126,56 @@ def open_cache(source: Path, folder: Path, *, settings: str, encode: Encode) -> 
     """
     import pyarrow as pa
 
+    def opens(path: Path) -> bool:
+        try:
+            TokenCache(path, source)
+        except (pa.ArrowException, OSError):
+            return False
+        return True
+
+    path = cache_file(
+        source,
+        folder,
+        settings=f"{_FORMAT} {settings}",
+        write=lambda part: _write(source, part, encode),
+        opens=opens,
+    )
+    return TokenCache(path, source)
+
+
+def is_arrow_file(path: Path) -> bool:
+    """Return whether a file is a complete Arrow file. Its values are not read."""
+    import pyarrow as pa
+
+    try:
+        pa.ipc.open_file(pa.memory_map(str(path)))
+    except (pa.ArrowException, OSError):
+        return False
+    return True
+
+
+def cache_file(
+    source: Path,
+    folder: Path,
+    *,
+    settings: str,
+    write: Callable[[Path], None],
+    opens: Callable[[Path], bool] = is_arrow_file,
+) -> Path:
+    """Return the cache file of a data file. It is written if there is none that can be opened.
+
+    Args:
+        folder: the folder of cache files.
+        settings: all that the content depends on beside the content of `source`.
+        write: writes the file under a path.
+        opens: whether a file can be used.
+
+    Raises:
+        DataError: the data file cannot be used, or the cache file cannot be written.
+    """
     path = folder / f"{source.stem:.60}-{_digest(source, settings)}.arrow"
-    if path.exists():
-        with contextlib.suppress(pa.ArrowException, OSError):  # damaged: it is made again
-            return TokenCache(path, source)
+    if path.exists() and opens(path):  # a damaged one is made again
+        return path
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_unfinished(folder)
@@ -137,7 +183,7 @@ def open_cache(source: Path, folder: Path, *, settings: str, encode: Encode) -> 
         owner = f"{secrets.token_hex(4)}.{socket.gethostname()}.{os.getpid()}"
         part = folder / f"{path.name}.{owner}.part"
         try:
-            _write(source, part, encode)
+            write(part)
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
@@ -147,7 +193,7 @@ def open_cache(source: Path, folder: Path, *, settings: str, encode: Encode) -> 
             "set data.cache_dir to a folder with free space, or to null to keep them in memory",
             path=str(folder),
         ) from error
-    return TokenCache(path, source)
+    return path
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -164,7 +210,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def _digest(source: Path, settings: str) -> str:
-    digest = hashlib.sha256("\0".join((_FORMAT, source.suffix, settings)).encode())
+    digest = hashlib.sha256("\0".join((source.suffix, settings)).encode())
     with source.open("rb") as file:
         content = hashlib.file_digest(file, "sha256")
     digest.update(content.digest())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quadriga.config.schema import ModelConfig, RewardModelConfig
+from quadriga.data.chat import NO_ARGUMENTS, TemplateArguments
 from quadriga.engines.base import VALUES
 from quadriga.errors import WorkerError
 from quadriga.protocol import DataProto, fields
@@ -34,6 +35,7 @@ class RewardModelWorker(Worker):
         config: settings of the reward model.
         policy: settings of the model that generates; None: its tokenizer is that of the reward
             model.
+        policy_arguments: of the chat template of the policy; None: those of the reward model.
         runtime: what every rank of the role is told about the run.
     """
 
@@ -41,11 +43,13 @@ class RewardModelWorker(Worker):
         self,
         config: RewardModelConfig,
         policy: ModelConfig | None = None,
+        policy_arguments: TemplateArguments | None = None,
         runtime: RankRuntime | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.policy = policy
+        self.policy_arguments = policy_arguments
         self.runtime = runtime or RankRuntime()
         self.device = prepare_rank(self.runtime)
         self.engine: TrainEngine | None = None
@@ -65,7 +69,9 @@ class RewardModelWorker(Worker):
         path = local_folder(model.path)
         self.tokenizer = tokenizer_of(model)
         self.policy_tokenizer = self.tokenizer if self.policy is None else tokenizer_of(self.policy)
-        self.same_tokens = same_tokens(self.tokenizer, self.policy_tokenizer)
+        own, policy = self.config.chat_template_kwargs, self.policy_arguments
+        equal = policy is None or dict(policy) == own
+        self.same_tokens = equal and same_tokens(self.tokenizer, self.policy_tokenizer, own)
         self.pad = padding_token(path, model.tokenizer_path or path, trust_remote_code=trusted)
         window = context_window(read_config(path, trust_remote_code=trusted))
         self.longest = None if window is None else window.tokens
@@ -110,7 +116,7 @@ class RewardModelWorker(Worker):
             return list(zip(prompts, responses, strict=True))
         texts = self.policy_tokenizer.batch_decode(responses, skip_special_tokens=True)
         chats = list(data.non_tensor_batch[fields.RAW_PROMPT])
-        return encode_conversations(self.tokenizer, chats, texts)
+        return encode_conversations(self.tokenizer, chats, texts, self.config.chat_template_kwargs)
 
     def _engine(self) -> TrainEngine:
         if self.engine is None:
@@ -130,8 +136,14 @@ def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
     return load_tokenizer(path, trust_remote_code=model.trust_remote_code)
 
 
-def same_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+def same_tokens(
+    one: PreTrainedTokenizerBase,
+    other: PreTrainedTokenizerBase,
+    arguments: TemplateArguments = NO_ARGUMENTS,
+) -> bool:
     """Return whether a conversation of `other` has the tokens that `one` writes for it.
+
+    `arguments`: of the chat templates of both.
 
     Token ids and chat template must be equal, and the template must write a response as the policy
     generates it: the response, then the end token. Many templates write a line break after it.
@@ -145,6 +157,11 @@ def same_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) ->
     if not one.chat_template:
         return True
     prompt: Chat = [{"role": "user", "content": "1"}]
-    whole = encode_chats(one, [[*prompt, {"role": "assistant", "content": "2"}]], complete=True)
+    chat: Chat = [*prompt, {"role": "assistant", "content": "2"}]
+    whole = encode_chats(one, [chat], complete=True, arguments=arguments)
     answer = one.encode("2", add_special_tokens=False)
-    return whole[0] == [*encode_chats(one, [prompt])[0], *answer, one.eos_token_id]
+    return whole[0] == [
+        *encode_chats(one, [prompt], arguments=arguments)[0],
+        *answer,
+        one.eos_token_id,
+    ]

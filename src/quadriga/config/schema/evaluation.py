@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quadriga.config.schema.choices import DeviceName, GenerationBackendName
+from quadriga.config.schema.choices import DeviceName, GenerationBackendName, Options
 from quadriga.config.schema.model import ModelConfig
 from quadriga.config.schema.reward import RewardConfig
 from quadriga.config.schema.roles import RolloutEngineConfig, SamplingConfig
@@ -33,6 +33,8 @@ class GenerationConfig:
     trainer: RanksConfig = field(default_factory=RanksConfig)
     data_files: list[str] = field(default_factory=list)  # .parquet or .jsonl files of prompts
     prompt_key: str = "prompt"  # column of the prompts
+    # arguments of the chat template, such as {enable_thinking: false}
+    chat_template_kwargs: Options = field(default_factory=dict)
     n: int = 1  # responses per prompt
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     max_prompt_length: int = 512  # tokens; longer prompts are left out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quadriga.config.schema.choices import Options
 from quadriga.config.schema.model import EngineConfig, ModelConfig, OptimConfig
 from quadriga.config.schema.run import RunConfig
 
@@ -25,7 +26,11 @@ class RMDataConfig:
     train_batch_size: int = 64  # pairs per optimizer step, over all ranks
     micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
     max_length: int = 1024  # tokens of a conversation; longer pairs are left out
+    # arguments of the chat template, such as {enable_thinking: false}
+    chat_template_kwargs: Options = field(default_factory=dict)
     shuffle: bool = True  # shuffle the pairs in each epoch
+    # folder for the token ids of large files, whose rows stay on disk; None: all rows in memory
+    cache_dir: str | None = "~/.cache/quadriga/prompts"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quadriga.config.schema.choices import LossTurns
+from quadriga.config.schema.choices import LossTurns, Options
 from quadriga.config.schema.model import EngineConfig, ModelConfig, OptimConfig
 from quadriga.config.schema.reward import RewardConfig
 from quadriga.config.schema.run import RunConfig
@@ -25,7 +25,11 @@ class SFTDataConfig:
     train_batch_size: int = 64  # rows per optimizer step, over all ranks
     micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
     max_length: int = 1024  # tokens of a conversation; longer rows are left out
+    # arguments of the chat template, such as {enable_thinking: false}
+    chat_template_kwargs: Options = field(default_factory=dict)
     shuffle: bool = True  # shuffle the rows in each epoch
+    # folder for the token ids of large files, whose rows stay on disk; None: all rows in memory
+    cache_dir: str | None = "~/.cache/quadriga/prompts"
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ class DataConfig:
     train_weights: list[float] | None = None
     val_files: list[str] = field(default_factory=list)  # files for validation; empty: no validation
     prompt_key: str = "prompt"  # column of the prompts
+    # arguments of the chat template, such as {enable_thinking: false}
+    chat_template_kwargs: Options = field(default_factory=dict)
     train_batch_size: int = 64  # prompts per step, over all ranks
     val_batch_size: int = 256  # prompts generated at once in validation
     max_prompt_length: int = 512  # tokens

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
-from quadriga.data.chat import Chat, characters, chat_of, encode_conversations, most_characters
+from quadriga.data.chat import (
+    NO_ARGUMENTS,
+    Chat,
+    TemplateArguments,
+    characters,
+    chat_of,
+    encode_conversations,
+    most_characters,
+)
+from quadriga.data.conversations.encoded import EncodedRow, encode_files
 from quadriga.data.conversations.scored_rows import Conversation, scored_rows
-from quadriga.data.rows import Row, read_rows
+from quadriga.data.rows import Row
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
 MARGINS = "margins"
@@ -32,13 +44,19 @@ class PairItem(TypedDict):
 class PairDataset:
     """Rows of data files as pairs. See `RMDataConfig` for the columns.
 
+    Args:
+        chat_template_kwargs: arguments of the chat template.
+        cache_dir: folder in which the token ids of large files are kept; None: all are in memory.
+
     Attributes:
         filtered: number of pairs left out, because a conversation has more than `max_length`
             tokens (None: no limit).
+        longest: tokens of the longest conversation.
 
     Raises:
         DataError: a row has no pair; the message names the file and the row.
         ModelError: the tokenizer has no chat template.
+        ConfigError: the chat template does not read one of its arguments.
     """
 
     def __init__(
@@ -52,47 +70,39 @@ class PairDataset:
         rejected_key: str = "rejected",
         margin_key: str | None = None,
         max_length: int | None = None,
+        chat_template_kwargs: TemplateArguments = NO_ARGUMENTS,
+        cache_dir: str | Path | None = None,
     ) -> None:
-        prompts: list[Chat] = []
-        responses: list[str] = []
-        margins: list[float] = []
-        self.filtered = 0
-        most = most_characters(max_length)
-        for row in read_rows(files):
-            pair = [_conversation(row, key, prompt_key) for key in (chosen_key, rejected_key)]
-            if pair[0] == pair[1]:
-                raise row.error(f"{chosen_key!r} and {rejected_key!r} are the same response")
-            if max(characters(prompt) + len(response) for prompt, response in pair) > most:
-                self.filtered += 1
-                continue
-            prompts += [prompt for prompt, _ in pair]
-            responses += [response for _, response in pair]
-            margins.append(0.0 if margin_key is None else _margin(row, margin_key))
-        tokens = encode_conversations(tokenizer, prompts, responses) if prompts else []
-        self._items: list[PairItem] = []
-        for number, margin in enumerate(margins):
-            chosen, rejected = tokens[2 * number], tokens[2 * number + 1]
-            if max_length is None or max(map(_length, (chosen, rejected))) <= max_length:
-                self._items.append({"chosen": chosen, "rejected": rejected, "margin": margin})
-            else:
-                self.filtered += 1
-        if not self._items:
+        rules = _Rules(
+            tokenizer,
+            prompt_key,
+            chosen_key,
+            rejected_key,
+            margin_key,
+            max_length,
+            chat_template_kwargs,
+        )
+        self._rows = encode_files(files, tokenizer, rules.encode, rules.settings(), cache_dir)
+        self.filtered = self._rows.left_out
+        if not len(self._rows):
             raise DataError(
                 f"all {self.filtered} pairs of {', '.join(map(str, files))} have more than "
                 f"{max_length} tokens; increase max_length"
             )
         self.pad_token_id = pad_token_id
+        self.longest = max(_longest(ids, borders) for ids, borders in self._rows.columns())
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> PairItem:
-        return self._items[index]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest conversation."""
-        return max(max(_length(item["chosen"]), _length(item["rejected"])) for item in self._items)
+        row = self._rows[index]
+        first, second, third = row.borders
+        return {
+            "chosen": (row.ids[:first], row.ids[first:second]),
+            "rejected": (row.ids[second:third], row.ids[third:]),
+            "margin": row.value,
+        }
 
     def collate(self, items: Sequence[PairItem]) -> DataProto:
         """Return a batch with two rows for each pair, the chosen response first.
@@ -105,6 +115,77 @@ class PairDataset:
         margins = torch.tensor([item["margin"] for item in items], dtype=torch.float32)
         tensors = scored_rows(rows, self.pad_token_id)
         return DataProto.from_dict({**tensors, MARGINS: margins.repeat_interleave(2)})
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """How rows become pairs. See `PairDataset` for the meaning of the fields."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompt_key: str
+    chosen_key: str
+    rejected_key: str
+    margin_key: str | None
+    max_length: int | None
+    arguments: TemplateArguments
+
+    def settings(self) -> dict[str, object]:
+        """Return all that the encoded pairs depend on beside the rows and the tokenizer."""
+        own = {key: value for key, value in vars(self).items() if key != "tokenizer"}
+        return {**own, "arguments": dict(self.arguments)}
+
+    def encode(self, rows: Sequence[Row]) -> list[EncodedRow | None]:
+        """Return the pair of each row; None for one that is too long.
+
+        Raises:
+            As `PairDataset`.
+        """
+        pairs = [self._pair(row) for row in rows]
+        margins = [0.0 if self.margin_key is None else _margin(r, self.margin_key) for r in rows]
+        most = most_characters(self.max_length)
+        kept = [
+            i
+            for i, pair in enumerate(pairs)
+            if all(characters(prompt) + len(response) <= most for prompt, response in pair)
+        ]
+        both = [one for i in kept for one in pairs[i]]
+        tokens = iter(
+            encode_conversations(
+                self.tokenizer,
+                [prompt for prompt, _ in both],
+                [response for _, response in both],
+                self.arguments,
+            )
+            if both
+            else []
+        )
+        found: list[EncodedRow | None] = [None] * len(rows)
+        for i in kept:
+            chosen, rejected = next(tokens), next(tokens)
+            if self.max_length is None or max(map(_length, (chosen, rejected))) <= self.max_length:
+                found[i] = _joined(chosen, rejected, margins[i])
+        return found
+
+    def _pair(self, row: Row) -> tuple[tuple[Chat, str], tuple[Chat, str]]:
+        chosen = _conversation(row, self.chosen_key, self.prompt_key)
+        rejected = _conversation(row, self.rejected_key, self.prompt_key)
+        if chosen == rejected:
+            raise row.error(f"{self.chosen_key!r} and {self.rejected_key!r} are the same response")
+        return chosen, rejected
+
+
+def _joined(chosen: Conversation, rejected: Conversation, margin: float) -> EncodedRow:
+    """Return a pair as one row: the four parts one after the other, and where each begins."""
+    parts = [*chosen, *rejected]
+    borders = list(accumulate(map(len, parts[:-1])))
+    return EncodedRow([token for part in parts for token in part], borders, margin)
+
+
+def _longest(ids: pa.ListArray, borders: pa.ListArray) -> int:
+    """Return the tokens of the longest conversation of some pairs."""
+    chosen = borders.flatten().to_numpy().reshape(-1, 3)[:, 1]
+    rejected = ids.value_lengths().to_numpy() - chosen
+    return int(max(chosen.max(), rejected.max()))
 
 
 def _conversation(row: Row, key: str, prompt_key: str) -> tuple[Chat, str]:

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from quadriga.data.chat import Chat, characters, chat_of, most_characters
+import numpy as np
+
+from quadriga.data.chat import (
+    NO_ARGUMENTS,
+    Chat,
+    TemplateArguments,
+    characters,
+    chat_of,
+    most_characters,
+)
 from quadriga.data.collate import SFTItem, collate_answers
+from quadriga.data.conversations.encoded import EncodedRow, encode_files
 from quadriga.data.conversations.turns import Conversation, assistant_turns, encode_turns
-from quadriga.data.rows import Row, read_rows
+from quadriga.data.rows import Row
 from quadriga.errors import DataError, ModelError
 from quadriga.protocol import DataProto
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_BLOCK = 256  # conversations that are encoded at once, which bounds the memory for their texts
 
 
 class SFTDataset:
@@ -29,6 +38,8 @@ class SFTDataset:
     Args:
         messages_key: column of the conversations; None: rows have a prompt and an answer.
         loss_turns: "all" turns of the assistant are trained, or the "last" of each conversation.
+        chat_template_kwargs: arguments of the chat template, such as `enable_thinking`.
+        cache_dir: folder in which the token ids of large files are kept; None: all are in memory.
 
     Attributes:
         filtered: number of rows left out, because they have more than `max_length` tokens (None:
@@ -40,6 +51,7 @@ class SFTDataset:
         DataError: a row has no prompt, no answer or no turn of the assistant; the message names the
             file and the row.
         ModelError: the tokenizer has no chat template, or it is unknown what the assistant writes.
+        ConfigError: the chat template does not read one of its arguments.
     """
 
     def __init__(
@@ -52,54 +64,62 @@ class SFTDataset:
         messages_key: str | None = None,
         loss_turns: Literal["all", "last"] = "all",
         max_length: int | None = None,
+        chat_template_kwargs: TemplateArguments = NO_ARGUMENTS,
+        cache_dir: str | Path | None = None,
     ) -> None:
-        chats, kept = [], []
-        most = most_characters(max_length)
-        rows = read_rows(files)
-        for row in rows:
-            chat = (
-                _with_answer(row, prompt_key, response_key)
-                if messages_key is None
-                else _with_turns(row, messages_key)
-            )
-            size = characters(chat)
-            if size <= most:
-                chats.append(chat)
-                kept.append(row)
-            elif max_length is None:
-                raise row.error(f"the conversation has {size} characters, more than {most}")
-        encoded: list[Conversation] = []
-        for start in range(0, len(chats), _BLOCK):
-            block = slice(start, start + _BLOCK)
-            encoded += _encoded(tokenizer, kept[block], chats[block], loss_turns == "last")
-        used = [found for found in encoded if max_length is None or len(found.ids) <= max_length]
-        self.filtered = len(rows) - len(used)
-        if not used:
+        rules = _Rules(
+            tokenizer,
+            prompt_key,
+            response_key,
+            messages_key,
+            loss_turns == "last",
+            max_length,
+            chat_template_kwargs,
+        )
+        self._rows = encode_files(files, tokenizer, rules.encode, rules.settings(), cache_dir)
+        self._size = len(self._rows)
+        self.filtered = self._rows.left_out
+        if not self._size:
             raise DataError(
                 f"all {self.filtered} rows of {', '.join(map(str, files))} have more than "
                 f"{max_length} tokens; increase max_length"
             )
-        self.ends = {found.ids[-1] for found in used}
-        self.largest_id = max(max(found.ids) for found in used)
         self.pad_token_id: int = tokenizer.pad_token_id
-        self._items = [_item(found) for found in used]
+        self._measure()
+
+    def _measure(self) -> None:
+        """Find the largest token id, the longest row, and the tokens with which rows end."""
+        largest, longest, self.ends = -1, (-1, 0), set[int]()
+        number = 0
+        for ids, _ in self._rows.columns():
+            flat = ids.flatten().to_numpy()
+            lengths = ids.value_lengths().to_numpy()
+            row = int(lengths.argmax())
+            longest = max(longest, (int(lengths[row]), -(number + row)))
+            largest = max(largest, int(flat.max()))
+            self.ends |= set(np.unique(flat[np.cumsum(lengths) - 1]).tolist())
+            number += len(ids)
+        self.largest_id, self._longest = largest, -longest[1]
 
     def __len__(self) -> int:
-        return len(self._items)
+        return self._size
 
     def __getitem__(self, index: int) -> SFTItem:
-        return self._items[index]
+        if not -self._size <= index < self._size:
+            raise IndexError(f"conversation {index} of {self._size}")
+        row = self._rows[index % self._size]
+        return _item(Conversation.of(row.ids, row.borders))
 
     @property
     def longest(self) -> tuple[int, int]:
         """Tokens of the prompt and of the response in the row with most tokens."""
-        row = max(self._items, key=_tokens)
-        return len(row["prompt_ids"]), len(row["response_ids"])
+        row = self._rows[self._longest]
+        return row.borders[0], len(row.ids) - row.borders[0]
 
     def head(self, count: int) -> SFTDataset:
         """Return a dataset of the first `count` conversations, or of all if there are fewer."""
         part = copy.copy(self)
-        part._items = self._items[:count]
+        part._size = min(count, self._size)
         return part
 
     def collate(self, items: Sequence[SFTItem]) -> DataProto:
@@ -107,23 +127,62 @@ class SFTDataset:
         return collate_answers(items, pad_token_id=self.pad_token_id)
 
 
-def _encoded(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], chats: Sequence[Chat], last_only: bool
-) -> list[Conversation]:
-    """Encode chats. An error names the row of the first one that cannot be encoded."""
-    try:
-        return encode_turns(tokenizer, chats, last_only=last_only)
-    except ModelError as error:
-        if len(chats) == 1:
-            row = rows[0]
-            name = str(tokenizer.name_or_path)
-            raise ModelError(f"{row.path}, row {row.number}: {error}", path=name) from error
-        single = (slice(i, i + 1) for i in range(len(chats)))
-        return [
-            found
-            for one in single
-            for found in _encoded(tokenizer, rows[one], chats[one], last_only)
-        ]
+@dataclass(frozen=True)
+class _Rules:
+    """How rows become conversations. See `SFTDataset` for the meaning of the fields."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompt_key: str
+    response_key: str
+    messages_key: str | None
+    last_only: bool
+    max_length: int | None
+    arguments: TemplateArguments
+
+    def settings(self) -> dict[str, object]:
+        """Return all that the token ids depend on beside the rows and the tokenizer."""
+        own = {key: value for key, value in vars(self).items() if key != "tokenizer"}
+        return {**own, "arguments": dict(self.arguments)}
+
+    def encode(self, rows: Sequence[Row]) -> list[EncodedRow | None]:
+        """Return the conversation of each row; None for one that is too long.
+
+        Raises:
+            As `SFTDataset`.
+        """
+        chats = [self._chat(row) for row in rows]
+        most = most_characters(self.max_length)
+        short = [characters(chat) <= most for chat in chats]
+        for row, chat, fits in zip(rows, chats, short, strict=True):
+            if not fits and self.max_length is None:
+                size = characters(chat)
+                raise row.error(f"the conversation has {size} characters, more than {most}")
+        kept = [i for i, fits in enumerate(short) if fits]
+        turns = self._turns([rows[i] for i in kept], [chats[i] for i in kept])
+        found: list[EncodedRow | None] = [None] * len(rows)
+        for i, turn in zip(kept, turns, strict=True):
+            if self.max_length is None or len(turn.ids) <= self.max_length:
+                found[i] = EncodedRow(turn.ids, turn.borders)
+        return found
+
+    def _chat(self, row: Row) -> Chat:
+        if self.messages_key is not None:
+            return _with_turns(row, self.messages_key)
+        return _with_answer(row, self.prompt_key, self.response_key)
+
+    def _turns(self, rows: Sequence[Row], chats: Sequence[Chat]) -> list[Conversation]:
+        """Encode chats. An error names the row of the first one that cannot be encoded."""
+        try:
+            return encode_turns(
+                self.tokenizer, chats, last_only=self.last_only, arguments=self.arguments
+            )
+        except ModelError as error:
+            if len(chats) == 1:
+                row = rows[0]
+                name = str(self.tokenizer.name_or_path)
+                raise ModelError(f"{row.path}, row {row.number}: {error}", path=name) from error
+            single = (slice(i, i + 1) for i in range(len(chats)))
+            return [found for one in single for found in self._turns(rows[one], chats[one])]
 
 
 def _with_answer(row: Row, prompt_key: str, response_key: str) -> Chat:
@@ -150,7 +209,3 @@ def _item(conversation: Conversation) -> SFTItem:
         "response_ids": conversation.response_ids,
         "response_mask": conversation.response_mask,
     }
-
-
-def _tokens(item: SFTItem) -> int:
-    return len(item["prompt_ids"]) + len(item["response_ids"])

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quadriga.data.chat import Chat, chat_texts
+from quadriga.data.chat import NO_ARGUMENTS, Chat, TemplateArguments, chat_texts
 from quadriga.errors import ModelError
 
 if TYPE_CHECKING:
@@ -31,6 +31,20 @@ class Conversation:
 
     ids: list[int]
     trained: list[int]
+
+    @property
+    def borders(self) -> list[int]:
+        """The positions at which `trained` changes: 0 0 1 1 0 1 → 2 4 5. It begins with 0."""
+        before = [0, *self.trained]
+        return [i for i, now in enumerate(self.trained) if now != before[i]]
+
+    @classmethod
+    def of(cls, ids: Sequence[int], borders: Sequence[int]) -> Conversation:
+        """Return the conversation with these token ids and `borders`."""
+        trained = [0] * len(ids)
+        for start, end in zip(borders[0::2], [*borders[1::2], len(ids)], strict=False):
+            trained[start:end] = [1] * (end - start)
+        return cls(list(ids), trained)
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -60,6 +74,7 @@ def encode_turns(
     *,
     last_only: bool = False,
     first: int = 0,
+    arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> list[Conversation]:
     """Return the token ids of each chat up to its last turn of the assistant.
 
@@ -67,6 +82,7 @@ def encode_turns(
         chats: each has a turn of the assistant.
         last_only: train on the last turn of the assistant only.
         first: the number of the first chat in error messages.
+        arguments: of the chat template.
 
     Raises:
         ModelError: the tokenizer has no chat template; the template cannot write a chat; or it
@@ -77,8 +93,8 @@ def encode_turns(
     before = [chat[:turn] for chat, ends in zip(chats, turns, strict=True) for turn in ends]
     up_to = [chat[: turn + 1] for chat, ends in zip(chats, turns, strict=True) for turn in ends]
     texts = zip(
-        chat_texts(tokenizer, before, first=first),
-        chat_texts(tokenizer, up_to, first=first, complete=True),
+        chat_texts(tokenizer, before, first=first, arguments=arguments),
+        chat_texts(tokenizer, up_to, first=first, complete=True, arguments=arguments),
         strict=True,
     )
     parts = []

@@ -77,14 +77,23 @@ def load_prompts(config: GenerationConfig, prompt: str | None = None) -> Prompts
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
     )
     key, length = config.prompt_key, config.max_prompt_length
+    arguments = config.chat_template_kwargs
     if prompt is None:
         dataset = PromptDataset(
-            config.data_files, tokenizer, prompt_key=key, max_prompt_length=length
+            config.data_files,
+            tokenizer,
+            prompt_key=key,
+            max_prompt_length=length,
+            chat_template_kwargs=arguments,
         )
     else:
         row = {key: [{"role": "user", "content": prompt}]}
         dataset = PromptDataset.from_rows(
-            [row], tokenizer, prompt_key=key, max_prompt_length=length
+            [row],
+            tokenizer,
+            prompt_key=key,
+            max_prompt_length=length,
+            chat_template_kwargs=arguments,
         )
     check_generation_data(config, tokenizer, dataset)
     if dataset.filtered:

@@ -39,6 +39,8 @@ def conversations(
         messages_key=data.messages_key,
         loss_turns=data.loss_turns,
         max_length=data.max_length,
+        chat_template_kwargs=data.chat_template_kwargs,
+        cache_dir=data.cache_dir,
     )
 
 

@@ -110,6 +110,8 @@ class RMTrainer:
             rejected_key=data.rejected_key,
             margin_key=data.margin_key,
             max_length=data.max_length,
+            chat_template_kwargs=data.chat_template_kwargs,
+            cache_dir=data.cache_dir,
         )
 
     @property

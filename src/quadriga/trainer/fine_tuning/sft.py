@@ -264,7 +264,12 @@ def _validation_prompts(
     """The first `val_size` validation prompts, or None without files of prompts."""
     if not config.data.val_files or config.data.messages_key is not None:
         return None
-    data = DataConfig(prompt_key=config.data.prompt_key, max_prompt_length=config.data.max_length)
+    data = DataConfig(
+        prompt_key=config.data.prompt_key,
+        max_prompt_length=config.data.max_length,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+        cache_dir=config.data.cache_dir,
+    )
     prompts = prompt_dataset(config.data.val_files, data, tokenizer)
     return prompts.head(config.trainer.val_size)
 

@@ -119,6 +119,7 @@ def prompt_dataset(
         prompt_key=data.prompt_key,
         max_prompt_length=data.max_prompt_length,
         filter_overlong_prompts=data.filter_overlong_prompts,
+        chat_template_kwargs=data.chat_template_kwargs,
         cache_dir=data.cache_dir,
     )
 

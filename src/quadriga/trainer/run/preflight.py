@@ -265,6 +265,7 @@ def check_reward_model_folder(config: TrainConfig) -> None:
     """
     if not has_reward_model(config):
         return
+    from quadriga.data.chat import check_template_arguments
     from quadriga.models import check_model_folder
     from quadriga.models.folder import local_folder
     from quadriga.models.score_head import check_reward_model
@@ -276,6 +277,9 @@ def check_reward_model_folder(config: TrainConfig) -> None:
     check_model_folder(model.path, tokenizer=own, trust_remote_code=model.trust_remote_code)
     check_reward_model(local_folder(model.path), trust_remote_code=model.trust_remote_code)
     tokenizer = tokenizer_of(model)
+    check_template_arguments(
+        tokenizer, config.reward_model.chat_template_kwargs, "reward_model.chat_template_kwargs"
+    )
     if not tokenizer.chat_template and not same_tokens(
         tokenizer, tokenizer_of(config.actor_rollout_ref.model)
     ):

@@ -32,6 +32,7 @@ _log = logging.getLogger("quadriga")
 AnyRun = TrainConfig | SFTConfig | RMConfig
 """The settings of a command that trains."""
 
+_ARGUMENTS = "data.chat_template_kwargs"  # each of its names is a key of its own
 # What decides on the rows and their order. The position in the data means nothing without them.
 _DATA = (
     "content of data.train_files",
@@ -45,6 +46,7 @@ _DATA = (
     "data.rejected_key",
     "data.max_prompt_length",
     "data.max_length",
+    _ARGUMENTS,
     "data.filter_overlong_prompts",
     "data.train_weights",
     "content of data.dataset.path",
@@ -260,9 +262,10 @@ class Changes:
             for key in [*own, *(key for key in saved if key not in own)]
             if saved.get(key) != own.get(key) and key not in _WITHOUT_EFFECT
         }
-        special = {*_DATA, *_MODEL}
+        arguments = [key for key in lines if key.startswith(f"{_ARGUMENTS}.")]
+        special = {*_DATA, *_MODEL, *arguments}
         return cls(
-            [lines[key] for key in _DATA if key in lines],
+            [lines[key] for key in (*_DATA, *arguments) if key in lines],
             [lines[key] for key in _MODEL if key in lines],
             [line for key, line in lines.items() if key not in special],
         )

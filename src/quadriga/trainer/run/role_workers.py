@@ -270,6 +270,7 @@ def _reward_model(
         worker_class,
         config=dataclasses.replace(settings, model=with_absolute_paths(settings.model)),
         policy=with_absolute_paths(config.actor_rollout_ref.model.frozen()),
+        policy_arguments=config.data.chat_template_kwargs,
         runtime=runtime,
     )
 

@@ -1,0 +1,135 @@
+"""Conversations and pairs of large files: token ids stay on disk, and every item is the same."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from quadriga.data import token_cache
+from quadriga.data.conversations import encoded
+from quadriga.data.conversations.pairs import PairDataset
+from quadriga.data.conversations.sft import SFTDataset
+from quadriga.data.conversations.turns import Conversation
+from quadriga.errors import DataError
+
+
+def rows(count):
+    return [
+        {
+            "prompt": f"Tom has {number} apples." + " He buys." * (number % 4),
+            "chosen": f"#### {number}",
+            "rejected": f"{number}+1 #### 7" + " He buys." * (number % 3),
+            "margin": number / 4,
+            "messages": [
+                {"role": role, "content": f"He buys {number}." * (turn % 2 + 1)}
+                for turn in range(number % 3 + 1)
+                for role in ("user", "assistant")
+            ],
+        }
+        for number in range(count)
+    ]
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def files(request, tmp_path, monkeypatch):
+    """Two files, of which each counts as large, in pieces of a few rows."""
+    monkeypatch.setattr(token_cache, "LARGE_FILE", 0)
+    monkeypatch.setattr("quadriga.data.rows._LINES", 5)
+    monkeypatch.setattr("quadriga.data.rows._MOST_ROWS", 5)
+    monkeypatch.setattr(encoded, "_BLOCK", 2)
+    paths = [tmp_path / f"{name}.{request.param}" for name in "ab"]
+    for path, count in zip(paths, (13, 6), strict=True):
+        if request.param == "jsonl":
+            path.write_text("\n".join(map(json.dumps, rows(count))) + "\n")
+        else:
+            pq.write_table(pa.Table.from_pylist(rows(count)), path, row_group_size=7)
+    return paths
+
+
+def conversations(files, tokenizer, **more):
+    return SFTDataset(files, tokenizer, messages_key="messages", **more)
+
+
+def answers(files, tokenizer, **more):
+    return SFTDataset(files, tokenizer, response_key="chosen", **more)
+
+
+def pairs(files, tokenizer, **more):
+    return PairDataset(files, tokenizer, pad_token_id=0, margin_key="margin", **more)
+
+
+MADE = {"conversations": conversations, "answers": answers, "pairs": pairs}
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [(kind, limit) for kind, most in (("conversations", 14), ("answers", 14), ("pairs", 22))
+     for limit in (None, most)],
+)  # fmt: skip
+def test_every_item_equals_the_one_in_memory(files, tokenizer, tmp_path, kind, limit, monkeypatch):
+    make = MADE[kind]
+    plain = make(files, tokenizer, max_length=limit)
+    cached = make(files, tokenizer, max_length=limit, cache_dir=tmp_path / "c")
+    for name in ("encode_turns", "encode_conversations"):  # a call would raise
+        for module in ("sft", "pairs"):
+            path = f"quadriga.data.conversations.{module}.{name}"
+            monkeypatch.setattr(path, None, raising=False)
+    again = make(files, tokenizer, max_length=limit, cache_dir=tmp_path / "c")
+    for dataset in (cached, again):
+        assert [dataset[i] for i in range(len(dataset))] == [plain[i] for i in range(len(plain))]
+        assert dataset[-1] == plain[len(plain) - 1]
+        with pytest.raises(IndexError):
+            dataset[len(plain)]
+        for name in ("filtered", "longest", *(("largest_id", "ends") * (kind != "pairs"))):
+            assert getattr(dataset, name) == getattr(plain, name), name
+    assert len(plain) + plain.filtered == 19 and bool(plain.filtered) == (limit is not None)
+    assert len(list((tmp_path / "c").iterdir())) == 2
+
+
+def test_the_figures_of_a_dataset_are_those_of_its_items(files, tokenizer):
+    data = conversations(files, tokenizer)
+    items = [data[i] for i in range(len(data))]
+    ids = [[*item["prompt_ids"], *item["response_ids"]] for item in items]
+    longest = max(range(len(ids)), key=lambda i: len(ids[i]))
+    sizes = (len(items[longest][key]) for key in ("prompt_ids", "response_ids"))
+    assert data.longest == tuple(sizes)
+    assert data.largest_id == max(map(max, ids))
+    assert data.ends == {row[-1] for row in ids}
+    both = pairs(files, tokenizer)
+    assert both.longest == max(
+        len(both[i][key][0]) + len(both[i][key][1])
+        for i in range(len(both))
+        for key in ("chosen", "rejected")
+    )
+    assert [both[i]["margin"] for i in (0, 3, 13, 14)] == [0, 0.75, 0, 0.25]
+
+
+@pytest.mark.parametrize("trained", [[0, 1], [0, 0, 1, 1, 0, 1], [1], [0, 1, 0], [1, 0, 1, 0, 0]])
+def test_borders_and_back(trained):
+    conversation = Conversation(list(range(len(trained))), trained)
+    assert Conversation.of(conversation.ids, conversation.borders) == conversation
+
+
+def test_other_settings_make_another_cache_file(files, tokenizer, tmp_path):
+    made = [
+        MADE["answers"](files, tokenizer, cache_dir=tmp_path / "c", **more)
+        for more in ({}, {"max_length": 14}, {"prompt_key": "rejected"})
+    ]
+    made.append(conversations(files, tokenizer, cache_dir=tmp_path / "c"))
+    made.append(conversations(files, tokenizer, loss_turns="last", cache_dir=tmp_path / "c"))
+    assert len(list((tmp_path / "c").iterdir())) == 2 * len(made)
+    assert len({str(dataset[4]) for dataset in made}) == len(made) - 1  # 14 tokens suffice there
+
+
+def test_a_damaged_cache_is_made_again_and_a_bad_row_leaves_none(files, tokenizer, tmp_path):
+    folder = tmp_path / "c"
+    expected = answers(files, tokenizer, cache_dir=folder)[3]
+    for cache in folder.iterdir():
+        cache.write_bytes(cache.read_bytes()[:200])
+    assert answers(files, tokenizer, cache_dir=folder)[3] == expected
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("".join(json.dumps(row) + "\n" for row in [*rows(7), {"prompt": "He"}]))
+    with pytest.raises(DataError, match=r"bad.jsonl, row 7: no 'chosen'"):
+        answers([bad], tokenizer, cache_dir=tmp_path / "d")
+    assert list((tmp_path / "d").iterdir()) == []
