@@ -40,18 +40,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from quadriga.parallel.distributed import init_distributed
+from quadriga.parallel.layouts.boxes import slices
+from quadriga.parallel.layouts.layout import Weight, by_name
+from quadriga.parallel.layouts.parallel_layouts import Model, Stored, parallel_layout
 from quadriga.rollout.base import tensor_digest
 from quadriga.weight_sync import WeightReceiver, WeightSender, WeightSync, needs_of
 from quadriga.weight_sync.channels import CollectiveChannel
 from quadriga.weight_sync.joined import JoinedReceiver, JoinedSender
-from quadriga.weight_sync.planning.boxes import slices
 from quadriga.weight_sync.planning.grouping import (
     HybridDegrees,
     generation_layout,
     transition_volume,
 )
-from quadriga.weight_sync.planning.layout import Weight, by_name
-from quadriga.weight_sync.planning.parallel_layouts import Model, Stored, parallel_layout
 from quadriga.weight_sync.planning.plan import plan
 from quadriga.weight_sync.transport import TensorsInMemory, Transport
 

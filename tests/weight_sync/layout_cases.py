@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from quadriga.weight_sync.planning.boxes import slices
-from quadriga.weight_sync.planning.layout import Layout, Weight, by_name
-from quadriga.weight_sync.planning.parallel_layouts import (
+from quadriga.parallel.layouts.boxes import slices
+from quadriga.parallel.layouts.layout import Layout, Weight, by_name
+from quadriga.parallel.layouts.parallel_layouts import (
     Degrees,
     Model,
     Stored,

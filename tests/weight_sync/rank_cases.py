@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import init_distributed
+from quadriga.parallel.layouts.boxes import slices
 from quadriga.rollout.base import tensor_digest
 from quadriga.weight_sync import WeightSync
 from quadriga.weight_sync.channels import CollectiveChannel, SharedMemoryChannel
-from quadriga.weight_sync.planning.boxes import slices
 from quadriga.weight_sync.planning.plan import plan
 from quadriga.weight_sync.transport import TensorsInMemory, Transport
 

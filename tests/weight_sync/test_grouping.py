@@ -7,21 +7,21 @@ from fractions import Fraction
 import pytest
 
 from quadriga.errors import ConfigError
-from quadriga.weight_sync.planning.grouping import (
-    HybridDegrees,
-    generation_layout,
-    peak_memory,
-    redundancy,
-    transition_volume,
-)
-from quadriga.weight_sync.planning.layout import Weight, by_name
-from quadriga.weight_sync.planning.parallel_layouts import (
+from quadriga.parallel.layouts.layout import Weight, by_name
+from quadriga.parallel.layouts.parallel_layouts import (
     Degrees,
     Model,
     Stored,
     fsdp_layout,
     parallel_layout,
     replicated_layout,
+)
+from quadriga.weight_sync.planning.grouping import (
+    HybridDegrees,
+    generation_layout,
+    peak_memory,
+    redundancy,
+    transition_volume,
 )
 from quadriga.weight_sync.planning.plan import plan
 

@@ -8,8 +8,8 @@ import torch
 from layout_cases import filled, values_of
 
 from quadriga.errors import ConfigError, ShapeError
-from quadriga.weight_sync.planning.boxes import split
-from quadriga.weight_sync.planning.layout import (
+from quadriga.parallel.layouts.boxes import split
+from quadriga.parallel.layouts.layout import (
     Layout,
     Piece,
     StoredTensor,
@@ -18,7 +18,7 @@ from quadriga.weight_sync.planning.layout import (
     concatenated,
     stored_whole,
 )
-from quadriga.weight_sync.planning.parallel_layouts import (
+from quadriga.parallel.layouts.parallel_layouts import (
     Degrees,
     Model,
     Stored,

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from layout_cases import Ranks, filled, pairs, values_of
 
 from quadriga.errors import WorkerError
-from quadriga.weight_sync.planning.boxes import count, difference, intersection, split
-from quadriga.weight_sync.planning.layout import Layout, Piece, StoredTensor, Weight, by_name
-from quadriga.weight_sync.planning.parallel_layouts import fsdp_layout, replicated_layout
+from quadriga.parallel.layouts.boxes import count, difference, intersection, split
+from quadriga.parallel.layouts.layout import Layout, Piece, StoredTensor, Weight, by_name
+from quadriga.parallel.layouts.parallel_layouts import fsdp_layout, replicated_layout
 from quadriga.weight_sync.planning.plan import Plan, canonical_boxes, plan
 
 MANY = settings(

@@ -9,6 +9,7 @@
 - `balancing`, `initial_partitions`, `exchanges`: partitions and micro-batches of about equal token
   counts or costs.
 - `costs`: what sequences cost, linear and quadratic in their tokens.
+- `layouts`: which part of each checkpoint weight a rank stores.
 - `group_partitions`: partitions of whole prompt groups.
 - `node_memory`: weight files that the ranks of a node read once and share.
 

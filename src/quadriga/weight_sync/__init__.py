@@ -1,6 +1,6 @@
 """Copy the weights of a training engine to a rollout engine, and verify that all of them arrived.
 
-- `planning`: layouts, the plan of who sends what to whom, generation groups without redundancy.
+- `planning`: the plan of who sends what to whom, generation groups without redundancy.
 - `channels`, `transport`: execute a plan between processes.
 - `sources`, `digests`, `probe`: read the training engine, and compare it with the rollout engine.
 - `sync`: to a rollout engine in the same process.

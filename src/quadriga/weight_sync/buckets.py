@@ -26,10 +26,10 @@ from torch import Tensor
 
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import rank, world_size
+from quadriga.parallel.layouts.boxes import Box, count, shape_of, slices, whole
 from quadriga.protocol import DataProto
 from quadriga.weight_sync.channels import copy_bytes, typed
 from quadriga.weight_sync.digests import compare_digests, digest_of_shares
-from quadriga.weight_sync.planning.boxes import Box, count, shape_of, slices, whole
 from quadriga.weight_sync.planning.plan import Plan, Round, listed_names, plan
 from quadriga.weight_sync.probe import compare_scores, probe_ids
 from quadriga.weight_sync.sources import (

@@ -32,9 +32,9 @@ from quadriga.parallel.distributed import (
     serve_store,
     world_size,
 )
+from quadriga.parallel.layouts.boxes import count, whole
 from quadriga.weight_sync.channels import CollectiveChannel
 from quadriga.weight_sync.digests import compare_digests, digest_of_shares
-from quadriga.weight_sync.planning.boxes import count, whole
 from quadriga.weight_sync.planning.plan import Plan, plan
 from quadriga.weight_sync.probe import PROBE_ROWS, compare_scores, probe_ids
 from quadriga.weight_sync.sources import (

@@ -14,9 +14,9 @@ from torch import Tensor
 from quadriga.checkpoint.shards import block_of
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import gather_over_ranks, rank
+from quadriga.parallel.layouts.boxes import Box, slices, whole
+from quadriga.parallel.layouts.layout import Layout, Piece, StoredTensor, Weight
 from quadriga.weight_sync.digests import box_digest
-from quadriga.weight_sync.planning.boxes import Box, slices, whole
-from quadriga.weight_sync.planning.layout import Layout, Piece, StoredTensor, Weight
 from quadriga.weight_sync.planning.plan import Slot, canonical_boxes
 
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from quadriga.config.schema import WeightTransport
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import local_device, rank, world_size
+from quadriga.parallel.layouts.layout import Layout
+from quadriga.parallel.layouts.parallel_layouts import replicated_layout
 from quadriga.rollout.abilities import RolloutAbilities
 from quadriga.rollout.base import SharesWeights
 from quadriga.weight_sync.channels import (
@@ -30,8 +32,6 @@ from quadriga.weight_sync.channels import (
     shares_memory,
 )
 from quadriga.weight_sync.digests import compare_digests, whole_digests
-from quadriga.weight_sync.planning.layout import Layout
-from quadriga.weight_sync.planning.parallel_layouts import replicated_layout
 from quadriga.weight_sync.planning.plan import Plan, plan
 from quadriga.weight_sync.probe import ScoredSource, compare_scores, probe_ids, trained_scores
 from quadriga.weight_sync.sources import (

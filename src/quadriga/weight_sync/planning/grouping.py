@@ -37,8 +37,8 @@ from fractions import Fraction
 from typing import Literal
 
 from quadriga.errors import ConfigError
-from quadriga.weight_sync.planning.layout import Layout
-from quadriga.weight_sync.planning.parallel_layouts import Degrees, Model, Stored, parallel_layout
+from quadriga.parallel.layouts.layout import Layout
+from quadriga.parallel.layouts.parallel_layouts import Degrees, Model, Stored, parallel_layout
 
 Design = Literal["ds-chat", "hybridflow-v", "hybridflow"]
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from quadriga.errors import WorkerError
-from quadriga.weight_sync.planning.boxes import Box, count, difference, intersection, moved, split
-from quadriga.weight_sync.planning.layout import Layout, Weight
+from quadriga.parallel.layouts.boxes import Box, count, difference, intersection, moved, split
+from quadriga.parallel.layouts.layout import Layout, Weight
 
 NAMED_TENSORS = 20
 """An error message lists at most so many tensors."""

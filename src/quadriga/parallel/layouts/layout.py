@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quadriga.errors import ShapeError
-from quadriga.weight_sync.planning.boxes import (
+from quadriga.parallel.layouts.boxes import (
     Box,
     count,
     intersection,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quadriga.errors import ConfigError, ShapeError
-from quadriga.weight_sync.planning.layout import (
+from quadriga.parallel.layouts.layout import (
     Layout,
     StoredTensor,
     Weight,
