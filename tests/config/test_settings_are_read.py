@@ -23,6 +23,7 @@ from quadriga.config.schema import (
 )
 
 PACKAGE = Path(quadriga.__file__).parent
+MEGATRON = "engines/megatron/settings.py"
 FSDP, LOADING = "engines/fsdp.py", "engines/loading/sharded_loading.py"
 POLICY, CRITIC, UPDATES = (
     "workers/actor_rollout_ref.py", "workers/critic.py", "workers/updates.py",
@@ -40,6 +41,11 @@ READERS = {
         "optimizer_offload": (FSDP, "engine.optimizer_offload"),
         "offload_policy": (LOADING, "engine.offload_policy"),
         "fsdp_size": (FSDP, "engine.fsdp_size"),
+        "tensor_parallel_size": (MEGATRON, "engine.tensor_parallel_size"),
+        "pipeline_parallel_size": (MEGATRON, "engine.pipeline_parallel_size"),
+        "expert_parallel_size": (MEGATRON, "engine.expert_parallel_size"),
+        "sequence_parallel": (MEGATRON, "engine.sequence_parallel"),
+        "distributed_optimizer": ("engines/megatron/engine.py", "engine.distributed_optimizer"),
         "use_dynamic_bsz": (FSDP, "self.config.use_dynamic_bsz"),
         "max_tokens_per_micro_batch": (FSDP, "self.config.max_tokens_per_micro_batch"),
         "fused_head": (LOADING, "engine.fused_head"),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quadriga.checkpoint.files import SavedFile, write_tensors
 from quadriga.checkpoint.shards import (
+    Block,
     Origin,
     open_tensors,
     read_blocks,
@@ -24,7 +25,7 @@ from quadriga.observability.jsonl import JsonObject
 
 def save_rank_state(
     folder: str | Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor] | Mapping[str, Block],
     scalars: Mapping[str, object],
     *,
     rank: int,
@@ -60,7 +61,11 @@ def read_scalars(folder: str | Path, *, step: int | None = None) -> JsonObject:
 
 
 def load_rank_state(
-    folder: str | Path, tensors: Mapping[str, Tensor], *, rank: int, step: int | None = None
+    folder: str | Path,
+    tensors: Mapping[str, Tensor] | Mapping[str, Block],
+    *,
+    rank: int,
+    step: int | None = None,
 ) -> JsonObject:
     """Fill `tensors` in place, restore the random states, and return the scalars.
 

@@ -12,6 +12,8 @@ Example: a tensor with 7 rows was written by 2 ranks and is read by 3 ranks:
     read by             0  0  0 │1  1  1 │2      blocks [0, 3), [3, 6) and [6, 7)
 
     rank 1 reads rows [3, 4) from shard_00000 and rows [4, 6) from shard_00001
+
+A rank that has several blocks of one tensor names them `name#0`, `name#1` and so on.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol, TypedDict
 
@@ -52,13 +55,16 @@ class Block:
     is_first_copy: bool
 
 
-def block_of(tensor: Tensor, rank: int) -> Block:
+def block_of(tensor: Tensor | Block, rank: int) -> Block:
     """Return the block of this rank. An unsharded tensor is one block, which rank 0 writes.
 
     On a mesh of 2 replicas × 2 parameter shards, rank coordinates (0, 0), (0, 1), (1, 0), (1, 1),
     the ranks (0, 0) and (1, 0) hold the same block: only the one with coordinate 0 in the
     replicated dimension has `is_first_copy`.
     """
+    if isinstance(tensor, Block):
+        return tensor
+    tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return Block(tensor, tuple(tensor.shape), (0,) * tensor.ndim, rank == 0)
     _, offset = compute_local_shape_and_global_offset(
@@ -85,13 +91,18 @@ class Origin:
         return {name: str(value) for name, value in asdict(self).items()}
 
 
+def tensor_name(block: str) -> str:
+    """Return the name of the tensor of which this is the name of a block."""
+    return block.partition("#")[0]
+
+
 def _shard_name(rank: int) -> str:
     return f"shard_{rank:05d}"
 
 
 def write_shard(
     folder: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor] | Mapping[str, Block],
     extra: Mapping[str, object],
     origin: Origin,
 ) -> list[SavedFile]:
@@ -102,7 +113,7 @@ def write_shard(
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = _shard_name(origin.rank)
-    blocks = {key: block_of(tensor.detach(), origin.rank) for key, tensor in tensors.items()}
+    blocks = {key: block_of(tensor, origin.rank) for key, tensor in tensors.items()}
     kept = {key: b for key, b in blocks.items() if b.is_first_copy and b.data.numel()}
     data = {key: b.data for key, b in kept.items()}
     written = write_tensors(folder / f"{name}.safetensors", data, origin.as_texts())
@@ -131,6 +142,14 @@ class ShardIndex:
     origin: Origin
     blocks: dict[str, StoredBlock]
     extra: JsonObject
+
+    @cached_property
+    def of_tensor(self) -> dict[str, list[str]]:
+        """Name of a tensor -> the names of its blocks."""
+        found: dict[str, list[str]] = {}
+        for name in self.blocks:
+            found.setdefault(tensor_name(name), []).append(name)
+        return found
 
 
 def read_indexes(folder: Path, step: int | None = None) -> list[ShardIndex]:
@@ -213,7 +232,11 @@ def open_tensors(path: Path, origin: Origin) -> Iterator[_TensorFile]:
 
 
 def read_blocks(
-    folder: Path, tensors: Mapping[str, Tensor], *, rank: int, step: int | None = None
+    folder: Path,
+    tensors: Mapping[str, Tensor] | Mapping[str, Block],
+    *,
+    rank: int,
+    step: int | None = None,
 ) -> None:
     """Fill `tensors` in place from the files of all ranks; of a DTensor, this rank's block.
 
@@ -225,11 +248,11 @@ def read_blocks(
     with ExitStack() as stack, torch.no_grad():
         files = [stack.enter_context(open_tensors(i.path, i.origin)) for i in indexes]
         for name, tensor in tensors.items():
-            block = block_of(tensor.detach(), rank)
+            block = block_of(tensor, rank)
             found = 0
             for index, file in zip(indexes, files, strict=True):
-                if name in index.blocks:
-                    found += _copy_overlap(file, name, index, block)
+                for stored in index.of_tensor.get(tensor_name(name), ()):
+                    found += _copy_overlap(file, stored, index, block)
             # Stored blocks do not overlap each other, so the number of copied elements tells
             # whether the whole block was filled.
             if found != block.data.numel():

@@ -4,6 +4,7 @@
 - `fsdp`: the engine over FSDP2. It uses `loading` (from a folder to a sharded model),
   `micro_batches` (which rows go together), `optimizers`, `schedule` and `offload` (device memory to
   host memory and back).
+- `megatron`: the engine over Megatron-core (docs/concepts/megatron.md).
 - `sequence_cost`: what sequences of a model cost, from its config.
 - `token_model`: one forward pass, from rows of tokens to one number for each response token. It
   uses `attention` (packed rows) and `fused_head`.
@@ -51,8 +52,10 @@ def _fsdp(
     device: str | torch.device,
     total_steps: int | None,
 ) -> TrainEngine:
+    from quadriga.config.checks.unread import check_unread_engine
     from quadriga.engines.fsdp import FSDPEngine
 
+    check_unread_engine("engine", engine)
     return FSDPEngine(model, engine, optim, head=head, device=device, total_steps=total_steps)
 
 
@@ -65,7 +68,12 @@ def _megatron(
     device: str | torch.device,
     total_steps: int | None,
 ) -> TrainEngine:
-    raise ConfigError("engine 'megatron' is not in this release; set engine.name=fsdp")
+    from quadriga.engines.megatron.availability import check_installed
+
+    check_installed()
+    from quadriga.engines.megatron.engine import MegatronEngine
+
+    return MegatronEngine(model, engine, optim, head=head, device=device, total_steps=total_steps)
 
 
 ENGINES: dict[str, EngineFactory] = {"fsdp": _fsdp, "megatron": _megatron}

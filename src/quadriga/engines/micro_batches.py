@@ -90,7 +90,7 @@ def plan_micro_batches(
 
 
 def equal_counts_over_ranks(
-    plan: Callable[..., list[Tensor]], device: torch.device
+    plan: Callable[..., list[Tensor]], device: torch.device, *, wanted: int = 1
 ) -> list[Tensor | None]:
     """Plan the micro-batches of this rank so that all ranks have the same number, at least one.
 
@@ -98,6 +98,8 @@ def equal_counts_over_ranks(
 
     Args:
         plan: returns the micro-batches of this rank, at least `least` of them if it can.
+        wanted: as many micro-batches as keep all ranks at work, if the rows suffice: the stages of
+            a pipeline.
 
     Returns:
         The row indices of each micro-batch; None for a dummy micro-batch.
@@ -111,7 +113,7 @@ def equal_counts_over_ranks(
     #
     # If rank 0 had two prompt groups only, its third micro-batch would be None: a third one would
     # compute a prompt twice.
-    micro_batches = plan(least=1)
+    micro_batches = plan(least=wanted)
     count = max_over_ranks(max(len(micro_batches), 1), device)
     if len(micro_batches) < count:
         micro_batches = plan(least=count)

@@ -24,7 +24,16 @@ _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref.engine"
 _NORMALISED = "seq-mean-token-sum-norm"
 _OFFLOADS = ("param_offload", "optimizer_offload")
+_OF_MEGATRON = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "expert_parallel_size",
+    "sequence_parallel",
+    "distributed_optimizer",
+)
+"""Settings of an engine that `name=megatron` reads only."""
 _OF_UPDATES = {
+    "distributed_optimizer": "it has no optimizer",
     "optimizer_offload": "it has no optimizer",
     "reduce_each_micro_batch": "it has no gradients",
     "reduce_dtype": "it has no gradients",
@@ -86,6 +95,15 @@ def check_unread_engine(key: str, engine: EngineConfig) -> None:
     Raises:
         ConfigError: names the setting.
     """
+    default = EngineConfig()
+    for name in _OF_MEGATRON:
+        value = getattr(engine, name)
+        if engine.name != "megatron" and value != getattr(default, name):
+            raise ConfigError(
+                f"{key}.{name}={as_written(value)} is read by {key}.name=megatron only, but "
+                f"{key}.name={engine.name}; remove it",
+                key=f"{key}.{name}",
+            )
     for name in _OFFLOADS:
         if engine.offload_policy and getattr(engine, name):
             raise ConfigError(

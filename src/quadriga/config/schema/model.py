@@ -80,7 +80,7 @@ class OptimConfig:
 class EngineConfig:
     """The training engine of a role."""
 
-    name: str = "fsdp"  # fsdp; megatron is not in this release
+    name: str = "fsdp"  # fsdp or megatron
     dtype: DtypeName = "auto"  # compute dtype; auto: bfloat16 on accelerators, else float32
     reduce_dtype: ReduceDtypeName = "float32"  # dtype of the gradient reduction over ranks
     reshard_after_forward: bool = True  # free gathered parameters until the backward pass
@@ -91,6 +91,14 @@ class EngineConfig:
     optimizer_offload: bool = False  # keep optimizer state in host memory between optimizer steps
     offload_policy: bool = False  # parameters, gradients, optimizer state and its step on the host
     fsdp_size: int = -1  # ranks over which one copy of the parameters is sharded; -1: all
+    # megatron: ranks that split each layer's weights, and compute the same rows; 1: none
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1  # megatron: stages, each with a part of the layers; 1: none
+    # megatron: data-parallel ranks over which the experts of a layer are divided; 1: none
+    expert_parallel_size: int = 1
+    sequence_parallel: bool = False  # megatron: tensor-parallel ranks split tokens between layers
+    # megatron: divide optimizer state and its step over the data-parallel ranks
+    distributed_optimizer: bool = True
     use_dynamic_bsz: bool = True  # cut micro-batches by tokens, not by number of sequences
     max_tokens_per_micro_batch: int = 16384  # tokens, if use_dynamic_bsz
     fused_head: bool | None = None  # log-probs without full logits; None: if they would be large

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -34,6 +34,8 @@ class ShardedOptimizer:
         total_steps: optimizer steps of the run, for the schedule.
         shard_group: the ranks that together hold one copy of the parameters.
         device: the device of the collectives.
+        norm: returns the norm of the whole gradient, from the gradients of this rank. None: each of
+            them is a part of it on one rank of `shard_group`.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class ShardedOptimizer:
         *,
         shard_group: dist.ProcessGroup | None,
         device: torch.device,
+        norm: Callable[[list[Tensor]], Tensor] | None = None,
     ) -> None:
         self.config = config
         self.total_steps = total_steps
@@ -55,6 +58,7 @@ class ShardedOptimizer:
         self._updates = {name: 0 for rule in rules for name, _ in rule.named}
         self._shard_group = shard_group
         self._device = device
+        self._norm = self._global_norm if norm is None else norm
 
     def step(self) -> tuple[float, float]:
         """Clip the gradients, update the weights, and clear the gradients.
@@ -71,7 +75,7 @@ class ShardedOptimizer:
             for rule in self.rules
         ]
         existing = [g for of_rule in gradients for g in of_rule if g is not None]
-        norm = self._global_norm(existing)
+        norm = self._norm(existing)
         if norm.isfinite():
             limit = self.config.grad_clip
             if limit > 0 and float(norm) > limit:

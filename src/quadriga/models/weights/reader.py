@@ -14,8 +14,10 @@ an interrupt of the process, which is slow on a network file system.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from io import FileIO
+from itertools import product
 from pathlib import Path
 from types import TracebackType
 
@@ -110,6 +112,28 @@ class TensorReader:
             piece = self._piece[: count * size]
             self._fill(piece, tensor.file, tensor.start + (first + begin) * size)
             flat[begin : begin + count].copy_(piece.view(dtype))
+
+    def read_box(self, tensor: StoredTensor, box: Sequence[tuple[int, int]]) -> Tensor:
+        """Return a box of a tensor, given as (start, stop) of each dimension, on the CPU.
+
+        Only the elements of the box are read, each run of neighbours at once.
+
+        Raises:
+            ModelError: as `read`.
+        """
+        # The box of rows 1 to 3 and columns 0 to 2 of a tensor [4, 6] is two runs of 2 elements,
+        # which begin at 6 and 12. With all 6 columns it is one run of 12, which begins at 6.
+        sizes = [stop - start for start, stop in box]
+        cut = [dim for dim, size in enumerate(tensor.shape) if sizes[dim] != size]
+        runs = sizes[: cut[-1]] if cut else []
+        values = torch.empty(sizes, dtype=DTYPES[tensor.dtype])
+        flat = values.view(math.prod(runs), -1)
+        strides = [math.prod(tensor.shape[dim + 1 :]) for dim in range(len(sizes))]
+        start = sum(first * stride for (first, _), stride in zip(box, strides, strict=True))
+        for row, index in enumerate(product(*map(range, runs))):
+            offset = sum(i * stride for i, stride in zip(index, strides, strict=False))
+            self.read(tensor, start + offset, flat[row])
+        return values
 
     def _fill(self, piece: Tensor, file: str, position: int) -> None:
         """Read the bytes of a file from `position` on into `piece`."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quadriga.errors import ConfigError, ShapeError
+from quadriga.parallel.layouts.boxes import Box
 from quadriga.parallel.layouts.layout import (
     Layout,
     StoredTensor,
@@ -42,6 +43,7 @@ class Stored:
         stage: the pipeline stage. None: every stage has the tensor.
         expert: the number of the expert, if it is the tensor of one. Tensor parallelism splits it
             too.
+        boxes: for each weight, the part of it that the tensor has. Empty: the whole weights.
     """
 
     name: str
@@ -52,6 +54,19 @@ class Stored:
     padded: int = 0
     stage: int | None = None
     expert: int | None = None
+    boxes: tuple[Box, ...] = ()
+
+    def parts(self, weights: Mapping[str, Weight]) -> list[StoredTensor]:
+        """Return the parts that the tensor fuses, before they are split over ranks."""
+        whole_weights = [stored_whole(weights[name]) for name in self.weights]
+        if not self.boxes:
+            return whole_weights
+        parts = []
+        for part, box in zip(whole_weights, self.boxes, strict=True):
+            for dim, span in enumerate(box):
+                part = part.narrow(dim, *span)
+            parts.append(part)
+        return parts
 
 
 @dataclass(frozen=True)
@@ -177,7 +192,7 @@ def _sharded(tensor: StoredTensor, degrees: Degrees, place: Place) -> StoredTens
 
 def _tensor_parallel(model: Model, stored: Stored, ranks: int, index: int) -> StoredTensor:
     """Return what tensor-parallel rank `index` has of a tensor."""
-    parts = [stored_whole(model.weights[name]) for name in stored.weights]
+    parts = stored.parts(model.weights)
     if stored.fusion == "query groups":
         fused = _query_groups(stored, parts)
         return _even_part(fused, stored.split or 0, ranks, index, len(parts) and stored.units[-1])
@@ -189,7 +204,9 @@ def _tensor_parallel(model: Model, stored: Stored, ranks: int, index: int) -> St
             _even_part(part, stored.split, ranks, index, unit)
             for part, unit in zip(parts, units, strict=True)
         ]
-    return concatenated(stored.name, parts) if len(parts) > 1 else parts[0].named(stored.name)
+    if len(parts) == 1:
+        return parts[0].named(stored.name)
+    return concatenated(stored.name, parts, stored.split or 0)
 
 
 def _even_part(

@@ -1,0 +1,372 @@
+"""The training engine over Megatron-core: tensor, pipeline, expert and data parallel ranks.
+
+Ranks with one data-parallel number compute the same rows, each with its part of the model. They
+must be given the same batch, and return the same outputs and metrics.
+
+Concurrency, for every method:
+
+consumes      the rows of this data-parallel rank
+waits for     all ranks of the group, which must call the same methods in the same order
+produces      numbers for each response token, or one optimizer step
+unblocked by  the call of the last rank; a rank without rows computes dummy micro-batches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from quadriga.checkpoint.files import SavedFile
+from quadriga.checkpoint.rank_state import load_rank_state, read_scalars, save_rank_state
+from quadriga.checkpoint.shards import Block
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines.base import Batch, HeadKind, LossFn, Outputs, TrainEngine
+from quadriga.engines.loading.model_setup import in_local_folders
+from quadriga.engines.megatron.availability import check_device, check_installed
+from quadriga.engines.megatron.families import check_sizes, megatron_model
+from quadriga.engines.megatron.folder import FolderModel
+from quadriga.engines.megatron.model import MicroBatch, Stage, transformer_config
+from quadriga.engines.megatron.optimizer import MegatronOptimizer
+from quadriga.engines.megatron.ranks import join_ranks
+from quadriga.engines.megatron.settings import check_settings, sizes_of
+from quadriga.engines.megatron.weights import RankWeights
+from quadriga.engines.micro_batches import (
+    check_fields,
+    dummy_batch,
+    equal_counts_over_ranks,
+    plan_micro_batches,
+    select_rows,
+)
+from quadriga.engines.optimizers.sharded import SKIPPED_IN_A_ROW, UPDATES
+from quadriga.engines.schedule import check_schedule
+from quadriga.engines.sequence_cost import sequence_cost
+from quadriga.errors import ConfigError
+from quadriga.parallel.device import compute_dtype
+from quadriga.parallel.distributed import (
+    init_distributed,
+    local_device,
+    rank,
+    sum_metrics_over_ranks,
+    world_size,
+)
+from quadriga.protocol import fields
+
+_CPU = torch.device("cpu")
+Finish = Callable[[Tensor, MicroBatch, Tensor | None], tuple[Tensor, Any]]
+"""(columns of the outputs, micro-batch, its rows) -> (loss, result), on the last stage."""
+
+
+class MegatronEngine:
+    """A causal language model or a value model on Megatron-core's ranks. See `TrainEngine`.
+
+    Args:
+        optim: None for a frozen model.
+        head: "lm" for log-probabilities, "value" for one value a token, "score" for a reward model.
+        device: the device of this rank, or its type ("cuda").
+        total_steps: optimizer steps of the run, if `optim.total_steps` is not set.
+
+    Raises:
+        ConfigError: Megatron-core is missing, a setting is not for this engine, or the model does
+            not divide by the ranks.
+        ModelError: the folder does not hold a suitable model.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        optim: OptimConfig | None = None,
+        *,
+        head: HeadKind = "lm",
+        device: str | torch.device = "cpu",
+        total_steps: int | None = None,
+    ) -> None:
+        check_installed()
+        check_settings(model, engine, optim)
+        self.config, self.head = engine, head
+        self.device = local_device(device)
+        check_device(self.device.type)
+        if optim is not None:
+            total_steps = total_steps if optim.total_steps is None else optim.total_steps
+            check_schedule(optim, total_steps)
+        init_distributed(self.device.type)
+        self.model_config = model = in_local_folders(model)
+        self.folder = folder = FolderModel.of(model, head, trained=optim is not None)
+        sizes = sizes_of(engine)
+        check_sizes(folder.config, sizes, "engine")
+        self.ranks = ranks = join_ranks(sizes)
+        dtype = compute_dtype(engine.dtype, self.device)
+        recompute = bool(model.gradient_checkpointing) and optim is not None
+        transformer = transformer_config(folder.config, ranks, dtype, recompute=recompute)
+        kernels = folder.kernels(engine.attention, sizes.tensor, dtype, self.device)
+        self.stage = Stage(folder.config, transformer, ranks, head, kernels, self.device)
+        self._parameters = dict(self.stage.named_parameters())
+        stored = megatron_model(
+            folder.config, folder.weights, tensor_ranks=sizes.tensor, stages=sizes.pipeline
+        )
+        self._weights = RankWeights(stored, ranks, folder.tied)
+        with torch.no_grad():
+            folder.read_into(self._weights, self._parameters)
+        self._cost = sequence_cost(folder.config, head, self.device.type, engine.attention)
+        self.optimizer: MegatronOptimizer | None = None
+        self._model: Any = self.stage
+        if optim is None:
+            self.stage.requires_grad_(False)
+            return
+        transformer.finalize_model_grads_func = _finish_gradients
+        self._model = DistributedDataParallel(
+            transformer, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.stage
+        )
+        self.optimizer = MegatronOptimizer(
+            self._model,
+            self._parameters,
+            self._weights,
+            ranks,
+            optim,
+            total_steps,
+            device=self.device,
+            distributed=engine.distributed_optimizer,
+        )
+
+    @property
+    def optimizer_steps(self) -> int:
+        return 0 if self.optimizer is None else self.optimizer.inner.step_count
+
+    # Computation
+
+    def forward(
+        self,
+        batch: Batch,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        micro_batch_size: int | None = None,
+    ) -> Outputs:
+        micro_batches = self._plan(batch, micro_batch_size)
+        shape = batch[fields.RESPONSE_MASK].shape
+
+        def keep(columns: Tensor, micro: MicroBatch, rows: Tensor | None) -> tuple[Tensor, Any]:
+            return columns, (rows, micro.outputs(columns, self.head))
+
+        select = partial(self._micro_batch, batch, temperature=temperature, entropy=entropy)
+        with torch.no_grad():
+            computed = self._run(micro_batches, select, keep, train=False)
+        names = MicroBatch.output_names(self.head, entropy=entropy)
+        outputs: Outputs = {name: torch.zeros(shape) for name in names}
+        for rows, found in computed:
+            if rows is not None:
+                for name, values in found.items():
+                    outputs[name][rows] = values.float().cpu()
+        return self._from_last_stage(outputs)
+
+    def train_step(
+        self,
+        mini_batch: Batch,
+        loss_fn: LossFn,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        reference: TrainEngine | None = None,
+        micro_batch_size: int | None = None,
+    ) -> dict[str, float]:
+        if self.optimizer is None:
+            raise ConfigError("this engine has no optimizer, because it was built with optim=None")
+        if reference is not None:
+            raise ConfigError(
+                "KL over the vocabulary (kl_loss_type=full) is not built for engine.name=megatron; "
+                "set another kl_loss_type, or engine.name=fsdp"
+            )
+        micro_batches = self._plan(mini_batch, micro_batch_size)
+        select = partial(self._micro_batch, mini_batch, temperature=temperature, entropy=entropy)
+
+        def loss_of(columns: Tensor, micro: MicroBatch, rows: Tensor | None) -> tuple[Tensor, Any]:
+            if rows is None:
+                return columns.sum() * 0.0, {}
+            outputs = micro.outputs(columns, self.head)
+            loss, metrics = loss_fn(outputs, select_rows(mini_batch, rows, self.device))
+            return loss, {"loss": loss.detach(), **metrics}
+
+        totals = {"loss": 0.0}
+        for metrics in self._run(micro_batches, select, loss_of, train=True):
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        norm, rate = self.optimizer.step()
+        # One rank reports what the ranks with the same rows have computed together.
+        found = sum_metrics_over_ranks(totals if self.ranks.reports else {"loss": 0.0})
+        return found | {
+            "grad_norm": norm,
+            "lr": rate,
+            "skipped_steps": float(self.optimizer.inner.skipped),
+            "micro_batches": float(len(micro_batches)),
+        }
+
+    def _plan(self, batch: Batch, size: int | None) -> list[Tensor | None]:
+        """Return the row indices of each micro-batch, as many on every rank."""
+        check_fields(batch)
+        if size is None and not self.config.use_dynamic_bsz:
+            size = max(len(batch[fields.INPUT_IDS]), 1)
+        plan = partial(
+            plan_micro_batches,
+            batch,
+            size=size,
+            max_tokens=self.config.max_tokens_per_micro_batch,
+            share_prompts=True,
+            cost=self._cost,
+        )
+        return equal_counts_over_ranks(plan, self.device, wanted=self.ranks.degrees.pipeline)
+
+    def _micro_batch(
+        self, batch: Batch, rows: Tensor | None, *, temperature: float, entropy: bool
+    ) -> MicroBatch:
+        chosen = dummy_batch() if rows is None else select_rows(batch, rows, _CPU)
+        return MicroBatch.of(chosen, self.device, temperature=temperature, entropy=entropy)
+
+    def _run(
+        self,
+        micro_batches: list[Tensor | None],
+        select: Callable[[Tensor | None], MicroBatch],
+        finish: Finish,
+        *,
+        train: bool,
+    ) -> list[Any]:
+        """Run the schedule over all micro-batches.
+
+        Returns:
+            The results of `finish`, on the last stage; elsewhere nothing.
+        """
+        remaining = iter(micro_batches)
+
+        def step(_: object, model: Callable[[MicroBatch], Tensor]) -> tuple[Tensor, Any]:
+            rows = next(remaining)
+            micro = select(rows)
+
+            def end(columns: Tensor, non_loss_data: bool = False) -> Any:
+                loss, result = finish(columns, micro, rows)
+                # The number of tokens is for a division that Megatron-core does not make here.
+                return result if non_loss_data else (loss, torch.zeros((), dtype=torch.int), result)
+
+            return model(micro), end
+
+        try:
+            results: list[Any] = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=None,
+                model=[self._model],
+                num_microbatches=len(micro_batches),
+                seq_length=1,  # sizes are sent before activations
+                micro_batch_size=1,
+                forward_only=not train,
+                collect_non_loss_data=not train,
+            )
+        finally:
+            self.stage.rows_in_flight.clear()
+        return results
+
+    def _from_last_stage(self, outputs: Outputs) -> Outputs:
+        """Return the outputs of the last stage, which has computed the same rows."""
+        group = self.ranks.pipeline_group
+        stages = dist.get_world_size(group)
+        if stages > 1:
+            last = dist.get_global_rank(group, stages - 1)
+            for name, values in outputs.items():
+                sent = values.to(self.device)
+                dist.broadcast(sent, last, group=group)
+                outputs[name] = sent.cpu()
+        return outputs
+
+    def global_counts(self, *counts: float | Tensor) -> list[float]:
+        total = torch.tensor([float(c) for c in counts], dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=self.ranks.data_group)
+        return total.tolist()
+
+    # Weights
+
+    def state_stream(self) -> Iterator[tuple[str, Tensor]]:
+        with torch.no_grad():
+            yield from self._weights.stream(self._detached())
+
+    def _detached(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+    def _blocks(self, *, save: bool) -> dict[str, Block]:
+        """Return the blocks of weights and moments: to be written, or to be read into."""
+        weights, optimizer = self._weights, self.optimizer
+        values = self._detached()
+        if optimizer is None:
+            return weights.blocks("model.", values, written=weights.first_copy if save else None)
+        # Float32 copies are on their owners only; what has no copy is on every rank.
+        values |= {name: master.detach() for name, master in optimizer.masters.items()}
+        blocks = weights.blocks("model.", values, written=optimizer.writes if save else None)
+        for moment, tensors in optimizer.tensors().items():
+            written = optimizer.writes if save else None
+            blocks |= weights.blocks(f"optimizer.{moment}.", tensors, written=written)
+        return blocks
+
+    def save(self, folder: str | Path, step: int = 0) -> list[SavedFile]:
+        scalars = {} if self.optimizer is None else self.optimizer.inner.scalars()
+        with torch.no_grad():
+            blocks = self._blocks(save=True)
+        return save_rank_state(
+            folder, blocks, scalars, rank=rank(), world_size=world_size(), step=step
+        )
+
+    def load(self, folder: str | Path, step: int | None = None) -> None:
+        if self.optimizer is not None:
+            self.optimizer.inner.check_scalars(read_scalars(folder, step=step), folder)
+        with torch.no_grad():
+            blocks = self._blocks(save=False)
+            scalars = load_rank_state(folder, blocks, rank=rank(), step=step)
+            self._weights.take("model.", blocks, self._detached())
+            if self.optimizer is None:
+                return
+            masters = {name: m.detach() for name, m in self.optimizer.masters.items()}
+            self._weights.take("model.", blocks, masters)
+            moments = self.optimizer.tensors()
+            for moment, tensors in moments.items():
+                self._weights.take(f"optimizer.{moment}.", blocks, tensors)
+            self.optimizer.inner.load_tensors(
+                {f"{m}.{name}": t for m, tensors in moments.items() for name, t in tensors.items()},
+                step_count=scalars["step"],
+                skipped=scalars["skipped"],
+                skipped_in_a_row=scalars.get(SKIPPED_IN_A_ROW, 0),
+                updates=scalars.get(UPDATES, {}),
+            )
+
+    def save_hf(self, folder: str | Path) -> None:
+        tied = self._weights.tied
+        weights = ((name, t) for name, t in self.state_stream() if name not in tied)
+        self.folder.export(folder, weights)
+
+    # Memory
+
+    def offload(self) -> None:
+        if self.device.type != "cpu":
+            raise ConfigError(
+                "engine.name=megatron does not free device memory between calls; set "
+                "rollout.take_turns=false, or engine.name=fsdp"
+            )
+
+    def reload(self) -> None:
+        self.offload()
+
+
+def _finish_gradients(
+    model: list[Any], num_tokens: Tensor | None = None, **settings: object
+) -> None:
+    """Sum gradients over the ranks that have the same parameters.
+
+    `num_tokens` is left out: Megatron-core would divide by it, and losses are shares already.
+    """
+    finalize_model_grads(model, None, **settings)

@@ -1,0 +1,231 @@
+"""One stage of the model, as a function of micro-batches.
+
+Shapes: B rows, R response columns, N packed tokens with those that fill them up to a multiple of
+the tensor-parallel ranks, K targets, D hidden size, T tensor-parallel ranks. Between layers, a
+stage has [N, 1, D], with sequence parallelism [N / T, 1, D].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from quadriga.engines.attention.choice import KernelOf
+from quadriga.engines.attention.packed import AttentionRows
+from quadriga.engines.base import ENTROPY, LOG_PROBS, VALUES, Batch, HeadKind, Outputs
+from quadriga.engines.megatron.families import (
+    expert_count,
+    family_of,
+    head_size,
+    padded_vocabulary,
+    rope_type,
+)
+from quadriga.engines.megatron.layers import RowsInFlight, block_parts
+from quadriga.engines.megatron.ranks import Ranks
+from quadriga.models.log_probs.vocabulary_parallel import vocabulary_parallel_log_probs
+from quadriga.parallel.packing import PackedBatch, pack_rows
+from quadriga.protocol import fields
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A packed micro-batch, as every stage has it."""
+
+    packed: PackedBatch
+    temperature: float
+    entropy: bool
+
+    @staticmethod
+    def of(rows: Batch, device: torch.device, *, temperature: float, entropy: bool) -> MicroBatch:
+        """Pack rows, and copy what is computed with to the device."""
+        packed = pack_rows(
+            rows[fields.INPUT_IDS], rows[fields.ATTENTION_MASK], rows[fields.RESPONSE_MASK]
+        )
+        return MicroBatch(packed.to(device), temperature, entropy)
+
+    def outputs(self, columns_KC: Tensor, head: HeadKind) -> Outputs:
+        """Return the outputs [B, R] from one column for each."""
+        names = self.output_names(head, entropy=self.entropy)
+        return {name: self.packed.unpack(columns_KC[:, i]) for i, name in enumerate(names)}
+
+    @staticmethod
+    def output_names(head: HeadKind, *, entropy: bool) -> list[str]:
+        """Return the names of the outputs, in the order of their columns."""
+        return [VALUES] if head != "lm" else [LOG_PROBS, *[ENTROPY] * entropy]
+
+
+class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
+    """The layers of one pipeline stage, with the embedding and the head where they belong.
+
+    Its parameters have no values yet: `weights` reads them.
+
+    Args:
+        transformer: Megatron-core's settings.
+        kernel_of: the kernel of each call of attention.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        transformer: TransformerConfig,
+        ranks: Ranks,
+        head: HeadKind,
+        kernel_of: KernelOf,
+        device: torch.device,
+    ) -> None:
+        self.rows_in_flight = RowsInFlight()
+        layers = config.num_hidden_layers // ranks.degrees.pipeline
+        super().__init__(
+            transformer,
+            block_parts(config, family_of(config), self.rows_in_flight, layers),
+            padded_vocabulary(config, ranks.degrees.tensor),
+            config.max_position_embeddings,
+            pre_process=ranks.first_stage,
+            post_process=ranks.last_stage,
+            share_embeddings_and_output_weights=config.tie_word_embeddings and head == "lm",
+            position_embedding_type="none",
+        )
+        self.ranks, self.head, self.kernel_of, self.device = ranks, head, kernel_of, device
+        self.vocabulary: int = config.vocab_size
+        self.inverse_frequencies = inverse_frequencies(config).to(device)
+        if head != "lm" and ranks.last_stage:
+            del self.output_layer
+            self.score = nn.Linear(
+                config.hidden_size,
+                1,
+                bias=head == "value",
+                device=device,
+                dtype=transformer.params_dtype,
+            )
+
+    def forward(self, micro: MicroBatch) -> Tensor:
+        """Compute this stage. The last one returns the outputs [K, columns], float32."""
+        packed, tensor = micro.packed, self.ranks.degrees.tensor
+        tokens = packed.input_ids.shape[1]
+        filling = -tokens % tensor
+        ids = nn.functional.pad(packed.input_ids, (0, filling))
+        positions = nn.functional.pad(packed.position_ids[0], (0, filling))
+        angles = positions[:, None].float() * self.inverse_frequencies
+        rows = AttentionRows(
+            packed.rows, self.device, self.kernel_of, split=self.device.type == "cpu"
+        )
+        hidden = self.decoder(
+            hidden_states=self.embedding(ids, None) if self.pre_process else None,
+            attention_mask=self.rows_in_flight.add(rows, tokens),
+            rotary_pos_emb=torch.cat((angles, angles), -1)[:, None, None],
+        )
+        if not self.post_process:
+            return hidden  # type: ignore[no-any-return]  # Megatron-core has no types
+        if self.ranks.sizes.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return self._columns(hidden[packed.predictors, 0], micro)
+
+    def _columns(self, hidden_KD: Tensor, micro: MicroBatch) -> Tensor:
+        """Compute the outputs of the targets from their hidden states, which all T ranks have."""
+        if self.head != "lm":
+            values: Tensor = self.score(hidden_KD)
+            return values.float() if values.itemsize < 4 else values
+        shared = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
+        first = self.ranks.place.tensor * len(weight)
+        # Rows behind the vocabulary are padding, and not in the softmax.
+        own = max(0, min(len(weight), self.vocabulary - first))
+        log_prob, ent = vocabulary_parallel_log_probs(
+            hidden_KD,
+            weight[:own],
+            micro.packed.labels,
+            micro.temperature,
+            first=first,
+            vocabulary=self.vocabulary,
+            group=self.ranks.tensor_group,
+            entropy=micro.entropy,
+        )
+        return torch.stack([log_prob, ent] if micro.entropy else [log_prob], -1)
+
+
+def inverse_frequencies(config: PreTrainedConfig) -> Tensor:
+    """Return the angle by which each pair of a head turns per position, float32."""
+    kind = rope_type(config)
+    if kind != "default":
+        found: Tensor = ROPE_INIT_FUNCTIONS[kind](config)[0]
+        return found
+    size = head_size(config)
+    base: float = config.rope_parameters["rope_theta"]
+    return 1.0 / (base ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
+
+
+def transformer_config(
+    config: PreTrainedConfig, ranks: Ranks, dtype: torch.dtype, *, recompute: bool
+) -> TransformerConfig:
+    """Return Megatron-core's settings of a model.
+
+    Args:
+        recompute: whether the backward pass computes the activations of layers again.
+    """
+    family = family_of(config)
+    degrees = ranks.degrees
+    return TransformerConfig(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=head_size(config),
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        qk_layernorm=family.qk_norm,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=family.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=degrees.tensor,
+        pipeline_model_parallel_size=degrees.pipeline,
+        expert_model_parallel_size=degrees.expert,
+        sequence_parallel=ranks.sizes.sequence_parallel,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # ranks have different numbers of tokens
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        perform_initialization=False,
+        # Losses are shares of the whole mini-batch, so gradients are summed, not averaged.
+        calculate_per_token_loss=True,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        **_of_experts(config),
+    )
+
+
+def _of_experts(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return Megatron-core's settings of experts; none if the layers have no experts."""
+    experts, normalized = expert_count(config), family_of(config).normalized_top_k
+    if not experts:
+        return {}
+    if normalized is None:
+        normalized = config.norm_topk_prob
+    return {
+        "num_moe_experts": experts,
+        "moe_ffn_hidden_size": getattr(config, "moe_intermediate_size", None)
+        or config.intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+        # The softmax of the chosen logits is the normalized softmax of all.
+        "moe_router_pre_softmax": not normalized,
+        "moe_router_load_balancing_type": "none",
+    }

@@ -1,0 +1,149 @@
+"""The process groups of Megatron-core, and the coordinates of this rank.
+
+Megatron-core keeps its groups in one global state, so all engines of a process have the same
+degrees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from quadriga.engines.megatron.families import Sizes
+from quadriga.errors import ConfigError
+from quadriga.parallel.distributed import rank, world_size
+from quadriga.parallel.layouts.parallel_layouts import Degrees, Place
+
+TIMEOUT_MINUTES = 10
+"""Of a collective, as of the process group of the worker group."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a Megatron engine, and this one among them.
+
+    Attributes:
+        sizes: the degrees of the settings.
+        degrees: with the data-parallel ranks, which are `expert` × `replicas`.
+        place: of this rank.
+    """
+
+    sizes: Sizes
+    degrees: Degrees
+    place: Place
+
+    @property
+    def data_size(self) -> int:
+        """Data-parallel ranks: those that compute different rows."""
+        return self.degrees.expert * self.degrees.replicas
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank among them."""
+        return self.place.expert + self.degrees.expert * self.place.replica
+
+    @property
+    def first_stage(self) -> bool:
+        return self.place.stage == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.place.stage == self.degrees.pipeline - 1
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank reports what its data-parallel rank computed: outputs and metrics."""
+        return self.last_stage and self.place.tensor == 0
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        """The tensor-parallel ranks of this stage and these rows."""
+        group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+        return group
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        """The stages of this tensor-parallel rank and these rows."""
+        group: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
+        return group
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks with the same part of the model and different rows."""
+        group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
+        return group
+
+    @property
+    def expert_replicas(self) -> dist.ProcessGroup:
+        """The ranks with the same experts and different rows."""
+        group: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
+        return group
+
+
+def degrees_of(sizes: Sizes, ranks: int) -> Degrees:
+    """Return the degrees of all dimensions.
+
+    Raises:
+        ConfigError: the ranks do not divide by the degrees.
+    """
+    # 8 ranks with tensor 2, pipeline 2, expert 2: 8 / (2 · 2) = 2 data-parallel ranks, which have
+    # different experts, so there is 8 / (2 · 2 · 2) = 1 replica of each expert.
+    model, both = sizes.tensor * sizes.pipeline, sizes.tensor * sizes.pipeline * sizes.expert
+    if ranks % both:
+        raise ConfigError(
+            f"tensor_parallel_size × pipeline_parallel_size × expert_parallel_size = "
+            f"{sizes.tensor} × {sizes.pipeline} × {sizes.expert} = {both} does not divide the "
+            f"{ranks} ranks"
+        )
+    return Degrees(
+        tensor=sizes.tensor,
+        expert=sizes.expert,
+        replicas=ranks // model // sizes.expert,
+        pipeline=sizes.pipeline,
+    )
+
+
+def join_ranks(sizes: Sizes, seed: int = 0) -> Ranks:
+    """Make the process groups, and the generators of random numbers. All ranks call this together.
+
+    Raises:
+        ConfigError: the ranks do not divide by the degrees, or the process has groups of others.
+    """
+    degrees = degrees_of(sizes, world_size())
+    if parallel_state.model_parallel_is_initialized():
+        _check_same(degrees)
+    else:
+        parallel_state.initialize_model_parallel(
+            sizes.tensor,
+            sizes.pipeline,
+            expert_model_parallel_size=sizes.expert,
+            distributed_timeout_minutes=TIMEOUT_MINUTES,
+            create_gloo_process_groups=False,
+        )
+        # It seeds the generators of the process too, which belong to the worker.
+        state = torch.get_rng_state()
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        torch.set_rng_state(state)
+    return Ranks(sizes, degrees, degrees.place(rank()))
+
+
+def leave_ranks() -> None:
+    """Remove the process groups. The process can join others afterwards."""
+    parallel_state.destroy_model_parallel()
+
+
+def _check_same(degrees: Degrees) -> None:
+    found = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
+    wanted = (degrees.tensor, degrees.pipeline, degrees.expert)
+    if found != wanted:
+        raise ConfigError(
+            "all Megatron engines of a process have the same tensor, pipeline and expert parallel "
+            f"sizes; this one has {wanted}, and another one {found}"
+        )

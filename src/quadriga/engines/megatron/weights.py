@@ -1,0 +1,271 @@
+"""The weights of a rank: read from a folder, gathered for a stream, as blocks of a checkpoint.
+
+All of it follows from the layout (`families.megatron_model`): a rank's tensor consists of pieces,
+and a piece is a box of a checkpoint weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quadriga.checkpoint.shards import Block
+from quadriga.engines.megatron.ranks import Ranks
+from quadriga.parallel.distributed import rank, world_size
+from quadriga.parallel.layouts.boxes import Box, count, shape_of, slices, whole
+from quadriga.parallel.layouts.layout import Layout, Piece, StoredTensor
+from quadriga.parallel.layouts.parallel_layouts import (
+    Degrees,
+    Model,
+    Place,
+    Stored,
+    parallel_layout,
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank's tensor has of one part of a weight: a box that its pieces fill.
+
+    Attributes:
+        key: the name of the block in a checkpoint: that of the weight, if the rank has one only.
+        weight: the weight.
+        shape: of the whole weight.
+        box: of the weight.
+        pieces: of the rank's tensor, with boxes in the weight.
+    """
+
+    key: str
+    weight: str
+    shape: tuple[int, ...]
+    box: Box
+    pieces: tuple[Piece, ...]
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return a copy of the part of a rank's tensor."""
+        values = tensor.new_empty(shape_of(self.box))
+        for piece in self.pieces:
+            values[self._within(piece)] = tensor[slices(piece.at)]
+        return values
+
+    def write(self, values: Tensor, tensor: Tensor) -> None:
+        """Copy `values` into the part of a rank's tensor."""
+        for piece in self.pieces:
+            tensor[slices(piece.at)] = values[self._within(piece)].to(tensor.dtype)
+
+    def _within(self, piece: Piece) -> tuple[slice, ...]:
+        return tuple(
+            slice(start - first, stop - first)
+            for (start, stop), (first, _) in zip(piece.box, self.box, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class OwnTensor:
+    """A tensor of this rank.
+
+    Attributes:
+        name: in Megatron-core's module.
+        shape: in the layout, which may have a first dimension of size 1 more.
+        parts: of which it consists; none if it is all padding.
+        counted: whether this rank is the first one with it among those that compute the same rows.
+        of_expert: whether it is the tensor of an expert. Its replicas are fewer ranks.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    counted: bool
+    of_expert: bool
+
+
+class RankWeights:
+    """The part of a model's weights that this rank has.
+
+    Args:
+        model: how all ranks together store the weights.
+        tied: name -> weight of which it is another name.
+    """
+
+    def __init__(self, model: Model, ranks: Ranks, tied: Mapping[str, str]) -> None:
+        self.model, self.ranks, self.tied = model, ranks, tied
+        # Replicas have the same tensors, so the layout of one of them is enough.
+        self._degrees = replace(ranks.degrees, replicas=1)
+        self.layout: Layout = parallel_layout(model, self._degrees)
+        self._stored = {stored.name: stored for stored in model.stored}
+        place = ranks.place
+        own = _rank_of(self._degrees, replace(place, replica=0))
+        layers = {_layer_number(stored.name) for stored in model.stored} - {None}
+        experts = {stored.expert for stored in model.stored} - {None}
+        self._per_rank = (
+            len(layers) // ranks.degrees.pipeline, max(1, len(experts) // ranks.degrees.expert)
+        )  # fmt: skip
+        self.tensors = tuple(self._own_tensor(t, own) for t in self.layout.ranks[own])
+        self._senders = self._find_senders()
+
+    def _own_tensor(self, tensor: StoredTensor, own: int) -> OwnTensor:
+        stored = self._stored[tensor.name]
+        first = stored.split is not None or self.ranks.place.tensor == 0
+        copied = any(
+            self._stored[other.name].weights == stored.weights and other.name != tensor.name
+            for number, tensors in self.layout.ranks.items()
+            if self._degrees.place(number).stage < self._degrees.place(own).stage
+            for other in tensors
+        )
+        return OwnTensor(
+            _local_name(stored, *self._per_rank),
+            tensor.shape,
+            tuple(_parts(self.model, stored, tensor)),
+            counted=first and not copied,
+            of_expert=stored.expert is not None,
+        )
+
+    def first_copy(self, tensor: OwnTensor) -> bool:
+        """Whether this rank is the first one of all that has a tensor of its own."""
+        place = self.ranks.place
+        number = place.replica if tensor.of_expert else self.ranks.data_rank
+        return tensor.counted and number == 0
+
+    def _find_senders(self) -> dict[str, list[tuple[int, Box]]]:
+        """Return for each weight the boxes of which it consists, each with the rank that sends it:
+        the first one that has it."""
+        found: dict[str, dict[Box, int]] = {name: {} for name in self.model.weights}
+        for number, tensors in self.layout.ranks.items():
+            sender = _rank_of(self.ranks.degrees, self._degrees.place(number))
+            for tensor in tensors:
+                for part in _parts(self.model, self._stored[tensor.name], tensor):
+                    found[part.weight].setdefault(part.box, sender)
+        return {
+            name: [(sender, box) for box, sender in boxes.items()] for name, boxes in found.items()
+        }
+
+    def fill(self, read: Callable[[str, Box], Tensor], parameters: Mapping[str, Tensor]) -> None:
+        """Set the parameters of this rank; padding becomes 0.
+
+        Args:
+            read: returns a box of a weight.
+        """
+        for own in self.tensors:
+            target = parameters[own.name].view(own.shape)
+            target.zero_()
+            for part in own.parts:
+                part.write(read(part.weight, part.box), target)
+
+    def stream(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor) of every weight, tied names included.
+
+        All ranks must exhaust it: each box is broadcast by the first rank that has it.
+        """
+        aliases: dict[str, list[str]] = {}
+        for alias, first in self.tied.items():
+            aliases.setdefault(first, []).append(alias)
+        own = {
+            (part.weight, part.box): (part, parameters[tensor.name].view(tensor.shape))
+            for tensor in self.tensors
+            for part in tensor.parts
+        }
+        example = next(iter(parameters.values()))
+        for name, weight in self.model.weights.items():
+            full = torch.empty(weight.shape, dtype=example.dtype, device=example.device)
+            for sender, box in self._senders[name]:
+                if sender == rank():
+                    part, tensor = own[name, box]
+                    values = part.read(tensor)
+                else:
+                    values = full.new_empty(shape_of(box))
+                if world_size() > 1:
+                    dist.broadcast(values, src=sender)
+                full[slices(box)] = values
+            yield name, full
+            for alias in aliases.get(name, ()):
+                yield alias, full
+
+    def blocks(
+        self,
+        prefix: str,
+        tensors: Mapping[str, Tensor],
+        *,
+        written: Callable[[OwnTensor], bool] | None,
+    ) -> dict[str, Block]:
+        """Return the parts of `tensors`, which have the names of parameters, as blocks.
+
+        Args:
+            written: which of them this rank writes into a checkpoint; the values are copied. None:
+                memory to read a checkpoint into.
+        """
+        found = {}
+        for own in self.tensors:
+            if own.name not in tensors:
+                continue
+            tensor = tensors[own.name].view(own.shape)
+            for part in own.parts:
+                if written is None:
+                    data, first = tensor.new_empty(shape_of(part.box)), False
+                elif first := written(own):
+                    data = part.read(tensor)
+                else:
+                    continue
+                offset = tuple(start for start, _ in part.box)
+                found[prefix + part.key] = Block(data, part.shape, offset, first)
+        return found
+
+    def take(self, prefix: str, blocks: Mapping[str, Block], tensors: Mapping[str, Tensor]) -> None:
+        """Copy what was read into `blocks` to `tensors`."""
+        for own in self.tensors:
+            if own.name in tensors:
+                for part in own.parts:
+                    part.write(blocks[prefix + part.key].data, tensors[own.name].view(own.shape))
+
+
+def _rank_of(degrees: Degrees, place: Place) -> int:
+    """Return the rank with these coordinates; the inverse of `Degrees.place`."""
+    rest = place.stage * degrees.replicas + place.replica
+    rest = rest * degrees.shard + place.shard
+    return (rest * degrees.expert + place.expert) * degrees.tensor + place.tensor
+
+
+def _parts(model: Model, stored: Stored, tensor: StoredTensor) -> Iterator[Part]:
+    """Yield what a rank's tensor has of each part of `stored`."""
+    for index, name in enumerate(stored.weights):
+        full = whole(model.weights[name].shape)
+        box = stored.boxes[index] if stored.boxes else full
+        pieces = [
+            piece for piece in tensor.pieces if piece.weight == name and _inside(piece.box, box)
+        ]
+        if not pieces:
+            continue
+        # The pieces of one part are neighbours: query groups in order, or one shard.
+        own = tuple(
+            (min(p.box[dim][0] for p in pieces), max(p.box[dim][1] for p in pieces))
+            for dim in range(len(box))
+        )
+        assert count(own) == sum(count(p.box) for p in pieces), (tensor.name, name)
+        # An expert's tensor has one or two boxes of the weights that hold all experts.
+        key = name if stored.expert is None else f"{name}#{stored.expert}.{index}"
+        yield Part(key, name, shape_of(full), own, tuple(pieces))
+
+
+def _inside(inner: Box, outer: Box) -> bool:
+    return all(a >= c and b <= d for (a, b), (c, d) in zip(inner, outer, strict=True))
+
+
+def _layer_number(name: str) -> int | None:
+    parts = name.split(".")
+    return int(parts[2]) if name.startswith("decoder.layers.") else None
+
+
+def _local_name(stored: Stored, layers_per_stage: int, experts_per_rank: int) -> str:
+    """Return the name of a tensor in the module of its stage, which numbers layers and experts
+    from 0."""
+    parts = stored.name.split(".")
+    layer = _layer_number(stored.name)
+    if layer is not None:
+        parts[2] = str(layer % layers_per_stage)
+    if stored.expert is not None:
+        place = parts.index("local_experts") + 1
+        parts[place] = str(stored.expert % experts_per_rank)
+    return ".".join(parts)

@@ -1,0 +1,125 @@
+"""Let Megatron-core compute on CPUs, for tests. A user's run never imports this file.
+
+Megatron-core asks for CUDA devices, streams and random states wherever it allocates something.
+`install` gives its modules, and no others, a `torch` in which these are the CPU's. torch's own
+functions stay as they are, because transformers builds models by them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_FACTORIES = ("zeros", "ones", "tensor", "empty", "full", "arange", "empty_like", "zeros_like")
+_PACKAGES = (
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.distributed",
+    "megatron.core.transformer.moe.moe_layer",
+)
+
+
+class _Stream:
+    """A stream of a device that computes in order: nothing has to wait."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Cuda(ModuleType):
+    """`torch.cuda` for a CPU."""
+
+    Stream = _Stream
+    Event = _Stream
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        self.current_device = lambda: torch.device("cpu")
+        self.current_stream = self.default_stream = lambda *_: _Stream()
+        self.stream = lambda _: nullcontext()
+        self.synchronize = lambda *_: None
+        self.manual_seed = torch.manual_seed
+        self.get_rng_state = lambda *_, **__: torch.get_rng_state()
+        self.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _Torch(ModuleType):
+    """`torch` with factories that allocate on the CPU where Megatron-core says CUDA."""
+
+    cuda = _Cuda()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        return _on_cpu(found) if name in _FACTORIES else found
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def allocate(*args: object, **settings: object) -> torch.Tensor:
+        if settings.get("device") == "cuda":
+            settings["device"] = "cpu"
+        return factory(*args, **settings)
+
+    return allocate
+
+
+def _same(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    """Stand for `Tensor.cuda`."""
+    return tensor
+
+
+def install() -> None:
+    """Replace what Megatron-core's modules see of torch. A second call does nothing."""
+    from quadriga.engines.megatron import availability
+
+    if availability.on_cpu_for_tests:
+        return
+    for package in _PACKAGES:
+        module = importlib.import_module(package)
+        for found in pkgutil.iter_modules(getattr(module, "__path__", ())):
+            importlib.import_module(f"{package}.{found.name}")
+    replacement = _Torch("torch")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = replacement  # type: ignore[attr-defined]  # a module has any names
+    _random_states()
+    _tokens_of_experts()
+    torch.Tensor.cuda = _same  # type: ignore[assignment]  # a build for CPUs has none
+    availability.on_cpu_for_tests = True
+
+
+def _random_states() -> None:
+    """Let Megatron-core's generators, one for each kind of parallelism, be states of the CPU's."""
+    from megatron.core.tensor_parallel import random
+
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+
+
+def _tokens_of_experts() -> None:
+    """Let the counts of tokens for each expert be numpy arrays, as they are after a copy."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def moved(tensor: object, as_numpy: bool = False, **_: object) -> object:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = moved

@@ -1,0 +1,182 @@
+"""What every training engine must do, observed on an engine over any number of ranks.
+
+`observe` runs one engine through all that a run asks of it and returns the numbers. Engines conform
+if their numbers are those of the FSDP engine on one rank.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import engine_cases as cases
+import torch
+import transformers
+
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines import build_engine
+from quadriga.engines.base import TrainEngine
+from quadriga.parallel.distributed import gather_over_ranks, rank, world_size
+
+# A larger eps than usual: Adam divides gradients by their size, and 1e-8 / 1e-8 has no digits.
+OPTIM = OptimConfig(lr=1e-3, eps=1e-4, lr_scheduler="linear", lr_warmup_steps=2, grad_clip=0.5)
+STEPS = 3
+SIZES = {
+    "vocab_size": 211,  # does not divide by the ranks
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+FAMILIES = {
+    "llama": lambda: transformers.LlamaConfig(
+        **SIZES,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 5e3, "factor": 4.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+        },
+    ),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=3),
+    "qwen2 tied": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2,
+        norm_topk_prob=False, tie_word_embeddings=False,
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, **EXPERTS, sliding_window=None),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An engine to observe."""
+
+    name: str
+    family: str = "llama"
+    head: str = "lm"
+    settings: dict[str, object] = field(default_factory=dict)
+    gradient_checkpointing: bool = False
+
+
+def write_models(root: Path, families) -> None:
+    """Write one folder with random weights for each family."""
+    for number, family in enumerate(families):
+        torch.manual_seed(number)
+        model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:  # ones and zeros would hide a missing one
+                torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+        model.save_pretrained(root / family)
+
+
+def batch_of() -> dict[str, torch.Tensor]:
+    """Return seven rows with weights of their losses in float32."""
+    batch = cases.make_batch()
+    return batch | {"weight": batch["weight"].float()}
+
+
+def own_rows(engine: TrainEngine) -> list[int]:
+    """Return the rows of this rank: unevenly many, on more than two ranks also none."""
+    number, count = getattr(engine, "ranks", None), world_size()
+    index = rank()
+    if number is not None:
+        index, count = number.data_rank, number.data_size
+    return [row for row in range(7) if min(row // 3, count - 1) == index]
+
+
+def share(engine: TrainEngine, rows):
+    """Return a loss of log-probabilities and entropies, or of values."""
+    (tokens,) = engine.global_counts(rows["response_mask"].sum())
+
+    def loss(outputs, micro):
+        name = "values" if "values" in outputs else "log_probs"
+        total = (outputs[name] * micro["weight"]).sum()
+        if "entropy" in outputs:
+            total = total + 0.3 * (outputs["entropy"] * micro["weight"].square()).sum()
+        return total / tokens, {"rows": float(len(micro["weight"]))}
+
+    return loss
+
+
+def step(engine: TrainEngine, rows, head: str, **settings) -> dict[str, float]:
+    return engine.train_step(
+        rows, share(engine, rows), entropy=head == "lm", temperature=0.7, **settings
+    )
+
+
+def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in engine.state_stream()}
+
+
+def build(subject: Subject, root: Path) -> TrainEngine:
+    return build_engine(
+        ModelConfig(
+            path=str(root / subject.family), gradient_checkpointing=subject.gradient_checkpointing
+        ),
+        EngineConfig(**subject.settings),
+        OPTIM,
+        head=subject.head,
+        total_steps=8,
+    )
+
+
+def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict[str, object]:
+    """Run an engine through everything. All ranks of the engine call it together."""
+    engine = build(subject, root)
+    chosen = own_rows(engine)
+    rows = {name: values[chosen] for name, values in batch_of().items()}
+    found: dict[str, object] = {"loaded": weights(engine)}
+    entropy = subject.head == "lm"
+    one = engine.forward(rows, entropy=entropy, temperature=0.7, micro_batch_size=1)
+    found["forward"] = gather_over_ranks((chosen, one))
+    found["counts"] = engine.global_counts(len(chosen), 2.0 * len(chosen))
+    found["metrics"] = [
+        step(engine, rows, subject.head, micro_batch_size=size) for size in (None, 2, 1)
+    ]
+    found["trained"] = weights(engine)
+    folder = root / f"saved {subject.name}"
+    engine.save(folder, STEPS)
+    damaged = rows | {"weight": rows["weight"] * float("nan")} if 0 in chosen else rows
+    found["damaged"] = step(engine, damaged, subject.head)["skipped_steps"]
+    found["after_damage"] = weights(engine)
+    gather_over_ranks(None)  # every rank has saved
+    engine.load(folder, STEPS)
+    found["next"] = step(engine, rows, subject.head)
+    found["undisturbed"] = weights(engine)
+    found["steps"] = engine.optimizer_steps
+    engine.save_hf(root / f"export {subject.name}")
+    if load_from is not None:
+        resumed = build(subject, root)
+        resumed.load(load_from, STEPS)
+        found["resumed"] = step(resumed, rows, subject.head)
+        found["after_resume"] = weights(resumed)
+    return found
+
+
+def rank_main(number: int, ranks: int, root: str, subjects: list[Subject], port: int) -> None:
+    """Observe the subjects one after another in one process group."""
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(number), "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    if any(subject.settings.get("name") == "megatron" for subject in subjects):
+        from quadriga.testing import megatron_on_cpu
+
+        megatron_on_cpu.install()
+    reference = Path(root) / "saved reference"
+    for subject in subjects:
+        one_layout = Path(f"{reference} {subject.family} {subject.head}")
+        found = observe(subject, Path(root), one_layout)
+        if number == 0:
+            torch.save(found, Path(root) / f"{subject.name}.pt")
+        if subject.settings.get("name") == "megatron":
+            from quadriga.engines.megatron.ranks import leave_ranks
+
+            leave_ranks()
+    torch.distributed.destroy_process_group()

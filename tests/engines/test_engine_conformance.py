@@ -1,0 +1,127 @@
+"""The FSDP engine and the Megatron engine compute the same, however their ranks are arranged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import conformance
+import engine_cases as cases
+import pytest
+import torch
+from conformance import STEPS, Subject
+from transformers import AutoModelForCausalLM
+
+RANKS = 4
+WAIT_S = 560
+
+
+def megatron(name: str, family: str = "llama", head: str = "lm", **settings) -> Subject:
+    recompute = settings.pop("recompute", False)
+    return Subject(name, family, head, {"name": "megatron", **settings}, recompute)
+
+
+TENSOR, STAGES, EXPERTS = (
+    {f"{kind}_parallel_size": 2} for kind in ("tensor", "pipeline", "expert")
+)
+SPLIT_TOKENS = TENSOR | {"sequence_parallel": True}
+
+SUBJECTS = [
+    Subject("fsdp"),
+    megatron("tp2 pp2 tied", "qwen2 tied", **TENSOR, **STAGES),
+    megatron("tp2 sp dp2", **SPLIT_TOKENS),
+    megatron("ep2 dp2", "qwen3_moe", **EXPERTS),
+]
+NIGHTLY = [
+    Subject("fsdp values", head="value"),
+    megatron("dp4"),
+    megatron("dp4 replicated optimizer", distributed_optimizer=False),
+    megatron("tp2 dp2", **TENSOR),
+    megatron("pp2 dp2", **STAGES),
+    megatron("tp2 pp2", **TENSOR, **STAGES),
+    megatron("tp2 sp pp2 recomputed", **SPLIT_TOKENS, **STAGES, recompute=True),
+    megatron("window tp2", "mistral", **TENSOR),
+    megatron("qk norm tp2 sp", "qwen3", **SPLIT_TOKENS),
+    megatron("tied pp2", "qwen2 tied", **STAGES),
+    megatron("moe tp2 sp ep2", "qwen3_moe", **SPLIT_TOKENS, **EXPERTS),
+    megatron("mixtral ep2", "mixtral", **EXPERTS),
+    megatron("mixtral pp2 ep2", "mixtral", **STAGES, **EXPERTS),
+    megatron("values tp2 sp pp2", head="value", **SPLIT_TOKENS, **STAGES),
+    megatron("score pp2", head="score", **STAGES),
+]
+
+
+class Observed:
+    """What each subject was observed to do, and the reference for its family and head."""
+
+    def __init__(self, root: Path, subjects: list[Subject]) -> None:
+        conformance.write_models(root, dict.fromkeys(s.family for s in subjects))
+        self.reference = {
+            key: conformance.observe(Subject(f"reference {key[0]} {key[1]}", *key), root)
+            for key in dict.fromkeys((s.family, s.head) for s in subjects)
+        }
+        cases.run_ranks(RANKS, conformance.rank_main, RANKS, str(root), subjects, wait_s=WAIT_S)
+        self.root = root
+        self.found = {
+            s.name: torch.load(root / f"{s.name}.pt", weights_only=False) for s in subjects
+        }
+
+    def pair(self, subject: Subject):
+        return self.found[subject.name], self.reference[subject.family, subject.head]
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    pytest.importorskip("megatron.core")
+    return Observed(tmp_path_factory.mktemp("conformance"), SUBJECTS)
+
+
+@pytest.fixture(scope="module")
+def observed_nightly(tmp_path_factory):
+    pytest.importorskip("megatron.core")
+    return Observed(tmp_path_factory.mktemp("nightly"), NIGHTLY)
+
+
+def assert_close(found, expected, *, atol: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def check(subject: Subject, observed: Observed) -> None:
+    found, expected = observed.pair(subject)
+    assert_close(found["loaded"], expected["loaded"], atol=0)
+    ((_, whole),) = expected["forward"]
+    assert len(found["forward"]) == RANKS
+    for rows, outputs in found["forward"]:
+        assert_close(outputs, {name: values[rows] for name, values in whole.items()}, atol=1e-5)
+    assert found["counts"] == [7.0, 14.0]
+    for metrics, wanted in zip(found["metrics"], expected["metrics"], strict=True):
+        for name in ("loss", "rows", "grad_norm", "lr", "skipped_steps"):
+            assert metrics[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
+    assert_close(found["trained"], expected["trained"], atol=1e-5)
+    assert found["damaged"] == 1.0
+    assert_close(found["after_damage"], found["trained"], atol=0)
+    assert found["steps"] == STEPS + 1
+    # A checkpoint of the FSDP engine on one rank, continued by this engine.
+    for name in ("loss", "grad_norm", "lr"):
+        assert found["resumed"][name] == pytest.approx(expected["next"][name], rel=1e-4), name
+    assert_close(found["undisturbed"], expected["undisturbed"], atol=1e-5)
+    assert_close(found["after_resume"], expected["undisturbed"], atol=1e-6)
+    if subject.head == "lm":
+        exported = AutoModelForCausalLM.from_pretrained(observed.root / f"export {subject.name}")
+        kept = {name: p.detach() for name, p in exported.named_parameters(remove_duplicate=False)}
+        assert_close({n: found["undisturbed"][n] for n in kept}, kept, atol=0)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda s: s.name)
+def test_an_engine_computes_what_fsdp_computes_on_one_rank(subject, observed):
+    check(subject, observed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("subject", NIGHTLY, ids=lambda s: s.name)
+def test_an_engine_computes_it_in_every_layout(subject, observed_nightly):
+    check(subject, observed_nightly)

@@ -1,0 +1,156 @@
+"""What the Megatron engine says before it starts; needs neither Megatron-core nor processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import conformance
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GemmaConfig
+
+from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
+from quadriga.engines import build_engine
+from quadriga.engines.megatron import availability
+from quadriga.engines.megatron.families import (
+    FAMILIES,
+    Family,
+    Sizes,
+    check_sizes,
+    family_of,
+    megatron_model,
+    register_family,
+)
+from quadriga.engines.megatron.settings import check_settings
+from quadriga.errors import ConfigError, ModelError
+from quadriga.parallel.layouts.boxes import count
+from quadriga.parallel.layouts.layout import Weight
+from quadriga.parallel.layouts.parallel_layouts import Degrees, parallel_layout
+
+MEGATRON = EngineConfig(name="megatron")
+MODEL = ModelConfig(path="somewhere")
+
+
+def weights_of(config) -> dict[str, Weight]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: Weight(name, tuple(p.shape)) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", conformance.FAMILIES)
+@pytest.mark.parametrize("tensor, pipeline", [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("expert", [1, 2])
+def test_ranks_have_each_element_once(family, tensor, pipeline, expert):
+    config = conformance.FAMILIES[family]()
+    if expert > 1 and FAMILIES[config.model_type].experts is None:
+        pytest.skip("a family without experts has no expert parallelism")
+    weights = weights_of(config)
+    model = megatron_model(config, weights, tensor_ranks=tensor, stages=pipeline)
+    layout = parallel_layout(model, Degrees(tensor=tensor, expert=expert, pipeline=pipeline))
+    boxes = {name: set() for name in weights}
+    for _, piece in layout.pieces():
+        boxes[piece.weight].add(piece.box)
+    for name, found in boxes.items():
+        # Distinct boxes are disjoint: they come from splits into equal parts.
+        assert sum(map(count, found)) == count(tuple((0, n) for n in weights[name].shape)), name
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (Sizes(tensor=3), "engine.tensor_parallel_size=3 does not divide the 4 attention heads"),
+        (Sizes(tensor=4), "tensor_parallel_size=4 does not divide the 2 key-value heads"),
+        (Sizes(pipeline=3), "engine.pipeline_parallel_size=3 does not divide the 2 hidden layers"),
+        (Sizes(expert=2), "expert_parallel_size=2, but model_type 'llama' has no experts"),
+    ],
+)
+def test_a_model_that_does_not_divide_is_refused(sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        check_sizes(conformance.FAMILIES["llama"](), sizes, "engine")
+
+
+def test_experts_divide_over_ranks_and_need_split_tokens():
+    config = conformance.FAMILIES["mixtral"]()
+    with pytest.raises(ConfigError, match="expert_parallel_size=3 does not divide the 4 experts"):
+        check_sizes(config, Sizes(expert=3), "engine")
+    with pytest.raises(ConfigError, match=r"needs engine\.sequence_parallel=true"):
+        check_sizes(config, Sizes(tensor=2), "engine")
+    check_sizes(config, Sizes(tensor=2, expert=2, sequence_parallel=True), "engine")
+
+
+@pytest.mark.parametrize(
+    "model, engine, optim, message",
+    [
+        (MODEL, {"fsdp_size": 2}, {}, "engine.fsdp_size=2 is for engine.name=fsdp"),
+        (MODEL, {"offload_policy": True}, {}, "engine.offload_policy=True is for"),
+        (MODEL, {"dtype": "float16"}, {}, "engine.dtype=float16 is not built"),
+        (MODEL, {"sequence_parallel": True}, {}, "engine.tensor_parallel_size is 1"),
+        (MODEL, {}, {"name": "muon"}, "optim.name=muon is not built"),
+        (replace(MODEL, lora=LoraConfig(rank=2)), {}, {}, "model.lora is not built"),
+        (replace(MODEL, freeze=("x",)), {}, {}, "model.freeze is not built"),
+        (replace(MODEL, use_shm=True), {}, {}, "model.use_shm is not built"),
+        (replace(MODEL, trust_remote_code=True), {}, {}, "trust_remote_code is not built"),
+        (replace(MODEL, gradient_checkpointing="selective"), {}, {}, "=selective is not built"),
+        (replace(MODEL, attn_implementation="eager"), {}, {}, "=eager is not built"),
+    ],
+)
+def test_settings_that_the_engine_does_not_follow_are_refused(model, engine, optim, message):
+    with pytest.raises(ConfigError, match=message):
+        check_settings(model, replace(MEGATRON, **engine), OptimConfig(**optim))
+
+
+def test_the_fsdp_engine_refuses_settings_of_megatron(tmp_path):
+    with pytest.raises(ConfigError, match=r"engine\.pipeline_parallel_size=2 is read by"):
+        build_engine(ModelConfig(path=str(tmp_path)), EngineConfig(pipeline_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    "found, state", [(None, "it is not installed"), ("0.15.0", "this environment has 0.15.0")]
+)
+def test_a_missing_or_other_version_is_named(monkeypatch, found, state):
+    monkeypatch.setattr(availability, "_version", lambda: found)
+    with pytest.raises(ConfigError, match=f"needs megatron-core 0.16.1, and {state}"):
+        build_engine(MODEL, MEGATRON)
+
+
+def test_a_cpu_is_refused_outside_of_tests(monkeypatch):
+    monkeypatch.setattr(availability, "on_cpu_for_tests", False)
+    with pytest.raises(
+        ConfigError, match="needs CUDA devices, and the device of this rank is 'cpu'"
+    ):
+        availability.check_device("cpu")
+
+
+def test_an_architecture_without_a_map_is_named_until_a_file_adds_it(monkeypatch):
+    config = GemmaConfig(hidden_act="silu")
+    with pytest.raises(ModelError, match="no map for model_type 'gemma'"):
+        family_of(config)
+    monkeypatch.setattr("quadriga.engines.megatron.families.FAMILIES", {**FAMILIES})
+    register_family("gemma", Family())
+    assert family_of(config) == Family()
+    with pytest.raises(ConfigError, match="in the table of the Megatron engine already"):
+        register_family("gemma", Family(qk_norm=True))
+
+
+@pytest.mark.parametrize(
+    "family, change, problem",
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("llama", {"attention_bias": True}, "attention_bias"),
+        ("llama", {"mlp_bias": True}, "mlp_bias"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
+        (
+            "qwen3",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+            "rotary positions of type 'yarn'",
+        ),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "layers without experts"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+    ],
+)
+def test_a_config_that_the_engine_does_not_compute_is_refused(family, change, problem):
+    config = conformance.FAMILIES[family]()
+    for name, value in change.items():
+        setattr(config, name, value)
+    with pytest.raises(ModelError, match=f"does not compute {problem}"):
+        family_of(config)
