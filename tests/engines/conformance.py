@@ -149,7 +149,8 @@ def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict
     found["next"] = step(engine, rows, subject.head)
     found["undisturbed"] = weights(engine)
     found["steps"] = engine.optimizer_steps
-    engine.save_hf(root / f"export {subject.name}")
+    if subject.head == "lm":  # a classifier needs a tokenizer
+        engine.save_hf(root / f"export {subject.name}")
     if load_from is not None:
         resumed = build(subject, root)
         resumed.load(load_from, STEPS)
