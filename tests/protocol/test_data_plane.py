@@ -346,7 +346,7 @@ def wait_until_down_to(measure, goal: int) -> int:
     return used
 
 
-def test_500_steps_leave_no_bytes_in_the_store_of_a_backend(groups, plane_backends, backend):
+def test_200_steps_leave_no_bytes_in_the_store_of_a_backend(groups, plane_backends, backend):
     """Neither the store nor the marks of writers grow."""
     group = groups(backend, 3)
 
@@ -363,7 +363,7 @@ def test_500_steps_leave_no_bytes_in_the_store_of_a_backend(groups, plane_backen
     kept = group.generate(prompts(3))
     assert wait_for_more(measure, baseline) > baseline
     del kept
-    for _ in range(500):
+    for _ in range(200):
         step()
     assert wait_until_down_to(measure, baseline) <= baseline
     assert len(storage._writers) <= remembered
