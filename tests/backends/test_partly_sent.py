@@ -11,7 +11,7 @@ import ray
 import torch.distributed as dist
 
 from quadriga.backends.ray.calls import submission
-from quadriga.errors import WorkerDiedError, WorkerError
+from quadriga.errors import WorkerDiedError, WorkerError, WorkerMethodError
 from quadriga.single_controller import Dispatch, Worker, register
 
 QUEUE = 3
@@ -32,7 +32,7 @@ class Gated(Worker):
             time.sleep(0.02)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def record(self, value):
+    def record(self, value, more=None):
         self.ran.append(value)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -164,10 +164,12 @@ def test_a_generator_is_ended_if_a_later_rank_cannot_be_called(start_gated, monk
     assert group.recorded() == [["item", "closed"], ["item", "closed"], []]
 
 
-def test_a_call_that_is_cancelled_at_once_leaves_no_gap(start_gated, tmp_path):
-    """Ray would refuse the next call of each rank, after half a minute. The cancelled call is run:
-    ranks without coroutine methods cannot drop it."""
+def test_a_call_that_is_cancelled_at_once_leaves_no_gap(start_gated, tmp_path, monkeypatch):
+    """Ray would refuse the next call of each rank, after half a minute, if it was asked to cancel a
+    call that is not sent yet. The cancelled call is run: ranks without coroutine methods cannot
+    drop it."""
     group = start_gated()
+    monkeypatch.setattr(ray, "cancel", lambda ref: pytest.fail("the call may not be sent yet"))
     gate = tmp_path / "gate"
     first = group.wait_for(str(gate))
     for _ in range(30):
@@ -177,8 +179,25 @@ def test_a_call_that_is_cancelled_at_once_leaves_no_gap(start_gated, tmp_path):
     first.get()
     group.record.options(timeout=20)("after")
     assert [seen[-1] for seen in group.recorded()] == ["after"] * 3
-    with pytest.raises(Exception, match="cancelled"):
+    assert cancelled.done()
+    with pytest.raises(WorkerMethodError, match=r"record, rank 0 on .*, was cancelled"):
         cancelled.get(timeout=20)
+    with pytest.raises(WorkerMethodError, match="was cancelled"):
+        group.record("argument", cancelled)
+
+
+def test_a_wait_ends_when_another_thread_cancels_the_call(start_gated, tmp_path):
+    group = start_gated()
+    gate = tmp_path / "gate"
+    waiting = group.wait_for(str(gate))
+    with ThreadPoolExecutor(1) as other:
+        ended = other.submit(waiting.get, 30)
+        time.sleep(0.3)
+        assert waiting.cancel()
+        with pytest.raises(WorkerMethodError, match="was cancelled"):
+            ended.result(timeout=20)
+    gate.touch()
+    assert group.recorded() == [[]] * 3
 
 
 def test_other_threads_can_call_while_the_ranks_of_a_failed_call_are_waited_for(

@@ -13,6 +13,7 @@ from worker_cases import Taking, Unequal
 
 from quadriga.backends.ray.calls import slices, waiting
 from quadriga.backends.ray.calls.waiting import RayBatch, RayPending
+from quadriga.backends.ray.health import failures
 from quadriga.errors import (
     CallTimeoutError,
     DispatchError,
@@ -112,8 +113,8 @@ def test_a_message_lists_the_first_ranks_of_many():
         RankHandle(None, "", RankFacts(rank, 1024, "10.0.0.1", 7, "10.0.0.1", "1"))
         for rank in range(1024)
     ]
-    assert waiting._places(handles[:2]) == "0 (10.0.0.1, pid 7), 1 (10.0.0.1, pid 7)"
-    assert waiting._places(handles).endswith("15 (10.0.0.1, pid 7) and 1008 more")
+    assert failures.places(handles[:2]) == "0 (10.0.0.1, pid 7), 1 (10.0.0.1, pid 7)"
+    assert failures.places(handles).endswith("15 (10.0.0.1, pid 7) and 1008 more")
 
 
 class FakeRay:

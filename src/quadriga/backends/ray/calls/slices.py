@@ -49,6 +49,9 @@ class Awaited(Protocol):
     def raise_failure(self, index: int, error: RayError) -> NoReturn:
         """Raise the error for result `index`, for which Ray has `error`."""
 
+    def raise_if_dropped(self) -> None:
+        """Raise WorkerMethodError if a result was cancelled."""
+
     def raise_if_late(self) -> None:
         """Raise CallTimeoutError if a result is missing at the deadline."""
 

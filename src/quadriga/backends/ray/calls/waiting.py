@@ -20,9 +20,16 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from quadriga.backends.ray.calls.slices import Awaited, Slices, until_deadline
 from quadriga.backends.ray.calls.store import opened
-from quadriga.backends.ray.health.failures import DEAD, FailedCall, died
+from quadriga.backends.ray.health.failures import (
+    DEAD,
+    FailedCall,
+    cancelled,
+    died,
+    is_returned,
+    late,
+    places,
+)
 from quadriga.backends.ray.health.nodes import NodeProbe
-from quadriga.backends.ray.health.stacks import stacks_of
 from quadriga.errors import CallTimeoutError, QuadrigaError, WorkerDiedError
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.watch import broken_groups
@@ -38,10 +45,6 @@ FIRST_WAIT_S = 0.2
 """How long a wait asks Ray for everything at once, before it goes on in slices."""
 PROBE_S = 2.0
 """How often a wait asks the nodes."""
-SENT_AFTER_S = 0.5
-"""A call that is as old as this has been sent to its rank."""
-SHOWN_RANKS = 16
-"""How many ranks a message lists."""
 LOG_S = 60.0
 """How often a long wait logs which ranks it waits for."""
 
@@ -80,6 +83,8 @@ class RayBatch:
         self.started = self._logged = self._probed = time.monotonic()
         self.expires = None if timeout is None else self.started + timeout
         self._probe: NodeProbe | None = None
+        self.dropped: set[int] = set()
+        """Positions of results that were cancelled here, while their ranks run the call."""
 
     def gather(self) -> list[object]:
         """Return all values in order; wait for them once.
@@ -90,13 +95,19 @@ class RayBatch:
         if self.values is None:
             wait_for([self])
         assert self.values is not None
+        self.raise_if_dropped()
         return self.values
+
+    def raise_if_dropped(self) -> None:
+        """Raise `WorkerMethodError` if one of the results was cancelled here."""
+        if self.dropped:
+            raise cancelled(self.label, self.handles[min(self.dropped)])
 
     def waits_for(self, handle: RankHandle) -> bool:
         """Return whether the result of that rank is missing: it runs, or its process has ended."""
         for ref, mine in zip(self.refs, self.handles, strict=True):
             if mine is handle and self.values is None:
-                return not _is_returned(ref)
+                return not is_returned(ref)
         return False
 
     def keep(self, values: list[object]) -> None:
@@ -121,32 +132,21 @@ class RayBatch:
     def raise_if_late(self) -> None:
         """Raise CallTimeoutError with the stacks of the ranks that still run the call."""
         stuck = self._unfinished()
-        if not stuck:
+        if not stuck or self.timeout is None:
             return  # the last result arrived at this moment
-        stacks = stacks_of(stuck)
-        shown = "\n\n".join(f"Stack of rank {rank}:\n{stack}" for rank, stack in stacks.items())
-        role, _, method = self.label.rpartition(".")
-        first = stuck[0]
-        raise CallTimeoutError(
-            f"{self.label} exceeded its deadline of {self.timeout:g} s; still running on rank(s) "
-            f"{_places(stuck)}.\n\n{shown}",
-            role=role,
-            rank=first.facts.rank,
-            node=first.facts.node,
-            method=method,
-            stacks=stacks,
-        )
+        raise late(self.label, self.timeout, stuck)
 
     def look(self) -> None:
         """Raise WorkerDiedError if the node of a running rank is lost; log a long wait."""
+        self.raise_if_dropped()
         now = time.monotonic()
         if now - self._probed >= PROBE_S:
             self._probed = now
             self._raise_if_node_lost()
         if now - self._logged >= LOG_S:
             self._logged = now
-            waited, places = now - self.started, _places(self._unfinished())
-            logger.warning("waiting for %s on rank(s) %s for %.0f s", self.label, places, waited)
+            waited, running = now - self.started, places(self._unfinished())
+            logger.warning("waiting for %s on rank(s) %s for %.0f s", self.label, running, waited)
 
     def _raise_if_node_lost(self) -> None:
         # Made here and not in `__init__`, because most calls end before they need one.
@@ -176,7 +176,9 @@ class RayPending:
     deadline.
     """
 
-    __slots__ = ("batch", "expires", "fields", "index", "ref", "returned", "source", "values")
+    __slots__ = (
+        "batch", "dropped", "expires", "fields", "index", "ref", "returned", "source", "values",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -186,6 +188,7 @@ class RayPending:
         index: int = 0,
         source: str = "",
         left: float | None = None,
+        dropped: bool = False,
     ) -> None:
         """Args:
         ref: first return of the task.
@@ -194,12 +197,14 @@ class RayPending:
         index: position in the batch.
         source: "role.method, rank r on node", for messages where the batch is not known.
         left: seconds until the deadline of the call, None without a deadline.
+        dropped: the result was cancelled, here or where the batch is known.
         """
         self.ref = ref
         self.fields = fields
         self.batch = batch
         self.index = index
         self.source = source
+        self.dropped = dropped
         self.expires = None if left is None else time.monotonic() + left
         self.values: list[object] | None = None
         """The value, once it was waited for, where the batch is not known."""
@@ -221,6 +226,7 @@ class RayPending:
         """Wait for the value. Raises what the worker raised."""
         if self.batch is not None:
             return self.batch.gather()[self.index]
+        self.raise_if_dropped()
         if self.values is None:
             wait_for([self])
         assert self.values is not None
@@ -228,7 +234,11 @@ class RayPending:
 
     def done(self) -> bool:
         """Return whether the value, or the error instead of it, exists."""
-        return self._is_known() or bool(ray.wait(self.refs, timeout=0, fetch_local=False)[0])
+        return (
+            self._is_known()
+            or self._is_dropped
+            or bool(ray.wait(self.refs, timeout=0, fetch_local=False)[0])
+        )
 
     @staticmethod
     def all_done(pendings: Sequence[RayPending]) -> bool:
@@ -238,7 +248,7 @@ class RayPending:
         broken.
         """
         missing = {p.ref: p for p in pendings if not p._is_known()}
-        if not missing or broken_groups:
+        if not missing or broken_groups or any(p._is_dropped for p in pendings):
             return True
         deadlines = {p.expires if p.batch is None else p.batch.expires for p in missing.values()}
         if any(at is not None and time.monotonic() >= at for at in deadlines):
@@ -269,12 +279,14 @@ class RayPending:
         """
         if self.done():
             return False
-        if self.batch is None or not self.batch.handles[self.index].facts.interleaves:
-            # A call that Ray cancels before it is sent leaves a gap in the numbers of the calls of
-            # that rank. The rank would wait 30 s for it and refuse the next call.
-            sent = 0.0 if self.batch is None else time.monotonic() - self.batch.started
-            time.sleep(max(0.0, SENT_AFTER_S - sent))
-        ray.cancel(self.ref)
+        if self.batch is None:
+            self.dropped = True
+        elif self.batch.handles[self.index].facts.interleaves:
+            ray.cancel(self.ref)
+        else:
+            # Ray is not asked: a call that it cancels before it is sent leaves a gap in the numbers
+            # of the calls of that rank, which then waits 30 s for it and refuses the next call.
+            self.batch.dropped.add(self.index)
         return True
 
     @staticmethod
@@ -309,7 +321,17 @@ class RayPending:
             )
 
     def look(self) -> None:
-        """Check nothing: this process knows nothing of the rank."""
+        """Raise WorkerMethodError if the result was cancelled. Nothing else is known of it."""
+        self.raise_if_dropped()
+
+    @property
+    def _is_dropped(self) -> bool:
+        return self.dropped if self.batch is None else self.index in self.batch.dropped
+
+    def raise_if_dropped(self) -> None:
+        """Raise WorkerMethodError if the result was cancelled."""
+        if self.dropped:
+            raise cancelled(self.source)
 
     def __reduce__(self) -> tuple[object, ...]:
         source, expires = self.source, self.expires
@@ -321,7 +343,7 @@ class RayPending:
         #   here     expires 5010.0, now 5003.0    sends 7.0
         #   there    now 120.0                     expires 127.0
         left = None if expires is None else max(0.0, expires - time.monotonic())
-        return RayPending, (self.ref, self.fields, None, 0, source, left)
+        return RayPending, (self.ref, self.fields, None, 0, source, left, self._is_dropped)
 
 
 class RayPendings(Sequence[RayPending]):
@@ -354,6 +376,8 @@ def wait_for(awaited: Sequence[Awaited], timeout: float | None = None) -> None:
     a watched group that breaks.
     """
     limit = None if timeout is None else time.monotonic() + timeout
+    for a in awaited:
+        a.raise_if_dropped()
     missing = [a for a in awaited if a.values is None]
     refs = [ref for a in missing for ref in a.refs]
     unsettled: RayError | None = None
@@ -374,20 +398,3 @@ def wait_for(awaited: Sequence[Awaited], timeout: float | None = None) -> None:
     for a in missing:
         a.keep(values[start : start + len(a.refs)])
         start += len(a.refs)
-
-
-def _is_returned(ref: Ref) -> bool:
-    """Return whether a task has returned or raised; False if it runs or its process has ended."""
-    try:
-        ray.get(ref, timeout=0)
-    except (GetTimeoutError, *DEAD):
-        return False
-    except RayError:
-        return True
-    return True
-
-
-def _places(handles: Sequence[RankHandle]) -> str:
-    shown = [f"{h.facts.rank} ({h.facts.node}, pid {h.facts.pid})" for h in handles[:SHOWN_RANKS]]
-    more = len(handles) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -20,7 +20,13 @@ from ray.exceptions import (
 
 from quadriga.backends.ray.health.nodes import actor_alive
 from quadriga.backends.ray.health.stacks import in_collective, last_lines, stacks_of
-from quadriga.errors import QuadrigaError, WorkerDiedError, WorkerError, WorkerMethodError
+from quadriga.errors import (
+    CallTimeoutError,
+    QuadrigaError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerMethodError,
+)
 from quadriga.single_controller.backend import RankHandle, RankSet
 
 if TYPE_CHECKING:
@@ -32,6 +38,8 @@ GRACE_S = 0.5
 DEATH_GRACE_S = 3.0
 """The same if a collective failed. The likely cause is the death of a peer, and Ray may learn of
 that death later than the collective does."""
+SHOWN_RANKS = 16
+"""How many ranks a message lists."""
 STUCK_S = 2.0
 """A peer that is at one place of a collective for this long is stuck there."""
 
@@ -255,3 +263,57 @@ def _last_line(error: RayError) -> str:
 
 def _first_line(error: BaseException | None) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+
+
+def cancelled(source: str, handle: RankHandle | None = None) -> WorkerMethodError:
+    """Return the error for a result that was dropped. `source`: "role.method", and the rank."""
+    if handle is None:
+        return WorkerMethodError(f"The result of {source} was cancelled.", remote_traceback="")
+    role, _, method = source.rpartition(".")
+    rank, node = handle.facts.rank, handle.facts.node
+    return WorkerMethodError(
+        f"The result of {source}, rank {rank} on {node}, was cancelled. The rank runs the call.",
+        remote_traceback="",
+        role=role,
+        rank=rank,
+        node=node,
+        method=method,
+    )
+
+
+def is_returned(ref: Ref) -> bool:
+    """Return whether a task has returned or raised; False if it runs or its process has ended."""
+    try:
+        ray.get(ref, timeout=0)
+    except (GetTimeoutError, *DEAD):
+        return False
+    except RayError:
+        return True
+    return True
+
+
+def places(handles: Sequence[RankHandle]) -> str:
+    """Return rank, node and process id of each rank, for a message."""
+    shown = [f"{h.facts.rank} ({h.facts.node}, pid {h.facts.pid})" for h in handles[:SHOWN_RANKS]]
+    more = len(handles) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def late(label: str, timeout: float, stuck: Sequence[RankHandle]) -> CallTimeoutError:
+    """Return the error for ranks that still run a call at its deadline, with their stacks.
+
+    `label`: "role.method". `timeout`: seconds.
+    """
+    stacks = stacks_of(stuck)
+    shown = "\n\n".join(f"Stack of rank {rank}:\n{stack}" for rank, stack in stacks.items())
+    role, _, method = label.rpartition(".")
+    first = stuck[0]
+    return CallTimeoutError(
+        f"{label} exceeded its deadline of {timeout:g} s; still running on rank(s) "
+        f"{places(stuck)}.\n\n{shown}",
+        role=role,
+        rank=first.facts.rank,
+        node=first.facts.node,
+        method=method,
+        stacks=stacks,
+    )
