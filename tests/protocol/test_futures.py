@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 import torch
 
 from quadriga.errors import CallTimeoutError, ProtocolError
 from quadriga.protocol import DataProto, DataProtoFuture, as_completed
+from quadriga.protocol.boundary import wait_for_arguments
 from quadriga.single_controller import Dispatch, Worker, register
 
 
@@ -152,6 +156,40 @@ async def _await(future):
 def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout):
     with pytest.raises(ProtocolError, match=r"timeout: expected a number of seconds"):
         DataProtoFuture([]).get(timeout=timeout)
+
+
+class Recorded:
+    """A pending value that records with which others it is waited for."""
+
+    waits: ClassVar[list[int]] = []
+
+    def result(self):
+        raise AssertionError("waited for by itself")
+
+    @staticmethod
+    def wait_all(pendings, timeout=None):
+        Recorded.waits.append(len(pendings))
+
+
+def test_futures_deep_inside_arguments_are_waited_for_together():
+    """One that fails must end the wait for one that never returns."""
+    first, second, third = (DataProtoFuture([Recorded()]) for _ in range(3))
+    wait_for_arguments([{"parts": [first, (second,)]}, [{"last": third}]])
+    assert Recorded.waits == [3]
+
+
+def test_a_program_that_has_given_up_an_awaited_future_ends():
+    """Python itself waits for the threads of its executors when a process ends."""
+    code = (
+        "import asyncio, threading\n"
+        "from quadriga.protocol.threads import in_thread\n"
+        "try:\n"
+        "    asyncio.run(asyncio.wait_for(in_thread(threading.Event().wait), 0.1))\n"
+        "except TimeoutError:\n"
+        "    print('given up')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout) == (0, "given up\n"), run.stderr
 
 
 def test_any_number_of_futures_is_awaited_at_the_same_time():

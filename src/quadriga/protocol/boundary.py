@@ -230,16 +230,16 @@ def wait_for_arguments(values: Iterable[object]) -> None:
     """Wait for all futures among the arguments of a call, before the first of them is unpacked.
 
     Raises the first failure of any of them, also while another will never return. Finds futures
-    among the arguments and in the lists, tuples and dicts among them, not deeper.
+    wherever `unpack_argument` does.
     """
     found: list[Deferred] = []
+
+    def note(value: object) -> None:
+        if isinstance(value, Deferred):
+            found.append(value)
+
     for value in values:
-        items: Iterable[object] = (value,)
-        if isinstance(value, list | tuple):
-            items = value
-        elif isinstance(value, dict):
-            items = value.values()
-        found += [item for item in items if isinstance(item, Deferred)]
+        walk(value, note)
     if len(found) > 1:
         found[0].wait_all(found)
 

@@ -10,27 +10,51 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
+from queue import SimpleQueue
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MOST = 100_000
-"""More threads than a process can have. A thread is started only if no other one is idle."""
-
 
 class _Threads:
-    """The threads of this process."""
+    """The threads of this process. They do not keep it from ending."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Start with no thread. A forked child calls it: the parent's threads are not in it."""
-        self.pool = ThreadPoolExecutor(MOST, thread_name_prefix="quadriga-wait")
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._given: SimpleQueue[Callable[[], None]] = SimpleQueue()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Call `work` in an idle thread, or in a new one if no thread is idle."""
+        with self._lock:
+            found = self._idle > 0
+            if found:
+                self._idle -= 1
+        if found:
+            self._given.put(work)
+        else:
+            # Not of a `ThreadPoolExecutor`: Python waits for its threads when a process ends, and a
+            # thread whose rank never returns would keep the process for ever.
+            threading.Thread(
+                target=self._work, args=(work,), name="quadriga-wait", daemon=True
+            ).start()
+
+    def _work(self, work: Callable[[], None]) -> None:
+        while True:
+            work()
+            del work  # what it refers to is not kept while the thread is idle
+            with self._lock:
+                self._idle += 1
+            work = self._given.get()
 
 
 _threads = _Threads()
@@ -40,7 +64,21 @@ os.register_at_fork(after_in_child=_threads.reset)
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function that waits, while the event loop goes on. Return or raise what it does.
 
-    The function sees the context variables of the caller, as with `asyncio.to_thread`.
+    The function sees the context variables of the caller, as with `asyncio.to_thread`. If the
+    caller is cancelled, the function goes on; a process that ends does not wait for it.
     """
     call = partial(contextvars.copy_context().run, function, *args, **kwargs)
-    return await asyncio.get_running_loop().run_in_executor(_threads.pool, call)
+    future: Future[T] = Future()
+
+    def work() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = call()
+        except BaseException as error:  # raised in the caller
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    _threads.run(work)
+    return await asyncio.wrap_future(future)
