@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import deque, namedtuple
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,13 +38,13 @@ class Slotted(Base):
 
 def arrays_of(value):
     """Every array in an argument."""
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and value.dtype != object:
         return [value]
     if isinstance(value, Plain | Frozen | Slotted):
         return [value.array, *arrays_of(value.inner)]
     if isinstance(value, dict):
         value = list(value.values())
-    return [a for item in value or [] for a in arrays_of(item)] if value is not None else []
+    return [] if value is None else [a for item in value for a in arrays_of(item)]
 
 
 def objects(size):
@@ -53,6 +53,8 @@ def objects(size):
     cyclic = Plain(a())
     cyclic.inner = [Plain(a())]
     cyclic.numbers.append(cyclic.numbers)
+    rows = np.empty(2, dtype=object)
+    rows[:] = [a(), Plain(a())]
     return {
         "dataclass": Plain(a()),
         "frozen with slots": Frozen(a(), Plain(a())),
@@ -60,6 +62,8 @@ def objects(size):
         "nested": {"x": [Plain(a(), (a(), Pair(a(), [Frozen(a())])))]},
         "named tuple": Pair(Plain(a()), a()),
         "cyclic": cyclic,
+        "deque": deque([a(), Plain(a())]),
+        "object array": Plain(a(), rows),
     }
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import sys
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -337,14 +339,14 @@ class _Writable:
 
     def _replaced(self, value: object) -> object:
         if isinstance(value, self._array_type):
-            array: NDArray[generic] = value
-            return array if array.flags.writeable else array.copy()
+            return self._array(value)
         if isinstance(value, tuple):
             items = [self.of(item) for item in value]
             same = all(new is old for new, old in zip(items, value, strict=True))
             return value if same else tuple.__new__(type(value), items)
-        if isinstance(value, list):
-            value[:] = [self.of(item) for item in value]
+        if isinstance(value, list | deque):
+            for i, item in enumerate(value.copy()):
+                value[i] = self.of(item)
         elif isinstance(value, dict):
             for key, item in value.items():
                 value[key] = self.of(item)
@@ -354,6 +356,16 @@ class _Writable:
         elif not f"{type(value).__module__}.".startswith(_NOT_SEARCHED):
             self._replace_attributes(value)
         return value
+
+    def _array(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Return the array, a copy if it is read-only. The items of an object array may be arrays
+        that are read-only."""
+        if not array.flags.writeable:
+            array = array.copy()
+        if array.dtype == object and array.ndim:
+            for at in product(*map(range, array.shape)):
+                array[at] = self.of(array[at])
+        return array
 
     def _replace_attributes(self, value: object) -> None:
         for name, item in list(getattr(value, "__dict__", {}).items()):
