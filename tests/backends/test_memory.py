@@ -128,9 +128,11 @@ def test_the_processes_of_a_dropped_group_end(ray_backend):
     group = ray_backend.worker_group(pool, ray_backend.class_with_args(Arrays))
     pids = [handle.facts.pid for handle in group._ranks.handles]
     other = ray_backend.worker_group(pool, ray_backend.class_with_args(Arrays))
+    assert other.length([group]) == [1, 1]
+    other.collect_garbage()  # what its ranks have received is a cycle, too
     del group
     gc.collect()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while any(map(_exists, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(_exists, pids))

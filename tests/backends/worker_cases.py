@@ -342,6 +342,10 @@ class Arrays(Worker):
         return len(value)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def collect_garbage(self):
+        gc.collect()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def faults_of_steps(self, blocks):
         """Return the page faults of three steps that fill and free `blocks` × 16 MiB each."""
         faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]

@@ -54,6 +54,8 @@ def test_a_batch_with_attributes_is_no_batch_of_data(ray_backend):
 def test_no_rank_runs_if_an_argument_of_one_rank_cannot_be_pickled(group, wrong):
     with pytest.raises(DispatchError, match=r"record_each: an argument cannot be sent"):
         group.record_each([1, [2], wrong(), 4])
+    with pytest.raises(DispatchError, match=r"record: an argument cannot be sent"):
+        group.record([BALLAST, wrong()])  # all ranks get it, so it is put into the store
     assert group.recorded() == [[]] * 4
     group.record_each([1, 2, 3, 4])
     assert group.recorded() == [[1], [2], [3], [4]]

@@ -7,17 +7,22 @@ import pickle
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ray
 from ray import cloudpickle
 
 from quadriga.backends.ray.process.user_code import send_code_of_loaded_files
 from quadriga.errors import DispatchError
+from quadriga.protocol.values.storage import Transport, transports
 from quadriga.single_controller.call import Call, SharedArgument
 
 if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
     from quadriga.backends.ray.cluster import Ref
+
+    Counted: TypeAlias = Ref | ActorHandle[object]
 
 
 class RayShared(SharedArgument):
@@ -41,7 +46,9 @@ class PickledCall(SharedArgument):
     """A call that was pickled here. The rank unpickles it, and not Ray.
 
     `buffers` are the large arrays of the call, which Ray sends without copying them. `refs` are the
-    references in it: Ray must see them to keep their objects, so they are not in the bytes.
+    references and actor handles in it, which are not in the bytes. Ray must see them: it keeps an
+    object or actor while a call needs it. One that it does not see being sent exists until this
+    process ends.
     """
 
     __slots__ = ("buffers", "data", "label", "refs")
@@ -51,7 +58,7 @@ class PickledCall(SharedArgument):
         label: tuple[str, str],
         data: bytes,
         buffers: Sequence[pickle.PickleBuffer],
-        refs: Sequence[Ref],
+        refs: Sequence[Counted],
     ) -> None:
         self.label = label
         """(role, method), for the error if the call cannot be unpickled."""
@@ -75,20 +82,29 @@ class PickledCall(SharedArgument):
 
 
 class _Unpickling(threading.local):
-    """The references of the call that this thread unpickles."""
+    """The references and actor handles of the call that this thread unpickles."""
 
-    refs: Sequence[Ref] = ()
-
-
-_unpickling = _Unpickling()
+    refs: Sequence[Counted] = ()
 
 
-def _reference(index: int) -> Ref:
+class _Pickling(threading.local):
+    """Whether this thread pickles a call."""
+
+    active = False
+
+
+_unpickling, _pickling = _Unpickling(), _Pickling()
+# A batch inside an object of the user is sent as its references, and not as its bytes.
+transports.append(Transport((), lambda: _pickling.active))
+
+
+def _reference(index: int) -> Counted:
     return _unpickling.refs[index]
 
 
 class _CallPickler(cloudpickle.Pickler):
-    """Pickle a call. Its references are collected in `refs` and replaced by their numbers."""
+    """Pickle a call. Its references and actor handles are collected in `refs` and replaced by their
+    numbers."""
 
     def __init__(
         self, file: io.BytesIO, buffer_callback: Callable[[pickle.PickleBuffer], None]
@@ -96,11 +112,11 @@ class _CallPickler(cloudpickle.Pickler):
         super().__init__(  # type: ignore[no-untyped-call]  # cloudpickle has no types
             file, protocol=5, buffer_callback=buffer_callback
         )
-        self.refs: list[Ref] = []
+        self.refs: list[Counted] = []
 
     def reducer_override(self, value: object) -> Any:  # as cloudpickle returns it
         """Return how `value` is pickled. Called for every object that is not of a builtin type."""
-        if isinstance(value, ray.ObjectRef):
+        if isinstance(value, ray.ObjectRef | ray.actor.ActorHandle):
             self.refs.append(value)
             return _reference, (len(self.refs) - 1,)
         return super().reducer_override(value)  # type: ignore[no-untyped-call]  # cloudpickle
@@ -120,6 +136,7 @@ def pickled_call(call: Call) -> PickledCall:
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
     pickler = _CallPickler(file, buffers.append)
+    _pickling.active = True
     try:
         pickler.dump(call)  # type: ignore[no-untyped-call]  # cloudpickle has no types
     except Exception as error:
@@ -128,7 +145,21 @@ def pickled_call(call: Call) -> PickledCall:
             f"{call.label}: an argument cannot be sent to the workers: {first_line}. Pass data "
             "that can be pickled, or let the worker build the object itself."
         ) from error
+    finally:
+        _pickling.active = False
     return PickledCall((call.role, call.method), file.getvalue(), buffers, pickler.refs)
+
+
+def shared_value(value: object) -> object:
+    """Return a reference to an argument in the store, the argument if it cannot be pickled.
+
+    `pickled_call` then raises the error, which names the call.
+    """
+    send_code_of_loaded_files()
+    try:
+        return RayShared(ray.put(value))
+    except Exception:  # anything that the user's objects may raise when they are pickled
+        return value
 
 
 def _top_level(value: object) -> object:

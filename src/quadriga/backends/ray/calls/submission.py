@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, cast
 
 import ray
 
-from quadriga.backends.ray.calls.pickling import RayShared, pickled_call
+from quadriga.backends.ray.calls.pickling import RayShared, pickled_call, shared_value
 from quadriga.backends.ray.calls.row_store import RowHandleOnRay, StoreName, make_store
 from quadriga.backends.ray.calls.splitting import split_futures
 from quadriga.backends.ray.calls.store import (
@@ -118,7 +118,7 @@ class RayCallBackend:
     def share(self, packed: object, value: object) -> object:
         """Return `packed`, or a reference to it in the store if several ranks should not each get
         a copy. Batches are small here: their fields are in the store already."""
-        return RayShared(ray.put(packed)) if estimate(value) > BIG else packed
+        return shared_value(packed) if estimate(value) > BIG else packed
 
     def is_alive(self, handle: RankHandle) -> bool:
         """Return whether the rank's process exists: Ray's record of the actor decides."""
