@@ -15,11 +15,18 @@ import torch
 from plane_workers import Plane
 from protocol_cases import shard
 
+from quadriga.errors import FieldError
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns.remote_batch import RemoteBatch
 from quadriga.protocol.values.encode import encode
 from quadriga.protocol.values.operations import object_array
+from quadriga.protocol.values.storage import traffic
 from quadriga.single_controller import Dispatch, register
+
+
+class Holder:
+    def __init__(self, data):
+        self.data = data
 
 
 class Reader(Plane):
@@ -27,6 +34,11 @@ class Reader(Plane):
     def show(self, data):
         rows = data.non_tensor_batch["o"]
         return [ray.get(row["ref"]) if isinstance(row, dict) else row.show() for row in rows]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def first_row(self, holder):
+        assert isinstance(holder.data.batch, RemoteBatch)
+        return int(holder.data.batch["big"][0, 0])
 
 
 @pytest.fixture(scope="module")
@@ -47,22 +59,40 @@ def test_references_in_rows_are_kept(group):
     assert future.get() == [[0, 1], [2, 3]]
 
 
-def loaded_by_path(tmp_path):
+def loaded_by_path(tmp_path, name):
     path = tmp_path / "a_file_of_the_user.py"
     path.write_text("class Note:\n    def show(self):\n        return 'shown'\n")
-    spec = importlib.util.spec_from_file_location("a_file_of_the_user", path)
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
 
-def test_classes_of_files_loaded_by_path_are_left_to_the_transport(tmp_path, group):
-    note = loaded_by_path(tmp_path).Note  # one class: pickle itself refuses one that was replaced
+@pytest.mark.parametrize(
+    "name", ["a_file_of_the_user", "email.a_file_of_the_user", "this"]
+)  # no other module has the name; a package has no such module; another file has the name
+def test_classes_of_files_loaded_by_path_are_left_to_the_transport(
+    tmp_path, group, name, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, name, None)  # removed after the test
+    # One class: pickle itself refuses one that was replaced.
+    note = loaded_by_path(tmp_path, name).Note
     rows = object_array([note() for _ in range(4)])
     assert encode(rows, "o")[0].kind == "raw"
     assert group.show(DataProto.from_dict(non_tensors={"o": rows})) == [["shown"] * 2] * 2
     assert encode(object_array([np.float32(1), {"k": {1}}]), "o")[0].kind == "objects"
+
+
+class RaisesWhenPickled:
+    def __reduce__(self):
+        raise ValueError("planted")
+
+
+def test_an_object_that_raises_when_it_is_pickled_is_refused_by_field(group):
+    rows = object_array([1, RaisesWhenPickled(), 2, 3])
+    with pytest.raises(FieldError, match=r"field 'o': a row cannot be pickled: ValueError: plant"):
+        group.show(DataProto.from_dict(non_tensors={"o": rows}))
 
 
 def test_a_pickled_batch_has_its_bytes(group):
@@ -83,6 +113,13 @@ def test_a_batch_inside_an_object_is_sent_as_references(group):
     assert isinstance(again.batch, RemoteBatch)
     keys = [[h.key for h in batch.batch.columns["big"].handles] for batch in (data, again)]
     assert keys[0] == keys[1]
+
+
+def test_a_call_sends_a_batch_inside_an_object_as_references(group):
+    data = group.generate(DataProto.from_dict({"row": torch.arange(4)}))
+    traffic.reset()
+    assert group.first_row(Holder(data)) == [0, 0]
+    assert traffic.reset().fetched_bytes == 0
 
 
 def test_batches_of_the_local_backend_are_pickled_with_their_bytes(store):

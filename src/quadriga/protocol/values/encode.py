@@ -70,7 +70,7 @@ def _encode_array(value: Array, key: str) -> Encoded:
             field=key,
         )
     if value.dtype == object:
-        return _encode_objects(value)
+        return _encode_objects(value, key)
     name = dtype_text(value.dtype, key)
     data = np.ascontiguousarray(value).reshape(value.shape)
     # Structured items are sent as raw bytes, so that no step depends on their fields.
@@ -174,12 +174,15 @@ def _encode_tree(value: TensorDictBase, key: str) -> Encoded:
 def _encode_entry(value: object, key: str) -> Encoded:
     """Encode one entry of a `TensorDict`; a `NonTensorStack` as the object array of its rows."""
     if isinstance(value, NonTensorStack):
-        return _encode_objects(operations.object_array(value.tolist()))
+        return _encode_objects(operations.object_array(value.tolist()), key)
     return encode(value, key)
 
 
-def _encode_objects(value: Array) -> Encoded:
-    """Pickle each row by itself, so that a part of the batch is decoded from its own rows only."""
+def _encode_objects(value: Array, key: str) -> Encoded:
+    """Pickle each row by itself, so that a part of the batch is decoded from its own rows only.
+
+    Raises `FieldError` if the code of a class raises when its object is pickled.
+    """
     file = io.BytesIO()
     pickler = _RowPickler(file, protocol=5)
     ends = np.zeros(len(value) + 1, dtype=np.int64)
@@ -192,6 +195,12 @@ def _encode_objects(value: Array) -> Encoded:
             ends[i + 1] = file.tell()
     except (_NeedsTransport, pickle.PicklingError, AttributeError, TypeError):
         return FieldSpec("raw", "object", value.shape[1:]), value, int(value.nbytes)
+    except Exception as error:  # anything that the user's classes may raise
+        raise FieldError(
+            f"field '{key}': a row cannot be pickled: {type(error).__name__}: {error}. Replace it "
+            "by data that can be pickled, or let the worker build the object itself",
+            field=key,
+        ) from error
     data = np.frombuffer(file.getbuffer(), dtype=np.uint8)
     spec = FieldSpec("objects", "object", value.shape[1:])
     return spec, (data, ends), int(data.nbytes + ends.nbytes)
@@ -207,16 +216,23 @@ class _NeedsTransport(Exception):
 
 @cache
 def _is_importable(module: str) -> bool:
-    """Return whether another process can import a module by its name.
+    """Return whether another process can import a module by its name, from the same file.
 
     It cannot import the user's script, nor a file that was loaded by its path: such a module is in
     `sys.modules` only. The pickler of the transport sends the code of their classes.
     """
-    top = module.partition(".")[0]
-    if top == "__main__":
+    package = module.rpartition(".")[0]
+    path = getattr(sys.modules.get(package), "__path__", None)
+    if module == "__main__" or (package and path is None):
         return False
     finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
-    return any(find(top, None) is not None for find in finders if find is not None)
+    specs = (find(module, path) for find in finders if find is not None)
+    spec = next((spec for spec in specs if spec is not None), None)
+    if spec is None:
+        return False
+    # A file that was loaded under the name of another module: the name leads to the other one.
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return not spec.has_location or file is None or file == spec.origin
 
 
 class _RowPickler(pickle.Pickler):
