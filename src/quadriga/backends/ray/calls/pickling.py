@@ -158,6 +158,8 @@ def shared_value(value: object) -> object:
     send_code_of_loaded_files()
     try:
         return RayShared(ray.put(value))
+    except ray.exceptions.RayError:  # of the store
+        raise
     except Exception:  # anything that the user's objects may raise when they are pickled
         return value
 
