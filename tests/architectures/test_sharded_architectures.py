@@ -19,6 +19,7 @@ from quadriga.engines.loading.model_setup import load_model
 from quadriga.engines.loading.sharding import shard_model
 from quadriga.models.architectures import ARCHITECTURES
 from quadriga.parallel.distributed import data_parallel_mesh
+from quadriga.parallel.model_parallel.shard_meshes import ShardMeshes
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -47,9 +48,10 @@ def load_as(ranks, fsdp_size, rank, config, dtype, *, trained):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         module, weights, _ = sharded_loading._prepared(config, "lm", dtype, trained=trained)
+        mesh = data_parallel_mesh(CPU, fsdp_size)
         module = shard_model(
             module,
-            data_parallel_mesh(CPU, fsdp_size),
+            ShardMeshes(mesh, mesh),
             compute_dtype=dtype,
             reduce_dtype=torch.float32,
             reshard_after_forward=True,

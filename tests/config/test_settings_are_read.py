@@ -28,6 +28,7 @@ FSDP, LOADING = "engines/fsdp.py", "engines/loading/sharded_loading.py"
 POLICY, CRITIC, UPDATES = (
     "workers/actor_rollout_ref.py", "workers/critic.py", "workers/updates.py",
 )  # fmt: skip
+MODEL_RANKS = "parallel/model_parallel/model_ranks.py"
 OBJECTIVES, SCHEDULE = "workers/objectives.py", "engines/schedule.py"
 ADAMW, SHARDED = "engines/optimizers/adamw.py", "engines/optimizers/sharded.py"
 READERS = {
@@ -40,14 +41,28 @@ READERS = {
         "param_offload": (FSDP, "engine.param_offload"),
         "optimizer_offload": (FSDP, "engine.optimizer_offload"),
         "offload_policy": (LOADING, "engine.offload_policy"),
-        "fsdp_size": (FSDP, "engine.fsdp_size"),
-        "tensor_parallel_size": (MEGATRON, "engine.tensor_parallel_size"),
+        "fsdp_size": ("parallel/model_parallel/shard_meshes.py", "engine.fsdp_size"),
         "pipeline_parallel_size": (MEGATRON, "engine.pipeline_parallel_size"),
         "expert_parallel_size": (MEGATRON, "engine.expert_parallel_size"),
         "sequence_parallel": (MEGATRON, "engine.sequence_parallel"),
         "distributed_optimizer": ("engines/megatron/engine.py", "engine.distributed_optimizer"),
         "use_dynamic_bsz": (FSDP, "self.config.use_dynamic_bsz"),
-        "max_tokens_per_micro_batch": (FSDP, "self.config.max_tokens_per_micro_batch"),
+        "max_tokens_per_micro_batch": (
+            "config/schema/model.py",
+            "self.max_tokens_per_micro_batch",
+        ),
+        "tensor_parallel_size": (
+            "parallel/model_parallel/model_ranks.py",
+            "engine.tensor_parallel_size",
+        ),
+        "sequence_parallel_size": (
+            "parallel/model_parallel/model_ranks.py",
+            "engine.sequence_parallel_size",
+        ),
+        "context_parallel_size": (
+            "parallel/model_parallel/model_ranks.py",
+            "engine.context_parallel_size",
+        ),
         "fused_head": (LOADING, "engine.fused_head"),
         "attention": (LOADING, "engine.attention"),
     },

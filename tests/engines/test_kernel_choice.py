@@ -142,8 +142,8 @@ def test_every_kernel_passes_the_comparison(monkeypatch):
     monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(flex, "compiled", lambda signature: flex_module.flex_attention)
     small = replace(FLOAT32, size=12, value_size=8)
-    for call in (small, replace(small, mask="window"), replace(small, dtype=torch.bfloat16)):
-        assert kernel_problem("varlen", call, cases.CPU) is None
+    for changes in ({}, {"mask": "window"}, {"dtype": torch.bfloat16}, {"part": True}):
+        assert kernel_problem("varlen", replace(small, **changes), cases.CPU) is None
     for changes in ({}, {"softcap": True}, {"sinks": True, "mask": "window"}, {"mask": "chunk"}):
         assert kernel_problem("flex", replace(small, **changes), cases.CPU) is None
 
@@ -189,6 +189,11 @@ def test_a_wrong_kernel_fails_the_comparison(kernel, message, monkeypatch):
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     call = replace(BF16, size=8, value_size=8, mask="window" if kernel is one_more else "causal")
     assert message in kernel_problem("varlen", call, cases.CPU)
+
+
+def test_flex_computes_no_part_of_the_queries():
+    call = replace(FLOAT32, size=16, value_size=16, part=True)
+    assert "context parallelism" in unsupported("flex", call, "cuda", (9, 0))
 
 
 def test_sdpa_is_supported_everywhere():

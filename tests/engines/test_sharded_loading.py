@@ -18,6 +18,8 @@ from quadriga.engines.loading import sharded_loading
 from quadriga.engines.loading.sharding import decoder_layers
 from quadriga.errors import ModelError
 from quadriga.parallel.distributed import data_parallel_mesh, init_distributed
+from quadriga.parallel.model_parallel.model_ranks import ModelRanks
+from quadriga.parallel.model_parallel.shard_meshes import ShardMeshes
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +129,9 @@ def test_a_model_that_is_loaded_whole_is_on_the_host_until_fsdp_moves_its_units(
     settings = EngineConfig(dtype="float32", fused_head=False)
     with cases.whole_models():
         loaded = sharded_loading.load_sharded(
-            ModelConfig(path=str(root / "untied")), settings, "lm", mesh, device,
-            trained=True, packed=None, min_unit_parameters=1,
+            ModelConfig(path=str(root / "untied")), settings, "lm", device,
+            trained=True, packed=None, min_unit_parameters=1, ranks=ModelRanks(),
+            meshes=ShardMeshes(mesh, mesh),
         )  # fmt: skip
     assert {p.device.type for p in loaded.module.parameters()} == {"cpu"}
 

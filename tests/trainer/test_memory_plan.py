@@ -325,7 +325,7 @@ def test_the_table_names_what_is_not_counted(tiny_task, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("the code of this model reads numbers")
 
-    monkeypatch.setattr("quadriga.engines.memory.states.pass_memory", fail)
+    monkeypatch.setattr("quadriga.engines.memory.passes.pass_memory", fail)
     config = settings(tiny_task, tmp_path, "data.max_response_length=14")
     text = plan_text(config)
     plan_module._training_memory.cache_clear()

@@ -147,7 +147,7 @@ def test_the_parameters_after_an_update_are_equal(tiny_task, micro, packed, loss
             batch.batch[fields.OLD_LOG_PROBS] = exact_log_probs(engine, batch)
         report = update_policy(
             engine, batch, settings,
-            responses_per_prompt=2, temperature=1.0, length_scale=7, world_size=1, seed=0,
+            responses_per_prompt=2, temperature=1.0, length_scale=7, data_ranks=1, seed=0,
         )  # fmt: skip
         parameters.append(dict(engine.state_stream()))
         reports.append(report.meta_info["metrics"])

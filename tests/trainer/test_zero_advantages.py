@@ -186,7 +186,7 @@ def test_an_update_without_these_rows_gives_the_same_parameters(
         for given in ([1.0, -1.0, 0.5, 0.2], advantages, [0.3, 0.0, 0.0, 0.0]):
             report = update_policy(
                 engine, batch_of(given), ActorConfig(skip_zero_advantages=skip),
-                responses_per_prompt=2, temperature=1.0, length_scale=4, world_size=1, seed=0,
+                responses_per_prompt=2, temperature=1.0, length_scale=4, data_ranks=1, seed=0,
             )  # fmt: skip
         found.append(dict(engine.state_stream()))
         computed.append(sum(tokens))

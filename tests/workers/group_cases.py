@@ -148,7 +148,7 @@ def parameters_after(
         responses_per_prompt=EVEN,
         temperature=1.0,
         length_scale=R,
-        world_size=ranks,
+        data_ranks=ranks,
         seed=0,
     )
     return {name: tensor.clone() for name, tensor in engine.state_stream()}

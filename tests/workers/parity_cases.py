@@ -210,7 +210,7 @@ def parameters_after(folder: str, way: Way, old: torch.Tensor, rank: int, ranks:
         responses_per_prompt=1,
         temperature=1.0,
         length_scale=R,
-        world_size=ranks,
+        data_ranks=ranks,
         seed=0,
     )
     return {name: tensor.clone() for name, tensor in engine.state_stream()}

@@ -61,7 +61,7 @@ def update(mask: torch.Tensor, mini: int | None) -> tuple[Recorder, DataProto]:
         responses_per_prompt=1,
         temperature=1.0,
         length_scale=4,
-        world_size=1,
+        data_ranks=1,
         seed=0,
     )
     return engine, report
@@ -103,7 +103,7 @@ def test_two_optimizer_steps_without_old_log_probs_are_refused(mini, epochs) -> 
     with pytest.raises(FieldError, match=r"'old_log_probs', which it needs for 2 optimizer steps"):
         update_policy(
             Recorder(), data, ActorConfig(ppo_mini_batch_size=mini, ppo_epochs=epochs),
-            responses_per_prompt=1, temperature=1.0, length_scale=4, world_size=1, seed=0,
+            responses_per_prompt=1, temperature=1.0, length_scale=4, data_ranks=1, seed=0,
         )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def test_an_update_with_shuffle_makes_mini_batches_of_whole_groups(shuffle) -> N
         update_policy(
             engine, DataProto.from_dict(given),
             ActorConfig(ppo_mini_batch_size=1, shuffle=shuffle),
-            responses_per_prompt=2, temperature=1.0, length_scale=1, world_size=1, seed=seed,
+            responses_per_prompt=2, temperature=1.0, length_scale=1, data_ranks=1, seed=seed,
         )  # fmt: skip
         prompts = [seen[fields.INPUT_IDS][:, 1].tolist() for seen in engine.seen]
         assert all(len(set(part)) == 1 and len(part) == 2 for part in prompts)

@@ -49,11 +49,12 @@ class UpdatePlan:
 
 @dataclass(frozen=True)
 class _Step:
-    """The size of one training step."""
+    """The size of one training step. `together`: ranks that compute the same rows."""
 
     prompts: int
     responses_per_prompt: int
     ranks: int
+    together: int
     max_tokens_per_sequence: int
 
     @property
@@ -64,7 +65,12 @@ class _Step:
     @property
     def sequences_per_rank(self) -> int:
         """Sequences per step on one rank."""
-        return self.sequences // self.ranks
+        return self.sequences // self.data_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks, or groups of ranks, that compute rows of their own."""
+        return self.ranks // self.together
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,11 @@ class BatchPlan(_Step):
             f"sequences per step     {self.sequences} = {self.prompts} prompts × "
             f"{self.responses_per_prompt} responses",
             f"  on each rank         {self.sequences_per_rank} = {self.sequences} / "
-            f"{self.ranks} ranks",
+            + (
+                f"{self.ranks} ranks"
+                if self.together == 1
+                else f"({self.ranks} ranks / {self.together} that compute the same rows)"
+            ),
             f"  tokens, at most      {self.sequences * self.max_tokens_per_sequence:,} = "
             f"{self.sequences} × {self.max_tokens_per_sequence}",
         ]
@@ -149,6 +159,7 @@ def batch_plan(
         prompts=data.train_batch_size,
         responses_per_prompt=config.actor_rollout_ref.rollout.n,
         ranks=ranks or num_ranks(config, "actor"),
+        together=actor.engine.model_parallel_size,
         max_tokens_per_sequence=data.max_prompt_length + data.max_response_length,
     )
     mini, critic_mini = mini_batch_prompts(config)
@@ -164,7 +175,11 @@ def batch_plan(
         critic_warmup_steps=critic.warmup_steps,
         actor=_update(step, "actor", mini, epochs, actor_micro, actor.engine),
         critic=_update(
-            dataclasses.replace(step, ranks=ranks or num_ranks(config, "critic")),
+            dataclasses.replace(
+                step,
+                ranks=ranks or num_ranks(config, "critic"),
+                together=critic.engine.model_parallel_size,
+            ),
             "critic",
             critic_mini,
             critic_epochs,
@@ -189,7 +204,7 @@ def _update(
     step: _Step, role: str, mini: int, epochs: int, micro: int | None, engine: EngineConfig
 ) -> UpdatePlan:
     sequences = mini * step.responses_per_prompt
-    per_rank = sequences // step.ranks
+    per_rank = sequences // step.data_ranks
     by_tokens = micro is None and engine.use_dynamic_bsz
     size = _micro_size(per_rank, micro, engine, step.max_tokens_per_sequence)
     return UpdatePlan(
@@ -201,7 +216,7 @@ def _update(
         epochs=epochs,
         micro_batch=None if by_tokens else size,
         micro_batches=math.ceil(per_rank / size),
-        max_tokens=engine.max_tokens_per_micro_batch if by_tokens else None,
+        max_tokens=engine.micro_batch_tokens if by_tokens else None,
     )
 
 
@@ -213,7 +228,7 @@ def _micro_size(per_rank: int, micro: int | None, engine: EngineConfig, length: 
         return max(1, per_rank)
     # A sequence is never split, so one that is longer than the limit is a micro-batch by itself:
     # 300 tokens // 128 per sequence = 2 sequences, 100 // 128 = 0 → 1 sequence.
-    return max(1, engine.max_tokens_per_micro_batch // length)
+    return max(1, engine.micro_batch_tokens // length)
 
 
 def _total_steps(config: TrainConfig, train_rows: int | None) -> int | None:

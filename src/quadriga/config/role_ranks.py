@@ -135,6 +135,23 @@ def num_ranks(config: TrainConfig, role: str) -> int:
     return len(role_ranks(config)[role])
 
 
+def data_ranks(config: TrainConfig, role: str) -> int:
+    """Return the number of data-parallel ranks of a role: each receives rows of its own."""
+    ranks = num_ranks(config, role)
+    policy = config.actor_rollout_ref
+    engines = {
+        "actor": policy.actor.engine,
+        "ref": policy.ref.engine,
+        "critic": config.critic.engine,
+    }
+    ranks_of = role_ranks(config)
+    if policy.model.lora.enabled and ranks_of["ref"] == ranks_of["actor"]:
+        engines["ref"] = policy.actor.engine  # the reference is the actor with adapters off
+    if has_reward_model(config):
+        engines[REWARD_MODEL] = config.reward_model.engine
+    return ranks // engines[role].model_parallel_size if role in engines else ranks
+
+
 def _parse(role: str, entries: Sequence[int | str], world: int) -> tuple[int, ...]:
     ranks = [rank for entry in entries for rank in _entry(role, entry)]
     if not ranks:

@@ -8,6 +8,7 @@
 - `sequence_cost`: what sequences of a model cost, from its config.
 - `token_model`: one forward pass, from rows of tokens to one number for each response token. It
   uses `attention` (packed rows) and `fused_head`.
+- `model_parallel`: ranks that compute the same rows: slices of tokens, divided weights.
 - `memory`: the device memory of an engine, known before it is built.
 
 May import every package below `engines` in docs/architecture.md, but not `rollout`. Importing this

@@ -52,7 +52,6 @@ from quadriga.errors import ConfigError
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import (
     SHARD,
-    data_parallel_mesh,
     init_distributed,
     local_device,
     rank,
@@ -60,6 +59,8 @@ from quadriga.parallel.distributed import (
     sum_over_ranks,
     world_size,
 )
+from quadriga.parallel.model_parallel.model_ranks import model_ranks
+from quadriga.parallel.model_parallel.shard_meshes import shard_meshes
 from quadriga.protocol import fields
 
 _CPU = torch.device("cpu")
@@ -106,18 +107,20 @@ class FSDPEngine:
             total_steps = total_steps if optim.total_steps is None else optim.total_steps
             check_schedule(optim, total_steps)
         init_distributed(self.device.type)
-        mesh = data_parallel_mesh(self.device, engine.fsdp_size)
+        meshes = shard_meshes(engine, self.device)
+        self._ranks = model_ranks(engine, self.device.type)
         dtype = compute_dtype(engine.dtype, self.device)
         reduce_dtype = compute_dtype(engine.reduce_dtype, self.device)
         loaded = load_sharded(
             model,
             engine,
             head,
-            mesh,
             self.device,
             trained=optim is not None,
             packed=packed,
             min_unit_parameters=min_unit_parameters,
+            ranks=self._ranks,
+            meshes=meshes,
         )
         self.module, self._token_model = loaded.module, loaded.token_model
         self._weights = ModelWeights(loaded, model, head, self.device)
@@ -133,7 +136,7 @@ class FSDPEngine:
                 self.module,
                 optim,
                 total_steps,
-                shard_group=mesh.get_group(SHARD),
+                shard_group=meshes.whole.get_group(SHARD),
                 device=self.device,
             )
         self._memory: DeviceMemory[State] = DeviceMemory(self.device, self._tensors)
@@ -194,7 +197,8 @@ class FSDPEngine:
             # Activations and whole gradients are freed before the moments come to the device.
             with self._on_device("moments"):
                 norm, rate = self.optimizer.step()
-        metrics = sum_metrics_over_ranks(totals)
+        # The ranks of a model-parallel group have computed the same numbers.
+        metrics = sum_metrics_over_ranks(totals if self._ranks.is_first else {})
         metrics |= {
             "grad_norm": norm,
             "lr": rate,
@@ -233,7 +237,7 @@ class FSDPEngine:
             plan_micro_batches,
             batch,
             size=size,
-            max_tokens=self.config.max_tokens_per_micro_batch,
+            max_tokens=self.config.micro_batch_tokens,
             share_prompts=self._token_model.packed,
             cost=self._token_model.cost,
         )
@@ -251,7 +255,8 @@ class FSDPEngine:
         self.module.set_reshard_after_backward(reduce)
 
     def global_counts(self, *counts: float | Tensor) -> list[float]:
-        return sum_over_ranks([float(count) for count in counts], self.device)
+        own = [float(count) if self._ranks.is_first else 0.0 for count in counts]
+        return sum_over_ranks(own, self.device)
 
     # Weights
 

@@ -37,14 +37,22 @@ from quadriga.engines.fused_head import MIN_FUSED_LOGITS, FusedHead, fusable_lay
 from quadriga.engines.loading.sharding import class_name
 from quadriga.engines.loading.trained_part import adapters_off
 from quadriga.engines.micro_batches import dummy_batch
+from quadriga.engines.model_parallel.token_slice import TokenSlice
 from quadriga.engines.sequence_cost import sequence_cost
 from quadriga.errors import ConfigError
 from quadriga.models.log_probs.linear_full_kl import linear_full_kl
 from quadriga.models.log_probs.linear_log_prob import linear_log_probs
 from quadriga.models.log_probs.log_prob import log_probs_and_entropy
 from quadriga.parallel.aligned_rows import left_align
-from quadriga.parallel.packing import pack_rows
+from quadriga.parallel.attention_blocks import PackedRows
+from quadriga.parallel.model_parallel.model_ranks import ModelRanks
+from quadriga.parallel.packing import PackedBatch, in_equal_slices, pack_rows
 from quadriga.protocol import fields
+
+
+def identity(outputs: Tensor) -> Tensor:
+    """Return the outputs of a rank that has all tokens."""
+    return outputs
 
 
 @dataclass(frozen=True)
@@ -53,16 +61,19 @@ class ModelInputs:
 
     Attributes:
         arguments: keyword arguments of the model's `forward`.
-        labels: [K] int64, the token ids of the targets.
+        labels: [K] int64, the token ids of the targets. If ranks split the tokens, K counts the
+            targets of this rank.
         select: maps what the output layer receives or returns to its entries for the targets,
             [K, …].
         unpack: maps [K] to [B, R], with 0 where there is no target.
+        join: maps outputs [K, C] to those of the targets of all ranks.
     """
 
     arguments: dict[str, Tensor | AttentionRows]
     labels: Tensor
     select: Callable[[Tensor], Tensor]
     unpack: Callable[[Tensor], Tensor]
+    join: Callable[[Tensor], Tensor] = identity
 
 
 class TokenModel:
@@ -80,6 +91,7 @@ class TokenModel:
         dtype: in which attention will be computed.
         device_type: for a model on the meta device, the type of device that it stands for.
         probe: False: the model has no weights yet, and `probe` is called when it has.
+        ranks: the ranks that compute a micro-batch together; None: this rank alone.
 
     Raises:
         ConfigError: `fused` is True, or `attention` names a kernel, and the model does not support
@@ -100,6 +112,7 @@ class TokenModel:
         dtype: torch.dtype = torch.float32,
         device_type: str | None = None,
         probe: bool = True,
+        ranks: ModelRanks | None = None,
     ) -> None:
         self.model = model
         self.head = head
@@ -107,6 +120,7 @@ class TokenModel:
         self.device_type = device.type if device_type is None else device_type
         self.packed = supports_packing(model) if packed is None else packed
         self.cost = sequence_cost(model.config, head, self.device_type, attention)
+        self.ranks = ModelRanks() if ranks is None else ranks
         if self.packed:
             use_packed_attention(model)
         self.kernel_of: KernelOf = sdpa_only
@@ -145,8 +159,8 @@ class TokenModel:
         """
         inputs = self._model_inputs(rows)
         if self.head != "lm":
-            values = inputs.select(self._run(inputs))[:, 0].float()
-            return {VALUES: inputs.unpack(values)}
+            values = inputs.join(inputs.select(self._run(inputs)).float())
+            return {VALUES: inputs.unpack(values[:, 0])}
         token_outputs = TokenOutputs(temperature, entropy, full_kl=reference is not None)
         if self._fused_head is None or not (reference is None or reference.fused):
             ref_logits = None if reference is None else reference.logits(rows)
@@ -162,6 +176,7 @@ class TokenModel:
                 )
             ):
                 columns = self._run(inputs)
+        columns = inputs.join(columns)
         return {name: inputs.unpack(columns[:, i]) for i, name in enumerate(token_outputs.names)}
 
     def logits(self, rows: Batch) -> Tensor:
@@ -254,17 +269,11 @@ class TokenModel:
             rows[fields.INPUT_IDS],
             rows[fields.ATTENTION_MASK],
             rows[fields.RESPONSE_MASK],
-        ).to(self.device)
-        arguments: dict[str, Tensor | AttentionRows] = {
-            "input_ids": packed.input_ids,
-            "position_ids": packed.position_ids,
-            # With a mask [1, N], the model builds masks from token indices alone. Without one, it
-            # would look for packed rows in the position ids by rules of its own.
-            "attention_mask": torch.ones_like(packed.input_ids),
-            "attention_rows": AttentionRows(
-                packed.rows, self.device, self.kernel_of, split=self.device_type == "cpu"
-            ),
-        }
+        )
+        if self.ranks.all.size > 1:
+            return self._sliced_inputs(in_equal_slices(packed, self.ranks.all.size))
+        packed = packed.to(self.device)
+        arguments = self._arguments(packed.input_ids, packed.position_ids, packed.rows)
         if self.head != "lm":
             return ModelInputs(
                 arguments, packed.labels, lambda x: x[0, packed.predictors], packed.unpack
@@ -272,6 +281,32 @@ class TokenModel:
         # A causal model can apply its output layer to selected tokens only.
         arguments["logits_to_keep"] = packed.predictors
         return ModelInputs(arguments, packed.labels, lambda x: x[0], packed.unpack)
+
+    def _sliced_inputs(self, packed: PackedBatch) -> ModelInputs:
+        own = TokenSlice.of(packed, self.ranks).to(self.device)
+        packed = packed.to(self.device)
+        arguments = self._arguments(own.input_ids, own.position_ids, packed.rows)
+        if self.head != "lm":
+            return ModelInputs(
+                arguments, own.labels, lambda x: x[0, own.predictors], packed.unpack, own.join
+            )
+        arguments["logits_to_keep"] = own.predictors
+        return ModelInputs(arguments, own.labels, lambda x: x[0], packed.unpack, own.join)
+
+    def _arguments(
+        self, input_ids: Tensor, position_ids: Tensor, rows: PackedRows
+    ) -> dict[str, Tensor | AttentionRows]:
+        split = self.device_type == "cpu"
+        return {
+            "input_ids": input_ids,
+            "position_ids": position_ids,
+            # With a mask [1, N], the model builds masks from token indices alone. Without one, it
+            # would look for packed rows in the position ids by rules of its own.
+            "attention_mask": torch.ones_like(input_ids),
+            "attention_rows": AttentionRows(
+                rows, self.device, self.kernel_of, split=split, ranks=self.ranks
+            ),
+        }
 
     def _padded_inputs(self, rows: Batch) -> ModelInputs:
         aligned = left_align(

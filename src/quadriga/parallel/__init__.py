@@ -11,6 +11,7 @@
 - `costs`: what sequences cost, linear and quadratic in their tokens.
 - `layouts`: which part of each checkpoint weight a rank stores.
 - `group_partitions`: partitions of whole prompt groups.
+- `model_parallel`: ranks that compute the same rows together.
 - `node_memory`: weight files that the ranks of a node read once and share.
 
 May import `errors`, `config`, `protocol`, `algorithms` and `observability`.

@@ -20,7 +20,7 @@ Two arrangements compute the same function:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -152,6 +152,61 @@ class PackedRows:
     in_prompt: Tensor
 
 
+@dataclass(frozen=True)
+class QueryColumns:
+    """The queries of each row, if one rank computes a range of the packed tokens.
+
+    The tokens of a row in a range are neighbours in the row, because rows are packed one after
+    another, each from its first column on.
+
+    Attributes:
+        rows: [b] int64, the rows with a token in the range.
+        first, end: [b] int64, the column of a row's first query, and the one behind its last.
+    """
+
+    rows: Tensor
+    first: Tensor
+    end: Tensor
+
+    @staticmethod
+    def of(rows: PackedRows, tokens: range) -> QueryColumns:
+        """Return the queries among the packed tokens with these indices."""
+        # The tokens 3 to 7 of the example: row 0 has token 3 (column 3), row 1 has token 4
+        # (column 2), row 2 has tokens 5 6 7 (columns 0 to 2):
+        #
+        #   rows 0 1 2     first 3 2 0     end 4 3 3
+        own = rows.row[tokens.start : tokens.stop]
+        found, counts = torch.unique_consecutive(own, return_counts=True)
+        starts = counts.cumsum(0) - counts
+        first = rows.column[tokens.start : tokens.stop][starts]
+        return QueryColumns(found, first, first + counts)
+
+
+def query_blocks(
+    rows: PackedRows, tokens: range, rows_per_block: int = ROWS_PER_BLOCK
+) -> AttentionBlocks:
+    """Arrange a range of the packed tokens as queries against their whole rows.
+
+    The queries have their index in the range; the keys have their packed index.
+    """
+    queries = QueryColumns.of(rows, tokens)
+    slot_of_row = torch.zeros(len(rows.length), dtype=torch.int64)  # of a row's first query
+    first_of_row = torch.zeros_like(slot_of_row)
+    first_of_row[queries.rows] = queries.first
+    blocks, slots = list[AttentionBlock](), 0
+    by_length = torch.argsort(queries.end, descending=True, stable=True)
+    for chosen in torch.split(by_length, rows_per_block):
+        of_block = queries.rows[chosen]
+        block = _query_block(rows, of_block, queries.first[chosen], queries.end[chosen])
+        own = (block.queries - tokens.start).clamp(min=0)  # padding has the packed index 0
+        blocks.append(replace(block, queries=own))
+        width = block.queries.shape[1]
+        slot_of_row[of_block] = slots + torch.arange(len(chosen)) * width
+        slots += block.queries.numel()
+    row, column = (x[tokens.start : tokens.stop] for x in (rows.row, rows.column))
+    return AttentionBlocks(tuple(blocks), slot_of_row[row] + column - first_of_row[row])
+
+
 def whole_row_blocks(rows: PackedRows) -> AttentionBlocks:
     """Arrange all rows in one causal block."""
     tokens = rows.token_index
@@ -247,7 +302,13 @@ def _split_by_length(chosen: Tensor, keys: Tensor, queries: Tensor | None) -> li
 
 def _response_block(rows: PackedRows, block_rows: Tensor) -> AttentionBlock:
     """Return the block with the response tokens of `block_rows` as queries, whole rows as keys."""
-    start, length = rows.prompt_length[block_rows], rows.length[block_rows]
+    return _query_block(rows, block_rows, rows.prompt_length[block_rows], rows.length[block_rows])
+
+
+def _query_block(
+    rows: PackedRows, block_rows: Tensor, start: Tensor, length: Tensor
+) -> AttentionBlock:
+    """Return the block of the queries from column `start` on, against the first `length` keys."""
     keys = rows.token_index[block_rows, : int(length.max())]
     column = start[:, None] + torch.arange(int((length - start).max()))
     inside = column < length[:, None]

@@ -9,7 +9,7 @@ reads them in an arrangement of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -76,6 +76,40 @@ class PackedBatch:
             target_index=self.target_index.to(device, non_blocking=True),
             shape=self.shape,
         )
+
+
+def in_equal_slices(packed: PackedBatch, count: int) -> PackedBatch:
+    """Return the batch with padding tokens at its end, so that `count` divides the N tokens.
+
+    They are the prompt of one more row, without a target. So they change no other token, and every
+    kernel of attention can compute them.
+    """
+    more = -packed.input_ids.shape[1] % count
+    if not more:
+        return packed
+    old = packed.rows
+    row, width = len(old.length), max(old.token_index.shape[1], more)
+    index = torch.arange(more)
+    token_index = torch.nn.functional.pad(
+        old.token_index, (0, width - old.token_index.shape[1], 0, 1)
+    )
+    token_index[row, :more] = packed.input_ids.shape[1] + index
+    one = torch.ones(1, dtype=torch.int64)
+    rows = PackedRows(
+        token_index=token_index,
+        prompt_length=torch.cat([old.prompt_length, more * one]),
+        length=torch.cat([old.length, more * one]),
+        prompt_owner=torch.cat([old.prompt_owner, row * one]),
+        row=torch.cat([old.row, torch.full((more,), row)]),
+        column=torch.cat([old.column, index]),
+        in_prompt=torch.cat([old.in_prompt, torch.ones(more, dtype=torch.bool)]),
+    )
+    return replace(
+        packed,
+        input_ids=torch.cat([packed.input_ids, torch.zeros_like(index)[None]], 1),
+        position_ids=torch.cat([packed.position_ids, index[None]], 1),
+        rows=rows,
+    )
 
 
 def first_row_with_same_prompt(prompts: Tensor, mask: Tensor) -> Tensor:

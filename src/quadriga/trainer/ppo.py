@@ -161,8 +161,10 @@ class RayPPOTrainer:
             validator = self.make_validator(groups, record)
             validator.run(step=0, due=self.config.trainer.val_before_train and resumed is None)
             sampler = self.make_sampler(groups, run)
-            critic_ranks = None if critic is None else critic.world_size
-            balance = balance_of(self.config, actor.world_size, critic_ranks)
+            together = self.config.actor_rollout_ref.actor.engine.model_parallel_size
+            of_critic = self.config.critic.engine.model_parallel_size
+            critic_ranks = None if critic is None else critic.world_size // of_critic
+            balance = balance_of(self.config, actor.world_size // together, critic_ranks)
             for prompts in self.schedule():
                 with record.span("step"):
                     with record.span("rollout"), groups.generating():

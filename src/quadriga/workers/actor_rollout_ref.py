@@ -22,7 +22,7 @@ from quadriga.single_controller import (
 )
 from quadriga.weight_sync.worker import PolicyWeights
 from quadriga.workers.method_fields import COMPUTE_LOG_PROB, COMPUTE_REF_LOG_PROB
-from quadriga.workers.runtime import RankRuntime, prepare_rank
+from quadriga.workers.runtime import RankRuntime, prepare_rank, register_data_ranks
 
 if TYPE_CHECKING:
     from quadriga.checkpoint.files import SavedFile
@@ -70,13 +70,16 @@ class ActorRolloutRefWorker(PolicyWeights):
         self.actor: TrainEngine | None = None
         self.ref: TrainEngine | None = None
         self.rollout: RolloutEngine | None = None
-        # Each use has a mesh of its own. The ranks of one copy of the rollout's weights receive the
-        # same rows, and the first of them returns the result; the other meshes are data parallel.
-        copy = ranks_of_copy(config.rollout.name, config.rollout.options)
+        # Each use has a mesh of its own, because its ranks may share their rows in another way.
+        sizes: dict[Use, int] = {
+            "actor": config.actor.engine.model_parallel_size,
+            "ref": config.ref.engine.model_parallel_size,
+            "rollout": ranks_of_copy(config.rollout.name, config.rollout.options),
+        }
+        if config.model.lora.enabled and self.uses("actor"):  # the reference is the actor's base
+            sizes["ref"] = sizes["actor"]
         for mesh in sorted(_USES[role]):
-            size = copy if mesh == "rollout" else 1
-            dp_rank, position = divmod(self.rank, size)
-            self._register_dispatch_collect_info(mesh, dp_rank=dp_rank, is_collect=position == 0)
+            register_data_ranks(self, mesh, sizes[mesh])
 
     def uses(self, use: Use) -> bool:
         """Return whether this worker is used as `use`."""
@@ -200,7 +203,7 @@ class ActorRolloutRefWorker(PolicyWeights):
             responses_per_prompt=self.config.rollout.n,
             temperature=self._temperature(),
             length_scale=self.runtime.max_response_length,
-            world_size=self.world_size,
+            data_ranks=self.world_size // self.config.actor.engine.model_parallel_size,
             seed=shuffle_seed(self.runtime.seed, engine.optimizer_steps),
             reference=self._engine("ref") if self.config.actor.reads_full_kl else None,
             mismatch_bound=self.config.rollout.mismatch.bound,

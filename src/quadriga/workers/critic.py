@@ -15,7 +15,7 @@ from quadriga.single_controller import (
     register,
 )
 from quadriga.workers.method_fields import COMPUTE_VALUES
-from quadriga.workers.runtime import RankRuntime, prepare_rank
+from quadriga.workers.runtime import RankRuntime, prepare_rank, register_data_ranks
 
 if TYPE_CHECKING:
     from quadriga.checkpoint.files import SavedFile
@@ -44,7 +44,7 @@ class CriticWorker(Worker):
         self.runtime = runtime or RankRuntime()
         self.device = prepare_rank(self.runtime)
         self.critic: TrainEngine | None = None
-        self._register_dispatch_collect_info("critic", dp_rank=self.rank, is_collect=True)
+        register_data_ranks(self, "critic", config.engine.model_parallel_size)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -93,7 +93,7 @@ class CriticWorker(Worker):
                 self.config.ppo_mini_batch_size,
                 len(data),
                 self.responses_per_prompt,
-                self.world_size,
+                self.world_size // self.config.engine.model_parallel_size,
             ),
             epochs=self.config.ppo_epochs or 1,
             length_scale=self.runtime.max_response_length,

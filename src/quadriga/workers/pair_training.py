@@ -21,7 +21,7 @@ from quadriga.single_controller import (
     register,
 )
 from quadriga.workers.method_fields import MODEL_INPUTS
-from quadriga.workers.runtime import RankRuntime, prepare_rank
+from quadriga.workers.runtime import RankRuntime, prepare_rank, register_data_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,7 +49,7 @@ class PairTrainingWorker(Worker):
         self.runtime = runtime or RankRuntime()
         self.device = prepare_rank(self.runtime)
         self.engine: TrainEngine | None = None
-        self._register_dispatch_collect_info("reward_model", dp_rank=self.rank, is_collect=True)
+        register_data_ranks(self, "reward_model", config.engine.model_parallel_size)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

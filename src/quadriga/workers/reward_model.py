@@ -15,7 +15,7 @@ from quadriga.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from quadriga.workers.runtime import RankRuntime, prepare_rank
+from quadriga.workers.runtime import RankRuntime, prepare_rank, register_data_ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ class RewardModelWorker(Worker):
         self.runtime = runtime or RankRuntime()
         self.device = prepare_rank(self.runtime)
         self.engine: TrainEngine | None = None
-        self._register_dispatch_collect_info("reward_model", dp_rank=self.rank, is_collect=True)
+        register_data_ranks(self, "reward_model", config.engine.model_parallel_size)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

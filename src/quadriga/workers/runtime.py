@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quadriga.config.schema import DeviceName
+from quadriga.errors import ConfigError
+from quadriga.single_controller import Worker
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,24 @@ class RankRuntime:
     total_steps: int | None = None  # optimizer steps of the role in the run, for its schedule
     max_response_length: int = 512  # tokens
     user_files: tuple[str, ...] = ()  # files that register estimators, losses, dispatch modes
+
+
+def register_data_ranks(worker: Worker, mesh: str, size: int) -> None:
+    """Register a mesh in which `size` neighbouring ranks receive the same rows.
+
+    The first of them returns the result. With 4 ranks and size 2: ranks 0 and 1 receive the first
+    half of the rows, ranks 2 and 3 the second, and ranks 0 and 2 return results.
+
+    Raises:
+        ConfigError: `size` does not divide the number of ranks.
+    """
+    if worker.world_size % size:
+        raise ConfigError(
+            f"{size} ranks of mesh {mesh!r} compute the same rows, which does not divide the "
+            f"{worker.world_size} ranks of {type(worker).__name__}"
+        )
+    part, position = divmod(worker.rank, size)
+    worker._register_dispatch_collect_info(mesh, dp_rank=part, is_collect=position == 0)
 
 
 def prepare_rank(runtime: RankRuntime) -> str:

@@ -36,7 +36,7 @@ def update_policy(
     responses_per_prompt: int,
     temperature: float,
     length_scale: int,
-    world_size: int,
+    data_ranks: int,
     seed: int,
     reference: TrainEngine | None = None,
     mismatch_bound: float = 0.5,
@@ -49,7 +49,7 @@ def update_policy(
         data: the fields `UPDATE_ACTOR.reads` and `UPDATE_ACTOR.reads_if_present`. Without
             `old_log_probs`, they are those of the update itself.
         responses_per_prompt: rows per prompt; `ppo_mini_batch_size` counts prompts over all ranks.
-        temperature: the sampling temperature of the rollout.
+        data_ranks, temperature: data-parallel ranks; sampling temperature of the rollout.
         length_scale: tokens by which `seq-mean-token-sum-norm` divides, unless a setting does.
         seed: of the order of the rows where `config.shuffle` is set.
         reference: the engine of the reference policy, for KL over the vocabulary.
@@ -64,7 +64,7 @@ def update_policy(
     """
     rows = _inputs_of_actor(data)
     epochs, prompts = config.ppo_epochs, config.ppo_mini_batch_size
-    size = rows_per_mini_batch(prompts, len(data), responses_per_prompt, world_size)
+    size = rows_per_mini_batch(prompts, len(data), responses_per_prompt, data_ranks)
     check_mini_batches_of_ranks(engine, len(data), size)
     if old_from_update := fields.OLD_LOG_PROBS not in rows:
         check_one_step(len(data), size, epochs)
@@ -143,7 +143,7 @@ def update_values(
 
 
 def rows_per_mini_batch(
-    prompts: int | None, rows: int, responses_per_prompt: int, world_size: int
+    prompts: int | None, rows: int, responses_per_prompt: int, data_ranks: int
 ) -> int:
     """Return the rows of this rank in one mini-batch.
 
@@ -151,7 +151,7 @@ def rows_per_mini_batch(
         prompts: `ppo_mini_batch_size`, which counts prompts over all ranks. None: all rows.
         rows: the rows of this rank.
     """
-    return max(1, rows if prompts is None else prompts * responses_per_prompt // world_size)
+    return max(1, rows if prompts is None else prompts * responses_per_prompt // data_ranks)
 
 
 def check_mini_batches_of_ranks(engine: TrainEngine, rows: int, size: int) -> None:

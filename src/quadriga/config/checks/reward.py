@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from quadriga.config.checks.engine import check_engine_ranks
 from quadriga.config.checks.trained_part import check_whole_model
-from quadriga.config.checks.unread import check_unread_engine
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
@@ -30,7 +30,7 @@ def check_reward_model_settings(config: TrainConfig, ranks: int) -> None:
             key=f"{_KEY}.model.path",
         )
     check_whole_model(f"{_KEY}.model", settings.model)
-    check_unread_engine(f"{_KEY}.engine", settings.engine)
+    check_engine_ranks(f"{_KEY}.engine", settings.engine, ranks)
     if not settings.weight:
         raise ConfigError(
             f"{_KEY}.weight=0 gives the reward model no part in the reward; set {_KEY}.enable=false"
@@ -42,12 +42,6 @@ def check_reward_model_settings(config: TrainConfig, ranks: int) -> None:
             f"algorithm.reward_components are numbers of the rules, and {_KEY}.rule_weight=0 does "
             "not call them in training; remove one of them",
             key=f"{_KEY}.rule_weight",
-        )
-    size = settings.engine.fsdp_size
-    if size != -1 and (size < 1 or ranks % size):
-        raise ConfigError(
-            f"{_KEY}.engine.fsdp_size={size} must be -1 (all ranks) or divide the {ranks} ranks",
-            key=f"{_KEY}.engine.fsdp_size",
         )
     if settings.engine.fused_head:
         raise ConfigError(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from quadriga.config.checks.engine import check_engine_ranks
 from quadriga.config.checks.ranges import check_values
 from quadriga.config.checks.settings import KnownNames
 from quadriga.config.checks.trained_part import check_one_part
-from quadriga.config.checks.unread import (
-    check_unread_engine,
-    check_unread_optim,
-    check_warmup_of_run,
-)
+from quadriga.config.checks.unread import check_unread_optim, check_warmup_of_run
 from quadriga.config.convert import check_choice
 from quadriga.config.schema import RMConfig
 from quadriga.errors import ConfigError
@@ -20,11 +17,15 @@ def check_rm_settings(config: RMConfig, known: KnownNames | None = None) -> None
     check_values(config)
     trainer, pairs = config.trainer, config.data.train_batch_size
     ranks = trainer.nnodes * trainer.n_gpus_per_node
-    if pairs % ranks:
+    check_engine_ranks("engine", config.engine, ranks, config.optim)
+    together = config.engine.model_parallel_size
+    parts = ranks // together
+    if pairs % parts:
+        shared = "" if together == 1 else f" / {together} ranks that compute the same rows"
         raise ConfigError(
-            f"data.train_batch_size={pairs} pairs do not divide over {ranks} ranks "
+            f"data.train_batch_size={pairs} pairs do not divide over {parts} ranks "
             f"(trainer.nnodes={trainer.nnodes} × trainer.n_gpus_per_node="
-            f"{trainer.n_gpus_per_node}); set it to a multiple of {ranks}",
+            f"{trainer.n_gpus_per_node}{shared}); set it to a multiple of {parts}",
             key="data.train_batch_size",
         )
     if trainer.backend == "local" and ranks > 1:
@@ -35,12 +36,6 @@ def check_rm_settings(config: RMConfig, known: KnownNames | None = None) -> None
         )
     if known and known.engines:
         check_choice("engine.name", config.engine.name, sorted(known.engines))
-    size = config.engine.fsdp_size
-    if size != -1 and (size < 1 or ranks % size):
-        raise ConfigError(
-            f"engine.fsdp_size={size} must be -1 (all ranks) or divide the {ranks} ranks",
-            key="engine.fsdp_size",
-        )
     if config.engine.fused_head:
         raise ConfigError(
             "engine.fused_head=true is for log-probabilities, and a reward model computes one "
@@ -48,7 +43,6 @@ def check_rm_settings(config: RMConfig, known: KnownNames | None = None) -> None
             key="engine.fused_head",
         )
     check_one_part("model", config.model)
-    check_unread_engine("engine", config.engine)
     check_unread_optim("optim", config.optim)
     if trainer.total_training_steps is not None:
         check_warmup_of_run("optim", config.optim, trainer.total_training_steps)

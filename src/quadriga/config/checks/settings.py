@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from quadriga.config.checks.engine import check_engine_ranks
 from quadriga.config.checks.generation import check_eval_settings as check_eval_settings
 from quadriga.config.checks.generation import check_generate_settings as check_generate_settings
 from quadriga.config.checks.generation import check_samples_differ, check_sampling
@@ -18,7 +19,6 @@ from quadriga.config.checks.unread import (
     check_run_length,
     check_unread_conversations,
     check_unread_data,
-    check_unread_engine,
     check_unread_optim,
     check_unread_update,
     check_warmup_of_run,
@@ -26,11 +26,17 @@ from quadriga.config.checks.unread import (
 from quadriga.config.convert import check_choice
 from quadriga.config.describe import as_written
 from quadriga.config.plan import mini_batch_prompts
-from quadriga.config.role_ranks import REWARD_MODEL, added_keys, num_ranks, role_pools, roles_of
+from quadriga.config.role_ranks import (
+    REWARD_MODEL,
+    added_keys,
+    data_ranks,
+    num_ranks,
+    role_pools,
+    roles_of,
+)
 from quadriga.config.schema import (
     ArithmeticDataConfig,
     CriticConfig,
-    EngineConfig,
     ModelConfig,
     SFTConfig,
     TrainConfig,
@@ -66,6 +72,13 @@ def check_train_settings(config: TrainConfig, known: KnownNames | None = None) -
         if allowed:
             check_choice(key, value, sorted(allowed))
     _check_placement(config, known)
+    policy, critic = config.actor_rollout_ref, config.critic
+    for key, role, engine, optim in (
+        (ACTOR, "actor", policy.actor.engine, policy.actor.optim),
+        ("actor_rollout_ref.ref", "ref", policy.ref.engine, None),
+        ("critic", "critic", critic.engine, critic.optim),
+    ):
+        check_engine_ranks(f"{key}.engine", engine, num_ranks(config, role), optim)
     _check_sampling(config, known)
     _check_batches(config, known)
     _check_balance(config)
@@ -76,12 +89,6 @@ def check_train_settings(config: TrainConfig, known: KnownNames | None = None) -
         _check_critic(config.critic, config.actor_rollout_ref.model)
     check_unread_optim(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim)
     check_unread_optim("critic.optim", config.critic.optim)
-    for key, role, engine in (
-        (ACTOR, "actor", config.actor_rollout_ref.actor.engine),
-        ("actor_rollout_ref.ref", "ref", config.actor_rollout_ref.ref.engine),
-        ("critic", "critic", config.critic.engine),
-    ):
-        _check_engine(f"{key}.engine", engine, num_ranks(config, role))
     check_unread_data(config.data)
     check_unread_update(config)
     if (steps := config.trainer.total_training_steps) is not None:
@@ -94,10 +101,12 @@ def check_sft_settings(config: SFTConfig, known: KnownNames | None = None) -> No
     check_values(config)
     trainer, rows = config.trainer, config.data.train_batch_size
     ranks = trainer.nnodes * trainer.n_gpus_per_node
-    if rows % ranks:
+    check_engine_ranks("engine", config.engine, ranks, config.optim)
+    parts = ranks // config.engine.model_parallel_size
+    if rows % parts:
         raise ConfigError(
             f"data.train_batch_size={rows} rows do not divide over {_ranks(config)}; "
-            f"set it to {_nearest_multiples(rows, ranks)}",
+            f"set it to {_nearest_multiples(rows, parts)}",
             key="data.train_batch_size",
         )
     _check_local_ranks(config, ["actor"])
@@ -112,7 +121,6 @@ def check_sft_settings(config: SFTConfig, known: KnownNames | None = None) -> No
             key="trainer.stop_at_accuracy",
         )
     check_unread_optim("optim", config.optim)
-    _check_engine("engine", config.engine, ranks)
     if trainer.total_training_steps is not None:
         check_warmup_of_run("optim", config.optim, trainer.total_training_steps)
 
@@ -234,7 +242,7 @@ def _check_batches(config: TrainConfig, known: KnownNames) -> None:
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     with_critic = config.algorithm.adv_estimator in known.estimators_with_values
     for role in roles_of(config):
-        if (role != "critic" or with_critic) and prompts * n % num_ranks(config, role):
+        if (role != "critic" or with_critic) and prompts * n % data_ranks(config, role):
             raise ConfigError(
                 f"data.train_batch_size × rollout.n = {prompts} × {n} = {prompts * n} sequences do "
                 f"not divide over {_ranks(config, role)}; the product must be a multiple of the "
@@ -267,7 +275,7 @@ def _check_mini_batch(config: TrainConfig, role: str, key: str, mini: int) -> No
             f"all ranks, choose a divisor of {prompts}",
             key=key,
         )
-    if mini * n % num_ranks(config, role):
+    if mini * n % data_ranks(config, role):
         raise ConfigError(
             f"{key} × rollout.n = {mini} × {n} = {mini * n} sequences do not divide over "
             f"{_ranks(config, role)}; the product must be a multiple of the ranks",
@@ -291,14 +299,19 @@ def _check_old_log_probs(config: TrainConfig, mini: int) -> None:
 def _ranks(config: TrainConfig | SFTConfig, role: str = "actor") -> str:
     """Return the number of ranks of a role and its source: "4 ranks (trainer.nnodes=2 × …)"."""
     trainer = config.trainer
+    ranks = trainer.nnodes * trainer.n_gpus_per_node
+    source = f"trainer.nnodes={trainer.nnodes} × trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
     if isinstance(config, TrainConfig):
-        for name in (role, "actor"):
-            if getattr(config.placement, name) is not None:
-                return f"{num_ranks(config, role)} ranks (placement.{name})"
-    return (
-        f"{trainer.nnodes * trainer.n_gpus_per_node} ranks (trainer.nnodes={trainer.nnodes} × "
-        f"trainer.n_gpus_per_node={trainer.n_gpus_per_node})"
-    )
+        ranks, parts = num_ranks(config, role), data_ranks(config, role)
+        placed = (n for n in (role, "actor") if getattr(config.placement, n) is not None)
+        source = next((f"placement.{name}" for name in placed), source)
+    else:
+        parts = ranks // config.engine.model_parallel_size
+    whole = f"{ranks} ranks ({source})"
+    together = ranks // parts
+    if together == 1:
+        return whole
+    return f"{parts} data-parallel ranks = {whole} / {together} that compute the same rows"
 
 
 def _check_algorithm(config: TrainConfig, known: KnownNames) -> None:
@@ -334,6 +347,15 @@ def _check_full_kl(config: TrainConfig) -> None:
     """Check the KL over the vocabulary, which needs the logits of both models in one process."""
     policy = config.actor_rollout_ref
     engines = policy.actor.engine.name, policy.ref.engine.name
+    together = policy.actor.engine, policy.ref.engine
+    sizes = [engine.model_parallel_size for engine in together]
+    if policy.actor.reads_full_kl and sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"{ACTOR}.kl_loss_type=full computes the same tokens with policy and reference, but "
+            f"{ACTOR}.engine.{together[0].model_parallel_text()} and "
+            f"actor_rollout_ref.ref.engine.{together[1].model_parallel_text()}; set both equal",
+            key="actor_rollout_ref.ref.engine",
+        )
     if policy.actor.reads_full_kl and engines[0] != engines[1]:
         raise ConfigError(
             f"{ACTOR}.kl_loss_type=full computes policy and reference in one worker, which needs "
@@ -364,16 +386,6 @@ def _check_critic(critic: CriticConfig, policy: ModelConfig) -> None:
             "set it to null",
             key="critic.engine.fused_head",
         )
-
-
-def _check_engine(key: str, engine: EngineConfig, ranks: int) -> None:
-    size = engine.fsdp_size
-    if size != -1 and (size < 1 or ranks % size):
-        raise ConfigError(
-            f"{key}.fsdp_size={size} must be -1 (all ranks) or divide the {ranks} ranks",
-            key=f"{key}.fsdp_size",
-        )
-    check_unread_engine(key, engine)
 
 
 def _nearest_multiples(number: int, divisor: int) -> str:

@@ -24,8 +24,9 @@ _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref.engine"
 _NORMALISED = "seq-mean-token-sum-norm"
 _OFFLOADS = ("param_offload", "optimizer_offload")
+_OF_FSDP = ("sequence_parallel_size", "context_parallel_size")
+"""Settings of an engine that `name=fsdp` reads only."""
 _OF_MEGATRON = (
-    "tensor_parallel_size",
     "pipeline_parallel_size",
     "expert_parallel_size",
     "sequence_parallel",
@@ -96,11 +97,12 @@ def check_unread_engine(key: str, engine: EngineConfig) -> None:
         ConfigError: names the setting.
     """
     default = EngineConfig()
-    for name in _OF_MEGATRON:
+    reader, unread = ("fsdp", _OF_FSDP) if engine.name == "megatron" else ("megatron", _OF_MEGATRON)
+    for name in unread:
         value = getattr(engine, name)
-        if engine.name != "megatron" and value != getattr(default, name):
+        if value != getattr(default, name):
             raise ConfigError(
-                f"{key}.{name}={as_written(value)} is read by {key}.name=megatron only, but "
+                f"{key}.{name}={as_written(value)} is read by {key}.name={reader} only, but "
                 f"{key}.name={engine.name}; remove it",
                 key=f"{key}.{name}",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from quadriga.config.schema.choices import (
@@ -91,8 +92,13 @@ class EngineConfig:
     optimizer_offload: bool = False  # keep optimizer state in host memory between optimizer steps
     offload_policy: bool = False  # parameters, gradients, optimizer state and its step on the host
     fsdp_size: int = -1  # ranks over which one copy of the parameters is sharded; -1: all
-    # megatron: ranks that split each layer's weights, and compute the same rows; 1: none
+    # ranks that split each layer's weights, and compute the same rows; 1: none
     tensor_parallel_size: int = 1
+    # fsdp: ranks that split the tokens of the same rows, and in attention its heads (Ulysses)
+    sequence_parallel_size: int = 1
+    # fsdp: ranks that split the tokens of the same rows also in attention, for which they gather
+    # keys and values; for sizes that do not divide the heads; 1: none
+    context_parallel_size: int = 1
     pipeline_parallel_size: int = 1  # megatron: stages, each with a part of the layers; 1: none
     # megatron: data-parallel ranks over which the experts of a layer are divided; 1: none
     expert_parallel_size: int = 1
@@ -100,9 +106,36 @@ class EngineConfig:
     # megatron: divide optimizer state and its step over the data-parallel ranks
     distributed_optimizer: bool = True
     use_dynamic_bsz: bool = True  # cut micro-batches by tokens, not by number of sequences
-    max_tokens_per_micro_batch: int = 16384  # tokens, if use_dynamic_bsz
+    # tokens on one rank, if use_dynamic_bsz; ranks that split tokens compute a multiple together
+    max_tokens_per_micro_batch: int = 16384
     fused_head: bool | None = None  # log-probs without full logits; None: if they would be large
     attention: AttentionName = "auto"  # kernel of packed rows; auto: the fastest that is exact
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that compute the same rows together."""
+        return math.prod(self._parts().values())
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a micro-batch that is cut by tokens, over the ranks that split its tokens."""
+        ranks = 1 if self.name == "megatron" else self.model_parallel_size
+        return self.max_tokens_per_micro_batch * ranks
+
+    def model_parallel_text(self) -> str:
+        """Return the arithmetic: "tensor_parallel_size × sequence_parallel_size = 2 × 2 = 4"."""
+        used = {name: size for name, size in self._parts().items() if size > 1}
+        used = used or {"tensor_parallel_size": 1}
+        names, sizes = " × ".join(used), " × ".join(map(str, used.values()))
+        return f"{names} = {sizes}" + (f" = {self.model_parallel_size}" if len(used) > 1 else "")
+
+    def _parts(self) -> dict[str, int]:
+        return {
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "sequence_parallel_size": self.sequence_parallel_size,
+            "context_parallel_size": self.context_parallel_size,
+            "pipeline_parallel_size": self.pipeline_parallel_size,
+        }
 
     def forward_rows(self, size: int | None) -> int | None:
         """Return the sequences of a micro-batch without gradients; None: split by tokens.

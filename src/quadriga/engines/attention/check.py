@@ -8,7 +8,7 @@ would change every log-probability without an error.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.masking_utils import (
     chunked_causal_mask_function,
     sliding_window_causal_mask_function,
@@ -16,8 +16,9 @@ from transformers.masking_utils import (
 
 from quadriga.engines.attention.choice import AttentionCall, Kernel, KernelOf, sdpa_only
 from quadriga.engines.attention.masks import LocalMask
-from quadriga.engines.attention.packed import AttentionRows, packed_attention
+from quadriga.engines.attention.packed import AttentionRows, attend
 from quadriga.parallel.attention_blocks import PackedRows
+from quadriga.parallel.model_parallel.model_ranks import ModelRanks, Subgroup
 from quadriga.parallel.packing import pack_rows
 
 TOLERANCES = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 1e-4, torch.float64: 1e-9}
@@ -53,7 +54,9 @@ def _compute(
     """Return the outputs and the gradients of an example. `wide`: in float32 at least."""
     dtype = torch.promote_types(call.dtype, torch.float32) if wide else call.dtype
     packed = _rows()
-    rows = AttentionRows(packed, device, kernel_of, split=True)
+    # The first of two ranks of context parallelism has half of the queries, but all keys.
+    ranks = ModelRanks(context=Subgroup(size=2)) if call.part else ModelRanks()
+    rows = AttentionRows(packed, device, kernel_of, split=True, ranks=ranks)
     tokens = len(packed.row)
     random = torch.Generator().manual_seed(0)
 
@@ -62,15 +65,17 @@ def _compute(
         values = torch.randn(*shape, generator=random).to(call.dtype)
         return values.to(device, dtype).requires_grad_()
 
-    query = numbers(1, call.heads, tokens, call.size)
-    key = numbers(1, call.key_heads, tokens, call.size)
-    value = numbers(1, call.key_heads, tokens, call.value_size)
+    queries = tokens if rows.queries is None else len(rows.queries)
+    query = numbers(queries, call.heads, call.size)
+    key = numbers(tokens, call.key_heads, call.size)
+    value = numbers(tokens, call.key_heads, call.value_size)
     sinks = numbers(call.heads) if call.sinks else None
-    weights = numbers(1, tokens, call.heads, call.value_size).detach()
+    weights = numbers(queries, call.heads, call.value_size).detach()
     with torch.enable_grad():
-        out, _ = packed_attention(
-            nn.Module(), query, key, value, _mask(call, device),
-            attention_rows=rows, softcap=2.0 if call.softcap else None, s_aux=sinks,
+        out = attend(
+            query, key, value, rows,
+            mask=_mask(call, device), scaling=None, softcap=2.0 if call.softcap else None,
+            sinks=sinks,
         )  # fmt: skip
         trained = [query, key, value, *([] if sinks is None else [sinks])]
         return [out.detach(), *torch.autograd.grad((out * weights).sum(), trained)]

@@ -49,6 +49,7 @@ class AttentionCall:
         mask: the kind of mask.
         softcap: whether scores are capped.
         sinks: whether there are attention sinks.
+        part: whether the queries are a part of the tokens (context parallelism).
     """
 
     dtype: torch.dtype
@@ -59,6 +60,7 @@ class AttentionCall:
     mask: MaskKind = "causal"
     softcap: bool = False
     sinks: bool = False
+    part: bool = False
 
     @staticmethod
     def of(
@@ -68,6 +70,8 @@ class AttentionCall:
         mask: LocalMask | None,
         softcap: float | None,
         sinks: Tensor | None,
+        *,
+        part: bool = False,
     ) -> AttentionCall:
         """Describe the call with these arguments ([1, H, N, D] three times)."""
         return AttentionCall(
@@ -79,6 +83,7 @@ class AttentionCall:
             mask="causal" if mask is None else mask.kind,
             softcap=softcap is not None,
             sinks=sinks is not None,
+            part=part,
         )
 
 
@@ -125,6 +130,10 @@ def _unsupported_by_flex(call: AttentionCall) -> str | None:
         return f"it computes heads of at least {MIN_FLEX_SIZE} elements, this model has {size}"
     if call.mask == "other":
         return "it computes causal attention, windows and chunks; this model has another mask"
+    if call.part:
+        return (
+            "its queries and keys are the same tokens, and context parallelism splits the queries"
+        )
     return None
 
 

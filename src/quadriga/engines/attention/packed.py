@@ -25,15 +25,23 @@ from quadriga.engines.attention.blocks import attend_blocks
 from quadriga.engines.attention.choice import AttentionCall, KernelOf
 from quadriga.engines.attention.flex import TokenRanges, attend_tokens
 from quadriga.engines.attention.masks import LocalMask, packed_mask
+from quadriga.engines.attention.token_split import (
+    after_attention,
+    before_attention,
+    own_sinks,
+    query_range,
+)
 from quadriga.engines.attention.varlen import RowLengths, attend_lengths
 from quadriga.errors import ModelError
 from quadriga.models.architectures import architecture_of
 from quadriga.parallel.attention_blocks import (
     AttentionBlocks,
     PackedRows,
+    query_blocks,
     similar_length_blocks,
     whole_row_blocks,
 )
+from quadriga.parallel.model_parallel.model_ranks import ModelRanks
 
 ATTENTION_NAME = "quadriga_packed"
 """Name under which transformers finds `packed_attention` and `packed_mask`."""
@@ -49,12 +57,21 @@ class AttentionRows:
         device: where attention is computed.
         kernel_of: the kernel of each call.
         split: whether `sdpa` computes rows of similar length in blocks of their own.
+        ranks: the ranks that have the tokens in parts, of equal length.
     """
 
     def __init__(
-        self, rows: PackedRows, device: torch.device, kernel_of: KernelOf, *, split: bool
+        self,
+        rows: PackedRows,
+        device: torch.device,
+        kernel_of: KernelOf,
+        *,
+        split: bool,
+        ranks: ModelRanks | None = None,
     ) -> None:
         self.kernel_of = kernel_of
+        self.ranks = ModelRanks() if ranks is None else ranks
+        self.queries = query_range(len(rows.row), self.ranks)
         self._rows = rows
         self._device = device
         self._split = split
@@ -62,13 +79,15 @@ class AttentionRows:
     @cached_property
     def blocks(self) -> AttentionBlocks:
         """The arrangement of `sdpa`."""
+        if self.queries is not None:
+            return query_blocks(self._rows, self.queries).to(self._device)
         arrange = similar_length_blocks if self._split else whole_row_blocks
         return arrange(self._rows).to(self._device)
 
     @cached_property
     def lengths(self) -> RowLengths:
         """The arrangement of `varlen`."""
-        return RowLengths.of(self._rows, self._device)
+        return RowLengths.of(self._rows, self._device, self.queries)
 
     @cached_property
     def ranges(self) -> TokenRanges:
@@ -99,24 +118,46 @@ def packed_attention(
         s_aux: [H], the score of an attention sink: a key that every query attends to and that has
             no value.
     """
-    call = AttentionCall.of(query, key, value, attention_mask, softcap, s_aux)
-    kernel = attention_rows.kernel_of(call)
-    if kernel == "flex":
-        out = attend_tokens(
-            query, key, value, attention_rows.ranges,
-            mask=attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux,
-        )  # fmt: skip
-        return out[None], None
+    ranks = attention_rows.ranks
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if kernel == "varlen":
-        window = None if attention_mask is None else attention_mask.size
-        out = attend_lengths(q, k, v, attention_rows.lengths, window=window, scaling=scaling)
-    else:
-        out = attend_blocks(
-            q, k, v, attention_rows.blocks,
-            mask=attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux,
+    q, k, v = before_attention(q, k, v, ranks)
+    out = attend(
+        q, k, v, attention_rows,
+        mask=attention_mask, scaling=scaling, softcap=softcap, sinks=own_sinks(s_aux, ranks),
+    )  # fmt: skip
+    return after_attention(out, ranks)[None], None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: AttentionRows,
+    *,
+    mask: LocalMask | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend with the kernel of the call: [N or N / c, H, D], [N, Hk, D] twice -> as queries.
+
+    With c ranks of context parallelism, the queries are those of `rows.queries`.
+    """
+    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
+    part = rows.queries is not None
+    call = AttentionCall.of(query, key, value, mask, softcap, sinks, part=part)
+    kernel = rows.kernel_of(call)
+    if kernel == "flex":
+        return attend_tokens(
+            query, key, value, rows.ranges,
+            mask=mask, scaling=scaling, softcap=softcap, sinks=sinks,
         )  # fmt: skip
-    return out[None], None
+    if kernel == "varlen":
+        window = None if mask is None else mask.size
+        return attend_lengths(q, k, v, rows.lengths, window=window, scaling=scaling)
+    return attend_blocks(
+        q, k, v, rows.blocks, mask=mask, scaling=scaling, softcap=softcap, sinks=sinks
+    )
 
 
 def supports_packing(model: PreTrainedModel) -> bool:

@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
 
 from quadriga.engines.attention.gather import gather_tokens
-from quadriga.parallel.attention_blocks import PackedRows
+from quadriga.parallel.attention_blocks import PackedRows, QueryColumns
 
 SIZE_UNIT = 8
 """The kernel computes head sizes that are a multiple of this."""
@@ -52,14 +52,17 @@ class RowLengths:
     keys: Tensor | None
 
     @staticmethod
-    def of(rows: PackedRows, device: torch.device) -> RowLengths:
-        """Return the lengths of `rows`, with tensors on `device`."""
-        queries = torch.bincount(rows.row, minlength=len(rows.length))
-        used = queries > 0
-        queries, length, tokens = queries[used], rows.length[used], rows.token_index[used]
+    def of(rows: PackedRows, device: torch.device, queries_of: range | None = None) -> RowLengths:
+        """Return the lengths of `rows`, with tensors on `device`.
+
+        `queries_of`: the packed tokens that are queries; None: all.
+        """
+        columns = QueryColumns.of(rows, queries_of or range(len(rows.row)))
+        queries, length = columns.end - columns.first, columns.end
+        tokens = rows.token_index[columns.rows]
         keys = None
         # Each row has as many keys as queries or more. If the sums are equal, all are equal.
-        if int(length.sum()) > len(rows.row):
+        if int(length.sum()) > len(rows.row) or queries_of is not None:
             keys = tokens[torch.arange(tokens.shape[1]) < length[:, None]].to(device)
         return RowLengths(
             query_ends=_ends(queries).to(device),

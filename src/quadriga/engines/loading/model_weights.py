@@ -73,7 +73,7 @@ class ModelWeights:
     def shard_stream(self, *, adapted: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield `stream`, with the shards of this rank as `DTensor`s in place of whole tensors.
 
-        Adapters are merged into the shards. Only their A is gathered.
+        Adapters are merged into the shards. Only adapters are gathered.
         """
         adapter = self.part.adapter
         merged = merged_weights(self.shards(), adapter, self._on_device, adapted=adapted)

@@ -31,10 +31,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from quadriga.checkpoint.shards import block_of
+from quadriga.checkpoint.shards import Block, block_of
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.base import HeadKind
 from quadriga.engines.loading.model_setup import (
@@ -45,17 +44,22 @@ from quadriga.engines.loading.model_setup import (
 )
 from quadriga.engines.loading.sharding import fsdp_units, shard_model
 from quadriga.engines.loading.trained_part import TrainedPart, fill_new, select_trained
+from quadriga.engines.model_parallel.checks import check_model_parallel
+from quadriga.engines.model_parallel.tensor_layers import divide_layers
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import ConfigError, ModelError
 from quadriga.models.adapters import base_name
 from quadriga.models.folder import local_folder
 from quadriga.models.loading import VALUE_HEAD_PREFIX, model_errors, report_attention
 from quadriga.models.score_head import check_reward_model
+from quadriga.models.weight_files import StoredTensor
 from quadriga.models.weights.finite import NotFinite, check_all_finite, count_not_finite
 from quadriga.models.weights.names import WeightNames, match_names
 from quadriga.models.weights.reader import TensorReader, stored_tensors
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import gather_over_ranks, rank
+from quadriga.parallel.model_parallel.model_ranks import ModelRanks
+from quadriga.parallel.model_parallel.shard_meshes import ShardMeshes
 from quadriga.parallel.node_memory import folder_in_memory
 
 if TYPE_CHECKING:
@@ -63,8 +67,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
-_Counts = dict[tuple[str, int], NotFinite]
-"""(parameter, first row of a shard of it) -> its elements that are not finite."""
+_ROWS_READ_BYTES = 16 * 2**20
+_Counts = dict[tuple[str, tuple[int, ...]], NotFinite]
+"""(parameter, first index of a shard of it) -> its elements that are not finite."""
 
 
 @dataclass(frozen=True)
@@ -117,23 +122,40 @@ class FolderWeights:
                         reader.read(self.names.stored[name], 0, buffer)
                 for name, parameter in model.named_parameters():
                     shard = block_of(parameter.detach(), rank())
-                    self._read_shard(reader, name, shard.data, shard.offset)
+                    self._read_shard(reader, name, shard)
                     count = count_not_finite(shard.data)
                     if count.nan or count.infinite:
-                        found[name, shard.offset[0]] = count
+                        found[name, shard.offset] = count
         return found
 
-    def _read_shard(
-        self, reader: TensorReader, name: str, shard: Tensor, offset: tuple[int, ...]
-    ) -> None:
+    def _read_shard(self, reader: TensorReader, name: str, shard: Block) -> None:
         if name in self.names.new:
-            shard.zero_()
+            shard.data.zero_()
         elif name in self.part.new:
-            shard.copy_(self.part.new[name][offset[0] : offset[0] + len(shard)])
-        elif shard.numel():
-            # FSDP cuts dimension 0 only. Row 2 of a tensor of rows with 5 elements begins at 10.
-            stored = self.names.stored[base_name(name)]
-            reader.read(stored, offset[0] * math.prod(shard.shape[1:]), shard)
+            index = tuple(
+                slice(first, first + size)
+                for first, size in zip(shard.offset, shard.data.shape, strict=True)
+            )
+            shard.data.copy_(self.part.new[name][index])
+        elif shard.data.numel():
+            _read_rows(reader, self.names.stored[base_name(name)], shard)
+
+
+def _read_rows(reader: TensorReader, stored: StoredTensor, shard: Block) -> None:
+    """Read the rows of a shard, or the columns that it has of them."""
+    # FSDP cuts dimension 0. Row 2 of a tensor of rows with 5 elements begins at element 10.
+    elements = math.prod(shard.shape[1:])
+    if shard.data.shape[1:] == shard.shape[1:]:
+        reader.read(stored, shard.offset[0] * elements, shard.data)
+        return
+    # Tensor parallelism cuts dimension 1. Some rows at a time are read as a whole.
+    columns = slice(shard.offset[1], shard.offset[1] + shard.data.shape[1])
+    step = max(_ROWS_READ_BYTES // (elements * shard.data.element_size()), 1)
+    for first in range(0, len(shard.data), step):
+        part = shard.data[first : first + step]
+        rows = torch.empty(len(part), *shard.shape[1:], dtype=part.dtype)
+        reader.read(stored, (shard.offset[0] + first) * elements, rows)
+        part.copy_(rows[:, columns])
 
 
 @dataclass(frozen=True)
@@ -159,12 +181,13 @@ def load_sharded(
     model: ModelConfig,
     engine: EngineConfig,
     head: HeadKind,
-    mesh: DeviceMesh,
     device: torch.device,
     *,
     trained: bool,
     packed: bool | None,
     min_unit_parameters: int,
+    ranks: ModelRanks,
+    meshes: ShardMeshes,
 ) -> LoadedModel:
     """Load and shard the model of an engine. All ranks must call it.
 
@@ -175,6 +198,7 @@ def load_sharded(
     _check_use(model, head, trained=trained)
     dtype = compute_dtype(engine.dtype, device)
     module, weights, part = _prepared(model, head, dtype, trained=trained)
+    check_model_parallel(module.config, engine, "engine", packed=packed)
     # Before the model is sharded, which changes its class and its parameters.
     token_model = TokenModel(
         module,
@@ -186,14 +210,17 @@ def load_sharded(
         attention=engine.attention,
         dtype=dtype,
         probe=False,
+        ranks=ranks,
     )
     tied, saved_buffers = tied_names(module), saved_buffer_names(module)
 
     def shard() -> ShardedModel:
         with model_errors(Path(model.path), "model"):
+            if meshes.tensor is not None:
+                divide_layers(module, ranks, meshes.tensor)
             return shard_model(
                 module,
-                mesh,
+                meshes,
                 compute_dtype=dtype,
                 reduce_dtype=compute_dtype(engine.reduce_dtype, device),
                 reshard_after_forward=engine.reshard_after_forward,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -20,7 +19,11 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+
+from quadriga.parallel.model_parallel.model_ranks import TENSOR
+from quadriga.parallel.model_parallel.shard_meshes import ShardMeshes
 
 if TYPE_CHECKING:
 
@@ -42,7 +45,7 @@ MAX_UNSHARDED_BYTES = 4 * 2**30
 
 def shard_model(
     model: PreTrainedModel,
-    mesh: DeviceMesh,
+    meshes: ShardMeshes,
     *,
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
@@ -50,7 +53,9 @@ def shard_model(
     on_host: bool = False,
     min_unit_parameters: int = MIN_UNIT_PARAMETERS,
 ) -> ShardedModel:
-    """Shard `model` in place over `mesh`, one FSDP unit for each large layer, and return it.
+    """Shard `model` in place over `meshes`, one FSDP unit for each large layer, and return it.
+
+    With tensor parallelism each layer is a unit, because the root is divided over other ranks.
 
     With `on_host`, parameter shards and their gradients are in host memory. A unit is copied to the
     device when it is gathered, and each reduced gradient is copied back and added on the host.
@@ -64,17 +69,18 @@ def shard_model(
     place = OffloadPolicy()
     if on_host:
         # Copies from and to pinned memory overlap with computation.
-        place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        place = CPUOffloadPolicy(pin_memory=meshes.whole.device_type != "cpu")
     for layer in decoder_layers(model):
-        if sum(p.numel() for p in layer.parameters()) >= min_unit_parameters:
+        size = sum(p.numel() for p in layer.parameters())
+        if size >= min_unit_parameters or meshes.tensor is not None:
             fully_shard(
                 layer,
-                mesh=mesh,
+                mesh=meshes.layers,
                 mp_policy=policy,
                 offload_policy=place,
                 reshard_after_forward=reshard_after_forward,
             )
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=place)
+    fully_shard(model, mesh=meshes.whole, mp_policy=policy, offload_policy=place)
     for unit in fsdp_units(model):
         unit.set_gradient_divide_factor(1.0)
         # Gloo has no reduce operation that also scales, so FSDP must use a plain sum.
@@ -84,16 +90,28 @@ def shard_model(
 
 
 def unsharded_bytes(model: nn.Module, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> int:
-    """Return the bytes of all trained gradients and gathered parameters of one copy of the model.
+    """Return the bytes of all trained gradients and gathered parameters on a rank.
 
     A rank holds them between micro-batches unless it reduces gradients after each micro-batch.
     """
     # 7 billion parameters in bfloat16, reduced in float32: 7e9 · (2 + 4) = 42 GB on every rank,
     # whatever the number of ranks. On 8 ranks, shards of the gradients take 7e9 · 4 / 8 = 3.5 GB.
     parameters = list(model.parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    gathered = sum(p.numel() for p in parameters)
+    trained = sum(gathered_elements(p) for p in parameters if p.requires_grad)
+    gathered = sum(gathered_elements(p) for p in parameters)
     return gathered * compute_dtype.itemsize + trained * reduce_dtype.itemsize
+
+
+def gathered_elements(parameter: nn.Parameter) -> int:
+    """Return the elements of a parameter that FSDP gathers on a rank: the rank's part of those that
+    tensor parallelism divides."""
+    if not isinstance(parameter, DTensor):
+        return parameter.numel()
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ()
+    if TENSOR not in names or parameter.placements[names.index(TENSOR)].is_replicate():
+        return parameter.numel()
+    return parameter.numel() // mesh.size(names.index(TENSOR))
 
 
 def exceeds_unsharded_limit(

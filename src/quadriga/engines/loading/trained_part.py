@@ -13,10 +13,12 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from quadriga.checkpoint.shards import block_of
 from quadriga.config.schema import ModelConfig
+from quadriga.engines.optimizers.rule import sharded_like
 from quadriga.errors import CheckpointError, ConfigError
 from quadriga.models.adapters import (
     BASE,
@@ -136,8 +138,22 @@ def merged_weights(
             weight = whole(shard)
             if adapted and name.endswith(f"{BASE}.weight"):
                 a, b = (whole(shards[part]) for part in parts_of(name))
-                weight = merged(weight, a, b, adapter.scaling)
+                weight = _merged_shard(weight, a, b, adapter.scaling)
             yield base_name(name), weight
+
+
+def _merged_shard(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return `merged`, of DTensors with the shard of W; all ranks of a mesh call it together."""
+    if not (isinstance(weight, DTensor) and isinstance(a, DTensor) and isinstance(b, DTensor)):
+        return merged(weight, a, b, scaling)
+    block = block_of(weight, 0)
+    rows, columns = (
+        slice(first, first + size)
+        for first, size in zip(block.offset, block.data.shape, strict=True)
+    )
+    whole_a, whole_b = a.full_tensor(), b.full_tensor()
+    shard = merged(block.data, whole_a[:, columns], whole_b[rows], scaling)
+    return sharded_like(shard, weight)
 
 
 @contextmanager

@@ -16,9 +16,12 @@ from quadriga.config.schema import EngineConfig
 from quadriga.engines.base import HeadKind
 from quadriga.engines.micro_batches import plan_micro_batches, select_rows
 from quadriga.engines.token_model import TokenModel
+from quadriga.errors import QuadrigaError
 from quadriga.models.log_probs.linear_log_prob import ACCELERATOR_TILE, CPU_TILE
 from quadriga.models.simulated.allocations import AllocationCounter, gradients_set_aside
 from quadriga.models.simulated.kernels import kernels_of, run_backward
+from quadriga.parallel.model_parallel.model_ranks import ModelRanks
+from quadriga.parallel.model_parallel.token_exchange import counting_sent_bytes
 from quadriga.protocol import fields
 
 META = torch.device("meta")
@@ -75,6 +78,7 @@ class PassMemory:
         activations: most bytes in both passes, without complete gradients of parameters.
         with_gradients: most bytes in both passes, with the gradients of this micro-batch.
         logits: bytes of the logits. They are a part of `activations`.
+        exchanged: bytes that the rank sends to others of its model-parallel group.
     """
 
     rows: int
@@ -85,6 +89,7 @@ class PassMemory:
     activations: int
     with_gradients: int
     logits: int
+    exchanged: int = 0
 
 
 def pass_memory(
@@ -113,11 +118,17 @@ def pass_memory(
             attention=engine.attention,
             dtype=next(module.parameters()).dtype,
             device_type=device_type,
+            ranks=ModelRanks.simulated(engine),
         )
         micro, several = _largest_micro_batch(model, engine, rows)
         counter = AllocationCounter()
         parameters = list(module.parameters())
-        with gradients_set_aside(counter, parameters), counter, torch.set_grad_enabled(backward):
+        with (
+            counting_sent_bytes() as sent,
+            gradients_set_aside(counter, parameters),
+            counter,
+            torch.set_grad_enabled(backward),
+        ):
             outputs = model(micro, temperature=1.0, entropy=entropy)
             forward, saved = counter.peak, counter.live
             if backward:
@@ -131,7 +142,8 @@ def pass_memory(
         saved=saved,
         activations=counter.peak,
         with_gradients=counter.peak_with_kept,
-        logits=_logits(model, micro),
+        logits=_logits(model, micro, engine.model_parallel_size),
+        exchanged=sent.total,
     )
 
 
@@ -142,12 +154,12 @@ def _largest_micro_batch(
     size = rows.micro_batch
     if size is None and not engine.use_dynamic_bsz:
         size = rows.count
-    limit = engine.max_tokens_per_micro_batch if size is None else size * rows.response
+    limit = engine.micro_batch_tokens if size is None else size * rows.response
     batch = rows.at_most(limit).batch(model.model.config.get_text_config().vocab_size)
     micro_batches = plan_micro_batches(
         batch,
         size=size,
-        max_tokens=engine.max_tokens_per_micro_batch,
+        max_tokens=engine.micro_batch_tokens,
         share_prompts=model.packed,
     )
     first = select_rows(batch, micro_batches[0], torch.device("cpu"))
@@ -160,14 +172,48 @@ def computed_tokens(rows: Rows, count: int, *, shared: bool) -> int:
     return prompts * rows.prompt + count * rows.response
 
 
-def _logits(model: TokenModel, micro: dict[str, Tensor]) -> int:
-    """Return the bytes of the logits of a micro-batch; with a fused head, those of its tiles."""
+def _logits(model: TokenModel, micro: dict[str, Tensor], ranks: int) -> int:
+    """Return the bytes of the logits of a micro-batch; with a fused head, those of its tiles.
+
+    `ranks`: that split the tokens.
+    """
     if model.head != "lm":
         return 0
     vocabulary: int = model.model.config.get_text_config().vocab_size
-    logits = int(micro[fields.RESPONSE_MASK].sum()) * vocabulary
+    logits = int(micro[fields.RESPONSE_MASK].sum()) * vocabulary // ranks
     if model.fused:
         # The forward pass has one tile, the backward pass another one for its weights.
         tile = CPU_TILE if model.device_type == "cpu" else ACCELERATOR_TILE
         return 2 * min(logits, tile) * torch.float32.itemsize
     return logits * next(model.model.parameters()).dtype.itemsize
+
+
+@dataclass
+class Passes:
+    """Counts passes of one model; after a failure, `problem` says why there is no count."""
+
+    module: PreTrainedModel
+    engine: EngineConfig
+    head: HeadKind
+    device_type: str
+    problem: str = ""
+
+    def count(self, rows: Rows | None, *, backward: bool) -> PassMemory | None:
+        """Return the memory of a pass, without activations if the model cannot be simulated."""
+        if rows is None:
+            return None
+        try:
+            return pass_memory(
+                self.module,
+                self.engine,
+                rows,
+                head=self.head,
+                device_type=self.device_type,
+                backward=backward,
+                entropy=not backward,
+            )
+        except QuadrigaError:
+            raise
+        except Exception as error:  # a model whose code reads numbers fails in any way; reported
+            self.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            return PassMemory(rows.count, 0, True, 0, 0, 0, 0, 0)

@@ -31,10 +31,11 @@ from quadriga.engines.loading.sharding import (
     decoder_layers,
 )
 from quadriga.engines.memory.optimizer_step import Updated, optimizer_bytes, step_bytes
-from quadriga.engines.memory.passes import PassMemory, Rows, pass_memory
+from quadriga.engines.memory.passes import Passes, PassMemory, Rows
+from quadriga.engines.model_parallel.tensor_layers import divide_layers
 from quadriga.engines.optimizers.choice import rule_of_each
-from quadriga.errors import QuadrigaError
 from quadriga.parallel.device import compute_dtype
+from quadriga.parallel.model_parallel.model_ranks import ModelRanks
 
 
 @dataclass(frozen=True)
@@ -113,54 +114,31 @@ def training_memory(
         compute_dtype(name, auto) for name in (engine.dtype, engine.reduce_dtype)
     )
     module = simulated_model(model, head, dtype, trained=update is not None)
+    elements = [parameter.numel() for parameter in module.parameters()]
+    tensor = engine.tensor_parallel_size
+    if tensor > 1:
+        divide_layers(module, ModelRanks.simulated(engine), None)
+        min_unit_parameters = 0
     layout = _Layout.of(
         module,
+        tensor=tensor,
         dtype=dtype,
         reduce_dtype=reduce_dtype,
-        shards=ranks if engine.fsdp_size == -1 else engine.fsdp_size,
+        shards=ranks // tensor if engine.fsdp_size == -1 else engine.fsdp_size,
         optim=None if update is None else optim or OptimConfig(),
         gloo=device_type == "cpu",
         hosted=engine.offload_policy and device_type != "cpu",
         min_unit_parameters=min_unit_parameters,
     )
-    passes = _Passes(module, engine, head, device_type)
+    passes = Passes(module, engine, head, device_type)
     memory = layout.memory(
         engine,
         passes.count(update, backward=True),
         passes.count(evaluate, backward=False),
     )
-    return replace(memory, uncounted=passes.problem)
-
-
-@dataclass
-class _Passes:
-    """Counts passes of one model; after a failure, `problem` says why there is no count."""
-
-    module: PreTrainedModel
-    engine: EngineConfig
-    head: HeadKind
-    device_type: str
-    problem: str = ""
-
-    def count(self, rows: Rows | None, *, backward: bool) -> PassMemory | None:
-        """Return the memory of a pass, without activations if the model cannot be simulated."""
-        if rows is None:
-            return None
-        try:
-            return pass_memory(
-                self.module,
-                self.engine,
-                rows,
-                head=self.head,
-                device_type=self.device_type,
-                backward=backward,
-                entropy=not backward,
-            )
-        except QuadrigaError:
-            raise
-        except Exception as error:  # a model whose code reads numbers fails in any way; reported
-            self.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-            return PassMemory(rows.count, 0, True, 0, 0, 0, 0, 0)
+    return replace(
+        memory, uncounted=passes.problem, weights=sum(elements), largest_weight=max(elements)
+    )
 
 
 @dataclass(frozen=True)
@@ -181,11 +159,13 @@ class _Layout:
     gloo: bool
     hosted: bool
     updated: list[Updated]
+    tensor: int
 
     @staticmethod
     def of(
         module: PreTrainedModel,
         *,
+        tensor: int,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         shards: int,
@@ -197,7 +177,8 @@ class _Layout:
         """Divide the parameters of `module` into units, as `shard_model` does.
 
         Args:
-            shards: ranks that share one copy of the parameters.
+            tensor: ranks of tensor parallelism, which have divided the layers of `module`.
+            shards: ranks that share one copy of a layer; `tensor` times as many share the root.
             optim: None if the model is not trained.
             hosted: whether shards and the optimizer's state are in host memory.
             gloo: whether collectives are those of gloo, whose reduction copies its input.
@@ -206,7 +187,13 @@ class _Layout:
         layers = [layer for layer in layers if _elements(layer) >= min_unit_parameters]
         in_layers = {id(parameter) for layer in layers for parameter in layer}
         rules = {} if optim is None else rule_of_each(module, optim.name)
-        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        # Rows of the root are divided twice: ⌈⌈n / t⌉ / s⌉ = ⌈n / (t · s)⌉.
+        shapes = {
+            name: (
+                math.ceil(len(p) / (1 if id(p) in in_layers else tensor)), *p.shape[1:]
+            ) if p.dim() else ()
+            for name, p in module.named_parameters()
+        }  # fmt: skip
         return _Layout(
             root=[p for p in module.parameters() if id(p) not in in_layers],
             layers=layers,
@@ -218,6 +205,7 @@ class _Layout:
             shards=shards,
             gloo=gloo,
             hosted=hosted,
+            tensor=tensor,
             updated=[Updated(shapes[name], rule) for name, rule in rules.items()],
         )
 
@@ -233,11 +221,13 @@ class _Layout:
     def shard_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Return the bytes of the largest rank's shards: rows are divided and rounded up."""
         # 5 rows of 3 elements on 2 ranks: 3 and 2 rows; the first rank holds 3 · 3 elements.
-        return sum(
-            (self.kept_dtype if id(p) in self.trained else self.dtype).itemsize
-            * (math.ceil(len(p) / self.shards) * (p.numel() // len(p)) if p.dim() else 1)
-            for p in parameters
-        )
+        in_root = {id(p) for p in self.root}
+        found = 0
+        for p in parameters:
+            shards = self.shards * (self.tensor if id(p) in in_root else 1)
+            rows = math.ceil(len(p) / shards) * (p.numel() // len(p)) if p.dim() else 1
+            found += (self.kept_dtype if id(p) in self.trained else self.dtype).itemsize * rows
+        return found
 
     def memory(
         self, engine: EngineConfig, update: PassMemory | None, evaluate: PassMemory | None

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from quadriga.parallel.model_parallel.model_ranks import TENSOR
+
 Named = Sequence[tuple[str, nn.Parameter]]
 """(name, parameter) pairs. A parameter is a DTensor after sharding."""
 
@@ -54,6 +56,16 @@ class UpdateRule(Protocol):
 def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's parameter shard of a DTensor (same storage), or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_first_of_tensor_ranks(tensor: Tensor) -> bool:
+    """Return whether no lower rank of tensor parallelism has the same elements of a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return True
+    mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or ()
+    if TENSOR not in names or not tensor.placements[names.index(TENSOR)].is_replicate():
+        return True
+    return mesh.get_local_rank(TENSOR) == 0
 
 
 def sharded_like(shard: Tensor, parameter: Tensor, shape: Sequence[int] | None = None) -> Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quadriga.config.schema import OptimConfig
-from quadriga.engines.optimizers.rule import UpdateRule, local_shard
+from quadriga.engines.optimizers.rule import UpdateRule, is_first_of_tensor_ranks, local_shard
 from quadriga.engines.schedule import learning_rate
 from quadriga.errors import CheckpointError, NonFiniteError
 
@@ -32,7 +32,8 @@ class ShardedOptimizer:
     Args:
         rules: each updates some of the parameters; no two update the same.
         total_steps: optimizer steps of the run, for the schedule.
-        shard_group: the ranks that together hold one copy of the parameters.
+        shard_group: the ranks that together hold one copy of the parameters; ranks of tensor
+            parallelism can hold equal parts.
         device: the device of the collectives.
         norm: returns the norm of the whole gradient, from the gradients of this rank. None: each of
             them is a part of it on one rank of `shard_group`.
@@ -75,7 +76,7 @@ class ShardedOptimizer:
             for rule in self.rules
         ]
         existing = [g for of_rule in gradients for g in of_rule if g is not None]
-        norm = self._norm(existing)
+        norm = self._norm(list(self._counted(gradients)))
         if norm.isfinite():
             limit = self.config.grad_clip
             if limit > 0 and float(norm) > limit:
@@ -106,6 +107,16 @@ class ShardedOptimizer:
                 step=self.step_count,
             )
 
+    def _counted(self, gradients: Sequence[Sequence[Tensor | None]]) -> Iterator[Tensor]:
+        """Yield the gradients that this rank adds to the norm.
+
+        Ranks of tensor parallelism that have the same gradient count it once.
+        """
+        for rule, of_rule in zip(self.rules, gradients, strict=True):
+            for (_, parameter), gradient in zip(rule.named, of_rule, strict=True):
+                if gradient is not None and is_first_of_tensor_ranks(parameter):
+                    yield gradient
+
     def _global_norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the whole gradient, the same on every rank."""
         # Three ranks hold the shards of one gradient, with the local norms 1, 2 and 2:
@@ -118,12 +129,12 @@ class ShardedOptimizer:
         # 1 and 2 only and turn the gradient. With hybrid sharding every replica holds the reduced
         # gradient, so only the ranks of one replica (`shard_group`) take part. The sum is in
         # float64, so that its rounding does not depend on how the gradient is sharded.
-        if not gradients:
-            return torch.zeros(())
-        wide = torch.promote_types(gradients[0].dtype, torch.float32)
-        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide))
-        # Gradients can be in host memory, but collectives are of the device.
-        square = norms.double().square().sum().to(self._device)
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        if gradients:
+            wide = torch.promote_types(gradients[0].dtype, torch.float32)
+            norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide))
+            # Gradients can be in host memory, but collectives are of the device.
+            square = norms.double().square().sum().to(self._device)
         if self._shard_group is not None and dist.get_world_size(self._shard_group) > 1:
             dist.all_reduce(square, group=self._shard_group)
         return square.sqrt()

@@ -156,8 +156,8 @@ class _Roles:
         given = section.ppo_micro_batch_size_per_gpu
         if role == REWARD_MODEL:
             given = self.config.reward_model.micro_batch_size_per_gpu
-        size = engine.forward_rows(given)
-        return self._rows(math.ceil(self.batch.sequences / ranks), size)
+        size, rows = engine.forward_rows(given), self.batch.sequences * engine.model_parallel_size
+        return self._rows(math.ceil(rows / ranks), size)
 
     def _rows(self, count: int, micro_batch: int | None) -> Rows:
         data, samples = self.config.data, self.config.actor_rollout_ref.rollout.n

@@ -258,6 +258,7 @@ def _pool_lines(pool: PoolMemory, others: Mapping[str, MemoryPlan]) -> list[str]
         changed = [None if e is None else e.update for e in unlike]
         add(f"  checkpointing={form}", (None if u is None else u.activations for u in changed))
     add("  of them logits", (None if u is None else u.logits for u in updates))
+    add("sent to ranks of a group", (None if u is None else u.exchanged for u in updates))
     add("KV cache", (None if g is None else g.kv_cache for g in generation))
     add("  with other buffers", (None if g is None else g.peak for g in generation))
     lines = [

@@ -83,7 +83,7 @@ def sft_memory_plan(
         ranks=ranks,
         device_type=device_type,
         update=Rows(
-            max(1, config.data.train_batch_size // ranks),
+            max(1, config.data.train_batch_size // (ranks // config.engine.model_parallel_size)),
             prompt,
             response,
             micro_batch=config.data.micro_batch_size_per_gpu,

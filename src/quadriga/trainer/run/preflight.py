@@ -41,6 +41,7 @@ def check_train_config(config: TrainConfig) -> None:
     check_models(config)
     check_parts(config)
     check_reward_model_folder(config)
+    check_divisions(config)
     check_components(config)
     check_reward(config.reward)
     check_run_folder(config)
@@ -115,6 +116,7 @@ def check_program(
         check_models(config)
         check_parts(config)
         check_reward_model_folder(config)
+        check_divisions(config)
         check_memory(config)
 
 
@@ -147,6 +149,7 @@ def check_sft_config(config: SFTConfig) -> None:
         InputError: names the first setting, file or folder that does not fit.
     """
     from quadriga.engines.loading.model_setup import check_trained_part
+    from quadriga.engines.model_parallel.checks import check_model_parallel_folder
     from quadriga.models import check_model_folder
 
     check_sft_settings(config, known_names())
@@ -157,6 +160,7 @@ def check_sft_config(config: SFTConfig) -> None:
     require_model_path(config.model.path, "model.path")
     check_model_folder(config.model.path, trust_remote_code=config.model.trust_remote_code)
     check_trained_part(config.model, "lm")
+    check_model_parallel_folder(config.model, config.engine, "engine")
     check_reward(config.reward)
     check_trackers(config.trainer.loggers)
     check_run_folder(config)
@@ -169,6 +173,7 @@ def check_rm_config(config: RMConfig) -> None:
         InputError: names the first setting, file or folder that does not fit.
     """
     from quadriga.engines.loading.model_setup import check_trained_part
+    from quadriga.engines.model_parallel.checks import check_model_parallel_folder
     from quadriga.models import check_model_folder
 
     check_rm_settings(config, known_names())
@@ -181,6 +186,7 @@ def check_rm_config(config: RMConfig) -> None:
     trusted = config.model.trust_remote_code
     check_model_folder(config.model.path, tokenizer=own, trust_remote_code=trusted)
     check_trained_part(config.model, "score")
+    check_model_parallel_folder(config.model, config.engine, "engine")
     check_trackers(config.trainer.loggers)
     check_run_folder(config)
 
@@ -255,6 +261,24 @@ def check_parts(config: TrainConfig) -> None:
     check_trained_part(config.actor_rollout_ref.model, "lm")
     if needs_critic(config):
         check_trained_part(critic_model(config), "value")
+
+
+def check_divisions(config: TrainConfig) -> None:
+    """Check that the ranks of each role can divide the work of its model.
+
+    Raises:
+        ConfigError: names the setting, with the arithmetic.
+    """
+    from quadriga.engines.model_parallel.checks import check_model_parallel_folder
+
+    policy, check = config.actor_rollout_ref, check_model_parallel_folder
+    check(policy.model, policy.actor.engine, "actor_rollout_ref.actor.engine")
+    if needs_reference(config):
+        check(policy.model, policy.ref.engine, "actor_rollout_ref.ref.engine")
+    if needs_critic(config):
+        check(critic_model(config), config.critic.engine, "critic.engine")
+    if has_reward_model(config):
+        check(config.reward_model.model, config.reward_model.engine, "reward_model.engine")
 
 
 def check_reward_model_folder(config: TrainConfig) -> None:

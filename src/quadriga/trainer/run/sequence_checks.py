@@ -143,12 +143,16 @@ def check_token_budget(key: str, engine: EngineConfig, longest: LongestSequence)
     Raises:
         ConfigError: names the setting below `key`, with the arithmetic.
     """
-    budget = engine.max_tokens_per_micro_batch
+    budget, ranks = engine.micro_batch_tokens, engine.model_parallel_size
     if engine.use_dynamic_bsz and longest.tokens > budget:
         setting = f"{key}.max_tokens_per_micro_batch"
+        written = f"{setting}={engine.max_tokens_per_micro_batch}"
+        if ranks > 1:
+            written += f" × {ranks} ranks that split the tokens = {budget}"
         raise ConfigError(
-            f"{setting}={budget} is below the longest sequence: {longest.arithmetic}; set it to "
-            f"at least {longest.tokens}, or {longest.remedy} by {longest.tokens - budget}",
+            f"{written} is below the longest sequence: {longest.arithmetic}; set it to "
+            f"at least {-(-longest.tokens // ranks)}, or {longest.remedy} by "
+            f"{longest.tokens - budget}",
             key=setting,
         )
 

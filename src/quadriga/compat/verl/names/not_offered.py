@@ -27,7 +27,7 @@ _ALGORITHMS = {
     },
 }
 
-_DATA_PARALLEL = "Sequences are split over data-parallel ranks only."
+_SPLIT_TOKENS = "The engine splits tokens itself: set engine.sequence_parallel_size."
 _FSDP = "Quadriga trains with FSDP2."
 _NO_QUANTIZATION = "Quadriga does not quantize weights."
 _NO_SKIP = "Quadriga generates in every step."
@@ -169,7 +169,7 @@ NO_COUNTERPART: dict[str, str] = {
         ),
         _NOT_USED,
     ),
-    "verl.utils.dynamic_cp_scheduler": _DATA_PARALLEL,
+    "verl.utils.dynamic_cp_scheduler": _SPLIT_TOKENS,
     **dict.fromkeys(
         ("verl.utils.fp8_utils", "verl.utils.modelopt", "verl.utils.qat"), _NO_QUANTIZATION
     ),
@@ -179,8 +179,8 @@ NO_COUNTERPART: dict[str, str] = {
     **dict.fromkeys(("verl.utils.npu_flash_attn_utils", "verl.utils.npu_utils"), _PYTORCH_DEVICES),
     "verl.utils.rollout_skip": _NO_SKIP,
     "verl.utils.skip": _NO_SKIP,
-    "verl.utils.ulysses": _DATA_PARALLEL,
-    "verl.workers.sharding_manager.fsdp_ulysses": _DATA_PARALLEL,
+    "verl.utils.ulysses": _SPLIT_TOKENS,
+    "verl.workers.sharding_manager.fsdp_ulysses": _SPLIT_TOKENS,
 }
 """Module, or module and name → why there is no name to use."""
 

@@ -1,0 +1,47 @@
+"""Check how the settings of a training engine divide the ranks of its role."""
+
+from __future__ import annotations
+
+from quadriga.config.checks.unread import check_unread_engine
+from quadriga.config.schema import EngineConfig, OptimConfig
+from quadriga.errors import ConfigError
+
+_BY_ROWS = ("muon", "adamw_8bit")
+"""Optimizers that need each rank to have whole rows of a weight."""
+
+
+def check_engine_ranks(
+    key: str, engine: EngineConfig, ranks: int, optim: OptimConfig | None = None
+) -> None:
+    """Check the sizes of an engine against the ranks of its role.
+
+    Args:
+        key: the setting of the engine.
+        optim: its optimizer; None: the model is not trained.
+
+    Raises:
+        ConfigError: a size does not divide the ranks. The message has the arithmetic.
+    """
+    together, tensor = engine.model_parallel_size, engine.tensor_parallel_size
+    if ranks % together:
+        raise ConfigError(
+            f"{key}.{engine.model_parallel_text()} ranks compute the same rows, which does not "
+            f"divide the {ranks} ranks of the role ({ranks} = {ranks // together} × {together} + "
+            f"{ranks % together})",
+            key=key,
+        )
+    size, left = engine.fsdp_size, ranks // tensor
+    if size != -1 and (size < 1 or left % size):
+        of = f"the {ranks} ranks" if tensor == 1 else f"{ranks} ranks / {tensor} = {left}"
+        raise ConfigError(
+            f"{key}.fsdp_size={size} must be -1 (all ranks) or divide {of}", key=f"{key}.fsdp_size"
+        )
+    by_rows = engine.name == "fsdp" and tensor > 1
+    if optim is not None and by_rows and optim.name in _BY_ROWS:
+        raise ConfigError(
+            f"optim.name={optim.name} needs whole rows of each weight on a rank, and "
+            f"{key}.tensor_parallel_size={tensor} divides them; set optim.name=adamw, or "
+            "tensor_parallel_size=1",
+            key=f"{key}.tensor_parallel_size",
+        )
+    check_unread_engine(key, engine)

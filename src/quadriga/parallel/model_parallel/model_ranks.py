@@ -1,0 +1,117 @@
+"""The ranks that compute the same rows together, and the part of each.
+
+Three degrees split one forward pass. Tensor parallelism (t) splits weights, Ulysses sequence
+parallelism (s) and context parallelism (c) split tokens. The c · s · t ranks of one *model-parallel
+group* receive the same rows; the world has world / (c · s · t) such groups, its data-parallel
+ranks.
+
+Example: 8 ranks, c = 1, s = 2, t = 2. Ranks of tensor parallelism exchange most, so they are
+neighbours:
+
+    rank             0  1  2  3 │ 4  5  6  7
+    data             0  0  0  0 │ 1  1  1  1      receives rows of this part
+    sequence         0  0  1  1 │ 0  0  1  1
+    tensor           0  1  0  1 │ 0  1  0  1
+    slice of tokens  0  1  2  3 │ 0  1  2  3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from quadriga.config.schema import EngineConfig
+from quadriga.errors import ConfigError
+from quadriga.parallel.distributed import rank, world_size
+
+DATA, CONTEXT, SEQUENCE, TENSOR = "data", "context", "sequence", "tensor"
+
+
+@dataclass(frozen=True)
+class Subgroup:
+    """The ranks along one dimension of a mesh.
+
+    Attributes:
+        size: their number.
+        index: the place of this rank among them.
+        group: their process group; None if there is one rank, or none is needed (memory plan).
+    """
+
+    size: int = 1
+    index: int = 0
+    group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def of(mesh: DeviceMesh, name: str) -> Subgroup:
+        """Return the ranks along the dimension `name` of a mesh."""
+        dimension = mesh[name]
+        size = dimension.size()
+        if size == 1:
+            return ALONE
+        return Subgroup(size, dimension.get_local_rank(), dimension.get_group())
+
+
+ALONE = Subgroup()
+
+
+@dataclass(frozen=True)
+class ModelRanks:
+    """The model-parallel group of this rank.
+
+    Attributes:
+        all: all ranks of the group. `all.index` is also the slice of tokens of this rank.
+        context, sequence, tensor: the ranks along each dimension.
+    """
+
+    all: Subgroup = ALONE
+    context: Subgroup = ALONE
+    sequence: Subgroup = ALONE
+    tensor: Subgroup = ALONE
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank reports the numbers of the rows of the group."""
+        return self.all.index == 0
+
+    @staticmethod
+    def simulated(engine: EngineConfig) -> ModelRanks:
+        """Return the group of a first rank without processes, for tensors on the meta device."""
+        return ModelRanks(
+            Subgroup(engine.model_parallel_size),
+            Subgroup(engine.context_parallel_size),
+            Subgroup(engine.sequence_parallel_size),
+            Subgroup(engine.tensor_parallel_size),
+        )
+
+
+def model_ranks(engine: EngineConfig, device_type: str) -> ModelRanks:
+    """Form the model-parallel groups that the settings of an engine ask for.
+
+    Waits for: all ranks of the worker group, if a degree is above 1.
+
+    Raises:
+        ConfigError: the degrees do not divide the number of ranks.
+    """
+    size = engine.model_parallel_size
+    if size == 1:
+        return ModelRanks()
+    world = world_size()
+    if world % size:
+        raise ConfigError(
+            f"engine.{engine.model_parallel_text()} ranks compute the same rows, which does not "
+            f"divide the {world} ranks of the worker group"
+        )
+    degrees = (
+        engine.context_parallel_size, engine.sequence_parallel_size, engine.tensor_parallel_size,
+    )  # fmt: skip
+    shape = (world // size, *degrees)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=(DATA, CONTEXT, SEQUENCE, TENSOR))
+    subgroups = {name: Subgroup.of(mesh, name) for name in (CONTEXT, SEQUENCE, TENSOR)}
+    whole = next((found for found in subgroups.values() if found.size == size), None)
+    if whole is None:
+        groups = init_device_mesh(device_type, (world // size, size), mesh_dim_names=(DATA, "all"))
+        whole = Subgroup.of(groups, "all")
+    assert whole.index == rank() % size
+    return ModelRanks(whole, *subgroups.values())

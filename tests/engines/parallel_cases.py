@@ -1,0 +1,297 @@
+"""Updates of one model in every division over ranks, for the tests of tp, sp and cp.
+
+Models compute norms and the softmax of routers in float32 whatever the dtype, so a different order
+of a sum in float64 can change them by 6e-8. `wide` lets them compute these in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import engine_cases as cases
+import torch
+import transformers
+from torch.distributed.tensor import DTensor
+
+from quadriga.config.schema import (
+    ActorConfig,
+    CriticConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+)
+from quadriga.engines.fsdp import FSDPEngine
+from quadriga.protocol import DataProto
+from quadriga.workers.updates import update_policy, update_values
+
+Degrees = tuple[int, int, int]
+"""(tensor, sequence, context)."""
+
+Rows = Literal["packed", "shared"]
+AGGREGATIONS = (
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
+)  # fmt: skip
+TOLERANCES = {"float64": 1e-10, "float32": 1e-6}
+SIZES = {
+    "vocab_size": 200, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "initializer_range": 0.2,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MODELS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": False}),
+    "gemma3": ("Gemma3Text", {"sliding_window": 4, "layer_types": ["sliding_attention",
+               "full_attention"], "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": 4, "tie_word_embeddings": False}),
+    "gemma": ("Gemma", {"tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", {"sliding_window": 4, "query_pre_attn_scalar": 8,
+               "attn_logit_softcapping": 5.0, "tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, **EXPERTS, "tie_word_embeddings": False}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2,
+                "tie_word_embeddings": False}),
+}  # fmt: skip
+"""Name -> prefix of its class, and its settings beside `SIZES`."""
+
+
+def write_model(name: str, folder: str | Path) -> None:
+    prefix, settings = MODELS[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **settings})
+    torch.manual_seed(0)
+    name = prefix.removesuffix("Text")
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    for parameter in model.parameters():  # norms that are not all alike
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, 0.9, 0.1)
+    model.save_pretrained(folder)
+
+
+class _Wide:
+    """Stands for the module torch in the file of a model, with float64 in place of float32."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+
+@contextmanager
+def wide() -> Iterator[None]:
+    """Let models compute in float64 what they compute in float32 otherwise."""
+    for prefix, _ in MODELS.values():
+        getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")  # imports its file
+    changed = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("transformers.models.") and getattr(module, "torch", None) is torch
+    ]
+    for module in changed:
+        module.torch = _Wide()
+    narrow = torch.Tensor.float
+
+    def widened(x: torch.Tensor) -> torch.Tensor:
+        of_model = sys._getframe(1).f_globals["__name__"].startswith("transformers.models.")
+        return x if of_model and x.dtype == torch.float64 else narrow(x)
+
+    torch.Tensor.float = widened
+    # The kernel of experts computes no float64; transformers has a loop in its place.
+    experts, uses_kernel = (
+        transformers.integrations.moe,
+        transformers.integrations.moe._can_use_grouped_mm,
+    )
+    experts._can_use_grouped_mm = lambda *_: False
+    try:
+        yield
+    finally:
+        torch.Tensor.float = narrow
+        experts._can_use_grouped_mm = uses_kernel
+        for module in changed:
+            module.torch = torch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One update: of which model, how its rows are made, what is trained, and how it is cut."""
+
+    model: str = "llama"
+    rows: Rows = "shared"
+    lora: bool = False
+    aggregation: str = "token-mean"
+    dtype: str = "float64"
+    micro: int | None = 3
+    checkpointing: bool | str = False
+    attention: str = "auto"
+
+
+def make_batch(rows: Rows) -> dict[str, torch.Tensor]:
+    """Make eight rows; with "shared", two prompts belong to two rows each."""
+    batch = cases.make_batch()
+    if rows != "shared":
+        for row in cases.SAME_PROMPT:
+            batch["input_ids"][row, cases.P - 1] += 1
+    last = {name: field[-1:].clone() for name, field in batch.items()}
+    last["input_ids"][0, cases.P :] += 1
+    return {name: torch.cat([field, last[name]]) for name, field in batch.items()}
+
+
+def own_rows(batch, part: int, parts: int):
+    size = len(batch["input_ids"]) // parts
+    return {name: field[part * size : (part + 1) * size] for name, field in batch.items()}
+
+
+def build(folder: str, case: Case, degrees: Degrees = (1, 1, 1), **settings) -> FSDPEngine:
+    torch.manual_seed(11)
+    tensor, sequence, context = degrees
+    head = settings.pop("head", "lm")
+    trained = settings.pop("trained", True)
+    # A large eps: without it, Adam would turn the rounding of a gradient that is 0 into a step.
+    optim = OptimConfig(lr=0.01, eps=1e-3, grad_clip=0.05) if trained else None
+    return FSDPEngine(
+        ModelConfig(
+            path=folder,
+            lora=LoraConfig(rank=3, alpha=8.0) if case.lora else LoraConfig(),
+            gradient_checkpointing=case.checkpointing,
+        ),
+        EngineConfig(
+            dtype=case.dtype,
+            reduce_dtype=case.dtype,
+            tensor_parallel_size=tensor,
+            sequence_parallel_size=sequence,
+            context_parallel_size=context,
+            fsdp_size=settings.pop("fsdp_size", -1),
+            fused_head=settings.pop("fused_head", None),
+        ),
+        optim,
+        head=head,
+        total_steps=8,
+        **settings,
+    )
+
+
+def update(engine: FSDPEngine, case: Case, part: int = 0, parts: int = 1) -> dict[str, float]:
+    """Make the steps of an update of this rank's part of the rows. Return its metrics."""
+    rows = own_rows(make_batch(case.rows), part, parts)
+    mask, dtype = rows["response_mask"], getattr(torch, case.dtype)
+    tensors = {
+        **{name: rows[name] for name in ("input_ids", "attention_mask", "response_mask")},
+        "advantages": rows["weight"].to(dtype),
+        "old_log_probs": -5.0 * mask.to(dtype),
+    }
+    config = ActorConfig(
+        ppo_micro_batch_size_per_gpu=case.micro, loss_agg_mode=case.aggregation, entropy_coeff=0.01
+    )
+    report = update_policy(
+        engine, DataProto.from_dict(tensors=tensors), config, responses_per_prompt=1,
+        temperature=0.7, length_scale=6, data_ranks=parts, seed=0,
+    )  # fmt: skip
+    return report.meta_info["metrics"]
+
+
+def update_critic(engine: FSDPEngine, case: Case, part: int = 0, parts: int = 1) -> None:
+    rows = own_rows(make_batch(case.rows), part, parts)
+    mask, dtype = rows["response_mask"], getattr(torch, case.dtype)
+    tensors = {
+        **{name: rows[name] for name in ("input_ids", "attention_mask", "response_mask")},
+        "values": 0.1 * mask.to(dtype),
+        "returns": rows["weight"].to(dtype) * mask,
+    }
+    config = CriticConfig(ppo_micro_batch_size_per_gpu=case.micro, cliprange_value=None)
+    update_values(
+        engine, DataProto.from_dict(tensors=tensors), config, mini_batch_rows=8 // parts,
+        epochs=1, length_scale=6,
+    )  # fmt: skip
+
+
+def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.state_stream()}
+
+
+def largest_difference(found, expected) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+def result_of(folder: str, case: Case, degrees: Degrees, part: int, parts: int, **settings):
+    """Return the weights and the metrics after an update, and the log-probabilities before it."""
+    with wide():
+        engine = build(folder, case, degrees, **settings)
+        rows = own_rows(make_batch(case.rows), part, parts)
+        before = engine.forward(rows, temperature=0.7, entropy=True, micro_batch_size=case.micro)
+        metrics = update(engine, case, part, parts)
+        return weights(engine), metrics, before
+
+
+def join_group(rank: int, ranks: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+def rank_main(rank: int, ranks: int, folders, wanted, results: str, port: int) -> None:
+    """Make the updates of `wanted`: (case, degrees, settings), in `ranks` processes."""
+    join_group(rank, ranks, port)
+    found = {}
+    for case, degrees, settings in wanted:
+        size = math.prod(degrees)
+        found[case, degrees, settings] = result_of(
+            folders[case.model], case, degrees, rank // size, ranks // size, **dict(settings)
+        )
+    if (Path(results).parent / STATES).is_dir():
+        found[STATES] = states(rank, ranks, folders, Path(results).parent / STATES)
+    if rank == 0:
+        torch.save(found, results)
+    torch.distributed.destroy_process_group()
+
+
+STATES = "states"
+"""A folder beside the results: the ranks then also compute `states`, and save checkpoints in it."""
+
+
+def states(rank: int, ranks: int, folders, work: Path) -> dict[str, object]:
+    """Return what is left of an engine beside its update: heads, checkpoints, streams, an export.
+
+    `work`: holds the checkpoint `one_rank`, of `Case("qwen2", lora=True)`.
+    """
+    found: dict[str, object] = {}
+    degrees, part, parts = (2, 2, 1), rank // 4, ranks // 4
+    with wide():
+        case = Case("llama")
+        critic = build(folders["llama"], case, degrees, head="value")
+        update_critic(critic, case, part, parts)
+        rows = own_rows(make_batch(case.rows), part, parts)
+        found["critic"] = weights(critic)
+        found["values"] = critic.forward(rows)["values"]
+        case = Case("qwen2", lora=True)
+        engine = build(folders["qwen2"], case, degrees)
+        engine.load(work / "one_rank")
+        found["loaded"] = weights(engine)
+        update(engine, case, part, parts)
+        engine.save(work / "four_ranks")
+        engine.save_hf(work / "export")
+        found["after"] = weights(engine)
+        found["base"] = engine.without_adapters().forward(rows)["log_probs"]
+        streams = zip(engine.state_stream(), engine.shard_stream(), strict=True)
+        equal = []
+        for (name, whole), (other, shard) in streams:
+            gathered = shard.full_tensor() if isinstance(shard, DTensor) else shard
+            equal.append(name == other and torch.allclose(whole, gathered.to(whole.dtype), 1e-12))
+        found["streams"] = all(equal)
+    return found
+
+
+def fork_ranks(rank: int, ranks: int, folders, wanted, results: str, port: int) -> None:
+    """Run `rank_main` in processes that need not import anything again."""
+    args = (ranks, folders, wanted, results, port)
+    torch.multiprocessing.start_processes(rank_main, args, nprocs=ranks, start_method="fork")

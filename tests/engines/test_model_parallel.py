@@ -1,0 +1,163 @@
+"""Ranks that compute the same rows together give the update of one rank.
+
+`parallel_cases` has the models and the updates.
+"""
+
+from __future__ import annotations
+
+import engine_cases
+import parallel_cases as cases
+import pytest
+import torch
+from parallel_cases import Case
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig
+
+from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.engines.model_parallel.checks import (
+    check_model_parallel,
+    check_model_parallel_folder,
+)
+from quadriga.errors import ConfigError
+
+FOUR_RANKS = [
+    (Case("llama"), (2, 2, 1), ()),
+    (Case("llama", "packed", aggregation="seq-mean-token-mean"), (1, 1, 4), ()),
+    (Case("qwen2", lora=True, aggregation="seq-mean-token-sum"), (2, 1, 1), ()),
+    (Case("qwen2", aggregation="seq-mean-token-sum-norm"), (1, 4, 1), ()),
+    (Case("gemma3", checkpointing=True), (1, 2, 2), ()),
+    (Case("qwen3", dtype="float32", checkpointing="selective"), (2, 1, 1), (("fsdp_size", 1),)),
+    (Case("gemma3", "packed", lora=True), (1, 2, 1), (("fsdp_size", 2), ("fused_head", True))),
+    (Case("mixtral", micro=None), (2, 1, 2), ()),
+    (Case("qwen3_moe", "packed", lora=True), (2, 1, 1), ()),
+]
+"""(case, (tensor, sequence, context), settings of the engine), each on four ranks: pairs that have
+each value of each choice. `test_model_parallel_product.py` has the product."""
+
+
+@pytest.fixture(scope="module")
+def model_folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("parallel")
+    for name in cases.MODELS:
+        cases.write_model(name, root / name)
+    return {name: str(root / name) for name in cases.MODELS}
+
+
+@pytest.fixture(scope="module")
+def one_rank(model_folders, tmp_path_factory):
+    """A checkpoint of one rank after an update, and the weights then."""
+    folder = tmp_path_factory.mktemp("results")
+    case = Case("qwen2", lora=True)
+    with cases.wide():
+        engine = cases.build(model_folders["qwen2"], case)
+        cases.update(engine, case)
+        engine.save(folder / cases.STATES / "one_rank")
+        first = cases.weights(engine)
+        cases.update(engine, case)
+    return folder, first, engine
+
+
+@pytest.fixture(scope="module")
+def on_four_ranks(model_folders, one_rank):
+    results = str(one_rank[0] / "found.pt")
+    engine_cases.run_ranks(1, cases.fork_ranks, 4, model_folders, FOUR_RANKS, results)
+    # The file was written by `rank_main`; its keys are dataclasses, which need pickle.
+    return torch.load(results, weights_only=False)
+
+
+@pytest.mark.parametrize("wanted", FOUR_RANKS, ids=lambda wanted: f"{wanted[0].model}-{wanted[1]}")
+def test_ranks_that_split_rows_make_the_update_of_one_rank(wanted, on_four_ranks, model_folders):
+    case, _, _ = wanted
+    found, metrics, before = on_four_ranks[wanted]
+    expected, expected_metrics, passes = cases.result_of(
+        model_folders[case.model], case, (1, 1, 1), 0, 1
+    )
+    tolerance = cases.TOLERANCES[case.dtype]
+    assert cases.largest_difference(found, expected) < tolerance
+    start = cases.weights(cases.build(model_folders[case.model], case))
+    assert cases.largest_difference(expected, start) > 1e-3  # the update changed something
+    for name, values in before.items():
+        assert torch.allclose(values, passes[name][: len(values)], atol=1e-5), name
+    assert {"actor/loss", "actor/grad_norm"} <= metrics.keys() == expected_metrics.keys()
+    for name in metrics.keys() - {"actor/micro_batches"}:
+        assert metrics[name] == pytest.approx(expected_metrics[name], abs=100 * tolerance), name
+
+
+def test_values_and_their_update_are_those_of_one_rank(on_four_ranks, model_folders):
+    found, case = on_four_ranks[cases.STATES], Case("llama")
+    with cases.wide():
+        critic = cases.build(model_folders["llama"], case, head="value")
+        cases.update_critic(critic, case)
+        values = critic.forward(cases.make_batch(case.rows))["values"]
+        assert cases.largest_difference(found["critic"], cases.weights(critic)) < 1e-10
+    assert values.abs().max() > 1e-3
+    assert torch.allclose(found["values"], values, atol=1e-6)
+
+
+def test_a_checkpoint_of_one_rank_continues_on_four(on_four_ranks, one_rank):
+    _, first, engine = one_rank
+    found = on_four_ranks[cases.STATES]
+    assert cases.largest_difference(found["loaded"], first) == 0
+    # The moments were loaded too: the second update is that of the engine that made the first.
+    assert cases.largest_difference(found["after"], cases.weights(engine)) < 1e-10
+
+
+def test_a_checkpoint_of_four_ranks_loads_on_one(on_four_ranks, one_rank, model_folders):
+    with cases.wide():
+        engine = cases.build(model_folders["qwen2"], Case("qwen2", lora=True))
+        engine.load(one_rank[0] / cases.STATES / "four_ranks")
+        assert (
+            cases.largest_difference(cases.weights(engine), on_four_ranks[cases.STATES]["after"])
+            == 0
+        )
+
+
+def test_streams_and_exports_have_whole_merged_weights(on_four_ranks, one_rank):
+    found = on_four_ranks[cases.STATES]
+    assert found["streams"]
+    exported = AutoModelForCausalLM.from_pretrained(one_rank[0] / cases.STATES / "export")
+    for name, tensor in exported.state_dict().items():
+        assert torch.allclose(tensor.double(), found["after"][name].double(), atol=1e-6), name
+
+
+def test_the_reference_is_the_base_of_divided_weights(on_four_ranks, model_folders):
+    with cases.wide():
+        reference = cases.build(model_folders["qwen2"], Case("qwen2"), trained=False)
+        expected = reference.forward(cases.make_batch("shared"))["log_probs"]
+    assert torch.allclose(on_four_ranks[cases.STATES]["base"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "words"),
+    [
+        ("llama", {"sequence_parallel_size": 3}, r"3 does not divide the 4 .* \(4 = 1 × 3 \+ 1\)"),
+        (
+            "llama",
+            {"tensor_parallel_size": 4},
+            r"divide the 2 key heads .*\(2 = 0 × 4 \+ 2\)",
+        ),
+        (
+            "llama",
+            {"tensor_parallel_size": 2, "sequence_parallel_size": 4},
+            "divide the 2 attention",
+        ),
+        ("gpt2", {"tensor_parallel_size": 2}, "'gpt2' has no plan of tensor parallelism"),
+        ("mamba", {"sequence_parallel_size": 2}, "'mamba' is computed with padded rows"),
+        ("longrope", {"context_parallel_size": 2}, "rope_type 'longrope'"),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_be_divided_are_refused(model, sizes, words):
+    kinds = {"gpt2": GPT2Config, "mamba": MambaConfig}
+    config = kinds[model]() if model in kinds else LlamaConfig(**cases.SIZES)
+    if model == "longrope":
+        config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
+    with pytest.raises(ConfigError, match=words):
+        check_model_parallel(config, EngineConfig(**sizes), "actor.engine")
+
+
+def test_weights_that_do_not_divide_are_refused(tmp_path):
+    config = LlamaConfig(**{**cases.SIZES, "intermediate_size": 49})
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"dimension 0 of .*gate_proj.weight .*49 = 24 × 2 \+ 1"):
+        check_model_parallel_folder(
+            ModelConfig(path=str(tmp_path)), EngineConfig(tensor_parallel_size=2), "critic.engine"
+        )
