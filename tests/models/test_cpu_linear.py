@@ -64,6 +64,8 @@ def test_numbers_are_those_of_a_linear_layer(shape: tuple[int, ...], bias: bool,
     for a, b in zip(found, expected, strict=True):
         assert a is not None and b is not None
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-4)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(rows), out.detach(), rtol=1e-6, atol=1e-6)
 
 
 @needs_onednn

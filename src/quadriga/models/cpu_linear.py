@@ -39,6 +39,8 @@ class CpuLinear(nn.Linear):
         weight, bias = self.weight, self.bias
         if not _is_large(input, weight):
             return super().forward(input)
+        if not torch.is_grad_enabled():
+            return _product(input, weight, bias)
         rows = input.flatten(0, -2)
         out: Tensor = _Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]  # of torch
         # No view for autograd, as of `nn.Linear`: a model may change it in place.
@@ -102,7 +104,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return left [M, K] @ right [N, K]ᵀ + bias [N] by oneDNN."""
+    """Return left [..., K] @ right [N, K]ᵀ + bias [N] by oneDNN."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
     return out
 
