@@ -33,6 +33,7 @@ from quadriga.single_controller.call import (
     Split,
     StreamStep,
     boundary_for,
+    check_timeout,
     unpack_results,
 )
 from quadriga.single_controller.dispatch.modes import DispatchMode, MethodRecord
@@ -118,15 +119,7 @@ class BoundMethod(Generic[P, R]):
 
         Raises `DispatchError` for a timeout that is no positive number.
         """
-        if timeout is not None and (
-            isinstance(timeout, bool)
-            or not isinstance(timeout, int | float)
-            or not 0 < timeout < float("inf")
-        ):
-            raise DispatchError(
-                f"{self.label}: options(timeout=…) expects a number of seconds above 0, or None, "
-                f"got {timeout!r}."
-            )
+        check_timeout(f"{self.label}: options(timeout=…)", timeout)
         twin = copy.copy(self)
         twin.call_options = replace(self.call_options, timeout=timeout)
         return twin

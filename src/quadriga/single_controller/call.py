@@ -17,6 +17,7 @@ from itertools import product
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from quadriga.errors import DispatchError
 from quadriga.protocol.containers import PLAIN_TYPES, walk
 from quadriga.single_controller.placement.rank_layout import GroupLayout
 
@@ -376,3 +377,18 @@ class _Writable:
                 if isinstance(member, MemberDescriptorType):
                     with suppress(AttributeError):  # not set, or read-only
                         member.__set__(value, self.of(member.__get__(value)))
+
+
+def check_timeout(name: str, timeout: object) -> None:
+    """Raise `DispatchError` for a deadline that is neither None nor a positive number of seconds.
+
+    `name`: the option, for the message.
+    """
+    if timeout is not None and (
+        isinstance(timeout, bool)
+        or not isinstance(timeout, int | float)
+        or not 0 < timeout < float("inf")
+    ):
+        raise DispatchError(
+            f"{name} expects a number of seconds above 0, or None, got {timeout!r}."
+        )

@@ -35,6 +35,7 @@ from quadriga.errors import DispatchError, WorkerDiedError
 from quadriga.protocol.values.storage import use_store
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.bound_method import BoundMethod
+from quadriga.single_controller.call import check_timeout
 from quadriga.single_controller.dispatch.batch_modes import register_reference
 from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
 from quadriga.single_controller.ranks.environment import (
@@ -109,6 +110,8 @@ class RayWorkerGroup(WorkerGroup):
         binding: BindingPolicy = bind_all,
     ) -> None:
         refuse_ray_client()
+        check_timeout("timeout of a worker group", timeout)
+        check_timeout("start_timeout of a worker group", start_timeout)
         backend = backend or RayCallBackend()
         use_store(backend.store)
         if ray_cls_with_init is None:
