@@ -10,8 +10,6 @@ import pytest
 from worker_cases import Adder, Collective, Slow
 
 from quadriga.backends import BACKENDS, get_backend, register_backend
-from quadriga.backends.local.group import LocalWorkerGroup
-from quadriga.backends.ray.group import RayWorkerGroup
 from quadriga.errors import (
     CallTimeoutError,
     CollectiveError,
@@ -168,12 +166,3 @@ def test_a_deadline_that_is_no_positive_number_is_refused(timeout):
     group = backend.worker_group(backend.resource_pool([1]), backend.class_with_args(Adder))
     with pytest.raises(DispatchError, match=r"options\(timeout=…\) expects a number of seconds"):
         group.add.options(timeout=timeout)
-
-
-@pytest.mark.parametrize("timeout", ["60", -5, 0, True, float("inf")])
-def test_a_deadline_that_is_no_number_of_seconds_is_refused_before_a_rank_starts(timeout):
-    for options in ({"timeout": timeout}, {"start_timeout": timeout}):
-        with pytest.raises(DispatchError, match=r"timeout of a worker group expects a number of"):
-            RayWorkerGroup(None, None, **options)
-    with pytest.raises(DispatchError, match="^timeout of a worker group expects a number of"):
-        LocalWorkerGroup(None, None, timeout=timeout)

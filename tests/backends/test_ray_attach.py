@@ -11,6 +11,7 @@ import ray
 from worker_cases import Adder, Faulty, group_on
 
 from quadriga.backends import get_backend
+from quadriga.backends.local.group import LocalWorkerGroup
 from quadriga.backends.ray import (
     RayClassWithInitArgs,
     RayResourcePool,
@@ -141,3 +142,12 @@ def test_local_ranks_of_thousands_of_places_take_linear_time(monkeypatch):
     assert asked == list(range(256))
     assert local[:6] == [(0, 4), (0, 12), (1, 12), (2, 12), (1, 4), (3, 12)]
     assert local[16:22] == local[:6]
+
+
+@pytest.mark.parametrize("timeout", ["60", -5, 0, True, float("inf")])
+def test_a_deadline_that_is_no_number_of_seconds_is_refused_before_a_rank_starts(timeout):
+    for options in ({"timeout": timeout}, {"start_timeout": timeout}):
+        with pytest.raises(DispatchError, match=r"timeout of a worker group expects a number of"):
+            RayWorkerGroup(None, None, **options)
+    with pytest.raises(DispatchError, match=r"^timeout of a worker group expects a number of"):
+        LocalWorkerGroup(None, None, timeout=timeout)
