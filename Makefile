@@ -78,5 +78,5 @@ $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 
 $(INSTALLED_DEV): pyproject.toml constraints.txt | $(INSTALLED)
 	@echo "installing the dependencies of the tests"
-	@$(PIP) -e '.[dev,math,lora,optim8bit,megatron]'
+	@$(PIP) -e '.[dev,math,lora,optim8bit,megatron,vision]'
 	@touch $@

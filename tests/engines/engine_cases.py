@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
-import time
 from typing import TYPE_CHECKING
 
 import torch
-import torch.multiprocessing as mp
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.models.tiny import TinyModel
+from rank_groups import run_ranks as run_ranks
+from rank_groups import run_two_ranks as run_two_ranks
 
 if TYPE_CHECKING:
     from head_cases import Folders
@@ -23,7 +22,6 @@ MODEL_SHAPE = TinyModel(
 LENGTHS = [(3, 4), (3, 2), (5, 6), (2, 1), (5, 6), (6, 3), (4, 5)]  # (prompt, response)
 SAME_PROMPT = {1: 0, 4: 2}
 P, R = 7, 6
-WAIT_S = 120
 
 
 def make_batch() -> dict[str, torch.Tensor]:
@@ -188,21 +186,3 @@ def rank_main(rank: int, folders: Folders, work: str, port: int) -> None:
         found = {"gradients": gathered, "metrics": metrics, "heads": heads, "skipped": skipped}
         torch.save(found, f"{work}/results.pt")
     torch.distributed.destroy_process_group()
-
-
-def run_two_ranks(main, *args) -> None:
-    run_ranks(2, main, *args)
-
-
-def run_ranks(count: int, main, *args, wait_s: float = WAIT_S) -> None:
-    """Run `main(rank, *args, port)` in `count` processes. Raises `TimeoutError` after `wait_s`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.spawn(main, args=(*args, port), nprocs=count, join=False)
-    deadline = time.monotonic() + wait_s
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            raise TimeoutError(f"the {count} ranks did not finish within {wait_s} s")

@@ -166,7 +166,7 @@ def all_stages() -> list[StageFields]:
     stages_ = [stage for flow in flows for stage in flow]
     # In a step the baselines are one stage with the branch that makes them; here it is taken apart.
     apart = [stage for stage in stages_ if stage.name != dataflow.ADD_BASELINES.name]
-    return [*apart, dataflow.ADD_BASELINES, *dataflow.sft_dataflow()]
+    return [*apart, dataflow.ADD_BASELINES, dataflow.LOAD_IMAGES, *dataflow.sft_dataflow()]
 
 
 def test_readers_and_writers_of_the_list_of_fields_are_those_of_the_stages() -> None:

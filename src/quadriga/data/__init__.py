@@ -6,6 +6,7 @@
     prompts           `PromptDataset`: prompts for generation
     prompt_parts      the prompts of one file, in memory or on disk
     token_cache       the token ids of a large file, made once and kept on disk
+    images            images in prompts: reading, tokens, patches, positions
     conversations     `SFTDataset` and others: conversations for fine-tuning
     order             the rows of each epoch: all once, or files with weights
     user_classes      datasets and samplers of the user

@@ -38,6 +38,10 @@ class Message(TypedDict):
 
 Chat = list[Message]
 
+TemplateChat = Sequence[Mapping[str, object]]
+"""A chat as a template reads it: the content of a message is a text, or a list of parts such as
+`{"type": "image"}` and `{"type": "text", "text": …}`."""
+
 
 def chat_of(row: Row, prompt_key: str) -> Chat:
     """Return the messages under `prompt_key`. A text becomes one message of the user.
@@ -72,14 +76,20 @@ def most_characters(max_tokens: int | None) -> int:
     return max(_SHORT, _PER_TOKEN * (max_tokens or 0))
 
 
-def characters(chat: Chat) -> int:
+def characters(chat: TemplateChat) -> int:
     """Return the number of characters of all messages of a chat."""
-    return sum(len(message["content"]) for message in chat)
+    return sum(map(_characters, (message["content"] for message in chat)))
+
+
+def _characters(content: object) -> int:
+    if isinstance(content, list):
+        return sum(len(str(part.get("text", ""))) for part in content)
+    return len(str(content))
 
 
 def encode_chats(
     tokenizer: PreTrainedTokenizerBase,
-    chats: Sequence[Chat],
+    chats: Sequence[TemplateChat],
     *,
     first: int = 0,
     complete: bool = False,
@@ -109,7 +119,7 @@ def encode_chats(
 
 def chat_texts(
     tokenizer: PreTrainedTokenizerBase,
-    chats: Sequence[Chat],
+    chats: Sequence[TemplateChat],
     *,
     first: int = 0,
     complete: bool = False,
@@ -199,7 +209,7 @@ def encode_conversations(
 
 def _templated(
     tokenizer: PreTrainedTokenizerBase,
-    chats: list[Chat],
+    chats: list[TemplateChat],
     first: int,
     complete: bool,
     arguments: TemplateArguments,
@@ -229,7 +239,7 @@ def _templated(
 
 def _render(
     tokenizer: PreTrainedTokenizerBase,
-    chats: list[Chat],
+    chats: list[TemplateChat],
     complete: bool,
     arguments: TemplateArguments,
 ) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from quadriga.data.chat import Chat
+from quadriga.data.images.prompts import PromptImages
 from quadriga.errors import LengthError
 from quadriga.protocol import DataProto, fields
 
@@ -17,8 +18,8 @@ from quadriga.protocol import DataProto, fields
 class PromptItem(TypedDict):
     """One prompt of a `PromptDataset`.
 
-    `index` is the number of the row in all files together. The last three come from the row and
-    are None if it does not have them.
+    `index` is the number of the row in all files together. The three behind it come from the row
+    and are None if it does not have them. For a model that takes images, every item has the last.
     """
 
     input_ids: list[int]
@@ -27,6 +28,7 @@ class PromptItem(TypedDict):
     data_source: object
     reward_model: object
     extra_info: object
+    multi_modal_inputs: NotRequired[PromptImages]
 
 
 class SFTItem(TypedDict):
@@ -74,18 +76,40 @@ def collate_prompts(
     """Return a batch of prompts: `input_ids`, `attention_mask`, `position_ids` [B, P] int64.
 
     Prompts are padded on the left to P = `length`, or to the longest prompt. Every other key of the
-    items becomes an object array. Raises `LengthError` if a prompt is longer than `length`.
+    items becomes an object array. For a model that takes images, `position_ids` is [B, 3, P], and
+    `multi_modal_inputs` has the patches of the images of each row, {} without images.
+
+    Raises:
+        LengthError: a prompt is longer than `length`.
+        DataError: an image cannot be read any more.
     """
     rows = [item[fields.INPUT_IDS] for item in items]
     ids, mask = pad_rows(rows, pad_token_id, length or max(map(len, rows)), "left")
-    return DataProto.from_dict(
-        {
-            fields.INPUT_IDS: ids,
-            fields.ATTENTION_MASK: mask,
-            fields.POSITION_IDS: positions(mask),
-        },
-        object_arrays(items, leave_out=(fields.INPUT_IDS,)),
-    )
+    tensors = {
+        fields.INPUT_IDS: ids,
+        fields.ATTENTION_MASK: mask,
+        fields.POSITION_IDS: positions(mask),
+    }
+    arrays = object_arrays(items, leave_out=(fields.INPUT_IDS, fields.MULTI_MODAL_INPUTS))
+    images = [item[fields.MULTI_MODAL_INPUTS] for item in items if _has_images_field(item)]
+    if images:
+        inputs = [image.inputs() for image in images]
+        arrays |= object_arrays([{fields.MULTI_MODAL_INPUTS: entry} for entry in inputs], ())
+        of_rows = [image.positions(entry) for image, entry in zip(images, inputs, strict=True)]
+        tensors[fields.POSITION_IDS] = _padded_positions(of_rows, ids.shape[1])
+    return DataProto.from_dict(tensors, arrays)
+
+
+def _has_images_field(item: PromptItem) -> bool:
+    return fields.MULTI_MODAL_INPUTS in item
+
+
+def _padded_positions(rows: Sequence[npt.NDArray[np.int64]], length: int) -> torch.Tensor:
+    """Pad positions [3, tokens] of each row with 0 on the left; return them, [B, 3, length]."""
+    padded = np.zeros((len(rows), 3, length), dtype=np.int64)
+    for i, row in enumerate(rows):
+        padded[i, :, length - row.shape[1] :] = row
+    return torch.from_numpy(padded)
 
 
 def collate_answers(

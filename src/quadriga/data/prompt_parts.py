@@ -13,12 +13,15 @@ import numpy as np
 from quadriga.data.chat import (
     Chat,
     TemplateArguments,
+    TemplateChat,
     characters,
     chat_of,
     encode_chats,
     most_characters,
 )
 from quadriga.data.collate import PromptItem
+from quadriga.data.images.prompts import ImageRules, PromptImages
+from quadriga.data.images.reading import check_no_images
 from quadriga.data.rows import Row
 from quadriga.data.token_cache import TokenCache, open_cache, tokenizer_digest
 from quadriga.protocol import fields
@@ -36,24 +39,41 @@ class PromptRules:
     max_prompt_length: int | None
     filter_overlong_prompts: bool
     arguments: TemplateArguments = field(default_factory=dict)
+    image_key: str | None = None
+    images: ImageRules | None = None
 
     def encode(self, rows: Sequence[Row]) -> list[list[int] | None]:
         """Return the token ids of each row; None for a row that has too many characters.
 
-        Raises `DataError` for such a row, unless long prompts are left out.
+        Raises `DataError` for such a row, unless long prompts are left out, and for images that
+        cannot be used.
         """
         chats = [chat_of(row, self.prompt_key) for row in rows]
         most = most_characters(self.max_prompt_length)
         for row, chat in zip(rows, chats, strict=True):
             if characters(chat) > most:
                 self.check(row, None)
-        short = [chat for chat in chats if characters(chat) <= most]
-        found: list[list[int]] = []
-        if short:
-            first = rows[0].number
-            found = encode_chats(self.tokenizer, short, first=first, arguments=self.arguments)
-        encoded = iter(found)
-        return [next(encoded) if characters(chat) <= most else None for chat in chats]
+        short = [i for i, chat in enumerate(chats) if characters(chat) <= most]
+        found: list[list[int] | None] = [None] * len(chats)
+        for i, ids in zip(short, self._encode_short(rows, chats, short), strict=True):
+            found[i] = ids if self.images is None else self.images.expand(rows[i], ids)
+        return found
+
+    def _encode_short(
+        self, rows: Sequence[Row], chats: Sequence[Chat], short: Sequence[int]
+    ) -> list[list[int]]:
+        """Return the token ids of the chats with the numbers `short`, as the template writes them:
+        one token for each image."""
+        used: list[TemplateChat] = [chats[i] for i in short]
+        if self.images is not None:
+            used = [self.images.template_chat(rows[i], chats[i]) for i in short]
+        else:
+            for i in short:
+                check_no_images(rows[i], self.image_key)
+        if not used:
+            return []
+        first = rows[0].number
+        return encode_chats(self.tokenizer, used, first=first, arguments=self.arguments)
 
     def keeps(self, tokens: int | None) -> bool:
         """Return whether a prompt of `tokens` tokens (None: too many characters) is used."""
@@ -81,7 +101,7 @@ class PromptRules:
         """Return the prompt of a row. `index` counts the rows of all files before filtering, so it
         identifies a row of the data for any limit."""
         chat: Chat = chat_of(row, self.prompt_key)
-        return {
+        item: PromptItem = {
             fields.INPUT_IDS: ids,
             fields.RAW_PROMPT: chat,
             fields.INDEX: index,
@@ -89,6 +109,9 @@ class PromptRules:
             fields.REWARD_MODEL: row.values.get(fields.REWARD_MODEL),
             fields.EXTRA_INFO: row.values.get(fields.EXTRA_INFO),
         }
+        if self.images is not None:
+            item[fields.MULTI_MODAL_INPUTS] = PromptImages(row, ids, self.images)
+        return item
 
 
 class PromptPart(Protocol):
@@ -157,6 +180,8 @@ class CachedPrompts:
         arguments = json.dumps(dict(rules.arguments), sort_keys=True)
         most = most_characters(rules.max_prompt_length)
         settings = f"{digest} {rules.prompt_key} {most} {arguments}"
+        if rules.images is not None or rules.image_key is not None:
+            settings += f" {rules.image_key} {rules.images and rules.images.settings}"
         cache = open_cache(path, folder, settings=settings, encode=rules.encode)
         return cls(cache, rules, first)
 

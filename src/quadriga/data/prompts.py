@@ -12,6 +12,7 @@ import numpy as np
 
 from quadriga.data.chat import NO_ARGUMENTS, TemplateArguments
 from quadriga.data.collate import PromptItem, collate_prompts
+from quadriga.data.images.prompts import ImageRules
 from quadriga.data.prompt_parts import CachedPrompts, PromptPart, PromptRules, PromptsInMemory
 from quadriga.data.rows import Row, check_files, rows_of_file
 from quadriga.data.token_cache import is_large
@@ -29,6 +30,9 @@ class PromptDataset:
         max_prompt_length: in tokens; None: no limit.
         filter_overlong_prompts: leave longer prompts out; False: a longer prompt is an error.
         chat_template_kwargs: arguments of the chat template, such as `enable_thinking`.
+        image_key: column of the images of the prompts; None: the rows have none.
+        images: how images become tokens; None: the model takes text only, and a row with images is
+            an error.
         cache_dir: folder in which the token ids of large files are kept (see `token_cache`); the
             rows of such a file stay on disk. None: all rows are in memory.
 
@@ -57,6 +61,8 @@ class PromptDataset:
         max_prompt_length: int | None = None,
         filter_overlong_prompts: bool = True,
         chat_template_kwargs: TemplateArguments = NO_ARGUMENTS,
+        image_key: str | None = "images",
+        images: ImageRules | None = None,
         cache_dir: str | Path | None = None,
     ) -> None:
         rules = PromptRules(
@@ -65,6 +71,8 @@ class PromptDataset:
             max_prompt_length,
             filter_overlong_prompts,
             chat_template_kwargs,
+            image_key,
+            images,
         )
         parts: list[PromptPart] = []
         rows = 0
@@ -86,6 +94,8 @@ class PromptDataset:
         max_prompt_length: int | None = None,
         filter_overlong_prompts: bool = True,
         chat_template_kwargs: TemplateArguments = NO_ARGUMENTS,
+        image_key: str | None = "images",
+        images: ImageRules | None = None,
     ) -> PromptDataset:
         """Return the dataset of rows in memory. Error messages name them "given, row <number>"."""
         rows = [Row(dict(row), "given", number) for number, row in enumerate(values)]
@@ -95,6 +105,8 @@ class PromptDataset:
             max_prompt_length,
             filter_overlong_prompts,
             chat_template_kwargs,
+            image_key,
+            images,
         )
         dataset = cls.__new__(cls)
         dataset._join([PromptsInMemory(rows, rules, 0)], rules, "given")

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from quadriga.checkpoint.files import SavedFile
+from quadriga.models.vision.rows import MultiModalRows
 
 HeadKind = Literal["lm", "value", "score"]
 """What the model computes for a token: logits over the vocabulary, or one value. The head of a
@@ -66,6 +67,7 @@ class TrainEngine(Protocol):
         temperature: float = 1.0,
         entropy: bool = False,
         micro_batch_size: int | None = None,
+        images: MultiModalRows | None = None,
     ) -> Outputs:
         """Compute outputs without gradients: float32, on the CPU, rows in the batch's order.
 
@@ -73,9 +75,10 @@ class TrainEngine(Protocol):
             temperature: the logits are divided by it.
             entropy: also compute `entropy`.
             micro_batch_size: rows of a micro-batch. None: as the engine's settings say.
+            images: of the rows, for a model that takes images; None: they are text.
 
         Raises:
-            FieldError: the batch lacks a required field.
+            FieldError: the batch lacks a required field, or `images` do not fit it.
         """
         ...
 
@@ -88,6 +91,7 @@ class TrainEngine(Protocol):
         entropy: bool = False,
         reference: TrainEngine | None = None,
         micro_batch_size: int | None = None,
+        images: MultiModalRows | None = None,
     ) -> dict[str, float]:
         """Make one optimizer step.
 
@@ -96,6 +100,7 @@ class TrainEngine(Protocol):
             reference: an engine of the same kind on the same ranks, whose model has the same
                 vocabulary. The outputs then contain `full_kl`: KL(policy ‖ reference) of each
                 token, over the vocabulary and at `temperature`, with its gradient.
+            images: as in `forward`.
 
         Returns:
             The metrics of the loss function and `loss`, summed over micro-batches and ranks;

@@ -25,6 +25,7 @@ from quadriga.checkpoint.files import SavedFile
 from quadriga.checkpoint.rank_state import load_rank_state, read_scalars, save_rank_state
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.base import Batch, HeadKind, LossFn, Outputs, TrainEngine
+from quadriga.engines.image_inputs import Images, check_batch, images_of
 from quadriga.engines.loading.model_setup import in_local_folders
 from quadriga.engines.loading.model_weights import ModelWeights
 from quadriga.engines.loading.sharded_loading import load_sharded
@@ -36,7 +37,6 @@ from quadriga.engines.loading.sharding import (
 )
 from quadriga.engines.loading.trained_part import check_frozen, dropout_on, frozen_scalars
 from quadriga.engines.micro_batches import (
-    check_fields,
     dummy_batch,
     equal_counts_over_ranks,
     plan_micro_batches,
@@ -49,6 +49,7 @@ from quadriga.engines.optimizers.sharded import SKIPPED_IN_A_ROW, UPDATES, Shard
 from quadriga.engines.schedule import check_schedule
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import ConfigError
+from quadriga.models.vision.rows import MultiModalRows
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import (
     SHARD,
@@ -158,18 +159,16 @@ class FSDPEngine:
         temperature: float = 1.0,
         entropy: bool = False,
         micro_batch_size: int | None = None,
+        images: MultiModalRows | None = None,
     ) -> Outputs:
-        micro_batches = self._plan(batch, micro_batch_size)
+        micro_batches = self._plan(batch, micro_batch_size, images)
         shape = batch[fields.RESPONSE_MASK].shape
         outputs: Outputs = {}
+        compute = partial(self._token_model, temperature=temperature, entropy=entropy)
         with self._on_device("parameters"), torch.no_grad():
             for rows in micro_batches:
                 micro = dummy_batch() if rows is None else select_rows(batch, rows, _CPU)
-                micro_outputs = self._token_model(micro, temperature=temperature, entropy=entropy)
-                for name, values in micro_outputs.items():
-                    whole = outputs.setdefault(name, torch.zeros(shape))
-                    if rows is not None:
-                        whole[rows] = values.float().to(whole.device)
+                _keep(outputs, compute(micro, images=images_of(images, rows)), rows, shape)
         return outputs
 
     def train_step(
@@ -181,10 +180,11 @@ class FSDPEngine:
         entropy: bool = False,
         reference: TrainEngine | None = None,
         micro_batch_size: int | None = None,
+        images: MultiModalRows | None = None,
     ) -> dict[str, float]:
         if self.optimizer is None:
             raise ConfigError("this engine has no optimizer, because it was built with optim=None")
-        micro_batches = self._plan(mini_batch, micro_batch_size)
+        micro_batches = self._plan(mini_batch, micro_batch_size, images)
         totals = {"loss": 0.0}  # also if no rank has rows
         dropout = dropout_on(self.module, self._part.adapter)
         with self._on_device("parameters"), _reference_model(reference) as ref, dropout:
@@ -193,7 +193,8 @@ class FSDPEngine:
             )
             for index, rows in enumerate(micro_batches):
                 self._set_last_backward(index == len(micro_batches) - 1)
-                self._accumulate(mini_batch, rows, loss_fn, totals, compute)
+                of_rows = partial(compute, images=images_of(images, rows))
+                self._accumulate(mini_batch, rows, loss_fn, totals, of_rows)
             # Activations and whole gradients are freed before the moments come to the device.
             with self._on_device("moments"):
                 norm, rate = self.optimizer.step()
@@ -228,9 +229,9 @@ class FSDPEngine:
         for name, value in {"loss": loss.detach(), **metrics}.items():
             totals[name] = totals.get(name, 0.0) + float(value)
 
-    def _plan(self, batch: Batch, size: int | None) -> list[Tensor | None]:
+    def _plan(self, batch: Batch, size: int | None, images: Images) -> list[Tensor | None]:
         """Return the row indices of each micro-batch; see `equal_counts_over_ranks`."""
-        check_fields(batch)
+        check_batch(batch, images, self.module.config)
         if size is None and not self.config.use_dynamic_bsz:
             size = max(len(batch[fields.INPUT_IDS]), 1)
         plan = partial(
@@ -368,6 +369,14 @@ class FSDPEngine:
             yield from self.module.buffers()
         elif self.optimizer is not None and on_device:
             yield from self.optimizer.existing_moments()
+
+
+def _keep(outputs: Outputs, found: Outputs, rows: Tensor | None, shape: torch.Size) -> None:
+    """Write what a micro-batch has computed to its rows of the outputs."""
+    for name, values in found.items():
+        whole = outputs.setdefault(name, torch.zeros(shape))
+        if rows is not None:
+            whole[rows] = values.float().to(whole.device)
 
 
 @contextmanager

@@ -34,15 +34,18 @@ from quadriga.engines.attention.packed import (
 )
 from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES, Batch, HeadKind, Outputs
 from quadriga.engines.fused_head import MIN_FUSED_LOGITS, FusedHead, fusable_layer
+from quadriga.engines.image_inputs import image_arguments
 from quadriga.engines.loading.sharding import class_name
 from quadriga.engines.loading.trained_part import adapters_off
 from quadriga.engines.micro_batches import dummy_batch
 from quadriga.engines.model_parallel.token_slice import TokenSlice
 from quadriga.engines.sequence_cost import sequence_cost
 from quadriga.errors import ConfigError
+from quadriga.models.architectures import takes_images
 from quadriga.models.log_probs.linear_full_kl import linear_full_kl
 from quadriga.models.log_probs.linear_log_prob import linear_log_probs
 from quadriga.models.log_probs.log_prob import log_probs_and_entropy
+from quadriga.models.vision.rows import MultiModalRows
 from quadriga.parallel.aligned_rows import left_align
 from quadriga.parallel.attention_blocks import PackedRows
 from quadriga.parallel.model_parallel.model_ranks import ModelRanks
@@ -152,22 +155,23 @@ class TokenModel:
         temperature: float,
         entropy: bool,
         reference: TokenModel | None = None,
+        images: MultiModalRows | None = None,
     ) -> Outputs:
         """Compute the outputs [B, R] of `rows` (on any device) on the model's device.
 
         With a `reference`, they contain `full_kl`: KL(this ‖ reference) over the vocabulary.
         """
-        inputs = self._model_inputs(rows)
+        inputs = self._model_inputs(rows, images)
         if self.head != "lm":
             values = inputs.join(inputs.select(self._run(inputs)).float())
             return {VALUES: inputs.unpack(values[:, 0])}
         token_outputs = TokenOutputs(temperature, entropy, full_kl=reference is not None)
         if self._fused_head is None or not (reference is None or reference.fused):
-            ref_logits = None if reference is None else reference.logits(rows)
+            ref_logits = None if reference is None else reference.logits(rows, images)
             logits = inputs.select(self._run(inputs))
             columns = token_outputs.from_logits(logits, inputs.labels, ref_logits)
         else:
-            ref_state = None if reference is None else reference.head_inputs(rows)
+            ref_state = None if reference is None else reference.head_inputs(rows, images)
             # The replaced layer returns one column for each output, so the model's "logits" are
             # [K, number of outputs] instead of [K, V].
             with self._fused_head.replaced_by(
@@ -179,20 +183,22 @@ class TokenModel:
         columns = inputs.join(columns)
         return {name: inputs.unpack(columns[:, i]) for i, name in enumerate(token_outputs.names)}
 
-    def logits(self, rows: Batch) -> Tensor:
+    def logits(self, rows: Batch, images: MultiModalRows | None = None) -> Tensor:
         """Return the logits of the targets, [K, V], without gradient."""
-        inputs = self._model_inputs(rows)
+        inputs = self._model_inputs(rows, images)
         with torch.no_grad():
             return inputs.select(self._run(inputs))
 
-    def head_inputs(self, rows: Batch) -> tuple[Tensor, Tensor]:
+    def head_inputs(
+        self, rows: Batch, images: MultiModalRows | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the hidden states of the targets [K, D] and the head's weight [V, D].
 
         Both are without gradient. The weight is valid until the model's weights are sharded again.
         Requires a fused head.
         """
         assert self._fused_head is not None
-        inputs = self._model_inputs(rows)
+        inputs = self._model_inputs(rows, images)
         weights: list[Tensor] = []
 
         def keep_inputs(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -261,8 +267,8 @@ class TokenModel:
             raise ConfigError(f"engine.fused_head=true: {layer}; set it to null or false")
         return None
 
-    def _model_inputs(self, rows: Batch) -> ModelInputs:
-        return self._packed_inputs(rows) if self.packed else self._padded_inputs(rows)
+    def _model_inputs(self, rows: Batch, images: MultiModalRows | None = None) -> ModelInputs:
+        return self._packed_inputs(rows) if self.packed else self._padded_inputs(rows, images)
 
     def _packed_inputs(self, rows: Batch) -> ModelInputs:
         packed = pack_rows(
@@ -308,13 +314,18 @@ class TokenModel:
             ),
         }
 
-    def _padded_inputs(self, rows: Batch) -> ModelInputs:
-        aligned = left_align(
+    def _padded_inputs(self, rows: Batch, images: MultiModalRows | None) -> ModelInputs:
+        cpu = left_align(
             rows[fields.INPUT_IDS], rows[fields.ATTENTION_MASK], rows[fields.RESPONSE_MASK]
-        ).to(self.device)
+        )
+        aligned, config = cpu.to(self.device), self.model.config
+        arguments: dict[str, Tensor | AttentionRows] = {"input_ids": aligned.input_ids}
+        if takes_images(config):
+            mask = rows[fields.ATTENTION_MASK]
+            arguments.update(image_arguments(config, cpu.input_ids, mask, images, self.device))
         row, column = aligned.predictors
         return ModelInputs(
-            {"input_ids": aligned.input_ids},
+            arguments,
             aligned.labels,
             lambda x: x[row, column],
             aligned.unpack,

@@ -9,6 +9,7 @@
 - `stored_dtypes`: the dtypes in which a folder holds its weights.
 - `tiny`: write a small model and its tokenizer.
 - `log_probs`: log-probabilities, entropy and KL, from logits or from hidden states.
+- `vision`: models of text and images.
 - `simulated`: models without weights, whose allocations are counted.
 
 May import every package below `models` in docs/architecture.md. Names load when they are first

@@ -78,6 +78,9 @@ PADDED = (
 EQUAL_LENGTHS = ("deepseek_v4", "falcon_mamba", "mamba", "minimax_m3_vl_text")
 """Padded rows, equal lengths."""
 
+VISION = ("qwen2_5_vl", "qwen2_vl")
+"""Models of text and images: padded rows, mixed lengths. `models/vision` says what they need."""
+
 REFUSED: dict[str, tuple[str, ...]] = {
     "it is an encoder, whose tokens attend to later tokens": (
         "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie",
@@ -106,7 +109,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     **dict.fromkeys(PADDED, Architecture("padded", "mixed lengths")),
     **dict.fromkeys(EQUAL_LENGTHS, Architecture("padded", "equal lengths")),
 }
-"""`model_type` -> how it is computed."""
+"""`model_type` -> how it is computed, for models of text."""
+
+VISION_ARCHITECTURES = dict.fromkeys(VISION, Architecture("padded", "mixed lengths"))
+"""The same for models of text and images."""
 
 UNLISTED = Architecture("padded", "equal lengths")
 """How every other architecture is computed that is not refused."""
@@ -116,12 +122,18 @@ _REASONS = {name: reason for reason, names in REFUSED.items() for name in names}
 
 def architecture_of(config: PreTrainedConfig) -> Architecture:
     """Return how the model of this config is computed."""
-    return ARCHITECTURES.get(config.model_type, UNLISTED)
+    known = {**ARCHITECTURES, **VISION_ARCHITECTURES}
+    return known.get(config.model_type, UNLISTED)
 
 
 def is_listed(config: PreTrainedConfig) -> bool:
     """Return whether the architecture was compared with the naive loop."""
-    return config.model_type in ARCHITECTURES
+    return config.model_type in ARCHITECTURES or takes_images(config)
+
+
+def takes_images(config: PreTrainedConfig) -> bool:
+    """Return whether the model computes images beside text."""
+    return config.model_type in VISION_ARCHITECTURES
 
 
 def check_architecture(model_type: str, path: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -28,6 +29,7 @@ from transformers.integrations import hub_kernels
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from quadriga.errors import ModelError
+from quadriga.models.architectures import takes_images
 from quadriga.models.cpu_linear import use_cpu_linear
 from quadriga.models.folder import check_model_folder, local_folder
 from quadriga.models.weights.finite import check_all_finite, count_not_finite
@@ -37,7 +39,8 @@ from quadriga.parallel.node_memory import folder_in_memory
 
 _log = logging.getLogger(__name__)
 
-AutoModelClass = type[AutoModelForCausalLM] | type[AutoModelForTokenClassification]
+LMClass = type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]
+AutoModelClass = LMClass | type[AutoModelForTokenClassification]
 Dtype = ComputeDtypeName | torch.dtype
 """A dtype by name, "auto" (the dtype in the folder's config.json), or a torch dtype."""
 
@@ -80,6 +83,8 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Load the causal language model of a folder on the CPU, in evaluation mode.
 
+    A model of text and images is loaded with its image encoder.
+
     `use_shm`: the ranks of a node read the weights once and share that memory.
 
     Raises:
@@ -87,7 +92,7 @@ def load_causal_lm(
     """
     config = _config(local_folder(path), attn_implementation, trust_remote_code)
     model, missing = _load(
-        AutoModelForCausalLM, path, dtype, config, attn_implementation, trust_remote_code, use_shm
+        _lm_class(config), path, dtype, config, attn_implementation, trust_remote_code, use_shm
     )
     if missing:
         raise ModelError(
@@ -116,7 +121,8 @@ def load_value_model(
         ModelError: transformers has no token head for this architecture, or weights of the backbone
             are missing.
     """
-    config = _with_value_head(_config(local_folder(path), attn_implementation, trust_remote_code))
+    config = _config(local_folder(path), attn_implementation, trust_remote_code)
+    config = _with_value_head(config, path)
     model, missing = _load(
         AutoModelForTokenClassification,
         path,
@@ -202,9 +208,9 @@ def _meta_model(
     trust_remote_code: bool,
 ) -> PreTrainedModel:
     """Build the model on the meta device, in evaluation mode."""
-    auto_class: AutoModelClass = AutoModelForCausalLM
+    auto_class: AutoModelClass = _lm_class(config)
     if value_head:
-        config, auto_class = _with_value_head(config), AutoModelForTokenClassification
+        config, auto_class = _with_value_head(config, folder), AutoModelForTokenClassification
     own_code = nullcontext() if trust_remote_code else _no_code_of_the_hub()
     meta = torch.device("meta")
     with quiet_libraries(), model_errors(folder, "model"), own_code, meta:
@@ -236,8 +242,23 @@ def _value_head(model: PreTrainedModel, path: str | Path) -> torch.nn.Linear:
     return head
 
 
-def _with_value_head(config: PretrainedConfig) -> PretrainedConfig:
-    """Set the config of a token classifier: one number a token, without dropout before it."""
+def _lm_class(config: PretrainedConfig) -> LMClass:
+    return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+
+
+def _with_value_head(config: PretrainedConfig, path: str | Path) -> PretrainedConfig:
+    """Set the config of a token classifier: one number a token, without dropout before it.
+
+    Raises:
+        ModelError: the model takes images.
+    """
+    if takes_images(config):
+        raise ModelError(
+            f"model_type {config.model_type!r} of the model in {path} takes images, and such a "
+            "model cannot have a head for values or scores; set the path to a model of text, or "
+            "choose an advantage estimator without a critic, such as grpo",
+            path=str(path),
+        )
     config.num_labels = 1
     config.classifier_dropout = 0.0
     return config

@@ -52,6 +52,7 @@ REWARD_MODEL: Final = "reward_model"
 EXTRA_INFO: Final = "extra_info"
 RAW_PROMPT: Final = "raw_prompt"
 INDEX: Final = "index"
+MULTI_MODAL_INPUTS: Final = "multi_modal_inputs"
 UID: Final = "uid"
 PARTIALS: Final = "partials"
 
@@ -116,7 +117,9 @@ TENSORS: tuple[Field, ...] = (
         (*_LOADERS, _GENERATE), ("expand_prompts", _GENERATE, _SCORE, *_FORWARD),
     ),
     Field(
-        POSITION_IDS, "[B, P], then [B, P+R]", "int64", "position of each token, from 0",
+        POSITION_IDS, "[B, P], then [B, P+R]", "int64",
+        "position of each token, from 0; for a model that takes images [B, 3, …]: in time, height "
+        "and width",
         (*_LOADERS, _GENERATE),
     ),
     Field(
@@ -244,6 +247,11 @@ ARRAYS: tuple[Field, ...] = (
     Field(
         INDEX, "[B]", "object", "int, number of the row in its data files",
         (_PROMPT_LOADER,), (),
+    ),
+    Field(
+        MULTI_MODAL_INPUTS, "[B]", "object",
+        "for a model that takes images: dict of `pixel_values` and `image_grid_thw`, {} without",
+        (_PROMPT_LOADER,), (_GENERATE, *_LOG_PROBS, "update_actor"),
     ),
     Field(
         UID, "[B]", "object", "str, the same for all rows of one prompt group",

@@ -30,6 +30,7 @@ SamplingSetting = Literal[
     "stop_token_ids",
     "stop_strings",
     "ignore_eos",
+    "excluded_token_ids",
 ]
 """A setting of `SamplingParams` that an engine may be unable to apply."""
 
@@ -50,6 +51,7 @@ _DEFAULTS: dict[SamplingSetting, object] = {
     "stop_token_ids": (),
     "stop_strings": (),
     "ignore_eos": False,
+    "excluded_token_ids": (),
 }
 ALL_SETTINGS: frozenset[SamplingSetting] = frozenset(_DEFAULTS)
 """Every setting that an engine may be unable to apply."""

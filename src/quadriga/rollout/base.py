@@ -12,6 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from quadriga.models.vision.rows import MultiModalRows
 from quadriga.rollout.abilities import RolloutAbilities
 from quadriga.rollout.params import LogProbKind as LogProbKind
 from quadriga.rollout.params import SamplingParams as SamplingParams
@@ -151,6 +152,29 @@ class RolloutEngine(Protocol):
         """End the engine with its processes and files. A second call does nothing.
 
         Every other method but `name`, `abilities` and `version` then raises `RolloutError`.
+        """
+        ...
+
+
+@runtime_checkable
+class GeneratesFromImages(Protocol):
+    """A rollout engine that computes images beside text."""
+
+    def generate_from_images(
+        self,
+        prompt_ids: Tensor,
+        attention_mask: Tensor,
+        sampling: SamplingParams,
+        sample_seeds: Tensor,
+        images: MultiModalRows,
+    ) -> RolloutOutput:
+        """Sample as `RolloutEngine.generate` from prompts with images.
+
+        Args:
+            images: of the rows, with `position_ids` [B, 3, P].
+
+        Raises:
+            FieldError: a row has another number of image tokens than its images.
         """
         ...
 

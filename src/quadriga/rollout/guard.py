@@ -21,13 +21,20 @@ from torch import Tensor
 
 from quadriga.errors import (
     QuadrigaError,
+    RolloutAbilityError,
     RolloutDiedError,
     RolloutError,
     RolloutOutputError,
     RolloutTimeoutError,
 )
+from quadriga.models.vision.rows import MultiModalRows
 from quadriga.rollout.abilities import RolloutAbilities
-from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
+from quadriga.rollout.base import (
+    GeneratesFromImages,
+    RolloutEngine,
+    RolloutOutput,
+    SamplingParams,
+)
 from quadriga.rollout.requests import check_request, check_sequences
 
 OutputFault = Literal[
@@ -46,7 +53,7 @@ OutputFault = Literal[
 
 - `row count`, `shape`, `dtype`: of the tensors, or the number of finish reasons.
 - `mask`: a row of the response mask is not ones followed by zeros, or is empty.
-- `token id`: a token is outside the vocabulary.
+- `token id`: a token is outside the vocabulary, or one of `excluded_token_ids`.
 - `padding`: something other than the padding token behind the end of a response.
 - `log-probability`: NaN, infinite or above 0; or not 0 at padding.
 - `end`: an end token inside a response.
@@ -58,6 +65,8 @@ _ROUNDING = 1e-3
 """Nats by which rounding may bring the log-probability of a certain token above 0."""
 
 ResultT = TypeVar("ResultT")
+_Request = tuple[Tensor, Tensor, SamplingParams, Tensor]
+"""Prompt ids, attention mask, sampling and sample seeds; see `RolloutEngine.generate`."""
 
 
 class GuardedRollout:
@@ -97,17 +106,39 @@ class GuardedRollout:
         sampling: SamplingParams,
         sample_seeds: Tensor,
     ) -> RolloutOutput:
+        request = prompt_ids, attention_mask, sampling, sample_seeds
+        return self._checked(request, lambda: self.engine.generate(*request))
+
+    def _checked(self, request: _Request, generate: Callable[[], RolloutOutput]) -> RolloutOutput:
+        """Return what the engine generates for a request; both are checked."""
+        prompt_ids, attention_mask, sampling, sample_seeds = request
         check_request(self.name, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
         oldest = self.version
-        out = self._call(
-            "generate",
-            lambda: self.engine.generate(prompt_ids, attention_mask, sampling, sample_seeds),
-        )
+        out = self._call("generate", generate)
         versions = range(oldest, self.version + 1)
         OutputCheck(self.name, self.rank).check(
             out, len(prompt_ids), sampling, self.abilities.vocabulary, versions
         )
         return out
+
+    def generate_from_images(
+        self,
+        prompt_ids: Tensor,
+        attention_mask: Tensor,
+        sampling: SamplingParams,
+        sample_seeds: Tensor,
+        images: MultiModalRows,
+    ) -> RolloutOutput:
+        engine = self.engine
+        if not isinstance(engine, GeneratesFromImages):
+            raise RolloutAbilityError(
+                f"rollout engine {self.name!r} cannot generate from prompts with images; set "
+                "rollout.name to hf",
+                engine=self.name,
+                setting="images",
+            )
+        request = prompt_ids, attention_mask, sampling, sample_seeds
+        return self._checked(request, lambda: engine.generate_from_images(*request, images))
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         check_sequences(self.name, self.abilities, ids, attention_mask)
@@ -247,6 +278,8 @@ class OutputCheck:
         self._require(
             (inside | ~mask).all(1), "token id", f"has a token outside the {vocabulary} tokens"
         )
+        excluded = torch.isin(ids, torch.tensor(sampling.excluded_token_ids).long())
+        self._require(~(excluded & mask).any(1), "token id", "has a token of `excluded_token_ids`")
         self._require(
             ((ids == sampling.pad_token_id) | mask).all(1),
             "padding",

@@ -41,6 +41,7 @@ class SamplingParams:
         stop_strings: a response ends with the token that completes one of them in its text. The
             token ids stay as they were sampled.
         ignore_eos: `eos_token_ids` do not end a response. They can still be sampled.
+        excluded_token_ids: never sampled, such as the tokens that stand for images.
         log_probs: the distribution of `RolloutOutput.rollout_log_probs`; see `LogProbKind`.
 
     Raises:
@@ -58,6 +59,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
+    excluded_token_ids: tuple[int, ...] = ()
     log_probs: LogProbKind = "policy"
 
     def __post_init__(self) -> None:
@@ -71,8 +73,12 @@ class SamplingParams:
             "min_new_tokens must be at least 0 and at most max_new_tokens": (
                 not 0 <= self.min_new_tokens <= self.max_new_tokens
             ),
-            "eos_token_ids and stop_token_ids must be at least 0": any(
-                token < 0 for token in (*self.eos_token_ids, *self.stop_token_ids)
+            "eos_token_ids, stop_token_ids and excluded_token_ids must be at least 0": any(
+                token < 0
+                for token in (*self.eos_token_ids, *self.stop_token_ids, *self.excluded_token_ids)
+            ),
+            "excluded_token_ids must not have tokens that end a response": bool(
+                {*self.excluded_token_ids} & {*self.eos_token_ids, *self.stop_token_ids}
             ),
             "stop_strings must be a tuple of strings that are not empty": (
                 isinstance(self.stop_strings, str) or not all(self.stop_strings)
@@ -102,5 +108,6 @@ class SamplingParams:
             "top_p": self.top_p < 1,
             "min_p": self.min_p > 0,
             "min_new_tokens": self.min_new_tokens > 0 and bool(self.end_token_ids),
+            "excluded_token_ids": bool(self.excluded_token_ids),
         }
         return tuple(name for name, active in excludes.items() if active)

@@ -48,6 +48,16 @@ def uniform(seeds_B: Tensor, position: int) -> Tensor:
     return _shift_right(_mix(state), 11).to(torch.float64) * 2.0**-53
 
 
+def _without_excluded(scores_BV: Tensor, sampling: SamplingParams, position: int) -> Tensor:
+    """Set the scores of tokens that must not be sampled at this position to -inf."""
+    scores_BV = _without_early_end(scores_BV, sampling, position)
+    excluded = [token for token in sampling.excluded_token_ids if token < scores_BV.shape[-1]]
+    if not excluded:
+        return scores_BV
+    index = torch.tensor(excluded, device=scores_BV.device)
+    return scores_BV.index_fill(-1, index, -math.inf)
+
+
 def _without_early_end(scores_BV: Tensor, sampling: SamplingParams, position: int) -> Tensor:
     """Set the scores of end tokens to -inf while the response is shorter than its minimum."""
     ends = [token for token in sampling.end_token_ids if token < scores_BV.shape[-1]]
@@ -101,11 +111,11 @@ def draw(
     """
     logits = logits_BV.float()
     if sampling.greedy:
-        token = _without_early_end(logits, sampling, position).argmax(-1)
+        token = _without_excluded(logits, sampling, position).argmax(-1)
         log_prob = torch.zeros_like(logits[:, 0])
         return token, log_prob if sampling.log_probs == "sampled" else _log_prob(logits, token)
     scores = logits / sampling.temperature if sampling.temperature != 1.0 else logits
-    allowed = _filtered(_without_early_end(scores, sampling, position), sampling)
+    allowed = _filtered(_without_excluded(scores, sampling, position), sampling)
     token = _inverse_cdf(allowed, uniform(seeds_B, position))
     of_kind = {"policy": scores, "sampled": allowed, "temperature_1": logits}
     return token, _log_prob(of_kind[sampling.log_probs], token)

@@ -102,6 +102,8 @@ def distribution(
     if position < sampling.min_new_tokens:
         ends = [token for token in sampling.end_token_ids if token < len(logits)]
         logits = logits.index_fill(0, torch.tensor(ends, dtype=torch.int64), -math.inf)
+    excluded = torch.tensor(sampling.excluded_token_ids, dtype=torch.int64)
+    logits = logits.index_fill(0, excluded, -math.inf)
     if sampling.greedy:
         best = int(logits.argmax())
         return [float(token == best) for token in range(len(logits))]

@@ -215,6 +215,7 @@ _SETTINGS = (
     "stop_token_ids",
     "stop_strings",
     "ignore_eos",
+    "excluded_token_ids",
 )
 
 

@@ -55,6 +55,8 @@ LOAD_PROMPTS = StageFields(
         fields.EXTRA_INFO,
     ),
 )
+LOAD_IMAGES = StageFields("PromptLoader", writes=(fields.MULTI_MODAL_INPUTS,))
+"""What the loader writes in addition for a model that takes images."""
 LOAD_DEMONSTRATIONS = StageFields(
     "SFTLoader",
     writes=(

@@ -153,12 +153,15 @@ class ActorRolloutRefWorker(PolicyWeights):
 
         Reads the fields `COMPUTE_LOG_PROB.reads`.
         """
+        from quadriga.models.vision.rows import MultiModalRows
+
         actor = self.config.actor
         outputs = self._engine("actor").forward(
             {key: data.batch[key] for key in COMPUTE_LOG_PROB.reads},
             temperature=self._temperature(),
             entropy=True,
             micro_batch_size=actor.engine.forward_rows(actor.ppo_micro_batch_size_per_gpu),
+            images=MultiModalRows.of(data),
         )
         return DataProto.from_dict(
             tensors={
@@ -173,12 +176,15 @@ class ActorRolloutRefWorker(PolicyWeights):
 
         Reads the fields `COMPUTE_REF_LOG_PROB.reads`.
         """
+        from quadriga.models.vision.rows import MultiModalRows
+
         outputs = self._engine("ref").forward(
             {key: data.batch[key] for key in COMPUTE_REF_LOG_PROB.reads},
             temperature=self._temperature(),
             micro_batch_size=self.config.ref.engine.forward_rows(
                 self.config.actor.ppo_micro_batch_size_per_gpu
             ),
+            images=MultiModalRows.of(data),
         )
         return DataProto.from_dict(tensors={fields.REF_LOG_PROB: outputs[LOG_PROBS]})
 

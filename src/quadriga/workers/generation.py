@@ -10,6 +10,9 @@ from quadriga.protocol import DataProto, fields
 from quadriga.workers.method_fields import GENERATE_SEQUENCES
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quadriga.models.vision.rows import MultiModalRows
     from quadriga.rollout.base import RolloutEngine, SamplingParams
 
 SamplingMode = Literal["train", "val", "greedy"]
@@ -17,10 +20,11 @@ SamplingMode = Literal["train", "val", "greedy"]
 
 
 def generation_inputs(rows: DataProto, mode: SamplingMode = "train") -> DataProto:
-    """Return a batch of the fields `GENERATE_SEQUENCES.reads`, with the sampling mode."""
-    inputs = rows.select(
-        batch_keys=GENERATE_SEQUENCES.reads, non_tensor_batch_keys=[], meta_info_keys=[]
-    )
+    """Return a batch of the fields that generation reads, with the sampling mode."""
+    tensors, arrays = list(GENERATE_SEQUENCES.reads), list[str]()
+    if fields.MULTI_MODAL_INPUTS in rows.non_tensor_batch:
+        tensors, arrays = [*tensors, fields.POSITION_IDS], [fields.MULTI_MODAL_INPUTS]
+    inputs = rows.select(batch_keys=tensors, non_tensor_batch_keys=arrays, meta_info_keys=[])
     inputs.meta_info["sampling"] = mode
     return inputs
 
@@ -56,13 +60,19 @@ def generate_batch(
     """
     import torch
 
+    from quadriga.models.vision.rows import MultiModalRows
     from quadriga.rollout.guard import GuardedRollout
 
     if not isinstance(engine, GuardedRollout):
         engine = GuardedRollout(engine)
     prompt_ids = prompts.batch[fields.INPUT_IDS]
     prompt_mask = prompts.batch[fields.ATTENTION_MASK]
-    out = engine.generate(prompt_ids, prompt_mask, sampling, prompts.batch[fields.SAMPLE_SEED])
+    request = prompt_ids, prompt_mask, sampling, prompts.batch[fields.SAMPLE_SEED]
+    images = MultiModalRows.of(prompts)
+    if images is None:
+        out = engine.generate(*request)
+    else:
+        out = engine.generate_from_images(*request, images)
     attention_mask = torch.cat([prompt_mask, out.response_mask], dim=1)
     finished = [reason == "stop" for reason in out.finish_reason]
     return DataProto.from_dict(
@@ -73,14 +83,23 @@ def generate_batch(
             fields.ROLLOUT_LOG_PROBS: out.rollout_log_probs,
             fields.INPUT_IDS: torch.cat([prompt_ids, out.response_ids], dim=1),
             fields.ATTENTION_MASK: attention_mask,
-            # The sum is -1 at padding on the left. No position embedding has that index, and the
-            # attention mask hides whatever is at position 0 there.
-            fields.POSITION_IDS: (attention_mask.cumsum(-1) - 1).clamp(min=0),
+            fields.POSITION_IDS: _positions(attention_mask, out.response_mask, images),
             fields.SEQUENCE_LENGTH: attention_mask.sum(-1),
             fields.FINISHED: torch.tensor(finished, dtype=torch.int64),
             fields.WEIGHT_VERSION: out.weight_versions,
         }
     )
+
+
+def _positions(
+    attention_mask: Tensor, response_mask: Tensor, images: MultiModalRows | None
+) -> Tensor:
+    """Return the positions of prompts and responses: [B, P + R], or [B, 3, P + R] with images."""
+    if images is not None:
+        return images.followed_by(response_mask)
+    # The sum is -1 at padding on the left. No position embedding has that index, and the
+    # attention mask hides whatever is at position 0 there.
+    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
 def sampling_params(
@@ -90,7 +109,7 @@ def sampling_params(
     of the model."""
     from quadriga.rollout.base import SamplingParams
 
-    pad, ends = special_tokens(model)
+    pad, ends, excluded = special_tokens(model)
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         eos_token_ids=ends,
@@ -103,17 +122,24 @@ def sampling_params(
         stop_token_ids=settings.stop_token_ids,
         stop_strings=settings.stop,
         ignore_eos=settings.ignore_eos,
+        excluded_token_ids=excluded,
     )
 
 
 @lru_cache(maxsize=8)
-def special_tokens(model: ModelConfig) -> tuple[int, tuple[int, ...]]:
-    """Return (padding token, end tokens) of a model's tokenizer, as token ids."""
+def special_tokens(model: ModelConfig) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return (padding token, end tokens, tokens of images), as token ids.
+
+    A sampled image token would stand for an image that does not exist.
+    """
     from quadriga.models.folder import end_token_ids
     from quadriga.models.loading import load_tokenizer
+    from quadriga.models.vision.processor import image_tokens
 
     tokenizer = load_tokenizer(
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
     )
     pad: int = tokenizer.pad_token_id
-    return pad, end_token_ids(model.path, tokenizer)
+    images = image_tokens(model.path, trust_remote_code=model.trust_remote_code)
+    excluded = () if images is None else images.never_sampled
+    return pad, end_token_ids(model.path, tokenizer), excluded

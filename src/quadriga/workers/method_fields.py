@@ -13,9 +13,14 @@ MODEL_INPUTS = (fields.INPUT_IDS, fields.ATTENTION_MASK, fields.RESPONSE_MASK)
 """What a training engine needs for a forward pass over sequences. It derives the positions and the
 ids of the responses from these fields, so the others are not moved to the ranks."""
 
+IMAGE_INPUTS = (fields.MULTI_MODAL_INPUTS,)
+"""What a model that takes images needs in addition, and with it `position_ids` [B, 3, …], which a
+model of text derives itself."""
+
 GENERATE_SEQUENCES = StageFields(
     "generate_sequences",
     reads=(fields.INPUT_IDS, fields.ATTENTION_MASK, fields.SAMPLE_SEED),
+    reads_if_present=IMAGE_INPUTS,
     writes=(
         fields.PROMPTS,
         fields.RESPONSES,
@@ -31,10 +36,16 @@ GENERATE_SEQUENCES = StageFields(
     drops=(fields.SAMPLE_SEED,),
 )
 COMPUTE_LOG_PROB = StageFields(
-    "compute_log_prob", reads=MODEL_INPUTS, writes=(fields.OLD_LOG_PROBS, fields.ENTROPYS)
+    "compute_log_prob",
+    reads=MODEL_INPUTS,
+    reads_if_present=IMAGE_INPUTS,
+    writes=(fields.OLD_LOG_PROBS, fields.ENTROPYS),
 )
 COMPUTE_REF_LOG_PROB = StageFields(
-    "compute_ref_log_prob", reads=MODEL_INPUTS, writes=(fields.REF_LOG_PROB,)
+    "compute_ref_log_prob",
+    reads=MODEL_INPUTS,
+    reads_if_present=IMAGE_INPUTS,
+    writes=(fields.REF_LOG_PROB,),
 )
 COMPUTE_VALUES = StageFields("compute_values", reads=MODEL_INPUTS, writes=(fields.VALUES,))
 COMPUTE_RM_SCORE = StageFields(
@@ -56,6 +67,7 @@ UPDATE_ACTOR = StageFields(
         fields.ROLLOUT_IS_WEIGHTS,
         fields.ROLLOUT_LOG_PROBS,
         fields.SELECTED_TOKENS,
+        *IMAGE_INPUTS,
     ),
     writes=(fields.PARTIALS,),
 )

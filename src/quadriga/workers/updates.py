@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quadriga.config.schema import ActorConfig, CriticConfig
 from quadriga.errors import FieldError, LengthError
+from quadriga.models.vision.rows import MultiModalRows
 from quadriga.protocol import DataProto, fields
 from quadriga.workers.method_fields import UPDATE_ACTOR, UPDATE_CRITIC
 from quadriga.workers.objectives import (
@@ -26,6 +27,9 @@ from quadriga.workers.objectives import (
 
 if TYPE_CHECKING:
     from quadriga.engines.base import TrainEngine
+
+
+_ROW = "row"  # number of a row of this rank, by which its images are found
 
 
 def update_policy(
@@ -62,7 +66,7 @@ def update_policy(
     Raises `LengthError` if ranks have different numbers of mini-batches, and `FieldError` if there
     are several optimizer steps and no `old_log_probs`.
     """
-    rows = _inputs_of_actor(data)
+    rows, images = _inputs_of_actor(data)
     epochs, prompts = config.ppo_epochs, config.ppo_mini_batch_size
     size = rows_per_mini_batch(prompts, len(data), responses_per_prompt, data_ranks)
     check_mini_batches_of_ranks(engine, len(data), size)
@@ -84,23 +88,32 @@ def update_policy(
         objective = PolicyObjective(
             config, counts, scale, old_from_update=old_from_update, mismatch_bound=mismatch_bound
         )
-        computed = _rows_to_compute(mini, config)
-        steps.append(step(computed, objective, entropy=objective.reads_entropy))
+        computed, of_rows = _rows_to_compute(mini, images, config)
+        steps.append(step(computed, objective, entropy=objective.reads_entropy, images=of_rows))
         partials += objective.partials
     return _report(steps, partials, prefix="actor/")
 
 
-def _inputs_of_actor(data: DataProto) -> dict[str, Tensor]:
+def _inputs_of_actor(data: DataProto) -> tuple[dict[str, Tensor], MultiModalRows | None]:
+    """Return the tensors of an update and the images of its rows, if it has some."""
     present = [key for key in UPDATE_ACTOR.reads_if_present if key in data.batch.keys()]  # noqa: SIM118
-    return {key: data.batch[key] for key in (*UPDATE_ACTOR.reads, *present)}
+    rows = {key: data.batch[key] for key in (*UPDATE_ACTOR.reads, *present)}
+    images = MultiModalRows.of(data)
+    if images is not None:
+        rows[_ROW] = torch.arange(len(data))
+    return rows, images
 
 
-def _rows_to_compute(mini: dict[str, Tensor], config: ActorConfig) -> dict[str, Tensor]:
-    """Return a mini-batch with response mask 0 in the rows that need no computation."""
+def _rows_to_compute(
+    mini: dict[str, Tensor], images: MultiModalRows | None, config: ActorConfig
+) -> tuple[dict[str, Tensor], MultiModalRows | None]:
+    """Return a mini-batch, with response mask 0 in the rows that need no computation, and its
+    images, which are found among those of all rows."""
+    of_rows = None if images is None else images.select(mini.pop(_ROW))
     if not skips_zero_advantages(config):
-        return mini
+        return mini, of_rows
     mask = mask_with_advantage(mini[fields.RESPONSE_MASK], mini[fields.ADVANTAGES])
-    return {**mini, fields.RESPONSE_MASK: mask}
+    return {**mini, fields.RESPONSE_MASK: mask}, of_rows
 
 
 def update_values(

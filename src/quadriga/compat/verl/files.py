@@ -109,7 +109,8 @@ def hf_processor(name_or_path: str, **kwargs: object) -> None:
     for name in _PROCESSORS:
         if (Path(name_or_path).expanduser() / name).is_file():
             raise ModelError(
-                f"hf_processor: {name_or_path} has a {name}, but Quadriga trains models of text; "
-                "use the text model",
+                f"hf_processor: {name_or_path} has a {name}, and Quadriga loads the image "
+                "processor of a model itself; remove the call (docs/concepts/images.md says which "
+                "models take images)",
                 path=name_or_path,
             )

@@ -21,6 +21,7 @@ OUTPUTS = (".jsonl", ".parquet")
 
 _OF_GENERATION = {f.name for f in dataclasses.fields(GenerationConfig)} - {
     "prompt_key",
+    "image_key",
     "overwrite",
     "seed",
 }

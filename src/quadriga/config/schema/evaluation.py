@@ -35,6 +35,7 @@ class GenerationConfig:
     prompt_key: str = "prompt"  # column of the prompts
     # arguments of the chat template, such as {enable_thinking: false}
     chat_template_kwargs: Options = field(default_factory=dict)
+    image_key: str | None = "images"  # column of the images of a prompt; None: there are none
     n: int = 1  # responses per prompt
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     max_prompt_length: int = 512  # tokens; longer prompts are left out
@@ -49,6 +50,7 @@ class GenerateConfig(GenerationConfig):
     """Settings of `quadriga generate`: responses of a model to one prompt or files of prompts."""
 
     prompt: str | None = None  # one prompt; None: those of data_files
+    images: list[str] = field(default_factory=list)  # image files of `prompt`
     output: str | None = None  # a .jsonl or .parquet file; None: standard output
 
 

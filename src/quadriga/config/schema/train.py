@@ -39,6 +39,7 @@ class DataConfig:
     prompt_key: str = "prompt"  # column of the prompts
     # arguments of the chat template, such as {enable_thinking: false}
     chat_template_kwargs: Options = field(default_factory=dict)
+    image_key: str | None = "images"  # column of the images of a prompt; None: there are none
     train_batch_size: int = 64  # prompts per step, over all ranks
     val_batch_size: int = 256  # prompts generated at once in validation
     max_prompt_length: int = 512  # tokens

@@ -200,6 +200,7 @@ TRAIN: dict[str, Row] = {
     "data.train_files": to("data.train_files", convert=files),
     "data.val_files": to("data.val_files", convert=files),
     "data.prompt_key": to("data.prompt_key"),
+    "data.image_key": to("data.image_key"),
     "data.train_batch_size": to("data.train_batch_size"),
     "data.val_batch_size": to("data.val_batch_size"),
     "data.max_prompt_length": to("data.max_prompt_length"),

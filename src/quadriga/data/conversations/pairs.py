@@ -21,6 +21,7 @@ from quadriga.data.chat import (
 )
 from quadriga.data.conversations.encoded import EncodedRow, encode_files
 from quadriga.data.conversations.scored_rows import Conversation, scored_rows
+from quadriga.data.images.reading import check_text_alone
 from quadriga.data.rows import Row
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
@@ -140,6 +141,8 @@ class _Rules:
         Raises:
             As `PairDataset`.
         """
+        for row in rows:
+            check_text_alone(row)
         pairs = [self._pair(row) for row in rows]
         margins = [0.0 if self.margin_key is None else _margin(r, self.margin_key) for r in rows]
         most = most_characters(self.max_length)

@@ -21,6 +21,7 @@ from quadriga.data.chat import (
 from quadriga.data.collate import SFTItem, collate_answers
 from quadriga.data.conversations.encoded import EncodedRow, encode_files
 from quadriga.data.conversations.turns import Conversation, assistant_turns, encode_turns
+from quadriga.data.images.reading import check_text_alone
 from quadriga.data.rows import Row
 from quadriga.errors import DataError, ModelError
 from quadriga.protocol import DataProto
@@ -166,6 +167,7 @@ class _Rules:
         return found
 
     def _chat(self, row: Row) -> Chat:
+        check_text_alone(row)
         if self.messages_key is not None:
             return _with_turns(row, self.messages_key)
         return _with_answer(row, self.prompt_key, self.response_key)

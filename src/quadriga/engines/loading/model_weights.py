@@ -19,6 +19,7 @@ from quadriga.engines.loading.trained_part import merged_weights
 from quadriga.models.adapters import export_adapter, is_adapter
 from quadriga.models.score_head import padding_token
 from quadriga.models.stored_dtypes import stored_dtypes
+from quadriga.models.vision.processor import copy_processor
 from quadriga.parallel.distributed import rank
 
 ADAPTER_FOLDER = "adapter"
@@ -99,8 +100,19 @@ class ModelWeights:
             tokenizer_path=config.tokenizer_path or config.path,
             trust_remote_code=config.trust_remote_code,
             write=rank() == 0,
-            extra=self._write_adapter() if adapted else None,
+            extra=self._extra(adapted=adapted),
         )
+
+    def _extra(self, *, adapted: bool) -> Callable[[Path], None]:
+        """Return what writes the image processor and the adapter into an export."""
+        adapter = self._write_adapter() if adapted else None
+
+        def write(folder: Path) -> None:
+            copy_processor(self.config.path, folder)
+            if adapter is not None:
+                adapter(folder)
+
+        return write
 
     def _config(self) -> PreTrainedConfig:
         """Return the config of the export: a sequence classifier needs a padding token."""

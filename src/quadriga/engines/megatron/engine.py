@@ -53,6 +53,7 @@ from quadriga.engines.optimizers.sharded import SKIPPED_IN_A_ROW, UPDATES
 from quadriga.engines.schedule import check_schedule
 from quadriga.engines.sequence_cost import sequence_cost
 from quadriga.errors import ConfigError
+from quadriga.models.vision.rows import MultiModalRows
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import (
     init_distributed,
@@ -153,7 +154,9 @@ class MegatronEngine:
         temperature: float = 1.0,
         entropy: bool = False,
         micro_batch_size: int | None = None,
+        images: MultiModalRows | None = None,
     ) -> Outputs:
+        _check_text_alone(images)
         micro_batches = self._plan(batch, micro_batch_size)
         shape = batch[fields.RESPONSE_MASK].shape
 
@@ -180,7 +183,9 @@ class MegatronEngine:
         entropy: bool = False,
         reference: TrainEngine | None = None,
         micro_batch_size: int | None = None,
+        images: MultiModalRows | None = None,
     ) -> dict[str, float]:
+        _check_text_alone(images)
         if self.optimizer is None:
             raise ConfigError("this engine has no optimizer, because it was built with optim=None")
         if reference is not None:
@@ -370,3 +375,10 @@ def _finish_gradients(
     `num_tokens` is left out: Megatron-core would divide by it, and losses are shares already.
     """
     finalize_model_grads(model, None, **settings)
+
+
+def _check_text_alone(images: MultiModalRows | None) -> None:
+    if images is not None:
+        raise ConfigError(
+            "rows with images are not built for engine.name=megatron; set engine.name=fsdp"
+        )

@@ -17,6 +17,8 @@ from quadriga.errors import ModelError, RolloutError
 from quadriga.models.architectures import architecture_of, is_listed
 from quadriga.models.context_window import context_window
 from quadriga.models.loading import load_causal_lm
+from quadriga.models.vision.processor import image_tokens_of
+from quadriga.models.vision.rows import MultiModalRows, check_images
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device
 from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities
@@ -112,8 +114,30 @@ class HFRollout:
         sampling: SamplingParams,
         sample_seeds: Tensor,
     ) -> RolloutOutput:
+        return self._generate(prompt_ids, attention_mask, sampling, sample_seeds, None)
+
+    def generate_from_images(
+        self,
+        prompt_ids: Tensor,
+        attention_mask: Tensor,
+        sampling: SamplingParams,
+        sample_seeds: Tensor,
+        images: MultiModalRows,
+    ) -> RolloutOutput:
+        """See `GeneratesFromImages`."""
+        return self._generate(prompt_ids, attention_mask, sampling, sample_seeds, images)
+
+    def _generate(
+        self,
+        prompt_ids: Tensor,
+        attention_mask: Tensor,
+        sampling: SamplingParams,
+        sample_seeds: Tensor,
+        images: MultiModalRows | None,
+    ) -> RolloutOutput:
         self._check_ready("generate")
         check_request(self.name, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
+        check_images(prompt_ids, attention_mask, images, image_tokens_of(self.module.config))
         count, width = len(prompt_ids), sampling.max_new_tokens
         ids = torch.full((count, width), sampling.pad_token_id, dtype=torch.int64)
         mask = torch.zeros(count, width, dtype=torch.int64)
@@ -124,7 +148,8 @@ class HFRollout:
             for rows in self._micro_batches(attention_mask):
                 seeds = sample_seeds[rows].to(self.device)
                 generation = Generation(self._cached, sampling, seeds, stop_strings, buffers)
-                generation.prefill(prompt_ids[rows], attention_mask[rows])
+                of_rows = None if images is None else images.select(rows)
+                generation.prefill(prompt_ids[rows], attention_mask[rows], of_rows)
                 generation.decode()
                 ids[rows], mask[rows], log_probs[rows], stopped[rows] = generation.collect()
         reasons: tuple[FinishReason, ...] = tuple(
@@ -136,6 +161,7 @@ class HFRollout:
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self._check_ready("score")
         check_sequences(self.name, self.abilities, ids, attention_mask)
+        check_images(ids, attention_mask, None, image_tokens_of(self.module.config))
         log_probs = torch.zeros(ids.shape)
         with torch.inference_mode():
             # One row at a time, without padding: the plain forward pass is the reference.

@@ -6,13 +6,14 @@ Shapes: b rows, P prompt columns, R response columns, V vocabulary entries.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from quadriga.models.vision.rows import MultiModalRows
 from quadriga.parallel.packing import first_row_with_same_prompt
 from quadriga.rollout.hf.kv_cache import (
     CacheBuffers,
@@ -39,10 +40,18 @@ class CachedModel:
         self._parameters = set(inspect.signature(module.forward).parameters)
 
     def forward(
-        self, cache: Cache, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None
+        self,
+        cache: Cache,
+        ids: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        images: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Run the model on new tokens [b, added] of each row; return the last logits [b, V]."""
-        return run_with_cache(self.module, self._parameters, cache, ids, mask, positions)
+        """Run the model on new tokens [b, added] of each row; return the last logits [b, V].
+
+        `positions` are [b, added], or [3, b, added] of tokens beside which there are `images`.
+        """
+        return run_with_cache(self.module, self._parameters, cache, ids, mask, positions, images)
 
 
 def run_with_cache(
@@ -52,6 +61,7 @@ def run_with_cache(
     ids: Tensor,
     mask: Tensor | None,
     positions: Tensor | None,
+    images: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Run a model, whose `forward` has `parameters`; see `CachedModel.forward`."""
     arguments: dict[str, object] = {
@@ -63,6 +73,7 @@ def run_with_cache(
         "use_cache": True,
         "logits_to_keep": 1,
     }
+    arguments |= images or {}
     known = {name: value for name, value in arguments.items() if name in parameters}
     logits: Tensor = module(**known).logits
     return logits[:, -1]
@@ -134,28 +145,42 @@ class Generation:
         )
         self.active = torch.arange(count, device=self.device)
 
-    def prefill(self, prompt_ids: Tensor, attention_mask: Tensor) -> None:
-        """Run the model on the distinct prompts, then copy their cache rows to every row."""
+    def prefill(
+        self, prompt_ids: Tensor, attention_mask: Tensor, images: MultiModalRows | None = None
+    ) -> None:
+        """Run the model on the distinct prompts, then copy their cache rows to every row.
+
+        Prompts with equal tokens and different images are distinct.
+        """
         valid = attention_mask.bool()
         first_column = int(valid.any(0).long().argmax())
         valid = valid[:, first_column:]
         # Padding may have any id, also one that the embedding does not have.
         prompts = prompt_ids[:, first_column:].masked_fill(~valid, 0)
-        owner = first_row_with_same_prompt(prompts, valid)
+        owner = _first_row_with_same_prompt(prompts, valid, images)
         distinct, prompt_of_row = torch.unique(owner, return_inverse=True)
         prompt_of_row = prompt_of_row.to(self.device)
         prompt_mask = valid[distinct].to(self.device)
         self.cache = growing_cache(self.model.module.config, self.buffers)
         padded = not bool(valid.all())
+        positions, pixels = (prompt_mask.cumsum(1) - 1).clamp(min=0), {}
+        following = prompt_mask.sum(1)
+        if images is not None:
+            owners = images.select(distinct)
+            pixels = {name: t.to(self.device) for name, t in owners.joined().items()}
+            positions = owners.position_ids[..., first_column:].transpose(0, 1).to(self.device)
+            # The first new token is behind the largest number of the prompt in any dimension.
+            following = positions.amax((0, 2)) + 1
         logits = self.model.forward(
             self.cache,
             prompts[distinct].to(self.device),
             prompt_mask if padded else None,
-            (prompt_mask.cumsum(1) - 1).clamp(min=0),
+            positions,
+            pixels,
         )
         reorder_cache(self.cache, prompt_of_row)
         self.logits = logits.index_select(0, prompt_of_row)
-        self.positions = prompt_mask.sum(1).index_select(0, prompt_of_row)
+        self.positions = following.index_select(0, prompt_of_row)
         self.prompt_width = prompt_mask.shape[1]
         self.mask = self._decoding_mask(prompt_mask, prompt_of_row) if padded else None
 
@@ -223,3 +248,14 @@ class Generation:
         ids = self.ids.masked_fill(~mask, self.sampling.pad_token_id)
         log_probs = self.log_probs.masked_fill(~mask, 0.0)
         return ids.cpu(), mask.long().cpu(), log_probs.cpu(), self.stopped.cpu()
+
+
+def _first_row_with_same_prompt(
+    prompts: Tensor, valid: Tensor, images: MultiModalRows | None
+) -> Tensor:
+    """Return, for each row, the index [b] of the first row with the same tokens and images."""
+    if images is not None:
+        # The number of the images is one more column, as if it were a token before the prompt.
+        prompts = torch.cat([images.image_numbers()[:, None], prompts], 1)
+        valid = torch.cat([valid.new_ones(len(valid), 1), valid], 1)
+    return first_row_with_same_prompt(prompts, valid)

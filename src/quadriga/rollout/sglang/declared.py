@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quadriga.rollout.abilities import ALL_SETTINGS, LogProbCondition, RolloutAbilities
+from quadriga.rollout.abilities import (
+    ALL_SETTINGS,
+    LogProbCondition,
+    RolloutAbilities,
+    SamplingSetting,
+)
 from quadriga.rollout.params import LogProbKind
 from quadriga.rollout.sglang.options import SGLangOptions
 
@@ -26,7 +31,8 @@ def declared_abilities(
     """Return the abilities of an SGLang with these options."""
     # `min_new_tokens` of SGLang needs its tokenizer, and its log-probabilities are then of neither
     # kind. Its seeds do not work with min_p.
-    settings = ALL_SETTINGS - {"min_new_tokens"} - ({"min_p"} if options.seeds else frozenset())
+    unable: set[SamplingSetting] = {"min_new_tokens", "excluded_token_ids"}
+    settings = ALL_SETTINGS - unable - ({"min_p"} if options.seeds else frozenset())
     return RolloutAbilities(
         vocabulary=vocabulary,
         window=window,

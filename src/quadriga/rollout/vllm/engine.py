@@ -74,7 +74,7 @@ class VLLMRollout:
             vocabulary=self._running.vocabulary,
             window=self._running.window,
             log_probs={"policy": "always", "sampled": "always", "temperature_1": "always"},
-            settings=ALL_SETTINGS,
+            settings=ALL_SETTINGS - {"excluded_token_ids"},
             filter_order="min_p, top_k, top_p",
             seeded=True,
             batch_invariant=self.dtype == torch.float32,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from quadriga.config.checks.settings import check_generate_settings
 from quadriga.config.schema import GenerateConfig
+from quadriga.data.images.prompts import TAG
 from quadriga.errors import ConfigError
 from quadriga.protocol import fields
 from quadriga.trainer.evaluation.responses import generate, load_prompts, write_responses
@@ -39,13 +40,26 @@ def run_generation(config: GenerateConfig) -> list[Answer]:
     """
     if (config.prompt is None) == (not config.data_files):
         raise ConfigError("set either prompt=… or data_files=[…], and not both", key="prompt")
+    if config.images and config.prompt is None:
+        raise ConfigError(
+            "images are the image files of prompt; set prompt=…, or write the images of data_files "
+            "into the column image_key",
+            key="images",
+        )
     check_generate_settings(config)
-    prompts = load_prompts(config, config.prompt)
+    prompts = load_prompts(config, _tagged(config), config.images)
     if config.output is None:
         rows = [row for batch in generate(config, prompts) for row in batch]
     else:
         rows = write_responses(config, prompts, config.output)
     return [Answer(_messages(row["prompt"]), _texts(row[fields.RESPONSES])) for row in rows]
+
+
+def _tagged(config: GenerateConfig) -> str | None:
+    """Return the prompt. Images for which it has no tag come before its text."""
+    if config.prompt is None or TAG in config.prompt:
+        return config.prompt
+    return TAG * len(config.images) + config.prompt
 
 
 def main_generation(config: GenerateConfig) -> list[Answer]:

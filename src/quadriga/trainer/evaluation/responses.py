@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from quadriga.trainer import stages
 from quadriga.trainer.evaluation.inputs import inputs_of
 from quadriga.trainer.evaluation.ranks import rollout_group
 from quadriga.trainer.evaluation.response_file import ResponseFile
+from quadriga.trainer.run.images import check_generation_takes_images, image_rules
 from quadriga.trainer.run.preflight import check_files, require_model_path
 from quadriga.trainer.run.sequence_checks import check_generation_data
 
@@ -54,11 +55,14 @@ class Prompts:
         return len(self.dataset)
 
 
-def load_prompts(config: GenerationConfig, prompt: str | None = None) -> Prompts:
+def load_prompts(
+    config: GenerationConfig, prompt: str | None = None, images: Sequence[str] = ()
+) -> Prompts:
     """Check settings, files and the model, and load the prompts; nothing is started.
 
     Args:
         prompt: one prompt in place of `data_files`.
+        images: the image files of this prompt.
 
     Raises:
         InputError: names the setting, the file or the row that does not fit.
@@ -76,7 +80,9 @@ def load_prompts(config: GenerationConfig, prompt: str | None = None) -> Prompts
     tokenizer = load_tokenizer(
         model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code
     )
-    key, length = config.prompt_key, config.max_prompt_length
+    check_generation_takes_images(config.rollout.name, model)
+    key, length, image_key = config.prompt_key, config.max_prompt_length, config.image_key
+    rules = image_rules(model, image_key)
     arguments = config.chat_template_kwargs
     if prompt is None:
         dataset = PromptDataset(
@@ -85,14 +91,17 @@ def load_prompts(config: GenerationConfig, prompt: str | None = None) -> Prompts
             prompt_key=key,
             max_prompt_length=length,
             chat_template_kwargs=arguments,
+            image_key=image_key,
+            images=rules,
         )
     else:
-        row = {key: [{"role": "user", "content": prompt}]}
         dataset = PromptDataset.from_rows(
-            [row],
+            [{key: [{"role": "user", "content": prompt}], str(image_key): list(images)}],
             tokenizer,
             prompt_key=key,
             max_prompt_length=length,
+            image_key=image_key,
+            images=rules,
             chat_template_kwargs=arguments,
         )
     check_generation_data(config, tokenizer, dataset)

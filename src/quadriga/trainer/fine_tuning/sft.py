@@ -269,6 +269,7 @@ def _validation_prompts(
         max_prompt_length=config.data.max_length,
         chat_template_kwargs=config.data.chat_template_kwargs,
         cache_dir=config.data.cache_dir,
+        image_key=None,
     )
     prompts = prompt_dataset(config.data.val_files, data, tokenizer)
     return prompts.head(config.trainer.val_size)

@@ -12,6 +12,7 @@ from quadriga.trainer.evaluation.ranks import trainer_settings
 from quadriga.trainer.memory.machine import device_limit, planned_device
 from quadriga.trainer.memory.plan import ROLLOUT, MemoryPlan, pool_memory
 from quadriga.trainer.memory.report import table_text
+from quadriga.trainer.run.images import uncounted_images
 
 
 def rows_at_once(config: GenerationConfig) -> tuple[int, int]:
@@ -55,9 +56,11 @@ def generation_memory_plan(config: GenerationConfig, device_type: str) -> Memory
         dtype=config.rollout.dtype,
         device_type=device_type,
     )
-    missing = (f"KV cache and buffers ({memory.uncounted})",) if memory.uncounted else ()
+    missing = uncounted_images(config.model)
+    if memory.uncounted:
+        missing.append(f"KV cache and buffers ({memory.uncounted})")
     planned = pool_memory(TrainConfig(), device_type, pool, {}, memory)
-    return MemoryPlan(device_type, (planned,), trainer.n_gpus_per_node, missing)
+    return MemoryPlan(device_type, (planned,), trainer.n_gpus_per_node, tuple(missing))
 
 
 def generation_plan_text(config: GenerationConfig) -> str:

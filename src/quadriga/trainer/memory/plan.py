@@ -40,6 +40,7 @@ from quadriga.trainer.dataflow import (
     takes_old_log_probs_from_update,
 )
 from quadriga.trainer.memory.machine import GIB
+from quadriga.trainer.run.images import uncounted_images
 from quadriga.trainer.run.role_workers import critic_model, uses_of_run
 
 PROCESS_BYTES = {"cpu": GIB // 2, "accelerator": GIB}
@@ -96,8 +97,7 @@ def memory_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
     """
     roles = _Roles(config, device_type)
     uses = uses_of_run(config)
-    added = added_keys(config)
-    roles.missing += [f"the added role {use}" for use in uses if use in added]
+    roles.missing += [f"the added role {use}" for use in uses if use in added_keys(config)]
     pools = tuple(
         _planned_pool(config, device_type, pool, roles) for pool in role_pools(config, uses)
     )
@@ -111,7 +111,7 @@ class _Roles:
         self.config = config
         self.device_type = device_type
         self.batch = batch_plan(config)
-        self.missing: list[str] = []
+        self.missing = uncounted_images(config.actor_rollout_ref.model)
 
     def engine(self, role: str, ranks: int) -> TrainingMemory | None:
         """Return the training engine of `role`; None if it is of a kind that is not known."""

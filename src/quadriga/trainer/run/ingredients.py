@@ -10,6 +10,7 @@ from quadriga.config.schema import DataConfig, RewardConfig, TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.trainer.dataflow import step_dataflow, validation_dataflow
 from quadriga.trainer.roles.places import scores_come_from_roles
+from quadriga.trainer.run.images import image_rules
 from quadriga.trainer.run.sequence_checks import check_training_data
 from quadriga.trainer.stages import BatchReward
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quadriga.data import PromptDataset, PromptLoader
+    from quadriga.data.images.prompts import ImageRules
     from quadriga.data.order import Mixture
     from quadriga.data.user_classes import Prompts
     from quadriga.rewards import RewardManager
@@ -59,12 +61,13 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
     # A seed of its own lets two runs differ in sampling and still see the same order of prompts.
     seed = config.data.seed if config.data.seed is not None else config.trainer.seed
     val_loader = None
-    train = load_prompts(config.data.train_files, config.data, tokenizer)
+    images = image_rules(model, config.data.image_key)
+    train = load_prompts(config.data.train_files, config.data, tokenizer, images)
     # Dynamic sampling concatenates the batches of several draws.
     train.same_width = config.algorithm.filter_groups.enable
     datasets = [train]
     if config.data.val_files:
-        val = load_prompts(config.data.val_files, config.data, tokenizer)
+        val = load_prompts(config.data.val_files, config.data, tokenizer, images)
         datasets.append(val)
         val_loader = PromptLoader(
             val,
@@ -97,18 +100,27 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
 
 
 def load_prompts(
-    files: Sequence[str], data: DataConfig, tokenizer: PreTrainedTokenizerBase
+    files: Sequence[str],
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImageRules | None = None,
 ) -> Prompts:
-    """Return the prompts of `files`, from the user's dataset class if the settings name one."""
+    """Return the prompts of `files`, from the user's dataset class if the settings name one.
+
+    `images`: how images become tokens, for a model that takes images.
+    """
     from quadriga.data.user_classes import user_dataset
 
     if data.dataset.path is not None:
         return user_dataset(data.dataset.path, files, tokenizer, data)
-    return prompt_dataset(files, data, tokenizer)
+    return prompt_dataset(files, data, tokenizer, images)
 
 
 def prompt_dataset(
-    files: Sequence[str], data: DataConfig, tokenizer: PreTrainedTokenizerBase
+    files: Sequence[str],
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImageRules | None = None,
 ) -> PromptDataset:
     """Return the prompts of `files`, with template and length filter as `data` says."""
     from quadriga.data import PromptDataset
@@ -120,6 +132,8 @@ def prompt_dataset(
         max_prompt_length=data.max_prompt_length,
         filter_overlong_prompts=data.filter_overlong_prompts,
         chat_template_kwargs=data.chat_template_kwargs,
+        image_key=data.image_key,
+        images=images,
         cache_dir=data.cache_dir,
     )
 

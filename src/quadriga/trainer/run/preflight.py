@@ -24,6 +24,7 @@ from quadriga.observability.trackers import check_trackers
 from quadriga.rollout import ROLLOUTS, check_rollout, check_sampling, check_updates
 from quadriga.trainer.dataflow import needs_critic, needs_reference
 from quadriga.trainer.roles.settings import check_roles_in_settings
+from quadriga.trainer.run.images import check_images_supported
 from quadriga.trainer.run.resuming import AnyRun, check_resume
 from quadriga.trainer.run.role_workers import critic_model
 
@@ -39,6 +40,7 @@ def check_train_config(config: TrainConfig) -> None:
     check_settings(config)
     check_data_files(config)
     check_models(config)
+    check_images_supported(config)
     check_parts(config)
     check_reward_model_folder(config)
     check_divisions(config)
@@ -114,6 +116,7 @@ def check_program(
         from quadriga.trainer.memory.report import check_memory  # imports torch
 
         check_models(config)
+        check_images_supported(config)
         check_parts(config)
         check_reward_model_folder(config)
         check_divisions(config)

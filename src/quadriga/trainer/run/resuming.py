@@ -44,6 +44,7 @@ _DATA = (
     "data.messages_key",
     "data.chosen_key",
     "data.rejected_key",
+    "data.image_key",
     "data.max_prompt_length",
     "data.max_length",
     _ARGUMENTS,
