@@ -18,7 +18,7 @@ from quadriga.errors import (
     RolloutTimeoutError,
     ShapeError,
 )
-from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
+from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams, tensor_digest
 from quadriga.rollout.guard import GuardedRollout, OutputCheck, OutputFault
 from quadriga.testing.fake_rollout import FakeRollout, Fault, full_abilities
 from quadriga.testing.rollout_reference import write_reference_model
@@ -202,3 +202,29 @@ def test_each_violation_of_the_protocol_has_a_name(fault, out):
 
 def test_every_kind_of_violation_is_tested():
     assert {fault for fault, _ in FAULTY} == set(get_args(OutputFault))
+
+
+def test_an_error_of_the_stream_of_weights_is_not_one_of_the_engine(folder):
+    engine = GuardedRollout(FakeRollout(folder))
+
+    def broken():
+        yield "model.norm.weight", torch.ones(64)
+        raise OSError("the trainer's disk is full")
+
+    with pytest.raises(OSError, match="trainer's disk"):
+        engine.update_weights(broken(), 2)
+
+
+def test_the_guard_tells_what_an_engine_without_digests_read(folder):
+    fake = FakeRollout(folder)
+    fake.abilities = replace(fake.abilities, exposes_weights=False)
+    engine = GuardedRollout(fake)
+    weight = torch.full((64,), 2.0, dtype=torch.float64)
+    engine.update_weights([("model.norm.weight", weight)], 1)
+    assert engine.received_digests() == {"model.norm.weight": tensor_digest(weight.float())}
+
+
+def test_the_guard_of_an_engine_that_cannot_share_copies_weights(folder):
+    engine = GuardedRollout(FakeRollout(folder))
+    assert engine.share_weights([("model.norm.weight", torch.full((64,), 2.0))], 3) == 0
+    assert engine.version == 3

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from processes import command_line
+from processes import children, command_line, gone
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import (
     ModelError,
@@ -33,6 +33,7 @@ from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams, tensor_digest
 
 SAMPLING = SamplingParams(max_new_tokens=3, eos_token_ids=(2,), pad_token_id=0)
+SQUARE = "model.layers.0.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
 TRANSPORTS = ("engine", "server")
 
@@ -117,16 +118,6 @@ def lives(tmp_path):
     return [int(line) for line in (tmp_path / "lives").read_text().splitlines()]
 
 
-def children():
-    return {p.pid for p in psutil.Process().children(recursive=True) if p.status() != "zombie"}
-
-
-def gone(pids):
-    """Wait until processes have ended."""
-    waiting = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return not psutil.wait_procs(waiting, timeout=30)[1]
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_requests_weights_and_memory_over_each_transport(start, transport):
     before = children()
@@ -193,6 +184,18 @@ def test_a_restart_has_the_weights_and_repeats_the_requests(start, tmp_path, tra
         assert torch.equal(getattr(first, name), getattr(second, name))
     assert second.weight_versions.tolist() == [7] * 5
     assert engine.weights_digest() == {name: tensor_digest(w) for name, w in new.items()}
+
+
+@pytest.mark.parametrize("fault", ["leave out", "transpose"])
+def test_a_restart_with_wrong_weights_generates_nothing(start, fault):
+    faults = {"die at request": 1}
+    engine = start(faults=faults, restarts=1)
+    engine.update_weights(noise(engine).items(), 7)
+    faults |= {fault: SQUARE, "die at request": 0, "lives": 9}  # of the next start
+    for _ in range(2):
+        with pytest.raises(RolloutError, match=f"1 of 21 weights differ .* '{SQUARE}' first"):
+            generate(engine)
+    assert engine.restarts == 1
 
 
 def test_restarts_have_an_end(start, tmp_path):
@@ -282,13 +285,12 @@ def test_bad_input_never_reaches_sglang(engine):
 
 @pytest.mark.parametrize("fault", ["leave out", "transpose"])
 def test_digests_show_a_weight_that_did_not_arrive(engine, faulty, fault):
-    square = "model.layers.0.self_attn.q_proj.weight"
     new = noise(engine, seed=len(fault))
-    faulty({fault: square})
+    faulty({fault: SQUARE})
     engine.update_weights(new.items(), 1)
     digests = engine.weights_digest()
     different = {name for name in digests if digests[name] != tensor_digest(new[name])}
-    assert different == {square}
+    assert different == {SQUARE}
 
 
 def test_a_failed_update_must_be_repeated(engine, faulty):
@@ -370,7 +372,7 @@ def test_a_killed_rank_leaves_no_process(interpreter, model_folder, tmp_path):
         "import time\n"
         "from quadriga.rollout.sglang.process import HostProcess\n"
         "from quadriga.rollout.sglang.transports import PipeTransport\n"
-        f"host = HostProcess({interpreter!r}, {{}})\n"
+        f"host = HostProcess({interpreter!r}, lambda folder: {{}})\n"
         f"host.begin({{'mode': 'engine', 'args': {arguments!r}}})\n"
         "PipeTransport(host).wait_until_ready(60)\n"
         "print(host.folder, flush=True)\n"

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, MistralConfig, Olmo3Config, Qwen2Config
 from quadriga.config.schema import ModelConfig, SamplingConfig
 from quadriga.errors import ConfigError, ModelError, RolloutAbilityError, RolloutError
 from quadriga.models.loading import load_causal_lm
-from quadriga.rollout import check_rollout, check_sampling, check_updates
+from quadriga.rollout import check_rollout, check_sampling, check_updates, not_reproduced
 from quadriga.rollout.sglang.processes.readback import locate
 from quadriga.rollout.sglang.transports import HTTPTransport
 from quadriga.rollout.sglang.untested import check_numbers, probe_length
@@ -75,7 +75,7 @@ def test_an_interpreter_without_sglang_is_named(tmp_path):
 def test_buckets_are_bounded_and_hold_each_weight_once():
     weights = {"a": torch.arange(10.0), "b": torch.arange(4.0), "c": torch.arange(20.0)}
     parts = list(buckets(weights.items(), 64))
-    assert [part.names for part in parts] == [("a", "b"), ("c",)]
+    assert [tuple(part.digests) for part in parts] == [("a", "b"), ("c",)]
     found = [pickle.loads(part.payload) for part in parts]
     assert [[(e.name, e.start_idx, e.end_idx) for e in b["metadata"]] for b in found] == [
         [("a", 0, 40), ("b", 48, 64)],
@@ -194,3 +194,18 @@ def test_another_server_is_told_apart():
             HTTPTransport(url, None, None).get("/model_info", 5.0)
         server.shutdown()
         thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "temperature", "why"),
+    [
+        ("hf", {}, 1.0, ""),
+        ("vllm", {}, 1.0, ""),
+        ("sglang", {}, 1.0, "draws other random numbers in each run"),
+        ("sglang", {"seeds": True}, 1.0, "rounding of SGLang depends on the rows"),
+        ("sglang", {}, 0.0, "rounding of SGLang depends on the rows"),
+    ],
+)
+def test_what_an_engine_cannot_reproduce_is_said(engine, options, temperature, why):
+    found = not_reproduced(engine, options, SamplingConfig(temperature=temperature))
+    assert (why in found) if why else (found == "")

@@ -153,9 +153,9 @@ def test_address_that_ranks_cannot_use_is_named(monkeypatch, address, local_size
 
 def test_gloo_interface_of_the_user_is_kept(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert list(distributed._gloo_on_loopback()) == ["GLOO_SOCKET_IFNAME"]
+    assert list(distributed.gloo_on_loopback()) == ["GLOO_SOCKET_IFNAME"]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert distributed._gloo_on_loopback() == {}
+    assert distributed.gloo_on_loopback() == {}
 
 
 @pytest.fixture(scope="module")

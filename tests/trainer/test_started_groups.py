@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from quadriga.backends import get_backend
 from quadriga.config.loading import load_config
-from quadriga.config.schema import SFTConfig, TrainConfig
+from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
 from quadriga.errors import ConfigError, UnknownNameError, WorkerDiedError, WorkerMethodError
 from quadriga.protocol import DataProto
+from quadriga.rollout.hf import HFRollout
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup, register
 from quadriga.single_controller.watch import raise_if_broken
+from quadriga.trainer.evaluation.ranks import rollout_group
 from quadriga.trainer.fine_tuning.sft import _worker_config
 from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.run import groups
@@ -107,6 +110,50 @@ def test_close_stops_every_group_and_the_backend_even_if_one_raises(monkeypatch)
     assert stopped == ["actor_rollout", "critic", "backend"]
     monkeypatch.undo()
     started.close()
+
+
+class WithEngine(Idle):
+    """A worker whose rollout engine has processes of its own."""
+
+    ended: ClassVar[list[str]] = []
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close_rollout(self) -> None:
+        self.ended.append("engine")
+        raise RuntimeError("it does not answer")
+
+
+def test_close_ends_rollout_engines_before_processes_even_if_one_raises(monkeypatch) -> None:
+    WithEngine.ended.clear()
+    classes = {"actor_rollout": WithEngine, "critic": Idle}
+    built = {key: ClassWithInitArgs(cls) for key, cls in classes.items()}
+    monkeypatch.setattr(groups, "worker_classes", lambda *_: built)
+    started = start(two_pools())
+    original = WorkerGroup.shutdown
+
+    def shutdown(group: WorkerGroup) -> None:
+        WithEngine.ended.append(group.roles[0])
+        original(group)
+
+    monkeypatch.setattr(WorkerGroup, "shutdown", shutdown)
+    started.close()
+    assert WithEngine.ended == ["engine", "actor_rollout", "critic"]
+
+
+def test_a_run_and_an_evaluation_close_their_rollout_engines(run, tiny_task, monkeypatch) -> None:
+    closed: list[HFRollout] = []
+    original = HFRollout.close
+    monkeypatch.setattr(HFRollout, "close", lambda self: (closed.append(self), original(self)))
+    run("trainer.total_training_steps=1")
+    assert len(closed) == 1
+    generation = load_config(
+        GenerateConfig,
+        [f"model.path={tiny_task.model}", f"data_files={tiny_task.data('test')}", "output=none",
+         "trainer.backend=local"],
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="a batch failed"), rollout_group(generation):
+        raise RuntimeError("a batch failed")
+    assert len(closed) == 2
 
 
 def test_a_group_ends_every_rank_even_if_one_raises(monkeypatch) -> None:

@@ -168,19 +168,22 @@ class Scored(Faulty):
 
 def test_an_engine_without_digests_is_compared_by_scores(engine, rollout):
     scored = Scored(rollout)
-    WeightSync(engine, scored).run(1)
+    sync = WeightSync(engine, scored)
+    sync.run(1)
     name = "model.layers.1.mlp.up_proj.weight"
     scored.update_weights = Stale(rollout, name).update_weights
     with torch.no_grad():
         rollout.module.state_dict()[name].zero_()
     with pytest.raises(
-        WorkerError, match="log-probabilities of 96 probe tokens differ by"
+        WorkerError, match="log-probabilities of 256 probe tokens differ by"
     ) as caught:
-        WeightSync(engine, scored).run(2)
+        sync.run(2)
     assert caught.value.difference > 1e-3
     faulty = Faulty(engine, lambda stream: stream)
+    scored.update_weights = rollout.update_weights
+    scored.update_weights(engine.state_stream(), 3)
     with pytest.raises(WorkerError, match="computes no log-probabilities"):
-        WeightSync(faulty, scored).run(3)
+        WeightSync(faulty, scored).run(4)
 
 
 @pytest.mark.parametrize("left_out", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])

@@ -36,7 +36,7 @@ def addresses(tensors) -> set[int]:
 
 
 def shares(worker: ActorRolloutRefWorker) -> bool:
-    held = addresses(worker.rollout.module.parameters())
+    held = addresses(worker.rollout.engine.module.parameters())
     trained = addresses(worker.actor.module.parameters())
     assert held == trained or not held & trained
     return held == trained

@@ -53,7 +53,7 @@ def init_distributed(device_name: str = "cpu", *, timeout_s: float = 600.0) -> N
     if world_size == 1:
         own = HashStore()
         # This may be the controller, whose child processes must not inherit the variable.
-        names = _gloo_on_loopback()
+        names = gloo_on_loopback()
         os.environ.update(names)
         try:
             dist.init_process_group(backend, store=own, rank=0, world_size=1, timeout=timeout)
@@ -71,7 +71,7 @@ def init_distributed(device_name: str = "cpu", *, timeout_s: float = 600.0) -> N
     one_node = local_size == str(world_size)
     if one_node:
         # Kept, because the process groups of a mesh are made later.
-        os.environ.update(_gloo_on_loopback())
+        os.environ.update(gloo_on_loopback())
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun's agent listens on MASTER_PORT; no rank does.
         dist.init_process_group(backend, timeout=timeout)
@@ -231,7 +231,7 @@ def _listen(address: str, port: int, *, several_nodes: bool) -> socket.socket:
     return listener
 
 
-def _gloo_on_loopback() -> dict[str, str]:
+def gloo_on_loopback() -> dict[str, str]:
     """Return the variable that lets gloo listen on loopback; none if the user has chosen already.
 
     By default gloo listens on the address to which the host name resolves.

@@ -2,7 +2,7 @@
 
 - `base`: the `RolloutEngine` protocol, its output, and the digest of a weight.
 - `params`: how tokens are sampled. `abilities`: what an engine can do of it.
-- `requests`: checks of a request. `guard`: the same around any engine, with checks of its output.
+- `requests`: checks of a request. `guard`: the same around any engine, with checks of its output (`output_checks`).
 - `hf`: generation in this process with a Hugging Face model. It uses `sampling`.
 - `vllm`: generation in this process with vLLM, from an environment of its own.
 - `sglang`: generation in processes below this one, or by a server, with SGLang.
@@ -16,6 +16,8 @@ file imports no torch.
 from __future__ import annotations
 
 import difflib
+import importlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from quadriga.errors import ConfigError, UnknownNameError
@@ -37,56 +39,49 @@ class RolloutFactory(Protocol):
         device: str | torch.device,
         dtype: DtypeName,
         micro_batch_size: int,
+        releasable: bool,
         **options: object,
     ) -> RolloutEngine: ...
 
 
-def _hf(
-    model: ModelConfig,
-    *,
-    device: str | torch.device,
-    dtype: DtypeName,
-    micro_batch_size: int,
-    **options: object,
-) -> RolloutEngine:
-    from quadriga.rollout.hf import HFRollout
+@dataclass(frozen=True)
+class EngineClass:
+    """The factory of an engine whose module is imported when the first engine is built.
 
-    return HFRollout(
-        model, device=device, dtype=dtype, micro_batch_size=micro_batch_size, **options
-    )
+    Attributes:
+        module: name of the module.
+        name: of the class in it.
+    """
 
+    module: str
+    name: str
 
-def _vllm(
-    model: ModelConfig,
-    *,
-    device: str | torch.device,
-    dtype: DtypeName,
-    micro_batch_size: int,
-    **options: object,
-) -> RolloutEngine:
-    from quadriga.rollout.vllm.engine import VLLMRollout
-
-    return VLLMRollout(
-        model, device=device, dtype=dtype, micro_batch_size=micro_batch_size, **options
-    )
-
-
-def _sglang(
-    model: ModelConfig,
-    *,
-    device: str | torch.device,
-    dtype: DtypeName,
-    micro_batch_size: int,
-    **options: object,
-) -> RolloutEngine:
-    from quadriga.rollout.sglang.engine import SGLangRollout
-
-    return SGLangRollout(
-        model, device=device, dtype=dtype, micro_batch_size=micro_batch_size, **options
-    )
+    def __call__(
+        self,
+        model: ModelConfig,
+        *,
+        device: str | torch.device,
+        dtype: DtypeName,
+        micro_batch_size: int,
+        releasable: bool,
+        **options: object,
+    ) -> RolloutEngine:
+        build: RolloutFactory = getattr(importlib.import_module(self.module), self.name)
+        return build(
+            model,
+            device=device,
+            dtype=dtype,
+            micro_batch_size=micro_batch_size,
+            releasable=releasable,
+            **options,
+        )
 
 
-ROLLOUTS: dict[str, RolloutFactory] = {"hf": _hf, "vllm": _vllm, "sglang": _sglang}
+ROLLOUTS: dict[str, RolloutFactory] = {
+    "hf": EngineClass("quadriga.rollout.hf", "HFRollout"),
+    "vllm": EngineClass("quadriga.rollout.vllm.engine", "VLLMRollout"),
+    "sglang": EngineClass("quadriga.rollout.sglang.engine", "SGLangRollout"),
+}
 """Name -> function that builds the engine."""
 
 
@@ -156,6 +151,23 @@ def check_sampling(name: str, options: Options, sampling: SamplingConfig) -> Non
     abilities.check(settings, name)
 
 
+def not_reproduced(name: str, options: Options, sampling: SamplingConfig) -> str:
+    """Return why an engine cannot generate the same responses again, "" if it can in float32."""
+    if name != "sglang":
+        return ""
+    from quadriga.rollout.sglang.options import sglang_options
+
+    if sampling.temperature > 0 and not sglang_options(options).seeds:
+        return (
+            "SGLang draws other random numbers in each run; with rollout.options.seeds=true each "
+            "response has a seed"
+        )
+    return (
+        "the rounding of SGLang depends on the rows that it computes together, so a token can "
+        "change where two tokens have nearly equal probabilities"
+    )
+
+
 def check_updates(
     name: str, options: Options, ranks: int | None = None, *, take_turns: bool = False
 ) -> None:
@@ -181,6 +193,7 @@ def build_rollout(
     device: str | torch.device = "cpu",
     dtype: DtypeName = "auto",
     micro_batch_size: int = 256,
+    releasable: bool = True,
     **options: object,
 ) -> RolloutEngine:
     """Build the rollout engine `name`.
@@ -189,6 +202,8 @@ def build_rollout(
         device: the device of this rank, or its type ("cuda").
         dtype: dtype of weights and computation; "auto" is float32 on a CPU and bfloat16 elsewhere.
         micro_batch_size: rows that are generated at once.
+        releasable: whether `release` will be called. vLLM and SGLang allocate differently for it
+            on a GPU; without it they refuse `release` there.
         options: the engine's own options (setting `rollout.options`).
 
     Raises:
@@ -206,5 +221,10 @@ def build_rollout(
             nearest=nearest,
         )
     return ROLLOUTS[name](
-        model, device=device, dtype=dtype, micro_batch_size=micro_batch_size, **options
+        model,
+        device=device,
+        dtype=dtype,
+        micro_batch_size=micro_batch_size,
+        releasable=releasable,
+        **options,
     )

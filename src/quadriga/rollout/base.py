@@ -200,6 +200,19 @@ class SharesWeights(Protocol):
         ...
 
 
+@runtime_checkable
+class ReportsReceipts(Protocol):
+    """A rollout engine that tells what it was sent, if it cannot tell what it holds."""
+
+    def received_digests(self) -> Mapping[str, int]:
+        """Return the `tensor_digest` of each weight that was accepted, as it was sent last.
+
+        They are computed from the bytes that are sent to the engine's processes. A weight that was
+        never sent is missing.
+        """
+        ...
+
+
 def tensor_digest(tensor: Tensor) -> int:
     """Return a cheap digest of a tensor's bits, computed on the tensor's device.
 

@@ -261,7 +261,7 @@ class RayPPOTrainer:
     def make_validator(self, groups: PPOGroups, record: RunRecord) -> Validator:
         """Return the validator of the run."""
         seed, loader = self.config.trainer.seed, self.ingredients.val_loader
-        rollout, reward = groups.rollout, self.reward_fn
+        rollout, reward = groups.generator, self.reward_fn
         added = added_stages(self.config, validation=True)
         return Validator(
             seed,
@@ -277,7 +277,7 @@ class RayPPOTrainer:
     def make_sampler(self, groups: PPOGroups, run: StageRunner) -> Sampler:
         """Return the sampler of the run."""
         reward = self.training_reward()
-        return Sampler(self.config, groups.rollout, reward, self.stream, run)
+        return Sampler(self.config, groups.generator, reward, self.stream, run)
 
     def training_reward(self) -> BatchReward:
         """Return the reward of a training step: the rules, with the reward model if enabled."""

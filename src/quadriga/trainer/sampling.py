@@ -19,7 +19,7 @@ from quadriga.trainer import stages
 from quadriga.trainer.dataflow import refills
 from quadriga.trainer.roles.stage_runner import StageRunner
 from quadriga.trainer.stages import BatchReward, Metrics, StageResult
-from quadriga.workers.roles import RolloutGroup
+from quadriga.workers.generation import GeneratingGroup
 
 
 class Sampler:
@@ -35,7 +35,7 @@ class Sampler:
     def __init__(
         self,
         config: TrainConfig,
-        rollout: RolloutGroup,
+        rollout: GeneratingGroup,
         reward: BatchReward,
         stream: Iterator[DataProto],
         run: StageRunner | None = None,

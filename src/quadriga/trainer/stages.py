@@ -45,10 +45,9 @@ from quadriga.protocol import (
 )
 from quadriga.trainer.balancing import Balance
 from quadriga.trainer.dataflow import ESTIMATOR_FIELDS
-from quadriga.workers.generation import SamplingMode, generation_inputs
+from quadriga.workers.generation import GeneratingGroup, SamplingMode, generation_inputs
 from quadriga.workers.method_fields import GENERATE_SEQUENCES
 from quadriga.workers.objectives import MISMATCH
-from quadriga.workers.roles import RolloutGroup
 
 Metrics = dict[str, float]
 
@@ -139,7 +138,7 @@ def _seeds(source: Sequence[int], count: int) -> npt.NDArray[np.int64]:
     return (streams >> np.uint64(1)).astype(np.int64)
 
 
-def generate(rows: DataProto, rollout: RolloutGroup, mode: SamplingMode) -> StageResult:
+def generate(rows: DataProto, rollout: GeneratingGroup, mode: SamplingMode) -> StageResult:
     """Generate one response per row, for any number of rows.
 
     The prompts' tensors are replaced by those of the sequences; other fields stay.

@@ -21,7 +21,7 @@ from quadriga.trainer.stages import BatchReward, Metrics
 if TYPE_CHECKING:
     from quadriga.data import PromptLoader
     from quadriga.trainer.run.record import RunRecord
-    from quadriga.workers.roles import RolloutGroup
+    from quadriga.workers.generation import GeneratingGroup
 
 CORE, OTHER = "val-core", "val-aux"
 """Beginnings of the metrics of a data source, as verl names them: those of all n responses to a
@@ -50,7 +50,7 @@ class Validator:
         self,
         seed: int,
         loader: PromptLoader | None,
-        rollout: RolloutGroup,
+        rollout: GeneratingGroup,
         reward: BatchReward,
         record: RunRecord,
         *,

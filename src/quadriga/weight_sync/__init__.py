@@ -2,7 +2,8 @@
 
 - `planning`: the plan of who sends what to whom, generation groups without redundancy.
 - `channels`, `transport`: execute a plan between processes.
-- `sources`, `digests`, `probe`: read the training engine, and compare it with the rollout engine.
+- `sources`, `digests`: read the training engine. `verification`, `probe`: compare it with the
+  rollout engine.
 - `sync`: to a rollout engine in the same process.
 - `buckets`: to rollout engines in other processes, in batches of bounded size.
 - `joined`: the same over a process group that joins the ranks of both.

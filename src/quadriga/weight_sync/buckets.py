@@ -29,9 +29,8 @@ from quadriga.parallel.distributed import rank, world_size
 from quadriga.parallel.layouts.boxes import Box, count, shape_of, slices, whole
 from quadriga.protocol import DataProto
 from quadriga.weight_sync.channels import copy_bytes, typed
-from quadriga.weight_sync.digests import compare_digests, digest_of_shares
+from quadriga.weight_sync.digests import digest_of_shares
 from quadriga.weight_sync.planning.plan import Plan, Round, listed_names, plan
-from quadriga.weight_sync.probe import compare_scores, probe_ids
 from quadriga.weight_sync.sources import (
     ShardedSource,
     SourceReader,
@@ -40,7 +39,8 @@ from quadriga.weight_sync.sources import (
     describe,
     own_weights,
 )
-from quadriga.weight_sync.sync import WeightNeeds, WeightTarget, scores_of, whole_on
+from quadriga.weight_sync.sync import WeightNeeds, scores_of, whole_on
+from quadriga.weight_sync.verification import VerifiedTarget, WeightTarget
 
 _BYTES = "weight_bytes"
 _HEADER = "header"
@@ -168,7 +168,7 @@ class WeightReceiver:
     """
 
     def __init__(self, target: WeightTarget) -> None:
-        self._target = target
+        self._verified = VerifiedTarget(target)
         self._version: int | None = None
         self._forget()
 
@@ -202,7 +202,7 @@ class WeightReceiver:
         if complete:
             made = [(box.names, self._made.pop(box.weight)) for box in complete]
             stream = ((name, tensor) for names, tensor in made for name in names)
-            self._target.update_weights(stream, headers[0].version)
+            self._verified.update_weights(stream, headers[0].version)
 
     def finish(self) -> int:
         """Compare the digests of all weights, or the scores of probe tokens, and return the
@@ -224,15 +224,11 @@ class WeightReceiver:
                 version=version,
                 tensors=tuple(lacking),
             )
-        if told[0].scores is not None:
-            ids = probe_ids(self._target.abilities, version)
-            compare_scores(told[0].scores, self._target, ids, version)
-            return version
         sent = {
             name: digest_of_shares([one.shares[name][0] for one in told], elements)
             for name, (_, elements) in told[0].shares.items()
         }
-        compare_digests(sent, self._target.weights_digest(), version)
+        self._verified.compare(sent, told[0].scores, version)
         return version
 
     def _check(self, header: _Header, sender: int) -> None:

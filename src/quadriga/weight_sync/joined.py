@@ -34,9 +34,9 @@ from quadriga.parallel.distributed import (
 )
 from quadriga.parallel.layouts.boxes import count, whole
 from quadriga.weight_sync.channels import CollectiveChannel
-from quadriga.weight_sync.digests import compare_digests, digest_of_shares
+from quadriga.weight_sync.digests import digest_of_shares
 from quadriga.weight_sync.planning.plan import Plan, plan
-from quadriga.weight_sync.probe import PROBE_ROWS, compare_scores, probe_ids
+from quadriga.weight_sync.probe import PROBE_ROWS, probe_ids
 from quadriga.weight_sync.sources import (
     ShardedSource,
     SourceReader,
@@ -45,8 +45,9 @@ from quadriga.weight_sync.sources import (
     describe,
     own_weights,
 )
-from quadriga.weight_sync.sync import WeightNeeds, WeightTarget, scores_of, whole_on, with_tied
+from quadriga.weight_sync.sync import WeightNeeds, scores_of, whole_on, with_tied
 from quadriga.weight_sync.transport import Reader, TensorsInMemory, Traffic, Transport
+from quadriga.weight_sync.verification import VerifiedTarget, WeightTarget
 
 TIMEOUT = timedelta(seconds=600)
 _LOOPBACK = "127.0.0.1"
@@ -92,7 +93,7 @@ class _Joined:
         self.traffic = Traffic()
         """What this rank did in the last sync."""
 
-    def _run(self, ticket: Ticket, own: int, reader: Reader, target: WeightTarget | None) -> None:
+    def _run(self, ticket: Ticket, own: int, reader: Reader, target: VerifiedTarget | None) -> None:
         group = self._joined(ticket, own)
         if self._plan is None or self._plan.source.weights != ticket.weights.layout.weights:
             self._plan = ticket.plan()
@@ -168,7 +169,7 @@ class JoinedReceiver(_Joined):
 
     def __init__(self, target: WeightTarget, *, device: str | torch.device) -> None:
         super().__init__(device)
-        self._target = target
+        self._verified = VerifiedTarget(target)
 
     def receive(self, ticket: Ticket) -> int:
         """Receive all weights and compare them; return their version.
@@ -177,21 +178,20 @@ class JoinedReceiver(_Joined):
             WorkerError: weights were not received, or differ. Names them.
         """
         own, weights = ticket.senders + rank(), ticket.weights
-        self._run(ticket, own, TensorsInMemory({}), self._target)
+        self._run(ticket, own, TensorsInMemory({}), self._verified)
         elements = {n: count(whole(w.shape)) for n, w in weights.layout.weights.items()}
         zeros = torch.zeros(len(elements), dtype=torch.int64, device=self._device)
         totals = self._all_reduce(zeros).tolist()
+        scores = None
         if ticket.needs.probe is not None:
             ids = probe_ids(ticket.needs.probe, ticket.version)
-            scores = torch.zeros(PROBE_ROWS, ids.shape[1] - 1, device=self._device)
-            trained = self._all_reduce(scores).cpu()
-            compare_scores(trained, self._target, ids, ticket.version)
-            return ticket.version
+            zeros = torch.zeros(PROBE_ROWS, ids.shape[1] - 1, device=self._device)
+            scores = self._all_reduce(zeros).cpu()
         digests = {
             name: total + size for (name, size), total in zip(elements.items(), totals, strict=True)
         }
         sent = {name: digests[weight] for name, weight in weights.names()}
-        compare_digests(sent, self._target.weights_digest(), ticket.version)
+        self._verified.compare(sent, scores, ticket.version)
         return ticket.version
 
 

@@ -11,7 +11,6 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,9 +30,9 @@ from quadriga.weight_sync.channels import (
     SharedMemoryChannel,
     shares_memory,
 )
-from quadriga.weight_sync.digests import compare_digests, whole_digests
+from quadriga.weight_sync.digests import whole_digests
 from quadriga.weight_sync.planning.plan import Plan, plan
-from quadriga.weight_sync.probe import ScoredSource, compare_scores, probe_ids, trained_scores
+from quadriga.weight_sync.probe import ScoredSource, probe_ids, trained_scores
 from quadriga.weight_sync.sources import (
     ShardedSource,
     SourceReader,
@@ -43,33 +42,9 @@ from quadriga.weight_sync.sources import (
     own_weights,
 )
 from quadriga.weight_sync.transport import Traffic, Transport
+from quadriga.weight_sync.verification import VerifiedTarget, WeightTarget
 
 DEFAULT_BUCKET_BYTES = 256 << 20
-
-
-class WeightTarget(Protocol):
-    """The part of a `RolloutEngine` that receives weights."""
-
-    @property
-    def abilities(self) -> RolloutAbilities:
-        """What the engine can do."""
-        ...
-
-    def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy new weights, one tensor at a time."""
-        ...
-
-    def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return the log-probability of each token, given the tokens before it."""
-        ...
-
-    def weights_digest(self) -> dict[str, int]:
-        """Return the digest of every weight, by checkpoint name."""
-        ...
-
-    def weight_dtypes(self) -> Mapping[str, torch.dtype]:
-        """Return the dtype of every weight, by checkpoint name."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -132,6 +107,7 @@ class WeightSync:
         in_place: bool = False,
     ) -> None:
         self._source, self._target = source, target
+        self._verified = VerifiedTarget(target)
         self._bucket_bytes, self._transport = bucket_bytes, transport
         self._device = local_device(device)
         self._in_place = in_place
@@ -159,10 +135,11 @@ class WeightSync:
             transport = Transport(current, rank(), reader, channel, weights.dtypes, self._device)
             received = with_tied(transport.run(self._bucket_bytes), weights)
             # Without transfers between ranks, what is received are the tensors of the source.
-            if self._in_place and not current.link_bytes and isinstance(target, SharesWeights):
+            in_place = self._in_place and not current.link_bytes
+            if in_place and target.abilities.exposes_weights and isinstance(target, SharesWeights):
                 target.share_weights(received, version)
             else:
-                target.update_weights(received, version)
+                self._verified.update_weights(received, version)
         elements = {n: w.num_bytes // w.itemsize for n, w in weights.layout.weights.items()}
         digests = whole_digests(reader.shares, elements, self._device)
         sent = {name: digests[weight] for name, weight in weights.names()}
@@ -196,12 +173,9 @@ class WeightSync:
         return nullcontext(CollectiveChannel(group, self._device, rounds, weights.dtypes))
 
     def _verify(self, sent: Mapping[str, int], version: int) -> None:
-        needs = needs_of(self._target)
-        if needs.probe is None:
-            compare_digests(sent, self._target.weights_digest(), version)
-            return
-        scores = scores_of(self._source, needs.probe, version)
-        compare_scores(scores, self._target, probe_ids(needs.probe, version), version)
+        probe = needs_of(self._target).probe
+        scores = None if probe is None else scores_of(self._source, probe, version)
+        self._verified.compare(sent, scores, version)
 
 
 def whole_on(weights: SourceWeights, ranks: Iterable[int]) -> Layout:

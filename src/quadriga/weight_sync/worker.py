@@ -30,6 +30,7 @@ class PolicyWeights(Worker):
     def __init__(self) -> None:
         super().__init__()
         self.weight_version = 0
+        self._steps_of_version = 0  # optimizer steps of the actor before the last sync
         self._joined_sender: JoinedSender | None = None  # over a joined process group
         self._joined_receiver: JoinedReceiver | None = None
         self._sync: WeightSync | None = None  # to the rollout of this process
@@ -53,7 +54,7 @@ class PolicyWeights(Worker):
         """
         from quadriga.weight_sync import WeightSync
 
-        self.weight_version += 1
+        self._count_version()
         self._sync = self._sync or WeightSync(
             self._engine("actor"),
             self._rollout(),
@@ -65,13 +66,22 @@ class PolicyWeights(Worker):
         self._sync.run(self.weight_version)
         return self.weight_version
 
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def actor_weight_version(self) -> int:
+        """Return the version that the rollout must hold to sample from the actor's weights.
+
+        After an optimizer step it is that of the next sync, which no rollout holds yet.
+        """
+        trained = self._engine("actor").optimizer_steps != self._steps_of_version
+        return self.weight_version + int(trained)
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, needs: WeightNeeds) -> Iterator[DataProto]:
         """Yield this rank's part of the actor's weights in buckets, for a rollout in other
         processes, which has these needs. The weight version rises."""
         from quadriga.weight_sync import WeightSender
 
-        self.weight_version += 1
+        self._count_version()
         self._sender = self._sender or WeightSender(self._engine("actor"), self._bucket_bytes)
         yield from self._sender.send(needs, self.weight_version)
 
@@ -95,7 +105,7 @@ class PolicyWeights(Worker):
     def offer_weights(self, needs: list[WeightNeeds]) -> Ticket | None:
         """Return on rank 0 where the ranks of the rollout, one for each of `needs`, join those of
         the actor in a process group. The weight version rises."""
-        self.weight_version += 1
+        self._count_version()
         return self._sender_over().offer(needs, self.weight_version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -129,6 +139,10 @@ class PolicyWeights(Worker):
         """
         self.weight_version = self._weight_receiver().finish()
         return self.weight_version
+
+    def _count_version(self) -> None:
+        self.weight_version += 1
+        self._steps_of_version = self._engine("actor").optimizer_steps
 
     @property
     def _bucket_bytes(self) -> int:

@@ -90,6 +90,7 @@ class ActorRolloutRefWorker(PolicyWeights):
         """Load the engines that the role needs, and copy the actor's weights to the rollout."""
         from quadriga.engines import build_engine, without_adapters
         from quadriga.rollout import build_rollout
+        from quadriga.rollout.guard import GuardedRollout
 
         model, actor = self.config.model, self.config.actor
         if self.uses("actor"):
@@ -109,14 +110,16 @@ class ActorRolloutRefWorker(PolicyWeights):
             )
         if self.uses("rollout"):
             settings = self.config.rollout
-            self.rollout = build_rollout(
+            engine = build_rollout(
                 settings.name,
                 model.frozen(),
                 device=self.device,
                 dtype=settings.dtype,
                 micro_batch_size=settings.micro_batch_size,
+                releasable=settings.take_turns,
                 **settings.options,
             )
+            self.rollout = GuardedRollout(engine, deadline=settings.deadline_s, rank=self.rank)
         if self.uses("actor") and self.uses("rollout"):
             self.sync_weights()
 
@@ -263,6 +266,12 @@ class ActorRolloutRefWorker(PolicyWeights):
         for engine in (self._engine("actor"), self.ref):
             if engine is not None:
                 engine.reload()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close_rollout(self) -> None:
+        """End the rollout engine with its processes and files, if the worker has one."""
+        if self.rollout is not None:
+            self.rollout.close()
 
     def _temperature(self) -> float:
         """Return the temperature at which log-probabilities are computed.

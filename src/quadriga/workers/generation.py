@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from quadriga.config.schema import ModelConfig, SamplingConfig
 from quadriga.protocol import DataProto, fields
@@ -17,6 +18,20 @@ if TYPE_CHECKING:
 
 SamplingMode = Literal["train", "val", "greedy"]
 """Which settings sample: `rollout.sampling`, `rollout.val_sampling`, or temperature 0."""
+
+
+class GeneratingGroup(Protocol):
+    """What a stage that generates needs of the rollout: a worker group has it."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        ...
+
+    @property
+    def generate_sequences(self) -> Callable[[DataProto], DataProto]:
+        """Sample one response per row."""
+        ...
 
 
 def generation_inputs(rows: DataProto, mode: SamplingMode = "train") -> DataProto:
@@ -63,7 +78,7 @@ def generate_batch(
     from quadriga.models.vision.rows import MultiModalRows
     from quadriga.rollout.guard import GuardedRollout
 
-    if not isinstance(engine, GuardedRollout):
+    if not isinstance(engine, GuardedRollout):  # of a worker class of the user
         engine = GuardedRollout(engine)
     prompt_ids = prompts.batch[fields.INPUT_IDS]
     prompt_mask = prompts.batch[fields.ATTENTION_MASK]

@@ -104,6 +104,12 @@ class ActorGroup(RoleGroup, Protocol):
         ...
 
     @property
+    def actor_weight_version(self) -> GroupMethod[[], int]:
+        """Return the version of the actor's weights:
+        `ActorRolloutRefWorker.actor_weight_version`."""
+        ...
+
+    @property
     def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
         """Save one shard per rank under a folder, as of a step; returns the files of each rank:
         `ActorRolloutRefWorker.save_checkpoint`."""
@@ -346,6 +352,7 @@ if TYPE_CHECKING:
         compute_ref_log_prob = joined(ActorRolloutRefWorker.compute_ref_log_prob)
         update_actor = joined(ActorRolloutRefWorker.update_actor)
         sync_weights = per_rank(ActorRolloutRefWorker.sync_weights)
+        actor_weight_version = joined(ActorRolloutRefWorker.actor_weight_version)
         save_checkpoint = per_rank(ActorRolloutRefWorker.save_checkpoint)
         load_checkpoint = per_rank(ActorRolloutRefWorker.load_checkpoint)
         export_hf = per_rank(ActorRolloutRefWorker.export_hf)

@@ -77,7 +77,7 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(
         (
             "eps", "grad_clip", "horizon", "target_kl", "upper", "lower", "cliprange_value",
-            "timeout_s", "call_timeout_s", "save_interval_s", "stop_grace_s",
+            "timeout_s", "call_timeout_s", "deadline_s", "save_interval_s", "stop_grace_s",
             "reward_clip", "initializer_range", "device_memory_gb", "bound", "alpha",
         ),
         _POSITIVE,

@@ -80,6 +80,9 @@ class RolloutEngineConfig:
     micro_batch_size: int = 256  # sequences that one rank generates at once
     dtype: DtypeName = "auto"  # of weights and computation; auto: as engine.dtype
     options: Options = field(default_factory=dict)  # keyword arguments of the engine
+    # seconds that one call of the engine may take on a rank, such as the generation of its part of
+    # a batch; None: no limit but that of the call to the worker group (call_timeout_s)
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ class HFRollout:
         device: str | torch.device = "cpu",
         dtype: DtypeName = "auto",
         micro_batch_size: int = 256,
+        releasable: bool = True,  # hf can always release
         **options: object,
     ) -> None:
         if options:

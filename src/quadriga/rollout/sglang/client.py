@@ -14,7 +14,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from quadriga.errors import RolloutDiedError, RolloutError, RolloutTimeoutError
+from quadriga.errors import (
+    RolloutDiedError,
+    RolloutError,
+    RolloutOutputError,
+    RolloutTimeoutError,
+)
 from quadriga.parallel.distributed import rank
 from quadriga.rollout.sglang.process import NAME
 from quadriga.rollout.sglang.processes.frames import Json
@@ -24,9 +29,11 @@ from quadriga.rollout.sglang.weights import (
     HeldWeight,
     Shapes,
     buckets,
+    check_restarted,
     checked,
     question,
     read_answer,
+    version_of_server,
 )
 
 T = TypeVar("T")
@@ -49,6 +56,7 @@ class Client:
         version: of the weights in SGLang; -1 for those of the folder.
         restarts: how often SGLang was started again.
         held: the weights that SGLang held when it was started, if they can be read back.
+        received: the digest of each weight that SGLang has accepted, as it was sent to it last.
     """
 
     def __init__(self, launch: Launch, shapes: Shapes, at_once: int) -> None:
@@ -61,36 +69,29 @@ class Client:
         self._unusable = ""
         self._closed = False
         self._unknown: set[str] = set()  # names of an update that failed
+        self.received: dict[str, int] = {}
         self.version = -1
         self.restarts = 0
         self._instance = launch.start()
         self.held: dict[str, HeldWeight] = {}
         try:
             if self._instance.host is None:
-                self.version = self._version_of_server()
+                self.version = self._adopt_version()
             else:
                 self.held = self.read_back()
         except BaseException:
             self.close()
             raise
 
-    def _version_of_server(self) -> int:
+    def _adopt_version(self) -> int:
         """Return the version of the weights in a server that runs already."""
         info = self._instance.transport.get("/model_info", self._options.call_timeout_s)
         version = info.get("weight_version") if isinstance(info, dict) else None
         if version == "default":  # the weights of its model folder
             version = "-1"
-            self.call(
-                "/update_weight_version", {"new_version": version, "abort_all_requests": False}
-            )
-        try:
-            return int(str(version))
-        except ValueError:
-            raise RolloutError(
-                f"rollout engine {NAME!r}: the weights of the server at {self._options.url} have "
-                f"the version {version!r}, which is not a number; start it again",
-                engine=NAME,
-            ) from None
+            body: Body = {"new_version": version, "abort_all_requests": False}
+            self.call("/update_weight_version", body)
+        return version_of_server(version, self._options.url)
 
     # Requests
 
@@ -176,7 +177,14 @@ class Client:
                 self._released, self._unknown = frozenset(), set()
                 if self._kept:
                     self._send(iter(self._kept.items()), self.version)
+                if self.held:
+                    held = {name: weight.digest for name, weight in self.held.items()}
+                    check_restarted(held, self._kept, self.read_back(), self.version)
                 return
+            except RolloutOutputError as error:
+                self._unusable = f"it failed before: {error}"
+                self._end()
+                raise
             except (RolloutDiedError, RolloutTimeoutError) as error:
                 self._end()
                 fault = error
@@ -220,6 +228,9 @@ class Client:
             self._send(iter(new.items()), version)
         except (RolloutDiedError, RolloutTimeoutError) as fault:
             self._recover(fault)
+        except BaseException:
+            self._unknown |= new.keys()
+            raise
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -233,14 +244,14 @@ class Client:
         self._need_weights()
         parts = buckets(stream, self._options.bucket_mb << 20)
         part = next(parts, None)  # the first bucket is checked before anything is changed
-        sent: set[str] = set()
+        sent: dict[str, int] = {}
         self.call("/pause_generation", {"mode": "retract"})
         try:
             with self._session():
                 while part is not None:
-                    self._unknown.update(part.names)
+                    self._unknown.update(part.digests)
                     self._update_bucket(part.payload)
-                    sent.update(part.names)
+                    sent.update(part.digests)
                     part = next(parts, None)
             self.call(
                 "/update_weight_version",
@@ -252,7 +263,8 @@ class Client:
                 self.call("/continue_generation")
             raise
         self.call("/continue_generation")
-        self._unknown -= sent
+        self._unknown -= sent.keys()
+        self.received |= sent
 
     def _update_bucket(self, payload: bytes) -> None:
         body: dict[str, Json] = {

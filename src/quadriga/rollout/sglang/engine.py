@@ -63,6 +63,7 @@ class SGLangRollout:
         device: str | torch.device = "cpu",
         dtype: DtypeName = "auto",
         micro_batch_size: int = 256,
+        releasable: bool = True,
         **options: object,
     ) -> None:
         self._options = sglang_options(options)
@@ -78,7 +79,10 @@ class SGLangRollout:
             place,
             compute_dtype(dtype, place),
             window.tokens if window else None,
+            releasable,
         )
+        # An SGLang that runs already may be able to, whatever this engine was built for.
+        self._releasable = releasable or place.type == "cpu" or self._options.url is not None
         shapes = model_shapes(model)
         self._names = frozenset(shapes)
         self._own_ends = frozenset(model_end_tokens(model)) if self._options.url else frozenset()
@@ -233,6 +237,11 @@ class SGLangRollout:
                 )
             return {name: weight.digest for name, weight in held.items()}
 
+    def received_digests(self) -> Mapping[str, int]:
+        """See `ReportsReceipts`."""
+        self._check_open("received_digests")
+        return self._client.received
+
     def weight_dtypes(self) -> Mapping[str, torch.dtype]:
         self._check_open("weight_dtypes")
         return self._client.dtypes
@@ -240,6 +249,10 @@ class SGLangRollout:
     def release(self) -> None:
         with self._lock:
             self._check_open("release")
+            if not self._releasable:
+                raise self._state_error(
+                    "release", "it was started without the means to; set rollout.take_turns=true"
+                )
             if self._state == "ready":
                 self._client.release()
                 self._state = "released"

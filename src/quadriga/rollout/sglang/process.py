@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from quadriga.errors import RolloutDiedError, printable
@@ -47,17 +47,18 @@ class HostProcess:
 
     Args:
         python: the interpreter that has SGLang.
-        variables: environment variables of the host, beside those of this process.
+        variables: returns environment variables of the host, beside those of this process, for its
+            folder.
 
     Attributes:
         folder: temporary files of the processes and their log; removed by `close`.
         stdin, stdout: file descriptors of the host's standard input and output.
     """
 
-    def __init__(self, python: str, variables: Mapping[str, str]) -> None:
+    def __init__(self, python: str, variables: Callable[[Path], Mapping[str, str]]) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="quadriga-sglang-"))
         environment = {k: v for k, v in os.environ.items() if k not in _OF_THE_RANK}
-        environment |= {"TMPDIR": str(self.folder), **variables}
+        environment |= {"TMPDIR": str(self.folder), **variables(self.folder)}
         with open(self.folder / "log", "wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", str(_GUARD), str(self.folder), python, "-m", _HOST],

@@ -14,6 +14,7 @@ import torch
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import RolloutDiedError
 from quadriga.models.folder import local_folder
+from quadriga.parallel.distributed import gloo_on_loopback
 from quadriga.rollout.sglang.options import SGLangOptions
 from quadriga.rollout.sglang.process import HostProcess
 from quadriga.rollout.sglang.processes.frames import Json
@@ -36,11 +37,10 @@ _CPU: Mapping[str, Json] = {
     # By default SGLang reserves most of the memory for keys and values.
     "max_total_tokens": 1 << 16,
 }
-_GPU: Mapping[str, Json] = {
-    # The trainer needs the rest. Without the backup, `release` would lose the weights.
-    "mem_fraction_static": 0.5,
+_GPU: Mapping[str, Json] = {"mem_fraction_static": 0.5}  # the trainer needs the rest
+_RELEASABLE: Mapping[str, Json] = {
     "enable_memory_saver": True,
-    "enable_weights_cpu_backup": True,
+    "enable_weights_cpu_backup": True,  # without it, `release` would lose the weights
 }
 
 
@@ -58,13 +58,17 @@ class Instance:
 
 @dataclass(frozen=True)
 class Launch:
-    """What is needed to start SGLang, again if it has ended."""
+    """What is needed to start SGLang, again if it has ended.
+
+    `releasable`: its memory can be released on a GPU.
+    """
 
     model: ModelConfig
     options: SGLangOptions
     device: torch.device
     dtype: torch.dtype
     window: int | None
+    releasable: bool = True
 
     def start(self) -> Instance:
         """Start SGLang, or connect to it, and wait until it is ready.
@@ -86,7 +90,7 @@ class Launch:
         raise AssertionError("unreachable")
 
     def _start_host(self) -> Instance:
-        host = HostProcess(self.options.python or sys.executable, self._variables())
+        host = HostProcess(self.options.python or sys.executable, self._variables)
         try:
             arguments = self._arguments(host.folder)
             transport: Transport
@@ -113,13 +117,19 @@ class Launch:
             raise
         return Instance(transport, host)
 
-    def _variables(self) -> dict[str, str]:
+    def _variables(self, folder: Path) -> dict[str, str]:
+        """Return the environment variables of an SGLang with this folder for temporary files."""
         variables = {
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             "SGLANG_RETURN_ORIGINAL_LOGPROB": (
                 "1" if self.options.log_probs == "temperature_1" else "0"
             ),
         }
+        if not {"nnodes", "dist_init_addr"} & self.options.server_args.keys():
+            # Otherwise the store of the schedulers' process group, and gloo, listen on all
+            # addresses of the machine.
+            variables["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{folder}/process_group"
+            variables |= gloo_on_loopback()
         if self.device.type == "cpu":
             variables["SGLANG_USE_CPU_ENGINE"] = "1"
             variables["TORCH_COMPILE_DISABLE"] = "1"  # compiling needs a compiler for C++
@@ -144,7 +154,10 @@ class Launch:
         }
         if self.window is not None:
             arguments["context_length"] = self.window + _SPARE_TOKENS
-        arguments |= _CPU if self.device.type == "cpu" else _GPU
+        if self.device.type == "cpu":
+            arguments |= _CPU
+        else:
+            arguments |= {**_GPU, **(_RELEASABLE if self.releasable else {})}
         return arguments | dict(self.options.server_args)
 
 

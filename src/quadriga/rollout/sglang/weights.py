@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from quadriga.config.schema import ModelConfig
-from quadriga.errors import ModelError, RolloutOutputError
+from quadriga.errors import ModelError, RolloutError, RolloutOutputError
 from quadriga.models.folder import local_folder
 from quadriga.models.loading import model_without_weights
 from quadriga.models.weight_files import read_header, read_json, weight_file_names
+from quadriga.parallel.distributed import rank
+from quadriga.rollout.base import tensor_digest
 from quadriga.rollout.sglang.process import NAME
 
 _ALIGNMENT = 16
@@ -37,9 +39,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Serialized weights and their names."""
+    """Serialized weights, and name → `tensor_digest` of each of them."""
 
-    names: tuple[str, ...]
+    digests: Mapping[str, int]
     payload: bytes
 
 
@@ -153,7 +155,11 @@ def _serialized(bucket: list[tuple[str, Tensor, int]], size: int) -> Bucket:
             )
         )
     payload = pickle.dumps({"flattened_tensor": flat, "metadata": table})
-    return Bucket(tuple(name for name, _, _ in bucket), payload)
+    digests = {
+        name: tensor_digest(flat[start : start + weight.nbytes].view(weight.dtype))
+        for name, weight, start in bucket
+    }
+    return Bucket(digests, payload)
 
 
 # Reading back. `readback.py` runs in the scheduler of a host that was started here. It is called as
@@ -187,3 +193,58 @@ def read_answer(file: Path) -> dict[str, HeldWeight]:
         name: HeldWeight(getattr(torch, dtype), int(digest))
         for name, (dtype, digest) in content["held"].items()
     }
+
+
+# Comparisons
+
+
+def check_restarted(
+    held: Mapping[str, int],
+    kept: Mapping[str, Tensor],
+    found: Mapping[str, HeldWeight],
+    version: int,
+) -> None:
+    """Compare what a restarted SGLang holds with the weights that it was sent, and with those of
+    the folder for the others.
+
+    Args:
+        held: digests of the weights of the folder that could be read back at the first start.
+        kept: the weights of the last updates.
+        found: what was read back after the restart.
+
+    Raises:
+        RolloutOutputError: one differs.
+    """
+    sent = {name: tensor_digest(weight) for name, weight in kept.items() if name in held}
+    wrong = [
+        name
+        for name, digest in {**held, **sent}.items()
+        if name not in found or found[name].digest != digest
+    ]
+    if wrong:
+        raise RolloutOutputError(
+            f"rollout engine {NAME!r} of rank {rank()}: after its restart {len(wrong)} of "
+            f"{len(held)} weights differ from those of version {version}, {wrong[0]!r} first; no "
+            "responses are sampled from them. Start the run again from its last checkpoint",
+            engine=NAME,
+            rank=rank(),
+            fault="weights",
+            row=None,
+            version=version,
+        )
+
+
+def version_of_server(version: object, url: str | None) -> int:
+    """Return the number of a version that a server at `url` tells.
+
+    Raises:
+        RolloutError: it is no number.
+    """
+    try:
+        return int(str(version))
+    except ValueError:
+        raise RolloutError(
+            f"rollout engine {NAME!r}: the weights of the server at {url} have the version "
+            f"{version!r}, which is not a number; start it again",
+            engine=NAME,
+        ) from None

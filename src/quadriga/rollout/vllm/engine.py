@@ -55,6 +55,7 @@ class VLLMRollout:
         device: str | torch.device = "cpu",
         dtype: DtypeName = "auto",
         micro_batch_size: int = 256,
+        releasable: bool = True,
         **options: object,
     ) -> None:
         self.options = parse_options(options)
@@ -64,11 +65,15 @@ class VLLMRollout:
         self.dtype = compute_dtype(dtype, self.device)
         self._isolation = Isolation()
         self._state: State = "closed"
-        settings = StartSettings(model, self.device, self.dtype, micro_batch_size, self.options)
+        self._releasable = releasable or self.device.type == "cpu"
+        settings = StartSettings(
+            model, self.device, self.dtype, micro_batch_size, self.options, releasable
+        )
         self._running = RunningEngine(settings, self._isolation)
         self._state = "ready"
         self._version = -1
         self._weights_awake = True
+        self._unknown: set[str] = set()  # weights that an update has left half-way
         self._stop_strings = StopStringsOfModel(model)
         self._abilities = RolloutAbilities(
             vocabulary=self._running.vocabulary,
@@ -103,6 +108,7 @@ class VLLMRollout:
         sample_seeds: Tensor,
     ) -> RolloutOutput:
         self._check("generate", "ready")
+        self._check_weights("generate")
         check_request(self.name, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
         check_temperature(sampling.temperature)
         prompts = _tokens(prompt_ids, attention_mask)
@@ -134,6 +140,7 @@ class VLLMRollout:
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self._check("score", "ready")
+        self._check_weights("score")
         check_sequences(self.name, self.abilities, ids, attention_mask)
         sequences = _tokens(ids, attention_mask)
         deadline = Deadline("score", self.options.call_timeout_s)
@@ -149,13 +156,23 @@ class VLLMRollout:
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._check("update_weights", "ready", "released")
+        written: set[str] = set()
         with self._isolation.inside():
-            self._wake_weights()
+            with self._failures("update_weights"):
+                self._wake_weights()
             try:
                 for name, tensor in stream:
-                    self._running.weights.write(name, tensor)
+                    with self._failures("update_weights"):
+                        self._running.weights.write(name, tensor)
+                    written.add(name)
+            except BaseException:
+                if written:  # some weights are new and some old
+                    self._unknown = set(self._running.weights.names())
+                raise
             finally:
-                self._forget_old_keys()
+                with self._failures("update_weights"):
+                    self._forget_old_keys()
+        self._unknown -= written
         self._version = version
 
     def _forget_old_keys(self) -> None:
@@ -173,7 +190,7 @@ class VLLMRollout:
     def weights_digest(self) -> dict[str, int]:
         self._check("weights_digest", "ready", "released")
         weights = self._running.weights
-        with self._isolation.inside():
+        with self._failures("weights_digest"), self._isolation.inside():
             self._wake_weights()
             return {name: tensor_digest(weights.read(name)) for name in weights.names()}
 
@@ -187,7 +204,16 @@ class VLLMRollout:
         self._check("release", "ready", "released")
         if self._state == "released":
             return
-        with self._isolation.inside():
+        if not self._releasable:
+            raise RolloutError(
+                f"rollout engine 'vllm' on rank {rank()} was started without the means to release "
+                "its memory; set actor_rollout_ref.rollout.take_turns=true, or build it with "
+                "releasable=True",
+                engine=self.name,
+                rank=rank(),
+                method="release",
+            )
+        with self._failures("release"), self._isolation.inside():
             self._running.engine.reset_prefix_cache()
             if self.device.type != "cpu":
                 self._running.engine.sleep(level=1)
@@ -198,7 +224,7 @@ class VLLMRollout:
         self._check("resume", "ready", "released")
         if self._state == "ready":
             return
-        with self._isolation.inside():
+        with self._failures("resume"), self._isolation.inside():
             if self.device.type != "cpu":
                 self._wake_weights()
                 self._running.engine.wake_up(tags=["kv_cache"])
@@ -222,6 +248,18 @@ class VLLMRollout:
             raise RolloutError(
                 f"rollout engine 'vllm' on rank {rank()} is {self._state}, so {method} cannot be "
                 f"called; {_WHAT_TO_DO[self._state]}",
+                engine=self.name,
+                rank=rank(),
+                method=method,
+            )
+
+    def _check_weights(self, method: str) -> None:
+        """Refuse to compute with weights of which some are new and some old."""
+        if self._unknown:
+            raise RolloutError(
+                f"rollout engine 'vllm' on rank {rank()}: {method} was called after an update of "
+                f"weights that broke off, and {min(self._unknown)!r} was not sent since; sync all "
+                "weights first",
                 engine=self.name,
                 rank=rank(),
                 method=method,

@@ -35,13 +35,17 @@ _engines_in_process = 0
 
 @dataclass(frozen=True)
 class StartSettings:
-    """What one engine is started with. `rows` are generated at once."""
+    """What one engine is started with. `rows` are generated at once.
+
+    `releasable`: weights and cache can be released on a GPU.
+    """
 
     model: ModelConfig
     device: torch.device
     dtype: torch.dtype
     rows: int
     options: VLLMOptions
+    releasable: bool = True
 
 
 class RunningEngine:
@@ -159,7 +163,7 @@ def _start(settings: StartSettings, folder: str, window: int) -> LLMEngine:
         "enforce_eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_prefix_caching": options.enable_prefix_caching,
         **_prefill(on_cpu, window),
-        "enable_sleep_mode": not on_cpu,
+        "enable_sleep_mode": settings.releasable and not on_cpu,
         "logprobs_mode": "raw_logprobs",
         "tensor_parallel_size": options.tensor_parallel_size,
         "distributed_executor_backend": "external_launcher" if world_size() > 1 else "uni",

@@ -30,8 +30,9 @@ _SAMPLES, _SAMPLE = 64, 64 << 10  # parts of a larger weight file that are diges
 def inputs_of(config: GenerationConfig) -> Inputs:
     """Return what the responses of a command depend on.
 
-    The number of ranks, their backend and the size of micro-batches are left out: a response does
-    not depend on them.
+    The number of ranks, their backend and the size of micro-batches are left out. In float32 a
+    response of hf and vllm does not depend on them. One of sglang can (`rollout.not_reproduced`),
+    and a file that is continued with other ranks then holds responses of both.
     """
     settings = dict(setting_leaves(yaml.safe_load(to_yaml(config)), ""))
     left_out = (

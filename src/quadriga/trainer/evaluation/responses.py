@@ -20,7 +20,7 @@ from quadriga.errors import RolloutError
 from quadriga.models.folder import check_model_folder
 from quadriga.observability.console import RunConsole
 from quadriga.protocol import DataProto, fields
-from quadriga.rollout import ROLLOUTS, check_rollout
+from quadriga.rollout import ROLLOUTS, check_rollout, not_reproduced
 from quadriga.trainer import stages
 from quadriga.trainer.evaluation.inputs import inputs_of
 from quadriga.trainer.evaluation.ranks import rollout_group
@@ -123,6 +123,9 @@ def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> li
         WorkerError: a rank failed. The batches before it are in the file.
     """
     total = len(prompts)
+    why = not_reproduced(config.rollout.name, config.rollout.options, config.sampling)
+    if why:
+        _log.warning("the same command may generate other responses: %s", why)
     with ResponseFile.open(
         path,
         inputs_of(config),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from quadriga.checkpoint.folders import (
 )
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
-from quadriga.errors import CheckpointError
+from quadriga.errors import CheckpointError, QuadrigaError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.trainer.dataflow import reads_ref_log_prob
 from quadriga.trainer.placement import ResourcePoolManager, Role
@@ -37,6 +38,8 @@ from quadriga.trainer.run.role_workers import (
     workers_of,
 )
 from quadriga.trainer.run.stopping import unchanged_handlers
+from quadriga.trainer.run.versions import VersionedRollout
+from quadriga.workers.generation import GeneratingGroup
 from quadriga.workers.roles import (
     ActorGroup,
     CriticGroup,
@@ -48,9 +51,19 @@ from quadriga.workers.roles import (
     TurnTakingGroup,
 )
 
+_log = logging.getLogger("quadriga")
+
 if TYPE_CHECKING:
     from quadriga.single_controller import Backend, Worker, WorkerGroup
     from quadriga.weight_sync import WeightNeeds
+
+ACTOR_VERSION = "actor_weight_version"
+"""The method of the policy's worker that returns the version of the actor's weights."""
+
+CLOSE_ROLLOUT = "close_rollout"
+"""The method of the policy's worker that ends its rollout engine."""
+CLOSE_S = 10.0
+"""Seconds that rollout engines have to end before their processes are killed."""
 
 ALIVENESS_CHECK_S = 3.0
 """Seconds between two checks that every process of a group is alive. Calls notice a death by
@@ -67,12 +80,26 @@ class StartedGroups:
     def close(self) -> None:
         """Stop every process of these groups, and the backend if this run started it.
 
-        If one of them cannot be stopped, the others are stopped before its error is raised.
+        Rollout engines end first, because they may have processes and files of their own. If one of
+        them cannot be stopped, the others are stopped before its error is raised.
         """
+        for group in self.groups:
+            close_rollouts(group)
         with ExitStack() as stack:  # which calls the last callback first
             stack.callback(self.backend.shutdown)
             for group in reversed(self.groups):
                 stack.callback(group.shutdown)
+
+
+def close_rollouts(group: WorkerGroup) -> None:
+    """End the rollout engines of a group. What fails is logged: the processes are ended next."""
+    for role in group.roles:
+        if not has_method(group, role, CLOSE_ROLLOUT):
+            continue
+        try:
+            group.spawn([role])[role].close_rollout.options(timeout=CLOSE_S)()
+        except QuadrigaError as error:
+            _log.debug("the rollout engines of role %s did not end: %s", role, error)
 
 
 @contextmanager
@@ -140,8 +167,9 @@ class PPOGroups(StartedGroups):
     `ref` is None if no stage reads `ref_log_prob`, `critic` is None if no stage reads `values`,
     `reward_model` is None unless it is enabled,
     `turns` is None unless the engines of the policy take turns in device memory, and `link` is None
-    unless actor and rollout are in different processes. `added` has the groups of added roles by
-    their keys.
+    unless actor and rollout are in different processes. `actor_version` returns the version of the
+    actor's weights; None if the worker class of the actor has no such method. `added` has the
+    groups of added roles by their keys.
     """
 
     actor: ActorGroup
@@ -151,6 +179,7 @@ class PPOGroups(StartedGroups):
     reward_model: RewardModelGroup | None
     turns: TurnTakingGroup | None
     link: WeightLink | None
+    actor_version: Callable[[], int] | None = None
     added: Mapping[str, WorkerGroup] = field(default_factory=dict)
 
     @contextmanager
@@ -163,6 +192,13 @@ class PPOGroups(StartedGroups):
         yield
         # Not after an error: it ends the run, and a call to a failed rank would hide it.
         self.turns.trainer_mode()
+
+    @property
+    def generator(self) -> GeneratingGroup:
+        """The rollout, whose responses must come from the weights that the actor has."""
+        if self.actor_version is None:
+            return self.rollout
+        return VersionedRollout(self.rollout, self.actor_version)
 
     def sync_weights(self) -> None:
         """Copy the actor's weights to the rollout, and check that all of them arrived.
@@ -313,8 +349,14 @@ def groups_of_views(
         reward_model=view_of[REWARD_MODEL] if has_reward_model(config) else None,
         turns=actor if config.actor_rollout_ref.rollout.take_turns else None,
         link=link,
+        actor_version=_version_of(actor),
         added={added.key: view_of[added.key] for added in added_roles(config)},
     )
+
+
+def _version_of(actor: WorkerGroup) -> Callable[[], int] | None:
+    """Return the group method that tells the actor's version, if its workers have it."""
+    return getattr(actor, ACTOR_VERSION, None)
 
 
 def open_backend(trainer: RunConfig) -> Backend:

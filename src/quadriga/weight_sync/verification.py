@@ -1,0 +1,78 @@
+"""Whether a rollout engine holds what the training engine has: by digests, else by the probe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quadriga.rollout.abilities import RolloutAbilities
+from quadriga.rollout.base import ReportsReceipts
+from quadriga.weight_sync.digests import compare_digests
+from quadriga.weight_sync.probe import ScoreProbe
+
+
+class WeightTarget(Protocol):
+    """The part of a `RolloutEngine` that receives weights."""
+
+    @property
+    def abilities(self) -> RolloutAbilities:
+        """What the engine can do."""
+        ...
+
+    def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy new weights, one tensor at a time."""
+        ...
+
+    def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return the log-probability of each token, given the tokens before it."""
+        ...
+
+    def weights_digest(self) -> dict[str, int]:
+        """Return the digest of every weight, by checkpoint name."""
+        ...
+
+    def weight_dtypes(self) -> Mapping[str, torch.dtype]:
+        """Return the dtype of every weight, by checkpoint name."""
+        ...
+
+
+class VerifiedTarget:
+    """Updates a rollout engine, and compares it with the training engine after each sync.
+
+    Args:
+        target: the rollout engine.
+    """
+
+    def __init__(self, target: WeightTarget) -> None:
+        self._target = target
+        self._probe = None if target.abilities.exposes_weights else ScoreProbe(target)
+
+    def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy new weights. See `ScoreProbe.update_weights` for what it raises."""
+        if self._probe is None:
+            self._target.update_weights(stream, version)
+        else:
+            self._probe.update_weights(stream, version)
+
+    def compare(self, sent: Mapping[str, int], scores: Tensor | None, version: int) -> None:
+        """Compare what the engine holds with what the training engine has.
+
+        Args:
+            sent: the digest of each weight of the training engine.
+            scores: those of the training engine for the probe tokens; None if the rollout engine
+                exposes its weights.
+
+        Raises:
+            WorkerError: weights differ. Attributes: `tensor` and `tensors` where they are known,
+                `version`.
+        """
+        if self._probe is None:
+            compare_digests(sent, self._target.weights_digest(), version)
+            return
+        if isinstance(self._target, ReportsReceipts):
+            compare_digests(sent, self._target.received_digests(), version)
+        assert scores is not None, "the needs of the engine ask for scores"
+        self._probe.compare(scores, version)

@@ -1,0 +1,129 @@
+"""Faults within a rollout engine of 16-bit weights that does not expose them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines import build_engine
+from quadriga.errors import WorkerError
+from quadriga.rollout import build_rollout
+from quadriga.rollout.base import tensor_digest
+from quadriga.weight_sync import WeightSync
+
+LAYER = "model.layers.1."
+SOME = ["model.norm.weight", f"{LAYER}self_attn.k_proj.weight", f"{LAYER}mlp.up_proj.weight"]
+
+
+@pytest.fixture
+def engine(model_folder):
+    return build_engine(ModelConfig(path=model_folder), EngineConfig(), OptimConfig(lr=0.01))
+
+
+def step(engine):
+    """One step, after which every weight differs."""
+    ids = torch.arange(5, 45).view(4, 10)
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "response_mask": torch.ones(4, 6, dtype=torch.int64),
+    }
+    engine.train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
+
+
+class Hidden:
+    """A rollout engine in bfloat16 that does not expose its weights.
+
+    `fault` changes what its own model gets; the caller cannot see that.
+    """
+
+    def __init__(self, folder, fault=lambda weights: weights):
+        self.engine = build_rollout("hf", ModelConfig(path=folder), dtype="bfloat16")
+        self.abilities = replace(self.engine.abilities, exposes_weights=False)
+        self.score, self.weight_dtypes = self.engine.score, self.engine.weight_dtypes
+        self.fault = fault
+
+    def update_weights(self, stream, version):
+        weights = self.fault(dict(stream))
+        self.engine.update_weights(weights.items(), version)
+
+
+class Reporting(Hidden):
+    """The same, with a fault on the way to its processes."""
+
+    def __init__(self, folder, fault=lambda weights: weights):
+        super().__init__(folder, fault)
+        self.digests = {}
+
+    def update_weights(self, stream, version):
+        weights = self.fault(dict(stream))
+        dtypes = self.weight_dtypes()
+        self.digests |= {n: tensor_digest(w.to(dtypes[n])) for n, w in weights.items()}
+        self.engine.update_weights(weights.items(), version)
+
+    def received_digests(self):
+        return self.digests
+
+
+def without(name):
+    return lambda weights: {n: w for n, w in weights.items() if n != name}
+
+
+def exchanged(weights):
+    """The rows of k and v in each other's place, as in a fused projection of wrong order."""
+    k, v = (f"{LAYER}self_attn.{part}_proj.weight" for part in "kv")
+    other = {k: v, v: k}
+    return {other.get(name, name): w for name, w in weights.items()}
+
+
+def test_an_engine_without_a_fault_passes(engine, model_folder):
+    hidden = Hidden(model_folder)
+    sync = WeightSync(engine, hidden)
+    for version in (1, 2, 3):
+        sync.run(version)
+        held = hidden.engine.module.state_dict()
+        sent = dict(engine.state_stream())
+        assert all(torch.equal(sent[n].to(torch.bfloat16), w) for n, w in held.items())
+        step(engine)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_weight_that_the_engine_ignores_is_named_in_the_first_sync(engine, model_folder, name):
+    with pytest.raises(WorkerError, match=f"an update of weight '{name}' changes no") as caught:
+        WeightSync(engine, Hidden(model_folder, without(name))).run(1)
+    assert (caught.value.tensor, caught.value.version) == (name, 1)
+
+
+def test_rows_of_a_fused_projection_in_a_wrong_order_are_found_in_the_first_sync(
+    engine, model_folder
+):
+    with pytest.raises(WorkerError, match="differ by"):
+        WeightSync(engine, Hidden(model_folder, exchanged)).run(1)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_weight_that_becomes_stale_is_found_by_the_scores(engine, model_folder, name):
+    hidden = Hidden(model_folder)
+    sync = WeightSync(engine, hidden)
+    sync.run(1)
+    hidden.fault = without(name)
+    with pytest.raises(WorkerError, match="differ by"):
+        for version in range(2, 6):
+            step(engine)
+            sync.run(version)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_receipts_name_a_stale_weight_at_once(engine, model_folder, name):
+    reporting = Reporting(model_folder)
+    sync = WeightSync(engine, reporting)
+    sync.run(1)
+    reporting.fault = without(name)
+    with torch.no_grad():  # a change far below the rounding of the scores
+        for weight in engine.module.parameters():
+            weight.mul_(1.01)
+    with pytest.raises(WorkerError, match=f"1 of 21 weights are wrong: '{name}' differs"):
+        sync.run(2)

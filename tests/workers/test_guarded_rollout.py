@@ -1,0 +1,47 @@
+"""The worker calls its rollout engine through a guard with the settings of the run, and ends it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import quadriga.rollout
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import RolloutTimeoutError
+from quadriga.protocol import DataProto, fields
+from quadriga.testing.fake_rollout import FakeRollout
+from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
+from quadriga.workers.generation import generation_inputs
+from quadriga.workers.runtime import RankRuntime
+
+SECTION = "actor_rollout_ref"
+
+
+def test_a_wedged_engine_ends_at_the_deadline_of_the_settings(folder, monkeypatch) -> None:
+    built = []
+
+    def build(name, model, **settings):
+        built.append(FakeRollout(model.path, fault="wedges"))
+        assert settings["releasable"] is False  # take_turns is off
+        return built[-1]
+
+    monkeypatch.setattr(quadriga.rollout, "build_rollout", build)
+    overrides = [f"{SECTION}.model.path={folder}", f"{SECTION}.rollout.deadline_s=0.1"]
+    config = load_config(TrainConfig, overrides).actor_rollout_ref
+    worker = ActorRolloutRefWorker(config, "rollout", RankRuntime(max_response_length=8))
+    worker.init_model()
+    ids = torch.tensor([[5, 6]])
+    rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    prompts = DataProto.from_dict({**rows, fields.SAMPLE_SEED: torch.tensor([1])})
+    threads = set(threading.enumerate())
+    with pytest.raises(RolloutTimeoutError, match=r"on rank 0, generate: .*rollout\.deadline_s"):
+        worker.generate_sequences(generation_inputs(prompts))
+    assert not built[0]._closed.is_set()
+    worker.close_rollout()
+    assert built[0]._closed.is_set()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(60)
+        assert not thread.is_alive()
