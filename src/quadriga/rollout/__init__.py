@@ -2,7 +2,7 @@
 
 - `base`: the `RolloutEngine` protocol, its output, and the digest of a weight.
 - `params`: how tokens are sampled. `abilities`: what an engine can do of it.
-- `requests`: checks of a request. `guard`: the same around any engine, with checks of its output (`output_checks`).
+- `requests`: checks of a request; `output_checks`: of an output; `guard`: both, around any engine.
 - `hf`: generation in this process with a Hugging Face model. It uses `sampling`.
 - `vllm`: generation in this process with vLLM, from an environment of its own.
 - `sglang`: generation in processes below this one, or by a server, with SGLang.

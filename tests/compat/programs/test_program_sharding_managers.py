@@ -86,11 +86,29 @@ def test_what_has_no_meaning_is_refused(folder):
         assert nothing is None
 
 
-def test_managers_that_are_not_offered_say_why():
-    with pytest.raises(ModuleNotFoundError, match="data-parallel ranks only"):
-        import verl.workers.sharding_manager.fsdp_ulysses
-    with pytest.raises(ModuleNotFoundError, match="Quadriga trains with FSDP2"):
-        import verl.workers.sharding_manager.megatron_vllm  # noqa: F401
+def test_the_managers_of_other_engines_have_their_names(folder):
+    from verl.workers.sharding_manager.fsdp_ulysses import FSDPUlyssesShardingManager
+    from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
+
+    model = ModelConfig(path=folder)
+    engine, rollout = build_engine(model, EngineConfig(), None), build_rollout("hf", model)
+    rows = DataProto.from_dict({"x": torch.tensor([1, 2])})
+    with FSDPUlyssesShardingManager(None) as nothing, MegatronVLLMShardingManager(engine, rollout):
+        assert nothing is None and rollout.version == 1
+        assert FSDPUlyssesShardingManager().preprocess_data(rows) is rows
+    with pytest.raises(ConfigError, match=r"MegatronVLLMShardingManager has no arguments"):
+        MegatronVLLMShardingManager(engine, rollout, weight_converter=None)
+
+
+def test_ranks_that_share_sequences_are_refused():
+    from verl.workers.sharding_manager.fsdp_ulysses import FSDPUlyssesShardingManager
+
+    class Mesh(dict):
+        def size(self) -> int:
+            return 2
+
+    with pytest.raises(ConfigError, match="2 ranks in its dimension 'sp'"):
+        FSDPUlyssesShardingManager({"sp": Mesh()})
 
 
 def rows_of_two_ranks(rank: int, folder: str, port: int) -> None:

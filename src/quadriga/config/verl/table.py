@@ -238,6 +238,10 @@ TRAIN: dict[str, Row] = {
     f"{_ROLLOUT}.temperature": to(f"{_ROLLOUT}.sampling.temperature"),
     f"{_ROLLOUT}.top_p": to(f"{_ROLLOUT}.sampling.top_p"),
     f"{_ROLLOUT}.top_k": to(f"{_ROLLOUT}.sampling.top_k"),
+    # verl ignores end tokens in validation too.
+    f"{_ROLLOUT}.ignore_eos": to(
+        f"{_ROLLOUT}.sampling.ignore_eos", f"{_ROLLOUT}.val_sampling.ignore_eos"
+    ),
     f"{_ROLLOUT}.dtype": to(f"{_ROLLOUT}.dtype", convert=DTYPE),
     f"{_ROLLOUT}.val_kwargs.n": to(f"{_ROLLOUT}.val_n"),
     f"{_ROLLOUT}.val_kwargs.temperature": to(f"{_ROLLOUT}.val_sampling.temperature"),
@@ -326,6 +330,7 @@ GENERATE: dict[str, Row] = {
     "rollout.temperature": to("sampling.temperature"),
     "rollout.top_p": to("sampling.top_p"),
     "rollout.top_k": to("sampling.top_k"),
+    "rollout.ignore_eos": to("sampling.ignore_eos"),
     "rollout.prompt_length": to("max_prompt_length"),
     "rollout.response_length": to("max_response_length"),
     "rollout.name": to("rollout.name", convert=hugging_face),

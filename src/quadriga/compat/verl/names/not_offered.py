@@ -63,8 +63,7 @@ NOT_OFFERED: dict[str, str] = {
     "verl.trainer.ppo.rollout_corr_helper": "quadriga.algorithms.importance",
     "verl.trainer.ppo.utils.create_rl_dataset": _DATA,
     "verl.trainer.ppo.utils.create_rl_sampler": _DATA,
-    "verl.trainer.ppo.utils.need_reward_model": "quadriga.trainer.roles, where a reward model is a "
-    "role of yours",
+    "verl.trainer.ppo.utils.need_reward_model": "the setting reward_model.enable",
     "verl.trainer.ppo.v1": "verl.trainer.ppo.ray_trainer.RayPPOTrainer",
     "verl.trainer.sft_trainer.create_sft_dataset": _DATA,
     "verl.trainer.sft_trainer_ray": "quadriga.trainer.fine_tuning.sft",
@@ -127,14 +126,12 @@ NOT_OFFERED: dict[str, str] = {
     "verl.workers.engine_workers.TrainingWorker": "quadriga.workers.CriticWorker or SFTWorker",
     "verl.workers.fsdp_workers.AsyncActorRolloutRefWorker": "quadriga.workers."
     "ActorRolloutRefWorker",
-    "verl.workers.fsdp_workers.RewardModelWorker": "quadriga.trainer.roles, where a reward model "
-    "is a role of yours",
+    "verl.workers.fsdp_workers.RewardModelWorker": "quadriga.workers.RewardModelWorker, which "
+    "reward_model.enable=true starts; its settings are those of quadriga's section reward_model",
     "verl.workers.megatron_workers": "verl.workers.fsdp_workers; Quadriga trains with FSDP2",
     "verl.workers.reward_manager": _REWARDS,
     "verl.workers.rollout": _ROLLOUTS,
     "verl.workers.sharding_manager": "quadriga.weight_sync",
-    "verl.workers.sharding_manager.megatron_vllm": "verl.workers.sharding_manager.fsdp_vllm; "
-    "Quadriga trains with FSDP2",
     "verl.workers.utils": "quadriga.workers.objectives",
     "verl.workers.utils.padding": _PACKING,
 }
@@ -180,7 +177,6 @@ NO_COUNTERPART: dict[str, str] = {
     "verl.utils.rollout_skip": _NO_SKIP,
     "verl.utils.skip": _NO_SKIP,
     "verl.utils.ulysses": _SPLIT_TOKENS,
-    "verl.workers.sharding_manager.fsdp_ulysses": _SPLIT_TOKENS,
 }
 """Module, or module and name → why there is no name to use."""
 

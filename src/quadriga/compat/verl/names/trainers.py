@@ -86,6 +86,12 @@ TRAINER_MODULES: dict[str, dict[str, str]] = {
     "verl.workers.sharding_manager.fsdp_vllm": {
         "FSDPVLLMShardingManager": f"{_SHARDING}:FSDPVLLMShardingManager"
     },
+    "verl.workers.sharding_manager.fsdp_ulysses": {
+        "FSDPUlyssesShardingManager": f"{_SHARDING}:FSDPUlyssesShardingManager"
+    },
+    "verl.workers.sharding_manager.megatron_vllm": {
+        "MegatronVLLMShardingManager": f"{_SHARDING}:MegatronVLLMShardingManager"
+    },
     "verl.utils.config": {"validate_config": f"{COMPAT}.training.settings:validate_config"},
     "verl.utils.fs": {"copy_to_local": f"{COMPAT}.files:copy_to_local"},
     "verl.utils.metric": {"reduce_metrics": f"{_METRICS}:reduce_metrics"},

@@ -24,6 +24,8 @@ from quadriga.weight_sync import WeightSync
 
 ROLLOUT_DIM = "infer_tp"
 """The mesh dimension of the ranks that generate together, as verl names it."""
+SEQUENCE_DIM = "sp"
+"""The mesh dimension of the ranks that share sequences (Ulysses), as verl names it."""
 
 
 class BaseShardingManager:
@@ -47,6 +49,28 @@ class BaseShardingManager:
     def postprocess_data(self, data: DataProto) -> DataProto:
         """Return the rows of this rank from those that it generated."""
         return data
+
+
+class FSDPUlyssesShardingManager(BaseShardingManager):
+    """The manager of an actor whose ranks share sequences. Here each rank has whole sequences.
+
+    Args:
+        device_mesh: a mesh whose dimension `sp` has one rank, or None.
+
+    Raises:
+        ConfigError: several ranks would share sequences.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh | None = None) -> None:
+        if device_mesh is None:
+            return
+        ranks = device_mesh[SEQUENCE_DIM].size()
+        if ranks > 1:
+            raise ConfigError(
+                f"FSDPUlyssesShardingManager: the mesh has {ranks} ranks in its dimension "
+                f"{SEQUENCE_DIM!r}, but the managers of quadriga.compat give each rank whole "
+                "sequences; use a mesh with one rank in it (ulysses_sequence_parallel_size=1)"
+            )
 
 
 class FSDPVLLMShardingManager(BaseShardingManager):
@@ -79,13 +103,13 @@ class FSDPVLLMShardingManager(BaseShardingManager):
     ) -> None:
         if options:
             raise ConfigError(
-                f"FSDPVLLMShardingManager has no arguments {sorted(options)}: all weights are sent "
+                f"{type(self).__name__} has no arguments {sorted(options)}: all weights are sent "
                 "by a plan of their layouts; remove these arguments"
             )
         if not hasattr(module, "state_stream") or not isinstance(inference_engine, RolloutEngine):
             raise ConfigError(
-                "FSDPVLLMShardingManager needs a training engine of quadriga.engines.build_engine "
-                "as `module` and a rollout engine of quadriga.rollout.build_rollout as "
+                f"{type(self).__name__} needs a training engine of quadriga.engines.build_engine "
+                "and a rollout engine of quadriga.rollout.build_rollout as "
                 f"`inference_engine`, got {type(module).__name__} and "
                 f"{type(inference_engine).__name__}"
             )
@@ -125,3 +149,32 @@ class FSDPVLLMShardingManager(BaseShardingManager):
         if self._group is None or self._group.size() == 1:
             return data
         return data.chunk(self._group.size())[self._group.rank()]
+
+
+class MegatronVLLMShardingManager(FSDPVLLMShardingManager):
+    """The same under verl's name for an actor that is trained with Megatron.
+
+    The layouts of the two engines decide what each rank sends, so one manager serves every training
+    engine of `quadriga.engines.build_engine`.
+
+    Args:
+        actor_module: the training engine.
+        inference_engine, device_mesh, offload_param, options: as `FSDPVLLMShardingManager`.
+    """
+
+    def __init__(
+        self,
+        actor_module: TrainEngine,
+        inference_engine: RolloutEngine,
+        *,
+        device_mesh: DeviceMesh | None = None,
+        offload_param: bool = False,
+        **options: object,
+    ) -> None:
+        super().__init__(
+            actor_module,
+            inference_engine,
+            device_mesh=device_mesh,
+            offload_param=offload_param,
+            **options,
+        )
