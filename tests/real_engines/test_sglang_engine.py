@@ -10,19 +10,11 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from agreement import GREEDY, WITHOUT_WINDOW, check_agreement, requests, write_model
 
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.errors import ModelError, WorkerError
 from quadriga.rollout import build_rollout
-from quadriga.rollout.base import SamplingParams
 from quadriga.testing import ROLLOUT_LAWS, RolloutUnderTest, write_reference_model
 
 pytestmark = [
@@ -33,28 +25,8 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-GREEDY = SamplingParams(
-    max_new_tokens=24, eos_token_ids=(2,), pad_token_id=0, temperature=0.0, log_probs="policy"
-)
 # Each of these draws thousands of tokens, which takes minutes on a CPU.
 DRAWING = {"temperature", "top-k", "top-p", "min-p", "filter order", "log-probabilities"}
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 200,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.15,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-MODELS = {
-    "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
-    "llama, grouped queries": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -109,57 +81,31 @@ def test_sglang_server_with_seeds_satisfies_the_law(over_http, law):
     law.check(over_http)
 
 
-def batch():
-    random = torch.Generator().manual_seed(3)
-    ids, mask = torch.zeros(6, 20, dtype=torch.int64), torch.zeros(6, 20, dtype=torch.int64)
-    for row, length in enumerate((1, 3, 20, 12, 7, 16)):
-        ids[row, 20 - length :] = torch.randint(3, 200, (length,), generator=random)
-        mask[row, 20 - length :] = 1
-    return ids, mask, torch.arange(6)
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", WITHOUT_WINDOW)
 def test_greedy_responses_equal_those_of_hf_before_and_after_updates(tmp_path, name):
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    model.save_pretrained(tmp_path / "model")
-    ids, mask, seeds = batch()
-    hf = build_rollout("hf", ModelConfig(path=str(tmp_path / "model")), dtype="float32")
-    engine = sglang(tmp_path / "model")
+    folder = write_model(name, tmp_path / "model")
+    hf = build_rollout("hf", ModelConfig(path=folder), dtype="float32")
+    engine = sglang(folder)
     try:
-        for version in (-1, 1, 2):
-            if version > 0:
-                random = torch.Generator().manual_seed(version)
-                weights = {
-                    n: w + 0.3 * w.std() * torch.randn(w.shape, generator=random)
-                    for n, w in model.named_parameters()
-                }
-                with torch.no_grad():
-                    for n, parameter in model.named_parameters():
-                        parameter.copy_(weights[n])
-                for target in (hf, engine):
-                    target.update_weights(model.state_dict().items(), version)
-                assert engine.weights_digest() == hf.weights_digest()
-            expected = hf.generate(ids, mask, GREEDY, seeds)
-            found = engine.generate(ids, mask, GREEDY, seeds)
-            assert torch.equal(found.response_ids, expected.response_ids)
-            assert found.finish_reason == expected.finish_reason
-            difference = found.rollout_log_probs - expected.rollout_log_probs
-            assert float(difference.abs().max()) < 1e-4
-            whole = torch.cat([ids, expected.response_ids], 1)
-            seen = torch.cat([mask, expected.response_mask], 1)
-            scores = engine.score(whole, seen) - hf.score(whole, seen)
-            assert float(scores.abs().max()) < 1e-4
+        check_agreement(engine, hf)
+        for version in (1, 2):
+            random = torch.Generator().manual_seed(version)
+            weights = {
+                n: w + 0.3 * w.std() * torch.randn(w.shape, generator=random) for n, w in state(hf)
+            }
+            if "tied" in name:
+                weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+            for target in (hf, engine):
+                target.update_weights(weights.items(), version)
+            check_agreement(engine, hf)
     finally:
         engine.close()
 
 
 def test_a_sliding_window_that_sglang_ignores_is_refused(tmp_path):
-    torch.manual_seed(0)
-    config = MistralConfig(**SIZES, head_dim=16, sliding_window=8)
-    MistralForCausalLM(config).save_pretrained(tmp_path / "model")
+    folder = write_model("mistral, window of 8", tmp_path / "model")
     with pytest.raises(ModelError, match="window of 8 tokens"):
-        sglang(tmp_path / "model")
+        sglang(folder)
 
 
 class Between:
@@ -218,8 +164,8 @@ def test_a_sync_shows_every_fault_between_trainer_and_sglang(reference):
 def test_a_killed_scheduler_is_replaced_with_the_right_weights(reference, transport):
     engine = sglang(reference, transport=transport, restarts=1)
     try:
-        ids, mask, seeds = batch()
-        sampling = replace(GREEDY, max_new_tokens=60)
+        ids, mask, seeds = requests()
+        sampling = replace(GREEDY, max_new_tokens=50)
         names = engine.weight_dtypes()
         hf = build_rollout("hf", ModelConfig(path=reference), dtype="float32")
         random = torch.Generator().manual_seed(1)
@@ -235,7 +181,7 @@ def test_a_killed_scheduler_is_replaced_with_the_right_weights(reference, transp
         found = engine.generate(ids, mask, sampling, seeds)
         assert engine.restarts == 1
         assert torch.equal(found.response_ids, hf.generate(ids, mask, sampling, seeds).response_ids)
-        assert found.weight_versions.tolist() == [5] * 6
+        assert found.weight_versions.tolist() == [5] * 3
     finally:
         engine.close()
     assert not guard.is_running()

@@ -11,16 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from agreement import GREEDY, MODELS, check_agreement, requests, write_model
 
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import (
@@ -44,51 +35,13 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-GREEDY = SamplingParams(
-    max_new_tokens=24, eos_token_ids=(2,), pad_token_id=0, temperature=0.0, log_probs="policy"
-)
 # Each of these draws thousands of tokens, which takes minutes on a busy CPU.
 DRAWING = {"temperature", "top-k", "top-p", "min-p", "filter order", "min tokens"}
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 197,  # vLLM holds a multiple of 64 rows
-    "max_position_embeddings": 128,
-    "initializer_range": 0.15,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-HEADS = {"head_dim": 32, "sliding_window": 8}
-LAYERS = ["sliding_attention", "full_attention"]
-MODELS = {
-    "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
-    "llama, grouped queries": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "mistral, window of 8": lambda: MistralForCausalLM(MistralConfig(**SIZES, **HEADS)),
-    "gemma3, one layer with a window of 8": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(**SIZES, **HEADS, layer_types=LAYERS, query_pre_attn_scalar=32)
-    ),
-}
 
 
 def vllm(folder, **options):
     options = {"kv_cache_mb": 64, **options}
     return build_rollout("vllm", ModelConfig(path=folder), dtype="float32", **options)
-
-
-def requests(lengths=(70, 3, 17)):
-    """Return ids, mask and seeds of prompts, some longer than a window and a block of the cache."""
-    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, length in enumerate(lengths):
-        ids[row, -length:] = torch.randint(
-            3, 190, (length,), generator=torch.Generator().manual_seed(row)
-        )
-        mask[row, -length:] = 1
-    return ids, mask, torch.arange(len(lengths))
 
 
 def noise(engine, seed):
@@ -128,14 +81,7 @@ class TestLaws:
 @pytest.fixture(scope="module", params=MODELS)
 def engines(request, tmp_path_factory):
     """vLLM and hf on one model."""
-    folder = str(tmp_path_factory.mktemp("model") / "model")
-    torch.manual_seed(0)
-    model = MODELS[request.param]()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or "bias" in name:
-                parameter += 0.1 * torch.randn(parameter.shape)
-    model.save_pretrained(folder)
+    folder = write_model(request.param, tmp_path_factory.mktemp("model") / "model")
     ours = vllm(folder, engine_args={"block_size": 32})
     hf = build_rollout("hf", ModelConfig(path=folder), dtype="float32")
     yield ours, hf
@@ -144,30 +90,17 @@ def engines(request, tmp_path_factory):
 
 
 class TestModels:
-    def agree(self, ours, hf):
-        ids, mask, seeds = requests()
-        first, second = (engine.generate(ids, mask, GREEDY, seeds) for engine in (ours, hf))
-        assert torch.equal(first.response_ids, second.response_ids)
-        assert torch.equal(first.response_mask, second.response_mask)
-        assert first.finish_reason == second.finish_reason
-        torch.testing.assert_close(
-            first.rollout_log_probs, second.rollout_log_probs, atol=1e-4, rtol=0
-        )
-        scores = [engine.score(ids, mask) for engine in (ours, hf)]
-        torch.testing.assert_close(*scores, atol=1e-4, rtol=0)
-        assert ours.weights_digest() == hf.weights_digest()
-
     def test_greedy_ids_and_log_probabilities_equal_those_of_hf_before_and_after_updates(
         self, engines
     ):
         ours, hf = engines
-        self.agree(ours, hf)
+        check_agreement(ours, hf)
         before = ours.score(*requests()[:2])
         for version in (1, 2):
             weights = noise(hf, version)
             for engine in engines:
                 engine.update_weights(weights.items(), version)
-            self.agree(ours, hf)
+            check_agreement(ours, hf)
             assert ours.version == version
         assert (ours.score(*requests()[:2]) - before).abs().max() > 0.1
 

@@ -6,7 +6,7 @@
 - `hf`: generation in this process with a Hugging Face model. It uses `sampling`.
 - `vllm`: generation in this process with vLLM, from an environment of its own.
 - `sglang`: generation in processes below this one, or by a server, with SGLang.
-- `stop_strings`: which token completes a stop string.
+- `stop_strings`: which token completes a stop string. `responses`: lists of tokens as one output.
 - `memory`: the device memory of generation by `hf`, known before a weight is loaded.
 
 May import every package below `rollout` in docs/architecture.md, but not `engines`. Importing this

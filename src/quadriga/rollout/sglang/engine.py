@@ -17,16 +17,16 @@ from quadriga.models.loading import read_config
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
 from quadriga.rollout.abilities import RolloutAbilities
-from quadriga.rollout.base import FinishReason, RolloutOutput
+from quadriga.rollout.base import RolloutOutput
 from quadriga.rollout.params import SamplingParams
 from quadriga.rollout.requests import check_request, check_sequences
+from quadriga.rollout.responses import Response, padded_output
 from quadriga.rollout.sglang.client import Client
 from quadriga.rollout.sglang.declared import declared_abilities
 from quadriga.rollout.sglang.options import check_installed, sglang_options
 from quadriga.rollout.sglang.process import NAME
 from quadriga.rollout.sglang.processes.frames import Json
 from quadriga.rollout.sglang.sampling import (
-    Sample,
     generate_body,
     read_samples,
     read_scores,
@@ -153,7 +153,7 @@ class SGLangRollout:
                 for start in starts
             ]
 
-            def read(i: int, answer: Json) -> list[Sample]:
+            def read(i: int, answer: Json) -> list[Response]:
                 count = len(prompts[starts[i] : starts[i] + size])
                 return read_samples(answer, count, sampling, version, starts[i])
 
@@ -161,7 +161,7 @@ class SGLangRollout:
             stops = self._stop_strings.check(sampling.stop_strings)
             if stops is not None:
                 samples = [_stopped(sample, stops) for sample in samples]
-            return _output(samples, sampling, version)
+            return padded_output(samples, sampling, version)
 
     def _check_ends(self, sampling: SamplingParams) -> None:
         """Refuse what a server that others started cannot do: ignore end tokens of the model."""
@@ -287,13 +287,13 @@ class SGLangRollout:
         )
 
 
-def _stopped(sample: Sample, stops: StopStrings) -> Sample:
+def _stopped(sample: Response, stops: StopStrings) -> Response:
     """Return the sample up to the token that completes a stop string."""
     # SGLang has no tokenizer here, so it samples on behind a stop string. The tokens up to it do
     # not depend on the tokens behind it.
     for count in range(1, len(sample.tokens) + 1):
         if stops.completed_by_last(sample.tokens[:count]):
-            return Sample(sample.tokens[:count], sample.log_probs[:count], "stop")
+            return Response(sample.tokens[:count], sample.log_probs[:count], "stop")
     return sample
 
 
@@ -303,20 +303,3 @@ def _rows(ids: Tensor, mask: Tensor) -> list[list[int]]:
         row[valid].tolist() for row, valid in zip(ids, mask.bool(), strict=True)
     ]
     return rows
-
-
-def _output(samples: list[Sample], sampling: SamplingParams, version: int) -> RolloutOutput:
-    count, width = len(samples), sampling.max_new_tokens
-    ids = torch.full((count, width), sampling.pad_token_id, dtype=torch.int64)
-    mask = torch.zeros(count, width, dtype=torch.int64)
-    log_probs = torch.zeros(count, width)
-    zero = sampling.greedy and sampling.log_probs == "sampled"
-    for row, sample in enumerate(samples):
-        length = len(sample.tokens)
-        ids[row, :length] = torch.tensor(sample.tokens, dtype=torch.int64)
-        mask[row, :length] = 1
-        if not zero:
-            log_probs[row, :length] = torch.tensor(sample.log_probs)
-    reasons: tuple[FinishReason, ...] = tuple(sample.reason for sample in samples)
-    versions = torch.full((count,), version, dtype=torch.int64)
-    return RolloutOutput(ids, mask, log_probs, reasons, versions)

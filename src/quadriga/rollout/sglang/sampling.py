@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from quadriga.errors import RolloutOutputError
-from quadriga.rollout.base import FinishReason
 from quadriga.rollout.params import SamplingParams
+from quadriga.rollout.responses import Response
 from quadriga.rollout.sglang.process import NAME
 from quadriga.rollout.sglang.processes.frames import Json
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One response: its tokens, their log-probabilities in nats, and why it ended."""
-
-    tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    reason: FinishReason
 
 
 def generate_body(
@@ -64,7 +54,7 @@ def score_body(sequences: Sequence[Sequence[int]]) -> dict[str, Json]:
 
 def read_samples(
     answer: Json, count: int, sampling: SamplingParams, version: int, first_row: int
-) -> list[Sample]:
+) -> list[Response]:
     """Return the samples of an answer to `generate_body`, checked.
 
     Args:
@@ -117,7 +107,9 @@ def _entries(answer: Json, count: int, row: int) -> list[Mapping[str, Json]]:
     return checked
 
 
-def _sample(entry: Mapping[str, Json], sampling: SamplingParams, version: int, row: int) -> Sample:
+def _sample(
+    entry: Mapping[str, Json], sampling: SamplingParams, version: int, row: int
+) -> Response:
     info = _info(entry, row)
     _check_version(info, version, row)
     tokens = entry.get("output_ids")
@@ -130,9 +122,9 @@ def _sample(entry: Mapping[str, Json], sampling: SamplingParams, version: int, r
     reason = info.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else None
     if kind == "length" and len(ids) == sampling.max_new_tokens:
-        return Sample(ids, log_probs, "length")
+        return Response(ids, log_probs, "length")
     if kind == "stop" and ids and ids[-1] in sampling.end_token_ids:
-        return Sample(ids, log_probs, "stop")
+        return Response(ids, log_probs, "stop")
     raise _fault(row, "finish reason", f"{reason!r} after {len(ids)} tokens")
 
 

@@ -14,8 +14,9 @@ from quadriga.errors import QuadrigaError, RolloutError
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
 from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities
-from quadriga.rollout.base import FinishReason, RolloutOutput, SamplingParams, tensor_digest
+from quadriga.rollout.base import RolloutOutput, SamplingParams, tensor_digest
 from quadriga.rollout.requests import check_request, check_sequences
+from quadriga.rollout.responses import Response, padded_output
 from quadriga.rollout.stop_strings import StopStringsOfModel
 from quadriga.rollout.vllm.isolation import Isolation
 from quadriga.rollout.vllm.options import check_installed, check_temperature, parse_options
@@ -123,20 +124,11 @@ class VLLMRollout:
                 stop_strings=self._stop_strings.check(sampling.stop_strings),
                 deadline=deadline,
             )
-        count, width = len(prompts), sampling.max_new_tokens
-        ids = torch.full((count, width), sampling.pad_token_id, dtype=torch.int64)
-        mask = torch.zeros(count, width, dtype=torch.int64)
-        log_probs = torch.zeros(count, width)
-        for row, result in enumerate(results):
-            length = len(result.tokens)
-            ids[row, :length] = torch.tensor(result.tokens)
-            mask[row, :length] = 1
-            log_probs[row, :length] = torch.tensor(result.log_probs)
-        reasons: tuple[FinishReason, ...] = tuple(
-            "stop" if result.stopped else "length" for result in results
-        )
-        versions = torch.full((count,), self._version, dtype=torch.int64)
-        return RolloutOutput(ids, mask, log_probs, reasons, versions)
+        responses = [
+            Response(row.tokens, row.log_probs, "stop" if row.stopped else "length")
+            for row in results
+        ]
+        return padded_output(responses, sampling, self._version)
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self._check("score", "ready")

@@ -118,9 +118,6 @@ def generate_rows(
             results[row].log_probs = list(output.outputs[0].logprobs.logprobs)[:end]
             results[row].stopped = end is not None or output.outputs[0].finish_reason == "stop"
             finished()
-    if sampling.greedy and sampling.log_probs == "sampled":
-        for result in results:  # the most likely token is drawn with probability 1
-            result.log_probs = [0.0] * len(result.tokens)
     return results
 
 

@@ -1,0 +1,89 @@
+"""Small models, prompts, and the comparison of an engine with `hf` that all engines share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from quadriga.rollout.base import RolloutEngine, SamplingParams
+
+GREEDY = SamplingParams(
+    max_new_tokens=24, eos_token_ids=(2,), pad_token_id=0, temperature=0.0, log_probs="policy"
+)
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 197,  # the engines hold a multiple of 64 rows
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+HEADS = {"head_dim": 32, "sliding_window": 8}
+LAYERS = ["sliding_attention", "full_attention"]
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "llama, grouped queries": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "mistral, window of 8": lambda: MistralForCausalLM(MistralConfig(**SIZES, **HEADS)),
+    "gemma3, one layer with a window of 8": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SIZES, **HEADS, layer_types=LAYERS, query_pre_attn_scalar=32)
+    ),
+}
+WITHOUT_WINDOW = [name for name in MODELS if "window" not in name]
+"""The models that SGLang computes as transformers does."""
+
+
+def write_model(name: str, folder: Path) -> str:
+    """Write a model of `MODELS` with random weights, norms and biases included."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name or "bias" in parameter_name:
+                parameter += 0.1 * torch.randn(parameter.shape)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def requests(lengths: Sequence[int] = (70, 3, 17)) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, mask and seeds of prompts, some longer than a window and a block of the cache."""
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, -length:] = torch.randint(
+            3, 190, (length,), generator=torch.Generator().manual_seed(row)
+        )
+        mask[row, -length:] = 1
+    return ids, mask, torch.arange(len(lengths))
+
+
+def check_agreement(engine: RolloutEngine, hf: RolloutEngine) -> None:
+    """Check that both engines hold the same weights, generate the same greedy tokens, and agree in
+    log-probabilities to 1e-4."""
+    ids, mask, seeds = requests()
+    first, second = (each.generate(ids, mask, GREEDY, seeds) for each in (engine, hf))
+    assert torch.equal(first.response_ids, second.response_ids)
+    assert torch.equal(first.response_mask, second.response_mask)
+    assert first.finish_reason == second.finish_reason
+    torch.testing.assert_close(first.rollout_log_probs, second.rollout_log_probs, atol=1e-4, rtol=0)
+    scores = [each.score(ids, mask) for each in (engine, hf)]
+    torch.testing.assert_close(*scores, atol=1e-4, rtol=0)
+    assert engine.weights_digest() == hf.weights_digest()

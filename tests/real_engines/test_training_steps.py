@@ -1,0 +1,115 @@
+"""Engine and trainer agree before and after each of five training steps."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from agreement import MODELS, WITHOUT_WINDOW, check_agreement, write_model
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import (
+    ArithmeticDataConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from quadriga.engines import build_engine
+from quadriga.observability.jsonl import read_jsonl
+from quadriga.rollout import build_rollout
+from quadriga.trainer.main import run_training
+from quadriga.trainer.make_data import run_make_data
+from quadriga.weight_sync import WeightSync
+
+ENGINES = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name) is not None]
+OPTIONS = {"vllm": {"kv_cache_mb": 64}, "sglang": {}}
+STEPS = 5
+
+pytestmark = [
+    pytest.mark.skipif(not ENGINES, reason="no engine is installed; see make engines"),
+    pytest.mark.nightly,
+    pytest.mark.timeout(1800),
+]
+
+
+@pytest.mark.parametrize(
+    ("engine", "model"),
+    [
+        (engine, model)
+        for engine in ENGINES
+        for model in (WITHOUT_WINDOW if engine == "sglang" else MODELS)
+    ],
+)
+def test_greedy_tokens_equal_those_of_hf_after_each_step(tmp_path, engine, model):
+    folder = write_model(model, tmp_path / "model")
+    config = ModelConfig(path=folder)
+    trainer = build_engine(config, EngineConfig(), OptimConfig(lr=0.01))
+    ours = build_rollout(engine, config, dtype="float32", **OPTIONS[engine])
+    hf = build_rollout("hf", config, dtype="float32")
+    try:
+        syncs = [WeightSync(trainer, target) for target in (ours, hf)]
+        check_agreement(ours, hf)
+        ids = torch.arange(5, 85).view(4, 20)
+        batch = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "response_mask": torch.ones(4, 12, dtype=torch.int64),
+        }
+        for version in range(1, STEPS + 1):
+            before = ours.weights_digest()
+            trainer.train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
+            for sync in syncs:
+                sync.run(version)
+            assert ours.version == version
+            assert not before.items() & ours.weights_digest().items()  # every weight is new
+            check_agreement(ours, hf)
+    finally:
+        ours.close()
+        hf.close()
+
+
+PLACEMENTS = {
+    "one rank": ["trainer.backend=local"],
+    "two ranks": ["trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=2"],
+    "apart": [
+        "trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=2",
+        "placement.actor=[0]", "placement.rollout=[1]",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_trains_on_what_its_actor_computes(tmp_path, engine, placement):
+    run_make_data(
+        load_config(
+            ArithmeticDataConfig,
+            [f"output={tmp_path / 'data'}", f"model_output={tmp_path / 'base'}", "train_size=64",
+             "val_size=8", "sft_size=4", "max_number=5", "hidden_size=64", "num_layers=2",
+             "num_heads=2", "num_kv_heads=1", "intermediate_size=64"],
+        )
+    )  # fmt: skip
+    config = load_config(
+        TrainConfig,
+        [f"actor_rollout_ref.model.path={tmp_path / 'base'}",
+         f"data.train_files=[{tmp_path / 'data' / 'train.parquet'}]",
+         f"data.val_files=[{tmp_path / 'data' / 'test.parquet'}]",
+         "data.train_batch_size=8", "data.max_response_length=12",
+         "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+         "actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.rollout.dtype=float32",
+         "actor_rollout_ref.actor.engine.dtype=float32",
+         f"actor_rollout_ref.rollout.name={engine}", "algorithm.adv_estimator=grpo",
+         "actor_rollout_ref.rollout.mismatch.bound=1e-3",
+         f"trainer.total_training_steps={STEPS}", "trainer.test_freq=0",
+         "trainer.threads_per_worker=1", f"trainer.default_local_dir={tmp_path / 'run'}",
+         "trainer.loggers=[jsonl]", *PLACEMENTS[placement]],
+    )  # fmt: skip
+    run_training(config)
+    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"] > 0]
+    assert len(rows) == STEPS
+    for row in rows:
+        # The first ratio of a step is exp of a difference of at most this size.
+        assert row["mismatch/max"] < 1e-3, row
+        assert row["mismatch/beyond"] == 0
