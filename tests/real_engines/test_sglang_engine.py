@@ -187,5 +187,27 @@ def test_a_killed_scheduler_is_replaced_with_the_right_weights(reference, transp
     assert not guard.is_running()
 
 
+def listening(process):
+    """Return (name of a process, address) of each socket that listens below a process."""
+    return {
+        (below.name(), connection.laddr.ip)
+        for below in process.children(recursive=True)
+        for connection in below.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+@pytest.mark.parametrize("transport", ["engine", "server"])
+def test_nothing_listens_outside_this_machine(reference, transport):
+    engine = sglang(reference, transport=transport)
+    try:
+        engine.generate(*requests((5, 9))[:2], GREEDY, torch.arange(2))
+        found = listening(psutil.Process(engine._client._instance.host.pid))
+        assert {address for _, address in found} <= {"127.0.0.1", "::1"}, found
+        assert found or transport == "engine"
+    finally:
+        engine.close()
+
+
 def state(hf):
     return [(name, weight.clone()) for name, weight in hf.module.state_dict().items()]

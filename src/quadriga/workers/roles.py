@@ -99,20 +99,17 @@ class ActorGroup(RoleGroup, Protocol):
 
     @property
     def sync_weights(self) -> GroupMethod[[], list[int]]:
-        """Copy the actor's weights to the rollout engine; returns the weight version of each
-        rank: `ActorRolloutRefWorker.sync_weights`."""
+        """Copy the actor's weights to the rollout engine: `ActorRolloutRefWorker.sync_weights`."""
         ...
 
     @property
     def actor_weight_version(self) -> GroupMethod[[], int]:
-        """Return the version of the actor's weights:
-        `ActorRolloutRefWorker.actor_weight_version`."""
+        """The version of the weights: `ActorRolloutRefWorker.actor_weight_version`."""
         ...
 
     @property
     def save_checkpoint(self) -> GroupMethod[[str, int], list[list[SavedFile]]]:
-        """Save one shard per rank under a folder, as of a step; returns the files of each rank:
-        `ActorRolloutRefWorker.save_checkpoint`."""
+        """Save one shard per rank under a folder: `ActorRolloutRefWorker.save_checkpoint`."""
         ...
 
     @property
