@@ -392,3 +392,9 @@ def check_timeout(name: str, timeout: object) -> None:
         raise DispatchError(
             f"{name} expects a number of seconds above 0, or None, got {timeout!r}."
         )
+
+
+def check_timeouts(**timeouts: object) -> None:
+    """Raise `DispatchError` for an option of a worker group that is no deadline."""
+    for name, timeout in timeouts.items():
+        check_timeout(f"{name} of a worker group", timeout)

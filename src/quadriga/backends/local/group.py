@@ -11,7 +11,7 @@ from quadriga.errors import ConfigError, DispatchError, PlacementError
 from quadriga.protocol.values.storage import use_store
 from quadriga.single_controller.backend import RankFacts, RankHandle, RankSet
 from quadriga.single_controller.bound_method import BoundMethod
-from quadriga.single_controller.call import check_timeout
+from quadriga.single_controller.call import check_timeouts
 from quadriga.single_controller.placement.resource_pool import ResourcePool
 from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs, roles_of
 from quadriga.single_controller.ranks.environment import (
@@ -74,7 +74,7 @@ class LocalWorkerGroup(WorkerGroup):
         an option that no backend has.
         """
         _check_options(machine_options, detached)
-        check_timeout("timeout of a worker group", timeout)
+        check_timeouts(timeout=timeout)
         local = _local_places(resource_pool, sharing_with)
         backend = backend or LocalCallBackend()
         use_store(backend.store)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -35,7 +36,7 @@ from quadriga.errors import DispatchError, WorkerDiedError
 from quadriga.protocol.values.storage import use_store
 from quadriga.single_controller.backend import RankHandle, RankSet
 from quadriga.single_controller.bound_method import BoundMethod
-from quadriga.single_controller.call import check_timeout
+from quadriga.single_controller.call import check_timeouts
 from quadriga.single_controller.dispatch.batch_modes import register_reference
 from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
 from quadriga.single_controller.ranks.environment import (
@@ -110,8 +111,7 @@ class RayWorkerGroup(WorkerGroup):
         binding: BindingPolicy = bind_all,
     ) -> None:
         refuse_ray_client()
-        check_timeout("timeout of a worker group", timeout)
-        check_timeout("start_timeout of a worker group", start_timeout)
+        check_timeouts(timeout=timeout, start_timeout=start_timeout)
         backend = backend or RayCallBackend()
         use_store(backend.store)
         if ray_cls_with_init is None:
@@ -137,10 +137,8 @@ class RayWorkerGroup(WorkerGroup):
             )
             strategy: Strategy = "STRICT_PACK" if bin_pack else "PACK"
             plans = planner.plans(resource_pool, sharing_with, strategy, detached)
-            name, ports = cls.cls.__name__, master_port_range
-            handles = start_ranks(
-                plans, roles, name, start_timeout, backend.store, port_range=ports
-            )
+            start = partial(start_ranks, port_range=master_port_range)
+            handles = start(plans, roles, cls.cls.__name__, start_timeout, backend.store)
             if register_center:
                 facts = [handle.facts for handle in handles]
                 self.register_center = start_register_center(prefix, facts, detached, namespace)
