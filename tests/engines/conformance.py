@@ -18,6 +18,8 @@ from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
 from quadriga.engines.base import TrainEngine
 from quadriga.parallel.distributed import gather_over_ranks, rank, world_size
+from quadriga.rollout import build_rollout
+from quadriga.weight_sync import WeightSync
 
 # A larger eps than usual: Adam divides gradients by their size, and 1e-8 / 1e-8 has no digits.
 OPTIM = OptimConfig(lr=1e-3, eps=1e-4, lr_scheduler="linear", lr_warmup_steps=2, grad_clip=0.5)
@@ -151,6 +153,12 @@ def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict
     found["steps"] = engine.optimizer_steps
     if subject.head == "lm":  # a classifier needs a tokenizer
         engine.save_hf(root / f"export {subject.name}")
+    if subject.head == "lm":
+        rollout = build_rollout("hf", ModelConfig(path=str(root / subject.family)))
+        WeightSync(engine, rollout, bucket_bytes=4096).run(1)
+        found["synced"] = gather_over_ranks(
+            {name: tensor.clone() for name, tensor in rollout.module.state_dict().items()}
+        )
     if load_from is not None:
         resumed = build(subject, root)
         resumed.load(load_from, STEPS)

@@ -48,6 +48,7 @@ NIGHTLY = [
     megatron("values tp2 sp pp2", head="value", **SPLIT_TOKENS, **STAGES),
     megatron("score pp2", head="score", **STAGES),
 ]
+BF16 = megatron("bf16 tp2 pp2", dtype="bfloat16", **TENSOR, **STAGES)
 
 
 class Observed:
@@ -78,7 +79,7 @@ def observed(tmp_path_factory):
 @pytest.fixture(scope="module")
 def observed_nightly(tmp_path_factory):
     pytest.importorskip("megatron.core")
-    return Observed(tmp_path_factory.mktemp("nightly"), NIGHTLY)
+    return Observed(tmp_path_factory.mktemp("nightly"), [*NIGHTLY, BF16])
 
 
 def assert_close(found, expected, *, atol: float) -> None:
@@ -111,6 +112,8 @@ def check(subject: Subject, observed: Observed) -> None:
     assert_close(found["after_resume"], expected["undisturbed"], atol=1e-6)
     if subject.head == "lm":
         exported = AutoModelForCausalLM.from_pretrained(observed.root / f"export {subject.name}")
+        for held in found["synced"]:
+            assert_close({n: held[n] for n in found["undisturbed"]}, found["undisturbed"], atol=0)
         kept = {name: p.detach() for name, p in exported.named_parameters(remove_duplicate=False)}
         assert_close({n: found["undisturbed"][n] for n in kept}, kept, atol=0)
 
@@ -125,3 +128,18 @@ def test_an_engine_computes_what_fsdp_computes_on_one_rank(subject, observed):
 @pytest.mark.parametrize("subject", NIGHTLY, ids=lambda s: s.name)
 def test_an_engine_computes_it_in_every_layout(subject, observed_nightly):
     check(subject, observed_nightly)
+
+
+@pytest.mark.nightly
+def test_steps_below_the_digits_of_bfloat16_add_up(observed_nightly):
+    found, expected = observed_nightly.pair(BF16)
+    for metrics, wanted in zip(found["metrics"], expected["metrics"], strict=True):
+        assert metrics["loss"] == pytest.approx(wanted["loss"], rel=0.05)
+    engine = conformance.build(Subject("float32"), observed_nightly.root)
+    before = conformance.weights(engine)
+    engine.load(observed_nightly.root / f"saved {BF16.name}", STEPS)
+    after = conformance.weights(engine)
+    changes = [(after[n] - before[n], expected["trained"][n] - before[n]) for n in before]
+    change, wanted = (torch.cat([c[i].flatten() for c in changes]) for i in (0, 1))
+    # A step is at most 1e-3 of weights near 0.2, which have steps of 1e-3 in bfloat16.
+    assert float((change - wanted).abs().mean()) < 0.2 * float(wanted.abs().mean())

@@ -82,6 +82,7 @@ def test_experts_divide_over_ranks_and_need_split_tokens():
     "model, engine, optim, message",
     [
         (MODEL, {"fsdp_size": 2}, {}, "engine.fsdp_size=2 is for engine.name=fsdp"),
+        (MODEL, {"context_parallel_size": 2}, {}, "engine.context_parallel_size=2 is for"),
         (MODEL, {"offload_policy": True}, {}, "engine.offload_policy=True is for"),
         (MODEL, {"dtype": "float16"}, {}, "engine.dtype=float16 is not built"),
         (MODEL, {"sequence_parallel": True}, {}, "engine.tensor_parallel_size is 1"),

@@ -11,13 +11,16 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from quadriga.checkpoint.shards import block_of
+from quadriga.checkpoint.shards import Block, block_of
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import gather_over_ranks, rank
 from quadriga.parallel.layouts.boxes import Box, slices, whole
 from quadriga.parallel.layouts.layout import Layout, Piece, StoredTensor, Weight
 from quadriga.weight_sync.digests import box_digest
 from quadriga.weight_sync.planning.plan import Slot, canonical_boxes
+
+OwnWeights = Iterator[tuple[str, Tensor]] | Iterator[tuple[str, Tensor | Block]]
+"""What a rank has of each weight, by checkpoint name."""
 
 
 class WeightSource(Protocol):
@@ -33,13 +36,15 @@ class WeightSource(Protocol):
 class ShardedSource(Protocol):
     """A training engine that can give its shards, so that no rank gathers a weight for sending."""
 
-    def shard_stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what `state_stream` yields, in its order, but a sharded weight as a `DTensor`."""
+    def shard_stream(self) -> Iterator[tuple[str, Tensor]] | Iterator[tuple[str, Tensor | Block]]:
+        """Yield what `state_stream` yields, in its order, but a sharded weight as a `DTensor` or as
+        the block of this rank, which may be empty."""
         ...
 
 
-def own_weights(source: WeightSource | ShardedSource) -> Iterator[tuple[str, Tensor]]:
-    """Yield (checkpoint name, `DTensor` or full tensor) of this rank. All ranks must exhaust it."""
+def own_weights(source: WeightSource | ShardedSource) -> OwnWeights:
+    """Yield (checkpoint name, `DTensor`, block or full tensor) of this rank. All ranks must exhaust
+    it."""
     return source.shard_stream() if isinstance(source, ShardedSource) else source.state_stream()
 
 
@@ -147,7 +152,7 @@ def _own(source: WeightSource | ShardedSource) -> Iterator[_Own]:
             (start, start + size)
             for start, size in zip(block.offset, block.data.shape, strict=True)
         )
-        yield _Own(name, block.shape, tensor.dtype, box)
+        yield _Own(name, block.shape, block.data.dtype, box)
 
 
 class SourceReader:
@@ -162,9 +167,7 @@ class SourceReader:
         rank: this rank in the layout.
     """
 
-    def __init__(
-        self, stream: Iterator[tuple[str, Tensor]], weights: SourceWeights, rank: int
-    ) -> None:
+    def __init__(self, stream: OwnWeights, weights: SourceWeights, rank: int) -> None:
         self._stream, self._weights = stream, weights
         self._boxes = _by_weight(canonical_boxes(weights.layout)[rank])
         self._seen: set[str] = set()
@@ -204,7 +207,7 @@ class SourceReader:
                     tensor=name,
                     tensors=(name,),
                 )
-            self._name, self._tensor = name, block_of(tensor.detach(), 0).data
+            self._name, self._tensor = name, block_of(tensor, 0).data
             shape, dtype = self._weights.layout.weights[name].shape, self._weights.dtypes[name]
             for box, slot in self._boxes.get(name, ()):
                 values = self._tensor[slices(slot.box)]

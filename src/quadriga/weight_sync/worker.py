@@ -150,8 +150,10 @@ class PolicyWeights(Worker):
 
     def _keeps_weights_in_place(self) -> bool:
         """Return whether the rollout may use the tensors of the actor, which then must not be moved
-        to host memory between calls."""
+        to host memory between calls. Megatron-core's tensors are not those of the checkpoint."""
         rollout, engine = self.config.rollout, self.config.actor.engine
+        if engine.name == "megatron":
+            return False
         return rollout.share_weights and not (rollout.take_turns or engine.param_offload)
 
     def _sender_over(self) -> JoinedSender:

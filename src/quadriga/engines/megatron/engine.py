@@ -131,7 +131,6 @@ class MegatronEngine:
             transformer, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.stage
         )
         self.optimizer = MegatronOptimizer(
-            self._model,
             self._parameters,
             self._weights,
             ranks,
@@ -203,6 +202,7 @@ class MegatronEngine:
             loss, metrics = loss_fn(outputs, select_rows(mini_batch, rows, self.device))
             return loss, {"loss": loss.detach(), **metrics}
 
+        self._model.zero_grad_buffer()  # a step that failed has left gradients
         totals = {"loss": 0.0}
         for metrics in self._run(micro_batches, select, loss_of, train=True):
             for name, value in metrics.items():
@@ -301,6 +301,11 @@ class MegatronEngine:
     def state_stream(self) -> Iterator[tuple[str, Tensor]]:
         with torch.no_grad():
             yield from self._weights.stream(self._detached())
+
+    def shard_stream(self) -> Iterator[tuple[str, Tensor | Block]]:
+        """Yield `state_stream` with the blocks of this rank; all ranks must exhaust it."""
+        with torch.no_grad():
+            yield from self._weights.shard_stream(self._detached())
 
     def _detached(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}

@@ -15,7 +15,6 @@ tensors):
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,13 +32,11 @@ class MegatronOptimizer:
     """AdamW over the parameters of a stage.
 
     Args:
-        module: Megatron-core's wrapper of the stage for data parallelism, which has the gradients.
-        parameters: of the stage, by name.
+        parameters: of the stage, by name. Megatron-core's data parallelism adds up their gradients.
     """
 
     def __init__(
         self,
-        module: Any,
         parameters: Mapping[str, nn.Parameter],
         weights: RankWeights,
         ranks: Ranks,
@@ -49,12 +46,12 @@ class MegatronOptimizer:
         device: torch.device,
         distributed: bool,
     ) -> None:
-        self._module, self._parameters, self._weights = module, parameters, weights
+        self._parameters, self._weights = parameters, weights
         self._ranks, self._device = ranks, device
         self._tensors = {own.name: own for own in weights.tensors}
         self._owners = self._choose_owners(distributed)
         self.masters = {
-            name: nn.Parameter(p.detach().float() if p.dtype.itemsize < 4 else p)
+            name: nn.Parameter(p.detach().float()) if p.dtype.itemsize < 4 else p
             for name, p in parameters.items()
             if self.owns(self._tensors[name])
         }
@@ -90,17 +87,14 @@ class MegatronOptimizer:
         return self._ranks.expert_replicas if tensor.of_expert else self._ranks.data_group
 
     def step(self) -> tuple[float, float]:
-        """Clip, update and clear the gradients. Returns (gradient norm, learning rate).
+        """Clip the gradients and update. Returns (gradient norm, learning rate).
 
         Waits for: all ranks. Raises `NonFiniteError` as `ShardedOptimizer.step`.
         """
         for name, master in self.masters.items():
             master.grad = self._gradient(name)
         made = self.inner.step_count - self.inner.skipped
-        try:
-            norm, rate = self.inner.step()
-        finally:
-            self._module.zero_grad_buffer()
+        norm, rate = self.inner.step()
         if self.inner.step_count - self.inner.skipped > made:
             self.spread()
         return norm, rate

@@ -18,6 +18,8 @@ _OF_FSDP = (
     "offload_policy",
     "fsdp_size",
     "fused_head",
+    "sequence_parallel_size",
+    "context_parallel_size",
 )
 """Settings of the FSDP engine that mean nothing, or are not built, for Megatron-core."""
 

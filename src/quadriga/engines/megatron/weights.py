@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,6 +25,8 @@ from quadriga.parallel.layouts.parallel_layouts import (
     Stored,
     parallel_layout,
 )
+
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
@@ -160,29 +162,61 @@ class RankWeights:
 
         All ranks must exhaust it: each box is broadcast by the first rank that has it.
         """
-        aliases: dict[str, list[str]] = {}
-        for alias, first in self.tied.items():
-            aliases.setdefault(first, []).append(alias)
-        own = {
+        own = self._own_parts(parameters)
+        for name in self.model.weights:
+            yield from self._with_tied(name, self._whole(name, own, parameters))
+
+    def shard_stream(
+        self, parameters: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor | Block]]:
+        """Yield `stream` with the block of this rank in place of a whole tensor, without a
+        collective. Experts are not one block, so their weights are gathered."""
+        own = self._own_parts(parameters)
+        of_experts = {w for s in self.model.stored if s.expert is not None for w in s.weights}
+        example = next(iter(parameters.values()))
+        for name, weight in self.model.weights.items():
+            if name in of_experts:
+                yield from self._with_tied(name, self._whole(name, own, parameters))
+                continue
+            found = [(part, tensor) for (of, _), (part, tensor) in own.items() if of == name]
+            nothing, offset = example.new_empty([0] * len(weight.shape)), (0,) * len(weight.shape)
+            block = Block(nothing, weight.shape, offset, False)
+            for part, tensor in found:
+                offset = tuple(start for start, _ in part.box)
+                block = Block(part.read(tensor), weight.shape, offset, False)
+            yield from self._with_tied(name, block)
+
+    def _own_parts(
+        self, parameters: Mapping[str, Tensor]
+    ) -> dict[tuple[str, Box], tuple[Part, Tensor]]:
+        """Return (weight, box) -> the part of this rank, and the tensor that has it."""
+        return {
             (part.weight, part.box): (part, parameters[tensor.name].view(tensor.shape))
             for tensor in self.tensors
             for part in tensor.parts
         }
-        example = next(iter(parameters.values()))
-        for name, weight in self.model.weights.items():
-            full = torch.empty(weight.shape, dtype=example.dtype, device=example.device)
-            for sender, box in self._senders[name]:
-                if sender == rank():
-                    part, tensor = own[name, box]
-                    values = part.read(tensor)
-                else:
-                    values = full.new_empty(shape_of(box))
-                if world_size() > 1:
-                    dist.broadcast(values, src=sender)
-                full[slices(box)] = values
-            yield name, full
-            for alias in aliases.get(name, ()):
-                yield alias, full
+
+    def _whole(
+        self,
+        name: str,
+        own: Mapping[tuple[str, Box], tuple[Part, Tensor]],
+        parameters: Mapping[str, Tensor],
+    ) -> Tensor:
+        full = next(iter(parameters.values())).new_empty(self.model.weights[name].shape)
+        for sender, box in self._senders[name]:
+            if sender == rank():
+                part, tensor = own[name, box]
+                values = part.read(tensor)
+            else:
+                values = full.new_empty(shape_of(box))
+            if world_size() > 1:
+                dist.broadcast(values, src=sender)
+            full[slices(box)] = values
+        return full
+
+    def _with_tied(self, name: str, value: ValueT) -> Iterator[tuple[str, ValueT]]:
+        yield name, value
+        yield from ((alias, value) for alias, first in self.tied.items() if first == name)
 
     def blocks(
         self,
