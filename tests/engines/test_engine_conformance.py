@@ -42,7 +42,6 @@ NIGHTLY = [
     megatron("window tp2", "mistral", **TENSOR),
     megatron("qk norm tp2 sp", "qwen3", **SPLIT_TOKENS),
     megatron("tied pp2", "qwen2 tied", **STAGES),
-    megatron("moe tp2 sp ep2", "qwen3_moe", **SPLIT_TOKENS, **EXPERTS),
     megatron("mixtral ep2", "mixtral", **EXPERTS),
     megatron("mixtral pp2 ep2", "mixtral", **STAGES, **EXPERTS),
     megatron("values tp2 sp pp2", head="value", **SPLIT_TOKENS, **STAGES),

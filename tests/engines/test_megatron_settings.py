@@ -69,13 +69,13 @@ def test_a_model_that_does_not_divide_is_refused(sizes, message):
         check_sizes(conformance.FAMILIES["llama"](), sizes, "engine")
 
 
-def test_experts_divide_over_ranks_and_need_split_tokens():
+def test_experts_divide_over_ranks_but_not_their_layers():
     config = conformance.FAMILIES["mixtral"]()
     with pytest.raises(ConfigError, match="expert_parallel_size=3 does not divide the 4 experts"):
         check_sizes(config, Sizes(expert=3), "engine")
-    with pytest.raises(ConfigError, match=r"needs engine\.sequence_parallel=true"):
-        check_sizes(config, Sizes(tensor=2), "engine")
-    check_sizes(config, Sizes(tensor=2, expert=2, sequence_parallel=True), "engine")
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not built for layers with"):
+        check_sizes(config, Sizes(tensor=2, sequence_parallel=True), "engine")
+    check_sizes(config, Sizes(expert=2, pipeline=2), "engine")
 
 
 @pytest.mark.parametrize(

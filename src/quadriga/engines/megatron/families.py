@@ -344,8 +344,9 @@ def check_sizes(config: PreTrainedConfig, sizes: Sizes, key: str) -> None:
             raise ConfigError(
                 f"{setting}={ranks} does not divide the {count} {what} of the model", key=setting
             )
-    if experts and sizes.tensor > 1 and not sizes.sequence_parallel:
+    if experts and sizes.tensor > 1:
         raise ConfigError(
-            f"{tensor}={sizes.tensor} with experts needs {key}.sequence_parallel=true",
-            key=f"{key}.sequence_parallel",
+            f"{tensor}={sizes.tensor} is not built for layers with experts; set it to 1, and "
+            f"divide the experts by {key}.expert_parallel_size",
+            key=tensor,
         )
