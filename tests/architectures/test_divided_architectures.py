@@ -86,6 +86,9 @@ def test_two_ranks_give_the_numbers_of_one(model_type, way, on_two_ranks):
     outputs, gradients = outputs_and_gradients(model_type, {})
     for name, values in outputs.items():
         assert torch.allclose(found[0][name], values, atol=2e-5), name
-    scale = max(float(gradient.abs().max()) for gradient in gradients.values())
+    # In the small Gemma 3n, some gradients of embeddings are not finite on one rank either.
+    scale = max(float(gradient.nan_to_num().abs().max()) for gradient in gradients.values())
     for name, gradient in gradients.items():
-        assert float((found[1][name] - gradient).abs().max()) < 1e-4 * scale, name
+        assert torch.allclose(
+            found[1][name], gradient, rtol=0, atol=1e-4 * scale, equal_nan=True
+        ), name
