@@ -13,12 +13,13 @@ from naive_loop import make_batch
 from small_models import VOCABULARY, small_model
 
 from quadriga.config.schema import EngineConfig
-from quadriga.engines.model_parallel.checks import check_model_parallel
+from quadriga.engines.model_parallel.checks import NOT_COMPARED, check_model_parallel
 from quadriga.engines.token_model import TokenModel
 from quadriga.models.architectures import PACKED
 from quadriga.parallel.distributed import init_distributed
 from quadriga.parallel.model_parallel.model_ranks import model_ranks
 
+COMPARED = [name for name in PACKED if name not in NOT_COMPARED]
 pytestmark = pytest.mark.nightly
 WAIT_S = 3600
 WAYS = ({"sequence_parallel_size": 2}, {"context_parallel_size": 2})
@@ -49,7 +50,7 @@ def rank_main(rank, port, results):
     }  # fmt: skip
     init_distributed("cpu")
     found = {}
-    for model_type in PACKED:
+    for model_type in COMPARED:
         for way, sizes in enumerate(WAYS):
             try:
                 found[model_type, way] = outputs_and_gradients(model_type, sizes)
@@ -79,16 +80,13 @@ def on_two_ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", range(len(WAYS)), ids=[next(iter(way)) for way in WAYS])
-@pytest.mark.parametrize("model_type", PACKED)
+@pytest.mark.parametrize("model_type", COMPARED)
 def test_two_ranks_give_the_numbers_of_one(model_type, way, on_two_ranks):
     found = on_two_ranks[model_type, way]
     assert not isinstance(found, str), found
     outputs, gradients = outputs_and_gradients(model_type, {})
     for name, values in outputs.items():
         assert torch.allclose(found[0][name], values, atol=2e-5), name
-    # In the small Gemma 3n, some gradients of embeddings are not finite on one rank either.
-    scale = max(float(gradient.nan_to_num().abs().max()) for gradient in gradients.values())
+    scale = max(float(gradient.abs().max()) for gradient in gradients.values())
     for name, gradient in gradients.items():
-        assert torch.allclose(
-            found[1][name], gradient, rtol=0, atol=1e-4 * scale, equal_nan=True
-        ), name
+        assert float((found[1][name] - gradient).abs().max()) < 1e-4 * scale, name

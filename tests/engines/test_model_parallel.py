@@ -10,7 +10,13 @@ import parallel_cases as cases
 import pytest
 import torch
 from parallel_cases import Case
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3nTextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+)
 
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.model_parallel.checks import (
@@ -141,12 +147,13 @@ def test_the_reference_is_the_base_of_divided_weights(on_four_ranks, model_folde
             "divide the 2 attention",
         ),
         ("gpt2", {"tensor_parallel_size": 2}, "'gpt2' has no plan of tensor parallelism"),
+        ("gemma3n", {"sequence_parallel_size": 2}, "'gemma3n_text' were not found equal"),
         ("mamba", {"sequence_parallel_size": 2}, "'mamba' is computed with padded rows"),
         ("longrope", {"context_parallel_size": 2}, "rope_type 'longrope'"),
     ],
 )  # fmt: skip
 def test_models_that_cannot_be_divided_are_refused(model, sizes, words):
-    kinds = {"gpt2": GPT2Config, "mamba": MambaConfig}
+    kinds = {"gpt2": GPT2Config, "mamba": MambaConfig, "gemma3n": Gemma3nTextConfig}
     config = kinds[model]() if model in kinds else LlamaConfig(**cases.SIZES)
     if model == "longrope":
         config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
