@@ -14,9 +14,12 @@ import ray
 import torch
 from plane_workers import Plane
 from protocol_cases import shard
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from quadriga.backends.ray.calls.store import RayStore
 from quadriga.errors import FieldError
 from quadriga.protocol import DataProto
+from quadriga.protocol.boundary import pack_argument
 from quadriga.protocol.columns.remote_batch import RemoteBatch
 from quadriga.protocol.values.encode import encode
 from quadriga.protocol.values.operations import object_array
@@ -39,6 +42,12 @@ class Reader(Plane):
     def first_row(self, holder):
         assert isinstance(holder.data.batch, RemoteBatch)
         return int(holder.data.batch["big"][0, 0])
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def show_nested(self, data):
+        for row in data.batch["nested"].get("o").tolist():
+            row["shown"] = ray.get(row["ref"]) if "ref" in row else row["note"].show()
+        return data
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +102,27 @@ def test_an_object_that_raises_when_it_is_pickled_is_refused_by_field(group):
     rows = object_array([1, RaisesWhenPickled(), 2, 3])
     with pytest.raises(FieldError, match=r"field 'o': a row cannot be pickled: ValueError: plant"):
         group.show(DataProto.from_dict(non_tensors={"o": rows}))
+
+
+def nested_batch(rows):
+    objects = NonTensorStack(*map(NonTensorData, rows))
+    nested = TensorDict({"o": objects, "n": torch.arange(len(rows))}, batch_size=[len(rows)])
+    return DataProto.from_dict({"nested": nested})
+
+
+def test_a_batch_with_such_objects_in_a_nested_tensordict_is_left_to_the_transport():
+    message = pack_argument(nested_batch([lambda: 1, lambda: 2]), RayStore())
+    assert message.data_bytes(frozenset()) is None and not message.is_plain
+    plain = pack_argument(nested_batch([{"k": 1}, "text"]), RayStore())
+    assert plain.is_plain
+
+
+def test_such_objects_in_a_nested_tensordict_arrive_and_come_back(tmp_path, group):
+    note = loaded_by_path(tmp_path, "another_file_of_the_user").Note
+    rows = [{"ref": ray.put("a")}, {"note": note()}, {"note": note()}, {"ref": ray.put("b")}]
+    shown = group.show_nested(nested_batch(rows)).batch["nested"]
+    assert [row["shown"] for row in shown.get("o").tolist()] == ["a", "shown", "shown", "b"]
+    assert shown["n"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_pickled_batch_has_its_bytes(group):

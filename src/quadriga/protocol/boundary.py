@@ -23,7 +23,7 @@ from quadriga.protocol.columns.column import Column, RemoteColumn, is_remote, lo
 from quadriga.protocol.columns.contents import Contents, MetaInfo
 from quadriga.protocol.containers import walk
 from quadriga.protocol.dataproto import DataProto, class_and_attributes, from_message
-from quadriga.protocol.message import Inline, Message, message_of
+from quadriga.protocol.message import Inline, Message, has_raw_rows, message_of
 from quadriga.protocol.values import stored_once
 from quadriga.protocol.values.decode import decode_leaf
 from quadriga.protocol.values.encode import encode, encode_leaf
@@ -154,7 +154,7 @@ class Packer:
                     unstored.append((stored, None, entry.payload, entry.nbytes))
         for field in (*packed.tensors.values(), *packed.arrays.values()):
             # The payload may share memory with the live tensor, and is pickled later or never.
-            private = field.spec.kind != "raw" or self.store.in_process
+            private = not has_raw_rows(field.spec) or self.store.in_process
             if isinstance(field, Inline) and private:
                 field.payload = snapshot(field.payload)
         return unstored

@@ -111,7 +111,7 @@ class Message:
             return None
         total = 0
         for entry in (*self.tensors.values(), *self.arrays.values()):
-            if entry.spec.kind == "raw":
+            if has_raw_rows(entry.spec):
                 return None
             if isinstance(entry, Inline):
                 total += entry.nbytes
@@ -134,6 +134,11 @@ class Message:
 
     def __reduce__(self) -> tuple[Callable[..., Message], Flat]:
         return restore, self.flat()
+
+
+def has_raw_rows(spec: FieldSpec) -> bool:
+    """Return whether a field, or a field of a nested TensorDict in it, is of kind "raw"."""
+    return spec.kind == "raw" or any(has_raw_rows(child) for _, child in spec.children)
 
 
 def pack_for_pickle(contents: Contents, kind: type[object] | None, attributes: MetaInfo) -> Message:
