@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -276,3 +278,45 @@ def test_repeats_are_checked(form):
         form(six()).sample_level_repeat([0.5] * 6)
     with pytest.raises(LengthError, match="of 0 or more"):
         form(six()).sample_level_repeat([1, 1, 1, 1, 1, -1])
+
+
+@dataclass
+class Statistics:
+    """A value of a user, with `==` of tensors, which has no truth value."""
+
+    mean: torch.Tensor
+    more: object = None
+
+
+@pytest.mark.parametrize(
+    "make", [Statistics, lambda mean: deque([mean, 1])], ids=["dataclass", "deque"]
+)
+def test_meta_values_that_hold_tensors_are_compared_by_their_parts(make):
+    def batch(value: float) -> DataProto:
+        meta = {"s": make(torch.tensor([value, 2.0]))}
+        return DataProto.from_dict({"x": torch.ones(1)}, meta_info=meta)
+
+    assert len(DataProto.concat([batch(1.0), batch(1.0)])) == 2
+    with pytest.raises(ConflictError, match="s"):
+        DataProto.concat([batch(1.0), batch(3.0)])
+
+
+def test_a_meta_value_whose_comparison_raises_is_a_conflict_that_names_the_key():
+    class Odd:
+        def __eq__(self, other):
+            raise ValueError("the truth value is ambiguous")
+
+        __hash__ = None
+
+    batches = [
+        DataProto.from_dict({"x": torch.ones(1)}, meta_info={"odd": Odd()}) for _ in range(2)
+    ]
+    with pytest.raises(ConflictError, match="odd"):
+        DataProto.concat(batches)
+
+
+def test_a_dataclass_that_refers_to_itself_is_compared():
+    a, b = Statistics(torch.ones(2)), Statistics(torch.ones(2))
+    a.more, b.more = a, b
+    batches = [DataProto.from_dict({"x": torch.ones(1)}, meta_info={"s": s}) for s in (a, b)]
+    assert len(DataProto.concat(batches)) == 2

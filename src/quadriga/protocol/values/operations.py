@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -191,6 +194,9 @@ def same_values(a: object, b: object) -> bool:
     return same(a, b)
 
 
+_CONTAINERS = (np.ndarray, Mapping, list, tuple, deque, TensorDictBase)
+
+
 def _same(a: object, b: object, above: frozenset[tuple[int, int]]) -> bool:
     if a is b:
         return True
@@ -200,12 +206,18 @@ def _same(a: object, b: object, above: frozenset[tuple[int, int]]) -> bool:
         return False
     if isinstance(a, float) and isinstance(b, float):
         return a == b or (math.isnan(a) and math.isnan(b))
-    if not isinstance(a, np.ndarray | Mapping | list | tuple | TensorDictBase):
-        return bool(a == b)
+    has_fields = is_dataclass(a) and not isinstance(a, type)
+    if not has_fields and not isinstance(a, _CONTAINERS):
+        try:
+            return bool(a == b)
+        except (RuntimeError, ValueError):  # of tensors or arrays inside: their `==` has no truth
+            return False
     # a = [1, a] and b = [1, b] are equal; comparing their second items compares a and b again.
     pair = (id(a), id(b))
     if pair in above:
         return True
+    if has_fields:
+        a, b = _fields(a), _fields(b)
     return _same_container(a, b, above | {pair})
 
 
@@ -216,12 +228,17 @@ def _same_container(a: object, b: object, above: frozenset[tuple[int, int]]) -> 
         if a.dtype != object:
             return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
         return all(_same(x, y, above) for x, y in zip(a.flat, b.flat, strict=True))
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+    if isinstance(a, list | tuple | deque) and isinstance(b, list | tuple | deque):
         return len(a) == len(b) and all(_same(x, y, above) for x, y in zip(a, b, strict=True))
     if isinstance(a, Mapping | TensorDictBase) and isinstance(b, Mapping | TensorDictBase):
         keys = set(a.keys())
         return keys == set(b.keys()) and all(_same(a[key], b[key], above) for key in keys)
     return False
+
+
+def _fields(value: Any) -> dict[str, object]:
+    """Return the fields of an instance of a dataclass."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def _same_tensor(a: Tensor, b: Tensor) -> bool:
