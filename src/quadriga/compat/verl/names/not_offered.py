@@ -63,7 +63,7 @@ NOT_OFFERED: dict[str, str] = {
     "verl.trainer.ppo.rollout_corr_helper": "quadriga.algorithms.importance",
     "verl.trainer.ppo.utils.create_rl_dataset": _DATA,
     "verl.trainer.ppo.utils.create_rl_sampler": _DATA,
-    "verl.trainer.ppo.utils.need_reward_model": "the setting reward_model.enable",
+    "verl.trainer.ppo.utils.need_reward_model": "quadriga.config.role_ranks.has_reward_model",
     "verl.trainer.ppo.v1": "verl.trainer.ppo.ray_trainer.RayPPOTrainer",
     "verl.trainer.sft_trainer.create_sft_dataset": _DATA,
     "verl.trainer.sft_trainer_ray": "quadriga.trainer.fine_tuning.sft",
