@@ -135,7 +135,7 @@ def test_a_list_of_one_file_needs_no_brackets():
             "actor_rollout_ref.actor.fsdp_config.fsdp_size=1",
             "actor_rollout_ref.actor.engine.fsdp_size",
         ),
-        (f"{ARR}.rollout.tensor_model_parallel_size=2", None),
+        (f"{ARR}.rollout.tensor_model_parallel_size=2", f"{ARR}.ref.engine.tensor_parallel_size"),
         ("xyzzy=1", None),
     ],
 )

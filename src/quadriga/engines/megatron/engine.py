@@ -282,8 +282,7 @@ class MegatronEngine:
     def _from_last_stage(self, outputs: Outputs) -> Outputs:
         """Return the outputs of the last stage, which has computed the same rows."""
         group = self.ranks.pipeline_group
-        stages = dist.get_world_size(group)
-        if stages > 1:
+        if (stages := dist.get_world_size(group)) > 1:
             last = dist.get_global_rank(group, stages - 1)
             for name, values in outputs.items():
                 sent = values.to(self.device)
@@ -318,9 +317,9 @@ class MegatronEngine:
             return weights.blocks("model.", values, written=weights.first_copy if save else None)
         # Float32 copies are on their owners only; what has no copy is on every rank.
         values |= {name: master.detach() for name, master in optimizer.masters.items()}
-        blocks = weights.blocks("model.", values, written=optimizer.writes if save else None)
+        written = optimizer.writes if save else None
+        blocks = weights.blocks("model.", values, written=written)
         for moment, tensors in optimizer.tensors().items():
-            written = optimizer.writes if save else None
             blocks |= weights.blocks(f"optimizer.{moment}.", tensors, written=written)
         return blocks
 

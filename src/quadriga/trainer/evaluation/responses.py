@@ -25,9 +25,9 @@ from quadriga.trainer import stages
 from quadriga.trainer.evaluation.inputs import inputs_of
 from quadriga.trainer.evaluation.ranks import rollout_group
 from quadriga.trainer.evaluation.response_file import ResponseFile
-from quadriga.trainer.run.images import check_generation_takes_images, image_rules
+from quadriga.trainer.run.checks.images import check_generation_takes_images, image_rules
+from quadriga.trainer.run.checks.sequence_checks import check_generation_data
 from quadriga.trainer.run.preflight import check_files, require_model_path
-from quadriga.trainer.run.sequence_checks import check_generation_data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

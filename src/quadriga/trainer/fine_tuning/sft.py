@@ -35,6 +35,7 @@ from quadriga.trainer.fine_tuning.conversations import (
     tell_other_ends,
 )
 from quadriga.trainer.placement import Role
+from quadriga.trainer.run.checks.sequence_checks import check_sft_data
 from quadriga.trainer.run.groups import StartedGroups
 from quadriga.trainer.run.ingredients import check_rows, make_reward, prompt_dataset
 from quadriga.trainer.run.one_group import (
@@ -45,7 +46,6 @@ from quadriga.trainer.run.one_group import (
 from quadriga.trainer.run.preflight import check_sft_config
 from quadriga.trainer.run.record import RunRecord
 from quadriga.trainer.run.role_workers import threads_per_rank
-from quadriga.trainer.run.sequence_checks import check_sft_data
 from quadriga.trainer.validation import Validator
 
 if TYPE_CHECKING:

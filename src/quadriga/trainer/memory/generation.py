@@ -12,7 +12,7 @@ from quadriga.trainer.evaluation.ranks import trainer_settings
 from quadriga.trainer.memory.machine import device_limit, planned_device
 from quadriga.trainer.memory.plan import ROLLOUT, MemoryPlan, pool_memory
 from quadriga.trainer.memory.report import table_text
-from quadriga.trainer.run.images import uncounted_images
+from quadriga.trainer.run.checks.images import uncounted_images
 
 
 def rows_at_once(config: GenerationConfig) -> tuple[int, int]:

@@ -40,7 +40,7 @@ from quadriga.trainer.dataflow import (
     takes_old_log_probs_from_update,
 )
 from quadriga.trainer.memory.machine import GIB
-from quadriga.trainer.run.images import uncounted_images
+from quadriga.trainer.run.checks.images import uncounted_images
 from quadriga.trainer.run.role_workers import critic_model, uses_of_run
 
 PROCESS_BYTES = {"cpu": GIB // 2, "accelerator": GIB}

@@ -2,7 +2,7 @@
 
     preflight.py        checks of settings, files and folders before any process starts
     ingredients.py      tokenizer, prompts and reward function
-    sequence_checks.py  lengths and token ids of the data against the model
+    checks/             lengths, token ids and images of the data against the model
     role_workers.py     which roles share processes, and the class of each process
     pools.py            the pools of a program, in place of the section `placement`
     groups.py           the worker groups of a run, started and stopped together

@@ -10,8 +10,8 @@ from quadriga.config.schema import DataConfig, RewardConfig, TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.trainer.dataflow import step_dataflow, validation_dataflow
 from quadriga.trainer.roles.places import scores_come_from_roles
-from quadriga.trainer.run.images import image_rules
-from quadriga.trainer.run.sequence_checks import check_training_data
+from quadriga.trainer.run.checks.images import image_rules
+from quadriga.trainer.run.checks.sequence_checks import check_training_data
 from quadriga.trainer.stages import BatchReward
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from quadriga.observability.trackers import check_trackers
 from quadriga.rollout import ROLLOUTS, check_rollout, check_sampling, check_updates
 from quadriga.trainer.dataflow import needs_critic, needs_reference
 from quadriga.trainer.roles.settings import check_roles_in_settings
-from quadriga.trainer.run.images import check_images_supported
+from quadriga.trainer.run.checks.images import check_images_supported
 from quadriga.trainer.run.resuming import AnyRun, check_resume
 from quadriga.trainer.run.role_workers import critic_model
 
