@@ -139,6 +139,9 @@ class MegatronEngine:
             device=self.device,
             distributed=engine.distributed_optimizer,
         )
+        if dtype.itemsize < 4:  # the copies would begin with the digits of the parameters
+            with torch.no_grad():
+                folder.read_into(self._weights, self.optimizer.masters)
 
     @property
     def optimizer_steps(self) -> int:

@@ -150,8 +150,11 @@ class RankWeights:
 
         Args:
             read: returns a box of a weight.
+            parameters: those of this rank, or some of them.
         """
         for own in self.tensors:
+            if own.name not in parameters:
+                continue
             target = parameters[own.name].view(own.shape)
             target.zero_()
             for part in own.parts:
