@@ -81,7 +81,8 @@ def test_every_item_equals_the_one_in_memory(files, tokenizer, tmp_path, kind, l
         assert dataset[-1] == plain[len(plain) - 1]
         with pytest.raises(IndexError):
             dataset[len(plain)]
-        for name in ("filtered", "longest", *(("largest_id", "ends") * (kind != "pairs"))):
+        own = ("lengths",) if kind == "pairs" else ("longest", "largest_id", "ends")
+        for name in ("filtered", *own):
             assert getattr(dataset, name) == getattr(plain, name), name
     assert len(plain) + plain.filtered == 19 and bool(plain.filtered) == (limit is not None)
     assert len(list((tmp_path / "c").iterdir())) == 2
@@ -97,11 +98,9 @@ def test_the_figures_of_a_dataset_are_those_of_its_items(files, tokenizer):
     assert data.largest_id == max(map(max, ids))
     assert data.ends == {row[-1] for row in ids}
     both = pairs(files, tokenizer)
-    assert both.longest == max(
-        len(both[i][key][0]) + len(both[i][key][1])
-        for i in range(len(both))
-        for key in ("chosen", "rejected")
-    )
+    rows = [both[i][key] for i in range(len(both)) for key in ("chosen", "rejected")]
+    assert both.lengths.longest == max(len(prompt) + len(response) for prompt, response in rows)
+    assert both.lengths.own == max(len(response) for _, response in rows)
     assert [both[i]["margin"] for i in (0, 3, 13, 14)] == [0, 0.75, 0, 0.25]
 
 

@@ -180,6 +180,13 @@ def plan_of_sft(config: SFTConfig) -> None:
     show_sft_plan(config)
 
 
+def plan_of_rm(config: RMConfig) -> None:
+    """Print the batches and the memory of a reward model's training; no process is started."""
+    from quadriga.cli.show import show_rm_plan
+
+    show_rm_plan(config)
+
+
 def plan_of_generation(config: GenerateConfig) -> None:
     """Print the batches and the memory of generation; no process is started."""
     from quadriga.cli.show import show_generation_plan
@@ -190,13 +197,14 @@ def plan_of_generation(config: GenerateConfig) -> None:
 PLANNED = {
     "train": with_settings("plan", "", plan, TrainConfig),
     "sft": with_settings("plan sft", "", plan_of_sft, SFTConfig),
+    "rm": with_settings("plan rm", "", plan_of_rm, RMConfig),
     "generate": with_settings("plan generate", "", plan_of_generation, GenerateConfig),
 }
 """The word after `plan` -> the command whose settings follow."""
 
 
 def plan_of(invocation: Invocation) -> None:
-    """Run `plan`, `plan train`, `plan sft` or `plan generate`."""
+    """Run `plan`, or `plan` with the word `train`, `sft`, `rm` or `generate`."""
     first = invocation.overrides[0] if invocation.overrides else ""
     named = first in PLANNED
     PLANNED[first if named else "train"].run(
@@ -261,7 +269,7 @@ COMMANDS = (
     ),
     Command(
         "plan",
-        "Show batches and memory of a run: plan, plan sft, plan generate",
+        "Show batches and memory of a run: plan, plan sft, plan rm, plan generate",
         plan_of,
         TrainConfig,
     ),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
+from quadriga.config.schema import GenerateConfig, RMConfig, SFTConfig, TrainConfig
 
 if TYPE_CHECKING:
     from quadriga.algorithms.catalog import AlgorithmEntry
@@ -121,6 +121,31 @@ def show_sft_plan(config: SFTConfig) -> None:
     print(f"run                    {steps} steps, {len(rows)} rows")
     print(f"longest row            {prompt} + {response} = {prompt + response} tokens")
     print(sft_plan_text(config, rows.longest, validation))
+
+
+def show_rm_plan(config: RMConfig) -> None:
+    """Print the batches and the memory of a reward model's training, for the pairs of its data.
+
+    Raises:
+        InputError: the settings, the data or the model do not fit.
+    """
+    from quadriga.config.checks.reward_model import check_rm_settings
+    from quadriga.trainer.fine_tuning.rm import load_pairs
+    from quadriga.trainer.memory.rm import rm_plan_text
+    from quadriga.trainer.run.preflight import known_names
+
+    check_rm_settings(config, known_names())
+    trainer, batch = config.trainer, config.data.train_batch_size
+    parts = trainer.nnodes * trainer.n_gpus_per_node // config.engine.model_parallel_size
+    print(f"pairs per step         {batch}, {batch // parts} on each of {parts} data ranks")
+    if not (config.model.path and config.data.train_files):
+        print("memory                 set model.path and data.train_files, whose pairs it needs")
+        return
+    pairs = load_pairs(config)
+    steps = trainer.total_training_steps or len(pairs.train) // batch * trainer.total_epochs
+    print(f"run                    {steps} steps, {len(pairs.train)} pairs")
+    print(f"longest conversation   {pairs.lengths.longest} tokens, and one more is added")
+    print(rm_plan_text(config, pairs.lengths))
 
 
 def show_generation_plan(config: GenerateConfig) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
+import numpy as np
 import torch
 
 from quadriga.data.chat import (
@@ -42,6 +45,25 @@ class PairItem(TypedDict):
     margin: float
 
 
+@dataclass(frozen=True)
+class PairLengths:
+    """Bounds of the tokens of some pairs.
+
+    Attributes:
+        longest: tokens of the longest conversation.
+        own: most tokens of a conversation that the other one of its pair does not have: its
+            response, or all of it if the prompts of the pair differ in length. Not more than
+            `longest`.
+    """
+
+    longest: int
+    own: int
+
+    def __or__(self, other: PairLengths) -> PairLengths:
+        """Return the bounds of both."""
+        return PairLengths(max(self.longest, other.longest), max(self.own, other.own))
+
+
 class PairDataset:
     """Rows of data files as pairs. See `RMDataConfig` for the columns.
 
@@ -52,7 +74,7 @@ class PairDataset:
     Attributes:
         filtered: number of pairs left out, because a conversation has more than `max_length`
             tokens (None: no limit).
-        longest: tokens of the longest conversation.
+        lengths: bounds of the tokens.
 
     Raises:
         DataError: a row has no pair; the message names the file and the row.
@@ -91,7 +113,7 @@ class PairDataset:
                 f"{max_length} tokens; increase max_length"
             )
         self.pad_token_id = pad_token_id
-        self.longest = max(_longest(ids, borders) for ids, borders in self._rows.columns())
+        self.lengths = reduce(or_, (_lengths(*columns) for columns in self._rows.columns()))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -184,11 +206,13 @@ def _joined(chosen: Conversation, rejected: Conversation, margin: float) -> Enco
     return EncodedRow([token for part in parts for token in part], borders, margin)
 
 
-def _longest(ids: pa.ListArray, borders: pa.ListArray) -> int:
-    """Return the tokens of the longest conversation of some pairs."""
-    chosen = borders.flatten().to_numpy().reshape(-1, 3)[:, 1]
-    rejected = ids.value_lengths().to_numpy() - chosen
-    return int(max(chosen.max(), rejected.max()))
+def _lengths(ids: pa.ListArray, borders: pa.ListArray) -> PairLengths:
+    """Return the bounds of some pairs. Prompts of equal length are taken to be equal."""
+    prompt, chosen, third = borders.flatten().to_numpy().reshape(-1, 3).T
+    total = ids.value_lengths().to_numpy()
+    longest = np.maximum(chosen, total - chosen)
+    shared = np.where(third - chosen == prompt, prompt, 0)
+    return PairLengths(int(longest.max()), int((longest - shared).max()))
 
 
 def _conversation(row: Row, key: str, prompt_key: str) -> tuple[Chat, str]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quadriga.config.checks.unread import check_warmup_of_run
 from quadriga.config.schema import RMConfig
 from quadriga.models.folder import local_folder, with_absolute_paths
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
@@ -29,7 +30,9 @@ from quadriga.trainer.run.record import RunRecord
 from quadriga.trainer.run.role_workers import threads_per_rank
 
 if TYPE_CHECKING:
-    from quadriga.data.conversations.pairs import PairDataset
+    from transformers import PreTrainedTokenizerBase
+
+    from quadriga.data.conversations.pairs import PairDataset, PairLengths
     from quadriga.workers.roles import PairTrainingGroup
 
 _KEY = Role.RewardModel.key
@@ -67,52 +70,18 @@ class RMTrainer:
 
     def __init__(self, config: RMConfig) -> None:
         from quadriga.data import PromptLoader
-        from quadriga.models import load_tokenizer
-        from quadriga.models.context_window import LongestSequence, check_context_window
+        from quadriga.trainer.memory.rm import check_rm_memory  # imports torch
 
-        self.config = config
-        model, data = config.model, config.data
-        trusted = model.trust_remote_code
-        path = model.tokenizer_path or model.path
-        self.tokenizer = load_tokenizer(path, trust_remote_code=trusted)
-        train = self._pairs(data.train_files)
-        self.val_pairs = self._pairs(data.val_files) if data.val_files else None
-        for pairs in (train, self.val_pairs):
-            if pairs is not None:
-                longest = LongestSequence(
-                    pairs.longest + 1,
-                    f"the longest conversation has {pairs.longest} tokens, and one is added",
-                    "lower data.max_length, beyond which pairs are left out,",
-                )
-                check_context_window(model.path, longest, trust_remote_code=trusted)
+        self.config, data = config, config.data
+        rows = load_pairs(config)
+        self.tokenizer, self.val_pairs = rows.tokenizer, rows.val
+        check_rm_memory(config, rows.lengths)
         self.loader = PromptLoader(
-            train, data.train_batch_size, shuffle=data.shuffle, seed=config.trainer.seed
+            rows.train, data.train_batch_size, shuffle=data.shuffle, seed=config.trainer.seed
         )
+        check_warmup_of_run("optim", config.optim, self.total_steps)
         self.checkpoints = OneGroupCheckpoints(config, self.loader)
         self._started: StartedGroups | None = None
-
-    def _pairs(self, files: Sequence[str]) -> PairDataset:
-        from quadriga.data.conversations.pairs import PairDataset
-        from quadriga.models.score_head import padding_token
-
-        data, model = self.config.data, self.config.model
-        folder = local_folder(model.path)
-        return PairDataset(
-            files,
-            self.tokenizer,
-            pad_token_id=padding_token(
-                folder,
-                model.tokenizer_path or folder,
-                trust_remote_code=model.trust_remote_code,
-            ),
-            prompt_key=data.prompt_key,
-            chosen_key=data.chosen_key,
-            rejected_key=data.rejected_key,
-            margin_key=data.margin_key,
-            max_length=data.max_length,
-            chat_template_kwargs=data.chat_template_kwargs,
-            cache_dir=data.cache_dir,
-        )
 
     @property
     def total_steps(self) -> int:
@@ -186,6 +155,71 @@ class RMTrainer:
         worker = ClassWithInitArgs(PairTrainingWorker, config=config, runtime=runtime)
         self._started, group = start_one_group(trainer, Role.RewardModel, worker)
         return group
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The tokenizer and the pairs of a run. `val` is None without files for validation."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PairDataset
+    val: PairDataset | None
+
+    @property
+    def lengths(self) -> PairLengths:
+        """Bounds of the tokens of all pairs."""
+        return self.train.lengths if self.val is None else self.train.lengths | self.val.lengths
+
+
+def load_pairs(config: RMConfig) -> Pairs:
+    """Load the tokenizer and all pairs, and check them against the model.
+
+    Raises:
+        InputError: a file, a row or the model does not fit.
+    """
+    from quadriga.models import load_tokenizer
+    from quadriga.models.context_window import LongestSequence, check_context_window
+
+    model, data = config.model, config.data
+    trusted = model.trust_remote_code
+    path = model.tokenizer_path or model.path
+    tokenizer = load_tokenizer(path, trust_remote_code=trusted)
+    train = _dataset(config, data.train_files, tokenizer)
+    val = _dataset(config, data.val_files, tokenizer) if data.val_files else None
+    found = Pairs(tokenizer, train, val)
+    longest = LongestSequence(
+        found.lengths.longest + 1,
+        f"the longest conversation has {found.lengths.longest} tokens, and one is added",
+        "lower data.max_length, beyond which pairs are left out,",
+    )
+    check_context_window(model.path, longest, trust_remote_code=trusted)
+    return found
+
+
+def _dataset(
+    config: RMConfig, files: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> PairDataset:
+    from quadriga.data.conversations.pairs import PairDataset
+    from quadriga.models.score_head import padding_token
+
+    data, model = config.data, config.model
+    folder = local_folder(model.path)
+    return PairDataset(
+        files,
+        tokenizer,
+        pad_token_id=padding_token(
+            folder,
+            model.tokenizer_path or folder,
+            trust_remote_code=model.trust_remote_code,
+        ),
+        prompt_key=data.prompt_key,
+        chosen_key=data.chosen_key,
+        rejected_key=data.rejected_key,
+        margin_key=data.margin_key,
+        max_length=data.max_length,
+        chat_template_kwargs=data.chat_template_kwargs,
+        cache_dir=data.cache_dir,
+    )
 
 
 def _scores(group: PairTrainingGroup, rows: DataProto) -> DataProto:

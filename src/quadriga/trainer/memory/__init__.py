@@ -4,7 +4,8 @@
 - `plan`: what each role needs on a rank, and how much exists at once in each phase of a step.
 - `host`: the memory of the host: loading, and what is kept there.
 - `report`: the plan as a table, and the refusal of a run that does not fit.
-- `sft`: plan and refusal of a run of supervised fine-tuning.
+- `sft`, `rm`: plan and refusal of a run of supervised fine-tuning, and of one on pairs.
+- `one_engine`: what these two have in common.
 - `generation`: plan of the commands that only generate.
 
 May import what `trainer` may import.

@@ -6,7 +6,6 @@ The lengths are those of the data, which is loaded before a process is started.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,12 +13,14 @@ from quadriga.config.role_ranks import RolePool
 from quadriga.config.schema import ActorRolloutRefConfig, RolloutConfig, SFTConfig, TrainConfig
 from quadriga.engines.memory.passes import Rows
 from quadriga.engines.memory.states import training_memory
-from quadriga.errors import ConfigError
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.memory import GeneratedRows, GenerationMemory, generation_memory
-from quadriga.trainer.memory.machine import device_limit, planned_device
+from quadriga.trainer.memory.one_engine import (
+    check_one_engine,
+    missing_activations,
+    one_engine_text,
+)
 from quadriga.trainer.memory.plan import ACTOR, ROLLOUT, MemoryPlan, pool_memory
-from quadriga.trainer.memory.report import shortage, table_text
 
 if TYPE_CHECKING:
     from quadriga.data import PromptDataset
@@ -34,19 +35,7 @@ def check_sft_memory(config: SFTConfig, longest: Longest, validation: PromptData
     Raises:
         ConfigError: it does not fit. The message has the arithmetic, and says what to change.
     """
-    device_type = planned_device(config.trainer)
-    counted = config.trainer.check_memory and config.engine.name == "fsdp"
-    limit = device_limit(config.trainer, device_type) if counted and device_type else None
-    if limit is None or device_type is None:
-        return
-    plan = sft_memory_plan(config, longest, validation, device_type)
-    short = shortage(plan, limit, states_only=True) or shortage(plan, limit)
-    if short is not None:
-        raise ConfigError(
-            f"{short}; {'; or '.join(_remedies(config, device_type))}; "
-            "trainer.check_memory=false starts the run anyway",
-            key="trainer.check_memory",
-        )
+    check_one_engine(config, lambda device: sft_memory_plan(config, longest, validation, device))
 
 
 def sft_plan_text(config: SFTConfig, longest: Longest, validation: PromptDataset | None) -> str:
@@ -55,10 +44,9 @@ def sft_plan_text(config: SFTConfig, longest: Longest, validation: PromptDataset
     Raises:
         ModelError: the model folder has no config of a suitable model.
     """
-    device_type = planned_device(config.trainer) or "cuda"
-    plan = sft_memory_plan(config, longest, validation, device_type)
-    limit = device_limit(config.trainer, device_type)
-    return table_text(plan, limit, lambda: _remedies(config, device_type))
+    return one_engine_text(
+        config, lambda device: sft_memory_plan(config, longest, validation, device)
+    )
 
 
 def sft_memory_plan(
@@ -98,7 +86,8 @@ def sft_memory_plan(
         )
     )
     memory = pool_memory(settings, device_type, pool, {ACTOR: actor}, generation)
-    return MemoryPlan(device_type, (memory,), trainer.n_gpus_per_node)
+    missing = missing_activations(ACTOR, actor)
+    return MemoryPlan(device_type, (memory,), trainer.n_gpus_per_node, missing)
 
 
 def _generation(
@@ -118,22 +107,3 @@ def _generation(
         device_type=device_type,
     )
     return memory if validation is not None else replace(memory, kv_cache=0, peak=0)
-
-
-def _remedies(config: SFTConfig, device_type: str) -> Iterator[str]:
-    """Yield what to change, most effective first."""
-    if not config.model.gradient_checkpointing:
-        yield "set model.gradient_checkpointing=true"
-    if config.data.micro_batch_size_per_gpu is None and config.engine.use_dynamic_bsz:
-        budget = config.engine.max_tokens_per_micro_batch
-        yield f"lower engine.max_tokens_per_micro_batch={budget}"
-    else:
-        yield "lower data.micro_batch_size_per_gpu"
-    if device_type != "cpu" and not config.engine.offload_policy:
-        yield "set engine.offload_policy=true"
-    if config.optim.name == "adamw":
-        yield "set optim.name=adamw_8bit (a quarter of the optimizer states)"
-    if device_type != "cpu":
-        yield "shard over more ranks (trainer.n_gpus_per_node, trainer.nnodes)"
-    else:
-        yield "use fewer ranks of a node, or a smaller model"
