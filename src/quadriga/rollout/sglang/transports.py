@@ -261,6 +261,8 @@ class HTTPTransport:
                 parts.append(part)
                 if time.monotonic() > deadline:
                     raise TimeoutError
+            if response.length:  # `read(n)` ends without an error if the connection does
+                raise http.client.IncompleteRead(b"".join(parts), response.length)
             return response.status, b"".join(parts)
         except TimeoutError as error:
             raise late(path, timeout_s, self._log()) from error
