@@ -174,7 +174,7 @@ class MegatronEngine:
             if rows is not None:
                 for name, values in found.items():
                     outputs[name][rows] = values.float().cpu()
-        return self._from_last_stage(outputs)
+        return _from_last_stage(outputs, self.ranks.pipeline_group, self.device)
 
     def train_step(
         self,
@@ -282,17 +282,6 @@ class MegatronEngine:
             self.stage.rows_in_flight.clear()
         return results
 
-    def _from_last_stage(self, outputs: Outputs) -> Outputs:
-        """Return the outputs of the last stage, which has computed the same rows."""
-        group = self.ranks.pipeline_group
-        if (stages := dist.get_world_size(group)) > 1:
-            last = dist.get_global_rank(group, stages - 1)
-            for name, values in outputs.items():
-                sent = values.to(self.device)
-                dist.broadcast(sent, last, group=group)
-                outputs[name] = sent.cpu()
-        return outputs
-
     def global_counts(self, *counts: float | Tensor) -> list[float]:
         total = torch.tensor([float(c) for c in counts], dtype=torch.float64, device=self.device)
         dist.all_reduce(total, group=self.ranks.data_group)
@@ -389,3 +378,15 @@ def _check_text_alone(images: MultiModalRows | None) -> None:
         raise ConfigError(
             "rows with images are not built for engine.name=megatron; set engine.name=fsdp"
         )
+
+
+def _from_last_stage(outputs: Outputs, group: dist.ProcessGroup, device: torch.device) -> Outputs:
+    """Return the outputs of the last stage, which has computed the same rows."""
+    stages = dist.get_world_size(group)
+    if stages > 1:
+        last = dist.get_global_rank(group, stages - 1)
+        for name, values in outputs.items():
+            sent = values.to(device)
+            dist.broadcast(sent, last, group=group)
+            outputs[name] = sent.cpu()
+    return outputs
