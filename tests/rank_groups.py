@@ -14,15 +14,22 @@ def run_two_ranks(main, *args) -> None:
     run_ranks(2, main, *args)
 
 
-def run_ranks(count: int, main, *args, wait_s: float = WAIT_S) -> None:
-    """Run `main(rank, *args, port)` in `count` processes. Raises `TimeoutError` after `wait_s`."""
+def run_ranks(count: int, main, *args, wait_s: float = WAIT_S, start_method: str = "spawn") -> None:
+    """Run `main(rank, *args, port)` in `count` processes.
+
+    Raises `TimeoutError` after `wait_s` seconds. However it ends, no process is left.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.spawn(main, args=(*args, port), nprocs=count, join=False)
+    context = mp.start_processes(
+        main, (*args, port), nprocs=count, join=False, start_method=start_method
+    )
     deadline = time.monotonic() + wait_s
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            raise TimeoutError(f"the {count} ranks did not finish within {wait_s} s")
+    try:
+        while not context.join(timeout=1):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the {count} ranks did not finish within {wait_s} s")
+    finally:  # also if the limit of the test ends the wait
+        for process in context.processes:
+            process.kill()

@@ -142,7 +142,8 @@ class ConflictError(ProtocolError, AssertionError):
 
 
 class LostObjectError(ProtocolError, RuntimeError):
-    """A remote field is lost. Attributes: `role`, `rank` and `method` that produced it."""
+    """A remote field is lost. Attributes: `role`, `rank` and `method` that produced it, and `late`,
+    the keys of stored values that did not arrive in time, if that is the reason."""
 
 
 class DispatchError(QuadrigaError, ValueError):

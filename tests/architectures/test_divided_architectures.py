@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
-import time
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from naive_loop import make_batch
 from small_models import VOCABULARY, small_model
 
@@ -18,6 +15,7 @@ from quadriga.engines.token_model import TokenModel
 from quadriga.models.architectures import PACKED
 from quadriga.parallel.distributed import init_distributed
 from quadriga.parallel.model_parallel.model_ranks import model_ranks
+from rank_groups import run_ranks
 
 COMPARED = [name for name in PACKED if name not in NOT_COMPARED]
 pytestmark = pytest.mark.nightly
@@ -43,7 +41,7 @@ def outputs_and_gradients(model_type, sizes):
     return {name: value.detach() for name, value in outputs.items()}, gradients
 
 
-def rank_main(rank, port, results):
+def rank_main(rank, results, port):
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)
@@ -63,19 +61,8 @@ def rank_main(rank, port, results):
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     results = str(tmp_path_factory.mktemp("divided") / "found.pt")
-    context = mp.start_processes(
-        rank_main, (port, results), nprocs=2, join=False, start_method="fork"
-    )
-    deadline = time.monotonic() + WAIT_S
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            raise TimeoutError(f"two ranks did not finish within {WAIT_S} s")
+    run_ranks(2, rank_main, results, wait_s=WAIT_S, start_method="fork")
     return torch.load(results)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 
 import psutil
 import pytest
 import ray
+from ray.util.placement_group import placement_group_table
 from worker_cases import Adder, Faulty, group_on
 
 from quadriga.backends import get_backend
@@ -20,7 +22,9 @@ from quadriga.backends.ray import (
 )
 from quadriga.backends.ray.placement import placement_groups
 from quadriga.backends.ray.process import register_center, start
+from quadriga.backends.ray.process.attach import classes_of
 from quadriga.backends.ray.process.register_center import join_register_center
+from quadriga.backends.ray.process.start import facts_of
 from quadriga.errors import (
     CallTimeoutError,
     ConfigError,
@@ -42,6 +46,15 @@ def test_attaching_to_a_busy_rank_says_so(pool, monkeypatch):
         RayClassWithInitArgs(Adder)(sharing_with=group.workers[2])
     assert not busy.done()
     group.shutdown()
+
+
+def test_attaching_to_a_rank_that_has_ended_says_so(pool):
+    group = group_on(pool, Adder, 1)
+    rank = group.workers[0]
+    group.shutdown()
+    for attach in (classes_of, lambda names, actors: facts_of(actors)):
+        with pytest.raises(WorkerDiedError, match="has ended"):
+            attach(None, [rank])
 
 
 def test_an_option_that_only_a_start_reads_is_refused(pool):
@@ -151,3 +164,29 @@ def test_a_deadline_that_is_no_number_of_seconds_is_refused_before_a_rank_starts
             RayWorkerGroup(None, None, **options)
     with pytest.raises(DispatchError, match=r"^timeout of a worker group expects a number of"):
         LocalWorkerGroup(None, None, timeout=timeout)
+
+
+def test_a_start_that_breaks_off_leaves_no_placement_group(ray_backend, monkeypatch):
+    """An error of Ray, or Ctrl-C, while the groups of a pool are made or waited for."""
+    made = []
+    make = placement_groups._make
+
+    def second_fails(*args):
+        if made:
+            raise KeyboardInterrupt
+        made.append(make(*args))
+        return made[-1]
+
+    pool = ray_backend.resource_pool([1, 1], use_gpu=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(placement_groups, "_make", second_fails)
+        with pytest.raises(KeyboardInterrupt):
+            ray_backend.worker_group(pool, ray_backend.class_with_args(Adder))
+    deadline = time.monotonic() + 10
+    while state_of(made[0]) != "REMOVED" and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert state_of(made[0]) == "REMOVED"
+
+
+def state_of(group):
+    return placement_group_table(group)["state"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from worker_cases import Adder, Arrays, CallOrder, Overlap, Slow, Unreadable, group_on
+from worker_cases import Adder, Arrays, CallOrder, Faulty, Overlap, Slow, Unreadable, group_on
 
 from quadriga.backends import get_backend
 from quadriga.backends.ray import (
@@ -111,8 +111,14 @@ def test_names_of_ranks_and_a_name_that_is_taken(pool):
     other = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
     with pytest.raises(ConfigError, match=r"'run_Adder_0:0' exists already"):
         group_on(other, name_prefix="run_")
+    kept = RayResourcePool([1], use_gpu=False, max_colocate_count=1, detached=True)
+    with pytest.raises(PlacementError, match="another group has the prefix 'run_'"):
+        group_on(kept, Faulty, name_prefix="run_", register_center=True, detached=True)
+    with pytest.raises(ValueError, match="run_Faulty_0:0"):  # its rank was ended
+        ray.get_actor("run_Faulty_0:0")
     group.shutdown()
     other.release()
+    kept.release()
 
 
 def test_groups_started_at_once_have_ports_of_their_own(pool):

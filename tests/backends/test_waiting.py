@@ -11,6 +11,7 @@ import torch
 from ray.exceptions import GetTimeoutError
 from worker_cases import Taking, Unequal
 
+from quadriga.backends.ray import cluster
 from quadriga.backends.ray.calls import slices, waiting
 from quadriga.backends.ray.calls.waiting import RayBatch, RayPending
 from quadriga.backends.ray.health import failures
@@ -142,8 +143,8 @@ class FakeRay:
 def test_a_remote_result_is_pulled_by_one_request_and_read_once(monkeypatch):
     """A `ray.get` that times out cancels its pull; a `ray.wait` does not."""
     fake = FakeRay(["near", "far"], {"far"})
-    monkeypatch.setattr(waiting, "ray", fake)
-    monkeypatch.setattr(slices, "ray", fake)
+    for module in (cluster, waiting, slices):
+        monkeypatch.setattr(module, "ray", fake)
     facts = RankFacts(0, 1, "node", 0, "", "")
     handles = [RankHandle(None, "a", facts), RankHandle(None, "b", facts)]
     values = RayBatch(["near", "far"], handles, "role.method").gather()
@@ -158,7 +159,7 @@ def test_a_sent_result_keeps_the_rest_of_its_deadline():
     handle = RankHandle(None, "a", RankFacts(3, 4, "node-1", 0, "", ""))
     pending = RayPending("ref", None, RayBatch(["ref"], [handle], "actor.make", timeout=50))
     sent = pickle.loads(pickle.dumps(pending))
-    assert sent.source == "actor.make, rank 3 on node-1"
+    assert sent.label == "actor.make, rank 3 on node-1"
     assert 40 < sent.expires - time.monotonic() <= 50
 
 

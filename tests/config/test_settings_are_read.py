@@ -20,6 +20,7 @@ from quadriga.config.schema import (
     OptimConfig,
     PolicyLossConfig,
     RefConfig,
+    ReplicasConfig,
 )
 
 PACKAGE = Path(quadriga.__file__).parent
@@ -30,6 +31,7 @@ POLICY, CRITIC, UPDATES = (
 )  # fmt: skip
 MODEL_RANKS = "parallel/model_parallel/model_ranks.py"
 OBJECTIVES, SCHEDULE = "workers/objectives.py", "engines/schedule.py"
+REPLICAS = "trainer/replicas/"
 ADAMW, SHARDED = "engines/optimizers/adamw.py", "engines/optimizers/sharded.py"
 READERS = {
     EngineConfig: {
@@ -46,7 +48,7 @@ READERS = {
         "expert_parallel_size": (MEGATRON, "engine.expert_parallel_size"),
         "sequence_parallel": (MEGATRON, "engine.sequence_parallel"),
         "distributed_optimizer": ("engines/megatron/engine.py", "engine.distributed_optimizer"),
-        "use_dynamic_bsz": (FSDP, "self.config.use_dynamic_bsz"),
+        "use_dynamic_bsz": ("config/schema/model.py", "self.use_dynamic_bsz"),
         "max_tokens_per_micro_batch": (
             "config/schema/model.py",
             "self.max_tokens_per_micro_batch",
@@ -94,6 +96,13 @@ READERS = {
         "options": (OBJECTIVES, "policy_loss.options"),
     },
     RefConfig: {"engine": (POLICY, "self.config.ref.engine")},
+    ReplicasConfig: {
+        "enable": (REPLICAS + "start.py", "config.actor_rollout_ref.rollout.replicas.enable"),
+        "request_rows": (REPLICAS + "rollout.py", "self._settings.request_rows"),
+        "requests_in_flight": (REPLICAS + "rollout.py", "self._settings.requests_in_flight"),
+        "prefix_share": (REPLICAS + "rollout.py", "settings.prefix_share"),
+        "restarts": (REPLICAS + "start.py", "settings.replicas.restarts"),
+    },
     CriticConfig: {
         "model": (CRITIC, "self.config.model"),
         "optim": (CRITIC, "self.config.optim"),

@@ -153,6 +153,8 @@ def test_pairs_have_a_right_and_a_wrong_solution(tmp_path):
         assert row["chosen"].endswith(f"#### {truth}")
         assert not row["rejected"].endswith(f"#### {truth}")
     assert len({row["rejected"].count("\n") for row in rows}) == 2  # early stops and wrong results
+    held_out, test = (pq.read_table(path).to_pylist() for path in (files.rm_test, files.test))
+    assert [row["prompt"] for row in held_out] == [row["prompt"] for row in test]
     plain = write_arithmetic(tmp_path / "plain", task, **sizes)
-    assert plain.rm is None
+    assert plain.rm is plain.rm_test is None
     assert pq.read_table(plain.sft).equals(pq.read_table(files.sft))

@@ -6,7 +6,7 @@ import pytest
 from chat_families import CASES, CHAT, CHATML, NO_END, THINKING, family
 
 from quadriga.data.conversations.sft import SFTDataset
-from quadriga.data.conversations.turns import encode_turns
+from quadriga.data.conversations.turns import encode_turns, turn_end_ids
 from quadriga.data.loader import SFTLoader
 from quadriga.errors import DataError, ModelError
 
@@ -42,6 +42,23 @@ def test_the_prompt_is_the_one_of_generation(name):
     [found] = encode_turns(tokenizer, [CHAT])
     prompt = tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True, return_dict=False)
     assert found.prompt_ids == prompt
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_turn_ends_with_the_token_of_the_template(name):
+    template, special, expected = CASES[name]
+    tokenizer = family(template, special)
+    [end] = turn_end_ids(tokenizer)
+    assert tokenizer.decode([end]) == expected[0].removeprefix("Three.") != tokenizer.eos_token
+
+
+def test_a_template_without_an_end_token_has_that_of_the_tokenizer():
+    tokenizer = family(NO_END)
+    assert turn_end_ids(tokenizer) == (tokenizer.eos_token_id,)
+    tokenizer.chat_template = None
+    assert turn_end_ids(tokenizer) == ()
+    tokenizer.chat_template = "{{ raise_exception('only with tools') }}"
+    assert turn_end_ids(tokenizer) == ()
 
 
 def test_messages_after_the_last_answer_are_left_out():

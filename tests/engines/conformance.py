@@ -33,6 +33,7 @@ SIZES = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
     "initializer_range": 0.2,
+    "pad_token_id": 101,  # which prompts have as a word: its embedding has no gradient
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 FAMILIES = {

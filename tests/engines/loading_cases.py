@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import engine_cases as cases
 import torch
-import torch.multiprocessing as mp
 from memory_cases import peak_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -25,6 +22,7 @@ from quadriga.models.loading import load_value_model
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.models.weights import reader
 from quadriga.models.weights.names import WeightNames
+from rank_groups import run_ranks
 
 # 0.7 million parameters. 3 does not divide 970, so that shards on 3 ranks are uneven.
 SHAPE = TinyModel(hidden_size=96, num_layers=2, num_heads=6, num_kv_heads=2, intermediate_size=970)
@@ -242,16 +240,7 @@ def rank_main(rank: int, ranks: int, root: str, port: int) -> None:
 
 def run(root: Path, ranks: int) -> list[Found]:
     """Return what each of `ranks` processes found."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.spawn(rank_main, args=(ranks, str(root), port), nprocs=ranks, join=False)
-    deadline = time.monotonic() + WAIT_S
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            raise TimeoutError(f"the {ranks} ranks did not finish within {WAIT_S} s")
+    run_ranks(ranks, rank_main, ranks, str(root), wait_s=WAIT_S)
     # The files were written by `rank_main`; they hold dataclasses, which need pickle.
     files = [root / f"found_{ranks}_{rank}.pt" for rank in range(ranks)]
     return [torch.load(file, weights_only=False) for file in files]

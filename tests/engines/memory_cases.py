@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
 import torch
 from optimizer_cases import has_torchao
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from memory_models import CONFIGS, SIZES
@@ -89,13 +91,15 @@ CASES = [
 @dataclass(frozen=True)
 class Measured:
     """Bytes on one rank. `update` and `evaluate`: the most that a call allocates. `step`: gradient
-    shards, and the most that the update of the parameters allocates."""
+    shards, and the most that the update of the parameters allocates. `sent`: what the passes of a
+    step send."""
 
     parameters: int
     optimizer: int
     update: int
     step: int
     evaluate: int
+    sent: int
 
 
 def write_models(folder: Path) -> None:
@@ -115,11 +119,13 @@ def settings(case: Case, folder: Path) -> tuple[ModelConfig, EngineConfig]:
     return model, EngineConfig(reduce_each_micro_batch=case.early, fsdp_size=case.fsdp_size)
 
 
-def planned(case: Case, folder: Path, ranks: int) -> TrainingMemory:
+@cache
+def planned(case: Case, folder: Path, ranks: int, *, reshard: bool = True) -> TrainingMemory:
     rows = replace(ROWS, micro_batch=case.micro_batch)
+    model, engine = settings(case, folder)
     return training_memory(
-        *settings(case, folder), head="lm", ranks=ranks, device_type="cpu",
-        update=rows, evaluate=rows, optim=OptimConfig(name=case.optimizer),
+        model, replace(engine, reshard_after_forward=reshard), head="lm", ranks=ranks,
+        device_type="cpu", update=rows, evaluate=rows, optim=OptimConfig(name=case.optimizer),
         min_unit_parameters=case.unit,
     )  # fmt: skip
 
@@ -138,8 +144,9 @@ def measured(case: Case, folder: Path) -> Measured:
             batch, lambda out, _: (out["log_probs"].sum(), {}), micro_batch_size=case.micro_batch
         )
 
-    update()  # the moments exist after the first step
-    return Measured(
+    sent = sent_by(engine, update)
+    return Measured(  # the moments exist after the first step
+        sent=sent,
         parameters=stored(map(local_shard, engine.module.parameters()))
         + stored(engine.module.buffers()),
         optimizer=stored(engine.optimizer.existing_moments()),
@@ -150,6 +157,50 @@ def measured(case: Case, folder: Path) -> Measured:
             lambda: engine.forward(batch, entropy=True, micro_batch_size=case.micro_batch)
         ),
     )
+
+
+class Sent(TorchDispatchMode):
+    """Counts the bytes that this rank sends in collectives, unless it is paused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.paused = 0, False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d" and not self.paused:
+            self.total += sent_bytes(function.__name__.split(".")[0], args)
+        return function(*args, **(kwargs or {}))
+
+
+def sent_bytes(name: str, args) -> int:
+    """Return the bytes that a rank sends in a collective of two ranks."""
+    if name == "_allgather_base_":  # output, input
+        return args[1].nbytes
+    if name == "_reduce_scatter_base_":  # output, input
+        return args[1].nbytes // 2
+    if name in ("allreduce_", "allgather_"):
+        return sum(tensor.nbytes for tensor in args[name == "allgather_"])
+    raise AssertionError(f"the collective {name} is not counted")
+
+
+def sent_by(engine, update) -> int:
+    """Return the bytes that `update` sends, without those of the optimizer."""
+    mode, step = Sent(), engine.optimizer.step
+
+    def uncounted_step():
+        mode.paused = True
+        try:
+            return step()
+        finally:
+            mode.paused = False
+
+    engine.optimizer.step = uncounted_step
+    try:
+        with mode:
+            update()
+    finally:
+        engine.optimizer.step = step
+    return mode.total
 
 
 def stored(tensors) -> int:

@@ -30,6 +30,7 @@ from quadriga.config.schema import (
 )
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.protocol import DataProto
+from quadriga.workers.pair_training import update_pairs
 from quadriga.workers.updates import update_policy, update_values
 
 Degrees = tuple[int, int, int]
@@ -74,6 +75,13 @@ def write_model(name: str, folder: str | Path) -> None:
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, 0.9, 0.1)
     model.save_pretrained(folder)
+
+
+def write_models(root: Path) -> dict[str, str]:
+    """Write all models below `root`; return the folder of each."""
+    for name in MODELS:
+        write_model(name, root / name)
+    return {name: str(root / name) for name in MODELS}
 
 
 class _Wide:
@@ -212,6 +220,27 @@ def update_critic(engine: FSDPEngine, case: Case, part: int = 0, parts: int = 1)
     )  # fmt: skip
 
 
+def update_scores(engine: FSDPEngine, case: Case, part: int = 0, parts: int = 1):
+    """Make one step on four pairs of neighbouring rows, and return its metrics."""
+    rows = own_rows(pair_rows(), part, parts)
+    rows["margins"] = torch.full([len(rows["input_ids"])], 0.25)
+    data = DataProto.from_dict(tensors=rows)
+    report = update_pairs(engine, data, case.micro, forward_rows=case.micro)
+    return report.meta_info["metrics"]
+
+
+def pair_rows() -> dict[str, torch.Tensor]:
+    """Return rows whose score is that of the last token."""
+    batch = make_batch("shared")
+    mask = batch["response_mask"]
+    later = mask.flip(1).cumsum(1).flip(1)  # tokens of the response from here on
+    return {
+        "input_ids": batch["input_ids"],
+        "attention_mask": batch["attention_mask"],
+        "response_mask": mask * (later == 1),
+    }
+
+
 def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.state_stream()}
 
@@ -273,6 +302,10 @@ def states(rank: int, ranks: int, folders, work: Path) -> dict[str, object]:
         rows = own_rows(make_batch(case.rows), part, parts)
         found["critic"] = weights(critic)
         found["values"] = critic.forward(rows)["values"]
+        scorer = build(folders["llama"], case, degrees, head="score")
+        found["pairs"] = [update_scores(scorer, case, part, parts) for _ in range(2)]
+        found["scorer"] = weights(scorer)
+        found["scores"] = scorer.forward(own_rows(pair_rows(), part, parts))["values"]
         case = Case("qwen2", lora=True)
         engine = build(folders["qwen2"], case, degrees)
         engine.load(work / "one_rank")
@@ -295,3 +328,15 @@ def fork_ranks(rank: int, ranks: int, folders, wanted, results: str, port: int) 
     """Run `rank_main` in processes that need not import anything again."""
     args = (ranks, folders, wanted, results, port)
     torch.multiprocessing.start_processes(rank_main, args, nprocs=ranks, start_method="fork")
+
+
+def fork_divisions(rank: int, ranks: int, folders, wanted, results: str, port: int) -> None:
+    """Run `fork_ranks` for each list of `wanted`: `results/0.pt`, `results/1.pt`, …
+
+    The process groups of an engine remain until its process ends, with a thread for each.
+    """
+    for number, division in enumerate(wanted):
+        cases.run_ranks(
+            ranks, rank_main, ranks, folders, division, f"{results}/{number}.pt",
+            wait_s=math.inf, start_method="fork",
+        )  # fmt: skip

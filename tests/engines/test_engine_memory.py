@@ -12,6 +12,7 @@ from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.loading.model_setup import simulated_model
 from quadriga.engines.memory.passes import Rows, pass_memory
 from quadriga.engines.memory.states import training_memory
+from quadriga.engines.memory.traffic import NO_TRAFFIC
 from quadriga.models.simulated.allocations import AllocationCounter
 
 TOLERANCE = 0.15
@@ -47,6 +48,21 @@ def test_the_plan_is_what_one_rank_allocates(case, folder):
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
 def test_the_plan_is_what_each_of_two_ranks_allocates(case, folder, two_ranks):
     check(cases.planned(case, folder, ranks=2), two_ranks[case])
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_a_rank_sends_what_the_plan_says(case, folder, two_ranks):
+    """Beside it, only some counts and metrics of a few bytes are sent."""
+    sent = cases.planned(case, folder, ranks=2).sent
+    if case.micro_batch is None or case.early:
+        times = 1 if case.micro_batch is None else 2
+        expected = times * (sent.gathers + sent.reduction)
+    else:
+        # Layers are gathered in the first forward pass and in each backward pass, the root once.
+        once = cases.planned(case, folder, ranks=2, reshard=False).sent.gathers
+        expected = 2 * sent.gathers - once + sent.reduction
+    assert expected <= two_ranks[case].sent <= expected + 1000
+    assert expected > 100_000 and cases.planned(case, folder, ranks=1).sent == NO_TRAFFIC
 
 
 def test_checkpointing_saves_activations_and_no_states(folder):

@@ -117,7 +117,7 @@ def test_a_missing_or_other_version_is_named(monkeypatch, found, state):
 def test_a_cpu_is_refused_outside_of_tests(monkeypatch):
     monkeypatch.setattr(availability, "on_cpu_for_tests", False)
     with pytest.raises(
-        ConfigError, match="needs CUDA devices, and the device of this rank is 'cpu'"
+        ConfigError, match="needs CUDA devices, and the device of the ranks is 'cpu'"
     ):
         availability.check_device("cpu")
 

@@ -157,3 +157,15 @@ def test_a_rank_matches_the_micro_batches_of_the_others_if_its_groups_allow_it(m
     assert counts(2) == [4, 2]
     assert counts(3) == [2, 2, 2]
     assert counts(4) == [2, 2, 2, None]
+
+
+def test_a_prompt_group_is_split_if_stages_would_wait():
+    """One prompt with seven responses: one micro-batch, but four stages need four."""
+    batch = rows_of([(0, 4, length) for length in (3, 1, 5, 2, 2, 4, 1)])
+    settings = {"size": None, "max_tokens": 1000, "share_prompts": True}
+    assert len(plan_micro_batches(batch, **settings, least=4)) == 1
+    for stages in (2, 3, 4, 7):
+        plan = plan_micro_batches(batch, **settings, stages=stages)
+        assert len(plan) == stages
+        assert sorted(torch.cat(plan).tolist()) == list(range(7))
+    assert len(plan_micro_batches(batch, **settings, stages=9)) == 7

@@ -42,10 +42,7 @@ each value of each choice. `test_model_parallel_product.py` has the product."""
 
 @pytest.fixture(scope="module")
 def model_folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("parallel")
-    for name in cases.MODELS:
-        cases.write_model(name, root / name)
-    return {name: str(root / name) for name in cases.MODELS}
+    return cases.write_models(tmp_path_factory.mktemp("parallel"))
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +94,22 @@ def test_values_and_their_update_are_those_of_one_rank(on_four_ranks, model_fold
         assert cases.largest_difference(found["critic"], cases.weights(critic)) < 1e-10
     assert values.abs().max() > 1e-3
     assert torch.allclose(found["values"], values, atol=1e-6)
+
+
+def test_scores_and_updates_from_pairs_are_those_of_one_rank(on_four_ranks, model_folders):
+    found, case = on_four_ranks[cases.STATES], Case("llama")
+    with cases.wide():
+        scorer = cases.build(model_folders["llama"], case, head="score")
+        metrics = [cases.update_scores(scorer, case) for _ in range(2)]
+        scores = scorer.forward(cases.pair_rows())["values"]
+        assert cases.largest_difference(found["scorer"], cases.weights(scorer)) < 1e-10
+    # A new head is zero: the first step trains the head alone, the second one all weights.
+    assert metrics[0]["rm/difference"] == 0 < metrics[1]["rm/difference"]
+    for one, four in zip(metrics, found["pairs"], strict=True):
+        for name in ("rm/loss", "rm/accuracy", "rm/difference", "rm/grad_norm"):
+            assert four[name] == pytest.approx(one[name], rel=1e-6, abs=1e-9), name
+    assert (scores != 0).sum() == 8  # one number for each row
+    assert torch.allclose(found["scores"], scores, atol=1e-6)
 
 
 def test_a_checkpoint_of_one_rank_continues_on_four(on_four_ranks, one_rank):

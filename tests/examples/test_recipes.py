@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.cli.main import parse
+from quadriga.config.checks.reward_model import check_rm_settings
 from quadriga.config.checks.settings import (
     check_eval_settings,
     check_generate_settings,
@@ -22,6 +23,7 @@ from quadriga.config.schema import (
     ArithmeticDataConfig,
     EvalConfig,
     GenerateConfig,
+    RMConfig,
     SFTConfig,
     TrainConfig,
 )
@@ -61,6 +63,8 @@ def check(config):
         assert plan.sequences % num_ranks(config, "actor") == 0
     elif isinstance(config, SFTConfig):
         check_sft_settings(config, known_names())
+    elif isinstance(config, RMConfig):
+        check_rm_settings(config, known_names())
     elif isinstance(config, EvalConfig):
         check_eval_settings(config)
     else:
@@ -85,7 +89,7 @@ def test_a_recipe_leaves_the_files_of_the_user_to_the_command_line(path):
 
 def test_there_are_recipes_for_training_and_for_generation():
     names = {command_of(path).command.name for path in RECIPES}
-    assert names == {"train", "sft", "generate", "eval"}
+    assert names == {"train", "sft", "rm", "generate", "eval"}
 
 
 def test_a_faulty_recipe_is_reported(tmp_path):

@@ -11,9 +11,18 @@ import pytest
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
-@pytest.mark.parametrize("setting", ["seed=0", "seed=1", "seed=2", "adv_estimator=gae"])
-def test_the_demo_learns(tmp_path, setting):
-    """Greedy accuracy on the validation problems rises from below 0.6 to above 0.9."""
+@pytest.mark.parametrize(
+    ("setting", "least"),
+    [
+        ("seed=0", 0.9),
+        ("seed=1", 0.9),
+        ("seed=2", 0.9),
+        ("adv_estimator=gae", 0.9),
+        ("lora_rank=32", 0.75),
+    ],
+)
+def test_the_demo_learns(tmp_path, setting, least):
+    """Greedy accuracy on the validation problems rises from below 0.6 to above `least`."""
     done = subprocess.run(
         [sys.executable, "-m", "quadriga.cli.main", "demo", setting],
         cwd=tmp_path, capture_output=True, text=True,
@@ -23,4 +32,4 @@ def test_the_demo_learns(tmp_path, setting):
         steps = [json.loads(line) for line in file]
     accuracy = [step["val/accuracy"] for step in steps if "val/accuracy" in step]
     assert accuracy[0] < 0.6
-    assert accuracy[-1] > 0.9
+    assert accuracy[-1] > least

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from quadriga.backends.ray import cluster
 from quadriga.backends.ray.calls import store as ray_store
 from quadriga.errors import LostObjectError
+from quadriga.protocol.columns.column import RemoteColumn, fetch, row_map_of_shard
+from quadriga.protocol.values.encode import encode
+from quadriga.protocol.values.storage import Origin
 
 MB = 2**20
 
@@ -64,6 +68,13 @@ def test_handles_of_one_object_return_their_own_values(monkeypatch):
     assert handles[1].fetch() is kept[0]
 
 
+class Reference(str):
+    """Stand in for a reference of Ray."""
+
+    def hex(self) -> str:
+        return self
+
+
 def test_a_value_that_does_not_arrive_is_an_error_after_a_deadline(monkeypatch):
     waits = []
 
@@ -72,8 +83,18 @@ def test_a_value_that_does_not_arrive_is_an_error_after_a_deadline(monkeypatch):
         raise ray_store.ray.exceptions.GetTimeoutError
 
     monkeypatch.setattr(ray_store.ray, "get", get)
+    monkeypatch.setattr(ray_store.ray, "wait", lambda refs, **options: (refs[:1], refs[1:]))
     monkeypatch.setattr(ray_store, "FETCH_S", 0.5)
-    handle = ray_store.RayHandle(ray_store.Location("a reference"), 1)
+    here, late = (ray_store.RayHandle(ray_store.Location(Reference(name)), 1) for name in "ab")
     with pytest.raises(LostObjectError, match=r"1 object\(s\) .* did not arrive within 0\.5 s"):
-        handle.fetch()
+        here.fetch()
     assert waits == [0.5]
+    # A batch names the field, and does not wait for it a second time.
+    shards = [row_map_of_shard(2, Origin("actor", rank, "make", "node")) for rank in (0, 1)]
+    columns = [
+        (name, RemoteColumn(encode(torch.zeros(2), name)[0], row_map, (handle,)))
+        for name, row_map, handle in zip("xy", shards, (here, late), strict=True)
+    ]
+    with pytest.raises(LostObjectError, match=r"field 'y' .* rank 1 in make .* arrive within 0\.5"):
+        fetch(columns)
+    assert waits == [0.5, 0.5]

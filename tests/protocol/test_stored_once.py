@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from tensordict import TensorDict
 from quadriga.protocol import DataProto
 from quadriga.protocol.boundary import pack_argument, unpack_argument
 from quadriga.protocol.values import operations, stored_once
+from quadriga.protocol.values.encode import encode
+from quadriga.protocol.values.rows import RowRange
 from quadriga.protocol.values.storage import InProcessStore, traffic
 
 JAGGED = torch.nested.nested_tensor([torch.ones(i + 1) for i in range(4)], layout=torch.jagged)
@@ -124,3 +128,29 @@ def test_inference_tensors_are_compared(store):
         assert stored_by(data, 2) == 16 and stored_by(data, 2) == 0
         data.batch["x"].add_(1)
         assert stored_by(data, 2) == 16
+
+
+def test_threads_that_send_one_batch_note_its_rows_together(store, monkeypatch):
+    """The numbers of bytes and rows that are kept stay right."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    value = torch.zeros(64, 4096)
+    spec = encode(value, "v")[0]
+    rows = [value[i : i + 8] for i in range(0, 64, 8)]
+    for i, part in enumerate(rows):
+        stored_once.note_part(part, value, RowRange(8 * i, 8 * i + 8))
+    monkeypatch.setattr(stored_once, "_kept", stored_once._Kept())
+
+    def send(thread):
+        for turn in range(200):
+            part = rows[(thread + turn) % len(rows)]
+            stored_once.remember(part, spec, store.put(0, 10), turn % 3)
+
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(send, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    copies = stored_once._sources.get(value)
+    assert copies.rows == sum(stop - start for _, (start, stop) in copies.by_rows)
+    assert stored_once._kept._nbytes == 8 * 200 * 10

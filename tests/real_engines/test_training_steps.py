@@ -102,6 +102,8 @@ def test_a_run_trains_on_what_its_actor_computes(tmp_path, engine, placement):
          "actor_rollout_ref.actor.engine.dtype=float32",
          f"actor_rollout_ref.rollout.name={engine}", "algorithm.adv_estimator=grpo",
          "actor_rollout_ref.rollout.mismatch.bound=1e-3",
+         # Rows without an advantage are measured too: all rewards of a step can be equal.
+         "actor_rollout_ref.actor.skip_zero_advantages=false",
          f"trainer.total_training_steps={STEPS}", "trainer.test_freq=0",
          "trainer.threads_per_worker=1", f"trainer.default_local_dir={tmp_path / 'run'}",
          "trainer.loggers=[jsonl]", *PLACEMENTS[placement]],

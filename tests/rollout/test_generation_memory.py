@@ -57,13 +57,13 @@ def test_the_plan_is_what_generation_allocates(family, lengths, tmp_path, monkey
     model = ModelConfig(path=str(tmp_path))
     engine = HFRollout(model)
     held = []
-    release = generation.release_cache
+    collect = generation.Generation.collect
 
-    def recorded(cache):
-        held.append(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers))
-        release(cache)
+    def recorded(self):
+        held.append(sum(tensor.nbytes for tensor in self.rows.tensors()))
+        return collect(self)
 
-    monkeypatch.setattr(generation, "release_cache", recorded)
+    monkeypatch.setattr(generation.Generation, "collect", recorded)
     ids, mask = prompts(lengths)
     peak = peak_of(lambda: engine.generate(ids, mask, SAMPLING, torch.arange(12)))
     plan = generation_memory(model, ROWS, SAMPLING, dtype="auto", device_type="cpu")
@@ -75,5 +75,5 @@ def test_the_plan_is_what_generation_allocates(family, lengths, tmp_path, monkey
 
 def test_columns_of_a_cache_grow_by_the_spare_ones():
     # 40 prompt columns and 64 spare ones hold 64 more tokens; the next one adds 1 + 64.
-    assert columns_at_end(40, 64) == 104
-    assert columns_at_end(40, 65) == 169
+    assert columns_at_end(104, 104) == 104
+    assert columns_at_end(104, 105) == 169

@@ -12,7 +12,7 @@ from quadriga.errors import ModelError, RolloutError, ShapeError, UnknownNameErr
 from quadriga.models.loading import load_causal_lm
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.sampling import draw
+from quadriga.rollout.sampling import draw, uniform
 
 SAMPLING = SamplingParams(max_new_tokens=12, eos_token_ids=tuple(range(3, 20)), pad_token_id=0)
 
@@ -48,7 +48,8 @@ def naive(model, ids, mask, seed, sampling):
     for position in range(sampling.max_new_tokens):
         with torch.no_grad():
             logits = model(torch.tensor([tokens])).logits[:, -1]
-        token, log_prob = draw(logits, sampling, torch.tensor([seed]), position)
+        number = uniform(torch.tensor([seed]), torch.tensor([position]))[:, 0]
+        token, log_prob = draw(logits, sampling, number, position)
         tokens.append(int(token))
         log_probs.append(float(log_prob))
         if tokens[-1] in sampling.eos_token_ids:

@@ -20,6 +20,11 @@ def params(**changes) -> SamplingParams:
     return SamplingParams(**(settings | changes))
 
 
+def uniform_at(position: int, count: int) -> torch.Tensor:
+    """Return the numbers of the seeds 0 … count - 1 at a position."""
+    return sampling.uniform(torch.arange(count), torch.tensor([position]))[:, 0]
+
+
 def naive_mix(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS
@@ -31,25 +36,25 @@ def naive_mix(x: int) -> int:
 def test_uniform_is_splitmix_of_seed_and_position(seed, position):
     state = naive_mix((seed + 0x9E3779B97F4A7C15) & BITS)
     expected = naive_mix((state + (position + 1) * 0x9E3779B97F4A7C15) & BITS) >> 11
-    found = sampling.uniform(torch.tensor([seed]), position)
-    assert found.tolist() == [expected * 2.0**-53]
+    found = sampling.uniform(torch.tensor([5, seed]), torch.tensor([3, position]))
+    assert found[1, 1].item() == expected * 2.0**-53
 
 
 def test_uniform_numbers_are_evenly_distributed():
     seeds = torch.arange(20_000)
+    numbers = sampling.uniform(seeds, torch.arange(8))
     for position in (0, 7):
-        u = sampling.uniform(seeds, position)
-        counts = torch.histc(u.float(), bins=10, min=0, max=1)
+        counts = torch.histc(numbers[:, position].float(), bins=10, min=0, max=1)
         assert ((counts - 2000).abs() < 200).all()
-    assert (sampling.uniform(seeds, 0) != sampling.uniform(seeds, 1)).all()
+    assert (numbers[:, 0] != numbers[:, 1]).all()
 
 
 @pytest.mark.parametrize(
     ("u", "token"), [(0.0, 0), (0.4999, 0), (0.5001, 1), (0.7999, 1), (0.8001, 2), (0.9999, 3)]
 )
-def test_inverse_cdf(monkeypatch, u, token):
-    monkeypatch.setattr(sampling, "uniform", lambda s, p: torch.tensor([u], dtype=torch.float64))
-    found, log_prob = sampling.draw(LOGITS, params(), torch.tensor([5]), 0)
+def test_inverse_cdf(u, token):
+    drawn = torch.tensor([u], dtype=torch.float64)
+    found, log_prob = sampling.draw(LOGITS, params(), drawn, 0)
     assert found.tolist() == [token]
     assert log_prob.item() == pytest.approx(LOGITS[0, token].item(), abs=1e-6)
 
@@ -69,28 +74,27 @@ def test_inverse_cdf(monkeypatch, u, token):
     ],
 )
 def test_top_k_and_top_p(settings, allowed):
-    seeds = torch.arange(400)
-    token, log_prob = sampling.draw(LOGITS.expand(400, 4), params(**settings), seeds, 3)
+    numbers = uniform_at(3, 400)
+    token, log_prob = sampling.draw(LOGITS.expand(400, 4), params(**settings), numbers, 3)
     assert set(token.tolist()) == allowed
     # Log-probabilities are taken before top-k and top-p.
     assert torch.allclose(log_prob, LOGITS[0][token], atol=1e-6)
 
 
 def test_log_probs_are_at_the_sampling_temperature():
-    seeds = torch.arange(4000)
-    token, log_prob = sampling.draw(LOGITS.expand(4000, 4), params(temperature=2.0), seeds, 0)
+    numbers = uniform_at(0, 4000)
+    token, log_prob = sampling.draw(LOGITS.expand(4000, 4), params(temperature=2.0), numbers, 0)
     scaled = (LOGITS[0] / 2).log_softmax(-1)
     assert torch.allclose(log_prob, scaled[token], atol=1e-6)
     share = torch.bincount(token, minlength=4) / 4000
     assert torch.allclose(share, scaled.exp(), atol=0.03)
 
 
-def test_token_with_probability_zero_is_never_sampled(monkeypatch):
+def test_token_with_probability_zero_is_never_sampled():
     logits = torch.tensor([[0.0, -math.inf, 0.0, -math.inf]])
     for u in (0.0, 0.5, 1.0):
         drawn = torch.tensor([u], dtype=torch.float64)
-        monkeypatch.setattr(sampling, "uniform", lambda s, p, drawn=drawn: drawn)
-        token, _ = sampling.draw(logits, params(), torch.tensor([0]), 0)
+        token, _ = sampling.draw(logits, params(), drawn, 0)
         assert token.item() in (0, 2)
 
 

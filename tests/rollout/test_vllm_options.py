@@ -18,7 +18,7 @@ from quadriga.config.schema import (
     TrainConfig,
 )
 from quadriga.errors import ConfigError, RolloutAbilityError, UnknownSettingError
-from quadriga.rollout import build_rollout, check_rollout, check_sampling
+from quadriga.rollout import build_rollout, check_rollout, check_sampling, check_updates
 from quadriga.rollout.vllm import options, weights
 from quadriga.rollout.vllm.isolation import Isolation
 from quadriga.rollout.vllm.requests import spread_seed
@@ -64,6 +64,8 @@ def test_another_version_is_refused_unless_it_is_accepted(monkeypatch, caplog):
         ({"gpu_memory_utilization": 1.5}, "at most 1, got 1.5"),
         ({"call_timeout_s": 0.0}, "call_timeout_s must be above 0"),
         ({"engine_args": {"dtype": "half"}}, "engine_args sets dtype"),
+        ({"sleep_level": 3}, "sleep_level must be 1 or 2, got 3"),
+        ({"sleep_levels": 2}, "sleep_level"),
         (
             {"tensor_parallel_size": 2, "call_timeout_s": 9.0},
             "call_timeout_s needs tensor_parallel_size=1, got 2",
@@ -74,6 +76,20 @@ def test_options_that_do_not_fit_are_refused_before_a_worker_starts(monkeypatch,
     install(monkeypatch, options.TESTED_VERSION)
     with pytest.raises((ConfigError, UnknownSettingError), match=words):
         check_rollout("vllm", given)
+
+
+def test_a_level_of_sleep_needs_turns(monkeypatch):
+    install(monkeypatch, options.TESTED_VERSION)
+    check_updates("vllm", {"sleep_level": 2}, take_turns=True)
+    check_updates("vllm", {"sleep_level": 1})
+    with pytest.raises(ConfigError, match=r"sleep_level is 2, .* without .*take_turns=true"):
+        check_updates("vllm", {"sleep_level": 2})
+
+
+def test_space_for_an_adapter_is_the_next_larger_one():
+    assert [options.space_for_rank(rank) for rank in (1, 2, 8, 33, 512)] == [1, 8, 8, 64, 512]
+    with pytest.raises(ConfigError, match=r"up to rank 512, .* rank 600; set .*load_adapters=f"):
+        options.space_for_rank(600)
 
 
 def test_a_temperature_that_vllm_would_raise_is_refused_before_a_worker_starts():

@@ -11,7 +11,13 @@ import torch
 
 from quadriga.backends.local import LocalWorkerGroup
 from quadriga.errors import UnregisteredMethodError, WorkerInitError, WorkerMethodError
-from quadriga.single_controller import ClassWithInitArgs, ResourcePool, Worker
+from quadriga.single_controller import (
+    ClassWithInitArgs,
+    Dispatch,
+    ResourcePool,
+    Worker,
+    register,
+)
 from quadriga.single_controller.call import BOUNDARY, Call, boundary_for
 from quadriga.single_controller.ranks.environment import RankEnvironment
 from quadriga.single_controller.ranks.rank_host import RankHost
@@ -154,3 +160,44 @@ def test_the_only_role_of_a_process_may_be_called_by_another_name():
     both.build({"actor": ClassWithInitArgs(Named), "critic": ClassWithInitArgs(Named)})
     with pytest.raises(WorkerMethodError, match=r"has the roles \['actor', 'critic'\], not 'an"):
         both.invoke(Call("another", "name"))
+
+
+class Leaving(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def leave_later(self):
+        await asyncio.sleep(0)
+        sys.exit(3)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def leave(self):
+        raise KeyboardInterrupt
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def cancelled(self):
+        raise asyncio.CancelledError
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def ping(self):
+        return 1
+
+
+def test_a_method_that_raises_a_cancellation_fails_by_name():
+    with pytest.raises(WorkerMethodError, match=r"CancelledError in role\.cancelled, rank 0"):
+        host_of(Leaving).invoke(Call("role", "cancelled"))
+
+
+@pytest.mark.parametrize(
+    ("method", "error"), [("leave_later", "SystemExit"), ("leave", "KeyboardInterrupt")]
+)
+def test_a_method_that_leaves_the_program_does_not_end_the_event_loop(method, error):
+    host = host_of(Leaving)
+
+    async def calls():
+        with pytest.raises(
+            WorkerMethodError, match=rf"{error} in role\.{method}, rank 0"
+        ) as caught:
+            await host.invoke_async(lambda: Call("role", method))
+        assert caught.value.cause is None
+        return await host.invoke_async(lambda: Call("role", "ping"))
+
+    assert asyncio.run(calls()) == 1

@@ -118,18 +118,6 @@ def test_an_unknown_choice_gives_the_nearest_name(refused, setting, near) -> Non
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (
-            ["actor_rollout_ref.actor.engine.name=megatron"],
-            "is not in this release; set it to fsdp",
-        ),
-        (
-            ["critic.engine.name=megatron", "algorithm.adv_estimator=gae"],
-            "critic.engine.name=megatron is not in this release",
-        ),
-        (
-            ["actor_rollout_ref.ref.engine.name=megatron", "algorithm.use_kl_in_reward=true"],
-            "actor_rollout_ref.ref.engine.name=megatron is not in this release",
-        ),
         (["actor_rollout_ref.rollout.name=vllm"], "set actor_rollout_ref.rollout.name=hf"),
         (
             ["actor_rollout_ref.rollout.options.swap_space=4"],
@@ -139,15 +127,6 @@ def test_an_unknown_choice_gives_the_nearest_name(refused, setting, near) -> Non
 )
 def test_an_engine_or_option_that_is_not_there_is_named(refused, settings, said) -> None:
     assert said in refused(*settings)
-
-
-def test_an_engine_of_fine_tuning_that_is_not_there_is_named(capsys, tiny_task, tmp_path) -> None:
-    settings = [
-        f"model.path={tiny_task.model}", f"data.train_files={tiny_task.data('sft')}",
-        "trainer.backend=local", f"trainer.default_local_dir={tmp_path / 'sft'}",
-    ]  # fmt: skip
-    assert main(["sft", *settings, "engine.name=megatron"]) == 2
-    assert capsys.readouterr().err.startswith("error: engine.name=megatron is not in this release")
 
 
 def test_a_missing_reward_file_is_named(refused, tmp_path) -> None:

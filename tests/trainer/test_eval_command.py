@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from quadriga.cli.main import main
 from quadriga.config.loading import load_config
 from quadriga.config.schema import EvalConfig
+from quadriga.data import rows as data_rows
+from quadriga.data import token_cache
 from quadriga.errors import ConfigError, DataError, RewardError
 from quadriga.trainer.evaluation import responses
 from quadriga.trainer.evaluation.run import Evaluation, run_evaluation
@@ -219,3 +222,39 @@ def test_the_command_prints_the_table(evaluate, tmp_path, capsys) -> None:
     assert "maj@4" in out and "overall" in out and "0.417" in out and "95% interval" in out
     assert main(["eval", f"response_file={file}"]) == 2
     assert "no setting response_file; did you mean response_files?" in capsys.readouterr().err
+
+
+def test_prompts_of_large_files_stay_on_disk(of_model, tmp_path, monkeypatch):
+    expected = (of_model() / "responses.jsonl").read_bytes()
+    monkeypatch.setattr(token_cache, "LARGE_FILE", 0)
+    kept = of_model(f"cache_dir={tmp_path / 'kept'}", output="kept_eval")
+    assert (kept / "responses.jsonl").read_bytes() == expected
+    assert len(list((tmp_path / "kept").iterdir())) == 1
+
+
+def test_the_memory_of_an_evaluation_does_not_grow_with_its_responses(tmp_path, monkeypatch):
+    (tmp_path / "rule.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(len(solution_str) % 2)\n"
+    )
+    monkeypatch.setattr(data_rows, "_LINES", 64)
+
+    def peak(count: int) -> int:
+        file = tmp_path / f"{count}.jsonl"
+        with file.open("w") as written:
+            for number in range(count):
+                text = f"{number} " + "word " * 2000  # 10 kB
+                written.write(json.dumps(row("mine", "1", text)) + "\n")
+        settings = [
+            f"response_files={file}", f"output={tmp_path / str(count)}", "resamples=10",
+            f"reward.path={tmp_path / 'rule.py'}", "reward.num_processes=0",
+        ]  # fmt: skip
+        tracemalloc.start()
+        try:
+            run_evaluation(load_config(EvalConfig, settings))
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak(10)  # imports
+    assert peak(2000) < 1.2 * peak(600) < 10_000_000

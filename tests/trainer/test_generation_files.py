@@ -16,10 +16,11 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import GenerateConfig
 from quadriga.errors import ConfigError, InputError, RolloutError
 from quadriga.observability import jsonl
+from quadriga.observability.jsonl import read_jsonl
 from quadriga.protocol import DataProto
-from quadriga.trainer.evaluation import ranks, responses
-from quadriga.trainer.evaluation.generate import run_generation
-from quadriga.trainer.evaluation.response_file import ResponseFile
+from quadriga.trainer.evaluation import ranks, response_file, responses
+from quadriga.trainer.evaluation.generate import WrittenAnswers, run_generation
+from quadriga.trainer.evaluation.response_file import ResponseFile, StoredRows
 from quadriga.trainer.evaluation.responses import check_versions
 
 
@@ -269,6 +270,30 @@ def test_rows_that_parquet_cannot_hold_stay_as_json_lines(tmp_path) -> None:
         with pytest.raises(InputError, match=r"cannot be written as parquet: .*\.jsonl"):
             file.finish()
         assert list(file.read()) == rows
+
+
+def test_parquet_columns_have_types_that_fit_all_rows(tmp_path, monkeypatch) -> None:
+    """Rows are written some at a time; the first ones do not decide on the types."""
+    monkeypatch.setattr(response_file, "_TOGETHER", 2)
+    truths = [None, None, "1", "2", None]
+    rows = [{"index": i, "reward_model": t and {"truth": t}} for i, t in enumerate(truths)]
+    rows[4]["extra_info"] = {"split": "test"}
+    with ResponseFile.open(tmp_path / "a.parquet", {}, total=5, batch_size=5, overwrite=False) as f:
+        f.write(rows)
+        f.finish()
+        assert list(f.read()) == [{"extra_info": None, **row} for row in rows]
+
+
+def test_answers_in_a_file_are_read_when_they_are_used(generate, tmp_path) -> None:
+    """A second call generates nothing, and its answers are those of the file."""
+    path = generate()
+    texts = [row["responses"] for row in rows_of(path)]
+    answers = WrittenAnswers(StoredRows(lambda: map(dict, read_jsonl(path)), 16))
+    assert len(answers) == 16 and [answer.responses for answer in answers] == texts
+    assert answers[-1].responses == texts[-1]
+    assert [answer.responses for answer in answers[3:9:2]] == texts[3:9:2]
+    with pytest.raises(IndexError):
+        answers[16]
 
 
 def test_the_backend_of_several_ranks_is_ray_unless_it_is_set() -> None:

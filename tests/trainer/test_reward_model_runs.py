@@ -66,26 +66,72 @@ def test_each_place_where_responses_are_scored_has_the_model(run, with_model, mo
     assert all(row["reward/model"] for row in steps(run(*with_model, *more)))
 
 
-def test_a_pool_of_its_own_gives_equal_numbers(run, with_model, tmp_path):
-    shared = steps(run(*with_model, f"trainer.default_local_dir={tmp_path / 'shared'}"))
-    own = steps(
-        run(
-            *with_model,
-            "trainer.n_gpus_per_node=2",
-            "placement.actor=[0]",
-            "placement.reward_model=[1]",
-            f"trainer.default_local_dir={tmp_path / 'own'}",
-        )
-    )
-    assert own == shared
+FIVE_ROLES = (
+    "algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true",
+    "critic.optim.lr=1e-3", "trainer.total_training_steps=3", "reward_model.rule_weight=0.5",
+)  # fmt: skip
+NO_PROCESSES = "reward.num_processes=0"
+POOLS_OF_THEIR_OWN = (
+    "trainer.n_gpus_per_node=5", "placement.actor=[0]", "placement.rollout=[1]",
+    "placement.ref=[2]", "placement.critic=[3]", "placement.reward_model=[4]",
+)  # fmt: skip
+
+
+RULE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return len(solution_str) % 3
+"""
+
+
+@pytest.fixture
+def five_roles(with_model, tmp_path):
+    (tmp_path / "rule.py").write_text(RULE)
+    return (*with_model, *FIVE_ROLES, f"reward.path={tmp_path / 'rule.py'}", NO_PROCESSES)
+
+
+@pytest.fixture
+def on_one_pool(run, five_roles, tmp_path):
+    """The numbers of a run whose five roles share one process."""
+    rows = timeless(run(*five_roles, f"trainer.default_local_dir={tmp_path / 'one'}"))
+    assert len(steps(rows)) == 3
+    for name in ("actor/kl_loss", "critic/loss", "reward/model", "reward/rules", "actor/grad_norm"):
+        assert any(row.get(name) for row in rows), name  # each role has a part in the numbers
+    return rows
+
+
+def test_five_roles_on_pools_of_their_own_give_the_numbers_of_one_pool(
+    run, five_roles, on_one_pool
+):
+    assert timeless(run(*five_roles, *POOLS_OF_THEIR_OWN)) == on_one_pool
 
 
 @pytest.mark.nightly
-def test_two_ranks_of_ray_give_the_numbers_of_one(run, with_model, tmp_path):
+@pytest.mark.parametrize(
+    "pools",
+    [
+        POOLS_OF_THEIR_OWN,
+        ("trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.reward_model=[1]"),
+    ],
+    ids=["own", "actor and reward model"],
+)
+def test_five_roles_on_pools_of_ray_give_the_numbers_of_one_process(
+    run, five_roles, on_one_pool, pools
+):
+    rows = run(*five_roles, *pools, "trainer.backend=ray", "trainer.num_cpus=5")
+    for row, expected in zip(timeless(rows), on_one_pool, strict=True):
+        assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "division", ["fsdp_size=2", "tensor_parallel_size=2", "sequence_parallel_size=2"]
+)
+def test_two_ranks_of_ray_give_the_numbers_of_one(run, with_model, tmp_path, division):
     local = steps(run(*with_model, f"trainer.default_local_dir={tmp_path / 'local'}"))
     ray = steps(
         run(
             *with_model,
+            f"reward_model.engine.{division}",
             "trainer.backend=ray",
             "trainer.n_gpus_per_node=2",
             "trainer.num_cpus=4",
@@ -102,6 +148,10 @@ def test_two_ranks_of_ray_give_the_numbers_of_one(run, with_model, tmp_path):
         ({"reward_model.weight": "0"}, "gives the reward model no part"),
         ({"reward_model.model.lora.rank": "4"}, "is for a model that is trained, and this one"),
         ({"reward_model.engine.fsdp_size": "2"}, "must be -1 .* or divide the 1 ranks"),
+        (
+            {"reward_model.engine.tensor_parallel_size": "2"},
+            r"does not divide the 1 ranks .* \(1 = 0 × 2 \+ 1\); choose sizes",
+        ),
         ({"reward_model.engine.fused_head": "true"}, "is for log-probabilities, and a reward"),
         (
             {"reward_model.enable": "false", "placement.reward_model": "[0]"},

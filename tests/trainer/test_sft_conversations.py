@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from quadriga.config.loading import load_config
-from quadriga.config.schema import SFTConfig
+from quadriga.config.schema import ModelConfig, SFTConfig
 from quadriga.data.conversations.sft import SFTDataset
 from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.models import load_tokenizer
 from quadriga.observability.jsonl import read_jsonl
+from quadriga.observability.samples import read_samples
 from quadriga.trainer.fine_tuning.sft import run_sft
+from quadriga.workers.generation import special_tokens
 
 
 def turns(number: int) -> list[dict[str, str]]:
@@ -136,6 +139,53 @@ def test_a_goal_of_accuracy_needs_prompts(settings):
         run_sft(load_config(SFTConfig, [*settings, "trainer.stop_at_accuracy=0.5"]))
 
 
+@pytest.fixture
+def other_ends(tiny_task, tmp_path) -> Path:
+    """A model whose chat template ends turns with another token than its tokenizer."""
+    folder = shutil.copytree(tiny_task.model, tmp_path / "gemma")
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + m.content + '<|user|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_response_ends_as_a_turn_of_the_template(settings, other_ends, tmp_path):
+    """In generation, and with the tokens that the trained model names."""
+    tokenizer = load_tokenizer(str(other_ends))
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|user|>")]
+    assert special_tokens(ModelConfig(path=str(other_ends)))[1] == tuple(sorted(ends))
+    more = [f"model.path={other_ends}", "trainer.total_training_steps=1", "data.val_files=[]"]
+    result = run_sft(load_config(SFTConfig, [*settings, *more, "trainer.test_freq=0"]))
+    written = GenerationConfig.from_pretrained(result.model_path)
+    assert sorted(written.eos_token_id) == sorted(ends)
+
+
+def test_what_ends_a_response_in_validation_is_a_setting(settings, tiny_task, tmp_path):
+    data = [
+        f"data.train_files={tiny_task.data('sft')}", f"data.val_files={tiny_task.data('test')}",
+        "data.messages_key=null", "trainer.total_training_steps=1", "trainer.test_freq=0",
+        "trainer.max_response_length=12", "trainer.val_size=4",
+    ]  # fmt: skip
+    vocabulary = load_tokenizer(str(tiny_task.model)).get_vocab()
+    stop = f"trainer.val_sampling.stop_token_ids=[{','.join(map(str, vocabulary.values()))}]"
+    for more, longest in ((), 12), ((stop,), 1):
+        folder = tmp_path / f"run{len(more)}"
+        given = [*settings, *data, *more, f"trainer.default_local_dir={folder}"]
+        run_sft(load_config(SFTConfig, given))
+        samples = read_samples(folder / "samples.jsonl")
+        assert max(sample.response_tokens for sample in samples) == longest
+
+
+@pytest.mark.parametrize("more", [[], ["data.val_files=[]"]])
+def test_sampling_without_responses_is_refused(settings, more):
+    sampling = "trainer.val_sampling.stop=[end]"
+    with pytest.raises(ConfigError, match=r"val_sampling has no effect: no response is generated"):
+        run_sft(load_config(SFTConfig, [*settings, *more, sampling]))
+
+
 def test_another_end_token_is_told(tiny_task, caplog):
     from quadriga.trainer.fine_tuning.conversations import tell_other_ends
 
@@ -145,4 +195,4 @@ def test_another_end_token_is_told(tiny_task, caplog):
     assert not caplog.records
     tell_other_ends(str(tiny_task.model), tokenizer, [own, other])
     assert "a turn of the assistant with '<|user|>', which does not end" in caplog.text
-    assert f"add its id ({other})" in caplog.text
+    assert f"add its id ({other}) to trainer.val_sampling.stop_token_ids" in caplog.text

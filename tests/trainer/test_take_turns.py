@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, RolloutError
+from quadriga.rollout import ROLLOUTS
+from quadriga.rollout.hf import HFRollout
 from quadriga.trainer.run import role_workers
 from quadriga.weight_sync.worker import PolicyWeights
 from quadriga.workers import ActorRolloutRefWorker
@@ -68,3 +71,59 @@ def test_a_worker_class_that_cannot_switch_is_refused(train_overrides) -> None:
     config = load_config(TrainConfig, [*train_overrides, f"{TURNS}=true"])
     with pytest.raises(ConfigError, match="calls rollout_mode, trainer_mode, but Fixed has no"):
         role_workers.worker_classes(config, workers, 1, mapping)
+
+
+class Dropping(HFRollout):
+    """An engine whose weights are gone after a release, as in vLLM's sleep level 2."""
+
+    updates = 0
+
+    def __init__(self, model, **options):
+        super().__init__(model, **options)
+        self.lacking: set[str] = set()
+
+    def release(self):
+        super().release()
+        with torch.no_grad():
+            for tensor in self.module.state_dict().values():
+                tensor.zero_()
+        self.lacking = set(self.module.state_dict())
+
+    def lacks_weights(self):
+        return bool(self.lacking)
+
+    def update_weights(self, stream, version):
+        Dropping.updates += 1
+        weights = dict(stream)
+        super().update_weights(weights.items(), version)
+        self.lacking -= set(weights)
+
+    def generate(self, *request):
+        if self.lacking:
+            raise RolloutError(f"{min(self.lacking)} was not sent")
+        return super().generate(*request)
+
+
+class TestDroppedWeights:
+    @pytest.fixture(autouse=True)
+    def dropping(self, monkeypatch):
+        monkeypatch.setitem(ROLLOUTS, "dropping", Dropping)
+        monkeypatch.setattr(Dropping, "updates", 0)
+
+    def test_weights_that_a_release_dropped_are_sent_again(self, run, tmp_path):
+        given = ("algorithm.adv_estimator=gae", "critic.warmup_steps=1",
+                 "trainer.total_training_steps=3")  # fmt: skip
+        plain = run(*given)
+        dropped = run(*given, f"{TURNS}=true", "actor_rollout_ref.rollout.name=dropping",
+                      f"trainer.default_local_dir={tmp_path / 'dropped'}")  # fmt: skip
+        names = ("reward/mean", "actor/loss", "critic/loss", "val/score", "mismatch/max")
+        for ours, theirs in zip(plain, dropped, strict=True):
+            assert [ours.get(name) for name in names] == [theirs.get(name) for name in names]
+        # At the start, after two updates, and before two generations that no sync precedes: the
+        # first step, and the second, because the first one updates the critic only.
+        assert Dropping.updates == 5
+
+    def test_without_a_release_nothing_is_sent_again(self, run):
+        copy = "actor_rollout_ref.rollout.share_weights=false"
+        run("actor_rollout_ref.rollout.name=dropping", copy)
+        assert Dropping.updates == 3

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import vision_cases as cases
 
 from quadriga.cli.main import main
 from quadriga.config.loading import load_config
-from quadriga.config.schema import GenerateConfig, TrainConfig
+from quadriga.config.schema import GenerateConfig, ModelConfig, TrainConfig
+from quadriga.data import PromptDataset, token_cache
+from quadriga.models import load_tokenizer
 from quadriga.observability.jsonl import read_jsonl
+from quadriga.trainer.evaluation import inputs
 from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.main import run_training
 from quadriga.trainer.memory.plan import memory_plan
+from quadriga.trainer.run import resuming
+from quadriga.trainer.run.checks.images import image_rules
 
 RULE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -68,6 +74,41 @@ def test_a_run_trains_on_rows_with_and_without_images(overrides, tmp_path):
     assert answers[0].prompt[0]["content"] == "<image>which colour has it?"
     assert len(answers[0].responses) == 1
     assert "image encoder" in memory_plan(config, "cpu").missing[0]
+
+
+def test_a_changed_image_file_is_a_change_of_the_data(overrides, files, folder, tmp_path):
+    copied = shutil.copytree(files, tmp_path / "copied")
+    data = f"data_files=[{copied / 'rows.jsonl'}]"
+    generation = load_config(GenerateConfig, [f"model.path={folder}", data])
+    train = f"data.train_files=[{copied / 'rows.jsonl'}]"
+    run = load_config(TrainConfig, [*overrides, train])
+    read = (lambda: resuming.inputs_of(run)), (lambda: inputs.inputs_of(generation))
+    saved = [of_command() for of_command in read]
+    assert saved == [of_command() for of_command in read]
+    (copied / "red.png").write_bytes(cases.png("green"))
+    own = [of_command() for of_command in read]
+    changes = resuming.Changes.between(saved[0], own[0])
+    assert changes.data == ["the content of the images of data.train_files is another one"]
+    assert not changes.model and not changes.other
+    assert "images of data_files is another one" in inputs.changes(saved[1], own[1])
+
+
+def test_token_ids_that_are_kept_follow_the_size_of_an_image(folder, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_cache, "LARGE_FILE", 0)
+    copied = shutil.copytree(files, tmp_path / "copied")
+    tokenizer = load_tokenizer(str(folder))
+
+    def longest():
+        rules = image_rules(ModelConfig(path=str(folder)), "images")
+        cache = tmp_path / "cache"
+        kept = PromptDataset([copied / "rows.jsonl"], tokenizer, images=rules, cache_dir=cache)
+        return kept.longest, len(list(cache.iterdir()))
+
+    first, count = longest()
+    assert longest() == (first, count == 1)
+    (copied / "red.png").write_bytes(cases.png("red", (64, 64)))
+    larger, count = longest()
+    assert larger > first and count == 2
 
 
 def test_an_evaluation_reads_images(folder, files, tmp_path):

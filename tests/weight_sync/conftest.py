@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import time
+from functools import partial
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
+import rank_groups
 from quadriga.models.tiny import TinyModel, write_tiny_model
 
 torch.set_num_threads(1)
@@ -25,17 +24,4 @@ def model_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def run_ranks():
     """`run_ranks(count, main, *args)` runs `main(rank, *args, port)` in `count` processes."""
-    return start_ranks
-
-
-def start_ranks(count, main, *args, seconds=240):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.spawn(main, args=(*args, port), nprocs=count, join=False)
-    deadline = time.monotonic() + seconds
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            raise TimeoutError(f"the {count} ranks did not finish within {seconds} s")
+    return partial(rank_groups.run_ranks, wait_s=240)

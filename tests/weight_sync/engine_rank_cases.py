@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from rank_cases import end, start
+from sync_training import train_once
 
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
@@ -28,13 +29,7 @@ def engine_sync(folder, lora):
     engine = FSDPEngine(
         model, EngineConfig(), OptimConfig(lr=0.01), min_unit_parameters=1, total_steps=4
     )
-    ids = torch.arange(5, 45).view(4, 10)
-    batch = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "response_mask": torch.ones(4, 6, dtype=torch.int64),
-    }
-    engine.train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
+    train_once(engine)
     rollout = build_rollout("hf", ModelConfig(path=folder))
     sync = WeightSync(engine, rollout, bucket_bytes=4096)
     report = sync.run(3)

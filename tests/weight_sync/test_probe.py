@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sync_training import train_once
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
@@ -21,17 +22,6 @@ SOME = ["model.norm.weight", f"{LAYER}self_attn.k_proj.weight", f"{LAYER}mlp.up_
 @pytest.fixture
 def engine(model_folder):
     return build_engine(ModelConfig(path=model_folder), EngineConfig(), OptimConfig(lr=0.01))
-
-
-def step(engine):
-    """One step, after which every weight differs."""
-    ids = torch.arange(5, 45).view(4, 10)
-    batch = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "response_mask": torch.ones(4, 6, dtype=torch.int64),
-    }
-    engine.train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
 
 
 class Hidden:
@@ -87,7 +77,7 @@ def test_an_engine_without_a_fault_passes(engine, model_folder):
         held = hidden.engine.module.state_dict()
         sent = dict(engine.state_stream())
         assert all(torch.equal(sent[n].to(torch.bfloat16), w) for n, w in held.items())
-        step(engine)
+        train_once(engine)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -112,7 +102,7 @@ def test_a_weight_that_becomes_stale_is_found_by_the_scores(engine, model_folder
     hidden.fault = without(name)
     with pytest.raises(WorkerError, match="differ by"):
         for version in range(2, 6):
-            step(engine)
+            train_once(engine)
             sync.run(version)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sync_training import train_once
 
 from quadriga.checkpoint.shards import block_of
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
@@ -25,13 +26,7 @@ def rollout(model_folder):
 def engine(model_folder):
     """An engine after one step, so that every weight differs from the folder's."""
     engine = build_engine(ModelConfig(path=model_folder), EngineConfig(), OptimConfig(lr=0.01))
-    ids = torch.arange(5, 45).view(4, 10)
-    batch = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "response_mask": torch.ones(4, 6, dtype=torch.int64),
-    }
-    engine.train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
+    train_once(engine)
     return engine
 
 
@@ -129,6 +124,29 @@ def test_a_weight_that_is_sent_twice_is_reported(engine, rollout):
     faulty = Faulty(engine, lambda stream: (item for item in stream for _ in range(2)))
     with pytest.raises(WorkerError, match=r"yielded weight 'model\.embed_tokens\.weight' twice"):
         WeightSync(faulty, rollout).run(1)
+
+
+def test_a_sync_that_breaks_off_ends_the_stream_of_the_engine(engine, rollout, monkeypatch):
+    """The engine may have loaded its weights for the stream, and frees them when it ends."""
+    ended = []
+
+    def noted(stream):
+        try:
+            yield from stream
+        finally:
+            ended.append(True)
+
+    def refuse(weights, version):
+        next(iter(weights))
+        raise WorkerError("the rollout engine refuses the weights")
+
+    sync = WeightSync(Faulty(engine, noted), rollout)
+    sync.run(1)
+    monkeypatch.setattr(rollout, "update_weights", refuse)
+    ended.clear()
+    with pytest.raises(WorkerError, match="refuses the weights") as caught:
+        sync.run(2)
+    assert ended == [True] and caught.value is not None, "while the error is still held"
 
 
 def test_a_later_sync_with_other_weights_is_reported(engine, rollout):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -12,9 +10,9 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+import rank_groups
 from quadriga.config.schema import (
     ActorConfig,
     AggregationName,
@@ -174,20 +172,11 @@ def spawn_ranks(main: Callable[..., None], ranks: int, *args: object, limit: flo
 
     Raises `TimeoutError` after `limit` seconds; then no process is left.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.spawn(_run_as_rank, args=(main, ranks, port, args), nprocs=ranks, join=False)
-    deadline = time.monotonic() + limit
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            raise TimeoutError(f"{ranks} ranks did not finish within {limit} s")
+    rank_groups.run_ranks(ranks, _run_as_rank, main, ranks, args, wait_s=limit)
 
 
 def _run_as_rank(
-    rank: int, main: Callable[..., None], ranks: int, port: int, args: tuple[object, ...]
+    rank: int, main: Callable[..., None], ranks: int, args: tuple[object, ...], port: int
 ) -> None:
     torch.set_num_threads(1)
     os.environ |= {

@@ -8,6 +8,7 @@
     hf_export   a model as a Hugging Face folder
 
 Nothing is pickled: tensors are safetensors files and everything else is JSON, so loading a
-checkpoint cannot run code. The package imports `errors` and `observability`. Packages of higher
+checkpoint cannot run code. The package imports `errors` and `observability`, and an
+export asks `data` for the end tokens of a chat template. Packages of higher
 layers may import it; import names from the modules.
 """

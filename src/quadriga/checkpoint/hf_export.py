@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from quadriga.checkpoint.files import flush
 from quadriga.checkpoint.folders import remove, replace_folder, restore_folder
+from quadriga.data.conversations.turns import turn_end_ids
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -37,6 +39,8 @@ def export_hf(
 
     Args:
         weights: (name, full tensor) pairs, possibly on an accelerator.
+        generation: settings of generation. The token with which the chat template ends a turn is
+            added to its end tokens, since a trained response ends with it.
         tokenizer_path: the folder of the tokenizer; without one in it, none is exported.
         dtype: of the written weights; None: unchanged.
         extra: writes further files into the folder that it receives.
@@ -56,19 +60,36 @@ def export_hf(
     partial.mkdir(parents=True)
     save_torch_state_dict(kept, partial, metadata={"format": "pt"})
     config.save_pretrained(partial)
-    if generation is not None:
-        generation.save_pretrained(partial)
     if tokenizer_path is not None and _has_tokenizer(tokenizer_path):
         tokenizer = AutoTokenizer.from_pretrained(
             tokenizer_path, trust_remote_code=trust_remote_code
         )
         tokenizer.save_pretrained(partial)
+        generation = _with_ends(generation, turn_end_ids(tokenizer))
+    if generation is not None:
+        generation.save_pretrained(partial)
     if extra is not None:
         extra(partial)
     for path in partial.rglob("*"):
         flush(path)
     flush(partial)
     replace_folder(partial, folder)
+
+
+def _with_ends(
+    generation: GenerationConfig | None, ends: tuple[int, ...]
+) -> GenerationConfig | None:
+    """Return the settings with further end tokens; without any, they are those they are given."""
+    if generation is None:
+        return None
+    named = generation.eos_token_id
+    known = named if isinstance(named, list) else [] if named is None else [named]
+    added = [end for end in ends if end not in known]
+    if not added:
+        return generation
+    found = copy.deepcopy(generation)
+    found.eos_token_id = [*known, *added]
+    return found
 
 
 def _has_tokenizer(path: str) -> bool:

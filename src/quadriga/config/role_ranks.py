@@ -136,7 +136,7 @@ def num_ranks(config: TrainConfig, role: str) -> int:
 
 
 def data_ranks(config: TrainConfig, role: str) -> int:
-    """Return the number of data-parallel ranks of a role: each receives rows of its own."""
+    """Return the number of data-parallel ranks of a role: each receives equal rows of its own."""
     ranks = num_ranks(config, role)
     policy = config.actor_rollout_ref
     engines = {
@@ -144,6 +144,8 @@ def data_ranks(config: TrainConfig, role: str) -> int:
         "ref": policy.ref.engine,
         "critic": config.critic.engine,
     }
+    if role == "rollout" and policy.rollout.replicas.enable:
+        return 1  # any number of rows is divided into requests
     ranks_of = role_ranks(config)
     if policy.model.lora.enabled and ranks_of["ref"] == ranks_of["actor"]:
         engines["ref"] = policy.actor.engine  # the reference is the actor with adapters off

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,12 +16,13 @@ from quadriga.errors import DataError
 @dataclass(frozen=True)
 class ArithmeticFiles:
     """The paths of the written files. `sft` holds the demonstrations for fine-tuning, `rm` pairs of
-    a right and a wrong solution."""
+    a right and a wrong solution, `rm_test` such pairs of the problems of `test`."""
 
     train: Path
     test: Path
     sft: Path
     rm: Path | None = None
+    rm_test: Path | None = None
 
 
 def write_arithmetic(
@@ -46,8 +47,9 @@ def write_arithmetic(
     calculate, but stops too early as often as they do. This leaves something to learn for
     reinforcement learning, whose reward depends on the answer alone.
 
-    With `rm_size` there is also `rm.parquet`, whose columns `chosen` and `rejected` are a right and
-    a wrong solution.
+    With `rm_size` there are also `rm.parquet` and `rm_test.parquet`, whose columns `chosen` and
+    `rejected` are a right and a wrong solution. The problems of `rm_test.parquet` are those of
+    `test.parquet`.
 
     Raises `DataError` if the task does not have that many different problems, or if `sft_careful`
     is not between 0 and 1.
@@ -64,11 +66,14 @@ def write_arithmetic(
     sizes["train"] = train_size
     parts = make_parts(task or ArithmeticTask(), sizes, seed)
     train, test, sft, rm = (folder / f"{name}.parquet" for name in ("train", "test", "sft", "rm"))
-    files = ArithmeticFiles(train, test, sft, rm if rm_size else None)
-    if files.rm is not None:
-        rng = random.Random(f"{seed}/rm/wrong")
-        pairs = [pair_row(problem, index, rng) for index, problem in enumerate(parts["rm"])]
-        pq.write_table(pa.Table.from_pylist(pairs), files.rm)
+    files = ArithmeticFiles(train, test, sft)
+    if rm_size:
+        files = replace(files, rm=rm, rm_test=folder / "rm_test.parquet")
+    for name, pairs_of in (("rm", files.rm), ("test", files.rm_test)):
+        if pairs_of is not None:
+            rng = random.Random(f"{seed}/{name}/wrong")
+            pairs = [pair_row(problem, index, rng) for index, problem in enumerate(parts[name])]
+            pq.write_table(pa.Table.from_pylist(pairs), pairs_of)
     for name, path in (("train", files.train), ("test", files.test), ("sft", files.sft)):
         share = sft_careful if name == "sft" else 1.0
         # A stream of its own, so that `sft_careful` changes solutions but never the problems.
@@ -101,7 +106,7 @@ def problem_row(
 
 
 def pair_row(problem: Problem, index: int, rng: random.Random) -> dict[str, object]:
-    """Return one row of `rm.parquet`."""
+    """Return one row of a file of pairs."""
     row = problem_row(problem, index, "rm")
     return {**row, "chosen": problem.solution, "rejected": wrong_solution(problem, rng)}
 

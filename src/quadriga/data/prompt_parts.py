@@ -21,7 +21,7 @@ from quadriga.data.chat import (
 )
 from quadriga.data.collate import PromptItem
 from quadriga.data.images.prompts import ImageRules, PromptImages
-from quadriga.data.images.reading import check_no_images
+from quadriga.data.images.reading import check_no_images, image_stamp
 from quadriga.data.rows import Row
 from quadriga.data.token_cache import TokenCache, open_cache, tokenizer_digest
 from quadriga.protocol import fields
@@ -182,6 +182,10 @@ class CachedPrompts:
         settings = f"{digest} {rules.prompt_key} {most} {arguments}"
         if rules.images is not None or rules.image_key is not None:
             settings += f" {rules.image_key} {rules.images and rules.images.settings}"
+        if rules.images is not None and rules.image_key is not None:
+            # The number of tokens of an image depends on its size, which a change of its file can
+            # change. Its content is not read for this.
+            settings += f" {image_stamp(path, rules.image_key)}"
         cache = open_cache(path, folder, settings=settings, encode=rules.encode)
         return cls(cache, rules, first)
 

@@ -80,8 +80,6 @@ def _megatron(
 ENGINES: dict[str, EngineFactory] = {"fsdp": _fsdp, "megatron": _megatron}
 """Name -> function that builds the engine."""
 
-NOT_IN_RELEASE = ("megatron",)
-
 
 def without_adapters(engine: TrainEngine) -> TrainEngine:
     """Return the base model of an engine that trains adapters: a frozen engine on its weights.
@@ -98,18 +96,32 @@ def without_adapters(engine: TrainEngine) -> TrainEngine:
     return engine.without_adapters()
 
 
-def check_engine(key: str, name: str) -> None:
-    """Check, before a worker starts, that an engine is in this release.
+def check_engine(
+    key: str,
+    engine: EngineConfig,
+    model: ModelConfig,
+    optim: OptimConfig | None = None,
+    *,
+    device_type: str | None = None,
+) -> None:
+    """Check, before a worker starts, that an engine is installed and follows its settings.
 
     Args:
-        key: the setting.
-        name: its value.
+        key: of the engine's settings.
+        optim: None for a frozen model.
+        device_type: of the ranks. None: only the cluster knows.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: names the setting.
     """
-    if name in NOT_IN_RELEASE:
-        raise ConfigError(f"{key}={name} is not in this release; set it to fsdp", key=key)
+    if engine.name == "megatron":
+        from quadriga.engines.megatron.availability import check_device, check_installed
+        from quadriga.engines.megatron.settings import check_settings
+
+        check_installed(f"{key}.name")
+        if device_type is not None:
+            check_device(device_type, f"{key}.name")
+        check_settings(model, engine, optim, key)
 
 
 def build_engine(

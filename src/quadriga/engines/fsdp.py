@@ -38,8 +38,7 @@ from quadriga.engines.loading.sharding import (
 from quadriga.engines.loading.trained_part import check_frozen, dropout_on, frozen_scalars
 from quadriga.engines.micro_batches import (
     dummy_batch,
-    equal_counts_over_ranks,
-    plan_micro_batches,
+    micro_batches_of_ranks,
     select_rows,
 )
 from quadriga.engines.offload import DeviceMemory
@@ -230,19 +229,16 @@ class FSDPEngine:
             totals[name] = totals.get(name, 0.0) + float(value)
 
     def _plan(self, batch: Batch, size: int | None, images: Images) -> list[Tensor | None]:
-        """Return the row indices of each micro-batch; see `equal_counts_over_ranks`."""
+        """Return the row indices of each micro-batch; see `micro_batches_of_ranks`."""
         check_batch(batch, images, self.module.config)
-        if size is None and not self.config.use_dynamic_bsz:
-            size = max(len(batch[fields.INPUT_IDS]), 1)
-        plan = partial(
-            plan_micro_batches,
+        return micro_batches_of_ranks(
             batch,
-            size=size,
-            max_tokens=self.config.micro_batch_tokens,
+            size,
+            self.config,
+            self.device,
             share_prompts=self._token_model.packed,
             cost=self._token_model.cost,
         )
-        return equal_counts_over_ranks(plan, self.device)
 
     def _set_last_backward(self, last: bool) -> None:
         """Say whether this backward pass reduces gradients and frees gathered parameters.
@@ -269,6 +265,11 @@ class FSDPEngine:
         """Yield `state_stream` with the shards of this rank; all ranks must exhaust it."""
         with self._on_device("parameters"):
             yield from self._weights.shard_stream(adapted=self._token_model.adapted)
+
+    def unmerged_stream(self, *, base: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapters, and before them the base model; all ranks must exhaust it."""
+        with self._on_device("parameters"):
+            yield from self._weights.unmerged_stream(base=base)
 
     def _state(self) -> dict[str, Tensor]:
         shards = self._weights.trained_shards()
@@ -310,10 +311,7 @@ class FSDPEngine:
             self._weights.export(folder, adapted=self._token_model.adapted)
 
     def without_adapters(self) -> FSDPEngine:
-        """Return the base model as a frozen engine on the same weights, with adapters off.
-
-        Raises `ConfigError` if the model has no adapters.
-        """
+        """Return the base model, frozen, on the same weights; `ConfigError` without adapters."""
         if self._part.adapter is None:
             raise ConfigError("this engine has no adapters, because model.lora is not set")
         base = copy(self)

@@ -8,10 +8,12 @@ once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from quadriga.config.schema import EngineConfig
 from quadriga.engines.base import Batch
 from quadriga.errors import ConfigError, FieldError
 from quadriga.parallel.balancing import token_budget_micro_batches
@@ -42,6 +44,7 @@ def plan_micro_batches(
     share_prompts: bool,
     cost: CostModel = TOKENS,
     least: int = 1,
+    stages: int = 1,
 ) -> list[Tensor]:
     """Return the row indices of each micro-batch, the most expensive micro-batch first.
 
@@ -60,6 +63,8 @@ def plan_micro_batches(
         cost: what sequences cost. Micro-batches that are split by tokens have about equal costs.
         least: make at least this number of micro-batches, if packed rows are split by tokens and no
             further prompt is computed twice.
+        stages: make at least this number of micro-batches, if packed rows are split by tokens and
+            there are as many rows. A stage of a pipeline that waits costs more than a prompt.
 
     Raises:
         ConfigError: `size` or `max_tokens` is below 1.
@@ -81,7 +86,7 @@ def plan_micro_batches(
     lengths = valid[:, :width].sum(1).numpy(), valid[:, width:].sum(1).numpy()
     costs, tokens = (RowCosts.of(model, owner, *lengths) for model in (cost, TOKENS))
     if size is None:
-        parts = _groups_within_tokens(costs, tokens, max_tokens, least)
+        parts = _groups_within_tokens(costs, tokens, max_tokens, max(least, stages), stages)
     else:
         parts = _groups_within_rows(costs, size)
     # All ranks compute their first micro-batch together, then their second one. Sorted by cost,
@@ -89,8 +94,39 @@ def plan_micro_batches(
     return [rows[torch.tensor(part)] for part in sorted(parts, key=costs.total, reverse=True)]
 
 
+def micro_batches_of_ranks(
+    batch: Batch,
+    size: int | None,
+    config: EngineConfig,
+    device: torch.device,
+    *,
+    share_prompts: bool,
+    cost: CostModel,
+    stages: int = 1,
+) -> list[Tensor | None]:
+    """Return the row indices of each micro-batch of an engine, as many on every rank.
+
+    Args:
+        size: rows of a micro-batch. None: as many as fit the budget of tokens, or all rows without
+            `use_dynamic_bsz`.
+        share_prompts, cost, stages: see `plan_micro_batches`.
+    """
+    if size is None and not config.use_dynamic_bsz:
+        size = max(len(batch[fields.INPUT_IDS]), 1)
+    plan = partial(
+        plan_micro_batches,
+        batch,
+        size=size,
+        max_tokens=config.micro_batch_tokens,
+        share_prompts=share_prompts,
+        cost=cost,
+        stages=stages,
+    )
+    return equal_counts_over_ranks(plan, device)
+
+
 def equal_counts_over_ranks(
-    plan: Callable[..., list[Tensor]], device: torch.device, *, wanted: int = 1
+    plan: Callable[..., list[Tensor]], device: torch.device
 ) -> list[Tensor | None]:
     """Plan the micro-batches of this rank so that all ranks have the same number, at least one.
 
@@ -98,8 +134,6 @@ def equal_counts_over_ranks(
 
     Args:
         plan: returns the micro-batches of this rank, at least `least` of them if it can.
-        wanted: as many micro-batches as keep all ranks at work, if the rows suffice: the stages of
-            a pipeline.
 
     Returns:
         The row indices of each micro-batch; None for a dummy micro-batch.
@@ -113,7 +147,7 @@ def equal_counts_over_ranks(
     #
     # If rank 0 had two prompt groups only, its third micro-batch would be None: a third one would
     # compute a prompt twice.
-    micro_batches = plan(least=wanted)
+    micro_batches = plan(least=1)
     count = max_over_ranks(max(len(micro_batches), 1), device)
     if len(micro_batches) < count:
         micro_batches = plan(least=count)
@@ -131,9 +165,12 @@ def _padded_micro_batches(
 
 
 def _groups_within_tokens(
-    costs: RowCosts, tokens: RowCosts, max_tokens: int, least: int
+    costs: RowCosts, tokens: RowCosts, max_tokens: int, least: int, stages: int
 ) -> list[Rows]:
-    """Put whole prompt groups into micro-batches of at most `max_tokens` computed tokens."""
+    """Put whole prompt groups into micro-batches of at most `max_tokens` computed tokens.
+
+    Groups are split too if there would be fewer micro-batches than `stages`.
+    """
     # Four rows with the prompts A A B A of 4 tokens, responses of 3, 2, 1 and 4 tokens, and
     # max_tokens 12. Group A computes 4 + 3 + 2 + 4 = 13 tokens, so it is split; its responses may
     # have 12 − 4 = 8 tokens in each part:
@@ -153,6 +190,10 @@ def _groups_within_tokens(
         left = max_tokens - int(tokens.shared[group[0]])
         for part in token_budget_micro_batches(tokens.own[fitting], left):
             units.append([fitting[i] for i in part])
+    while len(alone) + len(units) < min(stages, len(costs)):
+        unit = max((u for u in units if len(u) > 1), key=costs.total)
+        units.remove(unit)
+        units += [unit[: len(unit) // 2], unit[len(unit) // 2 :]]
     if not units:
         return alone
     chosen = token_budget_micro_batches(

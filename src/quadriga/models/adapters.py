@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -173,6 +174,23 @@ def parts_of(weight: str) -> tuple[str, str]:
     """Return the names of A and B for the weight of an adapted layer, `….base_layer.weight`."""
     layer = weight.removesuffix(f"{BASE}.weight")
     return f"{layer}.{_A}.{ADAPTER}.weight", f"{layer}.{_B}.{ADAPTER}.weight"
+
+
+def is_stored_part(name: str) -> bool:
+    """Return whether a checkpoint name is that of A or B of an adapter, as in its file."""
+    return name.startswith(_STORED_PREFIX)
+
+
+def stored_part(layer: str, part: Literal["lora_A", "lora_B"]) -> str:
+    """Return the name of A or B of a layer of the model, as in the file of an adapter."""
+    return f"{_STORED_PREFIX}{layer}.{part}.weight"
+
+
+def scaled_part(name: str, tensor: Tensor, adapter: Adapter) -> tuple[str, Tensor]:
+    """Return (name as in the file, tensor) of a parameter A or B of the model, for an engine that
+    computes x Wᵀ + (x Aᵀ) Bᵀ: B is multiplied by the scaling."""
+    factor = adapter.scaling if f".{_B}." in name else 1.0
+    return _name_in_file(name), tensor if factor == 1 else tensor * factor
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:

@@ -134,11 +134,22 @@ class Packer:
         return packed
 
     def _small_fields(self, packed: Message, row_map: RowMap) -> list[_Unstored]:
-        """Complete the small fields: copy them, or return them to be stored if they are many.
+        """Complete the small fields: copy them, or return them to be stored if they are many."""
+        unstored = self._together(packed, row_map) if self._may_store and row_map.shards else []
+        for field in (*packed.tensors.values(), *packed.arrays.values()):
+            # The payload may share memory with the live tensor, and is pickled later or never.
+            private = not has_raw_rows(field.spec) or self.store.in_process
+            if isinstance(field, Inline) and private:
+                field.payload = snapshot(field.payload)
+        return unstored
 
-        Fields that are small each and large together would be stored with the call, and the rank
-        would fetch all of them before the call starts. As fields of the store they are fetched when
-        they are read. They are not noted in `stored_once`: that costs as much as storing them.
+    @staticmethod
+    def _together(packed: Message, row_map: RowMap) -> list[_Unstored]:
+        """Make columns without handles of fields that are small each and large together.
+
+        In the message they would be stored with the call, and the rank would fetch all of them
+        before the call starts. As fields of the store they are fetched when they are read. They are
+        not noted in `stored_once`: that costs as much as storing them.
         """
         found = [
             (half, key, entry)
@@ -147,16 +158,11 @@ class Packer:
             if isinstance(entry, Inline) and entry.spec.kind != "raw"
         ]
         unstored: list[_Unstored] = []
-        if self._may_store and sum([entry.nbytes for _, _, entry in found]) > MESSAGE_BYTES:
+        if sum([entry.nbytes for _, _, entry in found]) > MESSAGE_BYTES:
             for half, key, entry in found:
-                if entry.nbytes > TINY_BYTES and row_map.shards:
+                if entry.nbytes > TINY_BYTES:
                     half[key] = stored = RemoteColumn(entry.spec, row_map, ())
                     unstored.append((stored, None, entry.payload, entry.nbytes))
-        for field in (*packed.tensors.values(), *packed.arrays.values()):
-            # The payload may share memory with the live tensor, and is pickled later or never.
-            private = not has_raw_rows(field.spec) or self.store.in_process
-            if isinstance(field, Inline) and private:
-                field.payload = snapshot(field.payload)
         return unstored
 
     def _stored(self, value: LocalValue, spec: FieldSpec, payload: Payload) -> Handle | None:

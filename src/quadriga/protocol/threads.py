@@ -39,22 +39,19 @@ class _Threads:
             found = self._idle > 0
             if found:
                 self._idle -= 1
-        if found:
-            self._given.put(work)
-        else:
+        if not found:
             # Not of a `ThreadPoolExecutor`: Python waits for its threads when a process ends, and a
             # thread whose rank never returns would keep the process for ever.
-            threading.Thread(
-                target=self._work, args=(work,), name="quadriga-wait", daemon=True
-            ).start()
+            threading.Thread(target=self._work, name="quadriga-wait", daemon=True).start()
+        self._given.put(work)  # no argument of the thread, which would keep it for ever
 
-    def _work(self, work: Callable[[], None]) -> None:
+    def _work(self) -> None:
         while True:
+            work = self._given.get()
             work()
             del work  # what it refers to is not kept while the thread is idle
             with self._lock:
                 self._idle += 1
-            work = self._given.get()
 
 
 _threads = _Threads()
@@ -67,18 +64,24 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     The function sees the context variables of the caller, as with `asyncio.to_thread`. If the
     caller is cancelled, the function goes on; a process that ends does not wait for it.
     """
-    call = partial(contextvars.copy_context().run, function, *args, **kwargs)
+    return await asyncio.wrap_future(_started(partial(function, *args, **kwargs)))
+
+
+def _started(function: Callable[[], T]) -> Future[T]:
+    """Return the outcome of a function that runs in a thread from now on."""
+    call = partial(contextvars.copy_context().run, function)
     future: Future[T] = Future()
+    _threads.run(partial(_settle, future, call))
+    return future
 
-    def work() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            result = call()
-        except BaseException as error:  # raised in the caller
-            future.set_exception(error)
-        else:
-            future.set_result(result)
 
-    _threads.run(work)
-    return await asyncio.wrap_future(future)
+def _settle(future: Future[T], call: Callable[[], T]) -> None:
+    """Call a function, and note its result or its error, which is raised in the caller."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call())
+    except BaseException as error:  # raised in the caller
+        future.set_exception(error)
+        # The error refers to this frame. With the future in it, that is a cycle.
+        del future

@@ -25,7 +25,14 @@ from quadriga.errors import ConfigError, UnknownNameError
 if TYPE_CHECKING:
     import torch
 
-    from quadriga.config.schema import DtypeName, ModelConfig, Options, SamplingConfig
+    from quadriga.config.schema import (
+        DtypeName,
+        LoraConfig,
+        ModelConfig,
+        Options,
+        RolloutConfig,
+        SamplingConfig,
+    )
     from quadriga.rollout.base import RolloutEngine
 
 
@@ -168,6 +175,42 @@ def not_reproduced(name: str, options: Options, sampling: SamplingConfig) -> str
     )
 
 
+def loads_adapters(rollout: RolloutConfig, lora: LoraConfig) -> bool:
+    """Return whether the rollout engine computes with the adapters of the actor beside its weights.
+
+    Otherwise it receives weights into which they are merged.
+    """
+    if rollout.name != "vllm" or not lora.enabled or rollout.load_adapters is False:
+        return False
+    from quadriga.rollout.vllm.options import can_load_adapters
+
+    return can_load_adapters(rollout.options, lora)
+
+
+def check_adapters(rollout: RolloutConfig, lora: LoraConfig) -> None:
+    """Check, before a worker starts, that `load_adapters` can be done if it is set.
+
+    Raises:
+        ConfigError: the model has no adapters, or the engine cannot load them.
+    """
+    key = "actor_rollout_ref.rollout.load_adapters"
+    if rollout.load_adapters is None:
+        return
+    if not lora.enabled:
+        raise ConfigError(
+            f"{key} is set, but the model has no adapters; set actor_rollout_ref.model.lora.rank, "
+            f"or remove {key}",
+            key=key,
+        )
+    if rollout.load_adapters and not loads_adapters(rollout, lora):
+        raise ConfigError(
+            f"{key}=true needs rollout.name=vllm with tensor_parallel_size=1 and adapters of rank "
+            f"512 or less, got name={rollout.name}; set it to null, and the adapters are merged "
+            "into the weights that the engine receives",
+            key=key,
+        )
+
+
 def check_updates(
     name: str, options: Options, ranks: int | None = None, *, take_turns: bool = False
 ) -> None:
@@ -180,6 +223,10 @@ def check_updates(
     Raises:
         ConfigError: it cannot.
     """
+    if name == "vllm":
+        from quadriga.rollout.vllm.options import check_sleep, parse_options
+
+        check_sleep(parse_options(options), take_turns=take_turns)
     if name == "sglang":
         from quadriga.rollout.sglang.options import check_sglang_updates
 

@@ -138,7 +138,8 @@ class RolloutEngine(Protocol):
         ...
 
     def release(self) -> None:
-        """Free the engine's device memory. `resume` gives the same weights and version back.
+        """Free the engine's device memory. `resume` gives the same weights and version back, unless
+        the engine lacks them (`DropsWeights`).
 
         Between `release` and `resume`, `generate` and `score` raise `RolloutError`.
         """
@@ -196,6 +197,19 @@ class SharesWeights(Protocol):
 
         Raises:
             ModelError: as `RolloutEngine.update_weights`.
+        """
+        ...
+
+
+@runtime_checkable
+class DropsWeights(Protocol):
+    """A rollout engine whose `release` can free the weights without a copy of them."""
+
+    def lacks_weights(self) -> bool:
+        """Return whether weights must be sent before the engine can generate.
+
+        After `release` the engine then has none. Until `update_weights` has sent all of them,
+        `generate` and `score` raise `RolloutError`. `update_weights` may be called before `resume`.
         """
         ...
 

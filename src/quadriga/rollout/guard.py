@@ -30,6 +30,7 @@ from quadriga.errors import (
 from quadriga.models.vision.rows import MultiModalRows
 from quadriga.rollout.abilities import RolloutAbilities
 from quadriga.rollout.base import (
+    DropsWeights,
     GeneratesFromImages,
     ReportsReceipts,
     RolloutEngine,
@@ -141,6 +142,10 @@ class GuardedRollout:
         shared = self._call("share_weights", lambda: engine.share_weights(noted, version))
         self._check_version("share_weights", version)
         return shared
+
+    def lacks_weights(self) -> bool:
+        """See `DropsWeights`. An engine that keeps its weights lacks none."""
+        return isinstance(self.engine, DropsWeights) and self.engine.lacks_weights()
 
     def received_digests(self) -> Mapping[str, int]:
         """See `ReportsReceipts`. For an engine that does not report, those of what it read."""

@@ -8,13 +8,11 @@ Shapes: b rows, P prompt columns, R response columns, V vocabulary entries.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from quadriga.config.schema import DtypeName, ModelConfig
 from quadriga.errors import QuadrigaError
@@ -23,14 +21,10 @@ from quadriga.models.simulated.allocations import AllocationCounter
 from quadriga.models.simulated.kernels import kernels_of
 from quadriga.parallel.device import compute_dtype
 from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.hf.generation import run_with_cache, takes_bias
-from quadriga.rollout.hf.kv_cache import (
-    GrowingCacheLayer,
-    columns_at_end,
-    columns_before,
-    growing_cache,
-    reorder_cache,
-)
+from quadriga.rollout.hf.generation import CachedModel
+from quadriga.rollout.hf.kv_cache import CacheBuffers, columns_at_end, columns_before
+from quadriga.rollout.hf.prompt_cache import PromptRows
+from quadriga.rollout.hf.row_caches import RepeatedPrompts, SharedPrompts
 from quadriga.rollout.sampling import draw
 
 META = torch.device("meta")
@@ -108,80 +102,79 @@ def _simulate(
     """Return (bytes of the cache at the end, most bytes beside the weights)."""
     counter = AllocationCounter()
     with counter:
-        generation = _SimulatedGeneration(module, rows)
+        generation = _SimulatedGeneration(CachedModel(module, META), rows)
         generation.prefill()
         # Prompts of different lengths need a mask, for which no number is known here: one for the
         # model and one in the dtype of the scores.
         masks = rows.prompts * rows.prompt**2 * (1 + module.dtype.itemsize)
         prefill = counter.peak + masks
-        kv_cache = generation.fill()
+        generation.run(generation.sample(sampling))
+        kv_cache, counter.peak = generation.fill(), 0
         token = generation.sample(sampling)
         sampled, counter.peak = counter.peak, 0
         generation.run(token)
-        run = counter.peak + generation.copied()
+        run = counter.peak + generation.copied
     return kv_cache, max(prefill, sampled, run)
 
 
 class _SimulatedGeneration:
     """A generation on the meta device, as `rollout.hf` makes it."""
 
-    def __init__(self, module: PreTrainedModel, rows: GeneratedRows) -> None:
-        self.module = module
+    def __init__(self, model: CachedModel, rows: GeneratedRows) -> None:
+        self.model = model
         self.rows = rows
-        self.parameters = set(inspect.signature(module.forward).parameters)
-        self.cache: Cache = growing_cache(module.config)
-        self.outputs = torch.empty(rows.count, rows.response, 2, dtype=torch.int64, device=META)
-
-    @property
-    def growing(self) -> list[GrowingCacheLayer]:
-        """The layers whose buffers grow with each token."""
-        return [layer for layer in self.cache.layers if isinstance(layer, GrowingCacheLayer)]
+        self.cache = model.new_cache(CacheBuffers())
+        # Token ids, log-probabilities, and the uniform numbers that sampling needs.
+        self.outputs = torch.empty(rows.count, rows.response, 20, dtype=torch.uint8, device=META)
+        self.copied = 0
+        """Bytes of the old buffer while the last one that grows is copied."""
 
     def prefill(self) -> None:
-        """Run the distinct prompts, then repeat their cache for every row."""
+        """Run the distinct prompts, which the rows continue."""
         count, width = self.rows.prompts, self.rows.prompt
         ids = torch.zeros(count, width, dtype=torch.int64, device=META)
-        logits = run_with_cache(self.module, self.parameters, self.cache, ids, None, ids.cumsum(1))
+        logits = self.model.forward(self.cache.cache, ids, ids.cumsum(1))
         of_row = torch.empty(self.rows.count, dtype=torch.int64, device=META)
-        reorder_cache(self.cache, of_row)
+        self._begin_rows(of_row, torch.ones_like(ids, dtype=torch.bool))
         self.logits = logits.index_select(0, of_row)
 
+    def _begin_rows(self, of_row: Tensor, visible: Tensor) -> None:
+        if isinstance(self.cache, SharedPrompts):
+            count, prompts = self.rows.count, self.rows.prompts
+            slots = of_row.new_empty(prompts * -(-count // prompts))
+            bias = torch.zeros(visible.shape, dtype=self.model.module.dtype, device=META)[:, None]
+            self.cache.cache.begin_rows(PromptRows(prompts, of_row, slots, of_row, bias))
+        else:
+            self.cache.begin_rows(of_row, visible, self.rows.response)
+
     def fill(self) -> int:
-        """Extend the cache to the last token; return its bytes."""
-        columns = columns_at_end(self.rows.prompt, self.rows.response - 1)
-        for layer in self.growing:
+        """Extend the cache to the last token but one; return the bytes that it has at the end."""
+        for layer in self.cache.growing:
+            first, tokens = layer.keys.shape[2], layer.length + self.rows.response - 2
+            columns = columns_at_end(first, tokens)
             for name in ("keys", "values"):
                 b, heads, _, size = getattr(layer, name).shape
                 setattr(layer, name, None)  # so that it does not exist beside the new one
                 setattr(layer, name, self.logits.new_empty(b, heads, columns, size))
-            layer.length = self.rows.prompt + max(self.rows.response - 2, 0)
-        tensors = [t for layer in self.cache.layers for t in vars(layer).values()]
-        return _stored([t for t in tensors if isinstance(t, Tensor)])
-
-    def copied(self) -> int:
-        """Return the bytes of the old buffer while the last one that grows is copied."""
-        columns = columns_at_end(self.rows.prompt, self.rows.response - 1)
-        before = columns_before(columns)
-        if before < columns_at_end(self.rows.prompt, 0) or not self.growing:
-            return 0  # it has not grown since the prefill
-        return max(layer.keys.nbytes for layer in self.growing) * before // columns
+            layer.length = max(tokens - 1, 0)
+            if columns > first:
+                bytes_before = layer.keys.nbytes * columns_before(columns) // columns
+                self.copied = max(self.copied, bytes_before)
+        if isinstance(self.cache, RepeatedPrompts):
+            self.cache.columns = self.rows.prompt + max(self.rows.response - 2, 0)
+        return _stored(list(self.cache.tensors()))
 
     def sample(self, sampling: SamplingParams) -> Tensor:
         """Sample one token for each row."""
-        seeds = torch.empty(self.rows.count, dtype=torch.int64, device=META)
-        return draw(self.logits, sampling, seeds, 0)[0]
+        numbers = torch.empty(self.rows.count, dtype=torch.float64, device=META)
+        return draw(self.logits, sampling, numbers, 0)[0]
 
     def run(self, token: Tensor) -> None:
-        """Run the model on the last token of each row."""
-        columns = self.rows.prompt + self.rows.response
-        mask = torch.ones(self.rows.count, columns, dtype=torch.bool, device=META)
-        if takes_bias(self.module, self.cache):
-            mask = torch.zeros(mask.shape, dtype=self.logits.dtype, device=META)[:, None, None]
-        seen = self.growing[0].length + 1 if self.growing else columns
-        self.logits = run_with_cache(
-            self.module, self.parameters, self.cache, token[:, None], mask[..., :seen],
-            torch.zeros_like(token)[:, None],
-        )  # fmt: skip
+        """Run the model on the newest token of each row."""
+        positions = torch.zeros_like(token)[:, None]
+        self.logits = self.model.forward(
+            self.cache.cache, token[:, None], positions, self.cache.arguments()
+        )
 
 
 def _stored(tensors: list[Tensor]) -> int:

@@ -3,7 +3,7 @@
 The tokens of a row are a function of its own seed and its own logits. They depend neither on the
 number of workers nor on the other rows of the batch.
 
-Shapes: B rows, V vocabulary entries.
+Shapes: B rows, R positions, V vocabulary entries.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ def _as_int64(value: int) -> int:
 
 
 # Constants of splitmix64: 2^64 / golden ratio, and the two multipliers of its finalizer.
-_GOLDEN_UNSIGNED = 0x9E3779B97F4A7C15
-_GOLDEN = _as_int64(_GOLDEN_UNSIGNED)
+_GOLDEN = _as_int64(0x9E3779B97F4A7C15)
 _MIX_1 = _as_int64(0xBF58476D1CE4E5B9)
 _MIX_2 = _as_int64(0x94D049BB133111EB)
 
@@ -40,12 +39,16 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def uniform(seeds_B: Tensor, position: int) -> Tensor:
-    """Return [B] float64 numbers in [0, 1), a function of seed and token position alone."""
-    step = _as_int64((position + 1) * _GOLDEN_UNSIGNED % (1 << 64))
-    state = _mix(seeds_B + _GOLDEN) + step
+def uniform(seeds_B: Tensor, positions_R: Tensor) -> Tensor:
+    """Return [B, R] float64 numbers in [0, 1), functions of seed and token position alone.
+
+    Args:
+        seeds_B, positions_R: int64.
+    """
+    steps = (positions_R + 1) * _GOLDEN
+    states = _mix(seeds_B + _GOLDEN)[:, None] + steps
     # A float64 has 53 bits of precision, so the upper 53 of the 64 bits are used.
-    return _shift_right(_mix(state), 11).to(torch.float64) * 2.0**-53
+    return _shift_right(_mix(states), 11).to(torch.float64) * 2.0**-53
 
 
 def _without_excluded(scores_BV: Tensor, sampling: SamplingParams, position: int) -> Tensor:
@@ -98,12 +101,12 @@ def _filtered(scores_BV: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def draw(
-    logits_BV: Tensor, sampling: SamplingParams, seeds_B: Tensor, position: int
+    logits_BV: Tensor, sampling: SamplingParams, uniform_B: Tensor, position: int
 ) -> tuple[Tensor, Tensor]:
     """Sample one token for each row.
 
     Args:
-        seeds_B: [B] int64.
+        uniform_B: [B], the numbers of the rows at this position (`uniform`).
         position: index t of the response token.
 
     Returns:
@@ -116,7 +119,7 @@ def draw(
         return token, log_prob if sampling.log_probs == "sampled" else _log_prob(logits, token)
     scores = logits / sampling.temperature if sampling.temperature != 1.0 else logits
     allowed = _filtered(_without_excluded(scores, sampling, position), sampling)
-    token = _inverse_cdf(allowed, uniform(seeds_B, position))
+    token = _inverse_cdf(allowed, uniform_B)
     of_kind = {"policy": scores, "sampled": allowed, "temperature_1": logits}
     return token, _log_prob(of_kind[sampling.log_probs], token)
 

@@ -81,6 +81,18 @@ class RankHandle:
         return RankHandle, (self.native, self.name, self.facts)
 
 
+class CallLock(AbstractContextManager[object], Protocol):
+    """A lock that the thread which holds it may take again, such as `threading.RLock`."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take the lock. Return False if that was not possible in `timeout` seconds."""
+        ...
+
+    def release(self) -> None:
+        """Give the lock back."""
+        ...
+
+
 @dataclass(eq=False)
 class RankSet:
     """The processes of a group. All views of the group share it."""
@@ -101,7 +113,7 @@ class RankSet:
     watch: Watch[RankSet] | None = None
     in_flight: WeakSet[Any] = field(default_factory=WeakSet)  # each backend stores its own type
     """The submissions whose results may still be waited for."""
-    lock: AbstractContextManager[object] = field(default_factory=RLock)
+    lock: CallLock = field(default_factory=RLock)
     """Held while one call is sent to all its ranks.
 
     Two threads then send their calls in the same order to every rank. Without the lock, rank 0

@@ -346,8 +346,9 @@ class _Writable:
             same = all(new is old for new, old in zip(items, value, strict=True))
             return value if same else tuple.__new__(type(value), items)
         if isinstance(value, list | deque):
-            for i, item in enumerate(value.copy()):
-                value[i] = self.of(item)
+            items = [self.of(item) for item in value]
+            value.clear()
+            value.extend(items)
         elif isinstance(value, dict):
             for key, item in value.items():
                 value[key] = self.of(item)
@@ -380,10 +381,7 @@ class _Writable:
 
 
 def check_timeout(name: str, timeout: object) -> None:
-    """Raise `DispatchError` for a deadline that is neither None nor a positive number of seconds.
-
-    `name`: the option, for the message.
-    """
+    """Raise `DispatchError` unless the option `name` is None or a positive number of seconds."""
     if timeout is not None and (
         isinstance(timeout, bool)
         or not isinstance(timeout, int | float)

@@ -53,6 +53,10 @@ class WorkerGroup(VerlNames):
             method that does not can still be called by its name (`call_all`).
     """
 
+    _method_factory: MethodFactory
+    _binding: BindingPolicy
+    _views: dict[str, WorkerGroup]
+
     def __init__(
         self,
         ranks: RankSet,
@@ -64,7 +68,7 @@ class WorkerGroup(VerlNames):
         self._role = role
         self._method_factory = method_factory
         self._binding = binding
-        self._views: dict[str, WorkerGroup] = {}
+        self._views = {}
         self._bind()
 
     def _bind(self) -> None:
@@ -87,13 +91,14 @@ class WorkerGroup(VerlNames):
         Raises `DispatchError` for a method with the name of an attribute of the group.
         """
         names: dict[str, tuple[str, str]] = {}
+        own = _declared_attributes(cls)
         for each in roles if role is None else (role,):
             prefix = f"{each}_" if role is None else ""
             for name, record in registered_methods(roles[each]).items():
                 if not binding(roles[each], record):
                     continue
                 for offered in (prefix + name, name):  # `name` in the view of the role
-                    if hasattr(cls, offered):
+                    if hasattr(cls, offered) or offered in own:
                         raise DispatchError(
                             f"{roles[each].__name__}.{name} cannot be bound: a worker group has "
                             f"{offered!r} itself. Rename the method."
@@ -319,3 +324,11 @@ def find_death(ranks: RankSet) -> WorkerError | None:
     for handle in ranks.backend.dead(ranks.handles):
         return ranks.backend.death(ranks, handle)
     return None
+
+
+def _declared_attributes(cls: type[WorkerGroup]) -> set[str]:
+    """Return the attributes that the groups of this package declare. A subclass of a user, or that
+    of `compat`, may declare the types of the methods that are bound."""
+    groups = ("quadriga.single_controller.", "quadriga.backends.")
+    bases = [base for base in cls.__mro__ if base.__module__.startswith(groups)]
+    return {name for base in bases for name in vars(base).get("__annotations__", {})}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from quadriga.config.checks.ranges import check_values
 from quadriga.config.checks.settings import check_sft_settings, check_train_settings
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ArithmeticDataConfig, DemoConfig, SFTConfig, TrainConfig
@@ -49,6 +50,7 @@ def run_demo(config: DemoConfig) -> None:
     """
     from rich.console import Console
 
+    check_values(config)
     console = Console(highlight=False)
     began = time.perf_counter()
     folder = Path(config.output)
@@ -135,7 +137,7 @@ def train_command(config: DemoConfig, folder: Path) -> DemoCommand:
             "actor_rollout_ref.rollout.n=8",
             *((f"actor_rollout_ref.rollout.name={config.rollout}",) * (config.rollout != "hf")),
             "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-            *_optimizer("actor_rollout_ref.actor.optim", "3e-4", warmup=5),
+            *_trained_part(config),
             "actor_rollout_ref.actor.policy_loss.clip_ratio_high=0.28",
             *(WITH_CRITIC if with_critic else WITHOUT_CRITIC),
             "trainer.total_training_steps=90",
@@ -143,6 +145,15 @@ def train_command(config: DemoConfig, folder: Path) -> DemoCommand:
             *_shared(config, folder / "train"),
         ),
     )
+
+
+def _trained_part(config: DemoConfig) -> tuple[str, ...]:
+    """Return what reinforcement learning trains, and how fast: adapters take larger steps."""
+    key = "actor_rollout_ref.actor.optim"
+    if config.lora_rank is None:
+        return _optimizer(key, "3e-4", warmup=5)
+    rank = f"actor_rollout_ref.model.lora.rank={config.lora_rank}"
+    return (rank, *_optimizer(key, "3e-3", warmup=5))
 
 
 def _optimizer(prefix: str, lr: str, warmup: int) -> tuple[str, ...]:

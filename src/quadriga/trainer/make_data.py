@@ -48,6 +48,7 @@ def run_make_data(config: ArithmeticDataConfig) -> None:
         print(f"{path}  {rows} problems")
     if files.rm is not None:
         print(f"{files.rm}  {config.rm_size} pairs")
+        print(f"{files.rm_test}  {config.val_size} pairs")
     if shape is not None and config.model_output is not None:
         parameters = _make_model(shape, config.model_output, files.sft, config.seed)
         print(f"{config.model_output}  {parameters:,} parameters")

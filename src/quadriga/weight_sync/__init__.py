@@ -6,6 +6,7 @@
   rollout engine.
 - `sync`: to a rollout engine in the same process.
 - `buckets`: to rollout engines in other processes, in batches of bounded size.
+- `adapters`: for a rollout engine that holds adapters, only these are sent.
 - `joined`: the same over a process group that joins the ranks of both.
 - `worker`: the methods of the policy's worker that the controller calls.
 

@@ -19,6 +19,7 @@ bucket of 64 bytes, half of it is in flight while the other half is packed:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -125,13 +126,14 @@ class WeightSender:
         weights = self._described.sent_as(needs.dtypes)
         if self._plan is None or self._plan.source.weights != weights.layout.weights:
             self._plan = plan(weights.layout, whole_on(weights, [world_size()]))
-        reader = SourceReader(own_weights(self._source), weights, rank())
         index = 0
-        for current in self._plan.rounds(self._bucket_bytes):
-            boxes, data = _packed(current, reader, weights)
-            yield _Header(version, index, rank(), boxes).batch(data)
-            index += 1
-        reader.finish()
+        with closing(own_weights(self._source)) as stream:
+            reader = SourceReader(stream, weights, rank())
+            for current in self._plan.rounds(self._bucket_bytes):
+                boxes, data = _packed(current, reader, weights)
+                yield _Header(version, index, rank(), boxes).batch(data)
+                index += 1
+            reader.finish()
         sizes = {n: count(whole(w.shape)) for n, w in weights.layout.weights.items()}
         shares = {name: (reader.shares[w], sizes[w]) for name, w in weights.names()}
         scores = None if needs.probe is None else scores_of(self._source, needs.probe, version)

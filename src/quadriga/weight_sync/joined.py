@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -33,6 +34,7 @@ from quadriga.parallel.distributed import (
     world_size,
 )
 from quadriga.parallel.layouts.boxes import count, whole
+from quadriga.weight_sync.adapters import WeightPart, source_of
 from quadriga.weight_sync.channels import CollectiveChannel
 from quadriga.weight_sync.digests import digest_of_shares
 from quadriga.weight_sync.planning.plan import Plan, plan
@@ -135,28 +137,32 @@ class JoinedSender(_Joined):
     ) -> None:
         super().__init__(device)
         self._source, self._bucket_bytes = source, bucket_bytes
-        self._described: SourceWeights | None = None
+        self._described: dict[WeightPart, SourceWeights] = {}
         self._place: tuple[str, int] | None = None
 
     def offer(self, needs: list[WeightNeeds], version: int) -> Ticket | None:
         """Return the ticket of a sync to ranks with these needs, on rank 0; None on the others."""
-        self._described = self._described or describe(self._source)
+        part = needs[0].part
+        if part not in self._described:
+            self._described[part] = describe(source_of(self._source, part))
+        described = self._described[part]
         if rank():
             return None
         if self._place is None:
-            nodes = {*self._described.nodes.values(), *(need.node for need in needs)}
+            nodes = {*described.nodes.values(), *(need.node for need in needs)}
             self._store, self._place = served_store(nodes, world_size() + len(needs))
         address, port = self._place
         return Ticket(
             version, address, port, world_size(), len(needs),
-            self._described.sent_as(needs[0].dtypes), needs[0], self._bucket_bytes,
+            described.sent_as(needs[0].dtypes), needs[0], self._bucket_bytes,
         )  # fmt: skip
 
     def send(self, ticket: Ticket) -> None:
         """Send this rank's part of the weights, then its shares of the digests."""
         weights = ticket.weights
-        reader = SourceReader(own_weights(self._source), weights, rank())
-        self._run(ticket, rank(), reader, None)
+        with closing(own_weights(source_of(self._source, ticket.needs.part))) as stream:
+            reader = SourceReader(stream, weights, rank())
+            self._run(ticket, rank(), reader, None)
         shares = [digest_of_shares([share], 0) for share in reader.shares.values()]
         self._all_reduce(torch.tensor(shares, device=self._device))
         if ticket.needs.probe is not None:

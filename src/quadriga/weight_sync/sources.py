@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, runtime_checkable
@@ -19,7 +20,7 @@ from quadriga.parallel.layouts.layout import Layout, Piece, StoredTensor, Weight
 from quadriga.weight_sync.digests import box_digest
 from quadriga.weight_sync.planning.plan import Slot, canonical_boxes
 
-OwnWeights = Iterator[tuple[str, Tensor]] | Iterator[tuple[str, Tensor | Block]]
+OwnWeights = Generator[tuple[str, Tensor | Block], None, None]
 """What a rank has of each weight, by checkpoint name."""
 
 
@@ -43,9 +44,15 @@ class ShardedSource(Protocol):
 
 
 def own_weights(source: WeightSource | ShardedSource) -> OwnWeights:
-    """Yield (checkpoint name, `DTensor`, block or full tensor) of this rank. All ranks must exhaust
-    it."""
-    return source.shard_stream() if isinstance(source, ShardedSource) else source.state_stream()
+    """Yield (checkpoint name, `DTensor`, block or full tensor) of this rank.
+
+    All ranks must exhaust it, and close it if they cannot: the engine may have loaded its weights
+    for it.
+    """
+    if isinstance(source, ShardedSource):
+        yield from source.shard_stream()
+    else:
+        yield from source.state_stream()
 
 
 @dataclass(frozen=True)
@@ -139,20 +146,21 @@ def describe(source: WeightSource | ShardedSource) -> SourceWeights:
 def _own(source: WeightSource | ShardedSource) -> Iterator[_Own]:
     seen: set[str] = set()
     last_name, last = "", None
-    for name, tensor in own_weights(source):
-        if name in seen:
-            raise _twice(name)
-        seen.add(name)
-        if tensor is last:
-            yield _Own(name, tied_to=last_name)
-            continue
-        last_name, last = name, tensor
-        block = block_of(tensor, rank())
-        box = tuple(
-            (start, start + size)
-            for start, size in zip(block.offset, block.data.shape, strict=True)
-        )
-        yield _Own(name, block.shape, block.data.dtype, box)
+    with closing(own_weights(source)) as stream:
+        for name, tensor in stream:
+            if name in seen:
+                raise _twice(name)
+            seen.add(name)
+            if tensor is last:
+                yield _Own(name, tied_to=last_name)
+                continue
+            last_name, last = name, tensor
+            block = block_of(tensor, rank())
+            box = tuple(
+                (start, start + size)
+                for start, size in zip(block.offset, block.data.shape, strict=True)
+            )
+            yield _Own(name, block.shape, block.data.dtype, box)
 
 
 class SourceReader:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from quadriga.parallel.layouts.layout import Layout
 from quadriga.parallel.layouts.parallel_layouts import replicated_layout
 from quadriga.rollout.abilities import RolloutAbilities
 from quadriga.rollout.base import SharesWeights
+from quadriga.weight_sync.adapters import WeightPart, part_for
 from quadriga.weight_sync.channels import (
     Channel,
     CollectiveChannel,
@@ -55,18 +56,21 @@ class WeightNeeds:
         dtypes: the dtype in which it holds each weight.
         probe: its abilities, if it exposes no weights and is compared by scores.
         node: of the rank.
+        part: what it must be sent.
     """
 
     dtypes: Mapping[str, torch.dtype]
     probe: RolloutAbilities | None
     node: str
+    part: WeightPart = "merged"
 
 
-def needs_of(target: WeightTarget) -> WeightNeeds:
-    """Return the needs of a rollout engine."""
-    abilities = target.abilities
+def needs_of(target: WeightTarget, *, holds_base: bool = False) -> WeightNeeds:
+    """Return the needs of a rollout engine. `holds_base`: see `part_for`."""
+    abilities, dtypes = target.abilities, target.weight_dtypes()
     probe = None if abilities.exposes_weights else abilities
-    return WeightNeeds(target.weight_dtypes(), probe, socket.gethostname())
+    part = part_for(dtypes, holds_base=holds_base)
+    return WeightNeeds(dtypes, probe, socket.gethostname(), part)
 
 
 @dataclass(frozen=True)
@@ -129,9 +133,11 @@ class WeightSync:
         self._described = self._described or describe(self._source)
         weights = self._described.sent_as(target.weight_dtypes())
         current = self._planned(weights)
-        stream = own_weights(self._source)
-        reader = SourceReader(stream, weights, rank())
-        with self._channel(current, weights) as channel:
+        with (
+            closing(own_weights(self._source)) as stream,
+            self._channel(current, weights) as channel,
+        ):
+            reader = SourceReader(stream, weights, rank())
             transport = Transport(current, rank(), reader, channel, weights.dtypes, self._device)
             received = with_tied(transport.run(self._bucket_bytes), weights)
             # Without transfers between ranks, what is received are the tensors of the source.

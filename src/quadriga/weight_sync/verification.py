@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quadriga.rollout.abilities import RolloutAbilities
 from quadriga.rollout.base import ReportsReceipts
+from quadriga.weight_sync.adapters import held_of_part
 from quadriga.weight_sync.digests import compare_digests
 from quadriga.weight_sync.probe import ScoreProbe
 
@@ -70,7 +71,8 @@ class VerifiedTarget:
                 `version`.
         """
         if self._probe is None:
-            compare_digests(sent, self._target.weights_digest(), version)
+            held = held_of_part(sent, self._target.weights_digest())
+            compare_digests(sent, held, version)
             return
         if isinstance(self._target, ReportsReceipts):
             compare_digests(sent, self._target.received_digests(), version)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quadriga.engines.base import TrainEngine
     from quadriga.rollout.base import RolloutEngine
     from quadriga.weight_sync import WeightNeeds, WeightReceiver, WeightSender, WeightSync
+    from quadriga.weight_sync.adapters import WeightPart
     from quadriga.weight_sync.joined import JoinedReceiver, JoinedSender, Ticket
 
 
@@ -31,10 +32,12 @@ class PolicyWeights(Worker):
         super().__init__()
         self.weight_version = 0
         self._steps_of_version = 0  # optimizer steps of the actor before the last sync
+        self._holds_base = False  # the rollout, of a model with adapters
         self._joined_sender: JoinedSender | None = None  # over a joined process group
         self._joined_receiver: JoinedReceiver | None = None
-        self._sync: WeightSync | None = None  # to the rollout of this process
-        self._sender: WeightSender | None = None  # to a rollout in other processes
+        # By what is sent: all weights, or adapters with or without their base.
+        self._syncs: dict[WeightPart, WeightSync] = {}  # to the rollout of this process
+        self._senders: dict[WeightPart, WeightSender] = {}  # to a rollout in other processes
         self._receiver: WeightReceiver | None = None  # from an actor in other processes
 
     def _engine(self, use: Literal["actor", "ref"]) -> TrainEngine:
@@ -52,18 +55,26 @@ class PolicyWeights(Worker):
         Raises:
             WorkerError: digests differ after the copy; the message names the tensors.
         """
-        from quadriga.weight_sync import WeightSync
-
         self._count_version()
-        self._sync = self._sync or WeightSync(
-            self._engine("actor"),
-            self._rollout(),
-            bucket_bytes=self._bucket_bytes,
-            transport=self.config.rollout.weight_transport,
-            device=self.device,
-            in_place=self._keeps_weights_in_place(),
-        )
-        self._sync.run(self.weight_version)
+        return self._sync_here()
+
+    def _sync_here(self) -> int:
+        """Copy the weights of this version to the rollout engine of this process."""
+        from quadriga.weight_sync import WeightSync
+        from quadriga.weight_sync.adapters import source_of
+
+        part = self.weight_needs().part
+        if part not in self._syncs:
+            self._syncs[part] = WeightSync(
+                source_of(self._engine("actor"), part),
+                self._rollout(),
+                bucket_bytes=self._bucket_bytes,
+                transport=self.config.rollout.weight_transport,
+                device=self.device,
+                in_place=self._keeps_weights_in_place(),
+            )
+        self._syncs[part].run(self.weight_version)
+        self._holds_base = True
         return self.weight_version
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -80,17 +91,28 @@ class PolicyWeights(Worker):
         """Yield this rank's part of the actor's weights in buckets, for a rollout in other
         processes, which has these needs. The weight version rises."""
         from quadriga.weight_sync import WeightSender
+        from quadriga.weight_sync.adapters import source_of
 
         self._count_version()
-        self._sender = self._sender or WeightSender(self._engine("actor"), self._bucket_bytes)
-        yield from self._sender.send(needs, self.weight_version)
+        part = needs.part
+        if part not in self._senders:
+            source = source_of(self._engine("actor"), part)
+            self._senders[part] = WeightSender(source, self._bucket_bytes)
+        yield from self._senders[part].send(needs, self.weight_version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_needs(self) -> WeightNeeds:
         """Return what `send_weights` must know of the rollout engine."""
         from quadriga.weight_sync import needs_of
 
-        return needs_of(self._rollout())
+        holds_base = self._holds_base and not self._rollout_lacks_weights()
+        return needs_of(self._rollout(), holds_base=holds_base)
+
+    def _rollout_lacks_weights(self) -> bool:
+        from quadriga.rollout.base import DropsWeights
+
+        engine = self._rollout()
+        return isinstance(engine, DropsWeights) and engine.lacks_weights()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, parts: list[DataProto]) -> None:
@@ -128,6 +150,7 @@ class PolicyWeights(Worker):
         joined = self._joined_receiver or JoinedReceiver(self._rollout(), device=self.device)
         self._joined_receiver = joined
         self.weight_version = joined.receive(ticket)
+        self._holds_base = True
         return self.weight_version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -138,6 +161,7 @@ class PolicyWeights(Worker):
             WorkerError: weights were not received, or differ; the message names them.
         """
         self.weight_version = self._weight_receiver().finish()
+        self._holds_base = True
         return self.weight_version
 
     def _count_version(self) -> None:

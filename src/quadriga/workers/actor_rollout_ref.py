@@ -14,7 +14,7 @@ from quadriga.config.schema import ActorRolloutRefConfig
 from quadriga.engines.base import ENTROPY, LOG_PROBS
 from quadriga.errors import ConfigError, WorkerError
 from quadriga.protocol import DataProto, fields
-from quadriga.rollout import ranks_of_copy
+from quadriga.rollout import loads_adapters, ranks_of_copy
 from quadriga.single_controller import (
     Dispatch,
     make_nd_compute_dataproto_dispatch_fn,
@@ -22,7 +22,12 @@ from quadriga.single_controller import (
 )
 from quadriga.weight_sync.worker import PolicyWeights
 from quadriga.workers.method_fields import COMPUTE_LOG_PROB, COMPUTE_REF_LOG_PROB
-from quadriga.workers.runtime import RankRuntime, prepare_rank, register_data_ranks
+from quadriga.workers.runtime import (
+    RankRuntime,
+    prepare_rank,
+    register_data_ranks,
+    register_engine_ranks,
+)
 
 if TYPE_CHECKING:
     from quadriga.checkpoint.files import SavedFile
@@ -71,15 +76,15 @@ class ActorRolloutRefWorker(PolicyWeights):
         self.ref: TrainEngine | None = None
         self.rollout: RolloutEngine | None = None
         # Each use has a mesh of its own, because its ranks may share their rows in another way.
-        sizes: dict[Use, int] = {
-            "actor": config.actor.engine.model_parallel_size,
-            "ref": config.ref.engine.model_parallel_size,
-            "rollout": ranks_of_copy(config.rollout.name, config.rollout.options),
-        }
+        actor, ref = config.actor.engine, config.ref.engine
         if config.model.lora.enabled and self.uses("actor"):  # the reference is the actor's base
-            sizes["ref"] = sizes["actor"]
-        for mesh in sorted(_USES[role]):
-            register_data_ranks(self, mesh, sizes[mesh])
+            ref = actor
+        for use, engine in (("actor", actor), ("ref", ref)):
+            if use in _USES[role]:
+                register_engine_ranks(self, use, engine)
+        if self.uses("rollout"):
+            copy = ranks_of_copy(config.rollout.name, config.rollout.options)
+            register_data_ranks(self, "rollout", copy)
 
     def uses(self, use: Use) -> bool:
         """Return whether this worker is used as `use`."""
@@ -112,7 +117,7 @@ class ActorRolloutRefWorker(PolicyWeights):
             settings = self.config.rollout
             engine = build_rollout(
                 settings.name,
-                model.frozen(),
+                model if loads_adapters(settings, model.lora) else model.frozen(),
                 device=self.device,
                 dtype=settings.dtype,
                 micro_batch_size=settings.micro_batch_size,
@@ -248,8 +253,11 @@ class ActorRolloutRefWorker(PolicyWeights):
     def rollout_mode(self) -> None:
         """Free device memory for generation: offload the training engines, resume the rollout.
 
-        The trainer calls it before each generation if `rollout.take_turns` is set.
+        The trainer calls it before each generation if `rollout.take_turns` is set. An engine that
+        has dropped its weights, and was given none since, gets those of the version that it had.
         """
+        if self._rollout_lacks_weights():
+            self._sync_here()
         for engine in (self.actor, self.ref):
             if engine is not None:
                 engine.offload()

@@ -15,7 +15,7 @@ from quadriga.single_controller import (
     register,
 )
 from quadriga.workers.method_fields import COMPUTE_VALUES
-from quadriga.workers.runtime import RankRuntime, prepare_rank, register_data_ranks
+from quadriga.workers.runtime import RankRuntime, prepare_rank, register_engine_ranks
 
 if TYPE_CHECKING:
     from quadriga.checkpoint.files import SavedFile
@@ -44,7 +44,7 @@ class CriticWorker(Worker):
         self.runtime = runtime or RankRuntime()
         self.device = prepare_rank(self.runtime)
         self.critic: TrainEngine | None = None
-        register_data_ranks(self, "critic", config.engine.model_parallel_size)
+        register_engine_ranks(self, "critic", config.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

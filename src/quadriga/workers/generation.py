@@ -145,8 +145,10 @@ def sampling_params(
 def special_tokens(model: ModelConfig) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Return (padding token, end tokens, tokens of images), as token ids.
 
-    A sampled image token would stand for an image that does not exist.
+    A response ends with the end tokens of the folder, and with the token that ends a turn in the
+    chat template. A sampled image token would stand for an image that does not exist.
     """
+    from quadriga.data.conversations.turns import turn_end_ids
     from quadriga.models.folder import end_token_ids
     from quadriga.models.loading import load_tokenizer
     from quadriga.models.vision.processor import image_tokens
@@ -157,4 +159,5 @@ def special_tokens(model: ModelConfig) -> tuple[int, tuple[int, ...], tuple[int,
     pad: int = tokenizer.pad_token_id
     images = image_tokens(model.path, trust_remote_code=model.trust_remote_code)
     excluded = () if images is None else images.never_sampled
-    return pad, end_token_ids(model.path, tokenizer), excluded
+    ends = {*end_token_ids(model.path, tokenizer), *turn_end_ids(tokenizer)}
+    return pad, tuple(sorted(ends)), excluded

@@ -21,7 +21,7 @@ from quadriga.single_controller import (
     register,
 )
 from quadriga.workers.method_fields import MODEL_INPUTS
-from quadriga.workers.runtime import RankRuntime, prepare_rank, register_data_ranks
+from quadriga.workers.runtime import RankRuntime, prepare_rank, register_engine_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,7 +49,7 @@ class PairTrainingWorker(Worker):
         self.runtime = runtime or RankRuntime()
         self.device = prepare_rank(self.runtime)
         self.engine: TrainEngine | None = None
-        register_data_ranks(self, "reward_model", config.engine.model_parallel_size)
+        register_engine_ranks(self, "reward_model", config.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -67,38 +67,11 @@ class PairTrainingWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward_model"))
     def update_rm(self, data: DataProto) -> DataProto:
-        """Take one optimizer step on the mean loss of the pairs of all ranks.
-
-        Args:
-            data: rows of `PairDataset.collate`; the two rows of a pair are neighbours.
-
-        Returns:
-            `meta_info["metrics"]`: `rm/loss` in nats per pair, `rm/accuracy`, `rm/difference`, and
-            the metrics of the engine.
-        """
-        import torch
-
-        from quadriga.algorithms.pairwise_loss import pairwise_loss
-
-        engine = self._engine()
-        rows = {key: data.batch[key] for key in MODEL_INPUTS}
-        (pairs,) = engine.global_counts(len(data) // 2)
-        scores_B = self._scores(rows).sum(-1)
-        chosen_P, rejected_P = scores_B[0::2], scores_B[1::2]
-        loss = pairwise_loss(chosen_P, rejected_P, data.batch[MARGINS][0::2])
-        slope_P = loss.slope_P / pairs
-        rows[_SLOPES] = torch.stack([-slope_P, slope_P], dim=1).flatten()
-        metrics = engine.train_step(
-            rows, _weighted_scores, micro_batch_size=self.config.data.micro_batch_size_per_gpu
+        """Take one optimizer step. See `update_pairs`."""
+        size = self.config.data.micro_batch_size_per_gpu
+        return update_pairs(
+            self._engine(), data, size, forward_rows=self.config.engine.forward_rows(size)
         )
-        means = {
-            "loss": loss.loss_P,
-            "accuracy": (chosen_P > rejected_P).float(),
-            "difference": chosen_P - rejected_P,
-        }
-        totals = engine.global_counts(*(values.sum() for values in means.values()))
-        metrics |= {name: total / pairs for name, total in zip(means, totals, strict=True)}
-        return DataProto(meta_info={"metrics": {f"rm/{k}": v for k, v in metrics.items()}})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward_model"))
     def compute_pair_scores(self, data: DataProto) -> DataProto:
@@ -134,6 +107,42 @@ class PairTrainingWorker(Worker):
                 rank=self.rank,
             )
         return self.engine
+
+
+def update_pairs(
+    engine: TrainEngine, data: DataProto, micro_batch_size: int | None, *, forward_rows: int | None
+) -> DataProto:
+    """Take one optimizer step on the mean loss of the pairs of all ranks.
+
+    Args:
+        data: rows of `PairDataset.collate`; the two rows of a pair are neighbours.
+        micro_batch_size: sequences of a micro-batch; None: split by tokens.
+        forward_rows: the same of the pass without gradients.
+
+    Returns:
+        `meta_info["metrics"]`: `rm/loss` in nats per pair, `rm/accuracy`, `rm/difference`, and the
+        metrics of the engine.
+    """
+    import torch
+
+    from quadriga.algorithms.pairwise_loss import pairwise_loss
+
+    rows = {key: data.batch[key] for key in MODEL_INPUTS}
+    (pairs,) = engine.global_counts(len(data) // 2)
+    scores_B = engine.forward(rows, micro_batch_size=forward_rows)[VALUES].sum(-1)
+    chosen_P, rejected_P = scores_B[0::2], scores_B[1::2]
+    loss = pairwise_loss(chosen_P, rejected_P, data.batch[MARGINS][0::2])
+    slope_P = loss.slope_P / pairs
+    rows[_SLOPES] = torch.stack([-slope_P, slope_P], dim=1).flatten()
+    metrics = engine.train_step(rows, _weighted_scores, micro_batch_size=micro_batch_size)
+    means = {
+        "loss": loss.loss_P,
+        "accuracy": (chosen_P > rejected_P).float(),
+        "difference": chosen_P - rejected_P,
+    }
+    totals = engine.global_counts(*(values.sum() for values in means.values()))
+    metrics |= {name: total / pairs for name, total in zip(means, totals, strict=True)}
+    return DataProto(meta_info={"metrics": {f"rm/{k}": v for k, v in metrics.items()}})
 
 
 def _weighted_scores(

@@ -15,7 +15,7 @@ from quadriga.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from quadriga.workers.runtime import RankRuntime, prepare_rank, register_data_ranks
+from quadriga.workers.runtime import RankRuntime, prepare_rank, register_engine_ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ class RewardModelWorker(Worker):
         self.runtime = runtime or RankRuntime()
         self.device = prepare_rank(self.runtime)
         self.engine: TrainEngine | None = None
-        register_data_ranks(self, "reward_model", config.engine.model_parallel_size)
+        register_engine_ranks(self, "reward_model", config.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quadriga.config.schema import DeviceName
+from quadriga.config.schema import DeviceName, EngineConfig
 from quadriga.errors import ConfigError
-from quadriga.single_controller import Worker
+from quadriga.single_controller import RankLayout, Worker
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,45 @@ def register_data_ranks(worker: Worker, mesh: str, size: int) -> None:
     Raises:
         ConfigError: `size` does not divide the number of ranks.
     """
+    _check_divides(worker, mesh, size)
+    part, position = divmod(worker.rank, size)
+    worker._register_dispatch_collect_info(mesh, dp_rank=part, is_collect=position == 0)
+
+
+def register_engine_ranks(worker: Worker, mesh: str, engine: EngineConfig) -> None:
+    """Register the mesh of a training engine: which ranks receive the same rows, and which of them
+    returns the result.
+
+    Ranks of the FSDP engine that compute the same rows are neighbours (`register_data_ranks`).
+    Those of the Megatron engine are the tensor-parallel ranks of all stages, and the first
+    tensor-parallel rank of the last stage returns the result. Their coordinates are registered for
+    the MEGATRON dispatch modes too. With 8 ranks, tensor 2 and pipeline 2:
+
+        data-parallel rank 0    ranks 0 1 (stage 0), 4 5 (stage 1); rank 4 returns the result
+        data-parallel rank 1    ranks 2 3 (stage 0), 6 7 (stage 1); rank 6 returns the result
+
+    Raises:
+        ConfigError: the ranks that receive the same rows do not divide the ranks.
+    """
+    if engine.name != "megatron":
+        register_data_ranks(worker, mesh, engine.model_parallel_size)
+        return
+    tensor, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
+    _check_divides(worker, mesh, tensor * stages)
+    replicas = worker.world_size // (tensor * stages)
+    at = RankLayout.of_rank(worker.rank, tensor, 1, replicas, stages)
+    worker._register_rank_layout(at)
+    worker._register_dispatch_collect_info(
+        mesh, dp_rank=at.dp_rank, is_collect=at.tp_rank == 0 and at.pp_rank == stages - 1
+    )
+
+
+def _check_divides(worker: Worker, mesh: str, size: int) -> None:
     if worker.world_size % size:
         raise ConfigError(
             f"{size} ranks of mesh {mesh!r} compute the same rows, which does not divide the "
             f"{worker.world_size} ranks of {type(worker).__name__}"
         )
-    part, position = divmod(worker.rank, size)
-    worker._register_dispatch_collect_info(mesh, dp_rank=part, is_collect=position == 0)
 
 
 def prepare_rank(runtime: RankRuntime) -> str:

@@ -23,6 +23,8 @@ CPUS = (1, 4, 5)
 """CPUs of the nodes. The driver is on the first."""
 CHUNK_BYTES = 256 * 2**10
 """The size of the pieces in which an object is sent to another node."""
+ACTOR_HANDLE = "f" * 16
+"""How the ids begin under which Ray counts the handles of actors."""
 DELAY = "RAY_testing_asio_delay_us"
 SLACK_BYTES = 2**20
 """What a store may hold more than before the program."""
@@ -85,6 +87,26 @@ class ThreeNodes:
     def references(self) -> str:
         """Ray's table of all references to objects: owner, size, where each was created."""
         return str(memory_summary(group_by="NODE_ADDRESS", sort_by="OBJECT_SIZE"))
+
+    def referring(self) -> list[int]:
+        """The ids of the processes that refer to an object. Handles of actors do not count."""
+        return sorted(
+            worker.pid
+            for node in ray.nodes()
+            for worker in node_stats(
+                node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=True
+            ).core_workers_stats
+            if any(
+                not held.object_id.hex().startswith(ACTOR_HANDLE)
+                and (
+                    held.local_ref_count
+                    or held.submitted_task_ref_count
+                    or held.contained_in_owned
+                    or held.pinned_in_memory
+                )
+                for held in worker.object_refs
+            )
+        )
 
     def leaked_bytes(self, base: dict[str, int]) -> dict[str, tuple[int, int]]:
         """Wait until the stores hold no more than before. Return (now, before) where they do."""

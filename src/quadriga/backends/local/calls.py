@@ -7,13 +7,15 @@ last handle.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
 from quadriga.backends.local.deadlines import RunningCall
-from quadriga.errors import WorkerDiedError, WorkerError
+from quadriga.errors import CallTimeoutError, WorkerDiedError, WorkerError
 from quadriga.protocol.values.storage import (
     Handle,
     InProcessStore,
@@ -113,13 +115,17 @@ class LocalCallBackend:
     ) -> Sequence[Pending]:
         """Run each call to its end, rank after rank. A deadline applies to each rank by itself.
 
-        As on Ray, a rank runs one call at a time: the call of another thread waits.
+        As on Ray, a rank runs one call at a time: the call of another thread waits. If it
+        waits for `timeout` seconds, its results are a `CallTimeoutError`.
         """
-        with ranks.lock:
-            return [
-                self._run(ranks, ranks.handles[target], call, timeout)
-                for target, call in zip(targets, calls, strict=True)
-            ]
+        try:
+            with _turn(ranks, calls[0].label, timeout):
+                return [
+                    self._run(ranks, ranks.handles[target], call, timeout)
+                    for target, call in zip(targets, calls, strict=True)
+                ]
+        except CallTimeoutError as late:  # raised where the caller waits
+            return [LocalPending(error=late)] * len(targets)
 
     def _run(
         self, ranks: RankSet, handle: RankHandle, call: Call, timeout: float | None
@@ -156,6 +162,46 @@ class LocalCallBackend:
     def kill(self, handle: RankHandle) -> None:
         """Drop the rank's workers."""
         rank_of(handle).host.workers.clear()
+
+
+@dataclass
+class _Turn:
+    """The right of a chain of calls to run calls of a group."""
+
+    ranks: RankSet
+    ended: bool = False
+
+
+_turns: ContextVar[tuple[_Turn, ...]] = ContextVar("turns", default=())
+"""The turns of the chain of calls that runs here: group A calls B, whose coroutine calls A."""
+
+
+@contextmanager
+def _turn(ranks: RankSet, label: str, timeout: float | None) -> Iterator[None]:
+    """Wait until no other chain of calls runs a call of the group, and keep others out.
+
+    A chain may go on in another thread, for which `ranks.lock` is taken although its holder waits.
+    Tasks and threads that a call has started keep their context when it has ended, hence `ended`.
+    """
+    held = _turns.get()
+    if any(turn.ranks is ranks and not turn.ended for turn in held):
+        yield
+        return
+    if not ranks.lock.acquire(timeout=-1 if timeout is None else timeout):
+        raise CallTimeoutError(
+            f"{label} exceeded its deadline of {timeout:g} s before it started: another thread "
+            "runs a call of its group. If that call waits for this one, let one thread make both.",
+            method=label.rpartition(".")[2],
+            stacks={},
+        )
+    turn = _Turn(ranks)
+    token = _turns.set((*held, turn))
+    try:
+        yield
+    finally:
+        turn.ended = True
+        _turns.reset(token)
+        ranks.lock.release()
 
 
 def rank_of(handle: RankHandle) -> LocalRank:

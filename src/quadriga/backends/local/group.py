@@ -39,6 +39,8 @@ MACHINE_OPTIONS = (
 class LocalWorkerGroup(WorkerGroup):
     """Build one worker per rank of the pool, in this process."""
 
+    _ports: list[ReservedPort]
+
     def __init__(
         self,
         resource_pool: ResourcePool | None,
@@ -85,7 +87,7 @@ class LocalWorkerGroup(WorkerGroup):
         role_classes = roles_of({name: member.cls for name, member in classes.items()})
         single = None if cls_with_init.shares_process else next(iter(classes))
         self._bound_names(role_classes, single, binding)  # raises before anything is built
-        self._ports: list[ReservedPort] = []
+        self._ports = []
         places = self._places(local, prefix)
         variables = [variables_of_rank(worker_env, p.rank, p.world_size) for p in places]
         handles = [

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import ray
 import ray.util.client
+from ray.exceptions import RayError
 
 from quadriga.errors import ConfigError
 
@@ -235,3 +236,16 @@ def this_node() -> str:
 def kill_actor(actor: RankActor) -> None:
     """End the process of an actor at once."""
     ray.kill(cast("ActorHandle[object]", actor))
+
+
+def fetch(refs: Sequence[Ref], timeout: float | None = None) -> list[object]:
+    """Return the values of references: `ray.get` for calls that may fail or be late.
+
+    Ray raises an error in a frame whose variables refer to it. Such a cycle keeps what the calling
+    frames refer to, batches too, until a full garbage collection, so that frame is left out.
+    """
+    try:
+        return list(ray.get(list(refs), timeout=timeout))
+    except RayError as error:
+        error.__traceback__ = None
+        raise

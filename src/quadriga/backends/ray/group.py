@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -13,7 +13,7 @@ import ray
 from quadriga.backends.ray.calls.row_store import serve_rows
 from quadriga.backends.ray.calls.submission import RayCallBackend
 from quadriga.backends.ray.calls.waiting import RayPending
-from quadriga.backends.ray.cluster import refuse_ray_client
+from quadriga.backends.ray.cluster import kill_actor, refuse_ray_client
 from quadriga.backends.ray.placement.class_with_args import RayClassWithInitArgs
 from quadriga.backends.ray.placement.placement_groups import Strategy, local_places
 from quadriga.backends.ray.placement.pool import RayResourcePool
@@ -86,6 +86,9 @@ class RayWorkerGroup(WorkerGroup):
         binding: which registered methods become attributes of the group.
     """
 
+    resource_pool: RayResourcePool | None
+    register_center: object
+
     def __init__(
         self,
         resource_pool: RayResourcePool | None = None,
@@ -135,16 +138,17 @@ class RayWorkerGroup(WorkerGroup):
             planner = _Planner(
                 cls, prefix, detached, worker_env, device_name, namespace, profiler, methods
             )
-            strategy: Strategy = "STRICT_PACK" if bin_pack else "PACK"
-            plans = planner.plans(resource_pool, sharing_with, strategy, detached)
-            start = partial(start_ranks, port_range=master_port_range)
-            handles = start(plans, roles, cls.cls.__name__, start_timeout, backend.store)
+            plans = planner.plans(resource_pool, sharing_with, bin_pack)
+            name, ports = cls.cls.__name__, master_port_range
+            store = backend.store
+            handles = start_ranks(plans, roles, name, start_timeout, store, port_range=ports)
+        with _killed_after_an_error([] if existing else handles):
             if register_center:
                 facts = [handle.facts for handle in handles]
                 self.register_center = start_register_center(prefix, facts, detached, namespace)
-        serve_rows(backend.store, {handle.facts.node_id for handle in handles})
-        ranks = RankSet(backend, handles, class_roles(roles), prefix, timeout)
-        super().__init__(ranks, single, method_factory, binding)
+            serve_rows(backend.store, {handle.facts.node_id for handle in handles})
+            ranks = RankSet(backend, handles, class_roles(roles), prefix, timeout)
+            super().__init__(ranks, single, method_factory, binding)
 
     @classmethod
     def from_detached(
@@ -189,6 +193,7 @@ class _Planner:
         self.prefix = prefix
         self.worker_env = worker_env
         self.device_name = device_name
+        self.detached = detached
         self.lifetime: dict[str, object] = {"lifetime": "detached"} if detached else {}
         if namespace is not None:
             self.lifetime["namespace"] = namespace
@@ -197,8 +202,7 @@ class _Planner:
         self,
         pool: RayResourcePool | None,
         sharing_with: WorkerGroup | None,
-        strategy: Strategy,
-        detached: bool,
+        bin_pack: bool,
     ) -> list[RankPlan]:
         """Return the plans of all ranks: beside the ranks of a group, or in a pool.
 
@@ -211,9 +215,9 @@ class _Planner:
                 "RayWorkerGroup needs a resource_pool, a group to share with (sharing_with), "
                 "or existing workers (worker_names or worker_handles)."
             )
-        if detached:
+        if self.detached:
             pool.detach()
-        return self.in_pool(pool, strategy)
+        return self.in_pool(pool, "STRICT_PACK" if bin_pack else "PACK")
 
     def in_pool(self, pool: RayResourcePool, strategy: Strategy) -> list[RankPlan]:
         """Plan one rank per bundle of the pool."""
@@ -307,11 +311,22 @@ def _attach(
     return sorted(handles, key=lambda handle: handle.facts.rank)
 
 
+@contextmanager
+def _killed_after_an_error(started: Sequence[RankHandle]) -> Iterator[None]:
+    """End the ranks if the block raises: detached ones would outlive the program."""
+    try:
+        yield
+    except BaseException:
+        for handle in started:
+            kill_actor(cast("RankActor", handle.native))
+        raise
+
+
 def _future_of(ref: object) -> DataProtoFuture:
     from quadriga.backends.ray.calls.referenced import ReferencedValue
 
     assert isinstance(ref, ray.ObjectRef)
-    return ReferencedValue([RayPending(ref, source="a reference of Ray")])
+    return ReferencedValue([RayPending(ref, label="a reference of Ray")])
 
 
 register_reference(ray.ObjectRef, _future_of)

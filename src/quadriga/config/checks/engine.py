@@ -27,8 +27,16 @@ def check_engine_ranks(
         raise ConfigError(
             f"{key}.{engine.model_parallel_text()} ranks compute the same rows, which does not "
             f"divide the {ranks} ranks of the role ({ranks} = {ranks // together} × {together} + "
-            f"{ranks % together})",
+            f"{ranks % together}); choose sizes whose product divides {ranks}",
             key=key,
+        )
+    experts, data = engine.expert_parallel_size, ranks // together
+    if data % experts:
+        raise ConfigError(
+            f"{key}.expert_parallel_size={experts} divides the experts of a layer over the "
+            f"data-parallel ranks, but does not divide these: {ranks} ranks / {together} that "
+            f"compute the same rows = {data}",
+            key=f"{key}.expert_parallel_size",
         )
     size, left = engine.fsdp_size, ranks // tensor
     if size != -1 and (size < 1 or left % size):

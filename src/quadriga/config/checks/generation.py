@@ -13,6 +13,8 @@ from quadriga.config.schema import (
     GenerateConfig,
     GenerationConfig,
     SamplingConfig,
+    SFTConfig,
+    SFTTrainerConfig,
 )
 from quadriga.errors import ConfigError
 
@@ -97,6 +99,35 @@ def check_eval_settings(config: EvalConfig) -> None:
             "reward.on_failure=mask leaves failed samples out of an update, and an evaluation has "
             "none; set it to zero or fail",
             key="reward.on_failure",
+        )
+
+
+def check_sft_validation(config: SFTConfig) -> None:
+    """Check the settings of the responses that `quadriga sft` generates in validation.
+
+    Raises:
+        ConfigError: a value is out of range, or a setting has no effect.
+    """
+    trainer, data, key = config.trainer, config.data, "trainer.val_sampling"
+    if trainer.stop_at_accuracy is not None and not data.val_files:
+        raise ConfigError(
+            f"trainer.stop_at_accuracy={trainer.stop_at_accuracy} needs validation "
+            "prompts; set data.val_files",
+            key="trainer.stop_at_accuracy",
+        )
+    check_sampling(key, trainer.val_sampling, trainer.max_response_length)
+    if trainer.val_sampling == SFTTrainerConfig().val_sampling:
+        return
+    if not data.val_files or data.messages_key is not None:
+        reason = "data.val_files is empty"
+        if data.val_files:
+            reason = (
+                f"data.messages_key={data.messages_key} has conversations, scored by their loss"
+            )
+        raise ConfigError(
+            f"{key} has no effect: no response is generated in validation, because {reason}; "
+            "remove it",
+            key=key,
         )
 
 

@@ -11,8 +11,13 @@ from dataclasses import dataclass
 from quadriga.config.checks.engine import check_engine_ranks
 from quadriga.config.checks.generation import check_eval_settings as check_eval_settings
 from quadriga.config.checks.generation import check_generate_settings as check_generate_settings
-from quadriga.config.checks.generation import check_samples_differ, check_sampling
+from quadriga.config.checks.generation import (
+    check_samples_differ,
+    check_sampling,
+    check_sft_validation,
+)
 from quadriga.config.checks.ranges import check_values
+from quadriga.config.checks.replicas import check_replicas
 from quadriga.config.checks.reward import check_reward_model_settings
 from quadriga.config.checks.trained_part import check_one_part, check_trained_parts
 from quadriga.config.checks.unread import (
@@ -79,11 +84,11 @@ def check_train_settings(config: TrainConfig, known: KnownNames | None = None) -
         ("critic", "critic", critic.engine, critic.optim),
     ):
         check_engine_ranks(f"{key}.engine", engine, num_ranks(config, role), optim)
+    check_reward_model_settings(config, num_ranks(config, REWARD_MODEL))
     _check_sampling(config, known)
     _check_batches(config, known)
     _check_balance(config)
     check_trained_parts(config)
-    check_reward_model_settings(config, num_ranks(config, REWARD_MODEL))
     _check_algorithm(config, known)
     if config.algorithm.adv_estimator in known.estimators_with_values:
         _check_critic(config.critic, config.actor_rollout_ref.model)
@@ -114,12 +119,7 @@ def check_sft_settings(config: SFTConfig, known: KnownNames | None = None) -> No
     if known and known.engines:
         check_choice("engine.name", config.engine.name, sorted(known.engines))
     check_unread_conversations(config)
-    if trainer.stop_at_accuracy is not None and not config.data.val_files:
-        raise ConfigError(
-            f"trainer.stop_at_accuracy={trainer.stop_at_accuracy} needs validation "
-            "prompts; set data.val_files",
-            key="trainer.stop_at_accuracy",
-        )
+    check_sft_validation(config)
     check_unread_optim("optim", config.optim)
     if trainer.total_training_steps is not None:
         check_warmup_of_run("optim", config.optim, trainer.total_training_steps)
@@ -178,6 +178,7 @@ def _check_placement(config: TrainConfig, known: KnownNames) -> None:
             "gives them different ranks; remove placement.rollout, or set take_turns=false",
             key=f"{ROLLOUT}.take_turns",
         )
+    check_replicas(config.actor_rollout_ref.rollout, pools)
     transport = config.actor_rollout_ref.rollout.weight_transport
     if transport == "collective" and config.trainer.backend == "local":
         raise ConfigError(

@@ -19,7 +19,9 @@ class ArithmeticDataConfig:
     train_size: int = 4096  # rows of train.parquet
     val_size: int = 256  # rows of test.parquet
     sft_size: int = 512  # rows of sft.parquet
-    rm_size: int = 0  # rows of rm.parquet, pairs of a right and a wrong solution; 0: no such file
+    # rows of rm.parquet, pairs of a right and a wrong solution, beside which rm_test.parquet has
+    # pairs of the problems of test.parquet; 0: neither
+    rm_size: int = 0
     max_number: int = 9  # largest number in a story
     min_steps: int = 1  # calculations per problem
     max_steps: int = 2  # most calculations per problem
@@ -54,6 +56,8 @@ class DemoConfig:
     seed: int = 0  # of data, model and runs
     adv_estimator: str = "grpo"  # a name of `quadriga algorithms`
     rollout: str = "hf"  # the rollout engine: a value of actor_rollout_ref.rollout.name
+    # size of the adapters that reinforcement learning trains (LoRA); None: it trains all weights
+    lora_rank: int | None = None
     backend: BackendName = "ray"  # local: one process, one rank
     n_gpus_per_node: int | None = None  # ranks, on CPU machines too; None: 2, one if local
     device: DeviceName = "auto"  # auto: an accelerator if there is one

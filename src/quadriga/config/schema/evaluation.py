@@ -36,6 +36,8 @@ class GenerationConfig:
     # arguments of the chat template, such as {enable_thinking: false}
     chat_template_kwargs: Options = field(default_factory=dict)
     image_key: str | None = "images"  # column of the images of a prompt; None: there are none
+    # folder for the token ids of large files, whose rows stay on disk; None: all rows in memory
+    cache_dir: str | None = "~/.cache/quadriga/prompts"
     n: int = 1  # responses per prompt
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     max_prompt_length: int = 512  # tokens; longer prompts are left out

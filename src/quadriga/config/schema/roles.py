@@ -95,6 +95,19 @@ class MismatchConfig:
 
 
 @dataclass(frozen=True)
+class ReplicasConfig:
+    """A rollout of replicas on ranks of its own, each of which is asked for rows by itself."""
+
+    enable: bool = False  # false: all ranks of the rollout are one group and get equal parts
+    request_rows: int | None = None  # sequences of one request; None: a quarter of an equal part
+    requests_in_flight: int = 2  # requests that a replica has at once
+    # a prompt goes to the replica that has computed at least this share of its tokens before, since
+    # the last weight sync: the next turn of a conversation
+    prefix_share: float = 0.5
+    restarts: int = 0  # lost replicas that are started again in a run, at the next weight sync
+
+
+@dataclass(frozen=True)
 class RolloutConfig(RolloutEngineConfig):
     """The rollout engine, which generates the responses, and how training uses it."""
 
@@ -114,7 +127,11 @@ class RolloutConfig(RolloutEngineConfig):
     # engine hf in the processes of the actor: use the actor's tensors as weights without a copy, if
     # they are whole there and have the dtype of the rollout. Each update then needs a weight sync
     share_weights: bool = True
+    # with model.lora: the engine computes with the adapters, which alone are sent after the first
+    # weight sync; false: they are merged into the weights; None: if the engine can
+    load_adapters: bool | None = None
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
+    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from quadriga.config.schema.choices import LossTurns, Options
 from quadriga.config.schema.model import EngineConfig, ModelConfig, OptimConfig
 from quadriga.config.schema.reward import RewardConfig
+from quadriga.config.schema.roles import SamplingConfig
 from quadriga.config.schema.run import RunConfig
 
 
@@ -41,6 +42,8 @@ class SFTTrainerConfig(RunConfig):
     stop_at_accuracy: float | None = None  # stop when greedy validation accuracy reaches this value
     val_size: int = 256  # validation rows used each time
     max_response_length: int = 256  # tokens, in validation
+    # of the responses in validation: greedy, and what ends them beside the end tokens of the model
+    val_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     samples_per_step: int = 8  # responses written to the run folder at each validation
 
 

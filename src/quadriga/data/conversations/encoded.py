@@ -12,15 +12,16 @@ so a row costs memory only while it is used. Those of a small file take four byt
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from quadriga.data.chat import TemplateArguments
 from quadriga.data.rows import Row, check_files, count_rows, read_pieces
 from quadriga.data.token_cache import cache_file, is_large, tokenizer_digest
 from quadriga.observability.progress import progress
@@ -42,8 +43,18 @@ class EncodedRow:
     value: float = 0.0
 
 
-Encode = Callable[[Sequence[Row]], Sequence[EncodedRow | None]]
-"""Rows → each of them encoded; None for a row that is left out."""
+class RowRules(Protocol):
+    """How rows become token ids: a dataclass whose fields are all that the result depends on beside
+    the rows. They are JSON values, except the tokenizer and the arguments of its template."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    @property
+    def arguments(self) -> TemplateArguments: ...
+
+    def encode(self, rows: Sequence[Row]) -> Sequence[EncodedRow | None]:
+        """Return each row encoded; None for one that is left out."""
 
 
 class EncodedRows:
@@ -79,20 +90,16 @@ class EncodedRows:
 
 
 def encode_files(
-    files: Sequence[str | Path],
-    tokenizer: PreTrainedTokenizerBase,
-    encode: Encode,
-    settings: Mapping[str, object],
-    cache_dir: str | Path | None,
+    files: Sequence[str | Path], rules: RowRules, cache_dir: str | Path | None
 ) -> EncodedRows:
     """Encode the rows of files, or map what an earlier call has kept of large ones.
 
     Args:
-        settings: JSON values, all that the encoded rows depend on beside file and tokenizer.
         cache_dir: folder of the cache files; None: all encoded rows are in memory.
 
     Raises:
-        DataError: a file cannot be used, or a cache file cannot be written; or as `encode` raises.
+        DataError: a file cannot be used, or a cache file cannot be written; or as `rules.encode`
+            raises.
     """
     import pyarrow as pa
 
@@ -100,18 +107,18 @@ def encode_files(
     rows = 0
     for path in check_files(files):
         large = cache_dir is not None and is_large(path)
-        digest = tokenizer_digest(tokenizer) if large else None
+        digest = tokenizer_digest(rules.tokenizer) if large else None
         if digest is None or cache_dir is None:
             memory = pa.BufferOutputStream()
-            _write(path, memory, encode, nullcontext(lambda _: None))
+            _write(path, memory, rules, nullcontext(lambda _: None))
             source = pa.BufferReader(memory.getvalue())
         else:
-            key = f"{_FORMAT} {digest} {json.dumps(settings, sort_keys=True)}"
+            key = f"{_FORMAT} {digest} {json.dumps(_settings(rules), sort_keys=True)}"
             kept = cache_file(
                 path,
                 Path(cache_dir).expanduser(),
                 settings=key,
-                write=partial(_write_file, path, encode),
+                write=partial(_write_file, path, rules),
             )
             source = pa.memory_map(str(kept))
         reader = pa.ipc.open_file(source)
@@ -121,17 +128,23 @@ def encode_files(
     return EncodedRows(used, rows - sum(batch.num_rows for batch in used))
 
 
-def _write_file(source: Path, encode: Encode, path: Path) -> None:
+def _settings(rules: RowRules) -> dict[str, object]:
+    """Return all that encoded rows depend on beside the rows and the tokenizer."""
+    own = {key: value for key, value in vars(rules).items() if key != "tokenizer"}
+    return {**own, "arguments": dict(rules.arguments)}
+
+
+def _write_file(source: Path, rules: RowRules, path: Path) -> None:
     import pyarrow as pa
 
     shown = progress(f"tokenising {source.name}", count_rows(source))
-    _write(source, pa.OSFile(str(path), "wb"), encode, shown)
+    _write(source, pa.OSFile(str(path), "wb"), rules, shown)
 
 
 def _write(
     source: Path,
     sink: pa.NativeFile,
-    encode: Encode,
+    rules: RowRules,
     shown: AbstractContextManager[Callable[[int], None]],
 ) -> None:
     """Write the encoded rows of a file; `shown` is told how many rows are done."""
@@ -143,7 +156,7 @@ def _write(
         for piece in read_pieces(source):
             found: list[EncodedRow] = []
             for start in range(0, len(piece.rows), _BLOCK):
-                block = encode(piece.rows[start : start + _BLOCK])
+                block = rules.encode(piece.rows[start : start + _BLOCK])
                 found += [row for row in block if row is not None]
             writer.write_batch(
                 pa.record_batch(

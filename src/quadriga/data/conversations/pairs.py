@@ -105,7 +105,7 @@ class PairDataset:
             max_length,
             chat_template_kwargs,
         )
-        self._rows = encode_files(files, tokenizer, rules.encode, rules.settings(), cache_dir)
+        self._rows = encode_files(files, rules, cache_dir)
         self.filtered = self._rows.left_out
         if not len(self._rows):
             raise DataError(
@@ -151,11 +151,6 @@ class _Rules:
     margin_key: str | None
     max_length: int | None
     arguments: TemplateArguments
-
-    def settings(self) -> dict[str, object]:
-        """Return all that the encoded pairs depend on beside the rows and the tokenizer."""
-        own = {key: value for key, value in vars(self).items() if key != "tokenizer"}
-        return {**own, "arguments": dict(self.arguments)}
 
     def encode(self, rows: Sequence[Row]) -> list[EncodedRow | None]:
         """Return the pair of each row; None for one that is too long.

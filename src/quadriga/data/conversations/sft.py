@@ -77,7 +77,7 @@ class SFTDataset:
             max_length,
             chat_template_kwargs,
         )
-        self._rows = encode_files(files, tokenizer, rules.encode, rules.settings(), cache_dir)
+        self._rows = encode_files(files, rules, cache_dir)
         self._size = len(self._rows)
         self.filtered = self._rows.left_out
         if not self._size:
@@ -139,11 +139,6 @@ class _Rules:
     last_only: bool
     max_length: int | None
     arguments: TemplateArguments
-
-    def settings(self) -> dict[str, object]:
-        """Return all that the token ids depend on beside the rows and the tokenizer."""
-        own = {key: value for key, value in vars(self).items() if key != "tokenizer"}
-        return {**own, "arguments": dict(self.arguments)}
 
     def encode(self, rows: Sequence[Row]) -> list[EncodedRow | None]:
         """Return the conversation of each row; None for one that is too long.

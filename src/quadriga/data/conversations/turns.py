@@ -107,6 +107,23 @@ def encode_turns(
     return [_joined(of_chat, [next(ids) for _ in of_chat], special, tokenizer) for of_chat in parts]
 
 
+def turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the special token with which the chat template ends a turn of the assistant.
+
+    Chat models write it at the end of a response, also where the tokenizer has another end token:
+    Gemma's is `<eos>`, and its turns end with `<end_of_turn>`. Without a chat template, or with one
+    that cannot write a question and an answer, the result is empty.
+    """
+    if not tokenizer.chat_template:
+        return ()
+    chat: Chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    try:
+        [conversation] = encode_turns(tokenizer, [chat])
+    except ModelError:
+        return ()
+    return (conversation.ids[-1],)
+
+
 def assistant_turns(chat: Chat, last_only: bool = False) -> list[int]:
     """Return the positions of the messages of the assistant."""
     turns = [i for i, message in enumerate(chat) if message["role"] == "assistant"]

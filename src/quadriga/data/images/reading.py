@@ -9,13 +9,14 @@ checked before it is decoded. Only formats that need no other program are decode
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.data.rows import MAX_ROW, Row
+from quadriga.data.rows import MAX_ROW, Row, read_pieces
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,6 +25,7 @@ MAX_PIXELS = 1 << 26  # pixels of one image: 8192 × 8192
 MAX_IMAGES = 64  # images of one row
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _KEYS = ("bytes", "path", "image")
+_FILE = "file://"
 
 
 def images_of(row: Row, image_key: str | None) -> list[object]:
@@ -47,6 +49,33 @@ def images_of(row: Row, image_key: str | None) -> list[object]:
     if len(value) > MAX_IMAGES:
         raise row.error(f"{image_key!r} has {len(value)} images; at most {MAX_IMAGES} are read")
     return value
+
+
+def image_files(data_file: Path, image_key: str) -> Iterator[Path]:
+    """Yield the image files that the rows of a data file name, in their order, missing ones too.
+
+    Raises:
+        DataError: the data file cannot be read, or a row has no list of images.
+    """
+    for piece in read_pieces(data_file):
+        for row in piece.rows:
+            for source in images_of(row, image_key):
+                given = _given(source)
+                if isinstance(given, str):
+                    yield _path(row, given)
+
+
+def image_stamp(data_file: Path, image_key: str) -> str:
+    """Return a digest of the sizes and times of all files that `image_files` yields.
+
+    Raises:
+        DataError: as `image_files`.
+    """
+    digest = hashlib.sha256()
+    for path in image_files(data_file, image_key):
+        stat = path.stat() if path.is_file() else None
+        digest.update(repr(stat and (stat.st_size, stat.st_mtime_ns)).encode())
+    return digest.hexdigest()
 
 
 def check_no_images(row: Row, image_key: str | None) -> None:
@@ -106,9 +135,7 @@ def read_image(row: Row, number: int, source: object) -> Image:
 
 def _content(row: Row, number: int, source: object) -> bytes:
     """Return the bytes of an image file."""
-    given = source
-    if isinstance(source, Mapping):
-        given = next((source[key] for key in _KEYS if source.get(key) is not None), None)
+    given = _given(source)
     if isinstance(given, bytes):
         return given
     if not isinstance(given, str):
@@ -117,12 +144,12 @@ def _content(row: Row, number: int, source: object) -> bytes:
             f"image {number} must be bytes, a path or a dict with one of {', '.join(_KEYS)}; got "
             f"{found or type(source).__name__}"
         )
-    name = given.removeprefix("file://")
+    name = given.removeprefix(_FILE)
     if "://" in name or name.startswith("data:"):
         raise row.error(
             f"image {number} is {given!r:.100}; images are read from files and not from addresses"
         )
-    path = Path(row.path).parent / Path(name).expanduser()
+    path = _path(row, given)
     # A named pipe would be read without end.
     if not path.is_file():
         raise row.error(f"image {number}: there is no file {path}")
@@ -133,6 +160,18 @@ def _content(row: Row, number: int, source: object) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise row.error(f"image {number}: {path} cannot be read: {error.strerror}") from error
+
+
+def _given(source: object) -> object:
+    """Return the bytes or the path of an image; None for a dict without either."""
+    if isinstance(source, Mapping):
+        return next((source[key] for key in _KEYS if source.get(key) is not None), None)
+    return source
+
+
+def _path(row: Row, given: str) -> Path:
+    """Return the path of an image file that a row names."""
+    return Path(row.path).parent / Path(given.removeprefix(_FILE)).expanduser()
 
 
 def _rgb(image: Image) -> Image:

@@ -16,7 +16,8 @@ from quadriga.config.schema import ModelConfig
 from quadriga.engines.base import HeadKind
 from quadriga.engines.loading.sharded_loading import LoadedModel
 from quadriga.engines.loading.trained_part import merged_weights
-from quadriga.models.adapters import export_adapter, is_adapter
+from quadriga.errors import ConfigError
+from quadriga.models.adapters import export_adapter, is_adapter, scaled_part
 from quadriga.models.score_head import padding_token
 from quadriga.models.stored_dtypes import stored_dtypes
 from quadriga.models.vision.processor import copy_processor
@@ -79,6 +80,26 @@ class ModelWeights:
         adapter = self.part.adapter
         merged = merged_weights(self.shards(), adapter, self._on_device, adapted=adapted)
         return self._with_tied(merged)
+
+    def unmerged_stream(self, *, base: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield A and B of every adapter whole, as `scaled_part` names them.
+
+        Before them, if `base`, the weights of the base model as `shard_stream` yields them.
+
+        Raises `ConfigError` if the model has no adapters.
+        """
+        adapter = self.part.adapter
+        if adapter is None:
+            raise ConfigError(
+                "the rollout engine holds adapters, but the trained model has none; set model.lora "
+                "or rollout.load_adapters=false",
+                key="actor_rollout_ref.rollout.load_adapters",
+            )
+        if base:
+            yield from self.shard_stream(adapted=False)
+        for name, shard in self.shards():
+            if is_adapter(name):
+                yield scaled_part(name, self.whole(shard), adapter)
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)

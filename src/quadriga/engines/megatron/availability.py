@@ -40,15 +40,18 @@ def _version() -> str | None:
         return None
 
 
-def check_device(device_type: str) -> None:
+def check_device(device_type: str, key: str = "engine.name") -> None:
     """Check that Megatron-core computes on a device.
+
+    Args:
+        key: the setting that asks for it.
 
     Raises:
         ConfigError: it does not.
     """
     if device_type != "cuda" and not (device_type == "cpu" and on_cpu_for_tests):
         raise ConfigError(
-            f"engine.name=megatron needs CUDA devices, and the device of this rank is "
-            f"{device_type!r}; set engine.name=fsdp",
-            key="engine.name",
+            f"{key}=megatron needs CUDA devices, and the device of the ranks is {device_type!r}; "
+            f"set {key}=fsdp",
+            key=key,
         )

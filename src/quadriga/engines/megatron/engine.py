@@ -45,8 +45,7 @@ from quadriga.engines.megatron.weights import RankWeights
 from quadriga.engines.micro_batches import (
     check_fields,
     dummy_batch,
-    equal_counts_over_ranks,
-    plan_micro_batches,
+    micro_batches_of_ranks,
     select_rows,
 )
 from quadriga.engines.optimizers.sharded import SKIPPED_IN_A_ROW, UPDATES
@@ -223,17 +222,15 @@ class MegatronEngine:
     def _plan(self, batch: Batch, size: int | None) -> list[Tensor | None]:
         """Return the row indices of each micro-batch, as many on every rank."""
         check_fields(batch)
-        if size is None and not self.config.use_dynamic_bsz:
-            size = max(len(batch[fields.INPUT_IDS]), 1)
-        plan = partial(
-            plan_micro_batches,
+        return micro_batches_of_ranks(
             batch,
-            size=size,
-            max_tokens=self.config.max_tokens_per_micro_batch,
+            size,
+            self.config,
+            self.device,
             share_prompts=True,
             cost=self._cost,
+            stages=self.ranks.degrees.pipeline,
         )
-        return equal_counts_over_ranks(plan, self.device, wanted=self.ranks.degrees.pipeline)
 
     def _micro_batch(
         self, batch: Batch, rows: Tensor | None, *, temperature: float, entropy: bool

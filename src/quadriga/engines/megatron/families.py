@@ -319,7 +319,9 @@ def check_sizes(config: PreTrainedConfig, sizes: Sizes, key: str) -> None:
 
     Raises:
         ConfigError: a size does not divide by the ranks.
+        ModelError: the engine does not compute the model.
     """
+    family_of(config)
     tensor, experts = f"{key}.tensor_parallel_size", expert_count(config)
     parts = {
         "attention heads": (config.num_attention_heads, tensor, sizes.tensor),

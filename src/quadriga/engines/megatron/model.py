@@ -94,6 +94,7 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
             position_embedding_type="none",
         )
         self.ranks, self.head, self.kernel_of, self.device = ranks, head, kernel_of, device
+        self.padding: int | None = config.pad_token_id
         self.vocabulary: int = config.vocab_size
         self.inverse_frequencies = inverse_frequencies(config).to(device)
         if head != "lm" and ranks.last_stage:
@@ -118,7 +119,7 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
             packed.rows, self.device, self.kernel_of, split=self.device.type == "cpu"
         )
         hidden = self.decoder(
-            hidden_states=self.embedding(ids, None) if self.pre_process else None,
+            hidden_states=self._embedded(ids) if self.pre_process else None,
             attention_mask=self.rows_in_flight.add(rows, tokens),
             rotary_pos_emb=torch.cat((angles, angles), -1)[:, None, None],
         )
@@ -127,6 +128,17 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
         if self.ranks.sizes.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return self._columns(hidden[packed.predictors, 0], micro)
+
+    def _embedded(self, ids_1N: Tensor) -> Tensor:
+        """Look up the embeddings. That of the padding token has no gradient, as in transformers
+        (`nn.Embedding(padding_idx=…)`), also where the token is part of a text."""
+        hidden: Tensor = self.embedding(ids_1N, None)
+        if self.padding is None or not hidden.requires_grad:
+            return hidden
+        is_padding = ids_1N[0] == self.padding
+        if self.ranks.sizes.sequence_parallel:  # this rank has its slice of the tokens
+            is_padding = is_padding.chunk(self.ranks.degrees.tensor)[self.ranks.place.tensor]
+        return torch.where(is_padding[:, None, None], hidden.detach(), hidden)
 
     def _columns(self, hidden_KD: Tensor, micro: MicroBatch) -> Tensor:
         """Compute the outputs of the targets from their hidden states, which all T ranks have."""

@@ -16,6 +16,7 @@ from quadriga.engines.megatron.families import Sizes
 from quadriga.errors import ConfigError
 from quadriga.parallel.distributed import rank, world_size
 from quadriga.parallel.layouts.parallel_layouts import Degrees, Place
+from quadriga.single_controller import RankLayout
 
 TIMEOUT_MINUTES = 10
 """Of a collective, as of the process group of the worker group."""
@@ -128,6 +129,23 @@ def join_ranks(sizes: Sizes, seed: int = 0) -> Ranks:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         torch.set_rng_state(state)
     return Ranks(sizes, degrees, degrees.place(rank()))
+
+
+def layout_of_process() -> RankLayout | None:
+    """Return the coordinates of this rank in the groups that the process has made. None: it has
+    made none."""
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    return RankLayout(
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
 
 
 def leave_ranks() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ from quadriga.engines.loading.sharding import (
 )
 from quadriga.engines.memory.optimizer_step import Updated, optimizer_bytes, step_bytes
 from quadriga.engines.memory.passes import Passes, PassMemory, Rows
+from quadriga.engines.memory.traffic import NO_TRAFFIC, Traffic, Unit, shard_elements
 from quadriga.engines.model_parallel.tensor_layers import divide_layers
 from quadriga.engines.optimizers.choice import rule_of_each
 from quadriga.parallel.device import compute_dtype
@@ -57,6 +59,7 @@ class TrainingMemory:
         weights: elements of all parameters.
         largest_weight: elements of the largest.
         uncounted: why activations are not in the numbers; "" if they are.
+        sent: what the rank sends for FSDP.
     """
 
     parameters: int
@@ -73,6 +76,7 @@ class TrainingMemory:
     largest_weight: int
     uncounted: str = ""
     on_host: int = 0
+    sent: Traffic = NO_TRAFFIC
 
     @property
     def update_peak(self) -> int:
@@ -124,6 +128,7 @@ def training_memory(
         tensor=tensor,
         dtype=dtype,
         reduce_dtype=reduce_dtype,
+        ranks=ranks // tensor,
         shards=ranks // tensor if engine.fsdp_size == -1 else engine.fsdp_size,
         optim=None if update is None else optim or OptimConfig(),
         gloo=device_type == "cpu",
@@ -160,6 +165,7 @@ class _Layout:
     hosted: bool
     updated: list[Updated]
     tensor: int
+    copies: int
 
     @staticmethod
     def of(
@@ -168,6 +174,7 @@ class _Layout:
         tensor: int,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
+        ranks: int,
         shards: int,
         optim: OptimConfig | None,
         gloo: bool,
@@ -178,7 +185,8 @@ class _Layout:
 
         Args:
             tensor: ranks of tensor parallelism, which have divided the layers of `module`.
-            shards: ranks that share one copy of a layer; `tensor` times as many share the root.
+            ranks: that compute the same part of each layer.
+            shards: those of them that share one copy; `tensor` times as many share the root.
             optim: None if the model is not trained.
             hosted: whether shards and the optimizer's state are in host memory.
             gloo: whether collectives are those of gloo, whose reduction copies its input.
@@ -206,6 +214,7 @@ class _Layout:
             gloo=gloo,
             hosted=hosted,
             tensor=tensor,
+            copies=ranks // shards,
             updated=[Updated(shapes[name], rule) for name, rule in rules.items()],
         )
 
@@ -220,14 +229,20 @@ class _Layout:
 
     def shard_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Return the bytes of the largest rank's shards: rows are divided and rounded up."""
-        # 5 rows of 3 elements on 2 ranks: 3 and 2 rows; the first rank holds 3 · 3 elements.
         in_root = {id(p) for p in self.root}
         found = 0
         for p in parameters:
             shards = self.shards * (self.tensor if id(p) in in_root else 1)
-            rows = math.ceil(len(p) / shards) * (p.numel() // len(p)) if p.dim() else 1
-            found += (self.kept_dtype if id(p) in self.trained else self.dtype).itemsize * rows
+            dtype = self.kept_dtype if id(p) in self.trained else self.dtype
+            found += dtype.itemsize * shard_elements(p, shards)
         return found
+
+    def _sent(self, *, again: bool) -> Traffic:
+        """Return what a rank sends; `again`: the backward pass gathers layers again."""
+        of = partial(Unit.of, trained=self.trained, copies=self.copies)
+        root = of(self.root, ranks=self.shards * self.tensor)
+        layers = [of(layer, ranks=self.shards) for layer in self.layers]
+        return Traffic.of(root, layers, self.dtype, self.reduce_dtype, again=again)
 
     def memory(
         self, engine: EngineConfig, update: PassMemory | None, evaluate: PassMemory | None
@@ -265,6 +280,7 @@ class _Layout:
             evaluate_peak=max(passes + evaluate.forward, self._gather_buffer()) if evaluate else 0,
             weights=_elements(self.all),
             largest_weight=max(p.numel() for p in self.all),
+            sent=self._sent(again=frees and step is not None),
         )
 
     def _gradient_shards(self) -> int:

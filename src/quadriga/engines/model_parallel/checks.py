@@ -13,6 +13,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.engines.megatron.families import check_sizes
+from quadriga.engines.megatron.settings import sizes_of
 from quadriga.engines.model_parallel.tensor_plan import TensorPlan, check_division, check_heads
 from quadriga.errors import ConfigError
 from quadriga.models.architectures import architecture_of
@@ -40,7 +42,7 @@ def check_model_parallel(
     Raises:
         ConfigError: they cannot. The message has the arithmetic.
     """
-    if engine.model_parallel_size == 1 or engine.name == "megatron":  # which has its own checks
+    if engine.model_parallel_size == 1:
         return
     kind = config.model_type
     setting = f"{key}.{engine.model_parallel_text()}"
@@ -114,13 +116,21 @@ def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
 
 
 def check_model_parallel_folder(model: ModelConfig, engine: EngineConfig, key: str) -> None:
-    """Check the same for the model of a folder, before any process starts; see there."""
-    if engine.model_parallel_size > 1:
+    """Check the same for the model of a folder, before any process starts; see there.
+
+    Raises:
+        ConfigError: the ranks cannot divide the model.
+        ModelError: the Megatron engine does not compute it.
+    """
+    if engine.name == "megatron" or engine.model_parallel_size > 1:
         folder = local_folder(model.path, weights=False)
         trusted = model.trust_remote_code
         config = read_config(Path(folder), trust_remote_code=trusted)
+        if engine.name == "megatron":
+            check_sizes(config.get_text_config(), sizes_of(engine), key)
+            return
         check_model_parallel(config, engine, key)
-        if engine.tensor_parallel_size > 1 and engine.name != "megatron":
+        if engine.tensor_parallel_size > 1:
             implementation = model.attn_implementation
             shapes = model_without_weights(
                 folder, value_head=False, dtype=torch.float32, trust_remote_code=trusted,

@@ -16,17 +16,19 @@ Shapes: n tokens of a rank, s ranks, H heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from quadriga.parallel.model_parallel.model_ranks import Subgroup
+
+_Collective: TypeAlias = Callable[[Tensor, Subgroup], Tensor]
 
 
 @dataclass
@@ -64,34 +66,22 @@ def exchange_heads(x: Tensor, ranks: Subgroup) -> Tensor:
     #            before            after
     #   rank 0   0abcd 1abcd       0ab 1ab 2ab 3ab
     #   rank 1   2abcd 3abcd       0cd 1cd 2cd 3cd
-    if ranks.size == 1:
-        return x
-    out: Tensor = _ToHeads.apply(x, ranks)  # type: ignore[no-untyped-call]  # of torch
-    return out
+    return _through(x, _to_heads, _to_tokens, ranks)
 
 
 def exchange_tokens(x: Tensor, ranks: Subgroup) -> Tensor:
     """Invert `exchange_heads`: [s · n, H / s, D] -> [n, H, D]."""
-    if ranks.size == 1:
-        return x
-    out: Tensor = _ToTokens.apply(x, ranks)  # type: ignore[no-untyped-call]  # of torch
-    return out
+    return _through(x, _to_tokens, _to_heads, ranks)
 
 
 def gather_tokens(x: Tensor, ranks: Subgroup) -> Tensor:
     """Join the tokens of all ranks along dimension 0: [n, …] -> [s · n, …]."""
-    if ranks.size == 1:
-        return x
-    out: Tensor = _GatherTokens.apply(x, ranks)  # type: ignore[no-untyped-call]  # of torch
-    return out
+    return _through(x, _gathered, _summed, ranks)
 
 
 def sum_tokens(x: Tensor, ranks: Subgroup) -> Tensor:
     """Add the tensors of all ranks, and keep the own tokens: [s · n, …] -> [n, …]."""
-    if ranks.size == 1:
-        return x
-    out: Tensor = _SumTokens.apply(x, ranks)  # type: ignore[no-untyped-call]  # of torch
-    return out
+    return _through(x, _summed, _gathered, ranks)
 
 
 def join_outputs(x: Tensor, counts: Sequence[int], ranks: Subgroup) -> Tensor:
@@ -110,51 +100,31 @@ class _Context(Protocol):
     """What torch hands to both passes (torch has no types)."""
 
     ranks: Subgroup
+    back: _Collective
     counts: tuple[int, ...]
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, x: Tensor, ranks: Subgroup) -> Tensor:
-        ctx.ranks = ranks
-        return _to_heads(x, ranks)
+def _through(x: Tensor, there: _Collective, back: _Collective, ranks: Subgroup) -> Tensor:
+    """Return `there(x)`, whose backward pass is `back`."""
+    if ranks.size == 1:
+        return x
+    out: Tensor = _Transposed.apply(x, there, back, ranks)  # type: ignore[no-untyped-call]  # torch
+    return out
+
+
+class _Transposed(torch.autograd.Function):
+    """A collective in the forward pass, and its transpose in the backward pass."""
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(grad, ctx.ranks), None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, x: Tensor, ranks: Subgroup) -> Tensor:
-        ctx.ranks = ranks
-        return _to_tokens(x, ranks)
+    def forward(
+        ctx: _Context, x: Tensor, there: _Collective, back: _Collective, ranks: Subgroup
+    ) -> Tensor:
+        ctx.back, ctx.ranks = back, ranks
+        return there(x, ranks)
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grad, ctx.ranks), None
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, x: Tensor, ranks: Subgroup) -> Tensor:
-        ctx.ranks = ranks
-        return _gathered(x, ranks)
-
-    @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.ranks), None
-
-
-class _SumTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, x: Tensor, ranks: Subgroup) -> Tensor:
-        ctx.ranks = ranks
-        return _summed(x, ranks)
-
-    @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad, ctx.ranks), None
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.ranks), None, None, None
 
 
 class _JoinOutputs(torch.autograd.Function):

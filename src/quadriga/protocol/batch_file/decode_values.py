@@ -144,7 +144,8 @@ class Decoder:
         kind, stored = torch_dtype(dtype)
         dims = expect_shape(shape, stored.item_bytes)
         start = self._locate(name, stored, dims)
-        data = torch.empty(math.prod(dims) * stored.item_bytes, dtype=torch.uint8)
+        nbytes = math.prod(dims) * stored.item_bytes
+        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._source.fill(data.numpy().data, start)
         value = data.view(kind).reshape(dims)
         check_booleans(value)

@@ -18,6 +18,7 @@ import numpy as np
 
 from quadriga.errors import FieldError, LostObjectError
 from quadriga.protocol.columns.cut_rows import CutRows, cut_rows
+from quadriga.protocol.columns.lost_fields import named
 from quadriga.protocol.values import operations, rows, stored_once
 from quadriga.protocol.values.decode import decode
 from quadriga.protocol.values.encode import encode
@@ -175,7 +176,8 @@ def fetch(columns: Iterable[tuple[str, RemoteColumn]]) -> list[LocalValue]:
     try:
         found = dict(zip(unique, fetch_many(list(unique.values())), strict=True))
     except LostObjectError as error:
-        raise _name_lost_field(wanted, error) from error
+        places = [(key, column.row_map, handles) for key, column, handles in wanted]
+        raise named(places, error) from error
     for (column, handles), cut in zip(unread, cuts, strict=True):
         payloads = [
             cut.payloads[shard] if shard in cut.payloads else found[handle.key]
@@ -183,27 +185,6 @@ def fetch(columns: Iterable[tuple[str, RemoteColumn]]) -> list[LocalValue]:
         ]
         column._fill(payloads, cut.row_map)
     return [column.read(key) for key, column, _ in wanted]
-
-
-def _name_lost_field(
-    columns: Sequence[tuple[str, RemoteColumn, tuple[Handle, ...]]], error: LostObjectError
-) -> LostObjectError:
-    """Return the error that names field, role, rank and method of the first value that is lost."""
-    for key, column, handles in columns:
-        for shard, handle in zip(column.row_map.shards, handles, strict=True):
-            try:
-                handle.fetch()
-            except LostObjectError:
-                origin = shard.origin
-                return LostObjectError(
-                    f"field '{key}' is lost: its {shard.rows} rows were produced by {origin.role} "
-                    f"rank {origin.rank} in {origin.method or 'the controller'} on node "
-                    f"{origin.node or 'unknown'}, and that node, or the process that called for "
-                    "them, no longer runs. Read a field before that, or compute it again",
-                    field=key, role=origin.role, rank=origin.rank,
-                    method=origin.method, node=origin.node,
-                )  # fmt: skip
-    return error
 
 
 def same(a: Column, b: Column, key: str) -> bool:

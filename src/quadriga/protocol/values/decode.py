@@ -64,7 +64,7 @@ def _empty(dtype: str, shape: tuple[int, ...]) -> tuple[Tensor, Array]:
     known = wanted in NUMPY_KNOWS
     stored = wanted if known else CARRIER_OF_SIZE[wanted.itemsize]
     if math.prod(shape) * stored.itemsize < buffer_pool.POOLED_BYTES:
-        tensor = torch.empty(shape, dtype=stored)
+        tensor = torch.empty(shape, dtype=stored, device="cpu")
     else:
         tensor = buffer_pool.empty(shape, stored)
     return (tensor if known else tensor.view(wanted)), tensor.numpy()

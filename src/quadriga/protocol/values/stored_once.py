@@ -20,6 +20,7 @@ more than twice its rows, or all of them together more than `KEPT_BYTES`.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -103,6 +104,9 @@ class _Kept:
 
 
 _kept = _Kept()
+_lock = threading.RLock()
+"""Held while rows are noted: several threads of a controller may send one batch. A garbage
+collection inside may end a stream of the user whose last statement sends one, too."""
 
 
 def note_part(part: LocalValue, source: LocalValue, rows: RowRange) -> None:
@@ -128,17 +132,18 @@ def find(value: LocalValue, spec: FieldSpec, payload: Payload, session: object) 
 def remember(value: LocalValue, spec: FieldSpec, handle: Handle, session: object) -> None:
     """Keep the handle of a value that was just stored in the store of `session`."""
     source, rows = place(value)
-    copies = _sources.get(source)
-    if copies is None:
-        copies = _sources[source] = _Copies()
-    key = session, rows
-    copies.drop(key)
-    copies.by_rows[key] = _Copy(spec, handle, _version(value))
-    copies.rows += rows[1] - rows[0]
+    key, copy = (session, rows), _Copy(spec, handle, _version(value))
     limit = 2 * operations.row_count(source)
-    while len(copies.by_rows) > 1 and copies.rows > limit:
-        copies.drop(next(iter(copies.by_rows)))
-    _kept.add(copies, key, handle.nbytes)
+    with _lock:
+        copies = _sources.get(source)
+        if copies is None:
+            copies = _sources[source] = _Copies()
+        copies.drop(key)
+        copies.by_rows[key] = copy
+        copies.rows += rows[1] - rows[0]
+        while len(copies.by_rows) > 1 and copies.rows > limit:
+            copies.drop(next(iter(copies.by_rows)))
+        _kept.add(copies, key, handle.nbytes)
 
 
 def place(value: LocalValue) -> tuple[LocalValue, Rows]:

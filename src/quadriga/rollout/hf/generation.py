@@ -15,20 +15,16 @@ from transformers.cache_utils import Cache
 
 from quadriga.models.vision.rows import MultiModalRows
 from quadriga.parallel.packing import first_row_with_same_prompt
-from quadriga.rollout.hf.kv_cache import (
-    CacheBuffers,
-    growing_cache,
-    release_cache,
-    reorder_cache,
-    sees_all_tokens,
-)
+from quadriga.rollout.hf.decode_attention import use_decode_attention
+from quadriga.rollout.hf.kv_cache import CacheBuffers, RowRemoval
+from quadriga.rollout.hf.row_caches import RepeatedPrompts, RowCache, SharedPrompts
 from quadriga.rollout.params import SamplingParams
-from quadriga.rollout.sampling import draw
+from quadriga.rollout.sampling import draw, uniform
 from quadriga.rollout.stop_strings import StopStrings
 
-COMPACT_BELOW = 0.75
-"""Ended rows leave the batch when at most this share of its rows is still generating. Compaction
-copies the cache, so it does not pay for every single row."""
+COMPACT_BELOW = 0.9
+"""Ended rows leave the batch when at most this share of its rows is still generating. Few rows move
+in the cache, but kernels are prepared anew for each number of rows."""
 
 
 class CachedModel:
@@ -38,20 +34,26 @@ class CachedModel:
         self.module = module
         self.device = device
         self._parameters = set(inspect.signature(module.forward).parameters)
+        self.shares_prompts = use_decode_attention(module)
+
+    def new_cache(self, buffers: CacheBuffers) -> RowCache:
+        """Return an empty cache, in the memory of earlier ones."""
+        kind = SharedPrompts if self.shares_prompts else RepeatedPrompts
+        return kind(self.module, buffers)
 
     def forward(
         self,
         cache: Cache,
         ids: Tensor,
-        mask: Tensor | None = None,
         positions: Tensor | None = None,
-        images: Mapping[str, Tensor] | None = None,
+        others: Mapping[str, object] | None = None,
     ) -> Tensor:
         """Run the model on new tokens [b, added] of each row; return the last logits [b, V].
 
-        `positions` are [b, added], or [3, b, added] of tokens beside which there are `images`.
+        `positions` are [b, added], or [3, b, added] of tokens beside which there are images.
+        `others` are further arguments of the model.
         """
-        return run_with_cache(self.module, self._parameters, cache, ids, mask, positions, images)
+        return run_with_cache(self.module, self._parameters, cache, ids, positions, others or {})
 
 
 def run_with_cache(
@@ -59,33 +61,21 @@ def run_with_cache(
     parameters: Container[str],
     cache: Cache,
     ids: Tensor,
-    mask: Tensor | None,
     positions: Tensor | None,
-    images: Mapping[str, Tensor] | None = None,
+    others: Mapping[str, object],
 ) -> Tensor:
-    """Run a model, whose `forward` has `parameters`; see `CachedModel.forward`."""
+    """Run a model, whose `forward` names `parameters`; see `CachedModel.forward`."""
     arguments: dict[str, object] = {
         "input_ids": ids,
-        "attention_mask": mask,
         "position_ids": positions,
         "past_key_values": cache,
         "cache_params": cache,  # the name in models without attention
         "use_cache": True,
         "logits_to_keep": 1,
     }
-    arguments |= images or {}
     known = {name: value for name, value in arguments.items() if name in parameters}
-    logits: Tensor = module(**known).logits
+    logits: Tensor = module(**known, **others).logits
     return logits[:, -1]
-
-
-def takes_bias(module: PreTrainedModel, cache: Cache) -> bool:
-    """Return whether every layer takes a bias [b, 1, 1, columns] as mask, and uses it as it is."""
-    return (
-        bool(getattr(module, "_supports_attention_backend", False))
-        and module.config._attn_implementation in ("eager", "sdpa")
-        and sees_all_tokens(cache)
-    )
 
 
 # The columns of a micro-batch are the prompt columns in use, then one column for each new token.
@@ -96,26 +86,16 @@ def takes_bias(module: PreTrainedModel, cache: Cache) -> bool:
 #   row 1     ·  · 11 12       · 11 12                  2
 #   row 2     · 13 14 15      13 14 15                  3
 #
-# Column 0 is padding in every row, so `prompt_width` is 3. The prefill runs the distinct prompts
-# (row 0 and row 2) and gives row 0 1 2 the cache rows 0 0 1. `visible` has 3 + 3 columns and is
-# False at the padding (row 0 and 1, column 0). When token t is appended it is in column 3 + t, and
-# the model receives the first 3 + t + 1 columns.
+# Column 0 is padding in every row, so it is not computed. The prefill runs the distinct prompts
+# (row 0 and row 2); the rows 0 1 2 continue the prompts 0 0 1.
 #
-# Compaction after row 1 ended: 2 of 3 rows are running, and 2 ≤ 0.75 · 3.
+# Compaction after row 0 ended: 2 of 3 rows are running, and 2 ≤ 0.9 · 3. Row 2 takes its place.
 #
 #              before     after
-#   active      0 1 2      0 2      rows of the micro-batch to which the tensors below belong
-#   seeds       s s s      s s      `seeds`, `positions`, `mask` and the cache have one row for each
-#   positions   3 3 4      3 4      active row; `ids`, `log_probs`, `lengths` and `stopped` keep all
+#   active      0 1 2      2 1      rows of the micro-batch to which the tensors below belong
+#   uniform     u u u      u u      `uniform`, `positions` and the cache have one row for each
+#   positions   3 3 4      4 3      active row; `ids`, `log_probs`, `lengths` and `stopped` keep all
 #                                   rows and are indexed by `active`
-#
-# `mask` tells the model which columns to hide. Its form depends on the layers of the model:
-#
-# - None: no row has padding.
-# - a bias [b, 1, 1, columns], a large negative number where `visible` is False: every layer attends
-#   to all tokens before the query. Layers use it as it is, and it is made once.
-# - `visible` [b, columns]: some layers have windows, chunks, ALiBi or a recurrent state. The model
-#   makes the mask of each kind of layer from it, for every token.
 
 
 class Generation:
@@ -134,8 +114,8 @@ class Generation:
         self.stop_strings = stop_strings
         self.buffers = buffers
         self.sampling = sampling
-        self.seeds = seeds
         count, width = len(seeds), sampling.max_new_tokens
+        self.uniform = uniform(seeds, torch.arange(width, device=self.device))
         self.ids = torch.full((count, width), sampling.pad_token_id, device=self.device)
         self.log_probs = torch.zeros(count, width, device=self.device)
         self.lengths = torch.full((count,), width, device=self.device)
@@ -148,7 +128,7 @@ class Generation:
     def prefill(
         self, prompt_ids: Tensor, attention_mask: Tensor, images: MultiModalRows | None = None
     ) -> None:
-        """Run the model on the distinct prompts, then copy their cache rows to every row.
+        """Run the model on the distinct prompts, which the rows continue.
 
         Prompts with equal tokens and different images are distinct.
         """
@@ -161,81 +141,71 @@ class Generation:
         distinct, prompt_of_row = torch.unique(owner, return_inverse=True)
         prompt_of_row = prompt_of_row.to(self.device)
         prompt_mask = valid[distinct].to(self.device)
-        self.cache = growing_cache(self.model.module.config, self.buffers)
         padded = not bool(valid.all())
-        positions, pixels = (prompt_mask.cumsum(1) - 1).clamp(min=0), {}
+        positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
+        others: dict[str, object] = {"attention_mask": prompt_mask} if padded else {}
         following = prompt_mask.sum(1)
         if images is not None:
             owners = images.select(distinct)
-            pixels = {name: t.to(self.device) for name, t in owners.joined().items()}
+            others |= {name: t.to(self.device) for name, t in owners.joined().items()}
             positions = owners.position_ids[..., first_column:].transpose(0, 1).to(self.device)
             # The first new token is behind the largest number of the prompt in any dimension.
             following = positions.amax((0, 2)) + 1
-        logits = self.model.forward(
-            self.cache,
-            prompts[distinct].to(self.device),
-            prompt_mask if padded else None,
-            positions,
-            pixels,
+        self.rows = self.model.new_cache(self.buffers)
+        ids = prompts[distinct].to(self.device)
+        logits = self.model.forward(self.rows.cache, ids, positions, others)
+        self.rows.begin_rows(
+            prompt_of_row, prompt_mask if padded else None, self.sampling.max_new_tokens
         )
-        reorder_cache(self.cache, prompt_of_row)
         self.logits = logits.index_select(0, prompt_of_row)
         self.positions = following.index_select(0, prompt_of_row)
-        self.prompt_width = prompt_mask.shape[1]
-        self.mask = self._decoding_mask(prompt_mask, prompt_of_row) if padded else None
-
-    def _decoding_mask(self, prompt_mask: Tensor, prompt_of_row: Tensor) -> Tensor:
-        """Return `visible` [b, columns] or a bias [b, 1, 1, columns] for all columns to come."""
-        new = prompt_mask.new_ones(len(prompt_of_row), self.sampling.max_new_tokens)
-        visible = torch.cat([prompt_mask.index_select(0, prompt_of_row), new], 1)
-        if not takes_bias(self.model.module, self.cache):
-            return visible
-        dtype = self.logits.dtype
-        bias = torch.zeros(visible.shape, dtype=dtype, device=self.device)
-        return bias.masked_fill_(~visible, torch.finfo(dtype).min)[:, None, None]
 
     def decode(self) -> None:
         """Sample a token for each active row and run the model on it, until every row has ended."""
         running = torch.ones_like(self.active, dtype=torch.bool)
+        running_count = len(running)
         last = self.sampling.max_new_tokens - 1
         for t in range(last + 1):
-            token, log_prob = draw(self.logits, self.sampling, self.seeds, t)
+            token, log_prob = draw(self.logits, self.sampling, self.uniform[:, t], t)
             # Rows that ended but were not removed yet are written too; `collect` masks them.
             self.ids[self.active, t] = token
             self.log_probs[self.active, t] = log_prob
-            ended = self.active[running & (torch.isin(token, self.end_tokens) | self._complete(t))]
-            self.lengths[ended] = t + 1
-            self.stopped[ended] = True
-            running = ~self.stopped[self.active]
-            running_count = int(running.sum())
+            ended = running & self._ends(token, t)
+            ended_count = int(ended.sum())
+            if ended_count:
+                self.lengths[self.active[ended]] = t + 1
+                self.stopped[self.active[ended]] = True
+                running = running & ~ended
+                running_count -= ended_count
             if running_count == 0 or t == last:
                 return
             if running_count <= COMPACT_BELOW * len(running):
-                kept = running.nonzero()[:, 0]
-                token, running = token[kept], running[kept]
-                self._keep(kept)
-            self._step(token, self.prompt_width + t + 1)
+                removal = RowRemoval.of(running)
+                token, running = token[removal.order], running[removal.order]
+                self._remove(removal)
+            self._step(token)
 
-    def _complete(self, t: int) -> Tensor:
-        """Return [b] bool: whether token t of each active row completes a stop string."""
+    def _ends(self, token: Tensor, t: int) -> Tensor:
+        """Return [b] bool: whether token t of each active row ends it."""
+        ends = torch.isin(token, self.end_tokens)
         if self.stop_strings is None or t + 1 < self.sampling.min_new_tokens:
-            return torch.zeros_like(self.active, dtype=torch.bool)
+            return ends
         rows = self.ids[self.active, : t + 1].tolist()
-        return torch.tensor([self.stop_strings.completed_by_last(r) for r in rows]).to(self.device)
+        complete = [self.stop_strings.completed_by_last(row) for row in rows]
+        return ends | torch.tensor(complete, device=self.device)
 
-    def _keep(self, kept: Tensor) -> None:
-        """Remove all rows from the batch but `kept`, indices into the active rows."""
-        self.active = self.active[kept]
-        self.seeds = self.seeds[kept]
-        self.positions = self.positions[kept]
-        if self.mask is not None:
-            self.mask = self.mask[kept]
-        reorder_cache(self.cache, kept)
+    def _remove(self, removal: RowRemoval) -> None:
+        """Remove ended rows from the batch."""
+        self.active = self.active[removal.order]
+        self.uniform = self.uniform[removal.order]
+        self.positions = self.positions[removal.order]
+        self.rows.remove_rows(removal)
 
-    def _step(self, token: Tensor, columns: int) -> None:
-        """Run the model on one new token of each active row; `columns` includes that token."""
-        mask = None if self.mask is None else self.mask[..., :columns]
-        self.logits = self.model.forward(self.cache, token[:, None], mask, self.positions[:, None])
+    def _step(self, token: Tensor) -> None:
+        """Run the model on one new token of each active row."""
+        self.logits = self.model.forward(
+            self.rows.cache, token[:, None], self.positions[:, None], self.rows.arguments()
+        )
         self.positions = self.positions + 1
 
     def collect(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -243,7 +213,7 @@ class Generation:
 
         The cache is not used afterwards: its buffers are kept for the next micro-batch.
         """
-        release_cache(self.cache)
+        self.rows.release()
         mask = torch.arange(self.ids.shape[1], device=self.device) < self.lengths[:, None]
         ids = self.ids.masked_fill(~mask, self.sampling.pad_token_id)
         log_probs = self.log_probs.masked_fill(~mask, 0.0)

@@ -10,6 +10,7 @@ size.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,12 +39,14 @@ if TYPE_CHECKING:
 #   64 more tokens        67                    67     written in place
 #   the next token        68     67 + 1 + 64 = 132     one copy
 #
-# Removing rows: three rows, and row 1 has ended.
+# Removing rows: four rows, and row 1 has ended. The last row takes its place, so that one row is
+# copied, within the buffer. The place behind the last row stays unused until the buffer grows.
 #
-#              buffer before     reorder_cache([0, 2])
+#              buffer before     remove_rows: order 0 3 2
 #   row 0      a0 a1 a2 · ·      a0 a1 a2 · ·
-#   row 1      b0 b1 b2 · ·      c0 c1 c2 · ·
-#   row 2      c0 c1 c2 · ·
+#   row 1      b0 b1 b2 · ·      d0 d1 d2 · ·
+#   row 2      c0 c1 c2 · ·      c0 c1 c2 · ·
+#   row 3      d0 d1 d2 · ·
 #
 # Repeating rows, after the prefill of two distinct prompts that three rows use:
 # reorder_cache([0, 0, 1]) gives a, a, b.
@@ -66,6 +69,32 @@ if TYPE_CHECKING:
 #   3, prefill            100     new        -              the 90 is dropped: it is too small
 
 _SPARE_COLUMNS = 64
+
+
+@dataclass(frozen=True)
+class RowRemoval:
+    """Rows that leave a batch. The last rows that stay take the places of those that leave.
+
+    Attributes:
+        order: [rows that stay] int64, the row that is in each place afterwards.
+        places, sources: [moved] int64, where a row moves to, and where it was. No place is a
+            source.
+    """
+
+    order: Tensor
+    places: Tensor
+    sources: Tensor
+
+    @staticmethod
+    def of(stays: Tensor) -> RowRemoval:
+        """Return the removal of the rows where `stays` [b] is False."""
+        # stays 1 0 1 0 1: three rows stay, so row 4 moves to place 1.
+        kept = stays.nonzero()[:, 0]
+        order = torch.arange(len(kept), device=stays.device)
+        places = (~stays[: len(kept)]).nonzero()[:, 0]
+        sources = kept[len(kept) - len(places) :]
+        order[places] = sources
+        return RowRemoval(order, places, sources)
 
 
 class CacheBuffers:
@@ -115,18 +144,25 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
     Args:
         window: the tokens that a query can see, itself included. None: all tokens before it.
         buffers: the memory of earlier caches.
+        spare_columns: columns that a new buffer has beside those that it must hold.
     """
 
     is_compileable = False
     keys: Tensor
     values: Tensor
 
-    def __init__(self, window: int | None = None, buffers: CacheBuffers | None = None) -> None:
+    def __init__(
+        self,
+        window: int | None = None,
+        buffers: CacheBuffers | None = None,
+        spare_columns: int = _SPARE_COLUMNS,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers has no annotations here
         self.length = 0
         self.window = window
         self.is_sliding = window is not None
         self._buffers = buffers or CacheBuffers()
+        self._spare_columns = spare_columns
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate buffers for the first tokens, whose shape and dtype they take."""
@@ -150,15 +186,30 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
         self.length = end
         return self.keys[:, :, start:end], self.values[:, :, start:end]
 
+    def columns(self) -> tuple[Tensor, Tensor]:
+        """Return the keys and values in use."""
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
     def _first_seen(self) -> int:
         """Return the first column that the next token can see."""
         return 0 if self.window is None else max(0, self.length + 1 - self.window)
 
     def reorder_cache(self, rows: Tensor) -> None:
-        """Keep only `rows`, in their order. A row may be repeated."""
+        """Keep only `rows`, in their order, in another buffer. A row may be repeated."""
         if self.is_initialized:
             self.keys = self._replaced(self.keys, 0, rows)
             self.values = self._replaced(self.values, 0, rows)
+
+    def remove_rows(self, removal: RowRemoval) -> None:
+        """Remove rows in place."""
+        if self.is_initialized:
+            self.keys = self._moved(self.keys, removal)
+            self.values = self._moved(self.values, removal)
+
+    def _moved(self, buffer: Tensor, removal: RowRemoval) -> Tensor:
+        used = buffer[:, :, : self.length]
+        used.index_copy_(0, removal.places, used.index_select(0, removal.sources))
+        return buffer[: len(removal.order)]
 
     def release(self) -> None:
         """Keep the buffers for the next cache. This layer is empty then."""
@@ -178,10 +229,10 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
 
     def _resized(self, old: Tensor, added: int, rows: Tensor | None = None) -> tuple[Tensor, bool]:
         """Copy `old` [b, H, length, D], or some of its rows, to a buffer with space for `added`
-        more columns and `_SPARE_COLUMNS` on top; return it, and whether it was kept before."""
+        more columns and the spare ones; return it, and whether it was kept before."""
         count, heads, length, width = old.shape
         count = count if rows is None else len(rows)
-        shape = (count, heads, length + added + _SPARE_COLUMNS, width)
+        shape = (count, heads, length + added + self._spare_columns, width)
         new, was_kept = self._buffers.take(old, shape)
         if rows is None:
             new[:, :, :length] = old
@@ -203,10 +254,11 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
         return -1
 
 
-def columns_at_end(prompt: int, added: int) -> int:
-    """Return the columns of a buffer after a prompt and `added` more tokens, one at a time."""
-    columns = prompt + _SPARE_COLUMNS
-    while columns < prompt + added:
+def columns_at_end(first: int, tokens: int) -> int:
+    """Return the columns of a buffer of `first` columns after it has grown, one token at a time, to
+    hold `tokens`."""
+    columns = first
+    while columns < tokens:
         columns += 1 + _SPARE_COLUMNS
     return columns
 
@@ -220,6 +272,15 @@ def reorder_cache(cache: Cache, rows: Tensor) -> None:
     """Keep only `rows` in every layer, in their order. A row may be repeated."""
     for layer in cache.layers:
         layer.reorder_cache(rows)  # type: ignore[arg-type]  # LongTensor
+
+
+def remove_rows(cache: Cache, removal: RowRemoval) -> None:
+    """Remove rows in every layer. Layers with a recurrent state copy the rows that stay."""
+    for layer in cache.layers:
+        if isinstance(layer, GrowingCacheLayer):
+            layer.remove_rows(removal)
+        else:
+            layer.reorder_cache(removal.order)  # type: ignore[arg-type]  # LongTensor
 
 
 def release_cache(cache: Cache) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from quadriga.rollout.vllm.isolation import Isolation
 from quadriga.rollout.vllm.options import check_installed, check_temperature, parse_options
 from quadriga.rollout.vllm.requests import Deadline, generate_rows, score_rows
 from quadriga.rollout.vllm.start import RunningEngine, StartSettings
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
 
 State = Literal["ready", "released", "failed", "closed"]
 """Whether the engine can generate, waits for `resume`, stopped in the middle, or has ended."""
@@ -123,6 +126,7 @@ class VLLMRollout:
                 vocabulary=self.abilities.vocabulary,
                 stop_strings=self._stop_strings.check(sampling.stop_strings),
                 deadline=deadline,
+                adapter=self._adapter(),
             )
         responses = [
             Response(row.tokens, row.log_probs, "stop" if row.stopped else "length")
@@ -137,12 +141,18 @@ class VLLMRollout:
         sequences = _tokens(ids, attention_mask)
         deadline = Deadline("score", self.options.call_timeout_s)
         with self._failures("score"), self._isolation.inside():
-            results = score_rows(self._running.engine, sequences, deadline=deadline)
+            results = score_rows(
+                self._running.engine, sequences, deadline=deadline, adapter=self._adapter()
+            )
         log_probs = torch.zeros(ids.shape)
         for row, result in enumerate(results):
             columns = attention_mask[row].nonzero()[1:, 0].cpu()
             log_probs[row, columns] = torch.tensor(result.log_probs)
         return log_probs
+
+    def _adapter(self) -> LoRARequest | None:
+        adapter = self._running.adapter
+        return None if adapter is None else adapter.request()
 
     # Weights
 
@@ -159,7 +169,7 @@ class VLLMRollout:
                     written.add(name)
             except BaseException:
                 if written:  # some weights are new and some old
-                    self._unknown = set(self._running.weights.names())
+                    self._unknown = self._running.weights.names_that_are_sent()
                 raise
             finally:
                 with self._failures("update_weights"):
@@ -208,9 +218,15 @@ class VLLMRollout:
         with self._failures("release"), self._isolation.inside():
             self._running.engine.reset_prefix_cache()
             if self.device.type != "cpu":
-                self._running.engine.sleep(level=1)
+                self._running.engine.sleep(level=self.options.sleep_level)
                 self._weights_awake = False
+        if self.options.sleep_level == 2:  # on a CPU too, where nothing is freed
+            self._unknown = self._running.weights.names_that_are_sent()
         self._state = "released"
+
+    def lacks_weights(self) -> bool:
+        """Return whether weights must be sent before it can generate; see `DropsWeights`."""
+        return bool(self._unknown)
 
     def resume(self) -> None:
         self._check("resume", "ready", "released")
@@ -227,6 +243,8 @@ class VLLMRollout:
         if not self._weights_awake:
             self._running.engine.wake_up(tags=["weights"])
             self._weights_awake = True
+            if self._unknown and self._running.adapter is not None:
+                self._running.adapter.clear()
 
     def close(self) -> None:
         if self._state == "closed":
@@ -250,8 +268,8 @@ class VLLMRollout:
         if self._unknown:
             raise RolloutError(
                 f"rollout engine 'vllm' on rank {rank()}: {method} was called after an update of "
-                f"weights that broke off, and {min(self._unknown)!r} was not sent since; sync all "
-                "weights first",
+                f"weights that broke off, or after a release that dropped them, and "
+                f"{min(self._unknown)!r} was not sent since; sync all weights first",
                 engine=self.name,
                 rank=rank(),
                 method=method,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quadriga.config.convert import build
-from quadriga.config.schema import Options
+from quadriga.config.schema import LoraConfig, Options
 from quadriga.errors import ConfigError, RolloutAbilityError
 
 TESTED_VERSION = "0.32.0"
@@ -71,6 +71,9 @@ class VLLMOptions:
     enable_prefix_caching: bool = True
     # ranks that hold one copy of the weights together, and generate the same rows
     tensor_parallel_size: int = 1
+    # with take_turns, on a GPU: 1: weights are in host memory while the actor trains; 2: they are
+    # dropped, and the next weight sync sends them again
+    sleep_level: int = 1
     # seconds that one call of generate or score may take; None: no limit but that of the call to
     # the worker. Needs tensor_parallel_size=1
     call_timeout_s: float | None = None
@@ -91,6 +94,8 @@ class VLLMOptions:
         if not 0 < self.gpu_memory_utilization <= 1:
             got = self.gpu_memory_utilization
             raise _wrong("gpu_memory_utilization", f"must be above 0 and at most 1, got {got}")
+        if self.sleep_level not in (1, 2):
+            raise _wrong("sleep_level", f"must be 1 or 2, got {self.sleep_level}")
         if self.call_timeout_s is not None and not self.call_timeout_s > 0:
             raise _wrong("call_timeout_s", f"must be above 0, got {self.call_timeout_s}")
         if self.call_timeout_s is not None and self.tensor_parallel_size > 1:
@@ -115,6 +120,32 @@ def parse_options(options: Mapping[str, object]) -> VLLMOptions:
     return build(VLLMOptions, options, f"{_KEY}.options for vllm: ")
 
 
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks for which vLLM has space. An adapter of another rank uses the next larger one."""
+
+
+def can_load_adapters(options: Mapping[str, object], lora: LoraConfig) -> bool:
+    """Return whether vLLM can hold the adapters of a model beside its weights."""
+    fits = lora.rank is None or lora.rank <= ADAPTER_RANKS[-1]
+    return parse_options(options).tensor_parallel_size == 1 and fits
+
+
+def space_for_rank(rank: int) -> int:
+    """Return the rank for which vLLM must have space.
+
+    Raises:
+        ConfigError: it has not so much.
+    """
+    for space in ADAPTER_RANKS:
+        if rank <= space:
+            return space
+    raise ConfigError(
+        f"vLLM holds adapters up to rank {ADAPTER_RANKS[-1]}, and those of the model have rank "
+        f"{rank}; set {_KEY}.load_adapters=false",
+        key=f"{_KEY}.load_adapters",
+    )
+
+
 def check_ranks(options: VLLMOptions, ranks: int) -> None:
     """Check that the ranks of the rollout can hold whole copies of the weights.
 
@@ -127,6 +158,20 @@ def check_ranks(options: VLLMOptions, ranks: int) -> None:
             "tensor_parallel_size",
             f"is {size}, and the rollout has {ranks} rank{'s' * (ranks > 1)}, which is no multiple "
             "of it; change one of them",
+        )
+
+
+def check_sleep(options: VLLMOptions, *, take_turns: bool) -> None:
+    """Check that the memory is released at all, if a level is set for it.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if options.sleep_level != VLLMOptions.sleep_level and not take_turns:
+        raise _wrong(
+            "sleep_level",
+            f"is {options.sleep_level}, but the memory of the rollout is not released without "
+            f"{_KEY}.take_turns=true; set it, or remove sleep_level",
         )
 
 

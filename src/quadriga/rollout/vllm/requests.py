@@ -31,6 +31,7 @@ from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.stop_strings import StopStrings
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams as VLLMSamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -80,8 +81,9 @@ def generate_rows(
     vocabulary: int,
     stop_strings: StopStrings | None,
     deadline: Deadline,
+    adapter: LoRARequest | None = None,
 ) -> list[RowResult]:
-    """Sample a response for each prompt."""
+    """Sample a response for each prompt. `adapter`: with which vLLM computes."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VLLMSamplingParams
 
@@ -108,7 +110,7 @@ def generate_rows(
     ]
     results = [RowResult() for _ in prompts]
     earliest = sampling.min_new_tokens
-    for row, output, finished in _steps(engine, prompts, requests, deadline):
+    for row, output, finished in _steps(engine, prompts, requests, deadline, adapter):
         tokens = [int(token) for token in output.outputs[0].token_ids]
         end = None
         if stop_strings is not None:
@@ -122,7 +124,11 @@ def generate_rows(
 
 
 def score_rows(
-    engine: LLMEngine, sequences: Sequence[list[int]], *, deadline: Deadline
+    engine: LLMEngine,
+    sequences: Sequence[list[int]],
+    *,
+    deadline: Deadline,
+    adapter: LoRARequest | None = None,
 ) -> list[RowResult]:
     """Compute the log-probability at temperature 1 of each token but the first."""
     from vllm.sampling_params import RequestOutputKind
@@ -139,7 +145,7 @@ def score_rows(
     )
     results = [RowResult() for _ in sequences]
     requests = [request] * len(sequences)
-    for row, output, finished in _steps(engine, sequences, requests, deadline):
+    for row, output, finished in _steps(engine, sequences, requests, deadline, adapter):
         results[row].log_probs = list(output.prompt_logprobs.logprobs)
         finished()
     return results
@@ -173,6 +179,7 @@ def _steps(
     prompts: Sequence[list[int]],
     requests: Sequence[VLLMSamplingParams],
     deadline: Deadline,
+    adapter: LoRARequest | None,
 ) -> Iterator[tuple[int, RequestOutput, Callable[[], None]]]:
     """Yield (row, output, function that ends the row) until every row has been ended.
 
@@ -182,7 +189,8 @@ def _steps(
     running = {str(row): row for row in range(len(prompts))}
     try:
         for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-            engine.add_request(str(row), {"prompt_token_ids": prompt}, request)
+            tokens = {"prompt_token_ids": prompt}
+            engine.add_request(str(row), tokens, request, lora_request=adapter)
         while running:
             for output in engine.step():
                 # A row that was ended here can still have an output of the step before.

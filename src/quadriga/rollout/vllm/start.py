@@ -14,12 +14,14 @@ import torch.distributed as dist
 
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import ConfigError, ModelError, RolloutError
+from quadriga.models.adapters import Adapter, plan_adapter
 from quadriga.models.context_window import context_window
 from quadriga.models.folder import local_folder
 from quadriga.models.loading import model_without_weights
 from quadriga.parallel.distributed import init_distributed, rank, world_size
+from quadriga.rollout.vllm.adapters import LoadedAdapter
 from quadriga.rollout.vllm.isolation import Isolation
-from quadriga.rollout.vllm.options import VLLMOptions, check_ranks
+from quadriga.rollout.vllm.options import VLLMOptions, check_ranks, space_for_rank
 from quadriga.rollout.vllm.weights import EngineWeights
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class RunningEngine:
     Attributes:
         engine: vLLM's engine.
         weights: its parameters by checkpoint name.
+        adapter: the adapter beside them; None: the model has none.
         window: the most tokens of prompt and response together.
         vocabulary: token ids are below this number.
 
@@ -73,16 +76,24 @@ class RunningEngine:
         )
         self.window = _window(reference, settings)
         self.vocabulary: int = reference.config.get_text_config().vocab_size
+        self.adapter: LoadedAdapter | None = None
         self._owns_group = not dist.is_initialized()
         init_distributed(settings.device.type)
+        lora = settings.model.lora
+        planned = plan_adapter(reference, lora) if lora.enabled else None
         copy = settings.options.tensor_parallel_size
         check_ranks(settings.options, world_size())
         try:
             with isolation.inside():
-                self.engine = _start(settings, str(folder), self.window)
+                self.engine = _start(settings, str(folder), self.window, planned)
                 _joined(+1)
                 group = _copy_group(copy)
-                self.weights = EngineWeights(self.model(), reference, settings.model.path, group)
+                if planned is not None:
+                    self.adapter = LoadedAdapter(self.engine, planned)
+                adapters = self.adapter.places() if self.adapter is not None else {}
+                self.weights = EngineWeights(
+                    self.model(), reference, settings.model.path, group, adapters
+                )
                 self.weights.check_files(folder)
         except BaseException:
             with isolation.inside():
@@ -136,7 +147,7 @@ def _window(reference: PreTrainedModel, settings: StartSettings) -> int:
     return wanted or window.tokens
 
 
-def _start(settings: StartSettings, folder: str, window: int) -> LLMEngine:
+def _start(settings: StartSettings, folder: str, window: int, planned: Adapter | None) -> LLMEngine:
     if settings.device.type == "cpu":
         _keep_weights_unpacked()
     if settings.options.tensor_parallel_size > 1:
@@ -163,6 +174,7 @@ def _start(settings: StartSettings, folder: str, window: int) -> LLMEngine:
         "enforce_eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_prefix_caching": options.enable_prefix_caching,
         **_prefill(on_cpu, window),
+        **_adapters(planned),
         "enable_sleep_mode": settings.releasable and not on_cpu,
         "logprobs_mode": "raw_logprobs",
         "tensor_parallel_size": options.tensor_parallel_size,
@@ -188,6 +200,20 @@ def _start(settings: StartSettings, folder: str, window: int) -> LLMEngine:
     # vLLM would end the process group of the training engine with its own.
     engine.engine_core._finalizer.detach()
     return engine
+
+
+def _adapters(planned: Adapter | None) -> dict[str, object]:
+    """Return the arguments for the adapters of the model."""
+    if planned is None:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": space_for_rank(planned.rank),
+        "lora_dtype": "auto",
+        # Not the output layer: on a CPU vLLM cannot score a prompt with an adapter of it.
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in planned.modules}),
+    }
 
 
 def _prefill(on_cpu: bool, window: int) -> dict[str, object]:

@@ -39,6 +39,7 @@ from transformers import PreTrainedModel
 from quadriga.errors import ModelError
 from quadriga.models.weights.names import match_names
 from quadriga.models.weights.reader import TensorReader, stored_tensors
+from quadriga.rollout.vllm.adapters import AdapterPlace
 
 _QKV = ("q", "k", "v")
 
@@ -86,6 +87,7 @@ class EngineWeights:
         reference: the transformers model of the same folder on the meta device.
         path: the model folder, for messages.
         copy_group: the ranks that hold one copy together; None: this rank alone.
+        adapters: A and B of the adapter of the model, by their names in its file.
 
     Raises:
         ModelError: some weight of one model has no counterpart of its shape in the other.
@@ -97,12 +99,15 @@ class EngineWeights:
         reference: PreTrainedModel,
         path: str,
         copy_group: dist.ProcessGroup | None = None,
+        adapters: Mapping[str, AdapterPlace] | None = None,
     ) -> None:
         self.path = path
         self._reference = reference
         self._group = copy_group
         self._shapes = {name: tensor.shape for name, tensor in reference.state_dict().items()}
         self._places = self._match(dict(_places(model)))
+        self._adapters = dict(adapters or {})
+        self._written: set[str] = set()
 
     def _match(self, places: Mapping[str, _Place]) -> dict[str, _Place]:
         found: dict[str, _Place] = {}
@@ -166,25 +171,29 @@ class EngineWeights:
         Raises:
             ModelError: there is no weight of that name and shape.
         """
-        place = self._places.get(name)
+        place = self._places.get(name) or self._adapters.get(name)
         if place is None:
             raise ModelError(
                 f"received a weight {name!r}, which the rollout model does not have; trainer and "
                 "rollout must load the same model folder"
             )
-        if self._shapes[name] != tensor.shape:
+        expected = place.shape if isinstance(place, AdapterPlace) else self._shapes[name]
+        if tuple(expected) != tuple(tensor.shape):
             raise ModelError(
                 f"received weight {name!r} with shape {tuple(tensor.shape)}, but in the rollout "
-                f"model it has shape {tuple(self._shapes[name])}"
+                f"model it has shape {tuple(expected)}"
             )
         with torch.no_grad():
             place.write(tensor.detach())
+        self._written.add(name)
 
     def read(self, name: str) -> Tensor:
         """Return the whole weight. All ranks of the copy call this for the same names in order.
 
         The result can share memory with the model.
         """
+        if name in self._adapters:
+            return self._adapters[name].local()
         place, shape = self._places[name], self._shapes[name]
         local = place.local()
         slices = _slices(place, shape, self._ranks)
@@ -201,17 +210,23 @@ class EngineWeights:
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype of every weight."""
-        return {name: place.parameter.dtype for name, place in self._places.items()}
+        held = {name: place.parameter.dtype for name, place in self._places.items()}
+        return held | {name: place.local().dtype for name, place in self._adapters.items()}
+
+    def names_that_are_sent(self) -> set[str]:
+        """Return the names that a sync of everything sends: layers without an adapter are zero."""
+        return {*self._places, *(self._adapters.keys() & self._written)}
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all weights, each name of a tied weight included."""
-        return tuple(self._places)
+        return (*self._places, *self._adapters)
 
 
 def _places(model: Module) -> Iterator[tuple[str, _Place]]:
     """Yield (checkpoint name, place) of every parameter, or part of a joined one."""
     joined: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for found, module in model.named_modules(remove_duplicate=False):
+        path = found.removesuffix(".base_layer")  # of a layer that can have an adapter
         parent, _, leaf = path.rpartition(".")
         for attribute, parameter in module.named_parameters(recurse=False):
             parts = joined.get(leaf, [])

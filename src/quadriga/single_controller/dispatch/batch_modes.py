@@ -94,14 +94,14 @@ def uneven_dispatch_mode(mesh_name: str | None = None) -> ModeFunctions:
     }
 
 
-def dispatch_by_mesh(mesh_name: str, view: GroupView, *args: object, **kwargs: object) -> Split:
+def dispatch_by_mesh(mesh_name: str, view: GroupView, /, *args: object, **kwargs: object) -> Split:
     """Split every batch by data-parallel rank. Every rank receives any other argument whole."""
     view.collect_info(mesh_name)  # the view must know it before a future with the view is pickled
     return split_by_part(view, view.dispatch_info(mesh_name), args, kwargs)
 
 
 def dispatch_uneven_by_mesh(
-    mesh_name: str, view: GroupView, *args: object, **kwargs: object
+    mesh_name: str, view: GroupView, /, *args: object, **kwargs: object
 ) -> Split:
     """Split as `dispatch_by_mesh` does, but into parts whose lengths may differ by one."""
     view.collect_info(mesh_name)
@@ -195,12 +195,12 @@ def check_mesh(mesh_name: str, dp_ranks: Sequence[int], collects: Sequence[bool]
 # The modes of all ranks
 
 
-def dispatch_batches(view: GroupView, *args: object, **kwargs: object) -> Split:
+def dispatch_batches(view: GroupView, /, *args: object, **kwargs: object) -> Split:
     """Split every batch into one part per rank. Every rank receives any other argument whole."""
     return split_arguments(view, args, kwargs, len(view.ranks))
 
 
-def dispatch_uneven_batches(view: GroupView, *args: object, **kwargs: object) -> Split:
+def dispatch_uneven_batches(view: GroupView, /, *args: object, **kwargs: object) -> Split:
     """Split as `dispatch_batches` does, but into parts whose lengths may differ by one."""
     return split_arguments(view, args, kwargs, len(view.ranks), uneven=True)
 

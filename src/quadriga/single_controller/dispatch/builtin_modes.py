@@ -25,7 +25,7 @@ from quadriga.single_controller.dispatch.modes import (
 __all__ = ["ALL_TO_ALL", "EXECUTE_ALL", "Dispatch", "Execute"]
 
 
-def dispatch_lists(view: GroupView, *args: object, **kwargs: object) -> Split:
+def dispatch_lists(view: GroupView, /, *args: object, **kwargs: object) -> Split:
     """Take lists with one entry per rank.
 
     A call that its execute mode runs on one rank takes the arguments as they are. Raises
@@ -53,7 +53,7 @@ def _checked_list(view: GroupView, where: str, value: object) -> list[object] | 
     return value
 
 
-def refuse_direct_call(view: GroupView, *args: object, **kwargs: object) -> NoReturn:
+def refuse_direct_call(view: GroupView, /, *args: object, **kwargs: object) -> NoReturn:
     """Raise DispatchError: the method is for a rollout engine that calls its workers itself."""
     raise DispatchError(
         f"{view.method} is registered with Dispatch.DIRECT_ROLLOUT_METHOD: an engine calls it on "

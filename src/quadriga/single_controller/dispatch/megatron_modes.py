@@ -69,7 +69,7 @@ class PartScheme:
     parts: Callable[[GroupLayout], list[int]]
     collects: Callable[[GroupLayout], list[bool]]
 
-    def dispatch_batches(self, view: GroupView, *args: object, **kwargs: object) -> Split:
+    def dispatch_batches(self, view: GroupView, /, *args: object, **kwargs: object) -> Split:
         """Split batches into as many parts as the scheme has."""
         return split_by_part(view, self.parts(view.rank_layout), args, kwargs)
 
@@ -78,7 +78,7 @@ class PartScheme:
         layout = view.rank_layout
         return join_parts(view, self.parts(layout), self.collects(layout), outputs)
 
-    def dispatch_lists(self, view: GroupView, *args: object, **kwargs: object) -> Split:
+    def dispatch_lists(self, view: GroupView, /, *args: object, **kwargs: object) -> Split:
         """Take lists with one entry per part."""
         return _lists(view, self.parts(view.rank_layout), args, kwargs)
 

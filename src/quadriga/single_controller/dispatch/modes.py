@@ -32,7 +32,7 @@ class ModeFunctions(TypedDict):
     collect_fn: CollectFn
 
 
-def dispatch_one_to_all(view: GroupView, *args: object, **kwargs: object) -> Split:
+def dispatch_one_to_all(view: GroupView, /, *args: object, **kwargs: object) -> Split:
     """Send the same arguments to every rank."""
     n = len(view.ranks)
     return tuple([a] * n for a in args), {name: [a] * n for name, a in kwargs.items()}

@@ -76,11 +76,22 @@ def registered_methods(cls: type) -> dict[str, MethodRecord]:
     # the overridden one.
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():
-            record = getattr(member, RECORD_ATTRIBUTE, None)
-            if isinstance(record, MethodRecord):
+            record = _record(member)
+            if record is not None:
                 # The function may have another name: a lambda, or what a decorator has returned.
                 records[name] = record if record.name == name else replace(record, name=name)
     return records
+
+
+def _record(member: object) -> MethodRecord | None:
+    """Return the record of a member of a class, None if it is not registered."""
+    if isinstance(member, classmethod | staticmethod) and not hasattr(member, RECORD_ATTRIBUTE):
+        member = member.__func__  # registered before it became a class or static method
+    try:
+        record = getattr(member, RECORD_ATTRIBUTE, None)
+    except Exception:  # any object can be an attribute of a class, and its __getattr__ may raise
+        return None
+    return record if isinstance(record, MethodRecord) else None
 
 
 def _dispatch_mode(mode: DispatchMode | ModeFunctions) -> DispatchMode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from quadriga.errors import DispatchError
@@ -136,11 +137,20 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, ClassWithInitArgs]) ->
     return type(name, (FusedWorker,), members)
 
 
+def members_of(cls: type) -> dict[str, object]:
+    """Return the attributes of a class by name, without those that raise when they are read."""
+    members: dict[str, object] = {}
+    for name in dir(cls):
+        with suppress(Exception):  # a descriptor of the user's may raise anything
+            members[name] = getattr(cls, name)
+    return members
+
+
 def roles_of(classes: dict[str, type]) -> dict[str, type]:
     """Return every role of a process with its class: the given ones and those of fused classes."""
     roles: dict[str, type] = {}
     for role, cls in classes.items():
         roles[role] = cls
-        members: dict[str, ClassWithInitArgs] = getattr(cls, "role_classes", {})
-        roles.update({inner: member.cls for inner, member in members.items()})
+        if issubclass(cls, FusedWorker):
+            roles.update({inner: member.cls for inner, member in cls.role_classes.items()})
     return roles

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from functools import partial
 from typing import Any, TypedDict, TypeGuard, TypeVar
 
 from quadriga.errors import (
@@ -27,12 +29,15 @@ from quadriga.single_controller.call import (
     writable,
 )
 from quadriga.single_controller.ranks.call_order import CallOrder, Ticket
-from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs
+from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs, FusedWorker
 from quadriga.single_controller.ranks.environment import LOCAL_PORT, RankEnvironment
 from quadriga.single_controller.ranks.streams import OpenStream
 from quadriga.single_controller.ranks.worker import Worker
 
 T = TypeVar("T")
+_ENDS_A_CALL = (Exception, SystemExit, KeyboardInterrupt)
+"""What a method on an event loop may raise. The last two would end the loop: this call and every
+later one would wait for ever."""
 
 
 class _FailureDetails(TypedDict):
@@ -93,8 +98,8 @@ class RankHost:
                 raise self._init_failure(role, error) from error
             self.workers[role] = worker
             # A fused worker has built workers of its own, which are roles of this process too.
-            for inner, sub_worker in getattr(worker, "fused_roles", {}).items():
-                self.workers[inner] = sub_worker
+            if isinstance(worker, FusedWorker):
+                self.workers.update(worker.fused_roles)
         for worker in self.workers.values():
             if isinstance(worker, Worker):
                 worker._siblings = self.workers
@@ -114,7 +119,7 @@ class RankHost:
             if _is_awaitable(value):  # also a synchronous method that returns a coroutine
                 value = self._run(value)
             return self._result(call, value, store)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             raise self.failure(call, error) from error
 
     async def invoke_async(
@@ -133,7 +138,7 @@ class RankHost:
                 await slot.enter_async_context(self._slots)
                 try:
                     value = self._start(call, args, kwargs)
-                except Exception as error:
+                except _ENDS_A_CALL as error:
                     raise self.failure(call, error) from error
             try:
                 if _is_awaitable(value):
@@ -141,7 +146,7 @@ class RankHost:
                 # The backend encodes the result after this coroutine has ended, while the loop
                 # runs the next method, which may write into the same buffer.
                 return self._result(call, copied(value), store)
-            except Exception as error:
+            except _ENDS_A_CALL as error:
                 raise self.failure(call, error) from error
 
     def _prepare(self, opened: Callable[[], Call]) -> tuple[Call, Arguments, KeywordArguments]:
@@ -236,18 +241,19 @@ class RankHost:
         # One loop for all calls: an asyncio.Event or a client session belongs to a loop.
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-        loop = self._loop
-
+        # A loop that runs belongs to a coroutine method of this rank that waits for this call.
+        loop = None if self._loop.is_running() else self._loop
+        run: Callable[[Awaitable[T]], T] = partial(_run_on, loop)
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return loop.run_until_complete(awaitable)
+            return run(awaitable)
         # The calling thread runs a loop already (a notebook), and a thread runs only one.
-        return _in_thread(lambda: loop.run_until_complete(awaitable))
+        return _in_thread(partial(run, awaitable))
 
     # Failures
 
-    def failure(self, call: Call, error: Exception) -> WorkerMethodError | CollectiveError:
+    def failure(self, call: Call, error: BaseException) -> WorkerMethodError | CollectiveError:
         """Return the error that the controller raises for `error`, which a method raised."""
         kind: type[WorkerMethodError | CollectiveError] = WorkerMethodError
         title = f"{type(error).__name__} in {call.label}"
@@ -283,14 +289,16 @@ class RankHost:
             str(failed), **self._details(role, "__init__", error, _traceback_text(error))
         )
 
-    def _details(self, role: str, method: str, error: Exception, remote: str) -> _FailureDetails:
+    def _details(
+        self, role: str, method: str, error: BaseException, remote: str
+    ) -> _FailureDetails:
         return {
             "role": role,
             "rank": self.place.rank,
             "node": self.node,
             "method": method,
             "remote_traceback": remote,
-            "cause": error if self._survives(error) else None,
+            "cause": error if isinstance(error, Exception) and self._survives(error) else None,
             "raised_at": time.time(),
         }
 
@@ -307,8 +315,17 @@ def _is_awaitable(value: object) -> TypeGuard[Awaitable[object]]:
     return isinstance(value, Coroutine | asyncio.Future)
 
 
+def _run_on(loop: asyncio.AbstractEventLoop | None, awaitable: Awaitable[T]) -> T:
+    """Run a coroutine method to its end on a loop; None: a new loop, which is then closed."""
+    if loop is not None:
+        return loop.run_until_complete(awaitable)
+    with asyncio.Runner() as runner:
+        return runner.get_loop().run_until_complete(awaitable)
+
+
 def _in_thread(run: Callable[[], T]) -> T:
-    """Return `run()`, called in a new thread. Raises what it raised."""
+    """Return `run()`, called in a new thread with the context variables of this one. Raises what it
+    raised."""
     outcome: list[T] = []
     failed: list[BaseException] = []
 
@@ -318,15 +335,15 @@ def _in_thread(run: Callable[[], T]) -> T:
         except BaseException as error:  # raised in the caller's thread below
             failed.append(error)
 
-    thread = threading.Thread(target=target, daemon=True)
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(target,), daemon=True)
     thread.start()
     thread.join()
     if failed:
-        raise failed[0]
+        raise failed.pop()  # a list that keeps it would be a cycle through this frame
     return outcome[0]
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as second:  # the traceback of `error` must be shown in any case

@@ -138,6 +138,9 @@ class Worker(VerlWorkerNames):
         siblings = self.__dict__.get("_siblings")
         if siblings and name in siblings:
             return siblings[name]
+        other_base = getattr(super(), "__getattr__", None)
+        if other_base is not None:  # a class with further bases: `class Critic(Worker, nn.Module)`
+            return other_base(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # Meshes and the rank layout

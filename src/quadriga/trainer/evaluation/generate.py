@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import overload
 
 from quadriga.config.checks.settings import check_generate_settings
 from quadriga.config.schema import GenerateConfig
 from quadriga.data.images.prompts import TAG
 from quadriga.errors import ConfigError
 from quadriga.protocol import fields
+from quadriga.trainer.evaluation.response_file import StoredRows
 from quadriga.trainer.evaluation.responses import generate, load_prompts, write_responses
 
 Messages = Sequence[Mapping[str, object]]
@@ -24,13 +27,39 @@ class Answer:
     responses: list[str]
 
 
-def run_generation(config: GenerateConfig) -> list[Answer]:
+class WrittenAnswers(Sequence[Answer]):
+    """The answers in a file, which are read each time that they are iterated over."""
+
+    def __init__(self, rows: StoredRows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Answer]:
+        return map(_answer, self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Answer: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Answer]: ...
+    def __getitem__(self, index: int | slice) -> Answer | list[Answer]:
+        """Return answers by number. All rows before them are read."""
+        if isinstance(index, slice):
+            wanted = range(len(self))[index]
+            chosen = {n: a for n, a in enumerate(self) if n in wanted}
+            return [chosen[number] for number in wanted]
+        number = range(len(self))[index]
+        return next(islice(self, number, None))
+
+
+def run_generation(config: GenerateConfig) -> Sequence[Answer]:
     """Generate `n` responses per prompt, and write them to `output` if it is set.
 
     Responses that `output` holds from an earlier run of the same command are kept.
 
     Returns:
-        One entry per prompt, in the order of the prompts.
+        One entry per prompt, in the order of the prompts. With `output` they stay in the file.
 
     Raises:
         ConfigError: neither or both of `prompt` and `data_files` are set, or another setting does
@@ -49,10 +78,12 @@ def run_generation(config: GenerateConfig) -> list[Answer]:
     check_generate_settings(config)
     prompts = load_prompts(config, _tagged(config), config.images)
     if config.output is None:
-        rows = [row for batch in generate(config, prompts) for row in batch]
-    else:
-        rows = write_responses(config, prompts, config.output)
-    return [Answer(_messages(row["prompt"]), _texts(row[fields.RESPONSES])) for row in rows]
+        return [_answer(row) for batch in generate(config, prompts) for row in batch]
+    return WrittenAnswers(write_responses(config, prompts, config.output))
+
+
+def _answer(row: Mapping[str, object]) -> Answer:
+    return Answer(_messages(row["prompt"]), _texts(row[fields.RESPONSES]))
 
 
 def _tagged(config: GenerateConfig) -> str | None:
@@ -62,7 +93,7 @@ def _tagged(config: GenerateConfig) -> str | None:
     return TAG * len(config.images) + config.prompt
 
 
-def main_generation(config: GenerateConfig) -> list[Answer]:
+def main_generation(config: GenerateConfig) -> Sequence[Answer]:
     """Call `run_generation`; verl has this name for it."""
     return run_generation(config)
 

@@ -11,15 +11,22 @@ import yaml
 
 from quadriga.checkpoint.files import digest_file, digest_json
 from quadriga.config.loading import to_yaml
-from quadriga.config.schema import GenerationConfig
+from quadriga.config.schema import GenerateConfig, GenerationConfig
 from quadriga.models.folder import local_folder
-from quadriga.trainer.run.resuming import changed_words, contents_digest, setting_leaves
+from quadriga.trainer.run.resuming import (
+    changed_words,
+    contents_digest,
+    images_digest,
+    setting_leaves,
+)
 
 Inputs = dict[str, object]
 """Settings by dotted key, and the contents of files as digests."""
 
-_WITHOUT_EFFECT = ("trainer.", "overwrite", "output", "data_files", "rollout.micro_batch_size",
-                   "model.path", "model.tokenizer_path", "model.use_shm")  # fmt: skip
+_WITHOUT_EFFECT = (
+    "trainer.", "cache_dir", "overwrite", "output", "data_files", "rollout.micro_batch_size",
+    "model.path", "model.tokenizer_path", "model.use_shm",
+)  # fmt: skip
 """Settings, or beginnings of their keys, that change no response."""
 _OF_SCORES = ("reward.", "pass_at", "correct_at", "resamples", "confidence", "response_")
 _LISTED = 8  # changes that a message names
@@ -35,18 +42,17 @@ def inputs_of(config: GenerationConfig) -> Inputs:
     and a file that is continued with other ranks then holds responses of both.
     """
     settings = dict(setting_leaves(yaml.safe_load(to_yaml(config)), ""))
-    left_out = (
-        *_WITHOUT_EFFECT,
-        *_OF_SCORES,
-        "model.path",
-        "model.tokenizer_path",
-        "model.use_shm",
-    )
+    left_out = (*_WITHOUT_EFFECT, *_OF_SCORES)
     kept = {key: value for key, value in settings.items() if not key.startswith(left_out)}
     tokenizer = config.model.tokenizer_path
+    own = config.images if isinstance(config, GenerateConfig) else []
     return {
         **kept,
         "content of data_files": contents_digest(config.data_files),
+        "content of the images of data_files": images_digest(
+            config.model, config.data_files, config.image_key
+        ),
+        **({"content of images": contents_digest(own)} if own else {}),
         "content of model.path": model_digest(config.model.path),
         **(
             {}

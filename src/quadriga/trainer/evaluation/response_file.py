@@ -16,15 +16,22 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quadriga.checkpoint.files import write_json
 from quadriga.errors import ConfigError, DataError, InputError
 from quadriga.observability.jsonl import JsonlFile, JsonObject, cannot_write, read_jsonl
 from quadriga.trainer.evaluation.inputs import Inputs, changes
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_TOGETHER = 1024  # rows of a parquet file that are in memory together
 _REPLACE = "choose another output, or set overwrite=true to replace it"
 
 
@@ -95,10 +102,15 @@ class ResponseFile:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        partial = self.path.with_name(self.path.name + ".partial")
+        unfinished = self.path.with_name(self.path.name + ".partial")
         try:
-            pq.write_table(pa.Table.from_pylist(list(read_jsonl(self._rows))), partial)
-            os.replace(partial, self.path)
+            # Two passes, since the type of a column may be known only from its last row.
+            schemas = [table.schema for table in self._tables(None)]
+            schema = pa.unify_schemas(schemas, promote_options="permissive")
+            with pq.ParquetWriter(unfinished, schema) as writer:
+                for table in self._tables(schema):
+                    writer.write_table(table)
+            os.replace(unfinished, self.path)
             self._rows.unlink()
         except OSError as error:
             raise cannot_write(self.path, error) from error
@@ -109,9 +121,18 @@ class ResponseFile:
                 path=str(self._rows),
             ) from error
 
-    def read(self) -> Iterator[JsonObject]:
-        """Yield the rows of the output."""
-        return read_rows_of(self._rows if self._rows.exists() else self.path)
+    def read(self) -> StoredRows:
+        """Return the rows of the output."""
+        path = self._rows if self._rows.exists() else self.path
+        return StoredRows(partial(read_rows_of, path), self.done)
+
+    def _tables(self, schema: pa.Schema | None) -> Iterator[pa.Table]:
+        """Yield the rows as tables of some rows; None: with a schema that fits each of them."""
+        import pyarrow as pa
+
+        rows = read_jsonl(self._rows)
+        while some := list(islice(rows, _TOGETHER)):
+            yield pa.Table.from_pylist(some, schema)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -177,6 +198,25 @@ class ResponseFile:
         return kept
 
 
+class StoredRows:
+    """Rows on disk, which are read again each time that they are iterated over.
+
+    Args:
+        read: yields all rows.
+        count: their number.
+    """
+
+    def __init__(self, read: Callable[[], Iterator[JsonObject]], count: int) -> None:
+        self._read = read
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[JsonObject]:
+        return self._read()
+
+
 def _lock(handle: int, path: Path) -> bool:
     """Lock an open file. Return False if another process holds it, or has just deleted it."""
     try:
@@ -197,10 +237,11 @@ def read_rows_of(path: Path) -> Iterator[JsonObject]:
     if path.suffix == ".jsonl":
         yield from read_jsonl(path)
         return
-    from quadriga.data.rows import read_rows
+    from quadriga.data.rows import read_pieces
 
-    for row in read_rows([path]):
-        yield row.values
+    for piece in read_pieces(path):
+        for row in piece.rows:
+            yield row.values
 
 
 def _json_object(path: Path) -> JsonObject:

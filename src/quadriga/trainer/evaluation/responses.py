@@ -24,7 +24,7 @@ from quadriga.rollout import ROLLOUTS, check_rollout, not_reproduced
 from quadriga.trainer import stages
 from quadriga.trainer.evaluation.inputs import inputs_of
 from quadriga.trainer.evaluation.ranks import rollout_group
-from quadriga.trainer.evaluation.response_file import ResponseFile
+from quadriga.trainer.evaluation.response_file import ResponseFile, StoredRows
 from quadriga.trainer.run.checks.images import check_generation_takes_images, image_rules
 from quadriga.trainer.run.checks.sequence_checks import check_generation_data
 from quadriga.trainer.run.preflight import check_files, require_model_path
@@ -93,6 +93,7 @@ def load_prompts(
             chat_template_kwargs=arguments,
             image_key=image_key,
             images=rules,
+            cache_dir=config.cache_dir,
         )
     else:
         dataset = PromptDataset.from_rows(
@@ -114,8 +115,10 @@ def load_prompts(
     return Prompts(dataset, tokenizer)
 
 
-def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> list[ResponseRow]:
+def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> StoredRows:
     """Generate the responses that the file at `path` lacks, and return all of its rows.
+
+    The rows stay on disk.
 
     Raises:
         ConfigError: the file is of other settings or data, or another process writes it now.
@@ -149,7 +152,7 @@ def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> li
             )
             raise
         file.finish()
-        return list(file.read())
+        return file.read()
 
 
 def generate(

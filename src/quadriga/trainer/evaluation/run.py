@@ -10,9 +10,11 @@ changed reward function scores the responses that are there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from quadriga.checkpoint.files import write_json
@@ -30,6 +32,7 @@ from quadriga.trainer.evaluation.report import (
     read_results,
     results_of,
 )
+from quadriga.trainer.evaluation.response_file import StoredRows
 from quadriga.trainer.evaluation.responses import Prompts, load_prompts, write_responses
 from quadriga.trainer.evaluation.scores import (
     NO_SOURCE,
@@ -87,8 +90,7 @@ def run_evaluation(config: EvalConfig) -> Evaluation:
             rows = read_responses(config.response_files, config.response_key)
             reward.check(rows)
         else:
-            dataset = prompts.dataset
-            reward.check(dataset[number] for number in range(len(dataset)))
+            reward.check(prompts.dataset)
             rows = write_responses(config, prompts, str(folder / RESPONSES))
         scored = list(_score(rows, reward, folder))
     summaries = summarise([prompt for prompt, _ in scored], summary_settings(config))
@@ -120,22 +122,31 @@ def summary_settings(config: EvalConfig) -> SummarySettings:
     )
 
 
-def read_responses(files: Sequence[str], key: str) -> list[Mapping[str, object]]:
+def read_responses(files: Sequence[str], key: str) -> StoredRows:
     """Return the rows of files that hold responses, with a list of texts under "responses".
 
-    Raises:
-        DataError: a row has no text and no list of texts under `key`.
-    """
-    from quadriga.data.rows import read_rows
+    They are read, and checked, each time that they are iterated over. Then a row without a text or
+    a list of texts under `key` raises `DataError`.
 
-    rows: list[Mapping[str, object]] = []
-    for row in read_rows(files):
+    Raises:
+        DataError: a file cannot be read.
+    """
+    from quadriga.data.rows import check_files, count_rows
+
+    paths = check_files(files)
+    return StoredRows(partial(_responses_of, paths, key), sum(map(count_rows, paths)))
+
+
+def _responses_of(paths: Sequence[Path], key: str) -> Iterator[dict[str, object]]:
+    from quadriga.data.rows import read_pieces
+
+    rows = (row for path in paths for piece in read_pieces(path) for row in piece.rows)
+    for index, row in enumerate(rows):
         value = row.at(key)
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
             raise row.error(f"{key!r} must be a text or a list of texts, got {value!r:.120}")
-        rows.append({fields.INDEX: len(rows), **row.values, fields.RESPONSES: texts})
-    return rows
+        yield {fields.INDEX: index, **row.values, fields.RESPONSES: texts}
 
 
 def _check_folder(folder: Path, inputs: Inputs, *, overwrite: bool) -> None:
@@ -160,15 +171,15 @@ def _check_folder(folder: Path, inputs: Inputs, *, overwrite: bool) -> None:
 
 
 def _score(
-    rows: Sequence[Mapping[str, object]], reward: RewardManager, folder: Path
+    rows: Iterable[Mapping[str, object]], reward: RewardManager, folder: Path
 ) -> Iterator[tuple[PromptScores, int]]:
     """Yield the scores of each prompt with its failed responses, and write the samples."""
     path = folder / SAMPLES
     partial = path.with_name(f"{SAMPLES}.partial")
     partial.unlink(missing_ok=True)
     with closing(JsonlFile(partial)) as file:
-        for start in range(0, len(rows), _TOGETHER):
-            some = rows[start : start + _TOGETHER]
+        read = iter(rows)
+        while some := list(islice(read, _TOGETHER)):
             texts = [(row, text) for row in some for text in _texts(row)]
             outcomes = reward.score_texts([text for _, text in texts], [row for row, _ in texts])
             pairs = iter(zip(outcomes, reward.answers, strict=True))

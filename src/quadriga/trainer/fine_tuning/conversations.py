@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quadriga.config.schema import SFTConfig, SFTDataConfig
+from quadriga.data.conversations.turns import turn_end_ids
 from quadriga.models.folder import end_token_ids
 from quadriga.protocol import fields, pad_dataproto_to_divisor, unpad_dataproto
 
@@ -94,14 +95,17 @@ class EvaluationLoss:
 def tell_other_ends(
     model_path: str, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
 ) -> None:
-    """Log a warning if the chat template ends a turn with a token that does not end generation."""
-    other = set(ends) - set(end_token_ids(model_path, tokenizer))
+    """Log a warning if conversations end with a token that does not end generation.
+
+    The arguments of the chat template can change the token with which it ends a turn.
+    """
+    other = set(ends) - {*end_token_ids(model_path, tokenizer), *turn_end_ids(tokenizer)}
     if other:
         names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(sorted(other))))
         _log.warning(
             "the chat template ends a turn of the assistant with %s, which does not end generation "
-            "of a response; add its id (%s) to eos_token_id in generation_config.json of the "
-            "model, or to sampling.stop_token_ids where the trained model generates",
+            "of a response; add its id (%s) to trainer.val_sampling.stop_token_ids here, and to "
+            "eos_token_id in generation_config.json of the trained model",
             names,
             ", ".join(map(str, sorted(other))),
         )

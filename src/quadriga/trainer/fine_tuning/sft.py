@@ -254,7 +254,7 @@ def _worker_config(config: SFTConfig) -> ActorRolloutRefConfig:
             engine=config.engine,
             ppo_micro_batch_size_per_gpu=config.data.micro_batch_size_per_gpu,
         ),
-        rollout=RolloutConfig(dtype=config.engine.dtype),
+        rollout=RolloutConfig(dtype=config.engine.dtype, val_sampling=config.trainer.val_sampling),
     )
 
 

@@ -2,6 +2,7 @@
 
 - `machine`: how much memory a rank, or the ranks of a node, can use.
 - `plan`: what each role needs on a rank, and how much exists at once in each phase of a step.
+- `resharding`: what ranks receive and hold when a Megatron actor becomes a rollout.
 - `host`: the memory of the host: loading, and what is kept there.
 - `report`: the plan as a table, and the refusal of a run that does not fit.
 - `sft`, `rm`: plan and refusal of a run of supervised fine-tuning, and of one on pairs.

@@ -19,6 +19,7 @@ from quadriga.trainer.memory.plan import (
     PoolMemory,
     memory_plan,
 )
+from quadriga.trainer.memory.resharding import resharding_lines
 
 
 def check_memory(config: TrainConfig) -> None:
@@ -192,7 +193,8 @@ def plan_text(config: TrainConfig) -> str:
     limit = device_limit(config.trainer, shown)
     lines = table_text(plan, limit, lambda: remedies(config, plan), others)
     own = host_limit(config, plan, limit)
-    return "\n".join([lines, *host_lines(host_memory(config, plan), own)])
+    host = host_lines(host_memory(config, plan), own)
+    return "\n".join([lines, *host, *resharding_lines(config, shown)])
 
 
 def host_lines(memory: HostMemory, limit: DeviceLimit | None) -> list[str]:
@@ -258,6 +260,8 @@ def _pool_lines(pool: PoolMemory, others: Mapping[str, MemoryPlan]) -> list[str]
         changed = [None if e is None else e.update for e in unlike]
         add(f"  checkpointing={form}", (None if u is None else u.activations for u in changed))
     add("  of them logits", (None if u is None else u.logits for u in updates))
+    add("sent to gather weights", (None if e is None else e.sent.gathers for e in engines))
+    add("sent to reduce gradients", (None if e is None else e.sent.reduction for e in trained))
     add("sent to ranks of a group", (None if u is None else u.exchanged for u in updates))
     add("KV cache", (None if g is None else g.kv_cache for g in generation))
     add("  with other buffers", (None if g is None else g.peak for g in generation))

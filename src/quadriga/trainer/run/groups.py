@@ -23,6 +23,10 @@ from quadriga.errors import CheckpointError, QuadrigaError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.trainer.dataflow import reads_ref_log_prob
 from quadriga.trainer.placement import ResourcePoolManager, Role
+from quadriga.trainer.replicas.replica import Replicas
+from quadriga.trainer.replicas.rollout import ReplicatedRollout
+from quadriga.trainer.replicas.start import are_replicas, start_replicas
+from quadriga.trainer.replicas.weights import ReplicaLink
 from quadriga.trainer.roles.checks import INIT, check_states, has_method, saved_roles
 from quadriga.trainer.roles.registry import added_roles
 from quadriga.trainer.roles.start_order import start_order
@@ -46,7 +50,6 @@ from quadriga.workers.roles import (
     ReceivingGroup,
     RefGroup,
     RewardModelGroup,
-    RolloutGroup,
     SendingGroup,
     TurnTakingGroup,
 )
@@ -173,12 +176,12 @@ class PPOGroups(StartedGroups):
     """
 
     actor: ActorGroup
-    rollout: RolloutGroup
+    rollout: GeneratingGroup
     ref: RefGroup | None
     critic: CriticGroup | None
     reward_model: RewardModelGroup | None
     turns: TurnTakingGroup | None
-    link: WeightLink | None
+    link: WeightLink | ReplicaLink | None
     actor_version: Callable[[], int] | None = None
     added: Mapping[str, WorkerGroup] = field(default_factory=dict)
 
@@ -306,21 +309,26 @@ def start_groups(
         # Roles of one pool are built in the same processes, so they share the device's memory and
         # their calls take turns. Roles of different pools run side by side.
         views: dict[str, WorkerGroup] = {}
+        replicas: Replicas | None = None
         for pool, uses in pools.items():
             members = {key: classes[key] for key in worker_keys(uses)}
-            group: WorkerGroup = backend.worker_group(
-                manager.resource_pool_dict[pool],
-                backend.colocate(members),
-                timeout=config.trainer.call_timeout_s,
-            )
+            place = manager.resource_pool_dict[pool]
+            if are_replicas(config, uses):
+                replicas = start_replicas(config, backend, place, members, groups)
+                continue
+            timeout = config.trainer.call_timeout_s
+            cls = backend.colocate(members)
+            group: WorkerGroup = backend.worker_group(place, cls, timeout=timeout)
             groups.append(group)
             group.start_worker_aliveness_check(ALIVENESS_CHECK_S)
             views.update(group.spawn(members))
         for key in start_order(workers, added_roles(config)):
-            if has_method(views[key], key, INIT):
+            if key in views and has_method(views[key], key, INIT):
                 views[key].init_model()
-        view_of = {use: views[key] for key, uses in workers.items() for use in uses}
-        return groups_of_views(config, backend, groups, view_of)
+            elif replicas is not None and key not in views:
+                replicas.init_model()
+        view_of = {u: views[key] for key, uses in workers.items() if key in views for u in uses}
+        return groups_of_views(config, backend, groups, view_of, replicas)
 
 
 def groups_of_views(
@@ -328,16 +336,26 @@ def groups_of_views(
     backend: Backend,
     groups: Sequence[WorkerGroup],
     view_of: Mapping[str, WorkerGroup],
+    replicas: Replicas | None = None,
 ) -> PPOGroups:
     """Return the groups of a run from use → view of a worker group, with equal weights.
 
-    Uses of the policy that share processes are one view.
+    Uses of the policy that share processes are one view. `replicas`: in place of the view of the
+    rollout.
     """
-    actor, rollout = view_of["actor"], view_of["rollout"]
-    link = None
-    if actor is not rollout:
-        transport = config.actor_rollout_ref.rollout.weight_transport
-        link = WeightLink(actor, rollout, joined=transport == "collective")
+    actor, settings = view_of["actor"], config.actor_rollout_ref.rollout
+    rollout: GeneratingGroup
+    link: WeightLink | ReplicaLink | None = None
+    if replicas is not None:
+        rows = settings.micro_batch_size
+        rollout = ReplicatedRollout(replicas, settings.replicas, most_rows=rows)
+        link = ReplicaLink(actor, replicas)
+    else:
+        rollout = view_of["rollout"]
+        if actor is not rollout:
+            joined = settings.weight_transport == "collective"
+            link = WeightLink(actor, view_of["rollout"], joined=joined)
+    if link is not None:
         link.sync()
     return PPOGroups(
         backend=backend,
@@ -347,7 +365,7 @@ def groups_of_views(
         ref=view_of["ref"] if reads_ref_log_prob(config) else None,
         critic=view_of.get(CRITIC),
         reward_model=view_of[REWARD_MODEL] if has_reward_model(config) else None,
-        turns=actor if config.actor_rollout_ref.rollout.take_turns else None,
+        turns=actor if settings.take_turns else None,
         link=link,
         actor_version=_version_of(actor),
         added={added.key: view_of[added.key] for added in added_roles(config)},

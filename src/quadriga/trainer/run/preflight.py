@@ -16,14 +16,19 @@ from quadriga.config.checks.settings import (
 )
 from quadriga.config.role_ranks import has_reward_model, num_ranks
 from quadriga.config.schema import ActorConfig, RewardConfig, RMConfig, SFTConfig, TrainConfig
-from quadriga.engines import ENGINES, check_engine
+from quadriga.engines import ENGINES
 from quadriga.engines.optimizers import check_optimizer_packages
 from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
-from quadriga.rollout import ROLLOUTS, check_rollout, check_sampling, check_updates
-from quadriga.trainer.dataflow import needs_critic, needs_reference
+from quadriga.rollout import ROLLOUTS, check_adapters, check_rollout, check_sampling, check_updates
+from quadriga.trainer.dataflow import needs_critic
 from quadriga.trainer.roles.settings import check_roles_in_settings
+from quadriga.trainer.run.checks.engines import (
+    check_fine_tuning_engine,
+    check_role_engines,
+    role_engines,
+)
 from quadriga.trainer.run.checks.images import check_images_supported
 from quadriga.trainer.run.resuming import AnyRun, check_resume
 from quadriga.trainer.run.role_workers import critic_model
@@ -156,7 +161,7 @@ def check_sft_config(config: SFTConfig) -> None:
     from quadriga.models import check_model_folder
 
     check_sft_settings(config, known_names())
-    check_engine("engine.name", config.engine.name)
+    check_fine_tuning_engine(config)
     check_optimizer_packages("optim", config.optim)
     check_files(config.data.train_files, "data.train_files", needed=True)
     check_files(config.data.val_files, "data.val_files", needed=False)
@@ -180,7 +185,7 @@ def check_rm_config(config: RMConfig) -> None:
     from quadriga.models import check_model_folder
 
     check_rm_settings(config, known_names())
-    check_engine("engine.name", config.engine.name)
+    check_fine_tuning_engine(config)
     check_optimizer_packages("optim", config.optim)
     check_files(config.data.train_files, "data.train_files", needed=True)
     check_files(config.data.val_files, "data.val_files", needed=False)
@@ -207,19 +212,16 @@ def known_names() -> KnownNames:
 
 
 def check_engines(config: TrainConfig) -> None:
-    """Check that the engines of the run are in this release, and the options of the rollout.
+    """Check the training engines of the run, and the options of the rollout.
 
     Raises:
         ConfigError: names the setting.
     """
+    check_role_engines(config)
     policy = config.actor_rollout_ref
-    check_engine("actor_rollout_ref.actor.engine.name", policy.actor.engine.name)
-    if needs_reference(config):
-        check_engine("actor_rollout_ref.ref.engine.name", policy.ref.engine.name)
-    if needs_critic(config):
-        check_engine("critic.engine.name", config.critic.engine.name)
     rollout, ranks = policy.rollout, num_ranks(config, "rollout")
     check_rollout(rollout.name, rollout.options, ranks)
+    check_adapters(rollout, policy.model.lora)
     check_updates(rollout.name, rollout.options, ranks, take_turns=rollout.take_turns)
     for sampling in (policy.rollout.sampling, policy.rollout.val_sampling):
         check_sampling(policy.rollout.name, policy.rollout.options, sampling)
@@ -274,14 +276,8 @@ def check_divisions(config: TrainConfig) -> None:
     """
     from quadriga.engines.model_parallel.checks import check_model_parallel_folder
 
-    policy, check = config.actor_rollout_ref, check_model_parallel_folder
-    check(policy.model, policy.actor.engine, "actor_rollout_ref.actor.engine")
-    if needs_reference(config):
-        check(policy.model, policy.ref.engine, "actor_rollout_ref.ref.engine")
-    if needs_critic(config):
-        check(critic_model(config), config.critic.engine, "critic.engine")
-    if has_reward_model(config):
-        check(config.reward_model.model, config.reward_model.engine, "reward_model.engine")
+    for found in role_engines(config):
+        check_model_parallel_folder(found.model, found.engine, found.key)
 
 
 def check_reward_model_folder(config: TrainConfig) -> None:
@@ -299,7 +295,6 @@ def check_reward_model_folder(config: TrainConfig) -> None:
     from quadriga.workers.reward_model import same_tokens, tokenizer_of
 
     model = config.reward_model.model
-    check_engine("reward_model.engine.name", config.reward_model.engine.name)
     own = model.tokenizer_path is None
     check_model_folder(model.path, tokenizer=own, trust_remote_code=model.trust_remote_code)
     check_reward_model(local_folder(model.path), trust_remote_code=model.trust_remote_code)

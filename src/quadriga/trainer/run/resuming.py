@@ -15,7 +15,7 @@ from quadriga.checkpoint.files import digest_file, digest_json
 from quadriga.checkpoint.folders import newest_undamaged_checkpoint
 from quadriga.checkpoint.marker import read_marker, verify_checkpoint
 from quadriga.config.loading import to_yaml
-from quadriga.config.schema import RMConfig, RunConfig, SFTConfig, TrainConfig
+from quadriga.config.schema import ModelConfig, RMConfig, RunConfig, SFTConfig, TrainConfig
 from quadriga.errors import CheckpointError
 from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS
@@ -36,6 +36,7 @@ _ARGUMENTS = "data.chat_template_kwargs"  # each of its names is a key of its ow
 # What decides on the rows and their order. The position in the data means nothing without them.
 _DATA = (
     "content of data.train_files",
+    "content of the images of data.train_files",
     "data.train_batch_size",
     "data.shuffle",
     "data.seed",
@@ -178,12 +179,25 @@ def inputs_of(config: AnyRun) -> dict[str, object]:
         **dict(setting_leaves(yaml.safe_load(to_yaml(config)), "")),
         "content of data.train_files": contents_digest(config.data.train_files),
         "content of data.val_files": contents_digest(config.data.val_files),
+        **dict(_images(config)),
         **{f"content of {key}": contents_digest(files) for key, files in _user_files(config)},
         **{
             f"config.json of {key}": contents_digest([config_file(path)] if path else [])
             for key, path in _models(config)
         },
     }
+
+
+def _images(config: AnyRun) -> Iterator[tuple[str, str]]:
+    """Yield (key, digest) of the image files that data files name, for a model that takes images.
+
+    The rows of a dataset class of the user name images in a way that is not known here.
+    """
+    if isinstance(config, TrainConfig) and config.data.dataset.path is None:
+        data, model = config.data, config.actor_rollout_ref.model
+        for key, files in (("train_files", data.train_files), ("val_files", data.val_files)):
+            digest = images_digest(model, files, data.image_key)
+            yield f"content of the images of data.{key}", digest
 
 
 def _user_files(config: AnyRun) -> Iterator[tuple[str, list[str]]]:
@@ -226,6 +240,27 @@ def contents_digest(files: Sequence[str]) -> str:
     """
     contents = [digest_file(Path(file)) if Path(file).is_file() else "" for file in files]
     return digest_json({"contents": contents})
+
+
+def images_digest(model: ModelConfig, files: Sequence[str], image_key: str | None) -> str:
+    """Return one digest for the image files that the rows of data files name.
+
+    It is that of no file for a model of text. Images in the data files themselves do not count.
+
+    Raises:
+        DataError: a data file cannot be read.
+    """
+    from quadriga.data.images.reading import image_files
+    from quadriga.models.vision.processor import image_tokens
+
+    trusted = model.trust_remote_code
+    if not (image_key and files and model.path):
+        return contents_digest(())
+    if image_tokens(model.path, trust_remote_code=trusted) is None:
+        return contents_digest(())
+    paths = (Path(file).expanduser() for file in files)
+    named = (image for path in paths if path.is_file() for image in image_files(path, image_key))
+    return contents_digest([str(image) for image in named])
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from quadriga.backends.ray.calls.store import RayHandle, RayStore, item_of
-from quadriga.backends.ray.cluster import cluster_nodes, kill_actor, this_node
+from quadriga.backends.ray.cluster import cluster_nodes, fetch, kill_actor, this_node
 from quadriga.errors import ConfigError
 from quadriga.protocol.values.cut import Ints, Stored, cut, payload_bytes
 from quadriga.protocol.values.storage import RowRequest, current_store, traffic
@@ -91,7 +91,7 @@ class RowHandleOnRay(RayHandle):
             if answer is None:
                 continue
             try:
-                payloads = ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
+                (payloads,) = fetch([answer], max(0.0, deadline - time.monotonic()))
             except RayError as error:  # GetTimeoutError is one
                 logger.warning(
                     "The row server of node %s did not send rows (%s); whole objects are fetched.",
@@ -200,7 +200,7 @@ class RowServer:
 
     def cut(self, refs: Sequence[Ref], cuts: Sequence[Cut]) -> list[Stored]:
         """Return the payloads of the rows, in the order of `cuts`."""
-        objects = ray.get(list(refs), timeout=ANSWER_S)
+        objects = fetch(refs, timeout=ANSWER_S)
         return [
             cut(cast("Stored", item_of(objects[number], index)), np.asarray(rows))
             for number, index, rows in cuts

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from quadriga.backends.ray.cluster import fetch
 from quadriga.backends.ray.process.memory import collect_in_wait
-from quadriga.errors import CallTimeoutError
+from quadriga.errors import CallTimeoutError, QuadrigaError
 from quadriga.single_controller.watch import broken_groups, raise_if_broken
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ MIN_SLICE_S = 0.01
 class Awaited(Protocol):
     """Some results that are waited for together."""
 
+    label: str
+    """Whose results they are, for messages."""
     expires: float | None
     """When the deadline is, as `time.monotonic()`."""
     values: list[object] | None
@@ -68,6 +71,22 @@ def until_deadline(awaited: Sequence[Awaited], seconds: float, limit: float | No
     return max(0.0, min([seconds, *(at - time.monotonic() for at in expires)]))
 
 
+def wait_in_slices(
+    awaited: Sequence[Awaited], refs: list[Ref], limit: float | None, *, failed: bool
+) -> list[object]:
+    """Return the value of every reference, in order. For the arguments see `Slices`."""
+    try:
+        found = Slices(awaited, refs, limit, failed=failed).wait()
+    except QuadrigaError as error:
+        # Ray's error, which refers to this one as its cause, is in variables of the frames below
+        # and may be the context. The cycle would keep the batches of every calling frame.
+        if isinstance(error.__context__, RayError):
+            error.__context__ = error.__context__.__context__
+        error.__traceback__ = None
+        raise
+    return [found[ref] for ref in refs]
+
+
 class Slices:
     """A wait in slices. Consumes: references. Waits for: all of them. Unblocked by: the last value,
     the first failure, a deadline, a lost node, a watched group that breaks."""
@@ -76,14 +95,15 @@ class Slices:
         self,
         awaited: Sequence[Awaited],
         refs: list[Ref],
-        error: RayError,
         limit: float | None,
+        *,
+        failed: bool = False,
     ) -> None:
         """Args:
         awaited: what to wait for.
         refs: all references of `awaited`.
-        error: why the first attempt to get all of `refs` ended.
         limit: when this wait ends without a result, as `time.monotonic()`; None: never.
+        failed: one of the results is an error.
         """
         self._awaited = awaited
         self._limit = limit
@@ -93,12 +113,12 @@ class Slices:
         self._remote: list[Ref] = []
         """Results that exist and that are being pulled from another node."""
         self._values: dict[Ref, object] = {}
-        self._failed = None if isinstance(error, GetTimeoutError) else error
+        self._failed = failed
         self._began = time.monotonic()
 
     def wait(self) -> dict[Ref, object]:
         """Return the value of every reference."""
-        if self._failed is not None:
+        if self._failed:
             self._take_running(0.0)  # finds which one failed
         while self._running or self._remote:
             # A result that exists is received even if its pull ends after the deadline.
@@ -132,7 +152,7 @@ class Slices:
         if not refs:
             return []
         try:
-            self._values.update(zip(refs, ray.get(refs, timeout=0), strict=True))
+            self._values.update(zip(refs, fetch(refs, timeout=0), strict=True))
             return []
         except GetTimeoutError:
             if len(refs) == 1:
@@ -151,7 +171,11 @@ class Slices:
         now = time.monotonic()
         collect_in_wait(now - self._began)
         if self._limit is not None and now >= self._limit:
-            raise CallTimeoutError("The future has no result in time. The call goes on.")
+            missing = {self._home[ref][0].label for ref in (*self._running, *self._remote)}
+            raise CallTimeoutError(
+                f"The future of {', '.join(sorted(missing))} has no result in time. The call goes "
+                "on."
+            )
         for awaited in self._awaited:
             if awaited.expires is not None and now >= awaited.expires:
                 awaited.raise_if_late()

@@ -90,7 +90,7 @@ def _split(handle: RankHandle, label: str, splits: Splits) -> list[list[RayPendi
     sent = method.remote(splits)
     refs = iter([sent] if sum(counts) == 1 else sent)
     source = f"the split of a future for {label}, rank {handle.facts.rank} on {handle.facts.node}"
-    return [[RayPending(ref, source=source) for ref in islice(refs, n)] for n in counts]
+    return [[RayPending(ref, label=source) for ref in islice(refs, n)] for n in counts]
 
 
 def the_value(values: Sequence[object]) -> object:

@@ -134,10 +134,13 @@ class RayHandle:
             # One long wait: short ones would cancel the transfers of large objects each time.
             objects = dict(zip(refs, ray.get(refs, timeout=FETCH_S), strict=True))
         except ray.exceptions.GetTimeoutError as error:
+            here = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
             raise LostObjectError(
-                f"{len(refs)} object(s) of Ray's store did not arrive within {FETCH_S:g} s."
+                f"{len(refs)} object(s) of Ray's store did not arrive within {FETCH_S:g} s.",
+                late=[handle.key for handle in handles if handle.ref not in here],
             ) from error
         except _LOST as error:
+            error.__traceback__ = None  # see `cluster.fetch`
             raise LostObjectError(f"An object of Ray's store is lost: {error}") from error
         return [
             item_of(objects[ref], handle.index) for ref, handle in zip(found, handles, strict=True)
@@ -203,12 +206,17 @@ class RayStore:
         return fetch_many(handles)
 
 
-@cache
 def alone_bytes() -> int:
     """Return the size from which on a value is an object of its own.
 
-    The nodes of the cluster are counted once per process.
+    The nodes of a cluster are counted once per process.
     """
+    return _alone_bytes(ray.get_runtime_context().get_node_id())
+
+
+@cache
+def _alone_bytes(node: str) -> int:
+    """`node`: the id of this node, which differs between clusters."""
     nodes = sum(node.alive for node in cluster_nodes())
     return BUNDLE_BYTES if nodes == 1 else ALONE_BYTES
 

@@ -103,7 +103,10 @@ class RayCallBackend:
         if failure is not None:
             # Not under the lock: this waits for the ranks that have received the call.
             received = FailedCall(refs, handles[: len(refs)], fields, label)
-            raise received.not_sent(failure[0], failure[1], ranks) from failure[1]
+            try:
+                raise received.not_sent(failure[0], failure[1], ranks) from failure[1]
+            finally:
+                del failure  # it refers to this frame, and so to the arguments
         batch = RayBatch(refs, handles, label, timeout, ranks, fields)
         ranks.in_flight.add(batch)
         return RayPendings(batch)
@@ -181,8 +184,8 @@ def encode(call: Call, with_ticket: bool) -> object:
     Raises `DispatchError` if an argument cannot be pickled. A call with a ticket must arrive soon
     after it was sent, because the calls after it wait for it (`ranks/call_order.py`). Ray delivers
     a task when its large arguments have arrived, so they go to the store, and the rank fetches
-    them. So do batches whose fields are small each and large together: for an argument that Ray
-    stores itself, it has more work than for one that was put into the store here.
+    them. So do batches with much data in their messages, such as rows of objects: for an argument
+    that Ray stores itself, it has more work than for one that was put into the store here.
     """
     sent = _encoded_data(call)
     if sent is not None:

@@ -55,4 +55,4 @@ def _method(handle: RankHandle, label: str) -> Callable[..., Ref]:
 
 def pending_values(refs: Sequence[Ref]) -> list[RayPending]:
     """Return what a `DataProtoFuture` waits for, for the references of batches."""
-    return [RayPending(ref, source="a reference of Ray") for ref in refs]
+    return [RayPending(ref, label="a reference of Ray") for ref in refs]

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, NoReturn, overload
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from quadriga.backends.ray.calls.slices import Awaited, Slices, until_deadline
+from quadriga.backends.ray.calls.slices import Awaited, until_deadline, wait_in_slices
 from quadriga.backends.ray.calls.store import opened
+from quadriga.backends.ray.cluster import fetch
 from quadriga.backends.ray.health.failures import (
     DEAD,
     FailedCall,
@@ -132,7 +133,7 @@ class RayBatch:
     def raise_if_late(self) -> None:
         """Raise CallTimeoutError with the stacks of the ranks that still run the call."""
         stuck = self._unfinished()
-        if not stuck or self.timeout is None:
+        if not stuck:
             return  # the last result arrived at this moment
         raise late(self.label, self.timeout, stuck)
 
@@ -177,7 +178,7 @@ class RayPending:
     """
 
     __slots__ = (
-        "batch", "dropped", "expires", "fields", "index", "ref", "returned", "source", "values",
+        "batch", "dropped", "expires", "fields", "index", "label", "ref", "returned", "values",
     )  # fmt: skip
 
     def __init__(
@@ -186,7 +187,7 @@ class RayPending:
         fields: Sequence[Ref] = (),
         batch: RayBatch | None = None,
         index: int = 0,
-        source: str = "",
+        label: str = "",
         left: float | None = None,
         dropped: bool = False,
     ) -> None:
@@ -195,7 +196,7 @@ class RayPending:
         fields: the returns of fields of the task.
         batch: the submission, None in another process.
         index: position in the batch.
-        source: "role.method, rank r on node", for messages where the batch is not known.
+        label: "role.method, rank r on node", for messages where the batch is not known.
         left: seconds until the deadline of the call, None without a deadline.
         dropped: the result was cancelled, here or where the batch is known.
         """
@@ -203,7 +204,7 @@ class RayPending:
         self.fields = fields
         self.batch = batch
         self.index = index
-        self.source = source
+        self.label = label
         self.dropped = dropped
         self.expires = None if left is None else time.monotonic() + left
         self.values: list[object] | None = None
@@ -264,7 +265,7 @@ class RayPending:
         """Return whether the task, which has ended, has raised. Reads its result at most once."""
         if not self.returned:
             try:
-                ray.get(self.ref, timeout=0)
+                fetch([self.ref], timeout=0)
             except GetTimeoutError:
                 pass  # a large result on another node: an error would be here
             except RayError:
@@ -306,10 +307,10 @@ class RayPending:
     def raise_failure(self, index: int, error: RayError) -> NoReturn:
         """Raise the worker's error, or WorkerDiedError that names the source."""
         if isinstance(error, RayTaskError) and isinstance(error.cause, QuadrigaError):
-            raise error.cause from error
+            raise error.cause from None
         if isinstance(error, DEAD):
             raise WorkerDiedError(
-                f"An argument is the result of {self.source}, whose process has ended."
+                f"An argument is the result of {self.label}, whose process has ended."
             ) from error
         raise error
 
@@ -317,11 +318,11 @@ class RayPending:
         """Raise CallTimeoutError if the result does not exist at the deadline of its call."""
         if not ray.wait(self.refs, timeout=0, fetch_local=False)[0]:
             raise CallTimeoutError(
-                f"An argument is the result of {self.source}, which exceeded its deadline."
+                f"An argument is the result of {self.label}, which exceeded its deadline."
             )
 
     def look(self) -> None:
-        """Raise WorkerMethodError if the result was cancelled. Nothing else is known of it."""
+        """Raise WorkerMethodError if the result was cancelled. Its rank cannot be checked here."""
         self.raise_if_dropped()
 
     @property
@@ -331,19 +332,19 @@ class RayPending:
     def raise_if_dropped(self) -> None:
         """Raise WorkerMethodError if the result was cancelled."""
         if self.dropped:
-            raise cancelled(self.source)
+            raise cancelled(self.label)
 
     def __reduce__(self) -> tuple[object, ...]:
-        source, expires = self.source, self.expires
+        label, expires = self.label, self.expires
         if self.batch is not None:
             facts = self.batch.handles[self.index].facts
-            source = f"{self.batch.label}, rank {facts.rank} on {facts.node}"
+            label = f"{self.batch.label}, rank {facts.rank} on {facts.node}"
             expires = self.batch.expires
         # The time that is left is sent, because `time.monotonic()` differs between nodes:
         #   here     expires 5010.0, now 5003.0    sends 7.0
         #   there    now 120.0                     expires 127.0
         left = None if expires is None else max(0.0, expires - time.monotonic())
-        return RayPending, (self.ref, self.fields, None, 0, source, left, self._is_dropped)
+        return RayPending, (self.ref, self.fields, None, 0, label, left, self._is_dropped)
 
 
 class RayPendings(Sequence[RayPending]):
@@ -370,28 +371,25 @@ class RayPendings(Sequence[RayPending]):
 
 
 def wait_for(awaited: Sequence[Awaited], timeout: float | None = None) -> None:
-    """Wait until all results are known. Raises the first failure of any of them.
-
-    Raises `CallTimeoutError` at the earliest deadline and after `timeout` seconds, and the error of
-    a watched group that breaks.
-    """
+    """Wait until all results are known. Raises the first failure of any of them, `CallTimeoutError`
+    at the earliest deadline and after `timeout` seconds, and the error of a watched group that
+    breaks."""
     limit = None if timeout is None else time.monotonic() + timeout
     for a in awaited:
         a.raise_if_dropped()
     missing = [a for a in awaited if a.values is None]
     refs = [ref for a in missing for ref in a.refs]
-    unsettled: RayError | None = None
     first = FIRST_WAIT_S
     if limit is not None or any(a.expires is not None for a in missing):
         first = until_deadline(missing, first, limit)
+    values, failed = None, False
     try:
         values = ray.get(refs, timeout=first) if refs else []
-    except RayError as error:  # GetTimeoutError is one
-        unsettled = error
+    except RayError as error:
+        failed = not isinstance(error, GetTimeoutError)
+        error.__traceback__ = None  # see `cluster.fetch`
     # Outside of `except`, so that a failure is not shown with Ray's time-out as its context.
-    if unsettled is not None:
-        found = Slices(missing, refs, unsettled, limit).wait()
-        values = [found[ref] for ref in refs]
+    values = wait_in_slices(missing, refs, limit, failed=failed) if values is None else values
     # `values` is in the order of `refs`. A batch of 3 ranks, then one result by itself: the first
     # keeps values[0:3], the second values[3:4].
     start = 0

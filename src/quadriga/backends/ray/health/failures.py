@@ -18,6 +18,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from quadriga.backends.ray.cluster import fetch
 from quadriga.backends.ray.health.nodes import actor_alive
 from quadriga.backends.ray.health.stacks import in_collective, last_lines, stacks_of
 from quadriga.errors import (
@@ -117,7 +118,7 @@ class FailedCall:
         running: list[RankHandle] = []
         for i, (ref, handle) in enumerate(zip(self._refs, self._handles, strict=True)):
             try:
-                ray.get(ref, timeout=0)
+                fetch([ref], timeout=0)
             except GetTimeoutError:
                 running.append(handle)
             except RayError as found:
@@ -129,7 +130,7 @@ class FailedCall:
         """Read the other returns of a failed task: Ray logs errors that no process reads."""
         for fields in self._fields[index] if self._fields else ():
             with suppress(RayError):
-                ray.get(fields, timeout=0)
+                fetch([fields], timeout=0)
 
     def _await_death(self) -> tuple[list[QuadrigaError], list[RankHandle]]:
         """Wait until Ray knows of a dead peer, after a collective has failed."""
@@ -284,7 +285,7 @@ def cancelled(source: str, handle: RankHandle | None = None) -> WorkerMethodErro
 def is_returned(ref: Ref) -> bool:
     """Return whether a task has returned or raised; False if it runs or its process has ended."""
     try:
-        ray.get(ref, timeout=0)
+        fetch([ref], timeout=0)
     except (GetTimeoutError, *DEAD):
         return False
     except RayError:
@@ -299,7 +300,7 @@ def places(handles: Sequence[RankHandle]) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-def late(label: str, timeout: float, stuck: Sequence[RankHandle]) -> CallTimeoutError:
+def late(label: str, timeout: float | None, stuck: Sequence[RankHandle]) -> CallTimeoutError:
     """Return the error for ranks that still run a call at its deadline, with their stacks.
 
     `label`: "role.method". `timeout`: seconds.

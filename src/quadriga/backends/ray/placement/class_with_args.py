@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
+from ray.actor import ActorClass
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -33,8 +34,8 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         super().__init__(cls, *args, **kwargs)
         self.ray_options: dict[str, object] = {}
         self.additional_resources: dict[str, float] = {}
-        # `ray.remote(...)` keeps its options on the class that it returns.
-        self.update_options(getattr(cls, "_default_options", None) or {})
+        if isinstance(cls, ActorClass):  # `ray.remote(...)` keeps its options on what it returns
+            self.update_options(getattr(cls, "_default_options", None) or {})
 
     def update_options(self, options: Mapping[str, object]) -> None:
         """Set Ray actor options (`runtime_env`, `max_concurrency`, …).

@@ -72,7 +72,7 @@ def place(
         asked for in the order of the pools    [2] may get 2 GPUs of the large node; [8] never fits
         asked for by size                      [8] gets the large node, then [2] the small one
 
-    Raises `PlacementError` after `timeout` seconds; no group is kept then.
+    Raises `PlacementError` after `timeout` seconds. No group is kept after an error.
     """
     parts = [
         _Part(pool, (number, node), count)
@@ -82,14 +82,17 @@ def place(
     parts.sort(key=lambda part: part.size, reverse=True)
     made: dict[tuple[int, int], PlacementGroup] = {}
     deadline = time.monotonic() + timeout
-    for _, same_size in itertools.groupby(parts, key=lambda part: part.size):
-        batch = list(same_size)
-        for part in batch:
-            made[part.place] = _make(part, strategy, name)
-        if not _await([made[part.place] for part in batch], batch[0].pool, deadline):
-            for group in made.values():
-                remove_placement_group(group)
-            raise _no_room(batch[0].pool, timeout)
+    try:
+        for _, same_size in itertools.groupby(parts, key=lambda part: part.size):
+            batch = list(same_size)
+            for part in batch:
+                made[part.place] = _make(part, strategy, name)
+            if not _await([made[part.place] for part in batch], batch[0].pool, deadline):
+                raise _no_room(batch[0].pool, timeout)
+    except BaseException:  # Ctrl-C too: a user waits here while other jobs hold the devices
+        for group in made.values():
+            remove_placement_group(group)
+        raise
     return [
         sort_by_node_address([made[number, node] for node in range(len(pool.store))])
         for number, pool in enumerate(pools)

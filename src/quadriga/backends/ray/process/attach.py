@@ -28,6 +28,8 @@ def classes_of(
         if found is None:
             found = ray.get_actor((names or [""])[0], namespace=namespace)
         answer = ray.get(found.quadriga_roles.remote(), timeout=ATTACH_TIMEOUT_S)
+    except ray.exceptions.RayActorError as error:
+        raise WorkerDiedError(f"The rank {names or actors} has ended: {error}") from error
     except (ValueError, AttributeError) as error:
         raise WorkerDiedError(
             f"expected the names or handles of ranks of a worker group, got {names or actors}; "

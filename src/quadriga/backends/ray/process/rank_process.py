@@ -44,7 +44,7 @@ from quadriga.single_controller.backend import RankFacts
 from quadriga.single_controller.call import Call, SharedArgument, unpack_results
 from quadriga.single_controller.placement.devices import visible_devices
 from quadriga.single_controller.ranks.call_order import Ticket
-from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs, roles_of
+from quadriga.single_controller.ranks.class_with_args import ClassWithInitArgs, members_of, roles_of
 from quadriga.single_controller.ranks.environment import RankEnvironment, ReservedPort
 from quadriga.single_controller.ranks.rank_host import RankHost
 
@@ -302,21 +302,24 @@ def rank_process_class(name: str, classes: Mapping[str, type]) -> type[RankProce
     """Return the actor class of a group, named like the user's class and with its public methods.
 
     The methods are for code that holds an actor handle and calls it directly. With several roles
-    they are named `<role>_<method>`.
+    they are named `<role>_<method>`. Names that the actor class itself has are left out: a worker's
+    own `_run` is not the actor's.
     """
     members: dict[str, object] = {"__module__": "quadriga.ranks", "__doc__": f"A rank of {name}."}
     methods = [
         (role, method)
         for role, cls in classes.items()
-        for method, found in inspect.getmembers(cls)
-        if not method.startswith("__") and inspect.isfunction(getattr(found, "__func__", found))
+        for method, found in members_of(cls).items()
+        if not method.startswith("__") and (inspect.isfunction(found) or inspect.ismethod(found))
     ]
     is_async = bool(coroutine_methods(classes))
     forwarder = _async_forwarder if is_async else _forwarder
+    base = AsyncRankProcess if is_async else RankProcess
     for role, method in methods:
-        prefix = f"{role}_" if len(classes) > 1 else ""
-        members.setdefault(prefix + method, forwarder(role, method))
-    return type(name, (AsyncRankProcess if is_async else RankProcess,), members)
+        offered = f"{role}_{method}" if len(classes) > 1 else method
+        if not hasattr(base, offered):
+            members.setdefault(offered, forwarder(role, method))
+    return type(name, (base,), members)
 
 
 def coroutine_methods(classes: Mapping[str, type]) -> set[str]:
@@ -324,7 +327,8 @@ def coroutine_methods(classes: Mapping[str, type]) -> set[str]:
     return {
         name
         for cls in roles_of(dict(classes)).values()
-        for name, _ in inspect.getmembers(cls, inspect.iscoroutinefunction)
+        for name, found in members_of(cls).items()
+        if inspect.iscoroutinefunction(found)
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,7 +12,7 @@ from quadriga.backends.ray.cluster import this_node
 from quadriga.backends.ray.process.register_center import join_register_center
 from quadriga.compat.verl.controller.ports import WorkerHelper
 from quadriga.compat.verl.device import get_visible_devices_keyword
-from quadriga.single_controller import RankLayout
+from quadriga.single_controller import Dispatch, RankLayout, register
 from quadriga.single_controller.ranks.environment import RankEnvironment
 
 DISABLED = "DISABLE_WORKER_INIT"
@@ -89,8 +90,21 @@ class Worker(single_controller.Worker, WorkerHelper):
 class MegatronWorker(Worker):
     """A worker with a rank layout, for the MEGATRON dispatch modes.
 
-    Megatron-core registers the layout in verl. Here a worker calls `register_layout`.
+    The layout is that of Megatron-core's groups, once the worker has made them
+    (`parallel_state.initialize_model_parallel`). A worker without Megatron-core calls
+    `register_layout`.
     """
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def _query_rank_layout(self) -> RankLayout:
+        """Return the rank layout. Raises `MeshError` if there is none."""
+        if self._rank_layout is None and "megatron.core.parallel_state" in sys.modules:
+            from quadriga.engines.megatron.ranks import layout_of_process
+
+            found = layout_of_process()
+            if found is not None:
+                self._register_rank_layout(found)
+        return super()._query_rank_layout()
 
     def register_layout(self, tp: int = 1, cp: int = 1, pp: int = 1) -> None:
         """Register the layout of this rank. The data-parallel size is what remains of the ranks."""

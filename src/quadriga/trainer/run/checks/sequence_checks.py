@@ -69,20 +69,13 @@ def check_sft_data(
         f"the longest conversation has {size} tokens",
         "lower data.max_length, beyond which rows are left out,",
     )
-    model = config.model
-    check_context_window(model.path, longest, trust_remote_code=model.trust_remote_code)
-    check_vocabulary(
-        model.path,
-        tokenizer,
-        largest_id=max(rows.largest_id for rows in conversations),
-        trust_remote_code=model.trust_remote_code,
-    )
+    check_model_inputs(config.model, tokenizer, longest, conversations)
     check_token_budget("engine", config.engine, longest)
     if validation is not None:
         generated = longest_with_response(
             [validation], config.trainer.max_response_length, "trainer."
         )
-        check_model_inputs(model, tokenizer, generated, [validation])
+        check_model_inputs(config.model, tokenizer, generated, [validation])
 
 
 def check_generation_data(
@@ -119,7 +112,7 @@ def check_model_inputs(
     model: ModelConfig,
     tokenizer: PreTrainedTokenizerBase,
     longest: LongestSequence,
-    datasets: Sequence[Prompts],
+    datasets: Sequence[Prompts | SFTDataset],
 ) -> None:
     """Check lengths and token ids against one model.
 
@@ -143,7 +136,8 @@ def check_token_budget(key: str, engine: EngineConfig, longest: LongestSequence)
     Raises:
         ConfigError: names the setting below `key`, with the arithmetic.
     """
-    budget, ranks = engine.micro_batch_tokens, engine.model_parallel_size
+    budget = engine.micro_batch_tokens
+    ranks = budget // engine.max_tokens_per_micro_batch
     if engine.use_dynamic_bsz and longest.tokens > budget:
         setting = f"{key}.max_tokens_per_micro_batch"
         written = f"{setting}={engine.max_tokens_per_micro_batch}"

@@ -1,0 +1,134 @@
+"""What ranks receive and hold when an actor on Megatron-core becomes a rollout on the same ranks.
+
+The numbers of a run are those of the plan that its weight syncs execute
+(`weight_sync.planning.plan`). Those of other designs are the formulas of table 2 of HybridFlow
+(arXiv 2409.19256, §5.4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+
+from quadriga.config.role_ranks import num_ranks, role_ranks
+from quadriga.config.schema import TrainConfig
+from quadriga.engines.loading.model_setup import simulated_model
+from quadriga.engines.megatron.families import check_sizes, megatron_model
+from quadriga.engines.megatron.settings import sizes_of
+from quadriga.errors import ConfigError
+from quadriga.parallel.device import compute_dtype
+from quadriga.parallel.layouts.layout import Weight
+from quadriga.parallel.layouts.parallel_layouts import Degrees, parallel_layout, replicated_layout
+from quadriga.rollout import ranks_of_copy
+from quadriga.weight_sync.planning.grouping import (
+    Design,
+    HybridDegrees,
+    peak_memory,
+    redundancy,
+    transition_volume,
+)
+from quadriga.weight_sync.planning.plan import plan
+
+MIB = 2**20
+_NAMES: dict[Design, str] = {
+    "ds-chat": "DS-Chat",
+    "hybridflow-v": "HybridFlow-V",
+    "hybridflow": "HybridFlow",
+}
+
+
+@dataclass(frozen=True)
+class Resharding:
+    """Bytes of the rank with most, in the dtype of the rollout.
+
+    Attributes:
+        ranks: parallel degrees of training.
+        gen_tensor: ranks that generate together.
+        whole: of all weights.
+        received: in each weight sync.
+        generating: of the weights that a rank generates with.
+        training: of the weights that a rank trains, which it keeps beside them: the tensors of both
+            engines are stored in different forms.
+    """
+
+    ranks: Degrees
+    gen_tensor: int
+    whole: int
+    received: int
+    generating: int
+    training: int
+
+
+def resharding(config: TrainConfig, device_type: str) -> Resharding | None:
+    """Return what the weight syncs of a run do. None: the actor is not on Megatron-core, or the
+    rollout has ranks of its own.
+
+    Raises:
+        ConfigError: the model does not divide by the ranks.
+        ModelError: the folder has no config of a model that Megatron-core computes.
+    """
+    policy, ranks = config.actor_rollout_ref, role_ranks(config)
+    engine, rollout = policy.actor.engine, policy.rollout
+    if engine.name != "megatron" or ranks["actor"] != ranks["rollout"]:
+        return None
+    auto = torch.device("cpu" if device_type == "cpu" else "meta")
+    itemsize = compute_dtype(rollout.dtype, auto).itemsize
+    module = simulated_model(policy.model, "lm", torch.float32, trained=False)
+    model_config = module.config.get_text_config()
+    check_sizes(model_config, sizes_of(engine), "actor_rollout_ref.actor.engine")
+    weights = {
+        name: Weight(name, tuple(p.shape), itemsize) for name, p in module.named_parameters()
+    }
+    tensor, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
+    stored = megatron_model(model_config, weights, tensor_ranks=tensor, stages=stages)
+    # Further replicas do the same among themselves.
+    one = Degrees(tensor=tensor, expert=engine.expert_parallel_size, pipeline=stages)
+    training = parallel_layout(stored, one)
+    found = plan(training, replicated_layout(weights.values(), training.ranks))
+    whole = sum(weight.num_bytes for weight in weights.values())
+    together = ranks_of_copy(rollout.name, rollout.options)
+    return Resharding(
+        ranks=Degrees(
+            tensor=tensor,
+            expert=one.expert,
+            replicas=num_ranks(config, "actor") // one.world_size,
+            pipeline=stages,
+        ),
+        gen_tensor=together,
+        whole=whole,
+        received=max(found.received_bytes(rank) for rank in training.ranks),
+        generating=-(-whole // together),
+        training=max(training.own_bytes(rank) for rank in training.ranks),
+    )
+
+
+def resharding_lines(config: TrainConfig, device_type: str) -> list[str]:
+    """Return the same as lines of a table, with the formulas of other designs; [] if it is None."""
+    found = resharding(config, device_type)
+    if found is None:
+        return []
+    at = found.ranks
+    experts = f" × {at.expert} (experts)" if at.expert > 1 else ""
+    lines = [
+        f"weights of a rank in MiB, model {found.whole / MIB:.4g}: trained by {at.tensor} (tensor) "
+        f"× {at.pipeline} (stages){experts} × {at.replicas} (replicas), generated with by "
+        f"{found.gen_tensor}",
+        f"  {'':<26}{'received':>10}{'generate':>10}{'beside':>10}",
+        _line("this run", found.received, found.generating, found.training),
+    ]
+    try:
+        degrees = HybridDegrees(at.tensor, at.pipeline, at.replicas * at.expert, found.gen_tensor)
+    except ConfigError as error:
+        return [*lines, f"  no formulas: {error}"]
+    whole = found.whole
+    for design in get_args(Design):
+        shares = (f(design, degrees) for f in (transition_volume, peak_memory, redundancy))
+        name = f"{_NAMES[design]}, by formula"
+        lines.append(_line(name, *(round(share * whole) for share in shares)))
+    return lines
+
+
+def _line(name: str, *sizes: int) -> str:
+    return f"  {name:<26}" + "".join(f"{size / MIB:>10.4g}" for size in sizes)

@@ -1,0 +1,81 @@
+"""A program that sets the default device and dtype of torch receives its batches unchanged.
+
+`torch.set_default_device("cuda")` in a worker is the usual case. The meta device stands for it: a
+tensor that is made there by mistake has no values.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_small_fields import RANK, CountingStore
+
+from quadriga.protocol import DataProto
+from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
+from quadriga.protocol.values import operations
+
+
+@pytest.fixture
+def defaults():
+    """Call it to set the defaults, which end with the test."""
+
+    def change():
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.float64)
+
+    yield change
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+
+
+def batch() -> DataProto:
+    rows = [torch.full((500 * (1 + i),), float(i)) for i in range(4)]
+    fields = {
+        "small": torch.randn(4, 100),
+        "medium": torch.arange(4 * 5000).reshape(4, -1),
+        "large": torch.randn(4, 100_000),
+        "narrow": torch.randn(4, 9).to(torch.bfloat16),
+        "ragged": torch.nested.nested_tensor(rows, layout=torch.jagged),
+        "empty": torch.zeros(4, 0),
+    }
+    return DataProto.from_dict(fields, non_tensors={"n": np.arange(4.0), "o": ["a", 1, None, {}]})
+
+
+def argument(data, tmp_path):
+    return unpack_argument(pack_argument(data, CountingStore()))
+
+
+def result(data, tmp_path):
+    return unpack_result(pack_result(data, RANK, CountingStore()))
+
+
+def file(data, tmp_path):
+    data.save_to_disk(str(tmp_path / "batch"))
+    return DataProto.load_from_disk(str(tmp_path / "batch"))
+
+
+ROWS = {
+    "all": lambda data: data,
+    "some": lambda data: data[[3, 1, 1]],
+    "repeated": lambda data: data.repeat(2, interleave=False),
+    "joined": lambda data: DataProto.concat([data[1:3], data]),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("way", [argument, result, file])
+def test_fields_arrive_on_the_cpu(defaults, tmp_path, way, rows):
+    data = batch()
+    expected = {key: ROWS[rows](data).batch[key] for key in data.batch.keys()}  # noqa: SIM118
+    defaults()
+    arrived = ROWS[rows](way(data, tmp_path))
+    for key, value in expected.items():
+        assert operations.same(arrived.batch[key], value), key
+
+
+def test_values_by_themselves_arrive_on_the_cpu(defaults):
+    value = torch.arange(70_000)
+    defaults()
+    (arrived,) = unpack_argument(pack_argument([value], CountingStore()))
+    assert torch.equal(arrived, value)

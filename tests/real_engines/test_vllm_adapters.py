@@ -1,0 +1,165 @@
+"""vLLM computes with the adapters of the actor, and only they are sent after the first sync."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from agreement import GREEDY, requests, write_model
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import (
+    ArithmeticDataConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from quadriga.engines import build_engine
+from quadriga.errors import ModelError, WorkerError
+from quadriga.models.adapters import is_stored_part
+from quadriga.observability.jsonl import read_jsonl
+from quadriga.rollout import build_rollout
+from quadriga.trainer.main import run_training
+from quadriga.trainer.make_data import run_make_data
+from quadriga.weight_sync import WeightSync, needs_of
+from quadriga.weight_sync.adapters import source_of
+from quadriga.weight_sync.probe import probe_ids, trained_scores
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="vLLM is not installed here; `scripts/engines.sh vllm` makes an environment",
+    ),
+    pytest.mark.nightly,
+    pytest.mark.timeout(1800),
+]
+
+
+@pytest.mark.parametrize("model", ["qwen2, tied", "llama, grouped queries"])
+def test_log_probabilities_are_those_of_the_trainer_with_adapters_of_five_steps(tmp_path, model):
+    folder = write_model(model, tmp_path / "model")
+    config = ModelConfig(path=folder, lora=LoraConfig(rank=3, alpha=7.0))  # scaling 7 / 3
+    trainer = build_engine(config, EngineConfig(), OptimConfig(lr=0.05))
+    ours = build_rollout("vllm", config, dtype="float32", kv_cache_mb=64)
+    merged = build_rollout("hf", config.frozen(), dtype="float32")
+    try:
+        to_hf = WeightSync(trainer, merged)
+        first = WeightSync(source_of(trainer, "unmerged"), ours)
+        later = WeightSync(source_of(trainer, "adapters"), ours)
+        ids = torch.arange(5, 85).view(4, 20)
+        batch = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "response_mask": torch.ones(4, 12, dtype=torch.int64),
+        }
+        assert needs_of(ours).part == "unmerged"
+        base = first.run(1)
+        assert needs_of(ours, holds_base=True).part == "adapters"
+        prompt_ids, mask, seeds = requests()
+        for version in range(2, 7):
+            before = ours.generate(prompt_ids, mask, GREEDY, seeds)
+            trainer.train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
+            report = later.run(version)
+            to_hf.run(version)
+            assert report.num_bytes < base.num_bytes / 2
+            assert ours.version == version
+            probes = probe_ids(ours.abilities, version)
+            found = ours.score(probes, torch.ones_like(probes))[:, 1:]
+            expected = trained_scores(trainer, probes)
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+            out, of_hf = (each.generate(prompt_ids, mask, GREEDY, seeds) for each in (ours, merged))
+            assert torch.equal(out.response_ids, of_hf.response_ids)
+            torch.testing.assert_close(
+                out.rollout_log_probs, of_hf.rollout_log_probs, atol=1e-4, rtol=0
+            )
+            assert set(out.weight_versions.tolist()) == {version}
+        assert not torch.equal(before.rollout_log_probs, out.rollout_log_probs)
+        _check_a_fault_is_named(trainer, ours)
+        with pytest.raises(ModelError, match=r"lora_A.* with shape \(4, 64\), .* has shape \(3, 6"):
+            name = next(name for name in ours.weight_dtypes() if "q_proj.lora_A" in name)
+            ours.update_weights([(name, torch.zeros(4, 64))], 9)
+    finally:
+        ours.close()
+        merged.close()
+
+
+# Rewards that differ, although the model is random.
+RULE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return len(solution_str) % 3
+"""
+PLACEMENTS = {
+    "one process": ["trainer.backend=local"],
+    "one process, taking turns": [
+        "trainer.backend=local", f"{ROLLOUT}.take_turns=true", f"{ROLLOUT}.options.sleep_level=2",
+    ],
+    "apart": [
+        "trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=2",
+        "placement.actor=[0]", "placement.rollout=[1]",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_run_trains_adapters_on_what_its_actor_computes(tmp_path, placement):
+    run_make_data(
+        load_config(
+            ArithmeticDataConfig,
+            [f"output={tmp_path / 'data'}", f"model_output={tmp_path / 'base'}", "train_size=64",
+             "val_size=8", "sft_size=4", "max_number=5", "hidden_size=64", "num_layers=2",
+             "num_heads=2", "num_kv_heads=1", "intermediate_size=64"],
+        )
+    )  # fmt: skip
+    config = load_config(
+        TrainConfig,
+        [f"actor_rollout_ref.model.path={tmp_path / 'base'}", "actor_rollout_ref.model.lora.rank=4",
+         f"data.train_files=[{tmp_path / 'data' / 'train.parquet'}]",
+         f"data.val_files=[{tmp_path / 'data' / 'test.parquet'}]",
+         "data.train_batch_size=8", "data.max_response_length=12", f"{ROLLOUT}.n=2",
+         "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.optim.lr=1e-2",
+         "actor_rollout_ref.actor.engine.dtype=float32", f"{ROLLOUT}.dtype=float32",
+         f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.load_adapters=true", "algorithm.adv_estimator=grpo",
+         f"{ROLLOUT}.mismatch.bound=1e-3", "trainer.total_training_steps=5", "trainer.test_freq=0",
+         "trainer.threads_per_worker=1", f"trainer.default_local_dir={tmp_path / 'run'}",
+         "trainer.loggers=[jsonl]", f"reward.path={tmp_path / 'rule.py'}", "reward.num_processes=0",
+         "actor_rollout_ref.actor.skip_zero_advantages=false", *PLACEMENTS[placement]],
+    )  # fmt: skip
+    (tmp_path / "rule.py").write_text(RULE)
+    run_training(config)
+    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"] > 0]
+    assert len(rows) == 5
+    for row in rows:
+        assert row["mismatch/max"] < 1e-3, row
+    assert any(row["actor/grad_norm"] > 0 for row in rows)
+
+
+def _check_a_fault_is_named(trainer, ours):
+    """An adapter that is lost on the way differs from the trainer's, and is named."""
+
+    class Lossy:
+        def __init__(self, target):
+            self.target = target
+
+        def __getattr__(self, name):
+            return getattr(self.target, name)
+
+        def update_weights(self, stream, version):
+            kept = [(n, t) for n, t in stream if "layers.1.mlp.up_proj.lora_B" not in n]
+            self.target.update_weights(kept, version)
+
+    ids = torch.arange(5, 85).view(4, 20)
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "response_mask": torch.ones(4, 12, dtype=torch.int64),
+    }
+    trainer.train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
+    with pytest.raises(WorkerError, match="differs between trainer and rollout") as raised:
+        WeightSync(source_of(trainer, "adapters"), Lossy(ours)).run(8)
+    assert raised.value.tensors == ("base_model.model.model.layers.1.mlp.up_proj.lora_B.weight",)
+    assert all(map(is_stored_part, raised.value.tensors))

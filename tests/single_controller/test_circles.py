@@ -1,0 +1,74 @@
+"""Calls from rank to rank that come back to the first rank."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from quadriga.backends import get_backend
+from quadriga.errors import CallTimeoutError
+from quadriga.single_controller import Dispatch, Worker, register
+
+
+class Player(Worker):
+    """Passes a ball to the other player, who passes it back."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def meet(self, other):
+        self.other = other
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def pass_on(self, passes):
+        await asyncio.sleep(0)
+        if passes:
+            (last,) = await self.other.pass_on.options(timeout=200).submit(passes - 1)
+            return last
+        return "caught"
+
+
+@pytest.fixture
+def players(start):
+    first, second = start(Player, 1), start(Player, 1)
+    first.meet(second)
+    second.meet(first)
+    return first, second
+
+
+def test_coroutine_methods_call_each_other_in_a_circle(players):
+    assert players[0].pass_on(4) == ["caught"]
+
+
+def test_a_coroutine_method_calls_its_own_group(players):
+    first, _ = players
+    first.meet(first)
+    assert first.pass_on(2) == ["caught"]
+    assert first.pass_on(1) == ["caught"]
+
+
+def test_a_call_that_another_thread_keeps_out_ends_at_its_deadline():
+    local = get_backend("local")
+    inside, end = threading.Event(), threading.Event()
+
+    class Waits(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def wait(self):
+            inside.set()
+            return end.wait(60)
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def now(self):
+            return "now"
+
+    group = local.worker_group(local.resource_pool([1]), local.class_with_args(Waits))
+    thread = threading.Thread(target=group.wait)
+    thread.start()
+    try:
+        assert inside.wait(60)
+        with pytest.raises(CallTimeoutError, match=r"Waits\.now .* before it started"):
+            group.now.options(timeout=0.1)()
+    finally:
+        end.set()
+        thread.join(60)
+    assert group.now() == ["now"]

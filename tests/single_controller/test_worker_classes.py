@@ -1,0 +1,173 @@
+"""Worker classes of a user: what Python allows in a class works in a rank or is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from quadriga.backends.ray.process.rank_process import AsyncRankProcess
+from quadriga.errors import DispatchError
+from quadriga.protocol import DataProto
+from quadriga.single_controller import Dispatch, Worker, register
+
+ALL = Dispatch.ONE_TO_ALL
+
+
+class AnswersEverything:
+    """A class without a base, with any attribute."""
+
+    def __getattr__(self, name):
+        return f"attribute {name}"
+
+    @register(dispatch_mode=ALL)
+    def get(self):
+        return self.anything
+
+
+class Lookup(dict):
+    """A dict with attributes: a missing one is a KeyError."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+class ClassProperty:
+    def __get__(self, instance, owner):
+        raise RuntimeError("no device here")
+
+
+class OddAttributes(Worker):
+    defaults = Lookup(lr=3)
+    device = ClassProperty()
+
+    @register(dispatch_mode=ALL)
+    def get(self):
+        return self.defaults.lr
+
+
+class Meta(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return f"class attribute {name}"
+
+
+class OfMeta(Worker, metaclass=Meta):
+    @register(dispatch_mode=ALL)
+    def get(self):
+        return type(self).anything
+
+
+class Critic(Worker, torch.nn.Module):
+    def __init__(self):
+        Worker.__init__(self)
+        torch.nn.Module.__init__(self)
+        self.head = torch.nn.Linear(2, 1)
+
+    @register(dispatch_mode=ALL)
+    def get(self):
+        try:
+            return self.had.weight
+        except AttributeError:
+            return tuple(self.head.weight.shape)
+
+
+class OfTheClass(Worker):
+    @classmethod
+    @register(dispatch_mode=ALL)
+    def get(cls, x=1):
+        return cls.__name__, x
+
+    @staticmethod
+    @register(dispatch_mode=ALL)
+    def static(x):
+        return x + 1
+
+
+ROLES = {
+    "everything": (AnswersEverything, "attribute anything"),
+    "odd": (OddAttributes, 3),
+    "meta": (OfMeta, "class attribute anything"),
+    "critic": (Critic, (1, 2)),
+    "class": (OfTheClass, ("OfTheClass", 1)),
+}
+
+
+def test_classes_of_every_kind_are_workers(start, backend):
+    roles = {role: backend.class_with_args(cls) for role, (cls, _) in ROLES.items()}
+    group = start(None, 1, roles=roles)
+    for role, (_, expected) in ROLES.items():
+        assert getattr(group, f"{role}_get")() == [expected]
+    assert group.class_static(4) == [5]
+
+
+NAMES = [name for name in dir(AsyncRankProcess) if not name.startswith("__")]
+
+
+class Names(Worker):
+    """Has a method for each attribute of the actor of a rank."""
+
+    @register(dispatch_mode=ALL)
+    def get(self):
+        return [name for name in NAMES if getattr(self, name)(1) != (name, 1)]
+
+
+class NamesLater(Names):
+    @register(dispatch_mode=ALL)
+    async def get_later(self):
+        return self.get()
+
+
+for name in NAMES:
+    setattr(Names, name, lambda self, x, name=name: (name, x))
+
+
+@pytest.mark.parametrize("cls, method", [(Names, "get"), (NamesLater, "get_later")])
+def test_methods_may_have_the_names_of_the_actor_of_a_rank(start, cls, method):
+    assert "_run" in NAMES
+    assert getattr(start(cls, 1), method)() == [[]]
+
+
+class Views(Worker):
+    @register(dispatch_mode=ALL)
+    def one(self, view):
+        return view
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def each(self, view, mesh_name):
+        return view, mesh_name
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def rows(self, data, view, function):
+        return DataProto.from_dict({"a": data.batch["a"] * view + function})
+
+
+def test_an_argument_may_be_called_view():
+    from quadriga.backends import get_backend
+
+    local = get_backend("local")
+    group = local.worker_group(local.resource_pool([2]), local.class_with_args(Views))
+    assert group.one(view=3) == [3, 3]
+    assert group.each(view=[1, 2], mesh_name=[3, 4]) == [(1, 3), (2, 4)]
+    data = DataProto.from_dict({"a": torch.arange(2)})
+    assert group.rows(data, view=10, function=1).batch["a"].tolist() == [1, 11]
+
+
+@pytest.mark.parametrize("name", ["_ranks", "_offered", "_views"])
+def test_a_method_with_the_name_of_an_attribute_of_the_group_is_refused(backend, name):
+    method = register(dispatch_mode=ALL)(lambda self: "mine")
+    cls = type("Bad", (Worker,), {name: method})
+    pool = backend.resource_pool([1], use_gpu=False)
+    with pytest.raises(DispatchError, match=f"Bad.{name} cannot be bound: a worker group has"):
+        backend.worker_group(pool, backend.class_with_args(cls))
+
+
+def test_a_subclass_of_a_group_may_declare_the_types_of_its_methods():
+    from quadriga.backends.local.group import LocalWorkerGroup
+
+    class Typed(LocalWorkerGroup):
+        one: Callable[..., object]
+
+    assert Typed._bound_names({"views": Views}, "views")["one"] == ("views", "one")

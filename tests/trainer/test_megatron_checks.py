@@ -1,0 +1,168 @@
+"""What a run with Megatron-core says before it starts. Needs neither Megatron-core nor a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from quadriga.cli.main import main
+from quadriga.config.loading import load_config
+from quadriga.config.schema import EngineConfig, TrainConfig
+from quadriga.engines.megatron import availability
+from quadriga.errors import ConfigError, InputError
+from quadriga.models.context_window import LongestSequence
+from quadriga.models.loading import load_causal_lm
+from quadriga.trainer.memory.resharding import resharding, resharding_lines
+from quadriga.trainer.run.checks.engines import check_stages
+from quadriga.trainer.run.checks.sequence_checks import check_token_budget
+from quadriga.trainer.run.preflight import check_train_config
+
+ACTOR, REF = "actor_rollout_ref.actor.engine", "actor_rollout_ref.ref.engine"
+MEGATRON = (f"{ACTOR}.name=megatron",)
+TENSOR, STAGES = f"{ACTOR}.tensor_parallel_size", f"{ACTOR}.pipeline_parallel_size"
+ROLES = {
+    ACTOR: (),
+    REF: ("algorithm.use_kl_in_reward=true",),
+    "critic.engine": ("algorithm.adv_estimator=gae",),
+}
+
+
+@pytest.fixture
+def available(monkeypatch) -> None:
+    """Let checks find Megatron-core, and let it compute on CPUs."""
+    monkeypatch.setattr(availability, "_version", lambda: availability.VERSION)
+    monkeypatch.setattr(availability, "on_cpu_for_tests", True)
+
+
+@pytest.fixture
+def refused(train_overrides, available):
+    """refused(ranks, "a=b", …) returns the message of the checks."""
+
+    def _refused(ranks: int, *more: str) -> str:
+        given = [*train_overrides, "trainer.backend=ray", f"trainer.n_gpus_per_node={ranks}"]
+        with pytest.raises(InputError) as caught:
+            check_train_config(load_config(TrainConfig, [*given, *more]))
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    return _refused
+
+
+@pytest.mark.parametrize("key", ROLES)
+def test_a_role_without_the_package_or_a_device_is_named(train_overrides, monkeypatch, key):
+    given = [*train_overrides, f"{key}.name=megatron", *ROLES[key], "trainer.device=cpu"]
+    config = load_config(TrainConfig, given)
+    monkeypatch.setattr(availability, "_version", lambda: None)
+    with pytest.raises(ConfigError, match=f"{key}.name=megatron needs megatron-core 0.16.1, and"):
+        check_train_config(config)
+    monkeypatch.setattr(availability, "_version", lambda: availability.VERSION)
+    with pytest.raises(ConfigError, match=f"{key}.name=megatron needs CUDA devices, and the devi"):
+        check_train_config(config)
+
+
+def test_a_run_with_megatron_passes_the_checks(train_overrides, available):
+    more = [*MEGATRON, "trainer.backend=ray", "trainer.n_gpus_per_node=2", f"{STAGES}=2"]
+    check_train_config(load_config(TrainConfig, [*train_overrides, *more]))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "said"),
+    [
+        (4, [f"{TENSOR}=3"], "tensor_parallel_size = 3 ranks compute the same rows, which does"),
+        (2, [f"{ACTOR}.pipeline_paralel_size=2"], "did you mean"),
+        (2, [f"{ACTOR}.name=megatrn"], "megatrn"),
+        (4, [f"{TENSOR}=4"], f"{TENSOR}=4 does not divide the 2 attention heads"),
+        (3, [f"{STAGES}=3", "data.train_batch_size=9",
+             "actor_rollout_ref.actor.ppo_mini_batch_size=9"],
+         f"{STAGES}=3 does not divide the 2 hidden layers"),
+        (2, [f"{ACTOR}.expert_parallel_size=2"], "model_type 'llama' has no experts; set it to 1"),
+        (4, [f"{TENSOR}=2", f"{ACTOR}.expert_parallel_size=4"],
+         "expert_parallel_size=4 divides the experts of a layer over the data-parallel ranks, but "
+         "does not divide these: 4 ranks / 2 that compute the same rows = 2"),
+        (2, [f"{ACTOR}.context_parallel_size=2"], "context_parallel_size=2 is read by"),
+        (2, [f"{ACTOR}.param_offload=true"], f"{ACTOR}.param_offload=True is for {ACTOR}.name=fsd"),
+        (2, [f"{ACTOR}.sequence_parallel=true"], "tensor_parallel_size is 1"),
+        (2, ["actor_rollout_ref.actor.optim.name=muon"], "optim.name=muon is not built for"),
+        (2, ["actor_rollout_ref.model.lora_rank=4"], "model.lora"),
+        (2, ["actor_rollout_ref.rollout.take_turns=true"], "take_turns=true moves the engines to"),
+        (2, ["actor_rollout_ref.actor.use_kl_loss=true", f"{REF}.name=megatron",
+             "actor_rollout_ref.actor.kl_loss_type=full"],
+         "kl_loss_type=full needs the logits of a token on one rank"),
+        (2, [f"{TENSOR}=2", "actor_rollout_ref.actor.use_kl_loss=true", f"{REF}.name=megatron"],
+         f"{TENSOR}=2 and {REF}.tensor_parallel_size=1, but Megatron engines of one process have "
+         "the same ranks; set both equal, or give the ref ranks of its own (placement.ref)"),
+        (2, [f"{STAGES}=2", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"],
+         f"{STAGES}=2 stages need at least 2 micro-batches, but a mini-batch makes 1 on each "
+         "data-parallel rank (8 rows in micro-batches of 8): each stage would wait for (2 - 1) / "
+         "(1 + 2 - 1) = 50% of a step"),
+        (2, [f"{STAGES}=2", f"{ACTOR}.use_dynamic_bsz=false"], "a mini-batch makes 1 on each"),
+    ],
+)  # fmt: skip
+def test_what_the_engine_cannot_do_is_one_line(refused, tiny_task, ranks, more, said):
+    assert said in refused(ranks, *MEGATRON, *more)
+
+
+def test_a_critic_of_its_own_architecture_is_named(refused, tmp_path, monkeypatch):
+    from quadriga.engines.megatron import families
+
+    known = {name: family for name, family in families.FAMILIES.items() if name != "llama"}
+    monkeypatch.setattr(families, "FAMILIES", known)
+    more = ["algorithm.adv_estimator=gae", "critic.engine.name=megatron"]
+    assert "no map for model_type 'llama' (known: mistral" in refused(2, *more)
+
+
+@pytest.mark.parametrize("command", ["sft", "rm"])
+def test_fine_tuning_names_the_setting(capsys, tiny_task, tmp_path, available, command):
+    shared = [
+        f"model.path={tiny_task.model}", f"data.train_files={tiny_task.data('sft')}",
+        "data.train_batch_size=4", "trainer.n_gpus_per_node=2", "engine.name=megatron",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    for more, said in (
+        (["engine.tensor_parallel_size=2", "engine.fsdp_size=1"], "engine.fsdp_size=1 is for"),
+        (["engine.pipeline_parallel_size=2", "data.micro_batch_size_per_gpu=8"],
+         "pipeline_parallel_size=2 stages need at least 2 micro-batches"),
+    ):  # fmt: skip
+        assert main([command, *shared, *more]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and said in error, error
+
+
+@pytest.mark.parametrize("micro_batch", [1, None])
+def test_enough_micro_batches_for_the_stages(micro_batch):
+    engine = EngineConfig(name="megatron", pipeline_parallel_size=4)
+    check_stages("engine", engine, 4, micro_batch)
+    with pytest.raises(ConfigError, match=r"makes 3 .* \(4 - 1\) / \(3 \+ 4 - 1\) = 50%"):
+        check_stages("engine", engine, 3, micro_batch)
+
+
+def test_tensor_ranks_do_not_enlarge_the_token_budget():
+    """Every rank computes all tokens of its rows, so the budget is that of one rank."""
+    engine = EngineConfig(name="megatron", tensor_parallel_size=2, max_tokens_per_micro_batch=8)
+    longest = LongestSequence(9, "3 + 6 is 9 tokens", "lower max_response_length")
+    with pytest.raises(ConfigError, match=r"=8 is below the longest.*set it to at least 9, or"):
+        check_token_budget("engine", engine, longest)
+
+
+def test_the_plan_has_what_ranks_receive_when_training_becomes_generation(train_overrides):
+    more = ["trainer.backend=ray", "trainer.n_gpus_per_node=4", f"{TENSOR}=2", *MEGATRON]
+    config = load_config(TrainConfig, [*train_overrides, *more])
+    model = load_causal_lm(config.actor_rollout_ref.model.path)
+    sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    whole = sum(sizes.values())
+    found = resharding(config, "cpu")
+    # Norms are on both tensor-parallel ranks, everything else is divided by two.
+    assert found.training == (whole - norms) / 2 + norms
+    assert found.received == whole - found.training
+    assert (found.whole, found.generating, found.ranks.replicas) == (whole, whole, 2)
+    assert resharding(config, "cuda").received == found.received / 2  # bfloat16
+    lines = resharding_lines(config, "cpu")
+    assert [line.split(",")[0].strip() for line in lines[3:]] == [
+        "DS-Chat", "HybridFlow-V", "HybridFlow",
+    ]  # fmt: skip
+    ds_chat, _, hybridflow = ([float(x) for x in line.split()[-3:]] for line in lines[3:])
+    assert ds_chat[0] == pytest.approx(whole * 3 / 4 / 2**20, rel=1e-3)
+    assert hybridflow == [pytest.approx(whole / 2 / 2**20, rel=1e-3),
+                          pytest.approx(whole / 2**20, rel=1e-3), 0]  # fmt: skip
+    apart = [*more, "placement.actor=[0-1]", "placement.rollout=[2-3]", "placement.critic=[0-1]"]
+    assert resharding(load_config(TrainConfig, [*train_overrides, *apart]), "cpu") is None

@@ -1,0 +1,393 @@
+"""A rollout of replicas: each row is answered once, whichever replica is slow, stale or lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from replica_groups import NEEDS, Future, Group, Method, died, prompts, raised
+from run_cases import metrics_of_run, timeless, two_steps
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import ReplicasConfig, TrainConfig
+from quadriga.errors import (
+    CallTimeoutError,
+    ConfigError,
+    RolloutDiedError,
+    RolloutInputError,
+    RolloutTimeoutError,
+    UnknownSettingError,
+    WorkerError,
+    WorkerMethodError,
+)
+from quadriga.protocol import fields
+from quadriga.trainer.ppo import RayPPOTrainer
+from quadriga.trainer.replicas import routing
+from quadriga.trainer.replicas.replica import Replicas
+from quadriga.trainer.replicas.rollout import ReplicatedRollout
+from quadriga.trainer.replicas.routing import PrefixHashes, PrefixRouter
+from quadriga.trainer.replicas.weights import ReplicaLink
+from quadriga.trainer.run.preflight import check_settings
+
+
+def rollout(*groups: Group, restarts: int = 0, **settings) -> ReplicatedRollout:
+    waiting = iter(groups)
+    count = len(groups) - restarts
+    replicas = Replicas(lambda number: next(waiting), count, restarts)
+    replicas.version = 1
+    given = ReplicasConfig(enable=True, **{"request_rows": 2, **settings})
+    return ReplicatedRollout(replicas, given, most_rows=256)
+
+
+def answered(ours: ReplicatedRollout, batch) -> None:
+    """Check that every row has its own answer, in the order of the rows."""
+    out = ours.generate_sequences(batch)
+    expected = batch.batch[fields.SAMPLE_SEED] * 10
+    assert out.batch[fields.RESPONSES][:, 0].tolist() == expected.tolist()
+
+
+def asked(*groups: Group) -> list[int]:
+    """Every row of which some replica was asked, sorted; a row that was asked twice is there
+    twice."""
+    return sorted(row for group in groups for rows in group.asked for row in rows)
+
+
+WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta")
+
+
+class TestRows:
+    def test_each_row_is_asked_once_and_answered_in_order(self):
+        groups = Group(), Group(), Group(looks=1)
+        ours = rollout(*groups)
+        assert ours.world_size == 1
+        answered(ours, prompts(*WORDS))
+        assert asked(*groups) == list(range(7))
+        assert all(group.asked for group in groups)
+
+    def test_the_samples_of_one_prompt_are_asked_of_one_replica_together(self):
+        groups = Group(), Group()
+        answered(rollout(*groups), prompts("alpha", "beta", "gamma", n=4))
+        assert asked(*groups) == list(range(12))
+        for rows in (rows for group in groups for rows in group.asked):
+            assert rows == list(range(rows[0], rows[0] + 4)) and rows[0] % 4 == 0
+
+    def test_a_slow_replica_is_asked_less_often(self):
+        slow, fast = Group(looks=50), Group()
+        answered(rollout(slow, fast, request_rows=1), prompts(*"abcdefghijklmnop"))
+        assert len(slow.asked) == 2  # as many as it may have at once
+        assert asked(slow, fast) == list(range(16))
+
+    def test_a_quarter_of_an_equal_part_is_one_request_unless_settings_say_otherwise(self):
+        groups = Group(), Group()
+        answered(rollout(*groups, request_rows=None), prompts(*map(chr, range(97, 121))))
+        assert {len(rows) for group in groups for rows in group.asked} == {3}  # 24 / (4 · 2)
+
+    def test_the_rows_in_the_requests_of_a_replica_are_its_load(self):
+        one, two = Group(looks=3), Group(looks=3)
+        answered(rollout(one, two, requests_in_flight=1), prompts(*WORDS[:4]))
+        assert (len(one.asked), len(two.asked)) == (1, 1)
+
+    def test_no_rows_give_no_rows(self):
+        batch = prompts("alpha")[:0]
+        assert len(rollout(Group(), Group()).generate_sequences(batch)) == 0
+
+
+LOSSES = {
+    "its process ends": died(),
+    "a call exceeds its deadline": CallTimeoutError("deadline exceeded"),
+    "its engine dies": raised(RolloutDiedError("the connection is lost")),
+    "its engine is late": raised(RolloutTimeoutError("no answer after 5 s")),
+}
+
+
+class TestLosses:
+    @pytest.mark.parametrize("error", LOSSES.values(), ids=LOSSES)
+    def test_the_rows_of_a_lost_replica_are_asked_of_another_one(self, error, caplog):
+        lost, other = Group(fails={1: error}, looks=1), Group(looks=1)
+        ours = rollout(lost, other)
+        batch = prompts("alpha", "beta", "gamma", "delta", "epsilon", n=3)
+        answered(ours, batch)
+        # Its first answer counts; the second request, and what was in flight behind it, do not.
+        again = [row for rows in lost.asked[1:] for row in rows]
+        assert asked(lost, other) == sorted([*range(15), *again])
+        assert lost.ended == 1 and other.ended == 0
+        assert "replica 0 of the rollout is lost, 1 of 2 are left" in caplog.text
+        for rows in other.asked:  # the samples of a prompt are still together
+            assert len(rows) % 3 == 0
+        answered(ours, batch)  # without the lost one
+
+    def test_a_late_answer_of_a_lost_replica_is_not_counted(self):
+        lost, other = Group(fails={0: died()}), Group()
+        futures = []
+        submit = lost.generate_sequences.submit
+        lost.generate_sequences.submit = lambda rows: futures.append(submit(rows)) or futures[-1]
+        answered(rollout(lost, other), prompts(*WORDS))
+        assert [future.cancelled for future in futures] == [False, True]
+
+    @pytest.mark.parametrize(
+        ("fault", "message"),
+        [
+            ("stale", "the weights of version 0 sampled an answer, but the last weight sync gave"),
+            ("short", "a replica was asked for 2 responses and returned 1"),
+        ],
+    )
+    def test_a_replica_with_a_wrong_answer_is_lost(self, fault, message, caplog):
+        wrong, other = Group(**{fault: True}), Group()
+        answered(rollout(wrong, other), prompts(*WORDS))
+        assert (wrong.ended, other.ended) == (1, 0)
+        assert message in caplog.text
+
+    def test_without_a_replica_the_run_ends_and_every_loss_is_named(self):
+        groups = Group(fails={0: died()}), Group(fails={0: raised(RolloutTimeoutError("late"))})
+        with pytest.raises(RolloutDiedError, match=r"all 2 replicas .*lost.*replica 0: the pro.*; "
+                           "replica 1: RolloutTimeoutError") as error:  # fmt: skip
+            rollout(*groups).generate_sequences(prompts(*WORDS))
+        assert error.value.__cause__ is not None
+        assert [group.ended for group in groups] == [1, 1]
+
+    @pytest.mark.parametrize(
+        "error",
+        [raised(RolloutInputError("row 0 is empty")), raised(ZeroDivisionError("of the program"))],
+        ids=["input", "program"],
+    )
+    def test_an_error_that_every_replica_would_raise_is_raised(self, error):
+        groups = Group(fails={0: error}), Group(looks=100)
+        with pytest.raises(WorkerMethodError) as caught:
+            rollout(*groups).generate_sequences(prompts(*WORDS))
+        assert caught.value is error
+        assert [group.ended for group in groups] == [0, 0]
+
+
+class TestPrefixes:
+    FIRST = "the system says this; the user asks: "
+
+    def test_the_next_turn_of_a_conversation_is_asked_of_the_same_replica(self):
+        groups = Group(), Group(), Group()
+        ours = rollout(*groups, request_rows=1)
+        turns = [f"{letter * 3} {self.FIRST}" for letter in "abcdef"]
+        where = {}
+        for _ in range(4):
+            before = [len(group.texts) for group in groups]
+            answered(ours, prompts(*turns))
+            for number, group in enumerate(groups):
+                for text in group.texts[before[number] :]:
+                    assert where.setdefault(text[0], number) == number
+            turns = [f"{turn} and then {turn[0]}" for turn in reversed(turns)]
+        assert set(where.values()) == {0, 1, 2}
+
+    def test_a_beginning_that_all_prompts_share_does_not_bind_them_to_one_replica(self):
+        groups = Group(looks=1), Group(looks=1)
+        system = "x" * 40
+        texts = [f"{system}{letter * 50}" for letter in "abcdefgh"]
+        answered(rollout(*groups, request_rows=1), prompts(*texts))
+        assert [len(group.asked) for group in groups] == [4, 4]
+
+    def test_an_idle_replica_takes_what_a_busy_one_has_no_room_for(self):
+        busy, idle = Group(), Group()
+        ours = rollout(busy, idle, request_rows=1, requests_in_flight=1)
+        texts = [f"{self.FIRST}{i}" for i in range(6)]
+        answered(ours, prompts(texts[0]))
+        busy.looks = 40
+        answered(ours, prompts(*texts))
+        assert len(idle.asked) == 5 and asked(busy, idle) == [0, 0, 1, 2, 3, 4, 5]
+
+    def test_after_new_weights_no_replica_is_preferred(self):
+        groups = Group(), Group()
+        ours = rollout(*groups, request_rows=1)
+        answered(ours, prompts("other", self.FIRST))
+        for turn in (prompts(self.FIRST), prompts(self.FIRST)):
+            answered(ours, turn)
+        assert groups[1].texts == [self.FIRST] * 3  # the cache of replica 1 has it
+        ours.replicas.version = groups[0].version = groups[1].version = 2
+        answered(ours, prompts(self.FIRST))
+        assert groups[0].texts == ["other", self.FIRST]
+
+    def test_the_router_finds_the_longest_prefix_that_is_long_enough(self):
+        router = PrefixRouter(0.5)
+        text = list(range(100, 160))
+        router.note(PrefixHashes(text[:20]), 0)
+        router.note(PrefixHashes(text[:37]), 1)
+        # Noted: 20 for replica 0; 16, 32 and 37 for replica 1, which was asked last.
+        expected = {15: None, 16: 1, 20: 0, 32: 1, 36: 1, 37: 1, 41: 1, 74: 1, 75: None}
+        for length, replica in expected.items():
+            longer = (text + [1] * 40)[:length] if length <= 60 else text[:37] + [1] * (length - 37)
+            assert router.preferred(PrefixHashes(longer)) == replica, length
+        assert router.preferred(PrefixHashes([7, *text])) is None
+        router.forget(1)
+        assert all(router.preferred(PrefixHashes(text[:k])) != 1 for k in range(1, 60))
+
+    def test_the_router_keeps_a_bounded_number_of_prefixes(self, monkeypatch):
+        monkeypatch.setattr(routing, "LIMIT", 10)
+        router = PrefixRouter(0.5)
+        for start in range(30):
+            router.note(PrefixHashes(range(start, start + 40)), start)
+        assert len(router._last) == 10
+        assert router.preferred(PrefixHashes(range(29, 69))) == 29
+        assert router.preferred(PrefixHashes(range(40))) is None
+
+    def test_hashes_are_those_of_the_formula(self):
+        tokens = [5, 0, 2**31, 7]
+        hashes = PrefixHashes(tokens)
+        base, total = 6364136223846793005, 0
+        for i, token in enumerate(tokens):
+            total += (token + 1) * base**i
+            assert hashes.of(i + 1) == (i + 1, total % 2**64)
+
+
+class Sender:
+    """An actor that sends two rounds."""
+
+    def __init__(self):
+        self.rounds = 0
+        self.needs = None
+        self.send_weights = self
+
+    def stream(self, needs) -> Iterator[list[str]]:
+        self.needs = needs
+        for _ in range(2):
+            self.rounds += 1
+            yield ["part"]
+
+
+class TestWeightSync:
+    def test_all_replicas_get_every_round_of_one_sending(self):
+        groups, sender = (Group(), Group()), Sender()
+        ours = rollout(*groups)
+        ReplicaLink(sender, ours.replicas).sync()
+        assert sender.rounds == 2 and sender.needs == NEEDS
+        assert [group.received for group in groups] == [2, 2]
+        assert ours.replicas.version == 2
+        answered(ours, prompts(*WORDS))
+
+    def test_the_replica_that_holds_no_base_says_what_is_sent(self):
+        """The others hold the base of the adapters, and ignore it."""
+        adapters, whole = (replace(NEEDS, part=part) for part in ("adapters", "unmerged"))
+        sender = Sender()
+        ours = rollout(*(Group(weights={"weight_needs": [n]}) for n in (adapters, whole)))
+        ReplicaLink(sender, ours.replicas).sync()
+        assert sender.needs == whole
+
+    @pytest.mark.parametrize("method", ["weight_needs", "receive_weights", "finish_weights"])
+    def test_a_replica_that_is_lost_in_a_sync_is_left_out(self, method):
+        groups = Group(weights={method: died()}), Group()
+        ours = rollout(*groups)
+        ReplicaLink(Sender(), ours.replicas).sync()
+        assert [group.ended for group in groups] == [1, 0]
+        answered(ours, prompts(*WORDS))
+        assert not groups[0].asked
+
+    def test_a_lost_replica_starts_again_and_gets_the_weights_of_the_next_sync(self):
+        lost, other, again = Group(fails={0: died()}), Group(), Group(looks=1)
+        ours = rollout(lost, other, again, restarts=1)
+        answered(ours, prompts(*WORDS))
+        again.version = 1
+        ReplicaLink(Sender(), ours.replicas).sync()
+        assert again.received == 2
+        answered(ours, prompts(*WORDS))
+        assert again.asked and ours.replicas.restarts == 0
+        assert len(ours.replicas.working) == 2
+
+    def test_a_replica_that_does_not_start_again_stays_lost(self, caplog):
+        lost, other, again = Group(fails={0: died()}), Group(), Group()
+        again.init_model = Method(lambda: Future(error=raised(OSError("no memory"))))
+        ours = rollout(lost, other, again, restarts=1)
+        answered(ours, prompts(*WORDS))
+        ReplicaLink(Sender(), ours.replicas).sync()
+        assert "replica 0 cannot be started again" in caplog.text
+        assert again.ended == 1 and len(ours.replicas.working) == 1
+
+    def test_replicas_of_several_versions_end_the_run(self):
+        ours = rollout(Group(), Group(weights={"finish_weights": [7]}))
+        with pytest.raises(WorkerError, match=r"hold the versions \[2, 7\], expected one"):
+            ReplicaLink(Sender(), ours.replicas).sync()
+
+    def test_weights_that_differ_end_the_run(self):
+        differ = raised(WorkerError("weight 'w' differs between trainer and rollout"))
+        ours = rollout(Group(), Group(weights={"finish_weights": differ}))
+        with pytest.raises(WorkerMethodError, match="weight 'w' differs"):
+            ReplicaLink(Sender(), ours.replicas).sync()
+
+    def test_without_a_replica_a_sync_ends_the_run(self):
+        ours = rollout(*(Group(weights={"receive_weights": died()}) for _ in range(2)))
+        with pytest.raises(RolloutDiedError, match="all 2 replicas of the rollout are lost"):
+            ReplicaLink(Sender(), ours.replicas).sync()
+
+
+KEY = "actor_rollout_ref.rollout.replicas"
+APART = (
+    "trainer.n_gpus_per_node=3", "placement.actor=[0]", "placement.rollout=[1-2]",
+    f"{KEY}.enable=true", f"{KEY}.request_rows=3", "algorithm.filter_groups.enable=false",
+)  # fmt: skip
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("given", "error", "message"),
+        [
+            ([f"{KEY}.restarts=1"], ConfigError, "restarts=1 is not read without replicas"),
+            ([f"{KEY}.enable=true"], ConfigError, "only the rollout runs, .* of actor"),
+            ([*APART, f"{KEY}.request_rows=0"], ConfigError, "request_rows must be at least 1"),
+            ([*APART, f"{KEY}.requests_in_flight=0"], ConfigError, "must be at least 1, got 0"),
+            ([*APART, f"{KEY}.prefix_share=1.5"], ConfigError, "at least 0 and at most 1"),
+            ([*APART, f"{KEY}.restarts=-1"], ConfigError, "restarts must be at least 0"),
+            ([*APART, f"{KEY}.restart=1"], UnknownSettingError, r"replicas\.restarts"),
+            ([*APART, f"{KEY}.prefix_shares=1"], UnknownSettingError, r"replicas\.prefix_share"),
+            ([*APART, f"{KEY}.requests_rows=1"], UnknownSettingError, "replicas.request_rows"),
+            ([*APART, f"{KEY}.request_in_flight=1"], UnknownSettingError, "requests_in_flight"),
+            (
+                [*APART, "actor_rollout_ref.rollout.weight_transport=collective",
+                 "trainer.backend=ray"],
+                ConfigError, "ends with the first replica that is lost",
+            ),
+        ],
+    )  # fmt: skip
+    def test_settings_that_do_not_fit_are_refused(self, train_overrides, given, error, message):
+        with pytest.raises(error, match=message):
+            check_settings(load_config(TrainConfig, [*train_overrides, *given]))
+
+    def test_sequences_need_not_divide_among_replicas(self, train_overrides):
+        given = [*train_overrides, *APART]  # 8 prompts × 2 = 16 sequences, 2 replicas
+        seven = ["data.train_batch_size=7", "actor_rollout_ref.actor.ppo_mini_batch_size=7",
+                 "actor_rollout_ref.rollout.n=3"]  # fmt: skip
+        check_settings(load_config(TrainConfig, [*given, *seven]))
+        with pytest.raises(ConfigError, match="7 × 3 = 21 sequences do not divide over 2 ranks"):
+            check_settings(
+                load_config(
+                    TrainConfig,
+                    [*given, *seven, f"{KEY}.enable=false", f"{KEY}.request_rows=null"],
+                )
+            )
+
+
+class TestRuns:
+    def test_a_run_with_replicas_computes_the_numbers_of_one_process(
+        self, run, tiny_task, tmp_path
+    ):
+        together = metrics_of_run([*two_steps(tiny_task, tmp_path / "one")])
+        assert timeless(run(*APART)) == timeless(together)
+
+    def test_a_replica_that_dies_between_calls_is_replaced_with_the_right_weights(
+        self, train_overrides
+    ):
+        config = load_config(TrainConfig, [*train_overrides, *APART, f"{KEY}.restarts=1"])
+        trainer = RayPPOTrainer(config)
+        try:
+            groups = trainer.init_workers()
+            batch = next(trainer.schedule())
+            sampler = trainer.make_sampler(groups, None)
+            before = sampler.draw(batch, 1).batch
+            replicas = groups.rollout.replicas
+            first = replicas.all[0].group
+            first.shutdown()
+            after = sampler.draw(batch, 1).batch
+            assert replicas.all[0].loss is not None
+            for key in (fields.RESPONSES, fields.ROLLOUT_LOG_PROBS):
+                assert (before.batch[key] == after.batch[key]).all(), key
+            groups.sync_weights()
+            assert replicas.all[0].group is not first and len(replicas.working) == 2
+            again = sampler.draw(batch, 1).batch
+            assert (again.batch[fields.RESPONSES] == before.batch[fields.RESPONSES]).all()
+            assert set(again.batch[fields.WEIGHT_VERSION].tolist()) == {2}
+        finally:
+            trainer.close()
