@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import socket
+import sys
 import time
 
 import torch.multiprocessing as mp
@@ -23,7 +26,7 @@ def run_ranks(count: int, main, *args, wait_s: float = WAIT_S, start_method: str
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = mp.start_processes(
-        main, (*args, port), nprocs=count, join=False, start_method=start_method
+        _run_and_exit, (main, *args, port), nprocs=count, join=False, start_method=start_method
     )
     deadline = time.monotonic() + wait_s
     try:
@@ -33,3 +36,17 @@ def run_ranks(count: int, main, *args, wait_s: float = WAIT_S, start_method: str
     finally:  # also if the limit of the test ends the wait
         for process in context.processes:
             process.kill()
+
+
+def _run_and_exit(rank: int, main, *args) -> None:
+    """Run `main` and end the process, without the last phase of the interpreter.
+
+    A thread of gloo drops a tensor of a finished collective with Python's lock. If it asks for the
+    lock while the interpreter ends, the process aborts with "terminate called without an active
+    exception" (pytorch/pytorch#190489), also after `destroy_process_group`: a mesh keeps its group.
+    """
+    main(rank, *args)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

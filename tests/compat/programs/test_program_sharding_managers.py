@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 import quadriga.compat.verl  # noqa: F401 - provides the modules of verl
@@ -18,6 +16,7 @@ from quadriga.errors import ConfigError, RolloutError, WorkerError
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.protocol import DataProto
 from quadriga.rollout import build_rollout
+from rank_groups import run_two_ranks
 
 SHAPE = TinyModel(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, intermediate_size=48)
 IDS = torch.arange(5, 45).view(4, 10)
@@ -133,7 +132,4 @@ def rows_of_two_ranks(rank: int, folder: str, port: int) -> None:
 
 @pytest.mark.nightly
 def test_ranks_that_generate_together_share_their_rows(folder):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(rows_of_two_ranks, args=(folder, port), nprocs=2)
+    run_two_ranks(rows_of_two_ranks, folder)
