@@ -46,6 +46,8 @@ class Case:
         optimizer: `optim.name`.
         fsdp_size: ranks that share one copy of the parameters.
         rank: size of the adapters; None: all weights are trained that `freeze` does not match.
+        tensor, sequence, context: degrees of model parallelism.
+        dtype: in which it computes.
     """
 
     family: str
@@ -57,6 +59,10 @@ class Case:
     fsdp_size: int = -1
     rank: int | None = None
     freeze: tuple[str, ...] = ()
+    tensor: int = 1
+    sequence: int = 1
+    context: int = 1
+    dtype: str = "auto"
 
 
 OPTIMIZERS = ("adamw_8bit", "muon") if has_torchao() else ("muon",)
@@ -86,6 +92,19 @@ CASES = [
     Case("llama untied", unit=ONE_UNIT, freeze=("model.embed_tokens.*", "model.layers.0.*")),
     Case("qwen3 experts", rank=4, checkpointing=True),
 ]
+DIVIDED = [
+    *(
+        Case("llama untied", checkpointing, micro_batch=micro, early=early, tensor=2)
+        for checkpointing, micro, early in ((True, 4, False), (False, 4, True))
+    ),
+    Case("qwen2 tied", micro_batch=4, tensor=2, rank=8),
+    Case("qwen3 experts", tensor=2),
+    Case("qwen2 tied", tensor=2, dtype="bfloat16"),
+    Case("qwen2 tied", micro_batch=4, tensor=2, dtype="bfloat16"),
+    Case("llama untied", True, micro_batch=4, sequence=2),
+    Case("llama untied", micro_batch=4, context=2),
+]
+"""Cases whose rows are divided over two ranks."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +135,15 @@ def settings(case: Case, folder: Path) -> tuple[ModelConfig, EngineConfig]:
         freeze=case.freeze,
         lora=LoraConfig(rank=case.rank),
     )
-    return model, EngineConfig(reduce_each_micro_batch=case.early, fsdp_size=case.fsdp_size)
+    engine = EngineConfig(
+        reduce_each_micro_batch=case.early,
+        fsdp_size=case.fsdp_size,
+        tensor_parallel_size=case.tensor,
+        sequence_parallel_size=case.sequence,
+        context_parallel_size=case.context,
+        dtype=case.dtype,
+    )
+    return model, engine
 
 
 @cache
@@ -167,7 +194,7 @@ class Sent(TorchDispatchMode):
         self.total, self.paused = 0, False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d" and not self.paused:
+        if function.namespace in ("c10d", "_c10d_functional") and not self.paused:
             self.total += sent_bytes(function.__name__.split(".")[0], args)
         return function(*args, **(kwargs or {}))
 
@@ -178,6 +205,12 @@ def sent_bytes(name: str, args) -> int:
         return args[1].nbytes
     if name == "_reduce_scatter_base_":  # output, input
         return args[1].nbytes // 2
+    if name == "alltoall_base_":  # output, input
+        return args[1].nbytes // 2
+    if name == "all_reduce":  # of a DTensor
+        return args[0].nbytes
+    if name in ("wait_tensor", "_wrap_tensor_autograd"):
+        return 0
     if name in ("allreduce_", "allgather_"):
         return sum(tensor.nbytes for tensor in args[name == "allgather_"])
     raise AssertionError(f"the collective {name} is not counted")
@@ -252,7 +285,7 @@ def measure_on_two_ranks(rank: int, folder: str, port: int) -> None:
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)
     }  # fmt: skip
-    found = {case: measured(case, Path(folder)) for case in CASES}
+    found = {case: measured(case, Path(folder)) for case in (*CASES, *DIVIDED)}
     if rank == 0:
         torch.save(found, Path(folder) / "two_ranks.pt")
     torch.distributed.destroy_process_group()

@@ -50,19 +50,38 @@ def test_the_plan_is_what_each_of_two_ranks_allocates(case, folder, two_ranks):
     check(cases.planned(case, folder, ranks=2), two_ranks[case])
 
 
+def sent_for_shards(case, folder) -> int:
+    """Return the bytes of FSDP's gathers and reductions in a step, by the plan."""
+    sent = cases.planned(case, folder, ranks=2).sent
+    if case.micro_batch is None or case.early:
+        return (1 if case.micro_batch is None else 2) * (sent.gathers + sent.reduction)
+    # Layers are gathered in the first forward pass and in each backward pass, the root once.
+    once = cases.planned(case, folder, ranks=2, reshard=False).sent.gathers
+    return 2 * sent.gathers - once + sent.reduction
+
+
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
 def test_a_rank_sends_what_the_plan_says(case, folder, two_ranks):
     """Beside it, only some counts and metrics of a few bytes are sent."""
-    sent = cases.planned(case, folder, ranks=2).sent
-    if case.micro_batch is None or case.early:
-        times = 1 if case.micro_batch is None else 2
-        expected = times * (sent.gathers + sent.reduction)
-    else:
-        # Layers are gathered in the first forward pass and in each backward pass, the root once.
-        once = cases.planned(case, folder, ranks=2, reshard=False).sent.gathers
-        expected = 2 * sent.gathers - once + sent.reduction
+    expected = sent_for_shards(case, folder)
     assert expected <= two_ranks[case].sent <= expected + 1000
     assert expected > 100_000 and cases.planned(case, folder, ranks=1).sent == NO_TRAFFIC
+
+
+@pytest.mark.parametrize("case", cases.DIVIDED, ids=str)
+def test_the_plan_is_what_each_of_two_ranks_with_the_same_rows_allocates(case, folder, two_ranks):
+    check(cases.planned(case, folder, ranks=2), two_ranks[case])
+
+
+@pytest.mark.parametrize("case", cases.DIVIDED, ids=str)
+def test_a_rank_sends_to_its_group_what_the_plan_says(case, folder, two_ranks):
+    """Gathers and reductions of FSDP, and what the two ranks of a group exchange of each layer."""
+    plan = cases.planned(case, folder, ranks=2)
+    micro_batches = 1 if case.micro_batch is None else 2
+    exchanged = micro_batches * plan.update.exchanged
+    expected = sent_for_shards(case, folder) + exchanged
+    assert expected <= two_ranks[case].sent <= expected + 1000
+    assert exchanged > 100_000
 
 
 def test_checkpointing_saves_activations_and_no_states(folder):

@@ -74,6 +74,7 @@ class PassMemory:
         rows, tokens: of the micro-batch; a shared prompt counts once.
         several: whether a call has more than one micro-batch.
         forward: most bytes in the forward pass.
+        inside: most bytes until the model has returned, before its outputs are computed.
         saved: bytes after the forward pass, which the backward pass needs.
         activations: most bytes in both passes, without complete gradients of parameters.
         with_gradients: most bytes in both passes, with the gradients of this micro-batch.
@@ -90,6 +91,7 @@ class PassMemory:
     with_gradients: int
     logits: int
     exchanged: int = 0
+    inside: int = 0
 
 
 def pass_memory(
@@ -121,7 +123,8 @@ def pass_memory(
             ranks=ModelRanks.simulated(engine),
         )
         micro, several = _largest_micro_batch(model, engine, rows)
-        counter = AllocationCounter()
+        counter, inside = AllocationCounter(), []
+        hook = module.register_forward_hook(lambda *_: inside.append(counter.peak))
         parameters = list(module.parameters())
         with (
             counting_sent_bytes() as sent,
@@ -134,6 +137,7 @@ def pass_memory(
             if backward:
                 run_backward(torch.stack([v.sum() for v in outputs.values()]).sum())
             del outputs
+        hook.remove()
     return PassMemory(
         rows=len(micro[fields.INPUT_IDS]),
         tokens=computed_tokens(rows, len(micro[fields.INPUT_IDS]), shared=model.packed),
@@ -144,6 +148,7 @@ def pass_memory(
         with_gradients=counter.peak_with_kept,
         logits=_logits(model, micro, engine.model_parallel_size),
         exchanged=sent.total,
+        inside=inside[0],
     )
 
 

@@ -15,7 +15,7 @@ optimizer's state are in host memory, which on a CPU is the same memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,16 +25,12 @@ from transformers import PreTrainedModel
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.base import HeadKind
+from quadriga.engines.loading import sharding
 from quadriga.engines.loading.model_setup import simulated_model
-from quadriga.engines.loading.sharding import (
-    MAX_UNSHARDED_BYTES,
-    MIN_UNIT_PARAMETERS,
-    decoder_layers,
-)
 from quadriga.engines.memory.optimizer_step import Updated, optimizer_bytes, step_bytes
 from quadriga.engines.memory.passes import Passes, PassMemory, Rows
-from quadriga.engines.memory.traffic import NO_TRAFFIC, Traffic, Unit, shard_elements
-from quadriga.engines.model_parallel.tensor_layers import divide_layers
+from quadriga.engines.memory.traffic import NO_TRAFFIC, Traffic, Unit, elements, shard_elements
+from quadriga.engines.model_parallel.tensor_layers import divide_layers, whole_weights
 from quadriga.engines.optimizers.choice import rule_of_each
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.model_parallel.model_ranks import ModelRanks
@@ -99,7 +95,7 @@ def training_memory(
     update: Rows | None,
     evaluate: Rows | None,
     optim: OptimConfig | None = None,
-    min_unit_parameters: int = MIN_UNIT_PARAMETERS,
+    min_unit_parameters: int = sharding.MIN_UNIT_PARAMETERS,
 ) -> TrainingMemory:
     """Return the memory of the engine that `build_engine` builds with these settings.
 
@@ -115,10 +111,11 @@ def training_memory(
     """
     auto = torch.device("cpu" if device_type == "cpu" else "meta")
     dtype, reduce_dtype = (
-        compute_dtype(name, auto) for name in (engine.dtype, engine.reduce_dtype)
+        compute_dtype(engine.dtype, auto),
+        compute_dtype(engine.reduce_dtype, auto),
     )
     module = simulated_model(model, head, dtype, trained=update is not None)
-    elements = [parameter.numel() for parameter in module.parameters()]
+    sizes = [parameter.numel() for parameter in module.parameters()]
     tensor = engine.tensor_parallel_size
     if tensor > 1:
         divide_layers(module, ModelRanks.simulated(engine), None)
@@ -136,21 +133,17 @@ def training_memory(
         min_unit_parameters=min_unit_parameters,
     )
     passes = Passes(module, engine, head, device_type)
-    memory = layout.memory(
-        engine,
-        passes.count(update, backward=True),
-        passes.count(evaluate, backward=False),
-    )
-    return replace(
-        memory, uncounted=passes.problem, weights=sum(elements), largest_weight=max(elements)
-    )
+    counts = passes.count(update, backward=True), passes.count(evaluate, backward=False)
+    memory = layout.memory(engine, *counts)
+    return replace(memory, uncounted=passes.problem, weights=sum(sizes), largest_weight=max(sizes))
 
 
 @dataclass(frozen=True)
 class _Layout:
     """The FSDP units of a model: the parameters of the root, and those of each layer unit.
 
-    Frozen parameters are kept in `dtype`, trained ones in `kept_dtype`. Only these have gradients.
+    Each rank of tensor parallelism has those in `whole` (`id`). Frozen parameters are kept in
+    `dtype`, trained ones in `kept_dtype`. Only these have gradients.
     """
 
     root: list[nn.Parameter]
@@ -165,6 +158,7 @@ class _Layout:
     hosted: bool
     updated: list[Updated]
     tensor: int
+    whole: frozenset[int]
     copies: int
 
     @staticmethod
@@ -191,8 +185,8 @@ class _Layout:
             hosted: whether shards and the optimizer's state are in host memory.
             gloo: whether collectives are those of gloo, whose reduction copies its input.
         """
-        layers = [list(layer.parameters()) for layer in decoder_layers(module)]
-        layers = [layer for layer in layers if _elements(layer) >= min_unit_parameters]
+        layers = [list(layer.parameters()) for layer in sharding.decoder_layers(module)]
+        layers = [layer for layer in layers if elements(layer) >= min_unit_parameters]
         in_layers = {id(parameter) for layer in layers for parameter in layer}
         rules = {} if optim is None else rule_of_each(module, optim.name)
         # Rows of the root are divided twice: ⌈⌈n / t⌉ / s⌉ = ⌈n / (t · s)⌉.
@@ -214,6 +208,7 @@ class _Layout:
             gloo=gloo,
             hosted=hosted,
             tensor=tensor,
+            whole=frozenset(whole_weights(module) if tensor > 1 else ()),
             copies=ranks // shards,
             updated=[Updated(shapes[name], rule) for name, rule in rules.items()],
         )
@@ -237,12 +232,16 @@ class _Layout:
             found += dtype.itemsize * shard_elements(p, shards)
         return found
 
-    def _sent(self, *, again: bool) -> Traffic:
+    def _sent(self, *, again: bool, reduces: bool) -> Traffic:
         """Return what a rank sends; `again`: the backward pass gathers layers again."""
         of = partial(Unit.of, trained=self.trained, copies=self.copies)
         root = of(self.root, ranks=self.shards * self.tensor)
         layers = [of(layer, ranks=self.shards) for layer in self.layers]
-        return Traffic.of(root, layers, self.dtype, self.reduce_dtype, again=again)
+        sent = Traffic.of(root, layers, self.dtype, self.reduce_dtype, again=again)
+        # Gradients of several micro-batches are added up in the dtype of the reduction.
+        dtype = self.dtype if reduces else self.reduce_dtype
+        whole = [p for p in self.learning(self.all) if id(p) in self.whole]
+        return sent.with_sums(self.whole_bytes(whole, dtype), self.tensor)
 
     def memory(
         self, engine: EngineConfig, update: PassMemory | None, evaluate: PassMemory | None
@@ -251,11 +250,11 @@ class _Layout:
         states = self.shard_bytes(self.all)
         frees = engine.reshard_after_forward
         passes = self._gathered(frees)
-        step = None
+        step, reduces = None, False
         if update is not None:
             early = engine.reduce_each_micro_batch
             if early is None:
-                early = self.unsharded_bytes() > MAX_UNSHARDED_BYTES
+                early = self.unsharded_bytes() > sharding.MAX_UNSHARDED_BYTES
             # The last micro-batch always reduces, so a single one does.
             reduces = early or not update.several
             step = (
@@ -272,15 +271,17 @@ class _Layout:
             on_host=held if self.hosted else 0,
             gathered=step.gathered if step else passes,
             gradients=step.gradients if step else 0,
-            buffers=max(self._gather_buffer(), step.reduction if step else 0),
+            buffers=max(
+                self._gather_buffer([self.root, *self.layers]), step.reduction if step else 0
+            ),
             update=update,
             evaluate=evaluate,
             backward_peak=step.peak if step else 0,
             step_peak=self._gradient_shards() + self._step_bytes() if step else 0,
-            evaluate_peak=max(passes + evaluate.forward, self._gather_buffer()) if evaluate else 0,
-            weights=_elements(self.all),
+            evaluate_peak=self._forward_peak(passes, evaluate) if evaluate else 0,
+            weights=elements(self.all),
             largest_weight=max(p.numel() for p in self.all),
-            sent=self._sent(again=frees and step is not None),
+            sent=self._sent(again=frees and step is not None, reduces=reduces),
         )
 
     def _gradient_shards(self) -> int:
@@ -311,7 +312,7 @@ class _Layout:
             gradients=earlier + (0 if in_place else new),
             reduction=self._reduction(flat),
             peak=max(
-                gathered + self._gather_buffer(),
+                self._forward_peak(gathered + (earlier if reduces else 0), update),
                 gathered + earlier + both,
                 kept + whole + flat,
                 kept + self._reduction(flat),
@@ -321,7 +322,7 @@ class _Layout:
     def _layered(self, update: PassMemory, reduces: bool, frees: bool) -> _Step:
         """Return the bytes of a step if layers are units: reduced while others go backward."""
         gathered = self._gathered(frees and reduces)
-        layer = max((self.learning(layer) for layer in self.layers), key=_elements)
+        layer = max((self.learning(layer) for layer in self.layers), key=elements)
         in_root = self.learning(self.root)
         root, new = self.whole_bytes(in_root, self.dtype), self.whole_bytes(layer, self.dtype)
         shards = self._gradient_shards()
@@ -340,6 +341,7 @@ class _Layout:
             gradients=complete + root + new,
             reduction=max(reduction, root_reduction),
             peak=max(
+                self._forward_peak(gathered + (earlier if reduces else 0), update),
                 gathered + earlier + update.activations + begun,
                 gathered + earlier + root + new + reduction + max(left, 0),
                 gathered + complete + root + new + update.activations - update.saved,
@@ -349,7 +351,7 @@ class _Layout:
 
     def whole_bytes(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> int:
         """Return the bytes of whole tensors of these shapes."""
-        return _elements(parameters) * dtype.itemsize
+        return elements(parameters) * dtype.itemsize
 
     def unsharded_bytes(self) -> int:
         """Return the bytes of `sharding.unsharded_bytes`."""
@@ -366,12 +368,18 @@ class _Layout:
             layers = [max(layers)] * min(len(layers), 1 + ahead)
         return self.whole_bytes(self.root, self.dtype) + sum(layers)
 
-    def _gather_buffer(self) -> int:
+    def _forward_peak(self, held: int, found: PassMemory) -> int:
+        """Return the most bytes of a forward pass. `held`: of parameters and gradients."""
+        # FSDP frees the buffer of a gather with the next gather, or at the end of the model's pass.
+        buffer = self._gather_buffer(self.layers or [self.root])
+        return held + max(found.forward, buffer + found.inside)
+
+    def _gather_buffer(self, units: Sequence[Sequence[nn.Parameter]]) -> int:
         """Return the bytes into which the largest unit is gathered, before it is copied out."""
-        largest = max(_elements(unit) for unit in (self.root, *self.layers))
-        whole = 0 if self.shards == 1 else largest * self.dtype.itemsize
+        gathered = [u for u in units if self.shards * (self.tensor if u is self.root else 1) > 1]
+        whole = max(map(elements, gathered), default=0) * self.dtype.itemsize
         # Shards in host memory are copied to the device in their own dtype first.
-        copied = max(map(self.shard_bytes, (self.root, *self.layers))) if self.hosted else 0
+        copied = max(map(self.shard_bytes, units)) if self.hosted else 0
         return whole + copied
 
     def _reduction(self, flat: int) -> int:
@@ -389,7 +397,3 @@ class _Step:
     gradients: int
     reduction: int
     peak: int
-
-
-def _elements(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(parameter.numel() for parameter in parameters)

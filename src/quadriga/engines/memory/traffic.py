@@ -1,4 +1,4 @@
-"""Bytes that one rank sends for FSDP: gathers of parameters, and reductions of gradients.
+"""Bytes that one rank sends for its parameters: gathers of FSDP, and reductions of gradients.
 
 s ranks share one copy of the parameters of a unit, and there are r copies. Shards are padded to
 equal numbers of rows. A rank sends its shard to s − 1 ranks, and a part of its gradients to each:
@@ -6,6 +6,8 @@ equal numbers of rows. A rank sends its shard to s − 1 ranks, and a part of it
     gather       (s − 1) · shard                     numbers of the compute dtype
     reduction    (s − 1) · shard of what is trained  numbers of the dtype of the reduction
                  + 2 · (r − 1) / r · the same shard  of the copies (ring all-reduce)
+    sum          2 · (t − 1) / t · what is trained  on each of t ranks of tensor parallelism, as
+                                                    norms (ring all-reduce before the reduction)
 
 A forward pass gathers each unit. With `reshard_after_forward` the backward pass gathers layers
 again.
@@ -14,8 +16,8 @@ again.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -82,8 +84,17 @@ class Traffic:
             reduction=reduce_dtype.itemsize * sum(unit.reduced for unit, _ in times),
         )
 
+    def with_sums(self, size: int, ranks: int) -> Traffic:
+        """Return this traffic with sums of gradients of `size` bytes over ranks (all-reduce)."""
+        return replace(self, reduction=self.reduction + 2 * (ranks - 1) * size // ranks)
+
 
 NO_TRAFFIC = Traffic()
+
+
+def elements(parameters: Iterable[nn.Parameter]) -> int:
+    """Return the elements of parameters."""
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def shard_elements(parameter: nn.Parameter, shards: int) -> int:

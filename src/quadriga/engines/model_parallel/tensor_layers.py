@@ -8,7 +8,7 @@ a sum (`Partial`), which FSDP adds up before it reduces the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,15 @@ def divide_layers(model: PreTrainedModel, ranks: ModelRanks, mesh: DeviceMesh | 
             for path, inner in module.named_modules():
                 if plan.styles and plan.style(f"{block}.{path}.gate_up_proj") == "experts":
                     _divide_experts(inner, tensor)
+
+
+def whole_weights(model: PreTrainedModel) -> Iterator[int]:
+    """Yield the `id` of each weight of a decoder layer that the ranks do not divide."""
+    plan = TensorPlan.of(model.config)
+    for name, layer in decoder_parts(model):
+        for leaf, parameter in layer.named_parameters():
+            if plan.division(f"{name}.{leaf}").dim is None:
+                yield id(parameter)
 
 
 def _divide_weights(
