@@ -153,7 +153,7 @@ def test_defaults_pass():
         ),
         (
             ["trainer.n_gpus_per_node=4", "critic.engine.fsdp_size=3"],
-            "critic.engine.fsdp_size=3 must be -1 (all ranks) or divide the 4 ranks",
+            "engine.fsdp_size=3 must be -1 (all ranks) or divide the 4 ranks (4 = 1 × 3 + 1)",
         ),
         (
             ["trainer.balance_batch=false", "trainer.balance_groups=false"],

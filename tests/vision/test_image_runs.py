@@ -154,6 +154,7 @@ def test_a_broken_image_is_one_line_with_file_and_row(overrides, tmp_path, capsy
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_a_model_learns_to_name_the_colour_of_a_square(tmp_path, monkeypatch):
     """The commands of examples/recipes/train_images.yaml: from a quarter to most of the answers."""
     import sys

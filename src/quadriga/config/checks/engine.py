@@ -41,8 +41,10 @@ def check_engine_ranks(
     size, left = engine.fsdp_size, ranks // tensor
     if size != -1 and (size < 1 or left % size):
         of = f"the {ranks} ranks" if tensor == 1 else f"{ranks} ranks / {tensor} = {left}"
+        rest = f" ({left} = {left // size} × {size} + {left % size})" if size > 0 else ""
         raise ConfigError(
-            f"{key}.fsdp_size={size} must be -1 (all ranks) or divide {of}", key=f"{key}.fsdp_size"
+            f"{key}.fsdp_size={size} must be -1 (all ranks) or divide {of}{rest}",
+            key=f"{key}.fsdp_size",
         )
     by_rows = engine.name == "fsdp" and tensor > 1
     if optim is not None and by_rows and optim.name in _BY_ROWS:
