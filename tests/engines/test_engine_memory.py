@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_ranks(folder):
-    engine_cases.run_two_ranks(cases.measure_on_two_ranks, str(folder))
+    engine_cases.run_ranks(2, cases.measure_on_two_ranks, str(folder), wait_s=170)
     # The file was written by `measure_on_two_ranks`; its keys are dataclasses, which need pickle.
     return torch.load(folder / "two_ranks.pt", weights_only=False)
 
