@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples" / "trainer"
+
+
+def module_of(name):
+    """Return a file of the folder as a module."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
@@ -18,9 +27,7 @@ def reward_model(monkeypatch):
 
     monkeypatch.setattr(registry, "_ADDED", {})
     monkeypatch.setattr(user_files, "_LOADED", {})
-    spec = importlib.util.spec_from_file_location("reward_model", FOLDER / "reward_model.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_of("reward_model")
     known = set(_ROLES)
     yield module
     for name in set(_ROLES) - known:
@@ -41,3 +48,23 @@ def test_a_reward_model_as_a_role_scores_training_and_validation(reward_model):
             assert theirs[name] == pytest.approx(ours[name], rel=1e-5, abs=1e-6), name
     halved = reward_model.main("local", "grader.scale=0.25")
     assert halved[1]["grader/score"] == pytest.approx(local[1]["grader/score"] / 2)
+
+
+def test_pairs_of_scored_responses(tmp_path):
+    """Two prompts: five responses, two of them right, and three of which two are the same text."""
+    scores = {0: [("a", 1), ("b", 0), ("c", 0), ("d", 1), ("e", 0)]}
+    scores[1] = [("f", 0), ("g", 0.5), ("f", 0)]
+    samples = [
+        {"index": index, "prompt": f"question {index}", "response": text, "score": score}
+        for index, responses in scores.items()
+        for text, score in responses
+    ]
+    (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, samples)))
+    count = module_of("response_pairs").write_pairs(
+        tmp_path / "samples.jsonl", tmp_path / "pairs.jsonl"
+    )
+    pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    assert count == 3
+    assert [tuple(pair.values()) for pair in pairs] == [
+        ("question 0", "a", "e"), ("question 0", "d", "c"), ("question 1", "g", "f"),
+    ]  # fmt: skip
