@@ -44,6 +44,12 @@ FAMILIES = {
             "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
         },
     ),
+    "qwen2 tied deep": lambda: transformers.Qwen2Config(
+        **SIZES | {"num_hidden_layers": 4}, tie_word_embeddings=True
+    ),
+    "mistral deep": lambda: transformers.MistralConfig(
+        **SIZES | {"num_hidden_layers": 4}, sliding_window=3
+    ),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=3),
     "qwen2 tied": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
@@ -117,7 +123,7 @@ def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
 
 
 def build(subject: Subject, root: Path) -> TrainEngine:
-    return build_engine(
+    engine = build_engine(
         ModelConfig(
             path=str(root / subject.family), gradient_checkpointing=subject.gradient_checkpointing
         ),
@@ -126,6 +132,18 @@ def build(subject: Subject, root: Path) -> TrainEngine:
         head=subject.head,
         total_steps=8,
     )
+    if subject.settings.get("param_offload"):  # a CPU stands in for a device
+        engine._memory.enabled = True
+        engine.offload()
+    return engine
+
+
+def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
+    """Return state -> bytes of the storages that the engine could move to the host."""
+    return {
+        state: sum(tensor.untyped_storage().nbytes() for tensor in engine._tensors(state))
+        for state in ("parameters", "gradients", "moments")
+    }
 
 
 def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict[str, object]:
@@ -142,6 +160,12 @@ def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict
         step(engine, rows, subject.head, micro_batch_size=size) for size in (None, 2, 1)
     ]
     found["trained"] = weights(engine)
+    if subject.settings.get("param_offload"):
+        found["offloaded"] = gather_over_ranks(bytes_on_device(engine))
+        engine.config = EngineConfig()
+        engine.reload()
+        found["reloaded"] = gather_over_ranks(bytes_on_device(engine))
+        engine.offload()
     folder = root / f"saved {subject.name}"
     engine.save(folder, STEPS)
     damaged = rows | {"weight": rows["weight"] * float("nan")} if 0 in chosen else rows

@@ -24,16 +24,29 @@ TENSOR, STAGES, EXPERTS = (
     {f"{kind}_parallel_size": 2} for kind in ("tensor", "pipeline", "expert")
 )
 SPLIT_TOKENS = TENSOR | {"sequence_parallel": True}
+INTERLEAVED = STAGES | {"virtual_pipeline_parallel_size": 2}
+OFFLOAD = {"param_offload": True, "optimizer_offload": True}
+WHOLE_EXPERTS = SPLIT_TOKENS | {"expert_tensor_parallel_size": 1}
 
 SUBJECTS = [
     Subject("fsdp"),
-    megatron("tp2 pp2 tied", "qwen2 tied", **TENSOR, **STAGES),
-    megatron("tp2 sp dp2", **SPLIT_TOKENS),
-    megatron("ep2 dp2", "qwen3_moe", **EXPERTS),
+    megatron("tp2 pp2 interleaved tied", "qwen2 tied deep", **TENSOR, **INTERLEAVED),
+    megatron("tp2 sp dp2 offloaded", **SPLIT_TOKENS, **OFFLOAD),
+    megatron("tp2 sp ep2 dp2", "qwen3_moe", **SPLIT_TOKENS, **EXPERTS),
 ]
 NIGHTLY = [
     Subject("fsdp values", head="value"),
     megatron("dp4"),
+    megatron("tp2 pp2 tied", "qwen2 tied", **TENSOR, **STAGES),
+    megatron("ep2 dp2", "qwen3_moe", **EXPERTS),
+    megatron("window pp2 interleaved dp2", "mistral deep", **INTERLEAVED),
+    megatron("pp4 tied", "qwen2 tied deep", pipeline_parallel_size=4),
+    megatron("values tp2 sp interleaved", "mistral deep", "value", **SPLIT_TOKENS, **INTERLEAVED),
+    megatron("interleaved recomputed", "qwen2 tied deep", **TENSOR, **INTERLEAVED, recompute=True),
+    megatron("tp2 sp whole experts ep2", "qwen3_moe", **WHOLE_EXPERTS, **EXPERTS),
+    megatron("tp2 sp whole experts ep4", "mixtral", **WHOLE_EXPERTS, expert_parallel_size=4),
+    megatron("tp2 sp pp2 experts", "mixtral", **SPLIT_TOKENS, **STAGES),
+    megatron("tp2 sp dp2", **SPLIT_TOKENS),
     megatron("dp4 replicated optimizer", distributed_optimizer=False),
     megatron("tp2 dp2", **TENSOR),
     megatron("pp2 dp2", **STAGES),
@@ -47,19 +60,19 @@ NIGHTLY = [
     megatron("values tp2 sp pp2", head="value", **SPLIT_TOKENS, **STAGES),
     megatron("score pp2", head="score", **STAGES),
 ]
-BF16 = megatron("bf16 tp2 pp2", dtype="bfloat16", **TENSOR, **STAGES)
+BF16 = megatron("bf16 tp2 pp2", dtype="bfloat16", **TENSOR, **STAGES, **OFFLOAD)
 
 
 class Observed:
     """What each subject was observed to do, and the reference for its family and head."""
 
-    def __init__(self, root: Path, subjects: list[Subject]) -> None:
+    def __init__(self, root: Path, subjects: list[Subject], wait_s: int = WAIT_S) -> None:
         conformance.write_models(root, dict.fromkeys(s.family for s in subjects))
         self.reference = {
             key: conformance.observe(Subject(f"reference {key[0]} {key[1]}", *key), root)
             for key in dict.fromkeys((s.family, s.head) for s in subjects)
         }
-        cases.run_ranks(RANKS, conformance.rank_main, RANKS, str(root), subjects, wait_s=WAIT_S)
+        cases.run_ranks(RANKS, conformance.rank_main, RANKS, str(root), subjects, wait_s=wait_s)
         self.root = root
         self.found = {
             s.name: torch.load(root / f"{s.name}.pt", weights_only=False) for s in subjects
@@ -78,7 +91,7 @@ def observed(tmp_path_factory):
 @pytest.fixture(scope="module")
 def observed_nightly(tmp_path_factory):
     pytest.importorskip("megatron.core")
-    return Observed(tmp_path_factory.mktemp("nightly"), [*NIGHTLY, BF16])
+    return Observed(tmp_path_factory.mktemp("nightly"), [*NIGHTLY, BF16], 3 * WAIT_S)
 
 
 def assert_close(found, expected, *, atol: float) -> None:
@@ -101,6 +114,11 @@ def check(subject: Subject, observed: Observed) -> None:
         for name in ("loss", "rows", "grad_norm", "lr", "skipped_steps"):
             assert metrics[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
     assert_close(found["trained"], expected["trained"], atol=1e-5)
+    for held, kept in zip(found.get("offloaded", ()), found.get("reloaded", ()), strict=True):
+        assert held == dict.fromkeys(held, 0)
+        # float32: as many gradients as parameters; two data-parallel ranks divide two moments
+        assert kept["gradients"] >= kept["parameters"] > 0
+        assert kept["moments"] == pytest.approx(kept["parameters"], rel=0.1)
     assert found["damaged"] == 1.0
     assert_close(found["after_damage"], found["trained"], atol=0)
     assert found["steps"] == STEPS + 1
@@ -124,12 +142,14 @@ def test_an_engine_computes_what_fsdp_computes_on_one_rank(subject, observed):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("subject", NIGHTLY, ids=lambda s: s.name)
 def test_an_engine_computes_it_in_every_layout(subject, observed_nightly):
     check(subject, observed_nightly)
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_steps_below_the_digits_of_bfloat16_add_up(observed_nightly):
     found, expected = observed_nightly.pair(BF16)
     for metrics, wanted in zip(found["metrics"], expected["metrics"], strict=True):

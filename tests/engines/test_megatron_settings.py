@@ -21,7 +21,7 @@ from quadriga.engines.megatron.families import (
     megatron_model,
     register_family,
 )
-from quadriga.engines.megatron.settings import check_settings
+from quadriga.engines.megatron.settings import check_settings, degrees_of
 from quadriga.errors import ConfigError, ModelError
 from quadriga.parallel.layouts.boxes import count
 from quadriga.parallel.layouts.layout import Weight
@@ -62,6 +62,10 @@ def test_ranks_have_each_element_once(family, tensor, pipeline, expert):
         (Sizes(tensor=4), "tensor_parallel_size=4 does not divide the 2 key-value heads"),
         (Sizes(pipeline=3), "engine.pipeline_parallel_size=3 does not divide the 2 hidden layers"),
         (Sizes(expert=2), "expert_parallel_size=2, but model_type 'llama' has no experts"),
+        (
+            Sizes(pipeline=2, chunks=2),
+            "virtual_pipeline_parallel_size=2 does not divide the 1 hidden layers of a stage",
+        ),
     ],
 )
 def test_a_model_that_does_not_divide_is_refused(sizes, message):
@@ -69,13 +73,13 @@ def test_a_model_that_does_not_divide_is_refused(sizes, message):
         check_sizes(conformance.FAMILIES["llama"](), sizes, "engine")
 
 
-def test_experts_divide_over_ranks_but_not_their_layers():
+def test_experts_divide_over_ranks_and_need_tokens_of_their_own():
     config = conformance.FAMILIES["mixtral"]()
     with pytest.raises(ConfigError, match="expert_parallel_size=3 does not divide the 4 experts"):
         check_sizes(config, Sizes(expert=3), "engine")
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not built for layers with"):
-        check_sizes(config, Sizes(tensor=2, sequence_parallel=True), "engine")
-    check_sizes(config, Sizes(expert=2, pipeline=2), "engine")
+    with pytest.raises(ConfigError, match="of a model with experts needs"):
+        check_sizes(config, Sizes(tensor=2), "engine")
+    check_sizes(config, Sizes(tensor=2, expert=2, pipeline=2, sequence_parallel=True), "engine")
 
 
 @pytest.mark.parametrize(
@@ -86,6 +90,14 @@ def test_experts_divide_over_ranks_but_not_their_layers():
         (MODEL, {"offload_policy": True}, {}, "engine.offload_policy=True is for"),
         (MODEL, {"dtype": "float16"}, {}, "engine.dtype=float16 is not built"),
         (MODEL, {"sequence_parallel": True}, {}, "engine.tensor_parallel_size is 1"),
+        (MODEL, {"virtual_pipeline_parallel_size": 2}, {}, "engine.pipeline_parallel_size is 1"),
+        (MODEL, {"expert_tensor_parallel_size": 3}, {}, "set it to 1, 1 or null"),
+        (
+            MODEL,
+            {"tensor_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            {},
+            "engine.expert_parallel_size is 1; set it above 1",
+        ),
         (MODEL, {}, {"name": "muon"}, "optim.name=muon is not built"),
         (replace(MODEL, lora=LoraConfig(rank=2)), {}, {}, "model.lora is not built"),
         (replace(MODEL, freeze=("x",)), {}, {}, "model.freeze is not built"),
@@ -98,6 +110,52 @@ def test_experts_divide_over_ranks_but_not_their_layers():
 def test_settings_that_the_engine_does_not_follow_are_refused(model, engine, optim, message):
     with pytest.raises(ConfigError, match=message):
         check_settings(model, replace(MEGATRON, **engine), OptimConfig(**optim))
+
+
+def test_messages_name_the_section_of_the_role():
+    key = "critic.engine"
+    for model, optim, setting in (
+        (MODEL, OptimConfig(name="muon"), "critic.optim.name=muon"),
+        (replace(MODEL, use_shm=True), OptimConfig(), "critic.model.use_shm"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{setting} is not built") as raised:
+            check_settings(model, MEGATRON, optim, key, "critic.model")
+        assert raised.value.key == setting.split("=")[0]
+
+
+@pytest.mark.parametrize(
+    "ranks, spread, message",
+    [(4, 2, None), (4, 4, None), (6, 4, "expert_parallel_size = 4 does not divide the 6 ranks"),
+     (3, 2, "tensor_parallel_size × pipeline_parallel_size = 2 does not divide the 3 ranks")],
+)  # fmt: skip
+def test_whole_experts_divide_over_all_ranks_of_a_stage(ranks, spread, message):
+    sizes = Sizes(tensor=2, expert=spread, sequence_parallel=True, expert_tensor=1)
+    if message is not None:
+        with pytest.raises(ConfigError, match=message):
+            degrees_of(sizes, ranks)
+        return
+    config = conformance.FAMILIES["mixtral"]()
+    model = megatron_model(config, weights_of(config), tensor_ranks=2, stages=1)
+    degrees = degrees_of(sizes, ranks)
+    layout = parallel_layout(model, degrees)
+    kept = [
+        {piece.box[0][0] for tensor in layout.ranks[rank] for piece in tensor.pieces
+         if piece.weight == "model.layers.0.mlp.experts.down_proj"}
+        for rank in range(ranks)
+    ]  # fmt: skip
+    each = 4 // spread
+    assert kept == [set(range(rank % spread * each, (rank % spread + 1) * each))
+                    for rank in range(ranks)]  # fmt: skip
+    assert [degrees.expert_place(rank) for rank in range(ranks)] == [
+        (rank % spread, rank // spread) for rank in range(ranks)
+    ]
+
+
+def test_chunks_of_layers_take_turns_over_the_stages():
+    config = conformance.FAMILIES["qwen2 tied deep"]()
+    model = megatron_model(config, weights_of(config), tensor_ranks=1, stages=2, chunks=2)
+    norms = [stored for stored in model.stored if stored.name.endswith("input_layernorm.weight")]
+    assert [stored.stage for stored in norms] == [0, 1, 0, 1]
 
 
 def test_the_fsdp_engine_refuses_settings_of_megatron(tmp_path):

@@ -78,12 +78,22 @@ def test_a_run_with_megatron_passes_the_checks(train_overrides, available):
         (4, [f"{TENSOR}=2", f"{ACTOR}.expert_parallel_size=4"],
          "expert_parallel_size=4 divides the experts of a layer over the data-parallel ranks, but "
          "does not divide these: 4 ranks / 2 that compute the same rows = 2"),
+        (4, [f"{TENSOR}=2", f"{ACTOR}.expert_parallel_size=3",
+             f"{ACTOR}.expert_tensor_parallel_size=1"],
+         "over the ranks of a stage, but does not divide these: 4 ranks / 1 stages = 4"),
         (2, [f"{ACTOR}.context_parallel_size=2"], "context_parallel_size=2 is read by"),
-        (2, [f"{ACTOR}.param_offload=true"], f"{ACTOR}.param_offload=True is for {ACTOR}.name=fsd"),
+        (2, [f"{ACTOR}.offload_policy=true"], f"{ACTOR}.offload_policy=True is for"),
         (2, [f"{ACTOR}.sequence_parallel=true"], "tensor_parallel_size is 1"),
-        (2, ["actor_rollout_ref.actor.optim.name=muon"], "optim.name=muon is not built for"),
-        (2, ["actor_rollout_ref.model.lora_rank=4"], "model.lora"),
-        (2, ["actor_rollout_ref.rollout.take_turns=true"], "take_turns=true moves the engines to"),
+        (2, ["actor_rollout_ref.actor.optim.name=muon"],
+         "actor_rollout_ref.actor.optim.name=muon is not built for"),
+        (2, ["actor_rollout_ref.model.lora.rank=4"], "actor_rollout_ref.model.lora is not built"),
+        (2, ["algorithm.adv_estimator=gae", "critic.engine.name=megatron",
+             "critic.optim.name=muon"], "critic.optim.name=muon is not built for"),
+        (2, ["algorithm.adv_estimator=gae", "critic.engine.name=megatron",
+             "critic.model.lora.rank=4"], "critic.model.lora is not built for critic.engine"),
+        (2, [f"{ACTOR}.virtual_pipeline_parallel_size=2"], f"{ACTOR}.pipeline_parallel_size is 1"),
+        (2, [f"{STAGES}=2", f"{ACTOR}.virtual_pipeline_parallel_size=2"],
+         "virtual_pipeline_parallel_size=2 does not divide the 1 hidden layers of a stage"),
         (2, ["actor_rollout_ref.actor.use_kl_loss=true", f"{REF}.name=megatron",
              "actor_rollout_ref.actor.kl_loss_type=full"],
          "kl_loss_type=full needs the logits of a token on one rank"),
@@ -133,6 +143,18 @@ def test_enough_micro_batches_for_the_stages(micro_batch):
     check_stages("engine", engine, 4, micro_batch)
     with pytest.raises(ConfigError, match=r"makes 3 .* \(4 - 1\) / \(3 \+ 4 - 1\) = 50%"):
         check_stages("engine", engine, 3, micro_batch)
+
+
+def test_an_interleaved_schedule_has_whole_rounds_and_a_smaller_bubble():
+    engine = EngineConfig(
+        name="megatron", pipeline_parallel_size=4, virtual_pipeline_parallel_size=2
+    )
+    check_stages("engine", engine, 8, 1)
+    check_stages("engine", engine, 6, None)  # cut by tokens: filled up to whole rounds
+    with pytest.raises(ConfigError, match=r"makes 3 .* \(4 - 1\) / \(2 \* 3 \+ 4 - 1\) = 33%"):
+        check_stages("engine", engine, 3, 1)
+    with pytest.raises(ConfigError, match=r"in rounds of .*=4, .* makes 6 .* 6 % 4 = 2"):
+        check_stages("engine", engine, 6, 1)
 
 
 def test_tensor_ranks_do_not_enlarge_the_token_budget():

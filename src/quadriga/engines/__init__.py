@@ -103,13 +103,15 @@ def check_engine(
     optim: OptimConfig | None = None,
     *,
     device_type: str | None = None,
+    model_key: str = "model",
 ) -> None:
     """Check, before a worker starts, that an engine is installed and follows its settings.
 
     Args:
         key: of the engine's settings.
-        optim: None for a frozen model.
+        optim: None for a frozen model. Its settings are beside those of the engine.
         device_type: of the ranks. None: only the cluster knows.
+        model_key: of the model's settings.
 
     Raises:
         ConfigError: names the setting.
@@ -121,7 +123,7 @@ def check_engine(
         check_installed(f"{key}.name")
         if device_type is not None:
             check_device(device_type, f"{key}.name")
-        check_settings(model, engine, optim, key)
+        check_settings(model, engine, optim, key, model_key)
 
 
 def build_engine(

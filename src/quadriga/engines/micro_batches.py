@@ -103,6 +103,7 @@ def micro_batches_of_ranks(
     share_prompts: bool,
     cost: CostModel,
     stages: int = 1,
+    multiple_of: int = 1,
 ) -> list[Tensor | None]:
     """Return the row indices of each micro-batch of an engine, as many on every rank.
 
@@ -110,6 +111,7 @@ def micro_batches_of_ranks(
         size: rows of a micro-batch. None: as many as fit the budget of tokens, or all rows without
             `use_dynamic_bsz`.
         share_prompts, cost, stages: see `plan_micro_batches`.
+        multiple_of: of which the number is a multiple.
     """
     if size is None and not config.use_dynamic_bsz:
         size = max(len(batch[fields.INPUT_IDS]), 1)
@@ -122,11 +124,11 @@ def micro_batches_of_ranks(
         cost=cost,
         stages=stages,
     )
-    return equal_counts_over_ranks(plan, device)
+    return equal_counts_over_ranks(plan, device, multiple_of=multiple_of)
 
 
 def equal_counts_over_ranks(
-    plan: Callable[..., list[Tensor]], device: torch.device
+    plan: Callable[..., list[Tensor]], device: torch.device, *, multiple_of: int = 1
 ) -> list[Tensor | None]:
     """Plan the micro-batches of this rank so that all ranks have the same number, at least one.
 
@@ -134,6 +136,7 @@ def equal_counts_over_ranks(
 
     Args:
         plan: returns the micro-batches of this rank, at least `least` of them if it can.
+        multiple_of: of which the number is a multiple.
 
     Returns:
         The row indices of each micro-batch; None for a dummy micro-batch.
@@ -149,6 +152,7 @@ def equal_counts_over_ranks(
     # compute a prompt twice.
     micro_batches = plan(least=1)
     count = max_over_ranks(max(len(micro_batches), 1), device)
+    count = -(-count // multiple_of) * multiple_of
     if len(micro_batches) < count:
         micro_batches = plan(least=count)
     return [*micro_batches, *[None] * (count - len(micro_batches))]

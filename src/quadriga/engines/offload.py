@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -15,7 +15,8 @@ StateT = TypeVar("StateT", bound=str)
 @dataclass(frozen=True)
 class _HostCopy:
     storage: torch.UntypedStorage
-    host: Tensor
+    host: Tensor | None
+    size: int
 
 
 class OffloadedTensors:
@@ -30,25 +31,33 @@ class OffloadedTensors:
         optimizer   ─┘
 
     After `reload` all of them refer to the same storage as before, with the same values.
+
+    Args:
+        freed: whether the values are not needed again. They are zeros after `reload`.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], *, freed: bool = False) -> None:
         storages: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
             # Memory that numpy or a mapped file shares belongs to the CPU and cannot be emptied.
             if storage.nbytes() and storage.resizable():
                 storages.setdefault(storage.data_ptr(), storage)
-        self._copies = [_HostCopy(s, _to_host(s)) for s in storages.values()]
-        self.num_bytes = sum(len(copy.host) for copy in self._copies)
+        self._copies = [
+            _HostCopy(s, None if freed else _to_host(s), s.nbytes()) for s in storages.values()
+        ]
+        self.num_bytes = sum(copy.size for copy in self._copies)
         for copy in self._copies:
             copy.storage.resize_(0)
 
     def reload(self) -> None:
         """Allocate the storages again and copy the values back."""
         for copy in self._copies:
-            copy.storage.resize_(len(copy.host))
-            _bytes_of(copy.storage).copy_(copy.host, non_blocking=True)
+            copy.storage.resize_(copy.size)
+            if copy.host is None:
+                _bytes_of(copy.storage).zero_()
+            else:
+                _bytes_of(copy.storage).copy_(copy.host, non_blocking=True)
         self._copies = []
 
 
@@ -70,19 +79,29 @@ class DeviceMemory(Generic[StateT]):
     Args:
         device: the device of the engine. From a CPU nothing is offloaded.
         tensors: returns the tensors of a state that exist.
+        freed: states whose values are not needed again. They are zeros after `reload`.
     """
 
-    def __init__(self, device: torch.device, tensors: Callable[[StateT], Iterable[Tensor]]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        tensors: Callable[[StateT], Iterable[Tensor]],
+        *,
+        freed: Collection[StateT] = (),
+    ) -> None:
         self.enabled = device.type != "cpu"
         self.offloaded: dict[StateT, OffloadedTensors] = {}
         self._device = device
         self._tensors = tensors
+        self._freed = freed
 
     def offload(self, *states: StateT) -> None:
         """Move those of the states to the host that are on the device."""
         for state in states:
             if self.enabled and state not in self.offloaded:
-                self.offloaded[state] = OffloadedTensors(self._tensors(state))
+                self.offloaded[state] = OffloadedTensors(
+                    self._tensors(state), freed=state in self._freed
+                )
 
     def reload(self, *states: StateT) -> list[StateT]:
         """Move those of the states to the device that are on the host, and return them."""

@@ -16,6 +16,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 _FACTORIES = ("zeros", "ones", "tensor", "empty", "full", "arange", "empty_like", "zeros_like")
 _PACKAGES = (
@@ -63,10 +65,32 @@ class _Cuda(ModuleType):
         return getattr(torch.cuda, name)
 
 
+class _Distributed(ModuleType):
+    """`torch.distributed` in which ranks gather parts of different sizes, as NCCL does."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.distributed, name)
+
+    @staticmethod
+    def all_gather(parts: list[torch.Tensor], own: torch.Tensor, group: ProcessGroup) -> None:
+        parts[group.rank()].copy_(own)
+        for number, part in enumerate(parts):
+            dist.broadcast(part, dist.get_global_rank(group, number), group=group)
+
+    @staticmethod
+    def reduce_scatter(own: torch.Tensor, parts: list[torch.Tensor], group: ProcessGroup) -> None:
+        for number, part in enumerate(parts):
+            summed = part.contiguous().clone()
+            dist.reduce(summed, dist.get_global_rank(group, number), group=group)
+            if number == group.rank():
+                own.copy_(summed)
+
+
 class _Torch(ModuleType):
     """`torch` with factories that allocate on the CPU where Megatron-core says CUDA."""
 
     cuda = _Cuda()
+    distributed = _Distributed("torch.distributed")
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(torch, name)

@@ -57,5 +57,5 @@ class OldActor(MegatronWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_PP_ONLY)
     def layers_of_stage(self):
-        names = dict(self.engine.stage.named_parameters())
+        names = self.engine.pipeline.parameters
         return self.rank, sorted(name for name in names if not name.startswith("decoder.layers"))

@@ -30,12 +30,17 @@ def check_engine_ranks(
             f"{ranks % together}); choose sizes whose product divides {ranks}",
             key=key,
         )
-    experts, data = engine.expert_parallel_size, ranks // together
-    if data % experts:
+    experts, stages = engine.expert_parallel_size, engine.pipeline_parallel_size
+    whole_experts = engine.expert_tensor_parallel_size == 1
+    whose, parts, what = (
+        ("ranks of a stage", stages, "stages") if whole_experts
+        else ("data-parallel ranks", together, "that compute the same rows")
+    )  # fmt: skip
+    if ranks // parts % experts:
         raise ConfigError(
             f"{key}.expert_parallel_size={experts} divides the experts of a layer over the "
-            f"data-parallel ranks, but does not divide these: {ranks} ranks / {together} that "
-            f"compute the same rows = {data}",
+            f"{whose}, but does not divide these: {ranks} ranks / {parts} {what} = "
+            f"{ranks // parts}",
             key=f"{key}.expert_parallel_size",
         )
     size, left = engine.fsdp_size, ranks // tensor

@@ -28,7 +28,9 @@ _OF_FSDP = ("sequence_parallel_size", "context_parallel_size")
 """Settings of an engine that `name=fsdp` reads only."""
 _OF_MEGATRON = (
     "pipeline_parallel_size",
+    "virtual_pipeline_parallel_size",
     "expert_parallel_size",
+    "expert_tensor_parallel_size",
     "sequence_parallel",
     "distributed_optimizer",
 )

@@ -13,19 +13,14 @@ unblocked by  the call of the last rank; a rank without rows computes dummy micr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from quadriga.checkpoint.files import SavedFile
@@ -37,8 +32,9 @@ from quadriga.engines.loading.model_setup import in_local_folders
 from quadriga.engines.megatron.availability import check_device, check_installed
 from quadriga.engines.megatron.families import check_sizes, megatron_model
 from quadriga.engines.megatron.folder import FolderModel
-from quadriga.engines.megatron.model import MicroBatch, Stage, transformer_config
+from quadriga.engines.megatron.model import MicroBatch, transformer_config
 from quadriga.engines.megatron.optimizer import MegatronOptimizer
+from quadriga.engines.megatron.pipeline import Pipeline
 from quadriga.engines.megatron.ranks import join_ranks
 from quadriga.engines.megatron.settings import check_settings, sizes_of
 from quadriga.engines.megatron.weights import RankWeights
@@ -48,6 +44,7 @@ from quadriga.engines.micro_batches import (
     micro_batches_of_ranks,
     select_rows,
 )
+from quadriga.engines.offload import DeviceMemory
 from quadriga.engines.optimizers.sharded import SKIPPED_IN_A_ROW, UPDATES
 from quadriga.engines.schedule import check_schedule
 from quadriga.engines.sequence_cost import sequence_cost
@@ -64,8 +61,10 @@ from quadriga.parallel.distributed import (
 from quadriga.protocol import fields
 
 _CPU = torch.device("cpu")
-Finish = Callable[[Tensor, MicroBatch, Tensor | None], tuple[Tensor, Any]]
-"""(columns of the outputs, micro-batch, its rows) -> (loss, result), on the last stage."""
+State = Literal["parameters", "gradients", "moments"]
+"""What an engine can offload: parameters; their gradients, which are freed; and the optimizer's
+moments with the float32 copies of parameters."""
+_FREED: tuple[State] = ("gradients",)
 
 
 class MegatronEngine:
@@ -111,28 +110,38 @@ class MegatronEngine:
         recompute = bool(model.gradient_checkpointing) and optim is not None
         transformer = transformer_config(folder.config, ranks, dtype, recompute=recompute)
         kernels = folder.kernels(engine.attention, sizes.tensor, dtype, self.device)
-        self.stage = Stage(folder.config, transformer, ranks, head, kernels, self.device)
-        self._parameters = dict(self.stage.named_parameters())
+        self.pipeline = Pipeline(
+            folder.config, transformer, ranks, head, kernels, self.device, trained=optim is not None
+        )
+        self._parameters = self.pipeline.parameters
         stored = megatron_model(
-            folder.config, folder.weights, tensor_ranks=sizes.tensor, stages=sizes.pipeline
+            folder.config,
+            folder.weights,
+            tensor_ranks=sizes.tensor,
+            stages=sizes.pipeline,
+            chunks=sizes.chunks,
         )
         self._weights = RankWeights(stored, ranks, folder.tied)
         with torch.no_grad():
             folder.read_into(self._weights, self._parameters)
         self._cost = sequence_cost(folder.config, head, self.device.type, engine.attention)
         self.optimizer: MegatronOptimizer | None = None
-        self._model: Any = self.stage
-        if optim is None:
-            self.stage.requires_grad_(False)
-            return
-        transformer.finalize_model_grads_func = _finish_gradients
-        self._model = DistributedDataParallel(
-            transformer, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.stage
-        )
-        self.optimizer = MegatronOptimizer(
+        self._memory: DeviceMemory[State] = DeviceMemory(self.device, self._tensors, freed=_FREED)
+        if optim is not None:
+            self.optimizer = self._build_optimizer(optim, total_steps, dtype)
+        if engine.param_offload:
+            self._memory.offload("parameters", "gradients")
+        if engine.optimizer_offload:
+            self._memory.offload("moments")
+
+    def _build_optimizer(
+        self, optim: OptimConfig, total_steps: int | None, dtype: torch.dtype
+    ) -> MegatronOptimizer:
+        engine = self.config
+        optimizer = MegatronOptimizer(
             self._parameters,
             self._weights,
-            ranks,
+            self.ranks,
             optim,
             total_steps,
             device=self.device,
@@ -140,7 +149,8 @@ class MegatronEngine:
         )
         if dtype.itemsize < 4:  # the copies would begin with the digits of the parameters
             with torch.no_grad():
-                folder.read_into(self._weights, self.optimizer.masters)
+                self.folder.read_into(self._weights, optimizer.masters)
+        return optimizer
 
     @property
     def optimizer_steps(self) -> int:
@@ -165,8 +175,8 @@ class MegatronEngine:
             return columns, (rows, micro.outputs(columns, self.head))
 
         select = partial(self._micro_batch, batch, temperature=temperature, entropy=entropy)
-        with torch.no_grad():
-            computed = self._run(micro_batches, select, keep, train=False)
+        with self._on_device("parameters"), torch.no_grad():
+            computed = self.pipeline.run(micro_batches, select, keep, train=False)
         names = MicroBatch.output_names(self.head, entropy=entropy)
         outputs: Outputs = {name: torch.zeros(shape) for name in names}
         for rows, found in computed:
@@ -204,12 +214,15 @@ class MegatronEngine:
             loss, metrics = loss_fn(outputs, select_rows(mini_batch, rows, self.device))
             return loss, {"loss": loss.detach(), **metrics}
 
-        self._model.zero_grad_buffer()  # a step that failed has left gradients
         totals = {"loss": 0.0}
-        for metrics in self._run(micro_batches, select, loss_of, train=True):
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, 0.0) + float(value)
-        norm, rate = self.optimizer.step()
+        with self._on_device("parameters", "gradients"):
+            self.pipeline.zero_gradients()  # a step that failed has left gradients
+            for metrics in self.pipeline.run(micro_batches, select, loss_of, train=True):
+                for name, value in metrics.items():
+                    totals[name] = totals.get(name, 0.0) + float(value)
+            # Activations are freed before the moments come to the device.
+            with self._on_device("moments"):
+                norm, rate = self.optimizer.step()
         # One rank reports what the ranks with the same rows have computed together.
         found = sum_metrics_over_ranks(totals if self.ranks.reports else {"loss": 0.0})
         return found | {
@@ -229,7 +242,8 @@ class MegatronEngine:
             self.device,
             share_prompts=True,
             cost=self._cost,
-            stages=self.ranks.degrees.pipeline,
+            stages=self.ranks.sizes.pipeline,
+            multiple_of=self.ranks.sizes.pipeline if self.ranks.sizes.chunks > 1 else 1,
         )
 
     def _micro_batch(
@@ -237,47 +251,6 @@ class MegatronEngine:
     ) -> MicroBatch:
         chosen = dummy_batch() if rows is None else select_rows(batch, rows, _CPU)
         return MicroBatch.of(chosen, self.device, temperature=temperature, entropy=entropy)
-
-    def _run(
-        self,
-        micro_batches: list[Tensor | None],
-        select: Callable[[Tensor | None], MicroBatch],
-        finish: Finish,
-        *,
-        train: bool,
-    ) -> list[Any]:
-        """Run the schedule over all micro-batches.
-
-        Returns:
-            The results of `finish`, on the last stage; elsewhere nothing.
-        """
-        remaining = iter(micro_batches)
-
-        def step(_: object, model: Callable[[MicroBatch], Tensor]) -> tuple[Tensor, Any]:
-            rows = next(remaining)
-            micro = select(rows)
-
-            def end(columns: Tensor, non_loss_data: bool = False) -> Any:
-                loss, result = finish(columns, micro, rows)
-                # The number of tokens is for a division that Megatron-core does not make here.
-                return result if non_loss_data else (loss, torch.zeros((), dtype=torch.int), result)
-
-            return model(micro), end
-
-        try:
-            results: list[Any] = get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=None,
-                model=[self._model],
-                num_microbatches=len(micro_batches),
-                seq_length=1,  # sizes are sent before activations
-                micro_batch_size=1,
-                forward_only=not train,
-                collect_non_loss_data=not train,
-            )
-        finally:
-            self.stage.rows_in_flight.clear()
-        return results
 
     def global_counts(self, *counts: float | Tensor) -> list[float]:
         total = torch.tensor([float(c) for c in counts], dtype=torch.float64, device=self.device)
@@ -287,12 +260,12 @@ class MegatronEngine:
     # Weights
 
     def state_stream(self) -> Iterator[tuple[str, Tensor]]:
-        with torch.no_grad():
+        with self._on_device("parameters"), torch.no_grad():
             yield from self._weights.stream(self._detached())
 
     def shard_stream(self) -> Iterator[tuple[str, Tensor | Block]]:
         """Yield `state_stream` with the blocks of this rank; all ranks must exhaust it."""
-        with torch.no_grad():
+        with self._on_device("parameters"), torch.no_grad():
             yield from self._weights.shard_stream(self._detached())
 
     def _detached(self) -> dict[str, Tensor]:
@@ -314,7 +287,7 @@ class MegatronEngine:
 
     def save(self, folder: str | Path, step: int = 0) -> list[SavedFile]:
         scalars = {} if self.optimizer is None else self.optimizer.inner.scalars()
-        with torch.no_grad():
+        with self._on_device("parameters", "moments"), torch.no_grad():
             blocks = self._blocks(save=True)
         return save_rank_state(
             folder, blocks, scalars, rank=rank(), world_size=world_size(), step=step
@@ -323,7 +296,7 @@ class MegatronEngine:
     def load(self, folder: str | Path, step: int | None = None) -> None:
         if self.optimizer is not None:
             self.optimizer.inner.check_scalars(read_scalars(folder, step=step), folder)
-        with torch.no_grad():
+        with self._on_device("parameters", "moments"), torch.no_grad():
             blocks = self._blocks(save=False)
             scalars = load_rank_state(folder, blocks, rank=rank(), step=step)
             self._weights.take("model.", blocks, self._detached())
@@ -350,24 +323,33 @@ class MegatronEngine:
     # Memory
 
     def offload(self) -> None:
-        if self.device.type != "cpu":
-            raise ConfigError(
-                "engine.name=megatron does not free device memory between calls; set "
-                "rollout.take_turns=false, or engine.name=fsdp"
-            )
+        self._memory.offload("parameters", "gradients", "moments")
+        self._memory.return_freed()
 
     def reload(self) -> None:
-        self.offload()
+        if not self.config.param_offload:
+            self._memory.reload("parameters", "gradients")
+        if not self.config.optimizer_offload:
+            self._memory.reload("moments")
 
+    @contextmanager
+    def _on_device(self, *states: State) -> Iterator[None]:
+        """Reload what a method needs, and offload it again at the end of the block."""
+        reloaded = self._memory.reload(*states)
+        try:
+            yield
+        finally:
+            self._memory.offload(*reloaded)
 
-def _finish_gradients(
-    model: list[Any], num_tokens: Tensor | None = None, **settings: object
-) -> None:
-    """Sum gradients over the ranks that have the same parameters.
-
-    `num_tokens` is left out: Megatron-core would divide by it, and losses are shares already.
-    """
-    finalize_model_grads(model, None, **settings)
+    def _tensors(self, state: State) -> Iterable[Tensor]:
+        """Return the tensors of a state. There are no moments before the first step."""
+        if state == "parameters":
+            return [p.data for p in self._parameters.values()]
+        if self.optimizer is None:
+            return []
+        if state == "gradients":
+            return self.pipeline.gradient_buffers()
+        return self.optimizer.held()
 
 
 def _check_text_alone(images: MultiModalRows | None) -> None:

@@ -188,6 +188,7 @@ def megatron_model(
     *,
     tensor_ranks: int,
     stages: int,
+    chunks: int = 1,
 ) -> Model:
     """Describe how Megatron-core stores the weights of a model.
 
@@ -195,6 +196,8 @@ def megatron_model(
 
     Args:
         weights: the weights of the model by their names in transformers, tied names left out.
+        chunks: parts of the layers of a stage. With 8 layers, 2 stages and 2 chunks, the first
+            stage has the layers 0, 1, 4 and 5.
 
     Raises:
         ModelError: a weight belongs to no tensor, or a tensor needs a weight that is missing.
@@ -216,7 +219,8 @@ def megatron_model(
     ]
     for layer in range(layers):
         found = _layer(config, family, weights, layer)
-        stored += [replace(each, stage=layer * stages // layers) for each in found]
+        part = layer * stages * chunks // layers
+        stored += [replace(each, stage=part % stages) for each in found]
     stored.append(Stored("decoder.final_layernorm.weight", ("model.norm.weight",), stage=last))
     if "score.weight" in weights:
         stored += [
@@ -309,6 +313,13 @@ class Sizes:
     pipeline: int = 1
     expert: int = 1
     sequence_parallel: bool = False
+    chunks: int = 1
+    expert_tensor: int | None = None
+
+    @property
+    def spread_experts(self) -> bool:
+        """Whether tensor-parallel ranks have different experts, and not parts of the same."""
+        return self.expert_tensor is not None and self.expert_tensor < self.tensor
 
 
 def check_sizes(config: PreTrainedConfig, sizes: Sizes, key: str) -> None:
@@ -331,9 +342,19 @@ def check_sizes(config: PreTrainedConfig, sizes: Sizes, key: str) -> None:
             f"{key}.pipeline_parallel_size",
             sizes.pipeline,
         ),
+        "hidden layers of a stage": (
+            config.num_hidden_layers // sizes.pipeline,
+            f"{key}.virtual_pipeline_parallel_size",
+            sizes.chunks,
+        ),
         "experts": (experts, f"{key}.expert_parallel_size", sizes.expert),
     }
-    if not experts:
+    if experts:
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        parts["elements of an expert"] = (
+            width, tensor, 1 if sizes.spread_experts else sizes.tensor
+        )  # fmt: skip
+    else:
         parts["elements of intermediate_size"] = (config.intermediate_size, tensor, sizes.tensor)
         if sizes.expert > 1:
             raise ConfigError(
@@ -346,9 +367,9 @@ def check_sizes(config: PreTrainedConfig, sizes: Sizes, key: str) -> None:
             raise ConfigError(
                 f"{setting}={ranks} does not divide the {count} {what} of the model", key=setting
             )
-    if experts and sizes.tensor > 1:
+    if experts and sizes.tensor > 1 and not sizes.sequence_parallel:
         raise ConfigError(
-            f"{tensor}={sizes.tensor} is not built for layers with experts; set it to 1, and "
-            f"divide the experts by {key}.expert_parallel_size",
-            key=tensor,
+            f"{tensor}={sizes.tensor} of a model with experts needs {key}.sequence_parallel=true: "
+            "Megatron-core gives each tensor-parallel rank its own tokens for the experts",
+            key=f"{key}.sequence_parallel",
         )

@@ -1,4 +1,4 @@
-"""One stage of the model, as a function of micro-batches.
+"""A chunk of a stage of the model, as a function of micro-batches.
 
 Shapes: B rows, R response columns, N packed tokens with those that fill them up to a multiple of
 the tensor-parallel ranks, K targets, D hidden size, T tensor-parallel ranks. Between layers, a
@@ -63,13 +63,15 @@ class MicroBatch:
 
 
 class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
-    """The layers of one pipeline stage, with the embedding and the head where they belong.
+    """The layers of one chunk of a pipeline stage, with the embedding and the head where they
+    belong. A stage has one chunk, or several with an interleaved schedule.
 
     Its parameters have no values yet: `weights` reads them.
 
     Args:
         transformer: Megatron-core's settings.
         kernel_of: the kernel of each call of attention.
+        chunk: the number of the chunk in its stage.
     """
 
     def __init__(
@@ -80,24 +82,27 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
         head: HeadKind,
         kernel_of: KernelOf,
         device: torch.device,
+        chunk: int = 0,
     ) -> None:
         self.rows_in_flight = RowsInFlight()
-        layers = config.num_hidden_layers // ranks.degrees.pipeline
+        chunks = ranks.sizes.chunks
+        layers = config.num_hidden_layers // ranks.degrees.pipeline // chunks
         super().__init__(
             transformer,
             block_parts(config, family_of(config), self.rows_in_flight, layers),
             padded_vocabulary(config, ranks.degrees.tensor),
             config.max_position_embeddings,
-            pre_process=ranks.first_stage,
-            post_process=ranks.last_stage,
+            pre_process=ranks.computes_first(chunk),
+            post_process=ranks.computes_last(chunk),
             share_embeddings_and_output_weights=config.tie_word_embeddings and head == "lm",
             position_embedding_type="none",
+            vp_stage=chunk if chunks > 1 else None,
         )
         self.ranks, self.head, self.kernel_of, self.device = ranks, head, kernel_of, device
         self.padding: int | None = config.pad_token_id
         self.vocabulary: int = config.vocab_size
         self.inverse_frequencies = inverse_frequencies(config).to(device)
-        if head != "lm" and ranks.last_stage:
+        if head != "lm" and self.post_process:
             del self.output_layer
             self.score = nn.Linear(
                 config.hidden_size,
@@ -108,7 +113,7 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
             )
 
     def forward(self, micro: MicroBatch) -> Tensor:
-        """Compute this stage. The last one returns the outputs [K, columns], float32."""
+        """Compute the layers. The last chunk returns the outputs [K, columns], float32."""
         packed, tensor = micro.packed, self.ranks.degrees.tensor
         tokens = packed.input_ids.shape[1]
         filling = -tokens % tensor
@@ -183,7 +188,8 @@ def transformer_config(
         recompute: whether the backward pass computes the activations of layers again.
     """
     family = family_of(config)
-    degrees = ranks.degrees
+    degrees, sizes = ranks.degrees, ranks.sizes
+    interleaved = sizes.chunks > 1
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -202,8 +208,13 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=degrees.tensor,
         pipeline_model_parallel_size=degrees.pipeline,
-        expert_model_parallel_size=degrees.expert,
-        sequence_parallel=ranks.sizes.sequence_parallel,
+        virtual_pipeline_model_parallel_size=sizes.chunks if interleaved else None,
+        # Two stages exchange both directions with the same rank, which must not be one batch.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=1 if sizes.spread_experts else sizes.tensor,
+        sequence_parallel=sizes.sequence_parallel,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # ranks have different numbers of tokens
         params_dtype=dtype,

@@ -14,7 +14,7 @@ tensors):
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -130,6 +130,11 @@ class MegatronOptimizer:
             square += torch.stack(torch._foreach_norm(counted, 2)).double().square().sum()
         dist.all_reduce(square)
         return square.sqrt()
+
+    def held(self) -> Iterator[Tensor]:
+        """Yield the tensors of this rank that exist: moments, and float32 copies of parameters."""
+        yield from self.inner.existing_moments()
+        yield from (m for name, m in self.masters.items() if m is not self._parameters[name])
 
     # Checkpoints
 

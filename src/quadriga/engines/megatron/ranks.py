@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from quadriga.engines.megatron.families import Sizes
+from quadriga.engines.megatron.settings import degrees_of
 from quadriga.errors import ConfigError
 from quadriga.parallel.distributed import rank, world_size
 from quadriga.parallel.layouts.parallel_layouts import Degrees, Place
@@ -47,12 +48,16 @@ class Ranks:
         return self.place.expert + self.degrees.expert * self.place.replica
 
     @property
-    def first_stage(self) -> bool:
-        return self.place.stage == 0
-
-    @property
     def last_stage(self) -> bool:
         return self.place.stage == self.degrees.pipeline - 1
+
+    def computes_first(self, chunk: int) -> bool:
+        """Whether a chunk of this stage has the first layers, and so the embedding."""
+        return self.place.stage == 0 and chunk == 0
+
+    def computes_last(self, chunk: int) -> bool:
+        """Whether a chunk of this stage has the last layers, and so the head."""
+        return self.last_stage and chunk == self.sizes.chunks - 1
 
     @property
     def reports(self) -> bool:
@@ -84,29 +89,6 @@ class Ranks:
         return group
 
 
-def degrees_of(sizes: Sizes, ranks: int) -> Degrees:
-    """Return the degrees of all dimensions.
-
-    Raises:
-        ConfigError: the ranks do not divide by the degrees.
-    """
-    # 8 ranks with tensor 2, pipeline 2, expert 2: 8 / (2 · 2) = 2 data-parallel ranks, which have
-    # different experts, so there is 8 / (2 · 2 · 2) = 1 replica of each expert.
-    model, both = sizes.tensor * sizes.pipeline, sizes.tensor * sizes.pipeline * sizes.expert
-    if ranks % both:
-        raise ConfigError(
-            f"tensor_parallel_size × pipeline_parallel_size × expert_parallel_size = "
-            f"{sizes.tensor} × {sizes.pipeline} × {sizes.expert} = {both} does not divide the "
-            f"{ranks} ranks"
-        )
-    return Degrees(
-        tensor=sizes.tensor,
-        expert=sizes.expert,
-        replicas=ranks // model // sizes.expert,
-        pipeline=sizes.pipeline,
-    )
-
-
 def join_ranks(sizes: Sizes, seed: int = 0) -> Ranks:
     """Make the process groups, and the generators of random numbers. All ranks call this together.
 
@@ -115,12 +97,13 @@ def join_ranks(sizes: Sizes, seed: int = 0) -> Ranks:
     """
     degrees = degrees_of(sizes, world_size())
     if parallel_state.model_parallel_is_initialized():
-        _check_same(degrees)
+        _check_same(sizes)
     else:
         parallel_state.initialize_model_parallel(
             sizes.tensor,
             sizes.pipeline,
             expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=1 if sizes.spread_experts else sizes.tensor,
             distributed_timeout_minutes=TIMEOUT_MINUTES,
             create_gloo_process_groups=False,
         )
@@ -153,15 +136,17 @@ def leave_ranks() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def _check_same(degrees: Degrees) -> None:
+def _check_same(sizes: Sizes) -> None:
     found = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
     )
-    wanted = (degrees.tensor, degrees.pipeline, degrees.expert)
+    split = 1 if sizes.spread_experts else sizes.tensor
+    wanted = (sizes.tensor, sizes.pipeline, sizes.expert, split)
     if found != wanted:
         raise ConfigError(
-            "all Megatron engines of a process have the same tensor, pipeline and expert parallel "
-            f"sizes; this one has {wanted}, and another one {found}"
+            "all Megatron engines of a process have the same tensor, pipeline, expert and expert "
+            f"tensor parallel sizes; this one has {wanted}, and another one {found}"
         )

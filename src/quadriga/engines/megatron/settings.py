@@ -8,13 +8,12 @@ from __future__ import annotations
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.megatron.families import Sizes
 from quadriga.errors import ConfigError
+from quadriga.parallel.layouts.parallel_layouts import Degrees
 
 _OF_FSDP = (
     "reduce_dtype",
     "reshard_after_forward",
     "reduce_each_micro_batch",
-    "param_offload",
-    "optimizer_offload",
     "offload_policy",
     "fsdp_size",
     "fused_head",
@@ -31,16 +30,23 @@ def sizes_of(engine: EngineConfig) -> Sizes:
         engine.pipeline_parallel_size,
         engine.expert_parallel_size,
         engine.sequence_parallel,
+        engine.virtual_pipeline_parallel_size,
+        engine.expert_tensor_parallel_size,
     )
 
 
 def check_settings(
-    model: ModelConfig, engine: EngineConfig, optim: OptimConfig | None, key: str = "engine"
+    model: ModelConfig,
+    engine: EngineConfig,
+    optim: OptimConfig | None,
+    key: str = "engine",
+    model_key: str = "model",
 ) -> None:
     """Check that the engine follows all settings.
 
     Args:
-        key: of the engine's settings.
+        key: of the engine's settings. Those of the optimizer are beside them.
+        model_key: of the model's settings.
 
     Raises:
         ConfigError: a setting is for the FSDP engine, or is not built for this one.
@@ -53,17 +59,23 @@ def check_settings(
                 f"{key}.{name}={value} is for {key}.name=fsdp; leave it out for megatron",
                 key=f"{key}.{name}",
             )
+    optim_key = key.removesuffix("engine") + "optim"
+    attention = model.attn_implementation
     refused = {
-        "model.lora": model.lora.enabled,
-        "model.freeze": bool(model.freeze),
-        "model.use_shm": model.use_shm,
-        "model.trust_remote_code": model.trust_remote_code,
-        "model.gradient_checkpointing=selective": model.gradient_checkpointing == "selective",
-        f"model.attn_implementation={model.attn_implementation}": (
-            model.attn_implementation != ModelConfig().attn_implementation
+        f"{model_key}.lora": model.lora.enabled,
+        f"{model_key}.freeze": bool(model.freeze),
+        f"{model_key}.use_shm": model.use_shm,
+        f"{model_key}.trust_remote_code": model.trust_remote_code,
+        f"{model_key}.gradient_checkpointing=selective": (
+            model.gradient_checkpointing == "selective"
+        ),
+        f"{model_key}.attn_implementation={attention}": (
+            attention != ModelConfig().attn_implementation
         ),
         f"{key}.dtype=float16": engine.dtype == "float16",
-        f"optim.name={optim.name if optim else ''}": optim is not None and optim.name != "adamw",
+        f"{optim_key}.name={optim.name if optim else ''}": (
+            optim is not None and optim.name != "adamw"
+        ),
     }
     for setting, given in refused.items():
         if given:
@@ -72,10 +84,78 @@ def check_settings(
                 "out",
                 key=setting.split("=")[0],
             )
-    sizes = sizes_of(engine)
+    _check_degrees(sizes_of(engine), key)
+
+
+def _check_degrees(sizes: Sizes, key: str) -> None:
+    """Check degrees that have no meaning without others."""
     if sizes.sequence_parallel and sizes.tensor == 1:
         raise ConfigError(
             f"{key}.sequence_parallel splits tokens over the tensor-parallel ranks, and "
             f"{key}.tensor_parallel_size is 1; set it above 1, or sequence_parallel to false",
             key=f"{key}.sequence_parallel",
         )
+    if sizes.chunks > 1 and sizes.pipeline == 1:
+        raise ConfigError(
+            f"{key}.virtual_pipeline_parallel_size={sizes.chunks} divides the layers of a pipeline "
+            f"stage, and {key}.pipeline_parallel_size is 1; set it above 1, or "
+            "virtual_pipeline_parallel_size to 1",
+            key=f"{key}.virtual_pipeline_parallel_size",
+        )
+    split = sizes.expert_tensor
+    setting = f"{key}.expert_tensor_parallel_size"
+    if split not in (None, 1, sizes.tensor):
+        raise ConfigError(
+            f"{setting}={split}, but the ranks that split an expert are 1 or the "
+            f"{sizes.tensor} of {key}.tensor_parallel_size; set it to 1, {sizes.tensor} or null",
+            key=setting,
+        )
+    if sizes.spread_experts and sizes.expert == 1:
+        raise ConfigError(
+            f"{setting}=1 gives {key}.tensor_parallel_size={sizes.tensor} ranks different experts, "
+            f"and {key}.expert_parallel_size is 1; set it above 1, or {setting} to null",
+            key=setting,
+        )
+
+
+def degrees_of(sizes: Sizes, ranks: int) -> Degrees:
+    """Return the degrees of all dimensions.
+
+    Raises:
+        ConfigError: the ranks do not divide by the degrees.
+    """
+    # 8 ranks with tensor 2, pipeline 2, expert 2: 8 / (2 · 2) = 2 data-parallel ranks, which have
+    # different experts, so there is 8 / (2 · 2 · 2) = 1 replica of each expert.
+    model, both = sizes.tensor * sizes.pipeline, sizes.tensor * sizes.pipeline * sizes.expert
+    if sizes.spread_experts:
+        return _spread_degrees(sizes, ranks)
+    if ranks % both:
+        raise ConfigError(
+            f"tensor_parallel_size × pipeline_parallel_size × expert_parallel_size = "
+            f"{sizes.tensor} × {sizes.pipeline} × {sizes.expert} = {both} does not divide the "
+            f"{ranks} ranks"
+        )
+    return Degrees(
+        tensor=sizes.tensor,
+        expert=sizes.expert,
+        replicas=ranks // model // sizes.expert,
+        pipeline=sizes.pipeline,
+    )
+
+
+def _spread_degrees(sizes: Sizes, ranks: int) -> Degrees:
+    """Return the degrees if the tensor-parallel ranks have different experts."""
+    # 4 ranks with tensor 2, expert 4: two data-parallel ranks of two ranks each, and each of the
+    # four ranks has a quarter of the experts.
+    for names, size in (
+        ("tensor_parallel_size × pipeline_parallel_size", sizes.tensor * sizes.pipeline),
+        ("pipeline_parallel_size × expert_parallel_size", sizes.pipeline * sizes.expert),
+    ):
+        if ranks % size:
+            raise ConfigError(f"{names} = {size} does not divide the {ranks} ranks")
+    return Degrees(
+        tensor=sizes.tensor,
+        replicas=ranks // sizes.tensor // sizes.pipeline,
+        pipeline=sizes.pipeline,
+        spread=sizes.expert,
+    )

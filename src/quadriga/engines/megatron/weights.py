@@ -96,22 +96,23 @@ class RankWeights:
     def __init__(self, model: Model, ranks: Ranks, tied: Mapping[str, str]) -> None:
         self.model, self.ranks, self.tied = model, ranks, tied
         # Replicas have the same tensors, so the layout of one of them is enough.
-        self._degrees = replace(ranks.degrees, replicas=1)
+        spread = ranks.degrees.spread > 1
+        self._degrees = ranks.degrees if spread else replace(ranks.degrees, replicas=1)
         self.layout: Layout = parallel_layout(model, self._degrees)
         self._stored = {stored.name: stored for stored in model.stored}
         place = ranks.place
-        own = _rank_of(self._degrees, replace(place, replica=0))
+        own = _rank_of(self._degrees, place if spread else replace(place, replica=0))
         layers = {_layer_number(stored.name) for stored in model.stored} - {None}
         experts = {stored.expert for stored in model.stored} - {None}
-        self._per_rank = (
-            len(layers) // ranks.degrees.pipeline, max(1, len(experts) // ranks.degrees.expert)
-        )  # fmt: skip
+        self._layers_per_part = len(layers) // ranks.degrees.pipeline // ranks.sizes.chunks
+        self._experts_per_rank = max(1, len(experts) // ranks.sizes.expert)
         self.tensors = tuple(self._own_tensor(t, own) for t in self.layout.ranks[own])
         self._senders = self._find_senders()
 
     def _own_tensor(self, tensor: StoredTensor, own: int) -> OwnTensor:
         stored = self._stored[tensor.name]
-        first = stored.split is not None or self.ranks.place.tensor == 0
+        whole_expert = stored.expert is not None and self._degrees.spread > 1
+        first = whole_expert or stored.split is not None or self.ranks.place.tensor == 0
         copied = any(
             self._stored[other.name].weights == stored.weights and other.name != tensor.name
             for number, tensors in self.layout.ranks.items()
@@ -119,7 +120,7 @@ class RankWeights:
             for other in tensors
         )
         return OwnTensor(
-            _local_name(stored, *self._per_rank),
+            self._local_name(stored),
             tensor.shape,
             tuple(_parts(self.model, stored, tensor)),
             counted=first and not copied,
@@ -128,9 +129,25 @@ class RankWeights:
 
     def first_copy(self, tensor: OwnTensor) -> bool:
         """Whether this rank is the first one of all that has a tensor of its own."""
-        place = self.ranks.place
-        number = place.replica if tensor.of_expert else self.ranks.data_rank
+        _, expert_replica = self.ranks.degrees.expert_place(
+            _rank_of(self.ranks.degrees, self.ranks.place)
+        )
+        number = expert_replica if tensor.of_expert else self.ranks.data_rank
         return tensor.counted and number == 0
+
+    def _local_name(self, stored: Stored) -> str:
+        """Return the name of a tensor in the module of its stage, which numbers experts from 0, and
+        layers from 0 over its chunks."""
+        # 8 layers, 2 stages of 2 chunks: layers 2, 3, 6 and 7 of the model are 0 to 3 of stage 1.
+        parts, layer = stored.name.split("."), _layer_number(stored.name)
+        if layer is not None:
+            part, within = divmod(layer, self._layers_per_part)
+            chunk = part // self.ranks.degrees.pipeline
+            parts[2] = str(chunk * self._layers_per_part + within)
+        if stored.expert is not None:
+            place = parts.index("local_experts") + 1
+            parts[place] = str(stored.expert % self._experts_per_rank)
+        return ".".join(parts)
 
     def _find_senders(self) -> dict[str, list[tuple[int, Box]]]:
         """Return for each weight the boxes of which it consists, each with the rank that sends it:
@@ -293,16 +310,3 @@ def _inside(inner: Box, outer: Box) -> bool:
 def _layer_number(name: str) -> int | None:
     parts = name.split(".")
     return int(parts[2]) if name.startswith("decoder.layers.") else None
-
-
-def _local_name(stored: Stored, layers_per_stage: int, experts_per_rank: int) -> str:
-    """Return the name of a tensor in the module of its stage, which numbers layers and experts
-    from 0."""
-    parts = stored.name.split(".")
-    layer = _layer_number(stored.name)
-    if layer is not None:
-        parts[2] = str(layer % layers_per_stage)
-    if stored.expert is not None:
-        place = parts.index("local_experts") + 1
-        parts[place] = str(stored.expert % experts_per_rank)
-    return ".".join(parts)

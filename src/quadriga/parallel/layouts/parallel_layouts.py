@@ -74,7 +74,9 @@ class Degrees:
     """Ranks in each dimension: tensor, expert, shard (FSDP), replicas, pipeline; tensor innermost.
 
     `expert` ranks have different experts, and the same copy of everything else. `shard` ranks
-    split each tensor once more on dimension 0, as FSDP does.
+    split each tensor once more on dimension 0, as FSDP does. With `spread`, the ranks of a stage
+    have different experts, whole ones, in place of `expert`: each consecutive `spread` ranks have
+    all experts, whichever parts of the other tensors they have.
     """
 
     tensor: int = 1
@@ -82,6 +84,7 @@ class Degrees:
     shard: int = 1
     replicas: int = 1
     pipeline: int = 1
+    spread: int = 1
 
     def __post_init__(self) -> None:
         wrong = {name: value for name, value in vars(self).items() if value < 1}
@@ -100,6 +103,15 @@ class Degrees:
         rest, shard = divmod(rest, self.shard)
         stage, replica = divmod(rest, self.replicas)
         return Place(tensor, expert, shard, replica, stage)
+
+    def expert_place(self, rank: int) -> tuple[int, int]:
+        """Return (which experts a rank has, which of the ranks with the same experts it is)."""
+        # tensor 2, replicas 2, spread 4: ranks 0 to 3 have one quarter of the experts each.
+        if self.spread > 1:
+            replica, part = divmod(rank % (self.world_size // self.pipeline), self.spread)
+            return part, replica
+        place = self.place(rank)
+        return place.expert, place.replica
 
 
 @dataclass(frozen=True)
@@ -166,19 +178,24 @@ def parallel_layout(model: Model, degrees: Degrees) -> Layout:
         ConfigError: the number of experts does not divide by the expert-parallel ranks.
     """
     experts = len({stored.expert for stored in model.stored} - {None})
-    if experts % degrees.expert:
-        raise ConfigError(
-            f"{experts} experts do not divide by {degrees.expert} expert-parallel ranks"
-        )
-    per_rank = experts // degrees.expert
+    parts = max(degrees.expert, degrees.spread)
+    if experts % parts:
+        raise ConfigError(f"{experts} experts do not divide by {parts} expert-parallel ranks")
+    per_rank = experts // parts
     ranks: dict[int, tuple[StoredTensor, ...]] = {}
     for rank in range(degrees.world_size):
-        place = degrees.place(rank)
+        place, (own, _) = degrees.place(rank), degrees.expert_place(rank)
+        split = (degrees.tensor, place.tensor)
+        of_experts = (1, 0) if degrees.spread > 1 else split
         ranks[rank] = tuple(
-            _sharded(_tensor_parallel(model, stored, degrees.tensor, place.tensor), degrees, place)
+            _sharded(
+                _tensor_parallel(model, stored, *(split if stored.expert is None else of_experts)),
+                degrees,
+                place,
+            )
             for stored in model.stored
             if stored.stage in (None, place.stage)
-            and (stored.expert is None or stored.expert // per_rank == place.expert)
+            and (stored.expert is None or stored.expert // per_rank == own)
         )
     return Layout(model.weights, ranks, model.tied)
 

@@ -7,6 +7,7 @@ The numbers of a run are those of the plan that its weight syncs execute
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import get_args
 
@@ -16,7 +17,7 @@ from quadriga.config.role_ranks import num_ranks, role_ranks
 from quadriga.config.schema import TrainConfig
 from quadriga.engines.loading.model_setup import simulated_model
 from quadriga.engines.megatron.families import check_sizes, megatron_model
-from quadriga.engines.megatron.settings import sizes_of
+from quadriga.engines.megatron.settings import degrees_of, sizes_of
 from quadriga.errors import ConfigError
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.layouts.layout import Weight
@@ -77,25 +78,29 @@ def resharding(config: TrainConfig, device_type: str) -> Resharding | None:
     itemsize = compute_dtype(rollout.dtype, auto).itemsize
     module = simulated_model(policy.model, "lm", torch.float32, trained=False)
     model_config = module.config.get_text_config()
-    check_sizes(model_config, sizes_of(engine), "actor_rollout_ref.actor.engine")
+    sizes = sizes_of(engine)
+    check_sizes(model_config, sizes, "actor_rollout_ref.actor.engine")
     weights = {
         name: Weight(name, tuple(p.shape), itemsize) for name, p in module.named_parameters()
     }
-    tensor, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
-    stored = megatron_model(model_config, weights, tensor_ranks=tensor, stages=stages)
+    stored = megatron_model(
+        model_config,
+        weights,
+        tensor_ranks=sizes.tensor,
+        stages=sizes.pipeline,
+        chunks=sizes.chunks,
+    )
     # Further replicas do the same among themselves.
-    one = Degrees(tensor=tensor, expert=engine.expert_parallel_size, pipeline=stages)
+    ranks_of_one = sizes.tensor * sizes.pipeline * sizes.expert
+    if sizes.spread_experts:
+        ranks_of_one = math.lcm(sizes.tensor, sizes.expert) * sizes.pipeline
+    one = degrees_of(sizes, ranks_of_one)
     training = parallel_layout(stored, one)
     found = plan(training, replicated_layout(weights.values(), training.ranks))
     whole = sum(weight.num_bytes for weight in weights.values())
     together = ranks_of_copy(rollout.name, rollout.options)
     return Resharding(
-        ranks=Degrees(
-            tensor=tensor,
-            expert=one.expert,
-            replicas=num_ranks(config, "actor") // one.world_size,
-            pipeline=stages,
-        ),
+        ranks=degrees_of(sizes, num_ranks(config, "actor")),
         gen_tensor=together,
         whole=whole,
         received=max(found.received_bytes(rank) for rank in training.ranks),
@@ -110,7 +115,8 @@ def resharding_lines(config: TrainConfig, device_type: str) -> list[str]:
     if found is None:
         return []
     at = found.ranks
-    experts = f" × {at.expert} (experts)" if at.expert > 1 else ""
+    parts = max(at.expert, at.spread)
+    experts = f" × {parts} (experts)" if parts > 1 else ""
     lines = [
         f"weights of a rank in MiB, model {found.whole / MIB:.4g}: trained by {at.tensor} (tensor) "
         f"× {at.pipeline} (stages){experts} × {at.replicas} (replicas), generated with by "

@@ -28,13 +28,15 @@ ACTOR = "actor_rollout_ref.actor"
 
 @dataclass(frozen=True)
 class RoleEngine:
-    """The training engine of a role. `key`: of its settings; `optim`: None if it is frozen."""
+    """The training engine of a role. `key`, `model_key`: of its settings and of its model's;
+    `optim`: None if it is frozen."""
 
     role: str
     key: str
     engine: EngineConfig
     model: ModelConfig
     optim: OptimConfig | None = None
+    model_key: str = "actor_rollout_ref.model"
 
 
 def role_engines(config: TrainConfig) -> Iterator[RoleEngine]:
@@ -48,10 +50,15 @@ def role_engines(config: TrainConfig) -> Iterator[RoleEngine]:
         yield RoleEngine("ref", "actor_rollout_ref.ref.engine", policy.ref.engine, frozen)
     if needs_critic(config):
         model = critic_model(config)
-        yield RoleEngine("critic", "critic.engine", critic.engine, model, critic.optim)
+        own = critic.model.path or critic.model.lora.enabled or critic.model.freeze
+        named = "critic.model" if own else "actor_rollout_ref.model"
+        yield RoleEngine("critic", "critic.engine", critic.engine, model, critic.optim, named)
     if has_reward_model(config):
         section = config.reward_model
-        yield RoleEngine(REWARD_MODEL, "reward_model.engine", section.engine, section.model)
+        yield RoleEngine(
+            REWARD_MODEL, "reward_model.engine", section.engine, section.model,
+            model_key="reward_model.model",
+        )  # fmt: skip
 
 
 def check_role_engines(config: TrainConfig) -> None:
@@ -63,7 +70,10 @@ def check_role_engines(config: TrainConfig) -> None:
     device_type = planned_device(config.trainer)
     engines = {found.role: found for found in role_engines(config)}
     for found in engines.values():
-        check_engine(found.key, found.engine, found.model, found.optim, device_type=device_type)
+        check_engine(
+            found.key, found.engine, found.model, found.optim,
+            device_type=device_type, model_key=found.model_key,
+        )  # fmt: skip
     megatron = {role: e for role, e in engines.items() if e.engine.name == "megatron"}
     if "actor" in megatron:
         _check_actor(config)
@@ -98,16 +108,15 @@ def check_fine_tuning_engine(config: SFTConfig | RMConfig) -> None:
 def check_stages(key: str, engine: EngineConfig, rows: int, micro_batch: int | None) -> None:
     """Check that a mini-batch has a micro-batch for each stage of a pipeline.
 
-    With m micro-batches and p stages, a stage waits for (p − 1) / (m + p − 1) of a step (the bubble
-    of arXiv 2104.04473, §2.2.1). With fewer than p micro-batches, that is more than (p − 1) / (2p −
-    1).
+    With m micro-batches, p stages and v chunks of the layers of a stage, a stage waits for (p − 1)
+    / (v · m + p − 1) of a step (the bubble of arXiv 2104.04473, §2.2).
 
     Args:
         rows: of a mini-batch, on each data-parallel rank.
         micro_batch: rows of a micro-batch. None: as the engine cuts them.
 
     Raises:
-        ConfigError: it has fewer.
+        ConfigError: it has fewer; or an interleaved schedule cannot compute their number.
     """
     stages = engine.pipeline_parallel_size
     if engine.name != "megatron" or stages == 1:
@@ -118,16 +127,25 @@ def check_stages(key: str, engine: EngineConfig, rows: int, micro_batch: int | N
     else:
         count = math.ceil(rows / micro_batch)
         how = f"{rows} rows in micro-batches of {micro_batch}"
-    if count >= stages:
-        return
-    idle = (stages - 1) / (count + stages - 1)
-    raise ConfigError(
-        f"{key}.pipeline_parallel_size={stages} stages need at least {stages} micro-batches, but a "
-        f"mini-batch makes {count} on each data-parallel rank ({how}): each stage would wait for "
-        f"({stages} - 1) / ({count} + {stages} - 1) = {idle:.0%} of a step; use smaller "
-        "micro-batches, larger mini-batches or fewer stages",
-        key=f"{key}.pipeline_parallel_size",
-    )
+    chunks = engine.virtual_pipeline_parallel_size
+    if count < stages:
+        idle = (stages - 1) / (chunks * count + stages - 1)
+        computed = f"{chunks} * {count}" if chunks > 1 else f"{count}"
+        raise ConfigError(
+            f"{key}.pipeline_parallel_size={stages} stages need at least {stages} micro-batches, "
+            f"but a mini-batch makes {count} on each data-parallel rank ({how}): each stage would "
+            f"wait for ({stages} - 1) / ({computed} + {stages} - 1) = {idle:.0%} of a step; use "
+            "smaller micro-batches, larger mini-batches or fewer stages",
+            key=f"{key}.pipeline_parallel_size",
+        )
+    if chunks > 1 and micro_batch is not None and count % stages:
+        raise ConfigError(
+            f"{key}.virtual_pipeline_parallel_size={chunks} computes micro-batches in rounds of "
+            f"{key}.pipeline_parallel_size={stages}, but a mini-batch makes {count} on each "
+            f"data-parallel rank ({how}), and {count} % {stages} = {count % stages}; set another "
+            "size of micro-batches, or virtual_pipeline_parallel_size to 1",
+            key=f"{key}.virtual_pipeline_parallel_size",
+        )
 
 
 def _check_actor(config: TrainConfig) -> None:
@@ -139,15 +157,14 @@ def _check_actor(config: TrainConfig) -> None:
             f"for {ACTOR}.engine.name=megatron; set kl_loss_type=k3, or engine.name=fsdp",
             key=f"{ACTOR}.kl_loss_type",
         )
-    if policy.rollout.take_turns:
-        raise ConfigError(
-            "actor_rollout_ref.rollout.take_turns=true moves the engines to host memory, which is "
-            f"not built for {ACTOR}.engine.name=megatron; set it to false, or engine.name=fsdp",
-            key="actor_rollout_ref.rollout.take_turns",
-        )
 
 
-_DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
+_DEGREES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "expert_parallel_size",
+    "expert_tensor_parallel_size",
+)
 
 
 def _check_same_degrees(engines: list[RoleEngine]) -> None:
