@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from quadriga.cli.main import main
@@ -11,6 +13,7 @@ from quadriga.engines.megatron import availability
 from quadriga.errors import ConfigError, InputError
 from quadriga.models.context_window import LongestSequence
 from quadriga.models.loading import load_causal_lm
+from quadriga.trainer.memory.plan import memory_plan
 from quadriga.trainer.memory.resharding import resharding, resharding_lines
 from quadriga.trainer.run.checks.engines import check_stages
 from quadriga.trainer.run.checks.sequence_checks import check_token_budget
@@ -135,6 +138,44 @@ def test_fine_tuning_names_the_setting(capsys, tiny_task, tmp_path, available, c
         assert main([command, *shared, *more]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and said in error, error
+
+
+@pytest.mark.parametrize("command", ["sft", "rm"])
+def test_the_memory_of_fine_tuning_is_planned_and_refused(
+    capsys, tiny_task, tmp_path, available, command
+):
+    files = tmp_path / "pairs.jsonl"
+    pair = {name: [{"role": "user", "content": "3 + 4"}, {"role": "assistant", "content": answer}]
+            for name, answer in (("chosen", "#### 7"), ("rejected", "#### 8"))}  # fmt: skip
+    files.write_text(8 * (json.dumps(pair) + "\n"))
+    if command == "sft":
+        files = tiny_task.data("sft")
+    given = [
+        f"model.path={tiny_task.model}", f"data.train_files={files}", "data.train_batch_size=4",
+        "trainer.n_gpus_per_node=2", "engine.name=megatron", "engine.tensor_parallel_size=2",
+        f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.device_memory_gb=1e-3",
+    ]  # fmt: skip
+    assert main(["plan", command, *given]) == 0
+    printed = capsys.readouterr().out
+    rows = {line.strip().split("  ")[0]: line.split()[1:2] for line in printed.splitlines()}
+    assert rows["parameters"] == rows["gradients"] and "optimizer states" in rows, printed
+    assert "engine megatron" not in printed
+    assert main([command, *given]) == 2
+    error = capsys.readouterr().err
+    assert "engine.tensor_parallel_size, engine.pipeline_parallel_size" in error, error
+
+
+def test_the_memory_of_a_run_is_planned(train_overrides, available):
+    more = ["trainer.backend=ray", "trainer.n_gpus_per_node=4", f"{TENSOR}=2", *MEGATRON]
+    plan = memory_plan(load_config(TrainConfig, [*train_overrides, *more]), "cpu")
+    (pool,) = plan.pools
+    model = load_causal_lm(load_config(TrainConfig, train_overrides).actor_rollout_ref.model.path)
+    sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    actor = pool.engines["actor"]
+    assert actor.parameters == actor.kept == (sum(sizes.values()) - norms) / 2 + norms
+    assert actor.optimizer == pytest.approx(actor.parameters, rel=0.1)  # two data-parallel ranks
+    assert actor.backward_peak > 0 and not plan.missing
 
 
 @pytest.mark.parametrize("micro_batch", [1, None])

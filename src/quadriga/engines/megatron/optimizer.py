@@ -26,6 +26,7 @@ from quadriga.engines.megatron.weights import OwnTensor, RankWeights
 from quadriga.engines.optimizers.adamw import MOMENTS, AdamW
 from quadriga.engines.optimizers.rule import UpdateRule
 from quadriga.engines.optimizers.sharded import ShardedOptimizer
+from quadriga.parallel.balancing import owners_of
 
 
 class MegatronOptimizer:
@@ -69,18 +70,16 @@ class MegatronOptimizer:
     def _choose_owners(self, distributed: bool) -> dict[str, int | None]:
         """Return for each tensor the rank that updates it among those that have it; None: all."""
         owners: dict[str, int | None] = {}
-        loads: dict[bool, list[int]] = {}
-        largest_first = sorted(
-            self._tensors.values(), key=lambda t: (-self._parameters[t.name].numel(), t.name)
-        )
-        for tensor in largest_first:
-            count = dist.get_world_size(self._replicas(tensor))
-            if not distributed or count == 1:
-                owners[tensor.name] = None
+        for of_expert in (False, True):
+            names = sorted(t.name for t in self._tensors.values() if t.of_expert == of_expert)
+            if not names:
                 continue
-            load = loads.setdefault(tensor.of_expert, [0] * count)
-            owners[tensor.name] = owner = load.index(min(load))
-            load[owner] += self._parameters[tensor.name].numel()
+            count = dist.get_world_size(self._replicas(self._tensors[names[0]]))
+            if not distributed or count == 1:
+                owners |= dict.fromkeys(names)
+                continue
+            sizes = [self._parameters[name].numel() for name in names]
+            owners |= zip(names, owners_of(sizes, count), strict=True)
         return owners
 
     def _replicas(self, tensor: OwnTensor) -> dist.ProcessGroup:

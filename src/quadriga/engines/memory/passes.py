@@ -103,12 +103,14 @@ def pass_memory(
     device_type: str,
     backward: bool,
     entropy: bool = False,
+    stages: int = 1,
 ) -> PassMemory:
     """Compute the largest micro-batch of `rows` with a model on the meta device.
 
     Args:
         backward: whether the pass computes gradients.
         entropy: whether it computes entropies, too.
+        stages: least micro-batches, if there are as many rows.
     """
     with kernels_of(device_type):
         model = TokenModel(
@@ -122,9 +124,14 @@ def pass_memory(
             device_type=device_type,
             ranks=ModelRanks.simulated(engine),
         )
+<<<<<<< HEAD
         micro, several = _largest_micro_batch(model, engine, rows)
         counter, inside = AllocationCounter(), []
         hook = module.register_forward_hook(lambda *_: inside.append(counter.peak))
+=======
+        micro, several = _largest_micro_batch(model, engine, rows, stages)
+        counter = AllocationCounter()
+>>>>>>> 0aea17c (Memory plan of a Megatron engine: train, sft and rm; documents)
         parameters = list(module.parameters())
         with (
             counting_sent_bytes() as sent,
@@ -153,7 +160,7 @@ def pass_memory(
 
 
 def _largest_micro_batch(
-    model: TokenModel, engine: EngineConfig, rows: Rows
+    model: TokenModel, engine: EngineConfig, rows: Rows, stages: int
 ) -> tuple[dict[str, Tensor], bool]:
     """Return the first micro-batch, which is the largest, and whether there are others."""
     size = rows.micro_batch
@@ -166,6 +173,7 @@ def _largest_micro_batch(
         size=size,
         max_tokens=engine.micro_batch_tokens,
         share_prompts=model.packed,
+        stages=stages,
     )
     first = select_rows(batch, micro_batches[0], torch.device("cpu"))
     return first, len(micro_batches) > 1
@@ -202,6 +210,7 @@ class Passes:
     head: HeadKind
     device_type: str
     problem: str = ""
+    stages: int = 1
 
     def count(self, rows: Rows | None, *, backward: bool) -> PassMemory | None:
         """Return the memory of a pass, without activations if the model cannot be simulated."""
@@ -216,6 +225,7 @@ class Passes:
                 device_type=self.device_type,
                 backward=backward,
                 entropy=not backward,
+                stages=self.stages,
             )
         except QuadrigaError:
             raise

@@ -44,6 +44,7 @@ class TrainingMemory:
         parameters: the parameter shards, with buffers.
         optimizer: the moments.
         on_host: parameters, gradients and moments that are in host memory instead.
+        kept: memory for gradients that exists all the time.
         gathered: whole parameters in the compute dtype, as many as exist at once.
         gradients: gradients, as many as exist at once.
         buffers: what the collectives of FSDP allocate, as much as exists at once.
@@ -72,6 +73,7 @@ class TrainingMemory:
     largest_weight: int
     uncounted: str = ""
     on_host: int = 0
+    kept: int = 0
     sent: Traffic = NO_TRAFFIC
 
     @property
@@ -82,7 +84,7 @@ class TrainingMemory:
     @property
     def states(self) -> int:
         """Parameters, moments and gradients: what a smaller micro-batch does not reduce."""
-        return self.parameters + self.optimizer + self.gradients
+        return self.parameters + self.optimizer + self.gradients + self.kept
 
 
 def training_memory(

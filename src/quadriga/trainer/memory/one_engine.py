@@ -27,8 +27,8 @@ def check_one_engine(config: OneEngineConfig, plan_for: PlanFor) -> None:
         ConfigError: it does not fit. The message has the arithmetic, and says what to change.
     """
     device_type = planned_device(config.trainer)
-    counted = config.trainer.check_memory and config.engine.name == "fsdp"
-    limit = device_limit(config.trainer, device_type) if counted and device_type else None
+    checked = config.trainer.check_memory
+    limit = device_limit(config.trainer, device_type) if checked and device_type else None
     if limit is None or device_type is None:
         return
     plan = plan_for(device_type)
@@ -62,9 +62,12 @@ def _remedies(config: OneEngineConfig, device_type: str) -> Iterator[str]:
         yield f"lower engine.max_tokens_per_micro_batch={budget}"
     else:
         yield "lower data.micro_batch_size_per_gpu"
-    if device_type != "cpu" and not config.engine.offload_policy:
+    fsdp = config.engine.name == "fsdp"
+    if fsdp and device_type != "cpu" and not config.engine.offload_policy:
         yield "set engine.offload_policy=true"
-    if config.optim.name == "adamw":
+    if not fsdp:
+        yield "divide the model (engine.tensor_parallel_size, engine.pipeline_parallel_size)"
+    elif config.optim.name == "adamw":
         yield "set optim.name=adamw_8bit (a quarter of the optimizer states)"
     if device_type != "cpu":
         yield "shard over more ranks (trainer.n_gpus_per_node, trainer.nnodes)"

@@ -28,9 +28,11 @@ from quadriga.config.schema import (
     OptimConfig,
     TrainConfig,
 )
+from quadriga.engines import ENGINES
 from quadriga.engines.base import HeadKind
+from quadriga.engines.memory.engines import engine_memory
 from quadriga.engines.memory.passes import Rows
-from quadriga.engines.memory.states import TrainingMemory, training_memory
+from quadriga.engines.memory.states import TrainingMemory
 from quadriga.models.folder import local_folder
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.memory import GeneratedRows, GenerationMemory, generation_memory
@@ -117,7 +119,7 @@ class _Roles:
         """Return the training engine of `role`; None if it is of a kind that is not known."""
         policy, critic = self.config.actor_rollout_ref, self.config.critic
         settings = engine_settings(self.config, role)
-        if settings.name != "fsdp":
+        if settings.name not in ENGINES:
             self.missing.append(f"{role} (engine {settings.name})")
             return None
         model = critic_model(self.config) if role == CRITIC else policy.model
@@ -217,16 +219,10 @@ def _training_memory(
     evaluate: Rows | None,
     optim: OptimConfig,
 ) -> TrainingMemory:
-    return training_memory(
-        model,
-        engine,
-        head=head,
-        ranks=ranks,
-        device_type=device_type,
-        update=update,
-        evaluate=evaluate,
-        optim=optim,
-    )
+    return engine_memory(
+        model, engine, head=head, ranks=ranks, device_type=device_type, update=update,
+        evaluate=evaluate, optim=optim,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=32)
@@ -386,14 +382,15 @@ class _Phases:
             return 0
         engine, settings = self.engines[role], engine_settings(self.config, role)
         offloads = self.device_type != "cpu"
-        parameters = 0 if offloads and settings.param_offload else engine.parameters
+        kept = engine.parameters + engine.kept
+        parameters = 0 if offloads and settings.param_offload else kept
         return parameters + (0 if offloads and settings.optimizer_offload else engine.optimizer)
 
     def _loaded(self, role: str, *, moments: bool) -> int:
         """Return what a training engine holds while it computes."""
         engine, offloads = self.engines[role], self.device_type != "cpu"
         kept = not (offloads and engine_settings(self.config, role).optimizer_offload)
-        return engine.parameters + (engine.optimizer if moments or kept else 0)
+        return engine.parameters + engine.kept + (engine.optimizer if moments or kept else 0)
 
     @property
     def _turns(self) -> bool:

@@ -17,6 +17,7 @@ from quadriga.trainer.memory.plan import (
     ROLLOUT,
     MemoryPlan,
     PoolMemory,
+    engine_settings,
     memory_plan,
 )
 from quadriga.trainer.memory.resharding import resharding_lines
@@ -147,12 +148,18 @@ def _training_remedies(
         )
     else:
         found.append(f"lower {prefix}.ppo_micro_batch_size_per_gpu")
-    if plan.device_type != "cpu" and not section.engine.offload_policy:
+    fsdp = section.engine.name == "fsdp"
+    if fsdp and plan.device_type != "cpu" and not section.engine.offload_policy:
         found.append(
             f"set {prefix}.engine.offload_policy=true (parameters, gradients and optimizer states "
             f"of the {role} in host memory: {gib(engine.states)} GiB at most)"
         )
-    if section.optim.name == "adamw":
+    if not fsdp:
+        found.append(
+            f"divide the model of the {role} ({prefix}.engine.tensor_parallel_size, "
+            f"{prefix}.engine.pipeline_parallel_size)"
+        )
+    elif section.optim.name == "adamw":
         found.append(f"set {prefix}.optim.name=adamw_8bit (a quarter of the optimizer states)")
     return found
 
@@ -166,8 +173,9 @@ def _other_forms(
 ) -> dict[str, MemoryPlan]:
     """Return form → the plan with it, for each form that the models have, but for `current`."""
     plans = {}
+    megatron = "megatron" in {engine_settings(config, role).name for role in (ACTOR, CRITIC)}
     for word, form in FORMS.items():
-        if form != current:
+        if form != current and not (form == "selective" and megatron):
             try:
                 plans[word] = memory_plan(_with_checkpointing(config, form), device_type)
             except ModelError:  # no layers to checkpoint; the plan with the current form was made
@@ -250,7 +258,7 @@ def _pool_lines(pool: PoolMemory, others: Mapping[str, MemoryPlan]) -> list[str]
                for e, g in zip(engines, generation, strict=True)]  # fmt: skip
     add("parameters", weights)
     add("gathered parameters", (None if e is None else e.gathered for e in engines))
-    add("gradients", (None if e is None else e.gradients for e in trained))
+    add("gradients", (None if e is None else e.gradients + e.kept for e in trained))
     add("optimizer states", (None if e is None else e.optimizer for e in trained))
     add("  in host memory", (None if e is None else e.on_host for e in engines))
     add("buffers of collectives", (None if e is None else e.buffers for e in engines))

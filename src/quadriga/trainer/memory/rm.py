@@ -10,8 +10,8 @@ from dataclasses import replace
 from quadriga.config.role_ranks import RolePool
 from quadriga.config.schema import RMConfig, TrainConfig
 from quadriga.data.conversations.pairs import PairLengths
+from quadriga.engines.memory.engines import engine_memory
 from quadriga.engines.memory.passes import Rows
-from quadriga.engines.memory.states import training_memory
 from quadriga.trainer.memory.one_engine import (
     check_one_engine,
     missing_activations,
@@ -58,7 +58,7 @@ def rm_memory_plan(config: RMConfig, lengths: PairLengths, device_type: str) -> 
         samples=2,
         micro_batch=given,
     )
-    memory = training_memory(
+    memory = engine_memory(
         config.model,
         engine,
         head="score",

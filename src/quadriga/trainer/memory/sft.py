@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from quadriga.config.role_ranks import RolePool
 from quadriga.config.schema import ActorRolloutRefConfig, RolloutConfig, SFTConfig, TrainConfig
+from quadriga.engines.memory.engines import engine_memory
 from quadriga.engines.memory.passes import Rows
-from quadriga.engines.memory.states import training_memory
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.memory import GeneratedRows, GenerationMemory, generation_memory
 from quadriga.trainer.memory.one_engine import (
@@ -64,7 +64,7 @@ def sft_memory_plan(
         (ACTOR, ROLLOUT), tuple(range(ranks)), (trainer.n_gpus_per_node,) * trainer.nnodes
     )
     prompt, response = longest
-    actor = training_memory(
+    actor = engine_memory(
         config.model,
         config.engine,
         head="lm",

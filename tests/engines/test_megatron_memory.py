@@ -1,0 +1,108 @@
+"""The memory of a Megatron engine, computed from a config.json, against what its ranks allocate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import engine_cases
+import megatron_memory_cases as cases
+import pytest
+import torch
+from megatron_memory_cases import Case
+from transformers import AutoModelForCausalLM
+
+from memory_models import CONFIGS
+
+TOLERANCE = 0.15
+TENSOR, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+SPLIT_TOKENS = TENSOR | {"sequence_parallel": True}
+CASES = [
+    Case("tp2", settings=TENSOR),
+    Case("tp2 sp", settings=SPLIT_TOKENS),
+    Case("pp2", settings=STAGES),
+    Case("dp2"),
+    Case("tp2 tied", "qwen2 deep", settings=TENSOR),
+    Case("tp2 checkpointed", checkpointing=True, settings=TENSOR),
+    Case("tp2 sp checkpointed", checkpointing=True, settings=SPLIT_TOKENS),
+    Case("pp2 checkpointed", checkpointing=True, settings=STAGES),
+    Case("pp2 interleaved", settings=STAGES | {"virtual_pipeline_parallel_size": 2}),
+    Case("pp2 tied", "qwen2 deep", settings=STAGES),
+    Case("dp2 replicated", settings={"distributed_optimizer": False}),
+    Case("values tp2", head="value", settings=TENSOR),
+    Case("scores pp2", head="score", settings=STAGES),
+    Case("bf16 dp2", settings={"dtype": "bfloat16"}),
+]
+
+
+def write_models(folder: Path) -> None:
+    for name, family in (("llama deep", "llama untied"), ("qwen2 deep", "qwen2 tied")):
+        torch.manual_seed(0)
+        config = cases.longer(CONFIGS[family](), 4)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("memory")
+    for name, family in (("llama deep", "llama untied"), ("qwen2 deep", "qwen2 tied")):
+        torch.manual_seed(0)
+        config = cases.longer(CONFIGS[family](), 4)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path / name)
+    CONFIGS["qwen3 experts"]().save_pretrained(path / "experts")
+    return path
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder):
+    pytest.importorskip("megatron.core")
+    engine_cases.run_ranks(2, cases.measure_on_ranks, 2, str(folder), CASES, wait_s=500)
+    # Written by `measure_on_ranks`.
+    return torch.load(folder / "2.pt", weights_only=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_plan_is_what_each_rank_allocates(case, folder, two_ranks):
+    for stage, plan in enumerate(cases.planned(case, folder, ranks=2)):
+        ranks = [rank for rank in two_ranks[case.name] if rank["stage"] == stage]
+        largest = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+        assert plan.parameters == largest["parameters"]
+        assert plan.optimizer == largest["moments"]
+        assert plan.kept == largest["gradients"]
+        assert plan.update_peak == pytest.approx(largest["update"], rel=TOLERANCE)
+        assert plan.evaluate_peak == pytest.approx(largest["evaluate"], rel=TOLERANCE)
+
+
+def test_states_are_those_of_the_stages_and_of_the_tensors_that_a_rank_updates(folder):
+    (tied,) = cases.planned(Case("tp2 tied", "qwen2 deep", settings=TENSOR), folder, ranks=2)
+    first, last = cases.planned(Case("pp2 tied", "qwen2 deep", settings=STAGES), folder, ranks=2)
+    model = AutoModelForCausalLM.from_pretrained(folder / "qwen2 deep")
+    sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    assert tied.parameters == tied.kept == (sum(sizes.values()) - norms) // 2 + norms
+    # Both stages have the tied embedding; the last one has the last norm.
+    assert (
+        first.parameters + last.parameters
+        == sum(sizes.values()) + sizes["model.embed_tokens.weight"]
+    )
+    assert last.parameters - first.parameters == sizes["model.norm.weight"]
+    (half,) = cases.planned(Case("dp2"), folder, ranks=2)
+    (whole,) = cases.planned(Case("dp1"), folder, ranks=1)
+    assert whole.optimizer == 2 * whole.parameters
+    assert half.optimizer == pytest.approx(whole.optimizer / 2, rel=0.01)
+
+
+def test_stages_keep_the_activations_of_micro_batches_in_flight(folder):
+    four = Case("pp4", settings={"pipeline_parallel_size": 4})
+    peaks = [plan.update.saved for plan in cases.planned(four, folder, ranks=4)]
+    # Each stage has the same number of layers.
+    assert [peak // peaks[-1] for peak in peaks] == [4, 3, 2, 1]
+
+
+def test_activations_of_experts_are_named_as_missing(folder):
+    settings = {"expert_parallel_size": 2}
+    (plan,) = cases.planned(Case("ep2", "experts", settings=settings), folder, ranks=2)
+    assert plan.uncounted == "Megatron-core's layers with experts are not simulated"
+    (all_experts,) = cases.planned(Case("dp2", "experts"), folder, ranks=2)
+    assert plan.parameters < all_experts.parameters
