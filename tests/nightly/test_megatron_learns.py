@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from quadriga.config.schema import DemoConfig
 from quadriga.trainer.demo import DemoCommand, data_command, sft_command, train_command
@@ -23,10 +27,9 @@ megatron_on_cpu.install()
 
 
 def run(command: DemoCommand, folder: Path, *more: str) -> None:
-    # Two tensor-parallel ranks do not divide the three key heads of the demo's model.
-    given = [s.replace("num_kv_heads=3", "num_kv_heads=2") for s in command.overrides]
+    words = [*command.command.split(), *command.overrides, *more]
     done = subprocess.run(
-        [sys.executable, "-m", "quadriga.cli.main", *command.command.split(), *given, *more],
+        [sys.executable, "-m", "quadriga.cli.main", *words],
         cwd=folder, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -43,14 +46,39 @@ def warm(tmp_path_factory) -> Path:
     return folder
 
 
+def with_each_key_head_twice(source: Path, target: Path) -> None:
+    """Write a model that computes the same: two tensor-parallel ranks do not divide the three key
+    heads of the demo's model."""
+    shutil.copytree(source, target)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    state, config = model.state_dict(), copy.deepcopy(model.config)
+    heads = config.num_key_value_heads
+    for name in state:
+        if ".k_proj." in name or ".v_proj." in name:
+            rows = state[name].unflatten(0, (heads, -1))
+            state[name] = rows.repeat_interleave(2, 0).flatten(0, 1)
+    config.num_key_value_heads = 2 * heads
+    doubled = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    doubled.load_state_dict(state)
+    ids = torch.arange(3, 9)[None]
+    torch.testing.assert_close(doubled(ids).logits, model(ids).logits)
+    doubled.save_pretrained(target)
+
+
 @pytest.mark.parametrize("size", ["tensor_parallel_size=2", "pipeline_parallel_size=2"])
 def test_the_demo_learns_with_megatron(warm, size):
+    doubled = Path("demo") / "doubled"
+    if size.startswith("tensor"):
+        with_each_key_head_twice(warm / "demo" / "sft" / "model", warm / doubled)
+    own = [f"actor_rollout_ref.model.path={doubled}"] if size.startswith("tensor") else []
     run(
-        train_command(DemoConfig(), Path("demo")), warm,
+        train_command(DemoConfig(), Path("demo")), warm, *own,
+        f"trainer.default_local_dir=demo/{size}",
         "algorithm.user_files=[on_cpu.py]", f"{ENGINE}.name=megatron", f"{ENGINE}.{size}",
     )  # fmt: skip
-    with open(warm / "demo" / "train" / "metrics.jsonl") as file:
+    with open(warm / "demo" / size / "metrics.jsonl") as file:
         steps = [json.loads(line) for line in file]
     accuracy = [step["val/accuracy"] for step in steps if "val/accuracy" in step]
+    print(size, accuracy)
     assert accuracy[0] < 0.6
     assert accuracy[-1] > 0.9

@@ -124,14 +124,9 @@ def pass_memory(
             device_type=device_type,
             ranks=ModelRanks.simulated(engine),
         )
-<<<<<<< HEAD
-        micro, several = _largest_micro_batch(model, engine, rows)
+        micro, several = _largest_micro_batch(model, engine, rows, stages)
         counter, inside = AllocationCounter(), []
         hook = module.register_forward_hook(lambda *_: inside.append(counter.peak))
-=======
-        micro, several = _largest_micro_batch(model, engine, rows, stages)
-        counter = AllocationCounter()
->>>>>>> 0aea17c (Memory plan of a Megatron engine: train, sft and rm; documents)
         parameters = list(module.parameters())
         with (
             counting_sent_bytes() as sent,

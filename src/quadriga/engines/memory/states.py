@@ -44,17 +44,16 @@ class TrainingMemory:
         parameters: the parameter shards, with buffers.
         optimizer: the moments.
         on_host: parameters, gradients and moments that are in host memory instead.
-        kept: memory for gradients that exists all the time.
+        kept: gradients that exist all the time.
         gathered: whole parameters in the compute dtype, as many as exist at once.
-        gradients: gradients, as many as exist at once.
+        gradients: as many as exist at once, beside `kept`.
         buffers: what the collectives of FSDP allocate, as much as exists at once.
         update: of a micro-batch with gradients. None: the engine is not trained.
         evaluate: of a micro-batch without gradients. None: there is no such pass.
         backward_peak: what forward and backward passes add to parameters and moments.
         step_peak: what the update of the parameters adds to them after that.
         evaluate_peak: what a pass without gradients adds.
-        weights: elements of all parameters.
-        largest_weight: elements of the largest.
+        weights, largest_weight: elements of all parameters, and of the largest.
         uncounted: why activations are not in the numbers; "" if they are.
         sent: what the rank sends for FSDP.
     """
