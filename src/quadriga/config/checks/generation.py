@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from quadriga.config.checks.ranges import check_values, leaves
+from quadriga.config.checks.replicas import check_replicas_are_read
 from quadriga.config.checks.trained_part import check_whole_model
 from quadriga.config.describe import as_written
 from quadriga.config.schema import (
@@ -136,6 +137,7 @@ def _check_generation(config: GenerationConfig) -> None:
     check_sampling("sampling", config.sampling, config.max_response_length)
     check_samples_differ("n", config.n, "sampling", config.sampling)
     check_whole_model("model", config.model)
+    check_replicas_are_read(config.rollout.replicas, "rollout.replicas")
 
 
 def _check_unread(config: EvalConfig) -> None:

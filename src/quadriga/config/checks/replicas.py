@@ -20,16 +20,8 @@ def check_replicas(rollout: RolloutConfig, pools: Sequence[RolePool]) -> None:
         ConfigError: the section is not read, or the rollout cannot consist of replicas.
     """
     replicas, key = rollout.replicas, f"{_KEY}.replicas"
+    check_replicas_are_read(replicas, key)
     if not replicas.enable:
-        plain = ReplicasConfig()
-        for name in (f.name for f in fields(replicas)):
-            value = getattr(replicas, name)
-            if value != getattr(plain, name):
-                raise ConfigError(
-                    f"{key}.{name}={as_written(value)} is not read without replicas; set "
-                    f"{key}.enable=true, or remove it",
-                    key=f"{key}.{name}",
-                )
         return
     beside = [role for pool in pools if "rollout" in pool.roles for role in pool.roles]
     beside.remove("rollout")
@@ -47,3 +39,18 @@ def check_replicas(rollout: RolloutConfig, pools: Sequence[RolePool]) -> None:
             f"{key}.enable=false",
             key=f"{_KEY}.weight_transport",
         )
+
+
+def check_replicas_are_read(replicas: ReplicasConfig, key: str) -> None:
+    """Raise `ConfigError` for a setting of replicas if there are none. `key`: of the section."""
+    if replicas.enable:
+        return
+    plain = ReplicasConfig()
+    for name in (f.name for f in fields(replicas)):
+        value = getattr(replicas, name)
+        if value != getattr(plain, name):
+            raise ConfigError(
+                f"{key}.{name}={as_written(value)} is not read without replicas; set "
+                f"{key}.enable=true, or remove it",
+                key=f"{key}.{name}",
+            )

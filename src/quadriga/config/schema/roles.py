@@ -73,6 +73,22 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
+class ReplicasConfig:
+    """A rollout of replicas, each of which is asked for rows by itself. In training they need ranks
+    of their own."""
+
+    enable: bool = False  # false: all ranks of the rollout are one group and get equal parts
+    request_rows: int | None = None  # sequences of one request; None: a quarter of an equal part
+    requests_in_flight: int = 2  # requests that a replica has at once
+    # a prompt goes to the replica that has computed at least this share of its tokens before, since
+    # the last weight sync: the next turn of a conversation
+    prefix_share: float = 0.5
+    # lost replicas that are started again in a run: at the next weight sync, or for the next batch
+    # of `quadriga generate` and `quadriga eval`
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
 class RolloutEngineConfig:
     """The rollout engine by itself, as `quadriga generate` and `quadriga eval` use it too."""
 
@@ -83,6 +99,7 @@ class RolloutEngineConfig:
     # seconds that one call of the engine may take on a rank, such as the generation of its part of
     # a batch; None: no limit but that of the call to the worker group (call_timeout_s)
     deadline_s: float | None = None
+    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
 
 
 @dataclass(frozen=True)
@@ -92,19 +109,6 @@ class MismatchConfig:
     bound: float = 0.5  # nats; a token whose log-probabilities differ by more is beyond the bound
     max_share: float = 0.05  # share of the response tokens of a step that may be beyond the bound
     on_alarm: AlarmAction = "warn"  # more tokens than that: log a warning, or end the run
-
-
-@dataclass(frozen=True)
-class ReplicasConfig:
-    """A rollout of replicas on ranks of its own, each of which is asked for rows by itself."""
-
-    enable: bool = False  # false: all ranks of the rollout are one group and get equal parts
-    request_rows: int | None = None  # sequences of one request; None: a quarter of an equal part
-    requests_in_flight: int = 2  # requests that a replica has at once
-    # a prompt goes to the replica that has computed at least this share of its tokens before, since
-    # the last weight sync: the next turn of a conversation
-    prefix_share: float = 0.5
-    restarts: int = 0  # lost replicas that are started again in a run, at the next weight sync
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,6 @@ class RolloutConfig(RolloutEngineConfig):
     # weight sync; false: they are merged into the weights; None: if the engine can
     load_adapters: bool | None = None
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
-    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ Inputs = dict[str, object]
 
 _WITHOUT_EFFECT = (
     "trainer.", "cache_dir", "overwrite", "output", "data_files", "rollout.micro_batch_size",
-    "model.path", "model.tokenizer_path", "model.use_shm",
+    "rollout.replicas.", "model.path", "model.tokenizer_path", "model.use_shm",
 )  # fmt: skip
 """Settings, or beginnings of their keys, that change no response."""
 _OF_SCORES = ("reward.", "pass_at", "correct_at", "resamples", "confidence", "response_")
@@ -37,9 +37,10 @@ _SAMPLES, _SAMPLE = 64, 64 << 10  # parts of a larger weight file that are diges
 def inputs_of(config: GenerationConfig) -> Inputs:
     """Return what the responses of a command depend on.
 
-    The number of ranks, their backend and the size of micro-batches are left out. In float32 a
-    response of hf and vllm does not depend on them. One of sglang can (`rollout.not_reproduced`),
-    and a file that is continued with other ranks then holds responses of both.
+    The number of ranks, their backend, replicas and the size of micro-batches are left out. In
+    float32 a response of hf and vllm does not depend on them. One of sglang can
+    (`rollout.not_reproduced`), and a file that is continued with other ranks then holds responses
+    of both.
     """
     settings = dict(setting_leaves(yaml.safe_load(to_yaml(config)), ""))
     left_out = (*_WITHOUT_EFFECT, *_OF_SCORES)

@@ -16,7 +16,11 @@ from quadriga.config.schema import (
     TrainerConfig,
 )
 from quadriga.models.folder import with_absolute_paths
+from quadriga.protocol import DataProto
 from quadriga.trainer.placement import Role
+from quadriga.trainer.replicas.replica import FROM_FOLDER, Replicas
+from quadriga.trainer.replicas.rollout import ReplicatedRollout
+from quadriga.trainer.replicas.start import start_replicas
 from quadriga.trainer.run.groups import (
     ALIVENESS_CHECK_S,
     StartedGroups,
@@ -28,14 +32,36 @@ from quadriga.trainer.run.role_workers import threads_per_rank
 
 if TYPE_CHECKING:
     from quadriga.single_controller import WorkerGroup
-    from quadriga.workers.roles import RolloutGroup
+    from quadriga.workers.generation import GeneratingGroup
+
+
+class FolderReplicas(ReplicatedRollout):
+    """Replicas that hold the weights of the model folder, which no weight sync changes.
+
+    A lost replica has the right weights as soon as it has loaded the model again, so it is started
+    again (`rollout.replicas.restarts`) before the next batch.
+    """
+
+    def __init__(self, replicas: Replicas, settings: RolloutEngineConfig) -> None:
+        replicas.version = FROM_FOLDER
+        super().__init__(replicas, settings.replicas, most_rows=settings.micro_batch_size)
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Sample one response per row, after lost replicas were started again.
+
+        Raises:
+            As `ReplicatedRollout.generate_sequences`.
+        """
+        self.replicas.restart_lost()
+        return super().generate_sequences(prompts)
 
 
 @contextmanager
-def rollout_group(config: GenerationConfig) -> Iterator[RolloutGroup]:
+def rollout_group(config: GenerationConfig) -> Iterator[GeneratingGroup]:
     """Start the ranks, load the model on each of them, and stop them after the block.
 
-    Each rank has a rollout engine, which samples by `config.sampling`.
+    Each rank has a rollout engine, which samples by `config.sampling`. All ranks are one group, or
+    each copy of the weights is a replica (`rollout.replicas`).
 
     Raises:
         PlacementError: the nodes cannot hold the ranks. Nothing was started.
@@ -58,13 +84,21 @@ def rollout_group(config: GenerationConfig) -> Iterator[RolloutGroup]:
     with close_on_error(backend) as groups:
         manager = one_pool(trainer, [Role.Rollout], backend)
         manager.create_resource_pool()
-        group: WorkerGroup = backend.worker_group(
-            manager.get_resource_pool(Role.Rollout), worker, timeout=trainer.call_timeout_s
-        )
-        groups.append(group)
-        group.start_worker_aliveness_check(ALIVENESS_CHECK_S)
-        group.init_model()
-        rollout: RolloutGroup = group
+        pool, timeout = manager.get_resource_pool(Role.Rollout), trainer.call_timeout_s
+        rollout: GeneratingGroup
+        if config.rollout.replicas.enable:
+            members = {Role.Rollout.key: worker}
+            replicas = start_replicas(
+                config.rollout, backend, pool, members, groups, timeout=timeout
+            )
+            replicas.init_model()
+            rollout = FolderReplicas(replicas, config.rollout)
+        else:
+            group: WorkerGroup = backend.worker_group(pool, worker, timeout=timeout)
+            groups.append(group)
+            group.start_worker_aliveness_check(ALIVENESS_CHECK_S)
+            group.init_model()
+            rollout = group
     try:
         yield rollout
     finally:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quadriga.data import PromptDataset
-    from quadriga.workers.roles import RolloutGroup
+    from quadriga.workers.generation import GeneratingGroup
 
 _log = logging.getLogger("quadriga")
 
@@ -195,7 +195,7 @@ def check_versions(batch: DataProto, engine: str) -> None:
 
 def _generate_batch(
     config: GenerationConfig,
-    group: RolloutGroup,
+    group: GeneratingGroup,
     prompts: DataProto,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[ResponseRow]:

@@ -24,6 +24,9 @@ from quadriga.workers.roles import ReceivingGroup, RolloutGroup
 
 _log = logging.getLogger("quadriga")
 
+FROM_FOLDER = -1
+"""The version of weights that an engine has loaded from the folder of its model."""
+
 
 class ReplicaGroup(RolloutGroup, ReceivingGroup, Protocol):
     """The worker group of one replica: one rank, or the ranks that hold one copy together."""
@@ -65,7 +68,8 @@ class Replicas:
     restarts: int = 0
     all: list[Replica] = field(init=False)
     version: int | None = field(default=None, init=False)
-    """The version of the weights that all working replicas hold, as of the last weight sync."""
+    """The version of the weights that all working replicas hold, as of the last weight sync.
+    `FROM_FOLDER`: no sync is to come. None: the first one has not come yet."""
     _losses: list[QuadrigaError] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -111,7 +115,8 @@ class Replicas:
             _log.warning("replica %d did not end: %s", replica.number, _line(problem))
 
     def restart_lost(self) -> None:
-        """Start lost replicas again, as long as `restarts` allows. The caller syncs the weights.
+        """Start lost replicas again, as long as `restarts` allows. They hold the weights of
+        the model folder then; in training the caller syncs the weights next.
 
         A replica that does not start stays lost.
         """

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from quadriga.config.schema import ReplicasConfig
 from quadriga.errors import QuadrigaError, RolloutOutputError
 from quadriga.protocol import DataProto, DataProtoFuture, fields
-from quadriga.trainer.replicas.replica import Replica, Replicas, is_loss
+from quadriga.trainer.replicas.replica import FROM_FOLDER, Replica, Replicas, is_loss
 from quadriga.trainer.replicas.routing import PrefixRouter
 from quadriga.trainer.replicas.work import Request, SamePrompt, Work
 
@@ -178,7 +178,11 @@ class ReplicatedRollout:
         if found != [expected]:
             raise RolloutOutputError(
                 f"the weights of version {', '.join(map(str, found))} sampled an answer, but the "
-                f"last weight sync gave version {expected}",
+                + (
+                    "replicas have those of the model folder (version -1)"
+                    if expected == FROM_FOLDER
+                    else f"last weight sync gave version {expected}"
+                ),
                 fault="weight version",
                 row=None,
                 version=found[0],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from quadriga.config.schema import TrainConfig
+from quadriga.config.schema import RolloutEngineConfig, TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.rollout import ranks_of_copy
 from quadriga.single_controller import split_resource_pool
@@ -21,19 +21,23 @@ def are_replicas(config: TrainConfig, uses: Sequence[str]) -> bool:
 
 
 def start_replicas(
-    config: TrainConfig,
+    settings: RolloutEngineConfig,
     backend: Backend,
     pool: ResourcePool,
     members: Mapping[str, ClassWithInitArgs],
     started: list[WorkerGroup],
+    *,
+    timeout: float | None,
 ) -> Replicas:
     """Start one worker group for each copy of the weights that the ranks of a pool can hold.
 
     The groups are not watched: the loss of a replica ends no run.
 
     Args:
+        settings: of the rollout.
         members: worker key → class with its arguments; one entry.
         started: receives every group, also those that are started again later.
+        timeout: the deadline of a call, in seconds.
 
     Raises:
         ConfigError: another role runs on these ranks.
@@ -45,13 +49,12 @@ def start_replicas(
             f"are {sorted(members)}; map Role.Rollout to a pool of its own, or set it to false",
             key=key,
         )
-    settings = config.actor_rollout_ref.rollout
     parts = split_resource_pool(pool, ranks_of_copy(settings.name, settings.options))
     (role,) = members
 
     def start(number: int) -> ReplicaGroup:
         group: WorkerGroup = backend.worker_group(
-            parts[number], backend.colocate(members), timeout=config.trainer.call_timeout_s
+            parts[number], backend.colocate(members), timeout=timeout
         )
         started.append(group)
         view: ReplicaGroup = group.spawn([role])[role]

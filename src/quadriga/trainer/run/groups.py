@@ -313,10 +313,11 @@ def start_groups(
         for pool, uses in pools.items():
             members = {key: classes[key] for key in worker_keys(uses)}
             place = manager.resource_pool_dict[pool]
-            if are_replicas(config, uses):
-                replicas = start_replicas(config, backend, place, members, groups)
-                continue
             timeout = config.trainer.call_timeout_s
+            if are_replicas(config, uses):
+                rollout = config.actor_rollout_ref.rollout
+                replicas = start_replicas(rollout, backend, place, members, groups, timeout=timeout)
+                continue
             cls = backend.colocate(members)
             group: WorkerGroup = backend.worker_group(place, cls, timeout=timeout)
             groups.append(group)

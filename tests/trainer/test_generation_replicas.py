@@ -1,0 +1,183 @@
+"""`quadriga generate` and `quadriga eval` with replicas: each response once, whoever is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from replica_groups import Future
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import EvalConfig, GenerateConfig
+from quadriga.errors import ConfigError, InputError, RolloutDiedError
+from quadriga.protocol import fields
+from quadriga.trainer.evaluation import ranks
+from quadriga.trainer.evaluation.generate import run_generation
+from quadriga.trainer.evaluation.run import run_evaluation
+from quadriga.trainer.replicas.replica import Replicas
+from quadriga.trainer.replicas.rollout import ReplicatedRollout
+
+TWO = (
+    "trainer.backend=local", "trainer.n_gpus_per_node=2", "rollout.replicas.enable=true",
+    "rollout.replicas.request_rows=4",
+)  # fmt: skip
+
+
+def given(tiny_task, *more: str) -> list[str]:
+    """16 prompts in batches of 6 with 3 responses each."""
+    return [
+        f"model.path={tiny_task.model}", f"data_files={tiny_task.data('test')}", "n=3",
+        "sampling.temperature=1", "max_response_length=6", "batch_size=6", "seed=5",
+        "trainer.threads_per_worker=1", "trainer.device=cpu", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def generate(tiny_task, tmp_path):
+    def run(*more: str, output: str = "answers.jsonl") -> Path:
+        path = tmp_path / output
+        run_generation(load_config(GenerateConfig, given(tiny_task, *more, f"output={path}")))
+        return path
+
+    return run
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[Replicas]:
+    """The replicas of every command that starts some."""
+    found: list[Replicas] = []
+    start = ranks.start_replicas
+
+    def noted(*arguments, **named):
+        found.append(start(*arguments, **named))
+        return found[-1]
+
+    monkeypatch.setattr(ranks, "start_replicas", noted)
+    return found
+
+
+@pytest.fixture
+def requests(monkeypatch) -> list[tuple[int, int]]:
+    """(replica, rows) of every request."""
+    found: list[tuple[int, int]] = []
+    ask = ReplicatedRollout._ask
+
+    def noted(self, work, in_flight, request, replica):
+        found.append((replica.number, len(request.rows)))
+        ask(self, work, in_flight, request, replica)
+
+    monkeypatch.setattr(ReplicatedRollout, "_ask", noted)
+    return found
+
+
+def before_batch(monkeypatch, number: int, action) -> None:
+    """Call `action(replicas)` before the batch with this number, from 0."""
+    generate, count = ranks.FolderReplicas.generate_sequences, iter(range(100))
+
+    def disturbed(self, prompts):
+        if next(count) == number:
+            action(self.replicas)
+        return generate(self, prompts)
+
+    monkeypatch.setattr(ranks.FolderReplicas, "generate_sequences", disturbed)
+
+
+def test_replicas_write_the_file_of_one_rank(generate, requests):
+    one = generate().read_bytes()
+    assert not requests
+    assert generate(*TWO, output="two.jsonl").read_bytes() == one
+    assert {replica for replica, _ in requests} == {0, 1}
+    assert sum(rows for _, rows in requests) == 16 * 3
+    assert all(rows == 3 for _, rows in requests)  # the samples of a prompt are one request
+
+
+def test_replicas_continue_a_file_that_one_rank_has_begun(generate, monkeypatch):
+    generate()
+    monkeypatch.setattr(ranks, "start_replicas", lambda *_, **__: pytest.fail("ranks were started"))
+    generate(*TWO)  # the file is complete, and replicas are none of its inputs
+
+
+def test_an_evaluation_with_replicas_has_the_scores_of_one_rank(tiny_task, tmp_path, requests):
+    def results(output: str, *more: str) -> bytes:
+        config = load_config(
+            EvalConfig, given(tiny_task, *more, f"output={tmp_path / output}", "resamples=50")
+        )
+        return (run_evaluation(config).folder / "results.json").read_bytes()
+
+    assert results("one") == results("two", *TWO)
+    assert {replica for replica, _ in requests} == {0, 1}
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_replica_that_is_lost_in_the_middle_loses_no_response(
+    generate, started, requests, monkeypatch, restarts
+):
+    one = generate().read_bytes()
+    before_batch(monkeypatch, 1, lambda replicas: replicas.all[0].group.shutdown())
+    two = generate(*TWO, f"rollout.replicas.restarts={restarts}", output="two.jsonl")
+    assert two.read_bytes() == one
+    (replicas,) = started
+    # It is noticed in batch 1, and replica 0 is started again before batch 2.
+    assert [replica.starts for replica in replicas.all] == [1 + restarts, 1]
+    assert (replicas.all[0].loss is None) == (restarts == 1)
+    last = [replica for replica, _ in requests[-4:]]
+    assert (0 in last) == (restarts == 1)
+
+
+class Stale:
+    """The group of a replica whose answers say that weights of version 3 sampled them."""
+
+    def __init__(self, group):
+        self.shutdown, self.call = group.shutdown, group.generate_sequences
+        self.generate_sequences = self
+
+    def submit(self, rows):
+        answer = self.call.submit(rows).get()
+        answer.batch[fields.WEIGHT_VERSION] = torch.full((len(answer),), 3)
+        return Future(answer)
+
+
+@pytest.mark.parametrize("wrong", [1, 2])
+def test_a_replica_that_answers_with_other_weights_is_lost(generate, monkeypatch, caplog, wrong):
+    one = generate().read_bytes()
+
+    def spoil(replicas):
+        for replica in replicas.all[:wrong]:
+            replica.group = Stale(replica.group)
+
+    before_batch(monkeypatch, 1, spoil)
+    reason = "weights of version 3 sampled an answer, but the replicas have those of the model fold"
+    if wrong == 1:
+        assert generate(*TWO, output="two.jsonl").read_bytes() == one
+        assert reason in caplog.text
+    else:
+        with pytest.raises(RolloutDiedError, match=f"all 2 replicas .*{reason}"):
+            generate(*TWO, output="two.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["rollout.replicas.restarts=1"], "restarts=1 is not read without replicas; set rollout.r"),
+        ([*TWO, "rollout.replicas.request_rows=0"], "request_rows must be at least 1, got 0"),
+        ([*TWO, "rollout.replicas.prefix_shares=1"], "prefix_share"),
+    ],
+)
+def test_settings_of_replicas_that_do_not_fit_are_refused_before_the_start(
+    generate, started, more, message
+):
+    with pytest.raises(InputError, match=message):
+        generate(*more)
+    assert not started
+
+
+def test_settings_of_replicas_are_refused_where_nothing_is_generated(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"responses": ["1"]}\n')
+    with pytest.raises(ConfigError, match=r"rollout\.replicas\.enable=true is not read, because"):
+        run_evaluation(
+            load_config(
+                EvalConfig,
+                [f"response_files={tmp_path / 'a.jsonl'}", "rollout.replicas.enable=true"],
+            )
+        )
