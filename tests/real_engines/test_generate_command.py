@@ -16,8 +16,18 @@ ENGINES = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name)
 pytestmark = pytest.mark.skipif(not ENGINES, reason="no engine is installed; see make engines")
 
 
+REPLICAS = [
+    "trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.num_cpus=2",
+    "trainer.threads_per_worker=1", "rollout.replicas.enable=true",
+    "rollout.replicas.request_rows=2",
+]  # fmt: skip
+RANKS = {"one rank": [], "two replicas": REPLICAS}
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_file_of_an_engine_equals_that_of_hf(engine, tmp_path) -> None:
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.timeout(900)
+def test_the_file_of_an_engine_equals_that_of_hf(engine, ranks, tmp_path) -> None:
     run_make_data(
         load_config(
             ArithmeticDataConfig,
@@ -27,7 +37,7 @@ def test_the_file_of_an_engine_equals_that_of_hf(engine, tmp_path) -> None:
         )
     )  # fmt: skip
 
-    def written(name: str) -> bytes:
+    def written(name: str, *more: str) -> bytes:
         path = tmp_path / f"{name}.jsonl"
         run_generation(
             load_config(
@@ -35,9 +45,9 @@ def test_the_file_of_an_engine_equals_that_of_hf(engine, tmp_path) -> None:
                 [f"model.path={tmp_path / 'base'}",
                  f"data_files={tmp_path / 'data' / 'test.parquet'}", "max_response_length=12",
                  f"rollout.name={name}", "rollout.dtype=float32", "batch_size=8",
-                 f"output={path}"],
+                 f"output={path}", *more],
             )
         )  # fmt: skip
         return path.read_bytes()
 
-    assert written(engine) == written("hf")
+    assert written(engine, *RANKS[ranks]) == written("hf")
