@@ -220,6 +220,8 @@ def test_unknown_names_and_choices_name_the_nearest(override, words):
             "actor_rollout_ref.rollout.weight_bucket_mb=0",
             "rollout.weight_bucket_mb must be at least 1, got 0",
         ),
+        ("actor_rollout_ref.rollout.n=0", "rollout.n must be at least 1, got 0"),
+        ("actor_rollout_ref.rollout.val_n=0", "rollout.val_n must be at least 1, got 0"),
         ("data.seed=-1", "data.seed must be at least 0, got -1"),
     ],
 )
@@ -309,6 +311,8 @@ def test_generate_settings():
     words = error_of(check_generate_settings, GenerateConfig, ["n=3"])
     assert "n=3 greedy responses (sampling.temperature=0) would all be equal" in words
     check_generate_settings(load_config(GenerateConfig, ["n=3", "sampling.temperature=1"]))
+    words = error_of(check_generate_settings, GenerateConfig, ["n=0"])
+    assert "n must be at least 1, got 0" in words
 
 
 def test_a_settings_object_made_in_python_is_checked_too():

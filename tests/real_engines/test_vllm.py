@@ -7,6 +7,7 @@ import importlib.util
 import os
 import random
 import sys
+import threading
 from unittest import mock
 
 import pytest
@@ -19,11 +20,14 @@ from quadriga.errors import (
     ModelError,
     RolloutAbilityError,
     RolloutError,
+    RolloutInputError,
+    RolloutOutputError,
     RolloutTimeoutError,
     WorkerError,
 )
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams, tensor_digest
+from quadriga.rollout.guard import GuardedRollout
 from quadriga.testing import ROLLOUT_LAWS, RolloutUnderTest, write_reference_model
 from quadriga.weight_sync import compare_digests
 
@@ -78,7 +82,7 @@ class TestLaws:
         law.check(subject)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="class", params=MODELS)  # no engine is left when `TestProcess` starts
 def engines(request, tmp_path_factory):
     """vLLM and hf on one model."""
     folder = write_model(request.param, tmp_path_factory.mktemp("model") / "model")
@@ -229,6 +233,79 @@ class TestProcess:
         assert (raised.value.engine, raised.value.rank) == ("vllm", 0)
         with pytest.raises(RolloutError, match="is failed, so generate cannot be called"):
             engine.generate(ids, mask, GREEDY, seeds)
+        engine.close()
+
+    def test_a_step_that_never_ends_exceeds_the_deadline(self, folder):
+        engine = vllm(folder)
+        guarded = GuardedRollout(engine, rank=3)
+        ids, mask, seeds = requests((5, 9))
+        before = guarded.generate(ids, mask, GREEDY, seeds)
+        runner = engine._running.engine.model_executor.driver_worker.model_runner
+        waiting, go_on, ended = (threading.Event() for _ in range(3))
+        execute = runner.execute_model
+
+        def wedged(*arguments, **named):
+            waiting.set()
+            go_on.wait(600)
+            return execute(*arguments, **named)
+
+        generate = engine.generate
+
+        def noted(*arguments):
+            try:
+                return generate(*arguments)
+            finally:
+                ended.set()
+
+        with (
+            mock.patch.object(runner, "execute_model", wedged),
+            mock.patch.object(engine, "generate", noted),
+        ):
+            guarded.deadline = 2.0
+            with pytest.raises(RolloutTimeoutError, match="'vllm' on rank 3, generate: no answer"):
+                guarded.generate(ids, mask, GREEDY, seeds)
+            assert waiting.is_set()
+            with pytest.raises(RolloutError, match="exceeded its deadline in generate"):
+                guarded.generate(ids, mask, GREEDY, seeds)
+            go_on.set()  # so that the thread of the call does not disturb the other tests
+            assert ended.wait(600)
+        assert before.response_mask[:, 0].tolist() == [1, 1]
+        engine.close()
+
+    def test_a_version_that_changes_on_the_way_is_refused(self, folder):
+        engine = vllm(folder)
+        guarded = GuardedRollout(engine, rank=3)
+        weights = {"lm_head.weight": engine._running.weights.read("lm_head.weight").clone()}
+        guarded.update_weights(weights.items(), 4)
+        ids, mask, seeds = requests((5, 9))
+        generate = engine.generate
+
+        def stale(*arguments):
+            return dataclasses.replace(generate(*arguments), weight_versions=torch.tensor([4, 3]))
+
+        with (
+            mock.patch.object(engine, "generate", stale),
+            pytest.raises(RolloutOutputError) as raised,
+        ):
+            guarded.generate(ids, mask, GREEDY, seeds)
+        assert (raised.value.fault, raised.value.row) == ("weight version", 1)
+        assert guarded.generate(ids, mask, GREEDY, seeds).weight_versions.tolist() == [4, 4]
+        engine.close()
+
+    def test_bad_prompts_do_not_reach_vllm(self, folder):
+        engine = vllm(folder)
+        ids, mask, seeds = requests((5, 9))
+        outside = ids.clone()
+        outside[1, -1] = engine.abilities.vocabulary
+        with pytest.raises(RolloutInputError, match=r"row 1 .*vocabulary"):
+            engine.generate(outside, mask, GREEDY, seeds)
+        with pytest.raises(RolloutInputError, match=r"row 0 has 120 tokens .* together 144"):
+            engine.generate(*requests((120,))[:2], GREEDY, seeds[:1])
+        nothing = mask.clone()
+        nothing[0] = 0
+        with pytest.raises(RolloutInputError, match="row 0 is empty"):
+            engine.generate(ids, nothing, GREEDY, seeds)
+        assert engine.generate(ids, mask, GREEDY, seeds).response_mask[:, 0].tolist() == [1, 1]
         engine.close()
 
     def test_what_vllm_cannot_do_is_refused(self, folder):

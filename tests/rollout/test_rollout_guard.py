@@ -37,6 +37,7 @@ CAUGHT = {
     "slow": (RolloutTimeoutError, None),
     "wrong version": (RolloutOutputError, "weight version"),
     "missing row": (RolloutOutputError, "row count"),
+    "empty response": (RolloutOutputError, "mask"),
     "id outside the vocabulary": (RolloutOutputError, "token id"),
     "nan log-probability": (RolloutOutputError, "log-probability"),
     "gap in the mask": (RolloutOutputError, "mask"),

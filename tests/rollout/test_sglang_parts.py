@@ -35,6 +35,8 @@ from quadriga.rollout.sglang.weights import buckets
         ({"url": "https://a"}, "of the form"),
         ({"url": "http://a:1", "restarts": 1}, "runs already"),
         ({"server_args": {"port": 1}}, "the port is chosen"),
+        ({"server_args": {"enable_lora": True}}, "adapters are merged into the weights"),
+        ({"server_args": {"lora_paths": ["a"]}}, "adapters are merged into the weights"),
         ({"python": "/no/such/python"}, "an interpreter"),
     ],
     ids=str,

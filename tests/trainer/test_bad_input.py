@@ -123,6 +123,15 @@ def test_an_unknown_choice_gives_the_nearest_name(refused, setting, near) -> Non
             ["actor_rollout_ref.rollout.options.swap_space=4"],
             "rollout engine 'hf' has no options ['swap_space']",
         ),
+        (
+            [
+                "actor_rollout_ref.rollout.name=sglang",
+                "actor_rollout_ref.model.lora.rank=4",
+                f"actor_rollout_ref.rollout.options.python={sys.executable}",
+                "actor_rollout_ref.rollout.load_adapters=true",
+            ],
+            "name=sglang (SGLang 0.5.23 does not start with adapters on a machine without a GPU",
+        ),
     ],
 )
 def test_an_engine_or_option_that_is_not_there_is_named(refused, settings, said) -> None:

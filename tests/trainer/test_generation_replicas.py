@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from replica_groups import Future
 
+import quadriga.rollout
 from quadriga.config.loading import load_config
 from quadriga.config.schema import EvalConfig, GenerateConfig
 from quadriga.errors import ConfigError, InputError, RolloutDiedError
 from quadriga.protocol import fields
+from quadriga.rollout.guard import GuardedRollout
+from quadriga.testing.fake_rollout import FakeRollout, Fault, full_abilities
 from quadriga.trainer.evaluation import ranks
 from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.evaluation.run import run_evaluation
@@ -40,6 +45,7 @@ def generate(tiny_task, tmp_path):
         run_generation(load_config(GenerateConfig, given(tiny_task, *more, f"output={path}")))
         return path
 
+    run.model = str(tiny_task.model)
     return run
 
 
@@ -154,6 +160,43 @@ def test_a_replica_that_answers_with_other_weights_is_lost(generate, monkeypatch
     else:
         with pytest.raises(RolloutDiedError, match=f"all 2 replicas .*{reason}"):
             generate(*TWO, output="two.jsonl")
+
+
+# The others are a fault of a weight sync, and one of a response that ends before the longest one.
+IN_THE_MIDDLE = sorted({*get_args(Fault)} - {"weight left out", "token behind the end"})
+
+
+@pytest.mark.parametrize("fault", IN_THE_MIDDLE)
+def test_every_fault_of_an_engine_in_the_middle_loses_no_response(
+    generate, started, monkeypatch, caplog, fault
+):
+    """The second of two engines answers one request, and has the fault from the next one on."""
+    built: list[FakeRollout] = []
+
+    def build(name, model, **settings):
+        own = {"fault": fault, "after": 1, "delay": 600.0} if len(built) == 1 else {}
+        built.append(FakeRollout(model.path, abilities=abilities, **own))
+        return built[-1]
+
+    within = GuardedRollout._within
+
+    def soon(self, deadline, method, run):
+        """The engine with the fault has no time; the other one may be slow on a busy machine."""
+        of_fault = self.engine._fault in ("wedges", "slow")
+        is_late = of_fault and self.engine._calls >= self.engine._after
+        return within(self, 0.2 if is_late else deadline, method, run)
+
+    vocabulary = FakeRollout(generate.model).abilities.vocabulary
+    abilities = replace(full_abilities(vocabulary), window=None)
+    monkeypatch.setattr(GuardedRollout, "_within", soon)
+    monkeypatch.setattr(quadriga.rollout, "build_rollout", build)
+    some = ("n=1", "max_response_length=4", "rollout.deadline_s=600")
+    two = generate(*TWO, *some, output="two.jsonl").read_bytes()
+    (replicas,) = started
+    assert [replica.loss is None for replica in replicas.all] == [True, False]
+    assert "replica 1 of the rollout is lost, 1 of 2 are left" in caplog.text
+    built.clear()
+    assert generate(*some).read_bytes() == two
 
 
 @pytest.mark.parametrize(

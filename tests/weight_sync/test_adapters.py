@@ -185,7 +185,12 @@ class TestSettings:
         ("rollout", "lora", "message"),
         [
             (RolloutConfig(load_adapters=False), LoraConfig(), "the model has no adapters; set"),
-            (RolloutConfig(load_adapters=True), ADAPTERS, "needs rollout.name=vllm .* name=hf"),
+            (RolloutConfig(load_adapters=True), ADAPTERS, "needs rollout.name=vllm .* name=hf;"),
+            (
+                RolloutConfig(name="sglang", load_adapters=True),
+                ADAPTERS,
+                r"name=sglang \(SGLang 0\.5\.23 does not start with adapters on a machine without",
+            ),
             (
                 RolloutConfig(name="vllm", load_adapters=True, options={"tensor_parallel_size": 2}),
                 ADAPTERS,

@@ -187,6 +187,13 @@ def loads_adapters(rollout: RolloutConfig, lora: LoraConfig) -> bool:
     return can_load_adapters(rollout.options, lora)
 
 
+_WITHOUT_ADAPTERS = {
+    "sglang": " (SGLang 0.5.23 does not start with adapters on a machine without a GPU, so sending "
+    "them to it was never tested)",
+}
+"""Why an engine that could hold adapters is not given any."""
+
+
 def check_adapters(rollout: RolloutConfig, lora: LoraConfig) -> None:
     """Check, before a worker starts, that `load_adapters` can be done if it is set.
 
@@ -205,8 +212,8 @@ def check_adapters(rollout: RolloutConfig, lora: LoraConfig) -> None:
     if rollout.load_adapters and not loads_adapters(rollout, lora):
         raise ConfigError(
             f"{key}=true needs rollout.name=vllm with tensor_parallel_size=1 and adapters of rank "
-            f"512 or less, got name={rollout.name}; set it to null, and the adapters are merged "
-            "into the weights that the engine receives",
+            f"512 or less, got name={rollout.name}{_WITHOUT_ADAPTERS.get(rollout.name, '')}; set "
+            "it to null, and the adapters are merged into the weights that the engine receives",
             key=key,
         )
 

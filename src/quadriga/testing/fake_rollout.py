@@ -32,6 +32,7 @@ Fault = Literal[
     "slow",
     "wrong version",
     "missing row",
+    "empty response",
     "id outside the vocabulary",
     "nan log-probability",
     "gap in the mask",
@@ -242,14 +243,9 @@ class FakeRollout:
         if self._fault == "wrong version":
             out.weight_versions[-1] += 1
         if self._fault == "missing row":
-            return replace(
-                out,
-                response_ids=out.response_ids[:-1],
-                response_mask=out.response_mask[:-1],
-                rollout_log_probs=out.rollout_log_probs[:-1],
-                finish_reason=out.finish_reason[:-1],
-                weight_versions=out.weight_versions[:-1],
-            )
+            return _without_last_row(out)
+        if self._fault == "empty response":
+            out.response_mask[-1] = 0
         if self._fault == "id outside the vocabulary":
             out.response_ids[-1, last] = self.abilities.vocabulary
         if self._fault == "nan log-probability":
@@ -259,9 +255,24 @@ class FakeRollout:
         if self._fault == "token behind the end":
             out.response_ids[-1, -1] += 1
         if self._fault == "wrong finish reason":
-            flipped: FinishReason = "length" if out.finish_reason[-1] == "stop" else "stop"
-            return replace(out, finish_reason=(*out.finish_reason[:-1], flipped))
+            return _with_other_reason(out)
         return out
+
+
+def _without_last_row(out: RolloutOutput) -> RolloutOutput:
+    return replace(
+        out,
+        response_ids=out.response_ids[:-1],
+        response_mask=out.response_mask[:-1],
+        rollout_log_probs=out.rollout_log_probs[:-1],
+        finish_reason=out.finish_reason[:-1],
+        weight_versions=out.weight_versions[:-1],
+    )
+
+
+def _with_other_reason(out: RolloutOutput) -> RolloutOutput:
+    flipped: FinishReason = "length" if out.finish_reason[-1] == "stop" else "stop"
+    return replace(out, finish_reason=(*out.finish_reason[:-1], flipped))
 
 
 def full_abilities(vocabulary: int) -> RolloutAbilities:

@@ -41,6 +41,8 @@ _RESERVED = {
     "custom_weight_loader": "nothing",
     "enable_memory_saver": "rollout.take_turns",
     "enable_weights_cpu_backup": "rollout.take_turns",
+    "enable_lora": "nothing: adapters are merged into the weights that SGLang receives",
+    "lora_paths": "nothing: adapters are merged into the weights that SGLang receives",
     "base_gpu_id": "nothing: it is the device of the rank",
 }
 """Arguments of SGLang that are not for `server_args` -> what sets them."""
