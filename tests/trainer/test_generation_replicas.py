@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -17,6 +18,7 @@ from quadriga.errors import ConfigError, InputError, RolloutDiedError
 from quadriga.protocol import fields
 from quadriga.rollout.guard import GuardedRollout
 from quadriga.testing.fake_rollout import FakeRollout, Fault, full_abilities
+from quadriga.testing.rollout_reference import NaiveModel
 from quadriga.trainer.evaluation import ranks
 from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.evaluation.run import run_evaluation
@@ -45,7 +47,6 @@ def generate(tiny_task, tmp_path):
         run_generation(load_config(GenerateConfig, given(tiny_task, *more, f"output={path}")))
         return path
 
-    run.model = str(tiny_task.model)
     return run
 
 
@@ -166,18 +167,38 @@ def test_a_replica_that_answers_with_other_weights_is_lost(generate, monkeypatch
 IN_THE_MIDDLE = sorted({*get_args(Fault)} - {"weight left out", "token behind the end"})
 
 
-@pytest.mark.parametrize("fault", IN_THE_MIDDLE)
-def test_every_fault_of_an_engine_in_the_middle_loses_no_response(
-    generate, started, monkeypatch, caplog, fault
-):
-    """The second of two engines answers one request, and has the fault from the next one on."""
-    built: list[FakeRollout] = []
+FEW = ("n=1", "max_response_length=2", "rollout.deadline_s=600")
+
+
+def build_fakes(patch: pytest.MonkeyPatch, second: Mapping[str, object]) -> None:
+    """Let ranks have fake engines; `second`: the fault of every second one."""
+    count = iter(range(100))
 
     def build(name, model, **settings):
-        own = {"fault": fault, "after": 1, "delay": 600.0} if len(built) == 1 else {}
-        built.append(FakeRollout(model.path, abilities=abilities, **own))
-        return built[-1]
+        own = second if next(count) % 2 else {}
+        vocabulary = NaiveModel(model.path).vocabulary
+        return FakeRollout(
+            model.path, abilities=replace(full_abilities(vocabulary), window=None), **own
+        )
 
+    patch.setattr(quadriga.rollout, "build_rollout", build)
+
+
+@pytest.fixture(scope="module")
+def of_fakes(tiny_task, tmp_path_factory) -> bytes:
+    """The file of one fake engine without a fault."""
+    path = tmp_path_factory.mktemp("fake") / "answers.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        build_fakes(patch, {})
+        run_generation(load_config(GenerateConfig, given(tiny_task, *FEW, f"output={path}")))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("fault", IN_THE_MIDDLE)
+def test_every_fault_of_an_engine_in_the_middle_loses_no_response(
+    generate, of_fakes, started, monkeypatch, caplog, fault
+):
+    """The second of two engines answers one request, and has the fault from the next one on."""
     within = GuardedRollout._within
 
     def soon(self, deadline, method, run):
@@ -186,17 +207,12 @@ def test_every_fault_of_an_engine_in_the_middle_loses_no_response(
         is_late = of_fault and self.engine._calls >= self.engine._after
         return within(self, 0.2 if is_late else deadline, method, run)
 
-    vocabulary = FakeRollout(generate.model).abilities.vocabulary
-    abilities = replace(full_abilities(vocabulary), window=None)
     monkeypatch.setattr(GuardedRollout, "_within", soon)
-    monkeypatch.setattr(quadriga.rollout, "build_rollout", build)
-    some = ("n=1", "max_response_length=4", "rollout.deadline_s=600")
-    two = generate(*TWO, *some, output="two.jsonl").read_bytes()
+    build_fakes(monkeypatch, {"fault": fault, "after": 1, "delay": 600.0})
+    assert generate(*TWO, *FEW, output="two.jsonl").read_bytes() == of_fakes
     (replicas,) = started
     assert [replica.loss is None for replica in replicas.all] == [True, False]
     assert "replica 1 of the rollout is lost, 1 of 2 are left" in caplog.text
-    built.clear()
-    assert generate(*some).read_bytes() == two
 
 
 @pytest.mark.parametrize(
