@@ -10,7 +10,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from agreement import GREEDY, WITHOUT_WINDOW, check_agreement, requests, write_model
+from agreement import GREEDY, OF_SGLANG, check_agreement, requests, write_model
 
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.errors import ModelError, WorkerError
@@ -81,7 +81,7 @@ def test_sglang_server_with_seeds_satisfies_the_law(over_http, law):
     law.check(over_http)
 
 
-@pytest.mark.parametrize("name", WITHOUT_WINDOW)
+@pytest.mark.parametrize("name", OF_SGLANG)
 def test_greedy_responses_equal_those_of_hf_before_and_after_updates(tmp_path, name):
     folder = write_model(name, tmp_path / "model")
     hf = build_rollout("hf", ModelConfig(path=folder), dtype="float32")

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from agreement import MODELS, WITHOUT_WINDOW, check_agreement, write_model
+from agreement import MODELS, OF_SGLANG, check_agreement, write_model
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import (
@@ -39,7 +39,7 @@ pytestmark = [
     [
         (engine, model)
         for engine in ENGINES
-        for model in (WITHOUT_WINDOW if engine == "sglang" else MODELS)
+        for model in (OF_SGLANG if engine == "sglang" else MODELS)
     ],
 )
 def test_greedy_tokens_equal_those_of_hf_after_each_step(tmp_path, engine, model):

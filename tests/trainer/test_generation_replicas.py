@@ -1,4 +1,4 @@
-"""`quadriga generate` and `quadriga eval` with replicas: each response once, whoever is lost."""
+"""`quadriga generate` and `quadriga eval` with replicas: each response once, also after losses."""
 
 from __future__ import annotations
 
@@ -170,18 +170,18 @@ IN_THE_MIDDLE = sorted({*get_args(Fault)} - {"weight left out", "token behind th
 FEW = ("n=1", "max_response_length=2", "rollout.deadline_s=600")
 
 
-def build_fakes(patch: pytest.MonkeyPatch, second: Mapping[str, object]) -> None:
-    """Let ranks have fake engines; `second`: the fault of every second one."""
-    count = iter(range(100))
+def build_fakes(patch: pytest.MonkeyPatch, second: Mapping[str, object]) -> list[FakeRollout]:
+    """Let ranks have fake engines; `second`: the fault of every second one. Returns them."""
+    built: list[FakeRollout] = []
 
     def build(name, model, **settings):
-        own = second if next(count) % 2 else {}
-        vocabulary = NaiveModel(model.path).vocabulary
-        return FakeRollout(
-            model.path, abilities=replace(full_abilities(vocabulary), window=None), **own
-        )
+        own = second if len(built) % 2 else {}
+        abilities = replace(full_abilities(NaiveModel(model.path).vocabulary), window=None)
+        built.append(FakeRollout(model.path, abilities=abilities, **own))
+        return built[-1]
 
     patch.setattr(quadriga.rollout, "build_rollout", build)
+    return built
 
 
 @pytest.fixture(scope="module")
@@ -208,11 +208,13 @@ def test_every_fault_of_an_engine_in_the_middle_loses_no_response(
         return within(self, 0.2 if is_late else deadline, method, run)
 
     monkeypatch.setattr(GuardedRollout, "_within", soon)
-    build_fakes(monkeypatch, {"fault": fault, "after": 1, "delay": 600.0})
+    built = build_fakes(monkeypatch, {"fault": fault, "after": 1, "delay": 600.0})
     assert generate(*TWO, *FEW, output="two.jsonl").read_bytes() == of_fakes
     (replicas,) = started
     assert [replica.loss is None for replica in replicas.all] == [True, False]
     assert "replica 1 of the rollout is lost, 1 of 2 are left" in caplog.text
+    for engine in built:
+        engine.close()  # the thread of a call that is late ends
 
 
 @pytest.mark.parametrize(

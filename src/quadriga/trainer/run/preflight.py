@@ -220,8 +220,8 @@ def check_engines(config: TrainConfig) -> None:
     check_role_engines(config)
     policy = config.actor_rollout_ref
     rollout, ranks = policy.rollout, num_ranks(config, "rollout")
-    check_rollout(rollout.name, rollout.options, ranks)
     check_adapters(rollout, policy.model.lora)
+    check_rollout(rollout.name, rollout.options, ranks)
     check_updates(rollout.name, rollout.options, ranks, take_turns=rollout.take_turns)
     for sampling in (policy.rollout.sampling, policy.rollout.val_sampling):
         check_sampling(policy.rollout.name, policy.rollout.options, sampling)
