@@ -127,6 +127,11 @@ def check(subject: Subject, observed: Observed) -> None:
         assert found["resumed"][name] == pytest.approx(expected["next"][name], rel=1e-4), name
     assert_close(found["undisturbed"], expected["undisturbed"], atol=1e-5)
     assert_close(found["after_resume"], expected["undisturbed"], atol=1e-6)
+    # A checkpoint of this engine, continued by the FSDP engine on one rank.
+    continued = conformance.build(Subject("continued", subject.family, subject.head), observed.root)
+    continued.load(observed.root / f"saved {subject.name}", STEPS)
+    conformance.step(continued, conformance.batch_of(), subject.head)
+    assert_close(conformance.weights(continued), found["undisturbed"], atol=1e-6)
     if subject.head == "lm":
         exported = AutoModelForCausalLM.from_pretrained(observed.root / f"export {subject.name}")
         for held in found["synced"]:

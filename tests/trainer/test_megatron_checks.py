@@ -84,7 +84,7 @@ def test_a_run_with_megatron_passes_the_checks(train_overrides, available):
         (4, [f"{TENSOR}=2", f"{ACTOR}.expert_parallel_size=3",
              f"{ACTOR}.expert_tensor_parallel_size=1"],
          "over the ranks of a stage, but does not divide these: 4 ranks / 1 stages = 4"),
-        (2, [f"{ACTOR}.context_parallel_size=2"], "context_parallel_size=2 is read by"),
+        (2, [f"{ACTOR}.context_parallel_size=2"], "needs the attention of Transformer Engine"),
         (2, [f"{ACTOR}.offload_policy=true"], f"{ACTOR}.offload_policy=True is for"),
         (2, [f"{ACTOR}.sequence_parallel=true"], "tensor_parallel_size is 1"),
         (2, ["actor_rollout_ref.actor.optim.name=muon"],
@@ -159,7 +159,7 @@ def test_the_memory_of_fine_tuning_is_planned_and_refused(
     printed = capsys.readouterr().out
     rows = {line.strip().split("  ")[0]: line.split()[1:2] for line in printed.splitlines()}
     assert rows["parameters"] == rows["gradients"] and "optimizer states" in rows, printed
-    assert "engine megatron" not in printed
+    assert "engine megatron" not in printed and "4, 4 on each of 1 data ranks" in printed, printed
     assert main([command, *given]) == 2
     error = capsys.readouterr().err
     assert "engine.tensor_parallel_size, engine.pipeline_parallel_size" in error, error

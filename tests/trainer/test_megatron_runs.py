@@ -91,9 +91,9 @@ def test_all_roles_train_as_with_fsdp_on_one_rank(train, one_rank, tmp_path, lay
         torch.testing.assert_close(weights(tmp_path / "two")[name], tensor, rtol=0, atol=1e-5)
 
 
-def test_the_rollout_can_have_ranks_of_its_own(train, one_rank):
-    apart = ("placement.actor=[0-1]", "placement.critic=[0-1]", "placement.rollout=[2]")
-    assert_same(train("apart", *megatron(*TENSOR, ranks=3), *apart), one_rank)
+def test_the_rollout_can_have_two_ranks_of_its_own(train, one_rank):
+    apart = ("placement.actor=[0-1]", "placement.critic=[0-1]", "placement.rollout=[2-3]")
+    assert_same(train("apart", *megatron(*TENSOR, ranks=4), *apart), one_rank)
 
 
 @pytest.mark.parametrize("after", ["pp 2", "fsdp"])

@@ -109,8 +109,10 @@ def show_sft_plan(config: SFTConfig) -> None:
 
     check_sft_settings(config, known_names())
     trainer, batch = config.trainer, config.data.train_batch_size
-    ranks = trainer.nnodes * trainer.n_gpus_per_node
-    print(f"rows per step          {batch}, {batch // ranks} on each of {ranks} ranks")
+    together = config.engine.model_parallel_size
+    parts = trainer.nnodes * trainer.n_gpus_per_node // together
+    ranks = f"{parts} ranks" if together == 1 else f"{parts} data ranks"
+    print(f"rows per step          {batch}, {batch // parts} on each of {ranks}")
     if not (config.model.path and config.data.train_files):
         print("memory                 set model.path and data.train_files, whose rows it needs")
         return

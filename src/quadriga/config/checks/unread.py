@@ -103,6 +103,13 @@ def check_unread_engine(key: str, engine: EngineConfig) -> None:
     for name in unread:
         value = getattr(engine, name)
         if value != getattr(default, name):
+            if name == "context_parallel_size":
+                raise ConfigError(
+                    f"{key}.{name}={value} of {key}.name=megatron needs the attention of "
+                    "Transformer Engine, which this release does not use; remove it, or set "
+                    f"{key}.name=fsdp",
+                    key=f"{key}.{name}",
+                )
             raise ConfigError(
                 f"{key}.{name}={as_written(value)} is read by {key}.name={reader} only, but "
                 f"{key}.name={engine.name}; remove it",
