@@ -60,6 +60,11 @@ TINY_BYTES = 4 * 1024
 """Fields up to this size are always sent in the message: reading a stored field costs more."""
 TOGETHER_BYTES = 16 * 2**20
 """Large fields are stored together up to this size: their payloads may be copies."""
+SHARED_BYTES = 2**20
+"""Messages with at most this many bytes to store share objects with those of other ranks of their
+node: an object of 256 KiB costs ten times as much as copying its bytes."""
+SHARED_MESSAGES = 8
+"""How many messages share one object. It exists until all of their ranks have dropped it."""
 
 _Unstored = tuple[RemoteColumn, LocalValue | None, Payload, int]
 """A column without its handle; value, payload and bytes of what is to be stored. The value is None
@@ -94,7 +99,9 @@ class Packer:
         self._reuse = origin is CONTROLLER
         self._may_store = origin is CONTROLLER and not store.in_process
         self._session: object = None
-        self._waiting: list[list[_Unstored]] = []
+        self.reader = ""
+        """The node to which the next messages go, "" if it is unknown or they go to several."""
+        self._waiting: list[tuple[str, list[_Unstored]]] = []
         self._first: dict[tuple[int, tuple[int, int]], RemoteColumn] = {}
         self._same: list[tuple[RemoteColumn, RemoteColumn]] = []
         self._nbytes = 0
@@ -127,7 +134,7 @@ class Packer:
         if row_map is not None:
             unstored += self._small_fields(packed, row_map)
         if unstored:
-            self._waiting.append(unstored)
+            self._waiting.append((self.reader, unstored))
             self._nbytes += sum(nbytes for _, _, _, nbytes in unstored)
             if self._nbytes > TOGETHER_BYTES:
                 self.store_fields()
@@ -185,8 +192,8 @@ class Packer:
 
     def store_fields(self) -> None:
         """Put the large fields into the store. Until then the messages cannot be sent."""
-        waiting, self._waiting, self._nbytes = self._waiting, [], 0
-        # One call for all large fields of a message: a store may put them into one object.
+        waiting, self._waiting, self._nbytes = _shared(self._waiting), [], 0
+        # One call for fields of messages to one node: a store may put them into one object.
         found = [
             self.store.put_many([(payload, nbytes) for _, _, payload, nbytes in unstored])
             for unstored in waiting
@@ -202,15 +209,41 @@ class Packer:
         self._first, self._same = {}, []
 
 
-def pack_arguments(values: Iterable[object], store: Store | None = None) -> list[object]:
+def _shared(waiting: Sequence[tuple[str, list[_Unstored]]]) -> list[list[_Unstored]]:
+    """Join the fields of messages that share objects: small ones in a row, to the same node.
+
+    With SHARED_BYTES = 1 MiB, messages to nodes a and b, sizes in MiB:
+
+        a 0.3    a 0.3    a 5    a 0.3    b 0.3    "" 0.3    "" 0.3
+        └─ one object ┘   one    one      one      one       one
+    """
+    objects: list[list[_Unstored]] = []
+    last, count = "", 0
+    for reader, unstored in waiting:
+        small = sum([nbytes for _, _, _, nbytes in unstored]) <= SHARED_BYTES
+        if small and reader and reader == last and count < SHARED_MESSAGES:
+            objects[-1] += unstored
+            count += 1
+        else:
+            objects.append(unstored)
+            last, count = reader if small else "", 1
+    return objects
+
+
+def pack_arguments(
+    values: Iterable[object], store: Store | None = None, readers: Sequence[str] | None = None
+) -> list[object]:
     """Pack the arguments of a call on the controller.
 
     Local fields above the inline limit are put into `store` (that of the ranks' backend; the
     current one if None) once for each value, so a part that several ranks share must be packed
-    once.
+    once. `readers`: the node of the only rank that receives each value, "" if there are several.
     """
     packer = Packer(CONTROLLER, store or current_store())
-    packed = [_pack(value, packer) for value in values]
+    packed = []
+    for i, value in enumerate(values):
+        packer.reader = readers[i] if readers else ""
+        packed.append(_pack(value, packer))
     packer.store_fields()
     return packed
 

@@ -172,8 +172,9 @@ def start_call(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArgume
             f"group.{record.name}.stream(...) or group.{record.name}.stream_unordered(...)."
         )
     view, parts = _split(method, args, kwargs)
-    calls = build_calls(ranks, method.role, record.name, parts, record.materialize_futures)
-    pendings = send_calls(ranks, list(view.ranks), calls, method.call_options.timeout)
+    targets = list(view.ranks)
+    calls = build_calls(ranks, targets, method.role, record.name, parts, record.materialize_futures)
+    pendings = send_calls(ranks, targets, calls, method.call_options.timeout)
     return StartedCall(ranks, pendings, Collector(record.current_dispatch.collect_fn, view))
 
 
@@ -188,12 +189,13 @@ def start_stream(method: BoundMethod[P, R], args: Arguments, kwargs: KeywordArgu
             f"{method.label} is not a generator: its method has no yield. Call it directly."
         )
     view, parts = _split(method, args, kwargs)
-    step = StreamStep(uuid.uuid4().hex, "open")
+    step, targets = StreamStep(uuid.uuid4().hex, "open"), list(view.ranks)
+    futures = record.materialize_futures
     return Stream(
         ranks.backend,
         partial(send_calls, ranks, timeout=method.call_options.timeout),
-        list(view.ranks),
-        build_calls(ranks, method.role, record.name, parts, record.materialize_futures, step),
+        targets,
+        build_calls(ranks, targets, method.role, record.name, parts, futures, step),
         Collector(record.current_dispatch.collect_fn, view),
     )
 
@@ -256,13 +258,15 @@ def _entries(view: CallView, column: object) -> Sequence[object]:
 
 def build_calls(
     ranks: RankSet,
+    targets: Sequence[int],
     role: str,
     method: str,
     parts: Sequence[Part],
     materialize: bool = True,
     step: StreamStep | None = None,
 ) -> list[Call]:
-    """Return one call per part. Parts of the same objects become one `Call` object.
+    """Return one call per part, for the ranks `targets`. Parts of the same objects become one
+    `Call` object.
 
     Example: the parts `(p0,), (p0,), (p1,), (p1,)` of 4 ranks with tp=2 give the calls c0, c0, c1,
     c1. `p0` and `p1` are packed once each, and the backend encodes c0 and c1 once each.
@@ -270,7 +274,7 @@ def build_calls(
     first_args, first_kwargs = parts[0]
     if not first_args and not first_kwargs:
         return [Call(role, method, step=step)] * len(parts)
-    packed = _packed_values(ranks, parts)
+    packed = _packed_values(ranks, targets, parts)
     # Identity instead of equality: comparing batches would fetch them. The parts keep every object
     # alive until this function returns, so no id is used twice.
     calls: dict[tuple[int, ...], Call] = {}
@@ -295,20 +299,26 @@ _SENT_AS_IT_IS = (bool, int, float, type(None))
 """Small integers are one object in Python; sharing them gains nothing."""
 
 
-def _packed_values(ranks: RankSet, parts: Sequence[Part]) -> dict[int, object]:
+def _packed_values(
+    ranks: RankSet, targets: Sequence[int], parts: Sequence[Part]
+) -> dict[int, object]:
     """Pack each distinct argument object of a call once. Return id → what is sent for it."""
     uses: dict[int, int] = {}
     values: dict[int, object] = {}
-    for args, kwargs in parts:
+    nodes: dict[int, str] = {}
+    for target, (args, kwargs) in zip(targets, parts, strict=True):
         for value in (*args, *kwargs.values()) if kwargs else args:
             if type(value) not in _SENT_AS_IT_IS:
                 key = id(value)
                 values[key] = value
                 uses[key] = uses.get(key, 0) + 1
+                nodes.setdefault(key, ranks.handles[target].facts.node_id)
     boundary = boundary_for(values.values())
     packed: Iterable[object] = values.values()
     if boundary is not None:
-        packed = boundary.pack_arguments(values.values(), store=ranks.backend.store)
+        # A value of several ranks may go to several nodes, so no other value is stored with it.
+        readers = ["" if uses[key] > 1 else nodes[key] for key in values]
+        packed = boundary.pack_arguments(values.values(), ranks.backend.store, readers)
     share = ranks.backend.share
     return {
         key: share(sent, value) if uses[key] > 1 else sent

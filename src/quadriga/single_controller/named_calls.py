@@ -56,7 +56,7 @@ class NamedCalls:
     def _send(
         self, role: str, method: str, targets: Sequence[int], parts: Sequence[Part]
     ) -> list[Pending]:
-        calls = build_calls(self._ranks, role, method, parts)
+        calls = build_calls(self._ranks, targets, role, method, parts)
         return list(send_calls(self._ranks, targets, calls))
 
     def _results(self, pendings: Sequence[Pending]) -> list[object]:

@@ -59,7 +59,7 @@ class GroupOfReferences(RayWorkerGroup):
             raise WorkerDiedError(f"{label} cannot be called: {ranks.broken}", method=label)
         record = registered_methods(ranks.roles[role]).get(name)
         materialize = record is None or record.materialize_futures
-        calls = build_calls(ranks, role, name, parts, materialize)
+        calls = build_calls(ranks, targets, role, name, parts, materialize)
         return submit_values(ranks, targets, calls)
 
     def execute_all_async(  # type: ignore[override]  # see the class
