@@ -144,7 +144,9 @@ def batch() -> DataProto:
     return DataProto.from_dict({"a": torch.ones(4, 100_000)})
 
 
-@pytest.fixture(scope="module", params=[Keeping, KeepingLater])
+@pytest.fixture(
+    scope="module", params=[Keeping, pytest.param(KeepingLater, marks=pytest.mark.nightly)]
+)
 def groups(request, ray_backend):
     pool = ray_backend.resource_pool([2], use_gpu=False, max_colocate_count=2)
     made = [

@@ -63,6 +63,7 @@ def last_step(folder):
     return json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
 
 
+@pytest.mark.nightly
 def test_a_role_that_a_runner_places_on_a_pool_of_its_own(cluster, registered, tmp_path):
     registered["judge"] = {"weight": 2.5}
     registered["trainer"]["n_gpus_per_node"] = 2
@@ -101,6 +102,7 @@ def test_a_reference_that_a_runner_places_on_a_pool_of_its_own(
     assert "actor/kl_loss" in last_step(tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_role_of_a_script_shares_the_pool_of_the_policy(cluster, settings, tmp_path):
     settings["judge"] = {"weight": 3.5}
     (tmp_path / "settings.json").write_text(json.dumps(settings))

@@ -232,6 +232,7 @@ def test_run_ppo_with_hooks_of_ones_own(cluster, task, tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0
 
 
+@pytest.mark.nightly
 def test_the_runner_is_not_on_a_head_node_without_cpus(task, tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(verl_settings(task, tmp_path)))
     program = Path(__file__).with_name("off_head_program.py")
