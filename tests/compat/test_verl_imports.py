@@ -96,7 +96,7 @@ def test_each_name_that_is_left_out_has_advice(module):
         ("import verl.single_controller.ray.megatron", r"Use verl\.single_controller\.ray\.Ray"),
         ("import verl.single_controller.base.register_center.ray", r"register_center=True"),
         ("import verl.third_party.vllm", r"Use quadriga\.rollout"),
-        ("import verl.utils.megatron.tensor_parallel", r"Quadriga trains with FSDP2"),
+        ("import verl.utils.megatron.tensor_parallel", r"Megatron engine of its own"),
         ("import verl.utils.fp8_utils", r"does not quantize"),
         ("import verl.utils.npu_utils", r"device types of PyTorch"),
         ("import verl.interactions.base", r"one response per prompt"),

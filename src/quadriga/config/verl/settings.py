@@ -27,6 +27,7 @@ from quadriga.config.convert import build
 from quadriga.config.reading import check_interpolations, check_override, read_settings_file
 from quadriga.config.secrets import mask_secrets
 from quadriga.config.verl.table import LEAVE, Row
+from quadriga.config.verl.unused import reason_unused
 from quadriga.config.writing import Plain, remember_given
 from quadriga.errors import ConfigError
 
@@ -41,7 +42,8 @@ _SCORES = (
     "model as a role of your own (docs/concepts/roles.md)"
 )
 _REFUSED: dict[str, str] = {
-    "actor_rollout_ref.model.lora.rank": "it is for Megatron; set model.lora_rank",
+    "actor_rollout_ref.model.lora.rank": "it is for Megatron, whose engine has no adapters; set "
+    "model.lora_rank and strategy=fsdp2",
     "actor_rollout_ref.rollout.multi_turn.enable": "Quadriga generates one response per prompt",
     "reward.reward_model.enable": _SCORES,
     "reward_model.enable": _SCORES,
@@ -50,8 +52,12 @@ _REFUSED: dict[str, str] = {
     "algorithm.rollout_correction.bypass_mode": "Quadriga computes the log-probabilities again",
 }
 """Settings that must be off, and why."""
-_STRATEGIES = ("fsdp", "fsdp2")
-_STRATEGY_KEYS = ("actor_rollout_ref.actor.strategy", "critic.strategy")
+_STRATEGIES = ("fsdp2", "fsdp", "megatron")
+_STRATEGY_KEYS = (
+    "actor_rollout_ref.actor.strategy",
+    "actor_rollout_ref.ref.strategy",
+    "critic.strategy",
+)
 _RESUME_MODE, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
 _MODE_OF_PATH = "resume_path"
 _ABSENT = object()
@@ -131,7 +137,7 @@ def read_verl(
     read_settings_file(path)  # checks its size and its structure
     texts = list(overrides)
     chosen = frozenset(text.partition("=")[0].lstrip("+~") for text in texts)
-    unresolved, values = _composed(path, texts, {*table, *_REFUSED, *_STRATEGY_KEYS})
+    unresolved, values = _composed(path, texts, {*table, *_REFUSED})
     translation = translate(cls, table, values, chosen)
     remember_given(translation.config, _of_variables(translation.becomes, unresolved, table))
     return translation
@@ -187,9 +193,10 @@ def translate(
     for verl_key, row in table.items():
         if verl_key not in given:
             continue
-        if _belongs_to_unused_critic(verl_key, given):
+        reason = reason_unused(verl_key, given)
+        if reason is not None:
             if verl_key in chosen:
-                left_out.append(f"{verl_key}={given[verl_key]} (the estimator reads no values)")
+                left_out.append(f"{verl_key}={given[verl_key]} ({reason})")
             continue
         left_out += [f"{verl_key}={part}" for part in row.left_out(given[verl_key])]
         value = row.convert(given[verl_key])
@@ -300,7 +307,7 @@ def _is_unused(key: str, value: object) -> bool:
 
 def _check_sections(given: Mapping[str, object], table: Mapping[str, Row]) -> None:
     """Check that no value stands where the table has a section, whose settings it would replace."""
-    known = [*table, *_REFUSED, *_STRATEGY_KEYS]
+    known = [*table, *_REFUSED]
     for key, value in given.items():
         inner = next((name for name in known if name.startswith(f"{key}.")), None)
         if inner is not None and key not in table and value != {}:
@@ -318,8 +325,8 @@ def _check_offered(given: Mapping[str, object]) -> None:
     for key in _STRATEGY_KEYS:
         if given.get(key, _STRATEGIES[0]) not in _STRATEGIES:
             raise ConfigError(
-                f"{key}={given[key]!r} of verl has no counterpart: Quadriga trains with FSDP2; set "
-                f"{key}=fsdp2",
+                f"{key}={given[key]!r} of verl has no counterpart: Quadriga trains with FSDP2 and "
+                f"with Megatron-core; set it to one of {', '.join(_STRATEGIES)}",
                 key=key,
             )
 
@@ -348,11 +355,6 @@ def _with_verl_key(error: ConfigError, becomes: Iterable[Becomes]) -> ConfigErro
         return error
     details = {**vars(error), "key": names[-1]}
     return type(error)(f"{error}; the key of verl is {names[-1]}", **details)
-
-
-def _belongs_to_unused_critic(key: str, given: Mapping[str, object]) -> bool:
-    """Whether a setting is of the critic, and the estimator needs no values."""
-    return key.startswith("critic.") and given.get("algorithm.adv_estimator", "gae") != "gae"
 
 
 def _set(tree: dict[str, Plain], key: str, value: object) -> None:

@@ -99,6 +99,7 @@ DEVICE = named({"cuda": "auto"})
 LOSS = named({"vanilla": "ppo_clip", "gspo": "gspo_token"})
 ESTIMATOR = named({"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"})
 OPTIMIZER = named({"AdamW": "adamw", "AdamW8bit": "adamw_8bit", "Muon": "muon"})
+STRATEGY = named({"fsdp2": "fsdp"})
 RESUME = named({"resume_path": LEAVE})  # then `resume_from_path` is the value
 TRACKERS = {
     "console": "console",
@@ -152,6 +153,25 @@ def _engine(verl: str, ours: str) -> dict[str, Row]:
         f"{verl}.offload_policy": to(f"{ours}.offload_policy"),
         f"{verl}.reshard_after_forward": to(f"{ours}.reshard_after_forward"),
         f"{verl}.fsdp_size": to(f"{ours}.fsdp_size"),
+        f"{verl}.dtype": to(f"{ours}.dtype", convert=DTYPE),
+    }
+
+
+def _megatron(verl: str, ours: str) -> dict[str, Row]:
+    """Settings of verl's Megatron engine, which `strategy=megatron` reads only."""
+    return {
+        f"{verl}.param_offload": to(f"{ours}.param_offload"),
+        f"{verl}.optimizer_offload": to(f"{ours}.optimizer_offload"),
+        f"{verl}.tensor_model_parallel_size": to(f"{ours}.tensor_parallel_size"),
+        f"{verl}.pipeline_model_parallel_size": to(f"{ours}.pipeline_parallel_size"),
+        f"{verl}.virtual_pipeline_model_parallel_size": to(
+            f"{ours}.virtual_pipeline_parallel_size"
+        ),
+        f"{verl}.context_parallel_size": to(f"{ours}.context_parallel_size"),
+        f"{verl}.expert_model_parallel_size": to(f"{ours}.expert_parallel_size"),
+        f"{verl}.expert_tensor_parallel_size": to(f"{ours}.expert_tensor_parallel_size"),
+        f"{verl}.sequence_parallel": to(f"{ours}.sequence_parallel"),
+        f"{verl}.use_distributed_optimizer": to(f"{ours}.distributed_optimizer"),
         f"{verl}.dtype": to(f"{ours}.dtype", convert=DTYPE),
     }
 
@@ -211,7 +231,10 @@ TRAIN: dict[str, Row] = {
     **_model("actor_rollout_ref.model", "actor_rollout_ref.model"),
     **_optim(f"{_ACTOR}.optim", f"{_ACTOR}.optim"),
     f"{_ACTOR}.grad_clip": to(f"{_ACTOR}.optim.grad_clip"),
+    # verl's reference policy has the strategy of the actor, unless it is given.
+    f"{_ACTOR}.strategy": to(f"{_ACTOR}.engine.name", f"{_REF}.engine.name", convert=STRATEGY),
     **_engine(f"{_ACTOR}.fsdp_config", f"{_ACTOR}.engine"),
+    **_megatron(f"{_ACTOR}.megatron", f"{_ACTOR}.engine"),
     f"{_ACTOR}.use_dynamic_bsz": to(f"{_ACTOR}.engine.use_dynamic_bsz"),
     f"{_ACTOR}.ppo_max_token_len_per_gpu": to(f"{_ACTOR}.engine.max_tokens_per_micro_batch"),
     f"{_ACTOR}.ulysses_sequence_parallel_size": to(f"{_ACTOR}.engine.sequence_parallel_size"),
@@ -247,13 +270,17 @@ TRAIN: dict[str, Row] = {
     f"{_ROLLOUT}.val_kwargs.temperature": to(f"{_ROLLOUT}.val_sampling.temperature"),
     f"{_ROLLOUT}.val_kwargs.top_p": to(f"{_ROLLOUT}.val_sampling.top_p"),
     f"{_ROLLOUT}.val_kwargs.top_k": to(f"{_ROLLOUT}.val_sampling.top_k"),
+    f"{_REF}.strategy": to(f"{_REF}.engine.name", convert=STRATEGY),
     **_engine(f"{_REF}.fsdp_config", f"{_REF}.engine"),
+    **_megatron(f"{_REF}.megatron", f"{_REF}.engine"),
     f"{_REF}.log_prob_use_dynamic_bsz": to(f"{_REF}.engine.use_dynamic_bsz"),
     f"{_REF}.log_prob_max_token_len_per_gpu": to(f"{_REF}.engine.max_tokens_per_micro_batch"),
     f"{_REF}.ulysses_sequence_parallel_size": to(f"{_REF}.engine.sequence_parallel_size"),
     **_model("critic.model", "critic.model"),
     **_optim("critic.optim", "critic.optim"),
     "critic.grad_clip": to("critic.optim.grad_clip"),
+    "critic.strategy": to("critic.engine.name", convert=STRATEGY),
+    **_megatron("critic.megatron", "critic.engine"),
     **_engine("critic.fsdp", "critic.engine"),
     **_engine("critic.model.fsdp_config", "critic.engine"),
     "critic.use_dynamic_bsz": to("critic.engine.use_dynamic_bsz"),

@@ -28,13 +28,13 @@ _ALGORITHMS = {
 }
 
 _SPLIT_TOKENS = "The engine splits tokens itself: set engine.sequence_parallel_size."
-_FSDP = "Quadriga trains with FSDP2."
+_OWN_MEGATRON = "Quadriga has a Megatron engine of its own: set engine.name=megatron."
 _NO_QUANTIZATION = "Quadriga does not quantize weights."
 _NO_SKIP = "Quadriga generates in every step."
 _NOT_USED = "No engine of Quadriga uses it."
 _ONE_RESPONSE = "Quadriga generates one response per prompt."
 _PYTORCH_DEVICES = "Quadriga runs on the device types of PyTorch: CUDA, NPU and CPU."
-_TEXT = "Quadriga trains models of text."
+_IMAGES = "Quadriga encodes the images of a prompt itself (data.image_key)."
 
 NOT_OFFERED: dict[str, str] = {
     **_ALGORITHMS,
@@ -128,7 +128,8 @@ NOT_OFFERED: dict[str, str] = {
     "ActorRolloutRefWorker",
     "verl.workers.fsdp_workers.RewardModelWorker": "quadriga.workers.RewardModelWorker, which "
     "reward_model.enable=true starts; its settings are those of quadriga's section reward_model",
-    "verl.workers.megatron_workers": "verl.workers.fsdp_workers; Quadriga trains with FSDP2",
+    "verl.workers.megatron_workers": "verl.workers.fsdp_workers, whose engine is chosen by "
+    "engine.name",
     "verl.workers.reward_manager": _REWARDS,
     "verl.workers.rollout": _ROLLOUTS,
     "verl.workers.sharding_manager": "quadriga.weight_sync",
@@ -156,7 +157,7 @@ NO_COUNTERPART: dict[str, str] = {
             "verl.utils.normalize_token_ids",
             "verl.utils.tensordict_utils.maybe_fix_3d_position_ids",
         ),
-        _TEXT,
+        _IMAGES,
     ),
     **dict.fromkeys(
         (
@@ -170,9 +171,10 @@ NO_COUNTERPART: dict[str, str] = {
     **dict.fromkeys(
         ("verl.utils.fp8_utils", "verl.utils.modelopt", "verl.utils.qat"), _NO_QUANTIZATION
     ),
-    **dict.fromkeys(
-        ("verl.utils.megatron", "verl.utils.megatron_peft_utils", "verl.utils.veomni"), _FSDP
-    ),
+    "verl.utils.megatron": _OWN_MEGATRON,
+    "verl.utils.megatron_peft_utils": "The Megatron engine of Quadriga has no adapters; the FSDP "
+    "engine has.",
+    "verl.utils.veomni": "Quadriga trains with FSDP2 and with Megatron-core.",
     **dict.fromkeys(("verl.utils.npu_flash_attn_utils", "verl.utils.npu_utils"), _PYTORCH_DEVICES),
     "verl.utils.rollout_skip": _NO_SKIP,
     "verl.utils.skip": _NO_SKIP,
