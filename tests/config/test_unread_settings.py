@@ -14,6 +14,9 @@ ACTOR = "actor_rollout_ref.actor"
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
 
+REWARD_MODEL = ["reward_model.enable=true", "reward_model.model.path=scorer"]
+
+
 def error_of(check, cls, overrides, *known):
     with pytest.raises(ConfigError) as caught:
         check(load_config(cls, overrides), *known)
@@ -37,6 +40,15 @@ def error_of(check, cls, overrides, *known):
         (
             ["actor_rollout_ref.ref.engine.reduce_dtype=bfloat16"],
             "ref.engine.reduce_dtype=bfloat16 has no effect: the reference policy is not trained",
+        ),
+        (
+            [*REWARD_MODEL, "reward_model.engine.optimizer_offload=true"],
+            "reward_model.engine.optimizer_offload=true has no effect: the reward model is not "
+            "trained, so it has no optimizer; remove it",
+        ),
+        (
+            [*REWARD_MODEL, "reward_model.engine.reduce_dtype=bfloat16"],
+            "reward_model.engine.reduce_dtype=bfloat16 has no effect: the reward model is not",
         ),
         (
             [f"{ACTOR}.loss_scale_length=100", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum"],

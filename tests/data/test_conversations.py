@@ -104,6 +104,30 @@ def test_a_template_that_opens_a_thought_trains_the_last_answer():
         encode_turns(tokenizer, [CHAT])
 
 
+@pytest.mark.parametrize("answer", ["d", "end", "im", "< 3", "<th", "assistant"])
+def test_an_answer_that_occurs_in_the_end_token_is_found(answer):
+    tokenizer = family(THOUGHT, CASES["ChatML"][1])
+    chat = [CHAT[0], {"role": "assistant", "content": answer}]
+    [found] = encode_turns(tokenizer, [chat])
+    assert trained_texts(tokenizer, found) == [f"{answer}<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("written", "content", "trained"),
+    [
+        ("m.content | trim", "  Three. ", "Three."),
+        ("m.content.split('</think>')[-1]", "One.</think>Three.", "Three."),
+    ],
+)
+def test_an_answer_that_the_template_shortens_ends_with_its_token(written, content, trained):
+    template = THOUGHT.replace("m.content", f"({written})")
+    assert template != THOUGHT
+    tokenizer = family(template, CASES["ChatML"][1])
+    chat = [CHAT[0], {"role": "assistant", "content": content}]
+    [found] = encode_turns(tokenizer, [chat])
+    assert trained_texts(tokenizer, found) == [f"{trained}<|im_end|>"]
+
+
 def test_a_special_token_within_an_answer_does_not_end_it():
     tokenizer = family(NO_END, ["</think>"])
     chat = [CHAT[0], {"role": "assistant", "content": "One.</think>Three."}]

@@ -4,7 +4,7 @@ import pytest
 from test_loader import Numbers, numbers
 
 from quadriga.config.schema import DataConfig, DatasetClassConfig, SamplerConfig
-from quadriga.data.loader import PromptLoader
+from quadriga.data.loader import PromptLoader, items_of
 from quadriga.data.user_classes import user_dataset, user_sampler
 from quadriga.errors import CheckpointError, ConfigError, DataError, InputError
 from quadriga.protocol import DataProto
@@ -65,6 +65,17 @@ class Questions(PromptDataset):
         rows = [{"prompt": f"{file} {i}"} for file in files for i in range(3)]
         made = PromptDataset.from_rows(rows, tokenizer, max_prompt_length=config.max_prompt_length)
         self.__dict__.update(made.__dict__)
+
+
+class WithHint(Questions):
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), "extra_info": {"hint": index}}
+
+
+class OfImages(Questions):
+    def __init__(self, files, tokenizer, config, images=None):
+        super().__init__(files, tokenizer, config)
+        self.images = images
 
 
 class Empty:
@@ -167,3 +178,27 @@ def test_a_dataset_of_the_user(tmp_path, tokenizer):
     config = DataConfig(dataset=DatasetClassConfig(name="Empty"))
     with pytest.raises(ConfigError, match=r"data.dataset.name=Empty: Empty lacks __len__"):
         user_dataset(str(path), ["a"], tokenizer, config)
+
+
+def test_items_that_a_subclass_changes_are_those_of_a_loop(tmp_path, tokenizer):
+    """The rows are checked in a loop before a run starts, and read by number in the run."""
+    path = tmp_path / "d.py"
+    path.write_text(DATASET)
+    config = DataConfig(dataset=DatasetClassConfig(name="WithHint"))
+    data = user_dataset(str(path), ["a"], tokenizer, config)
+    assert [item["extra_info"] for item in items_of(data)] == [{"hint": i} for i in range(3)]
+    assert [item["index"] for item in items_of(data.head(2))] == [0, 1]
+
+
+def test_a_class_with_an_argument_images_is_given_the_rules(tmp_path, tokenizer):
+    path = tmp_path / "d.py"
+    path.write_text(DATASET)
+    rules = object()
+    for name, given, expected in (
+        ("OfImages", rules, rules),
+        ("OfImages", None, None),
+        ("Questions", rules, "no attribute"),
+    ):
+        config = DataConfig(dataset=DatasetClassConfig(name=name))
+        data = user_dataset(str(path), ["a"], tokenizer, config, given)
+        assert getattr(data, "images", "no attribute") is expected

@@ -332,6 +332,22 @@ def test_weights_that_match_a_pattern_are_frozen(model_folder, tmp_path):
     assert all(torch.equal(weight, after[name]) for name, weight in weights(again).items())
 
 
+def test_a_checkpoint_with_weights_that_are_frozen_now_is_refused(model_folder, trained, tmp_path):
+    whole = build(model_folder, LoraConfig())
+    cases.step(whole)
+    whole.save(tmp_path / "whole")
+    frozen = build(model_folder, LoraConfig(), freeze=("model.embed_tokens.*",))
+    with pytest.raises(CheckpointError, match=r"trained values of 'model\.embed_tokens\.weight'"):
+        frozen.load(tmp_path / "whole")
+    trained.save(tmp_path / "adapters")
+    fewer = build(model_folder, replace(LORA, exclude_modules=("q_proj",)))
+    message = (
+        r"trained values of '.*layers\.0.*q_proj.*' and 3 other weights, which this model does"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        fewer.load(tmp_path / "adapters")
+
+
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [

@@ -44,8 +44,17 @@ EQUAL = [
     (r"\{1,2\}", r"\boxed{\{2, 1\}}"),
     (r"$\sqrt{8}$", r"\boxed{2\sqrt{2}}"),
     ("1,000", "It is 1000."),
+    (r"\$18.90", r"\boxed{\$18.90}"),
+    (r"\$18.90", "#### 18.9"),
+    ("4", r"I first had \boxed{3}, so finally \boxed{4}"),
+    ("3", r"\boxed{\boxed{3}}"),
+    (r"\{1,2\}", r"$\boxed{1}$ and $\boxed{2}$"),
+    (r"\frac{1}{2}", r"\boxed{\frac{1}{2}} and no more"),
 ]
-DIFFERENT = [("7", r"\boxed{8}"), ("7", "no number"), ("7", ""), ("(1,2)", r"\boxed{(1,2]}")]
+DIFFERENT = [
+    ("7", r"\boxed{8}"), ("7", "no number"), ("7", ""), ("(1,2)", r"\boxed{(1,2]}"),
+    ("3", r"I first had \boxed{3}, so finally \boxed{4}"), ("7", r"\boxed{7"),
+]  # fmt: skip
 
 
 @needs_math_verify
@@ -96,6 +105,16 @@ def test_a_missing_package_is_named_before_a_run_starts(monkeypatch) -> None:
     sys.modules.pop("quadriga.rewards.mathematics", None)
 
 
+@needs_math_verify
+def test_a_response_of_megabytes_of_boxes_is_searched() -> None:
+    """With a cost that is quadratic in the length, this takes hours."""
+    from quadriga.rewards.mathematics import _last_boxes
+
+    open_boxes = r"\boxed{" * (1 << 20)
+    assert _last_boxes(open_boxes) == r"$\boxed{$"
+    assert _last_boxes(r"\boxed{1}" * (1 << 18)).count("boxed") == 1 << 18
+
+
 # Multiple choice.
 
 
@@ -114,6 +133,16 @@ def test_a_missing_package_is_named_before_a_run_starts(monkeypatch) -> None:
         ("A banana is yellow.", None),
         ("The answer is Banana.", None),
         ("the answer is a number", None),
+        ("The answer is (C). In my answer I assumed X.", "C"),
+        ("The answer is A because the sum is even", "A"),
+        ("The answer is I.", "I"),
+        ("Answer: I think it is C", None),
+        ("Answer: A dog barks", None),
+        ("Answer is: [B]", "B"),
+        ("My answer I believe: (D)", None),
+        ("ANSWER: B", "B"),
+        ("The correct option is B", "B"),
+        ("the answers: B", None),
         ("K", None),
         ("", None),
     ],

@@ -44,6 +44,8 @@ def test_a_change_that_can_be_continued_is_told(first, run, caplog) -> None:
         ("data.shuffle=false", "data.shuffle: True → False"),
         ("algorithm.adv_estimator=gae", "algorithm.adv_estimator: grpo → gae"),
         ("actor_rollout_ref.actor.optim.name=muon", "actor.optim.name: adamw → muon"),
+        ("actor_rollout_ref.model.freeze=[model.embed_tokens.*]", "actor_rollout_ref.model.freeze"),
+        ("actor_rollout_ref.model.lora.rank=2", "actor_rollout_ref.model.lora.rank: None → 2"),
         ("data.train_files={other}", "the content of data.train_files is another one"),
         ("actor_rollout_ref.model.path={model}", "config.json of actor_rollout_ref.model.path is"),
     ],
@@ -84,6 +86,17 @@ def test_secrets_are_not_written_into_a_checkpoint(train_overrides, monkeypatch)
     saved = inputs_of(config)
     assert saved["trainer.project_name"] == "${oc.env:MY_PLACE}"
     assert "hunter2" not in str(saved)
+
+
+def test_the_code_of_the_parts_of_a_reward_is_an_input(train_overrides, tmp_path) -> None:
+    rules = tmp_path / "rules.py"
+    rules.write_text("def score(**kw): return 1.0\n")
+    part = f"reward.parts={{short: {{path: '{rules}', name: score}}, right: {{weight: 2}}}}"
+    config = load_config(TrainConfig, [*train_overrides, part])
+    saved = inputs_of(config)
+    rules.write_text("def score(**kw): return 2.0\n")
+    changes = Changes.between(saved, inputs_of(config))
+    assert changes.other == ["the content of reward.parts is another one"]
 
 
 def test_a_setting_that_only_one_version_knows_is_told() -> None:

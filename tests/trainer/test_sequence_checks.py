@@ -11,10 +11,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 from quadriga.cli.main import main
 from quadriga.config.loading import load_config
-from quadriga.config.schema import TrainConfig
+from quadriga.config.schema import SFTConfig, TrainConfig
 from quadriga.errors import ConfigError, ModelError
 from quadriga.models import check_vocabulary
 from quadriga.trainer.run.ingredients import load_ingredients
+from quadriga.trainer.run.preflight import check_sft_config, check_train_config
 
 BUDGET = "max_tokens_per_micro_batch"
 ACTOR = "actor_rollout_ref.actor"
@@ -84,6 +85,20 @@ def widen(model: Path, *, special: bool) -> int:
     return beyond
 
 
+def test_a_folder_of_weights_needs_no_tokenizer_where_another_folder_has_it(
+    tiny_task, model, train_overrides, tmp_path
+) -> None:
+    for file in model.glob("*token*"):
+        file.unlink()
+    named = [f"model.path={model}", f"model.tokenizer_path={tiny_task.model}"]
+    policy = [f"actor_rollout_ref.{text}" for text in named]
+    critic = ["algorithm.adv_estimator=gae", f"critic.model.path={model}"]  # reads no tokenizer
+    check_train_config(load_config(TrainConfig, [*train_overrides, *policy, *critic]))
+    check_sft_config(load_config(SFTConfig, [*sft(tiny_task, tmp_path)[2:], *named]))
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        check_train_config(load_config(TrainConfig, [*train_overrides, policy[0]]))
+
+
 # Lengths.
 
 
@@ -139,6 +154,14 @@ def test_a_token_budget_below_the_longest_sequence_is_refused(
     _ingredients(tiny_task, *more, f"{key}.{BUDGET}=1", f"{key}.use_dynamic_bsz=false")
 
 
+def test_the_reference_of_adapters_has_the_budget_of_the_actor(tiny_task, longest) -> None:
+    lora = ("actor_rollout_ref.model.lora.rank=2", f"{ACTOR}.use_kl_loss=true")
+    unread = f"actor_rollout_ref.ref.engine.{BUDGET}=1"
+    _ingredients(tiny_task, *lora, unread)
+    with pytest.raises(ConfigError, match=rf"ref\.engine\.{BUDGET}=1 is below"):
+        _ingredients(tiny_task, *lora[1:], unread)
+
+
 def test_an_engine_that_the_run_does_not_use_is_not_checked(tiny_task) -> None:
     _ingredients(
         tiny_task, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2",
@@ -177,6 +200,22 @@ def test_the_embedding_of_the_critic_is_checked(refused, train_overrides, tiny_t
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 20}))
     critic = ["algorithm.adv_estimator=gae", f"critic.model.path={model}"]
     assert "has 20 rows" in refused("train", *train_overrides, *critic)
+
+
+def test_the_inputs_of_the_reward_model_are_checked(tiny_task, model, longest) -> None:
+    enabled = ("reward_model.enable=true", f"reward_model.model.path={model}")
+    _ingredients(tiny_task, *enabled)
+    with pytest.raises(ConfigError, match=rf"is {longest + 12} tokens, and one is added; set it"):
+        _ingredients(tiny_task, *enabled, f"reward_model.engine.{BUDGET}={longest + 12}")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps({**config, "max_position_embeddings": longest + 12})
+    )
+    with pytest.raises(ModelError, match=rf"computes at most {longest + 12}"):
+        _ingredients(tiny_task, *enabled)
+    widen(model, special=False)
+    with pytest.raises(ModelError, match="'<beyond>' of the tokenizer has the id"):
+        _ingredients(tiny_task, *enabled)  # encoded again, so its window is not compared
 
 
 def test_a_special_token_that_never_occurs_may_be_beyond_the_embedding(model) -> None:

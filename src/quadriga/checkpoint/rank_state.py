@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +58,28 @@ def read_scalars(folder: str | Path, *, step: int | None = None) -> JsonObject:
             path=str(path),
         ) from error
     return scalars
+
+
+def check_all_taken(folder: str | Path, names: Collection[str], prefix: str) -> None:
+    """Check that a checkpoint has no tensor that a model would leave out.
+
+    Args:
+        names: the tensors that the model takes from the checkpoint.
+        prefix: of the stored names that are compared.
+
+    Raises:
+        CheckpointError: names such a tensor; or as `read_indexes` raises.
+    """
+    stored = {name for index in read_indexes(Path(folder)) for name in index.of_tensor}
+    left = sorted(name for name in stored if name.startswith(prefix) and name not in names)
+    if left:
+        raise CheckpointError(
+            f"{folder} has trained values of {left[0].removeprefix(prefix)!r}"
+            f"{f' and {len(left) - 1} other weights' if len(left) > 1 else ''}, which this model "
+            "does not train, so it would mix them with weights of its folder; set model.freeze and "
+            "model.lora to what they were in that run, or start a new run from its exported model",
+            path=str(folder),
+        )
 
 
 def load_rank_state(

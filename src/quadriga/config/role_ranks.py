@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from quadriga.config.schema import PlacementConfig, TrainConfig
+from quadriga.config.schema import EngineConfig, PlacementConfig, TrainConfig
 from quadriga.errors import ConfigError
 
 REWARD_MODEL = "reward_model"
@@ -135,20 +135,31 @@ def num_ranks(config: TrainConfig, role: str) -> int:
     return len(role_ranks(config)[role])
 
 
+def base_is_in_actor(config: TrainConfig) -> bool:
+    """Return whether the reference is the actor's model with adapters off."""
+    ranks = role_ranks(config)
+    return config.actor_rollout_ref.model.lora.enabled and ranks["ref"] == ranks["actor"]
+
+
+def reference_engine(config: TrainConfig) -> tuple[str, EngineConfig]:
+    """Return the key and the settings of the engine that computes the reference policy."""
+    policy = config.actor_rollout_ref
+    if base_is_in_actor(config):
+        return "actor_rollout_ref.actor.engine", policy.actor.engine
+    return "actor_rollout_ref.ref.engine", policy.ref.engine
+
+
 def data_ranks(config: TrainConfig, role: str) -> int:
     """Return the number of data-parallel ranks of a role: each receives equal rows of its own."""
     ranks = num_ranks(config, role)
     policy = config.actor_rollout_ref
     engines = {
         "actor": policy.actor.engine,
-        "ref": policy.ref.engine,
+        "ref": reference_engine(config)[1],
         "critic": config.critic.engine,
     }
     if role == "rollout" and policy.rollout.replicas.enable:
         return 1  # any number of rows is divided into requests
-    ranks_of = role_ranks(config)
-    if policy.model.lora.enabled and ranks_of["ref"] == ranks_of["actor"]:
-        engines["ref"] = policy.actor.engine  # the reference is the actor with adapters off
     if has_reward_model(config):
         engines[REWARD_MODEL] = config.reward_model.engine
     return ranks // engines[role].model_parallel_size if role in engines else ranks

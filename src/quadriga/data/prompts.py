@@ -138,6 +138,8 @@ class PromptDataset:
 
     def __iter__(self) -> Iterator[PromptItem]:
         """Yield all prompts in order, which is faster than one by one."""
+        if type(self).__getitem__ is not PromptDataset.__getitem__:  # of a subclass
+            return (self[index] for index in range(len(self)))
         return islice(chain.from_iterable(self._parts), self._size)
 
     def head(self, count: int) -> PromptDataset:

@@ -1,7 +1,8 @@
 """A dataset or a sampler of the user: a class in a Python file.
 
 A dataset class is called with `(files, tokenizer, config)`, where `config` are the settings
-`data.*`, and is a `Prompts`. A subclass of `PromptDataset` has all that is needed.
+`data.*`, and is a `Prompts`. A subclass of `PromptDataset` has all that is needed. For a model that
+takes images, a class with an argument `images` is also given how images become tokens.
 
 A sampler class is called with `(dataset, seed=…, **options)` and is a `RowSampler`: it chooses the
 rows of each batch, for example by their difficulty, and learns from each step.
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from quadriga.config.schema import DataConfig, SamplerConfig
     from quadriga.data.collate import PromptItem
+    from quadriga.data.images.prompts import ImageRules
 
 
 class Prompts(Protocol):
@@ -66,9 +68,15 @@ class RowSampler(Protocol):
 
 
 def user_dataset(
-    path: str, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+    path: str,
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    images: ImageRules | None = None,
 ) -> Prompts:
     """Return the dataset of the class `config.dataset.name` in the file `path`.
+
+    `images`: how images become tokens; None: the model takes text only.
 
     Raises:
         DataError: there is no such file.
@@ -76,7 +84,10 @@ def user_dataset(
         ConfigError: it has no such class, or the object lacks a method or an attribute.
     """
     name = config.dataset.name
-    dataset = _made(path, name, "data.dataset", files, tokenizer, config)
+    key = "data.dataset"
+    takes = images is not None and "images" in inspect.signature(_class(path, name, key)).parameters
+    options = {"images": images} if takes else {}
+    dataset = _made(path, name, key, files, tokenizer, config, **options)
     needed = ("__len__", "__getitem__", "collate", "longest", "largest_id", "same_width")
     _check(dataset, needed, f"data.dataset.name={name}")
     return cast(Prompts, dataset)

@@ -22,7 +22,12 @@ import torch
 from torch import Tensor
 
 from quadriga.checkpoint.files import SavedFile
-from quadriga.checkpoint.rank_state import load_rank_state, read_scalars, save_rank_state
+from quadriga.checkpoint.rank_state import (
+    check_all_taken,
+    load_rank_state,
+    read_scalars,
+    save_rank_state,
+)
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.base import Batch, HeadKind, LossFn, Outputs, TrainEngine
 from quadriga.engines.image_inputs import Images, check_batch, images_of
@@ -296,6 +301,8 @@ class FSDPEngine:
         with self._on_device("parameters", "moments"):
             check_frozen(saved, frozen_scalars(self._part, self.module), folder)
             state = self._state()
+            if self._part.frozen:
+                check_all_taken(folder, state, "model.")
             scalars = load_rank_state(folder, state, rank=rank(), step=step)
             if self.optimizer is not None:
                 self.optimizer.load_tensors(

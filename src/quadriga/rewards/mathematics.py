@@ -1,13 +1,14 @@
 """The built-in rule for mathematics: compare answers as expressions, with the package math-verify.
 
 It parses LaTeX and plain expressions, so that 0.5, 1/2 and \\frac{1}{2} are equal. A response's
-answer is what it has in \\boxed{…}, else its last expression. Simplifying an expression can take
-any time, so the rule runs in the processes of the reward pool, which have a deadline.
+answer is what it has in the last \\boxed{…}, else its last expression. Simplifying one can
+take any time, so the rule runs in the processes of the reward pool, which have a deadline.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 
@@ -28,6 +29,10 @@ from math_verify import parse, verify
 # the main thread can receive.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
+_BOX = re.compile(r"\\boxed ?\{")
+_LISTED = re.compile(r"[\s$,;]*(?:and|or|\\text\{ ?(?:and|or) ?\})?[\s$,;]*")
+"""What is between boxes that are one answer."""
+
 
 def compute_score(
     data_source: str,
@@ -44,7 +49,7 @@ def compute_score(
     truth = parse(_marked(str(ground_truth)), parsing_timeout=None)
     if not truth:
         raise ValueError(f"the ground truth {ground_truth!r:.100} is no expression")
-    found = parse(solution_str, parsing_timeout=None)
+    found = parse(_last_boxes(solution_str), parsing_timeout=None)
     if not found:
         return {"score": 0.0, "answer": None}
     equal = verify(truth, found, timeout_seconds=None)
@@ -52,5 +57,36 @@ def compute_score(
 
 
 def _marked(truth: str) -> str:
-    """Return a ground truth as LaTeX: the parser reads `\\frac{1}{2}` only between dollar signs."""
-    return truth if "$" in truth or "\\boxed" in truth else f"${truth}$"
+    """Return a ground truth as LaTeX: the parser reads `\\frac{1}{2}` only between dollar signs.
+
+    An amount of dollars, `\\$18.90`, is a number.
+    """
+    amount = truth.replace("\\$", "")
+    return amount if "$" in amount or "\\boxed" in amount else f"${amount}$"
+
+
+def _last_boxes(solution: str) -> str:
+    """Return the last box with those that are listed before it, or the text if it has no box.
+
+    first \\boxed{3}, so \\boxed{4}.          $\\boxed{4}$
+    $\\boxed{1}$ and $\\boxed{2}$             $\\boxed{1}$ and $\\boxed{2}$
+    """
+    boxes: list[str] = []
+    start = len(solution)
+    for found in reversed(list(_BOX.finditer(solution))):
+        end = _closing(solution, found.end())
+        if boxes and (end > start or not _LISTED.fullmatch(solution[end:start])):
+            break
+        start = found.start()
+        boxes.append(f"${solution[start:end]}$")
+    return " and ".join(reversed(boxes)) or solution
+
+
+def _closing(text: str, start: int) -> int:
+    """Return the position after the brace that closes the one before `start`."""
+    depth = 1
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if not depth:
+            return position + 1
+    return len(text)

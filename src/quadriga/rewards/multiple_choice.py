@@ -7,12 +7,19 @@ from collections.abc import Mapping
 
 # The text has no stars and no two spaces in a row, so no part of a form repeats, and matching takes
 # time proportional to the length of the text.
-_LETTER = r"\(?([A-J])\)?(?![A-Za-z])"  # B or (B), but not the B of Banana
+_END = r"(?=[).,:;!?\]]|$)"
+_OPEN = r"(?:[(\[](?=[A-J][)\]]))?"
+# B or (B), but not the B of Banana, and neither the pronoun I nor, after a colon, the article A.
+_SAID = rf"{_OPEN}([A-HJ](?![\w'’])|I{_END})"
+_GIVEN = rf"{_OPEN}([B-HJ](?![\w'’])|[AI]{_END})"
 _FORMS = (
     re.compile(r"\\boxed ?\{ ?(?:\\(?:text|mathrm|textbf|mathbf) ?\{)? ?\(?([A-J])\)? ?\}"),
-    re.compile(rf"[Aa]nswer(?: is)? ?:? ?{_LETTER}"),
-    re.compile(rf"#### ?{_LETTER}"),
-    re.compile(rf"^{_LETTER}(?:[.):]|$)"),
+    re.compile(rf"(?i:\banswer) ?(?:(?i:is)(?: ?: ?| ){_SAID}|: ?{_GIVEN})"),
+    re.compile(rf"#### ?{_GIVEN}"),
+    re.compile(
+        rf"(?i:\bcorrect (?:option|choice|letter)) ?(?:(?i:is)(?: ?: ?| ){_SAID}|: ?{_GIVEN})"
+    ),
+    re.compile(rf"^{_OPEN}([A-J])(?:[.):\]]|$)"),
 )
 """Forms of an answer, the most definite one first."""
 
@@ -26,13 +33,15 @@ def chosen_letter(solution: str) -> str | None:
         The answer is (C), not D.         C
         Answer: A … Final answer: **D**   D
         B) because the sum is even        B
+        My answer is D: I am sure         D
+        Answer: A dog                     None, since A can be the article
         A banana is yellow.               None
     """
     text = " ".join(solution.replace("*", "").split())
     for form in _FORMS:
-        found = form.findall(text)
+        found = [match[match.lastindex or 0] for match in form.finditer(text)]
         if found:
-            return str(found[-1])
+            return found[-1]
     return None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from quadriga.config.schema import ActorRolloutRefConfig
+from quadriga.config.schema import ActorRolloutRefConfig, EngineConfig
 from quadriga.engines.base import ENTROPY, LOG_PROBS
 from quadriga.errors import ConfigError, WorkerError
 from quadriga.protocol import DataProto, fields
@@ -76,10 +76,7 @@ class ActorRolloutRefWorker(PolicyWeights):
         self.ref: TrainEngine | None = None
         self.rollout: RolloutEngine | None = None
         # Each use has a mesh of its own, because its ranks may share their rows in another way.
-        actor, ref = config.actor.engine, config.ref.engine
-        if config.model.lora.enabled and self.uses("actor"):  # the reference is the actor's base
-            ref = actor
-        for use, engine in (("actor", actor), ("ref", ref)):
+        for use, engine in (("actor", config.actor.engine), ("ref", self._ref_settings())):
             if use in _USES[role]:
                 register_engine_ranks(self, use, engine)
         if self.uses("rollout"):
@@ -189,7 +186,7 @@ class ActorRolloutRefWorker(PolicyWeights):
         outputs = self._engine("ref").forward(
             {key: data.batch[key] for key in COMPUTE_REF_LOG_PROB.reads},
             temperature=self._temperature(),
-            micro_batch_size=self.config.ref.engine.forward_rows(
+            micro_batch_size=self._ref_settings().forward_rows(
                 self.config.actor.ppo_micro_batch_size_per_gpu
             ),
             images=MultiModalRows.of(data),
@@ -280,6 +277,14 @@ class ActorRolloutRefWorker(PolicyWeights):
         """End the rollout engine with its processes and files, if the worker has one."""
         if self.rollout is not None:
             self.rollout.close()
+
+    def _ref_settings(self) -> EngineConfig:
+        """Return the settings of the engine that computes the reference policy.
+
+        With adapters it is the actor with adapters off, if this worker has the actor.
+        """
+        base_in_actor = self.config.model.lora.enabled and self.uses("actor")
+        return self.config.actor.engine if base_in_actor else self.config.ref.engine
 
     def _temperature(self) -> float:
         """Return the temperature at which log-probabilities are computed.

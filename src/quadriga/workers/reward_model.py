@@ -69,9 +69,9 @@ class RewardModelWorker(Worker):
         path = local_folder(model.path)
         self.tokenizer = tokenizer_of(model)
         self.policy_tokenizer = self.tokenizer if self.policy is None else tokenizer_of(self.policy)
-        own, policy = self.config.chat_template_kwargs, self.policy_arguments
-        equal = policy is None or dict(policy) == own
-        self.same_tokens = equal and same_tokens(self.tokenizer, self.policy_tokenizer, own)
+        self.same_tokens = reads_tokens_of(
+            self.tokenizer, self.policy_tokenizer, self.config, self.policy_arguments
+        )
         self.pad = padding_token(path, model.tokenizer_path or path, trust_remote_code=trusted)
         window = context_window(read_config(path, trust_remote_code=trusted))
         self.longest = None if window is None else window.tokens
@@ -134,6 +134,21 @@ def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
 
     path = model.tokenizer_path or model.path
     return load_tokenizer(path, trust_remote_code=model.trust_remote_code)
+
+
+def reads_tokens_of(
+    own: PreTrainedTokenizerBase,
+    policy: PreTrainedTokenizerBase,
+    config: RewardModelConfig,
+    policy_arguments: TemplateArguments | None,
+) -> bool:
+    """Return whether a reward model reads the token ids of the policy.
+
+    `policy_arguments`: of the chat template of the policy; None: those of the reward model.
+    """
+    arguments = config.chat_template_kwargs
+    equal = policy_arguments is None or dict(policy_arguments) == dict(arguments)
+    return equal and same_tokens(own, policy, arguments)
 
 
 def same_tokens(

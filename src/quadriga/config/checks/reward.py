@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from quadriga.config.checks.engine import check_engine_ranks
 from quadriga.config.checks.trained_part import check_whole_model
+from quadriga.config.checks.unread import check_frozen_engine
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
@@ -31,6 +32,7 @@ def check_reward_model_settings(config: TrainConfig, ranks: int) -> None:
         )
     check_whole_model(f"{_KEY}.model", settings.model)
     check_engine_ranks(f"{_KEY}.engine", settings.engine, ranks)
+    check_frozen_engine(f"{_KEY}.engine", settings.engine, "the reward model")
     if not settings.weight:
         raise ConfigError(
             f"{_KEY}.weight=0 gives the reward model no part in the reward; set {_KEY}.enable=false"

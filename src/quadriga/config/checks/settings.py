@@ -36,6 +36,7 @@ from quadriga.config.role_ranks import (
     added_keys,
     data_ranks,
     num_ranks,
+    reference_engine,
     role_pools,
     roles_of,
 )
@@ -347,8 +348,8 @@ def _check_algorithm(config: TrainConfig, known: KnownNames) -> None:
 def _check_full_kl(config: TrainConfig) -> None:
     """Check the KL over the vocabulary, which needs the logits of both models in one process."""
     policy = config.actor_rollout_ref
-    engines = policy.actor.engine.name, policy.ref.engine.name
-    together = policy.actor.engine, policy.ref.engine
+    together = policy.actor.engine, reference_engine(config)[1]
+    engines = together[0].name, together[1].name
     sizes = [engine.model_parallel_size for engine in together]
     if policy.actor.reads_full_kl and sizes[0] != sizes[1]:
         raise ConfigError(

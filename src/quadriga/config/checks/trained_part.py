@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quadriga.config.role_ranks import role_ranks
+from quadriga.config.role_ranks import base_is_in_actor
 from quadriga.config.schema import EngineConfig, ModelConfig, TrainConfig
 from quadriga.errors import ConfigError
 
@@ -50,9 +50,3 @@ def check_whole_model(key: str, model: ModelConfig) -> None:
             f"merge the adapter into a model and give this as {key}.path",
             key=f"{key}.{name}",
         )
-
-
-def base_is_in_actor(config: TrainConfig) -> bool:
-    """Return whether the reference is the actor's model with adapters off."""
-    ranks = role_ranks(config)
-    return config.actor_rollout_ref.model.lora.enabled and ranks["ref"] == ranks["actor"]

@@ -6,8 +6,6 @@ a file may hold them for the runs in which the feature is on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from quadriga.config.describe import as_written
 from quadriga.config.plan import batch_plan, mini_batch_prompts
 from quadriga.config.schema import (
@@ -161,12 +159,12 @@ def check_unread_update(config: TrainConfig) -> None:
         ConfigError: names the setting.
     """
     actor = config.actor_rollout_ref.actor
-    for name, value, reason in _set_for_frozen_model(config.actor_rollout_ref.ref.engine):
-        raise ConfigError(
-            f"{_REF}.{name}={value} has no effect: the reference policy is not trained, so "
-            f"{reason}; remove it, or set {_ACTOR}.engine.{name} if the actor was meant",
-            key=f"{_REF}.{name}",
-        )
+    check_frozen_engine(
+        _REF,
+        config.actor_rollout_ref.ref.engine,
+        "the reference policy",
+        f"set {_ACTOR}.engine.{{name}} if the actor was meant",
+    )
     if actor.loss_scale_length is not None and actor.loss_agg_mode != _NORMALISED:
         raise ConfigError(
             f"{_ACTOR}.loss_scale_length={actor.loss_scale_length} is read by {_ACTOR}."
@@ -177,13 +175,26 @@ def check_unread_update(config: TrainConfig) -> None:
     _check_shuffle(config, actor)
 
 
-def _set_for_frozen_model(engine: EngineConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield (setting, value, reason) for each setting of `_OF_UPDATES` that is not the default."""
+def check_frozen_engine(key: str, engine: EngineConfig, model: str, remedy: str = "") -> None:
+    """Check that no setting of an engine is for updates, if its model is not trained.
+
+    Args:
+        model: in words, "the reward model".
+        remedy: besides removing the setting, whose name is put in place of `{name}`.
+
+    Raises:
+        ConfigError: names the setting.
+    """
     default = EngineConfig()
     for name, reason in _OF_UPDATES.items():
         value = getattr(engine, name)
         if value != getattr(default, name):
-            yield name, as_written(value), reason
+            other = f", or {remedy.format(name=name)}" if remedy else ""
+            raise ConfigError(
+                f"{key}.{name}={as_written(value)} has no effect: {model} is not trained, so "
+                f"{reason}; remove it{other}",
+                key=f"{key}.{name}",
+            )
 
 
 def _check_shuffle(config: TrainConfig, actor: ActorConfig) -> None:

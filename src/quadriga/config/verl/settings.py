@@ -38,8 +38,8 @@ T = TypeVar("T", bound="DataclassInstance")
 
 _SCORES = (
     "Quadriga scores with rules, unless settings of its own ask for a reward model: "
-    "reward_model.enable and reward_model.model.path (docs/concepts/rewards.md); or add the reward "
-    "model as a role of your own (docs/concepts/roles.md)"
+    "reward_model.enable and reward_model.model.path (docs/concepts/reward_models.md); or add the "
+    "reward model as a role of your own (docs/concepts/roles.md)"
 )
 _REFUSED: dict[str, str] = {
     "actor_rollout_ref.model.lora.rank": "it is for Megatron, whose engine has no adapters; set "

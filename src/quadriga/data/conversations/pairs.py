@@ -75,6 +75,7 @@ class PairDataset:
         filtered: number of pairs left out, because a conversation has more than `max_length`
             tokens (None: no limit).
         lengths: bounds of the tokens.
+        largest_id: the largest token id.
 
     Raises:
         DataError: a row has no pair; the message names the file and the row.
@@ -114,6 +115,9 @@ class PairDataset:
             )
         self.pad_token_id = pad_token_id
         self.lengths = reduce(or_, (_lengths(*columns) for columns in self._rows.columns()))
+        self.largest_id = max(
+            int(ids.flatten().to_numpy().max()) for ids, _ in self._rows.columns()
+        )
 
     def __len__(self) -> int:
         return len(self._rows)

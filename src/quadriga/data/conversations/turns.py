@@ -143,9 +143,7 @@ def _parts(
     if len(texts) == 1 and not up_to.startswith(before):
         # The beginning of a response opens a thought (`<think>`), which the text up to the answer
         # does not have. The answer follows what generation would give to the model.
-        end = up_to.rfind(answer)
-        after = up_to[end + len(answer) :] if end >= 0 else ""
-        return [_Part(before, False), _Part(answer + after, True)]
+        return [_Part(before, False), _Part(_answer_to_end(answer, before, up_to), True)]
     parts, end = [], 0
     for before, turn in texts:
         if not (up_to.startswith(turn) and turn.startswith(before) and len(before) >= end):
@@ -160,6 +158,24 @@ def _parts(
         parts += [_Part(turn[end : len(before)], False), _Part(turn[len(before) :], True)]
         end = len(turn)
     return parts
+
+
+def _answer_to_end(answer: str, before: str, up_to: str) -> str:
+    """Return an answer as `up_to` has it, with what follows it. Both texts begin equal.
+
+    A template may remove white space around the answer, or thoughts in it. Then the result is what
+    the template has written.
+    """
+    pairs = enumerate(zip(before, up_to, strict=False))
+    border = next((i for i, (one, other) in pairs if one != other), min(len(before), len(up_to)))
+    for written in (answer, answer.strip()):
+        # The beginning of the answer can be equal to that of a thought: `<b>` and `<think>`.
+        shared = range(1, min(border, len(written)) + 1)
+        starts = [border, up_to.find(written, border), *(border - size for size in shared)]
+        for start in starts:
+            if start >= 0 and up_to.startswith(written, start):
+                return up_to[start:]
+    return up_to[border:]
 
 
 def _joined(

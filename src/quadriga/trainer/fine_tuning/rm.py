@@ -178,7 +178,8 @@ def load_pairs(config: RMConfig) -> Pairs:
         InputError: a file, a row or the model does not fit.
     """
     from quadriga.models import load_tokenizer
-    from quadriga.models.context_window import LongestSequence, check_context_window
+    from quadriga.models.context_window import LongestSequence
+    from quadriga.trainer.run.checks.sequence_checks import check_pair_data
 
     model, data = config.model, config.data
     trusted = model.trust_remote_code
@@ -192,7 +193,7 @@ def load_pairs(config: RMConfig) -> Pairs:
         f"the longest conversation has {found.lengths.longest} tokens, and one is added",
         "lower data.max_length, beyond which pairs are left out,",
     )
-    check_context_window(model.path, longest, trust_remote_code=trusted)
+    check_pair_data(config, tokenizer, longest, [train] if val is None else [train, val])
     return found
 
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quadriga.config.checks.trained_part import base_is_in_actor
-from quadriga.config.role_ranks import has_reward_model
+from quadriga.config.role_ranks import base_is_in_actor, has_reward_model
 from quadriga.config.schema import EngineConfig, ModelConfig, TrainConfig
 from quadriga.engines.base import HeadKind
 from quadriga.engines.loading.sharded_loading import whole_load_reason

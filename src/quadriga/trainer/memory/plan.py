@@ -18,9 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from quadriga.config.checks.trained_part import base_is_in_actor
 from quadriga.config.plan import UpdatePlan, batch_plan
-from quadriga.config.role_ranks import RolePool, added_keys, role_pools
+from quadriga.config.role_ranks import RolePool, added_keys, base_is_in_actor, role_pools
 from quadriga.config.schema import (
     DtypeName,
     EngineConfig,

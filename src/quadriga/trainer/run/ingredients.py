@@ -112,7 +112,7 @@ def load_prompts(
     from quadriga.data.user_classes import user_dataset
 
     if data.dataset.path is not None:
-        return user_dataset(data.dataset.path, files, tokenizer, data)
+        return user_dataset(data.dataset.path, files, tokenizer, data, images)
     return prompt_dataset(files, data, tokenizer, images)
 
 

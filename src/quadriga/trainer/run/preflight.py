@@ -166,7 +166,8 @@ def check_sft_config(config: SFTConfig) -> None:
     check_files(config.data.train_files, "data.train_files", needed=True)
     check_files(config.data.val_files, "data.val_files", needed=False)
     require_model_path(config.model.path, "model.path")
-    check_model_folder(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    own, trusted = config.model.tokenizer_path is None, config.model.trust_remote_code
+    check_model_folder(config.model.path, tokenizer=own, trust_remote_code=trusted)
     check_trained_part(config.model, "lm")
     check_model_parallel_folder(config.model, config.engine, "engine")
     check_reward(config.reward)
@@ -250,9 +251,12 @@ def check_models(config: TrainConfig) -> None:
     from quadriga.models import check_model_folder
 
     require_model_path(config.actor_rollout_ref.model.path, "actor_rollout_ref.model.path")
-    for model in (config.actor_rollout_ref.model, config.critic.model):
-        if model.path:
-            check_model_folder(model.path, trust_remote_code=model.trust_remote_code)
+    policy, critic = config.actor_rollout_ref.model, config.critic.model
+    own = policy.tokenizer_path is None
+    check_model_folder(policy.path, tokenizer=own, trust_remote_code=policy.trust_remote_code)
+    if critic.path:  # its tokenizer is not read
+        trusted = critic.trust_remote_code
+        check_model_folder(critic.path, tokenizer=False, trust_remote_code=trusted)
 
 
 def check_parts(config: TrainConfig) -> None:

@@ -62,6 +62,18 @@ _MODEL = (
     "config.json of actor_rollout_ref.model.path",
     "config.json of critic.model.path",
     "config.json of model.path",
+    *(
+        f"{model}.{name}"
+        for model in ("actor_rollout_ref.model", "critic.model", "model")
+        for name in (
+            "freeze",
+            "lora.rank",
+            "lora.alpha",
+            "lora.path",
+            "lora.target_modules",
+            "lora.exclude_modules",
+        )
+    ),
     "optim.name",
     "actor_rollout_ref.actor.optim.name",
     "critic.optim.name",
@@ -208,13 +220,17 @@ def _user_files(config: AnyRun) -> Iterator[tuple[str, list[str]]]:
             yield f"data.{key}.path", [part.path] if part.path else []
     if not isinstance(config, RMConfig):
         yield "reward.path", [config.reward.path] if config.reward.path else []
+        parts = config.reward.parts.values()
+        paths = (part.get("path") for part in parts if isinstance(part, dict))
+        yield "reward.parts", [str(path) for path in paths if path]
 
 
 def _models(config: AnyRun) -> Iterator[tuple[str, str]]:
-    """Yield (key, path) for each setting that names a trained model."""
+    """Yield (key, path) for each setting that names a model."""
     if isinstance(config, TrainConfig):
         yield "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
         yield "critic.model.path", config.critic.model.path
+        yield "reward_model.model.path", config.reward_model.model.path
     else:
         yield "model.path", config.model.path
 

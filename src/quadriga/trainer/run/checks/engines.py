@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quadriga.config.plan import batch_plan
-from quadriga.config.role_ranks import REWARD_MODEL, has_reward_model, role_pools
+from quadriga.config.role_ranks import (
+    REWARD_MODEL,
+    has_reward_model,
+    reference_engine,
+    role_pools,
+)
 from quadriga.config.schema import (
     EngineConfig,
     ModelConfig,
@@ -47,7 +52,7 @@ def role_engines(config: TrainConfig) -> Iterator[RoleEngine]:
     )
     if needs_reference(config):
         frozen = policy.model.frozen()
-        yield RoleEngine("ref", "actor_rollout_ref.ref.engine", policy.ref.engine, frozen)
+        yield RoleEngine("ref", *reference_engine(config), frozen)
     if needs_critic(config):
         model = critic_model(config)
         own = critic.model.path or critic.model.lora.enabled or critic.model.freeze

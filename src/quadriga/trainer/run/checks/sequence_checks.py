@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from quadriga.config.role_ranks import has_reward_model, reference_engine
 from quadriga.config.schema import (
     EngineConfig,
     GenerationConfig,
     ModelConfig,
+    RMConfig,
     SFTConfig,
     TrainConfig,
 )
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quadriga.data import SFTDataset
+    from quadriga.data.conversations.pairs import PairDataset
     from quadriga.data.user_classes import Prompts
 
 
@@ -48,6 +51,8 @@ def check_training_data(
     for model in models:
         check_model_inputs(model, tokenizer, longest, datasets)
     trained = longest_with_response(datasets[:1], response, "data.")
+    if has_reward_model(config):
+        _check_scored(config, tokenizer, trained, datasets[:1])
     for key, engine in _engines(config):
         check_token_budget(key, engine, trained)
 
@@ -76,6 +81,21 @@ def check_sft_data(
             [validation], config.trainer.max_response_length, "trainer."
         )
         check_model_inputs(config.model, tokenizer, generated, [validation])
+
+
+def check_pair_data(
+    config: RMConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: LongestSequence,
+    datasets: Sequence[PairDataset],
+) -> None:
+    """Check that the pairs of `quadriga rm` fit the model. `longest`: of all conversations.
+
+    Raises:
+        As `check_training_data`.
+    """
+    check_model_inputs(config.model, tokenizer, longest, datasets)
+    check_token_budget("engine", config.engine, longest)
 
 
 def check_generation_data(
@@ -112,7 +132,7 @@ def check_model_inputs(
     model: ModelConfig,
     tokenizer: PreTrainedTokenizerBase,
     longest: LongestSequence,
-    datasets: Sequence[Prompts | SFTDataset],
+    datasets: Sequence[Prompts | SFTDataset | PairDataset],
 ) -> None:
     """Check lengths and token ids against one model.
 
@@ -126,6 +146,31 @@ def check_model_inputs(
         largest_id=max(dataset.largest_id for dataset in datasets),
         trust_remote_code=model.trust_remote_code,
     )
+
+
+def _check_scored(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    trained: LongestSequence,
+    datasets: Sequence[Prompts],
+) -> None:
+    """Check the inputs of the reward model, which needs one more token for each sequence.
+
+    Conversations that it encodes again have lengths that are known after generation only.
+    """
+    from quadriga.workers.reward_model import reads_tokens_of, tokenizer_of
+
+    section = config.reward_model
+    own = tokenizer_of(section.model)
+    if reads_tokens_of(own, tokenizer, section, config.data.chat_template_kwargs):
+        longest = LongestSequence(
+            trained.tokens + 1, f"{trained.arithmetic}, and one is added", trained.remedy
+        )
+        check_model_inputs(section.model, tokenizer, longest, datasets)
+        check_token_budget("reward_model.engine", section.engine, longest)
+    else:
+        trusted = section.model.trust_remote_code
+        check_vocabulary(section.model.path, own, largest_id=0, trust_remote_code=trusted)
 
 
 def check_token_budget(key: str, engine: EngineConfig, longest: LongestSequence) -> None:
@@ -157,6 +202,6 @@ def _engines(config: TrainConfig) -> Iterator[tuple[str, EngineConfig]]:
     yield "actor_rollout_ref.actor.engine", policy.actor.engine
     # KL over the vocabulary computes the reference in the micro-batches of the actor.
     if needs_reference(config) and reads_ref_log_prob(config):
-        yield "actor_rollout_ref.ref.engine", policy.ref.engine
+        yield reference_engine(config)
     if needs_critic(config):
         yield "critic.engine", config.critic.engine
