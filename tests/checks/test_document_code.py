@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import document_code
 import pytest
 from document_code import NEEDS_RAY, as_script, python_blocks, run_page
@@ -16,10 +18,24 @@ PAGES = sorted(
 )
 
 
+@pytest.fixture(scope="module")
+def errors_of(request, tmp_path_factory):
+    """Run the pages whose tests were chosen, two at a time. Return page -> future of its errors."""
+    chosen = [item for item in request.session.items if item.originalname == PAGE_TEST]
+    with ThreadPoolExecutor(2) as threads:
+        yield {
+            page: threads.submit(run_page, page, tmp_path_factory.mktemp("page"))
+            for page in (item.callspec.params["page"] for item in chosen)
+        }
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_the_blocks_of_a_page_run(page, tmp_path):
-    errors = run_page(page, tmp_path)
+def test_the_blocks_of_a_page_run(page, errors_of):
+    errors = errors_of[page].result()
     assert not errors, errors[-4000:]
+
+
+PAGE_TEST = test_the_blocks_of_a_page_run.__name__
 
 
 def not_run(pages):

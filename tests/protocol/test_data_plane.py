@@ -22,11 +22,12 @@ from quadriga.protocol.values.storage import traffic
 BIG_ROW = 4 * WIDTH
 
 
-@pytest.fixture(scope="module", params=["shards", "rows"])
+@pytest.fixture(scope="module", params=[pytest.param("shards", marks=pytest.mark.nightly), "rows"])
 def groups(request, plane_backends):
     """Return `groups(backend, ranks)`: one group each, shared by all tests.
 
-    All tests run with both stores of Ray: readers map whole shards, or have rows cut out of them.
+    All tests run with both stores of Ray: readers have rows cut out of shards, or (nightly) map
+    whole shards.
     """
     started, pools = {}, []
 
