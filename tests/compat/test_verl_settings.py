@@ -10,13 +10,7 @@ from omegaconf import OmegaConf
 from quadriga.cli.main import main
 from quadriga.config.convert import type_of_key
 from quadriga.config.loading import to_yaml
-from quadriga.config.schema import (
-    EngineConfig,
-    EvalConfig,
-    GenerateConfig,
-    SFTConfig,
-    TrainConfig,
-)
+from quadriga.config.schema import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
 from quadriga.config.verl.settings import plain_values, read_verl, translate
 from quadriga.config.verl.table import EVAL, GENERATE, SFT, TRAIN
 from quadriga.errors import ConfigError
@@ -118,59 +112,6 @@ def test_optimizers_offload_and_checkpointing_are_translated():
     verl["actor_rollout_ref"]["actor"]["optim"]["optimizer"] = "Adam"
     with pytest.raises(ConfigError, match=r"optim\.name must be one of adamw, .*, got 'Adam'"):
         translate(TrainConfig, TRAIN, verl)
-
-
-MEGATRON = """
-actor_rollout_ref:
-  actor:
-    strategy: megatron
-    megatron:
-      tensor_model_parallel_size: 2
-      pipeline_model_parallel_size: 4
-      virtual_pipeline_model_parallel_size: 2
-      expert_model_parallel_size: 1
-      expert_tensor_parallel_size: null
-      context_parallel_size: 1
-      sequence_parallel: true
-      use_distributed_optimizer: false
-      grad_offload: true
-      optimizer_offload: true
-      dtype: bfloat16
-  ref:
-    megatron: {pipeline_model_parallel_size: 2, sequence_parallel: true}
-critic:
-  strategy: fsdp2
-  megatron: {tensor_model_parallel_size: 8}
-"""
-
-
-def test_megatron_is_translated(tmp_path):
-    (tmp_path / "main.yaml").write_text(MEGATRON)
-    told = read_verl(TrainConfig, TRAIN, tmp_path / "main.yaml")
-    actor = told.config.actor_rollout_ref.actor.engine
-    assert actor == EngineConfig(
-        name="megatron",
-        dtype="bfloat16",
-        optimizer_offload=True,
-        tensor_parallel_size=2,
-        pipeline_parallel_size=4,
-        virtual_pipeline_parallel_size=2,
-        sequence_parallel=True,
-        distributed_optimizer=False,
-    )
-    reference = told.config.actor_rollout_ref.ref.engine  # sequence_parallel needs tensor ranks
-    assert reference == EngineConfig(name="megatron", pipeline_parallel_size=2)
-    assert told.config.critic.engine == EngineConfig()
-    assert "actor_rollout_ref.actor.megatron.grad_offload" in told.ignored
-
-
-def test_settings_of_megatron_that_another_strategy_does_not_read_are_listed(tmp_path):
-    (tmp_path / "main.yaml").write_text(MEGATRON)
-    chosen = ["critic.megatron.tensor_model_parallel_size=4", "actor_rollout_ref.ref.strategy=fsdp"]
-    told = read_verl(TrainConfig, TRAIN, tmp_path / "main.yaml", chosen)
-    assert told.config.actor_rollout_ref.ref.engine == EngineConfig()
-    line = "  critic.megatron.tensor_model_parallel_size=4 (the strategy is fsdp2)"
-    assert line in told.report().splitlines()
 
 
 def test_a_critic_is_translated_where_the_estimator_needs_one(file):

@@ -285,9 +285,7 @@ class FSDPEngine:
         return tensors
 
     def save(self, folder: str | Path, step: int = 0) -> list[SavedFile]:
-        scalars: dict[str, object] = {}
-        if self.optimizer is not None:
-            scalars = self.optimizer.scalars()
+        scalars = {} if self.optimizer is None else self.optimizer.scalars()
         with self._on_device("parameters", "moments"):
             scalars |= frozen_scalars(self._part, self.module)
             return save_rank_state(

@@ -183,8 +183,8 @@ def translate(
             return translate(cause, handle, label, in_rank=True)
         return WorkerMethodError(
             f"{type(cause).__name__} around {label}, rank {facts.rank} on {facts.node}: "
-            f"{_first_line(cause)}. The rank could not read the arguments, or could not pickle "
-            "the result.",
+            f"{_first_line(cause)}. The rank could not read the arguments or pickle the result, or "
+            "the method raised what is no `Exception`.",
             remote_traceback=str(error),
             **details,
         )
