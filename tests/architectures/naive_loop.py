@@ -47,3 +47,14 @@ def target_log_probs(model, batch):
     labels = batch["input_ids"][:, PROMPT_WIDTH:, None]
     chosen = torch.stack(response_log_probs(model, batch)).gather(-1, labels)[..., 0]
     return chosen * batch["response_mask"]
+
+
+def hidden_states(model, batch):
+    """The hidden states [B, R, D] of the backbone from which the targets are computed."""
+    rows = []
+    for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+        prompt = int(mask[:PROMPT_WIDTH].sum())
+        hidden = model.base_model(input_ids=ids[mask.bool()][None]).last_hidden_state[0].float()
+        own = hidden[prompt - 1 : -1]
+        rows.append(torch.cat([own, own.new_zeros(RESPONSE_WIDTH - len(own), own.shape[1])]))
+    return torch.stack(rows)

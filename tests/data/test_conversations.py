@@ -128,6 +128,28 @@ def test_an_answer_that_the_template_shortens_ends_with_its_token(written, conte
     assert trained_texts(tokenizer, found) == [f"{trained}<|im_end|>"]
 
 
+def test_a_conversation_that_the_assistant_begins_without_a_header_is_named(tmp_path):
+    tokenizer = family("{% for m in messages %}{{ m.content + '<|end|>' }}{% endfor %}")
+    chat = [{"role": "assistant", "content": "Three."}, *CHAT]
+    path = write(tmp_path / "c.jsonl", [{"messages": CHAT}, {"messages": chat}])
+    with pytest.raises(DataError, match=r"row 1: the assistant writes the first token"):
+        SFTDataset([path], tokenizer, messages_key="messages")
+
+
+def test_the_template_named_default_is_used():
+    """As in the tokenizer of Command R. Both kinds of quotes are in the templates."""
+    tokenizer = family(CHATML, CASES["ChatML"][1])
+    plain = encode_turns(tokenizer, [CHAT])
+    tokenizer.chat_template = {
+        "default": CHATML + """{{ "" }}""",
+        "tool_use": '{{ "tools" ** 2 }}' + "{{ 'a' }}",
+    }
+    assert encode_turns(tokenizer, [CHAT]) == plain
+    tokenizer.chat_template = {"rag": CHATML, "tool_use": CHATML}
+    with pytest.raises(ModelError, match="cannot be chosen"):
+        encode_turns(tokenizer, [CHAT])
+
+
 def test_a_special_token_within_an_answer_does_not_end_it():
     tokenizer = family(NO_END, ["</think>"])
     chat = [CHAT[0], {"role": "assistant", "content": "One.</think>Three."}]

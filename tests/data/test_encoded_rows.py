@@ -132,3 +132,14 @@ def test_a_damaged_cache_is_made_again_and_a_bad_row_leaves_none(files, tokenize
     with pytest.raises(DataError, match=r"bad.jsonl, row 7: no 'chosen'"):
         answers([bad], tokenizer, cache_dir=tmp_path / "d")
     assert list((tmp_path / "d").iterdir()) == []
+
+
+@pytest.mark.parametrize("make", [conversations, pairs])
+def test_a_cache_whose_middle_is_damaged_is_made_again(files, tokenizer, tmp_path, make):
+    before = [make(files, tokenizer, cache_dir=tmp_path / "c")[i] for i in range(3)]
+    for file in (tmp_path / "c").iterdir():
+        content = bytearray(file.read_bytes())
+        content[16 : len(content) // 2] = bytes(len(content) // 2 - 16)
+        file.write_bytes(content)
+    again = make(files, tokenizer, cache_dir=tmp_path / "c")
+    assert [again[i] for i in range(3)] == before

@@ -110,3 +110,15 @@ def test_a_prompt_longer_than_the_batch_is_an_error(file, tokenizer):
     data.longest, data.same_width = 3, True
     with pytest.raises(LengthError, match="row 0 has 4 tokens, more than the length 3"):
         data.collate([data[0]])
+
+
+def test_a_prompt_without_tokens_is_named(tmp_path, tokenizer, monkeypatch):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"prompt": "He buys"}) + "\n" + json.dumps({"prompt": ""}) + "\n")
+    with pytest.raises(DataError, match=r"row 1: the prompt has no tokens"):
+        PromptDataset([path], tokenizer)
+    monkeypatch.setattr("quadriga.data.token_cache.LARGE_FILE", 0)
+    with pytest.raises(DataError, match=r"row 1: the prompt has no tokens"):
+        PromptDataset([path], tokenizer, cache_dir=tmp_path / "c")

@@ -139,8 +139,42 @@ def test_rows_that_cannot_be_used_are_refused(sampler, name, message):
 
 
 def test_a_state_that_is_no_json_is_refused(sampler):
-    with pytest.raises(DataError, match=r"BadState.state_dict must return JSON values"):
+    with pytest.raises(DataError, match=r"BadState.state_dict must return a dict of JSON values"):
         PromptLoader(Numbers(10), 4, sampler=sampler("BadState")).state_dict()
+
+
+@pytest.mark.parametrize("method", ["update", "state_dict", "load_state_dict"])
+def test_each_method_that_fails_is_named(sampler, method):
+    loader = PromptLoader(Numbers(10), 4, sampler=sampler())
+    state = loader.state_dict()
+
+    def fails(*args):
+        raise SystemExit("no")
+
+    setattr(loader.sampler, method, fails)
+    with pytest.raises(DataError, match=rf"Sampler\.{method} failed: SystemExit: no"):
+        loader.update(batch([0]))
+        loader.state_dict()
+        loader.load_state_dict(state)
+
+
+def test_numbers_of_rows_are_not_rounded_and_a_state_is_a_dict(sampler):
+    loader = PromptLoader(Numbers(10), 4, sampler=sampler())
+    loader.sampler.rows = lambda batch, size: [0.9, 1.7, 2.2, 3.9]
+    with pytest.raises(DataError, match="rows, for batch 0, failed: TypeError"):
+        next(iter(loader))
+    loader.sampler.state_dict = lambda: None
+    with pytest.raises(DataError, match=r"must return a dict of JSON values .*, got None"):
+        loader.state_dict()
+
+
+def test_a_batch_of_another_size_is_refused():
+    data = Numbers(10)
+    collate = data.collate
+    for wrong, found in ((lambda items: collate(items[1:]), "one of 3 rows"), (list, r"\[")):
+        data.collate = wrong
+        with pytest.raises(DataError, match=rf"Numbers.collate must return .* of 4 rows.*{found}"):
+            next(iter(PromptLoader(data, 4)))
 
 
 def test_a_class_without_methods_or_of_another_name_is_refused(sampler):
@@ -155,7 +189,7 @@ def test_options_and_errors_of_a_class_are_told(sampler):
         sampler(stpe=2)
     with pytest.raises(ConfigError, match=r"name=Broken cannot be made: ValueError: no"):
         sampler("Broken")
-    with pytest.raises(DataError, match=r"NoRows.rows failed for batch 0: TypeError"):
+    with pytest.raises(DataError, match=r"NoRows.rows, for batch 0, failed: TypeError"):
         next(iter(PromptLoader(Numbers(10), 4, sampler=sampler("NoRows"))))
 
 

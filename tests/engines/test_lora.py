@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from memory_models import CONFIGS
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig
 from quadriga.engines.fsdp import FSDPEngine
+from quadriga.engines.loading.model_setup import check_trained_part
 from quadriga.errors import CheckpointError, ConfigError, ModelError
 from quadriga.models.adapters import is_adapter
 from quadriga.models.tiny import write_tiny_model
@@ -307,6 +308,38 @@ def test_a_model_that_is_loaded_whole_has_the_same_adapters(tmp_path):
 def test_a_frozen_engine_has_no_adapters(model_folder):
     with pytest.raises(ConfigError, match=r"model\.lora is for a model that is trained"):
         build(model_folder, optim=None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "refused"),
+    [
+        ("init_lora_weights", "pissa", True),
+        ("init_lora_weights", "olora", True),
+        ("init_lora_weights", "gaussian", False),
+        ("alora_invocation_tokens", [7, 8], True),
+    ],
+)
+def test_adapters_that_are_more_than_a_product_are_refused(
+    model_folder, trained, tmp_path, key, value, refused
+):
+    trained.save_hf(tmp_path)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    lora = LoraConfig(path=str(file.parent))
+    if not refused:
+        build(model_folder, lora)
+        return
+    with pytest.raises(ModelError, match=rf"has {key}=.* which is not supported"):
+        build(model_folder, lora)
+
+
+def test_a_head_that_is_new_cannot_be_frozen(model_folder):
+    frozen = ("score*",)
+    with pytest.raises(ConfigError, match=r"matches score\..*, which the folder .* does not have"):
+        build(model_folder, LoraConfig(), freeze=frozen, head="value")
+    with pytest.raises(ConfigError, match=r"matches score\..*, which the folder .* does not have"):
+        check_trained_part(ModelConfig(path=model_folder, freeze=frozen), "value")
+    check_trained_part(ModelConfig(path=model_folder, freeze=("model.embed_tokens.*",)), "value")
 
 
 def test_a_value_model_with_adapters_trains_its_head(model_folder):

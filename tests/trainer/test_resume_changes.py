@@ -171,3 +171,16 @@ def test_a_checkpoint_of_before_a_data_setting_existed_can_be_continued() -> Non
     assert Changes.between(saved, {**own, "data.sampler.name": "Other"}).data == [
         "data.sampler.name: Sampler → Other"
     ]
+
+
+@pytest.mark.parametrize(
+    "key", ["actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path"]
+)
+def test_a_run_does_not_replace_the_model_that_it_reads(first, run, key) -> None:
+    files = {path.name for path in (first / "model").iterdir()}
+    own = f"{key}={first / 'model'}"
+    with pytest.raises(ConfigError, match=rf"{key}=.* is in the run folder .* move it, or choose"):
+        run(own, "trainer.overwrite=true", "data.train_batch_size=8")
+    assert {path.name for path in (first / "model").iterdir()} == files
+    other = f"trainer.default_local_dir={first.parent / 'next'}"
+    run(own, other, "trainer.overwrite=true", "data.train_batch_size=8")

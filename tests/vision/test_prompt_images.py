@@ -19,6 +19,8 @@ from quadriga.config.schema import ModelConfig
 from quadriga.data import PromptDataset, token_cache
 from quadriga.data.images.positions import image_positions
 from quadriga.data.images.prompts import PromptImages
+from quadriga.data.images.reading import read_image
+from quadriga.data.rows import Row
 from quadriga.errors import DataError
 from quadriga.models.loading import load_causal_lm, load_tokenizer
 from quadriga.models.vision.processor import image_tokens
@@ -220,3 +222,11 @@ def test_large_files_keep_token_ids_with_images_in_the_cache(folder, tmp_path, m
         strict=True,
     ):
         assert torch.equal(one["pixel_values"], other["pixel_values"])
+
+
+def test_an_image_of_16_bits_is_scaled(folder):
+    """20000 of 65535 is 78 of 255. `convert` alone would give 255."""
+    content = io.BytesIO()
+    Image.fromarray(np.full((16, 16), 20000, dtype=np.uint16)).save(content, format="PNG")
+    row = Row({}, "given", 0)
+    assert read_image(row, 0, content.getvalue()).getpixel((3, 3)) == (78, 78, 78)

@@ -274,8 +274,14 @@ def _tokens_of_template(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, s
     """Return (kind, text) of each token of a template, in Jinja's language."""
     from jinja2 import Environment, TemplateSyntaxError
 
+    found = tokenizer.chat_template
     try:
-        tokens = list(Environment().lex(str(tokenizer.chat_template)))
+        # Of several named templates, the one that writes conversations without tools.
+        template = tokenizer.get_chat_template() if isinstance(found, dict) else str(found)
+    except ValueError as error:  # none of them is named "default"
+        raise _template_error(tokenizer, f"cannot be chosen: {error}") from None
+    try:
+        tokens = list(Environment().lex(template))
     except TemplateSyntaxError as error:
         raise _template_error(tokenizer, f"is not valid: {error}") from None
     return [(kind, text) for _, kind, text in tokens]

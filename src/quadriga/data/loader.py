@@ -20,8 +20,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypedDict, TypeVar
 
 from quadriga.data.order import Mixture, Order, epoch_order
-from quadriga.data.user_classes import RowSampler, sampled_rows, sampler_state
-from quadriga.errors import CheckpointError, ConfigError
+from quadriga.data.user_classes import (
+    RowSampler,
+    continue_sampler,
+    sampled_rows,
+    sampler_state,
+    update_sampler,
+)
+from quadriga.errors import CheckpointError, ConfigError, DataError
 from quadriga.protocol import DataProto
 
 ItemT = TypeVar("ItemT")
@@ -108,14 +114,16 @@ class PromptLoader:
             # Counted before `yield`: a state that is taken while the caller works on this batch
             # must continue with the next one.
             self.batches_done += 1
-            yield self.dataset.collate([self.dataset[int(row)] for row in rows])
+            batch = self.dataset.collate([self.dataset[int(row)] for row in rows])
+            _check_batch(batch, len(rows), self.dataset)
+            yield batch
         self.epoch += 1
         self.batches_done = 0
 
     def update(self, data: DataProto) -> None:
         """Tell the sampler, if there is one, about a step."""
         if self.sampler is not None:
-            self.sampler.update(data)
+            update_sampler(self.sampler, data)
 
     def _order(self) -> Order:
         seed, epoch, shuffle = self.seed, self.epoch, self.shuffle
@@ -170,7 +178,18 @@ class PromptLoader:
         self.epoch = state["epoch"]
         self.batches_done = state["batches_done"]
         if self.sampler is not None:
-            self.sampler.load_state_dict(state["sampler"] or {})
+            continue_sampler(self.sampler, state["sampler"] or {})
+
+
+def _check_batch(batch: object, items: int, dataset: object) -> None:
+    """Check what the `collate` of a dataset, which can be one of the user, has returned."""
+    rows = items * int(getattr(dataset, "rows_per_item", 1))
+    if not isinstance(batch, DataProto) or len(batch) != rows:
+        found = f"one of {len(batch)} rows" if isinstance(batch, DataProto) else repr(batch)[:100]
+        raise DataError(
+            f"{type(dataset).__name__}.collate must return a DataProto of {rows} rows for {items} "
+            f"items, got {found}"
+        )
 
 
 class SFTLoader(PromptLoader):

@@ -81,7 +81,13 @@ class PromptRules:
         return tokens is not None and (limit is None or tokens <= limit)
 
     def check(self, row: Row, tokens: int | None) -> None:
-        """Raise `DataError` for a prompt that is too long, unless such prompts are left out."""
+        """Raise `DataError` for a prompt without tokens, and for one that is too long, unless such
+        prompts are left out."""
+        if tokens == 0:
+            raise row.error(
+                "the prompt has no tokens, since its text is empty and the chat template adds "
+                "nothing; remove the row, or use a template that begins a turn"
+            )
         left_out = self.filter_overlong_prompts and self.max_prompt_length is not None
         if left_out or self.keeps(tokens):
             return
@@ -139,9 +145,7 @@ class PromptsInMemory:
                 self._items.append(rules.item(row, ids, index))
         sizes = [len(item["input_ids"]) for item in self._items]
         self.longest = max(sizes, default=0)
-        self.largest_id = max(
-            (max(item["input_ids"]) for item in self._items if item["input_ids"]), default=-1
-        )
+        self.largest_id = max((max(item["input_ids"]) for item in self._items), default=-1)
 
     def __len__(self) -> int:
         return len(self._items)
@@ -163,6 +167,8 @@ class CachedPrompts:
         for number in np.flatnonzero(~used)[:1]:
             row, ids = cache[int(number)]
             rules.check(row, len(ids) if cache.lengths[number] >= 0 else None)
+        for number in np.flatnonzero(cache.lengths == 0)[:1]:
+            rules.check(cache[int(number)][0], 0)
         self._numbers = np.flatnonzero(used)
         self.longest = int(cache.lengths[used].max(initial=0))
         self.largest_id = cache.largest_id(self._numbers)

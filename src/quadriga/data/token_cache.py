@@ -144,11 +144,13 @@ def open_cache(source: Path, folder: Path, *, settings: str, encode: Encode) -> 
 
 
 def is_arrow_file(path: Path) -> bool:
-    """Return whether a file is a complete Arrow file. Its values are not read."""
+    """Return whether a file is an Arrow file whose columns have the lengths that it says."""
     import pyarrow as pa
 
     try:
-        pa.ipc.open_file(pa.memory_map(str(path)))
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        for part in range(reader.num_record_batches):
+            reader.get_batch(part).validate(full=True)
     except (pa.ArrowException, OSError):
         return False
     return True
@@ -174,9 +176,9 @@ def cache_file(
         DataError: the data file cannot be used, or the cache file cannot be written.
     """
     path = folder / f"{source.stem:.60}-{_digest(source, settings)}.arrow"
-    if path.exists() and opens(path):  # a damaged one is made again
-        return path
     try:
+        if path.exists() and opens(path):  # a damaged one is made again
+            return path
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_unfinished(folder)
         # The folder may be shared by nodes and containers, whose processes have equal numbers.

@@ -13,8 +13,9 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from quadriga.containment import contained, describe, import_file
 from quadriga.errors import ConfigError, DataError, QuadrigaError
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from quadriga.config.schema import DataConfig, SamplerConfig
     from quadriga.data.collate import PromptItem
     from quadriga.data.images.prompts import ImageRules
+
+
+T = TypeVar("T")
 
 
 class Prompts(Protocol):
@@ -113,13 +117,11 @@ def sampled_rows(sampler: RowSampler, batch: int, batch_size: int, total: int) -
         DataError: it did not return `batch_size` numbers of rows from 0 to `total` - 1.
     """
     name = type(sampler).__name__
-    try:
-        with contained():
-            rows = [int(row) for row in sampler.rows(batch, batch_size)]
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise DataError(f"{name}.rows failed for batch {batch}: {describe(error)}") from error
+
+    def chosen() -> list[int]:
+        return [index(row) for row in sampler.rows(batch, batch_size)]
+
+    rows = _called(sampler, f"rows, for batch {batch},", chosen)
     if len(rows) != batch_size:
         raise DataError(
             f"{name}.rows must return {batch_size} rows for batch {batch}, got {len(rows)}"
@@ -138,17 +140,38 @@ def sampler_state(sampler: RowSampler) -> dict[str, object]:
     Raises:
         DataError: the state holds something else.
     """
-    state = dict(sampler.state_dict())
+    state = _called(sampler, "state_dict", sampler.state_dict)
     try:
         same: bool = json.loads(json.dumps(state)) == state
     except (TypeError, ValueError):
         same = False
-    if not same:
+    if not same or not isinstance(state, dict):
         raise DataError(
-            f"{type(sampler).__name__}.state_dict must return JSON values (numbers, texts, lists, "
-            f"and dicts with texts as keys), got {state!r:.300}"
+            f"{type(sampler).__name__}.state_dict must return a dict of JSON values (numbers, "
+            f"texts, lists, and dicts with texts as keys), got {state!r:.300}"
         )
     return state
+
+
+def update_sampler(sampler: RowSampler, data: DataProto) -> None:
+    """Tell a sampler about a step. Raises `DataError` if it fails."""
+    _called(sampler, "update", lambda: sampler.update(data))
+
+
+def continue_sampler(sampler: RowSampler, state: Mapping[str, object]) -> None:
+    """Continue from a state. Raises `DataError` if the sampler fails."""
+    _called(sampler, "load_state_dict", lambda: sampler.load_state_dict(state))
+
+
+def _called(sampler: RowSampler, what: str, call: Callable[[], T]) -> T:
+    """Return what a method of the user returns; `DataError` for whatever it raises."""
+    try:
+        with contained():
+            return call()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # `exit()` included
+        raise DataError(f"{type(sampler).__name__}.{what} failed: {describe(error)}") from error
 
 
 def _made(path: str, name: str, key: str, *args: object, **options: object) -> object:

@@ -56,6 +56,10 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "target_parameters": (None, []),
     "layers_to_transform": (None,),
     "lora_bias": (False, None),
+    "alora_invocation_tokens": (None, []),
+    "use_qalora": (False, None),
+    # Of PiSSA, OLoRA and others, the weights of the base are changed too.
+    "init_lora_weights": (True, False, None, "gaussian"),
 }
 """Key of an adapter's config → its values that are supported."""
 

@@ -32,6 +32,7 @@ from quadriga.errors import ModelError
 from quadriga.models.architectures import takes_images
 from quadriga.models.cpu_linear import use_cpu_linear
 from quadriga.models.folder import check_model_folder, local_folder
+from quadriga.models.token_classifiers import token_classifier
 from quadriga.models.weights.finite import check_all_finite, count_not_finite
 from quadriga.observability.quiet import quiet_libraries
 from quadriga.parallel.device import DTYPES, ComputeDtypeName
@@ -124,7 +125,7 @@ def load_value_model(
     config = _config(local_folder(path), attn_implementation, trust_remote_code)
     config = _with_value_head(config, path)
     model, missing = _load(
-        AutoModelForTokenClassification,
+        token_classifier(config),
         path,
         dtype,
         config,
@@ -210,7 +211,7 @@ def _meta_model(
     """Build the model on the meta device, in evaluation mode."""
     auto_class: AutoModelClass = _lm_class(config)
     if value_head:
-        config, auto_class = _with_value_head(config, folder), AutoModelForTokenClassification
+        config, auto_class = _with_value_head(config, folder), token_classifier(config)
     own_code = nullcontext() if trust_remote_code else _no_code_of_the_hub()
     meta = torch.device("meta")
     with quiet_libraries(), model_errors(folder, "model"), own_code, meta:

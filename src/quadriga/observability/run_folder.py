@@ -188,6 +188,13 @@ class RunFolder:
             if path.exists():
                 keep_rows(path, lambda row: int(row.get("step", 0)) <= step)
 
+    def removes(self, path: str | Path) -> bool:
+        """Whether `empty` would remove a file or a folder that exists."""
+        real = Path(path).resolve()
+        return os.path.exists(real) and any(
+            real.is_relative_to((self.path / name).resolve()) for name in _ALL
+        )
+
     def empty(self) -> None:
         """Remove the files of a run, and no others."""
         for name in _ALL:

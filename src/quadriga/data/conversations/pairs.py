@@ -83,6 +83,9 @@ class PairDataset:
         ConfigError: the chat template does not read one of its arguments.
     """
 
+    rows_per_item = 2
+    """Rows of a batch for each pair."""
+
     def __init__(
         self,
         files: Sequence[str | Path],

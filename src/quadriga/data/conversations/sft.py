@@ -49,8 +49,8 @@ class SFTDataset:
         largest_id: the largest token id.
 
     Raises:
-        DataError: a row has no prompt, no answer or no turn of the assistant; the message names the
-            file and the row.
+        DataError: a row has no prompt, no answer or no turn of the assistant, or no token precedes
+            what the assistant writes; the message names the file and the row.
         ModelError: the tokenizer has no chat template, or it is unknown what the assistant writes.
         ConfigError: the chat template does not read one of its arguments.
     """
@@ -158,6 +158,12 @@ class _Rules:
         found: list[EncodedRow | None] = [None] * len(rows)
         for i, turn in zip(kept, turns, strict=True):
             if self.max_length is None or len(turn.ids) <= self.max_length:
+                if not turn.borders[0]:
+                    raise rows[i].error(
+                        "the assistant writes the first token, and nothing precedes it from which "
+                        "it could be predicted; begin with a prompt, or use a chat template that "
+                        "begins a turn"
+                    )
                 found[i] = EncodedRow(turn.ids, turn.borders)
         return found
 

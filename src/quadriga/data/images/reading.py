@@ -181,4 +181,6 @@ def _rgb(image: Image) -> Image:
         opaque = image.convert("RGBA")
         white = PIL.Image.new("RGBA", image.size, (255, 255, 255, 255))
         return PIL.Image.alpha_composite(white, opaque).convert("RGB")
+    if image.mode.startswith("I;16"):  # `convert` would cut off all above 255
+        image = image.point(lambda value: value / 257 + 0.5, "L")
     return image.convert("RGB")

@@ -11,15 +11,17 @@ from transformers import PreTrainedModel
 from quadriga.config.schema import ModelConfig
 from quadriga.engines.activation_checkpointing import checkpoint_layers
 from quadriga.engines.base import HeadKind
-from quadriga.engines.loading.trained_part import select_trained
+from quadriga.engines.loading.trained_part import check_new_trained, select_trained
 from quadriga.models.folder import local_folder
 from quadriga.models.loading import (
+    VALUE_HEAD_PREFIX,
     load_causal_lm,
     load_value_model,
     model_without_parameters,
     model_without_weights,
 )
 from quadriga.models.score_head import classifier_name, without_bias
+from quadriga.models.weights.reader import stored_tensors
 
 
 def in_local_folders(config: ModelConfig) -> ModelConfig:
@@ -132,8 +134,12 @@ def check_trained_part(config: ModelConfig, head: HeadKind) -> None:
         ConfigError: a pattern or a name fits no weight or layer, or PEFT is missing.
         ModelError: the adapter is of another model. The message has the sizes of both.
     """
-    if config.lora.enabled or config.freeze:
-        simulated_model(config, head, torch.float32, trained=True)
+    if not (config.lora.enabled or config.freeze):
+        return
+    model = simulated_model(config, head, torch.float32, trained=True)
+    if config.freeze and head != "lm":
+        new = {name for name, _ in model.named_parameters() if name.startswith(VALUE_HEAD_PREFIX)}
+        check_new_trained(model, new - stored_tensors(local_folder(config.path)).keys(), config)
 
 
 def saved_buffer_names(model: nn.Module) -> set[str]:

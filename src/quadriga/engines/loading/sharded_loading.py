@@ -43,7 +43,12 @@ from quadriga.engines.loading.model_setup import (
     tied_names,
 )
 from quadriga.engines.loading.sharding import fsdp_units, shard_model
-from quadriga.engines.loading.trained_part import TrainedPart, fill_new, select_trained
+from quadriga.engines.loading.trained_part import (
+    TrainedPart,
+    check_new_trained,
+    fill_new,
+    select_trained,
+)
 from quadriga.engines.model_parallel.checks import check_model_parallel
 from quadriga.engines.model_parallel.tensor_layers import divide_layers
 from quadriga.engines.token_model import TokenModel
@@ -329,6 +334,8 @@ def _with_folder_weights(
             return names.reason
         # After the names are matched, because adapters change names.
         part = select_trained(model, config, dtype) if trained else TrainedPart()
+        if trained and config.freeze:
+            check_new_trained(model, names.new, config)
     except ModelError as error:
         return error
     return model, FolderWeights(Path(config.path), names, config.use_shm, part)

@@ -51,7 +51,7 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
         ConfigError: a sequence does not fit the token budget of a micro-batch.
     """
     from quadriga.data import PromptLoader
-    from quadriga.data.user_classes import user_sampler
+    from quadriga.data.user_classes import sampler_state, user_sampler
     from quadriga.models import load_tokenizer
 
     model = config.actor_rollout_ref.model
@@ -79,6 +79,7 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
     sampler = None
     if config.data.sampler.path is not None:
         sampler = user_sampler(config.data.sampler.path, config.data.sampler, train, seed)
+        sampler_state(sampler)  # raises for a state that a checkpoint cannot hold
     # Every training batch has the same size, so that it divides by ranks and mini-batches.
     train_loader = PromptLoader(
         train,

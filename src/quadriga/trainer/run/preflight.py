@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 from quadriga.algorithms.advantages import ADVANTAGES, get_advantage
@@ -30,7 +31,7 @@ from quadriga.trainer.run.checks.engines import (
     role_engines,
 )
 from quadriga.trainer.run.checks.images import check_images_supported
-from quadriga.trainer.run.resuming import AnyRun, check_resume
+from quadriga.trainer.run.resuming import AnyRun, check_resume, setting_leaves
 from quadriga.trainer.run.role_workers import critic_model
 
 
@@ -148,6 +149,25 @@ def check_run_folder(config: AnyRun) -> None:
     folder = RunFolder(Path(config.trainer.default_local_dir))
     continued = folder.holds_checkpoint(check_resume(config))
     folder.check(resume=continued, overwrite=config.trainer.overwrite)
+    if config.trainer.overwrite and not continued:
+        _check_inputs_are_kept(config, folder)
+
+
+def _check_inputs_are_kept(config: AnyRun, folder: RunFolder) -> None:
+    """Check that the run does not remove a model or a file that it reads.
+
+    Raises:
+        ConfigError: names the setting and the path.
+    """
+    for key, value in setting_leaves(asdict(config), ""):
+        for path in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(path, str) and path and folder.removes(Path(path).expanduser()):
+                raise ConfigError(
+                    f"{key}={path} is in the run folder {folder.path}, whose files "
+                    "trainer.overwrite=true removes before they are read; move it, or choose "
+                    "another trainer.default_local_dir",
+                    key=key,
+                )
 
 
 def check_sft_config(config: SFTConfig) -> None:

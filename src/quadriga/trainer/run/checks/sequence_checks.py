@@ -7,6 +7,7 @@ the settings allow.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from quadriga.config.role_ranks import has_reward_model, reference_engine
@@ -21,14 +22,20 @@ from quadriga.config.schema import (
 from quadriga.errors import ConfigError
 from quadriga.models.context_window import LongestSequence, check_context_window
 from quadriga.models.vocabulary import check_vocabulary
+from quadriga.protocol.fields import RAW_PROMPT
 from quadriga.trainer.dataflow import needs_critic, needs_reference, reads_ref_log_prob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from quadriga.data import SFTDataset
+    from quadriga.data.chat import Chat
     from quadriga.data.conversations.pairs import PairDataset
     from quadriga.data.user_classes import Prompts
+
+
+_TRIED = 2048
+"""Prompts of which one of each kind is written by the template of a reward model."""
 
 
 def check_training_data(
@@ -156,8 +163,11 @@ def _check_scored(
 ) -> None:
     """Check the inputs of the reward model, which needs one more token for each sequence.
 
-    Conversations that it encodes again have lengths that are known after generation only.
+    Conversations that it encodes again have lengths that are known after generation only. Of
+    these, a prompt of each kind is tried with a short response.
     """
+    from quadriga.data.chat import encode_chats
+    from quadriga.data.loader import items_of
     from quadriga.workers.reward_model import reads_tokens_of, tokenizer_of
 
     section = config.reward_model
@@ -168,9 +178,22 @@ def _check_scored(
         )
         check_model_inputs(section.model, tokenizer, longest, datasets)
         check_token_budget("reward_model.engine", section.engine, longest)
-    else:
-        trusted = section.model.trust_remote_code
-        check_vocabulary(section.model.path, own, largest_id=0, trust_remote_code=trusted)
+        return
+    trusted = section.model.trust_remote_code
+    check_vocabulary(section.model.path, own, largest_id=0, trust_remote_code=trusted)
+    prompts: dict[tuple[str, ...], Chat] = {}  # roles -> a prompt with turns of these roles
+    for item in islice(items_of(datasets[0]), _TRIED):
+        prompts.setdefault(tuple(m["role"] for m in item[RAW_PROMPT]), item[RAW_PROMPT])
+    answered: list[Chat] = [[*p, {"role": "assistant", "content": "1"}] for p in prompts.values()]
+    encoded = encode_chats(own, answered, complete=True, arguments=section.chat_template_kwargs)
+    longest_text = max(len(ids) for ids in encoded)
+    longest = LongestSequence(
+        longest_text + 1,
+        f"a prompt with a response of one digit has {longest_text} tokens of the reward model, and "
+        "one is added",
+        "lower data.max_prompt_length, beyond which prompts are left out,",
+    )
+    check_context_window(section.model.path, longest, trust_remote_code=trusted)
 
 
 def check_token_budget(key: str, engine: EngineConfig, longest: LongestSequence) -> None:
