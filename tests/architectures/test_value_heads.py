@@ -20,6 +20,8 @@ REFUSED = dict.fromkeys(
     ("bailing_hybrid", "hy_v4", "inkling2_text", "llama4", "llama4_text"), "tensors of the backbone"
 ) | {"falcon_h1": "cannot have a head"}
 """Architectures without a scalar head -> a word of the error."""
+EACH_KIND = ("gemma3_text", "gpt2", "granite", "llama", "mamba", "mixtral", "olmo2", "qwen2")
+"""With a token classifier of transformers, with one of another form, and without one."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,14 @@ def batch():
     return naive_loop.make_batch(VOCABULARY)
 
 
-@pytest.mark.parametrize("model_type", [name for name in ARCHITECTURES if name not in REFUSED])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        name if name in EACH_KIND else pytest.param(name, marks=pytest.mark.nightly)
+        for name in ARCHITECTURES
+        if name not in REFUSED
+    ],
+)
 def test_values_are_those_of_a_head_on_the_hidden_states(model_type, batch, tmp_path):
     model = small_model(model_type)
     model.save_pretrained(tmp_path)

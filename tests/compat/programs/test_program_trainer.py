@@ -256,7 +256,7 @@ def test_what_the_trainer_cannot_take_is_refused(task, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"'own' was added with verl's .*policy_losses\.register"):
         RayPPOTrainer(settings)
     settings["actor_rollout_ref"]["model"]["lora"] = {"rank": 8}
-    with pytest.raises(ConfigError, match="it is for Megatron; set"):
+    with pytest.raises(ConfigError, match="it is for Megatron, whose engine"):
         RayPPOTrainer(settings)
 
 

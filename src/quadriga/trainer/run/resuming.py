@@ -15,6 +15,7 @@ from quadriga.checkpoint.files import digest_file, digest_json
 from quadriga.checkpoint.folders import newest_undamaged_checkpoint
 from quadriga.checkpoint.marker import read_marker, verify_checkpoint
 from quadriga.config.loading import to_yaml
+from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import ModelConfig, RMConfig, RunConfig, SFTConfig, TrainConfig
 from quadriga.errors import CheckpointError
 from quadriga.models.folder import local_folder
@@ -230,9 +231,14 @@ def _models(config: AnyRun) -> Iterator[tuple[str, str]]:
     if isinstance(config, TrainConfig):
         yield "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
         yield "critic.model.path", config.critic.model.path
-        yield "reward_model.model.path", config.reward_model.model.path
+        # A role of the user in its place has a section of another class.
+        yield "reward_model.model.path", _reward_model_path(config)
     else:
         yield "model.path", config.model.path
+
+
+def _reward_model_path(config: TrainConfig) -> str:
+    return config.reward_model.model.path if has_reward_model(config) else ""
 
 
 def config_file(model_path: str) -> str:
