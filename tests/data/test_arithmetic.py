@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from quadriga.data.arithmetic import ArithmeticTask, make_parts, make_problem
-from quadriga.data.arithmetic_files import write_arithmetic
+from quadriga.data.arithmetic_files import write_arithmetic, wrong_solution
 from quadriga.errors import DataError
 
 
@@ -140,6 +140,38 @@ def test_a_share_of_the_demonstrations_stops_after_the_first_step(tmp_path):
         write_arithmetic(tmp_path / "bad", sft_careful=1.5)
 
 
+def kind_of_mistake(row):
+    """Return which of the four mistakes the rejected solution of a pair has."""
+    right, wrong = (row[name].split("\n")[:-1] for name in ("chosen", "rejected"))
+    if len(right) != len(wrong):
+        return "early" if len(wrong) < len(right) else "extra"
+    terms, results = zip(*(line.split("=") for line in wrong), strict=True)
+    # No other step may have a wrong result, and the next one goes on from it.
+    assert all(eval(term) == int(result) for term, result in zip(terms[:-1], results, strict=False))
+    assert all(
+        re.split("[-+*]", term)[0] == result
+        for term, result in zip(terms[1:], results, strict=False)
+    )
+    assert row["rejected"].endswith(f"\n#### {results[-1]}")
+    return "number" if eval(terms[-1]) == int(results[-1]) else "result"
+
+
+@pytest.mark.parametrize("operations", [("+",), ("+", "-"), ("+", "-", "*")])
+def test_every_problem_has_wrong_solutions_of_all_kinds_that_apply(operations):
+    """A problem of one step cannot stop early. The totals of a wrong solution are not negative."""
+    rng = random.Random(5)
+    task = ArithmeticTask(max_number=6, max_steps=3, operations=operations)
+    found = {1: set(), 2: set(), 3: set()}
+    for _ in range(600):
+        problem = make_problem(task, rng)
+        row = {"chosen": problem.solution, "rejected": wrong_solution(problem, rng)}
+        assert not row["rejected"].endswith(f"#### {problem.answer}")
+        assert "-" not in re.sub(r"\d-\d", "", row["rejected"])
+        found[problem.steps].add(kind_of_mistake(row))
+    assert found[1] == {"extra", "number", "result"}
+    assert found[2] == found[3] == {"early", "extra", "number", "result"}
+
+
 def test_pairs_have_a_right_and_a_wrong_solution(tmp_path):
     task = ArithmeticTask(max_number=5, max_steps=2)
     sizes = {"train_size": 20, "test_size": 10, "sft_size": 10}
@@ -152,7 +184,7 @@ def test_pairs_have_a_right_and_a_wrong_solution(tmp_path):
         truth = row["reward_model"]["ground_truth"]
         assert row["chosen"].endswith(f"#### {truth}")
         assert not row["rejected"].endswith(f"#### {truth}")
-    assert len({row["rejected"].count("\n") for row in rows}) == 2  # early stops and wrong results
+    assert {kind_of_mistake(row) for row in rows} == {"early", "extra", "number", "result"}
     held_out, test = (pq.read_table(path).to_pylist() for path in (files.rm_test, files.test))
     assert [row["prompt"] for row in held_out] == [row["prompt"] for row in test]
     plain = write_arithmetic(tmp_path / "plain", task, **sizes)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quadriga.data.arithmetic import DATA_SOURCE, ArithmeticTask, Problem, make_parts
 from quadriga.errors import DataError
+
+_TERM = re.compile(r"([-+*])")
+Step: TypeAlias = tuple[str, int]  # "7-2=5" is ("-", 2)
 
 
 @dataclass(frozen=True)
@@ -112,17 +118,57 @@ def pair_row(problem: Problem, index: int, rng: random.Random) -> dict[str, obje
 
 
 def wrong_solution(problem: Problem, rng: random.Random) -> str:
-    """Return a solution that stops after the first step, or whose last result is wrong by 1 or 2.
+    """Return a solution with one mistake, of one of four kinds, and another answer.
 
-    "3+4=7\\n7-2=5\\n#### 5" → "3+4=7\\n#### 7" or "3+4=7\\n7-2=6\\n#### 6".
+    The kinds for "3+4=7\\n7-2=5\\n#### 5", each as likely as the others:
+
+        3+4=7 #### 7                  it stops early
+        3+4=7 7-2=5 5+2=7 #### 7      it has a step too many
+        3+5=8 8-2=6 #### 6            a number of a step is another one
+        3+4=7 7-2=6 #### 6            the last result is wrong by 1 or 2
     """
-    short = first_step_solution(problem)
-    if not short.endswith(f"#### {problem.answer}") and rng.random() < 0.5:
-        return short
-    wrong = problem.answer + rng.choice([n for n in (-2, -1, 1, 2) if problem.answer + n >= 0])
-    *steps, _ = problem.solution.split("\n")
-    last = steps[-1].split("=")[0]
-    return "\n".join([*steps[:-1], f"{last}={wrong}", f"#### {wrong}"])
+    # A mistake that is impossible here, or that gives the right answer, is drawn again.
+    while True:
+        steps, slip = _steps(problem), 0
+        kind = rng.choice(("early", "extra", "number", "result"))
+        place = rng.randrange(len(steps))
+        if kind == "early":
+            steps = steps[: place + 1]
+        elif kind == "extra":
+            steps.append((rng.choice("+-"), rng.choice(steps)[1]))
+        elif kind == "number":
+            steps[place] = (steps[place][0], rng.randint(1, max(n for _, n in steps) + 1))
+        else:
+            slip = rng.choice((-2, -1, 1, 2))
+        totals = _totals(problem, steps)
+        totals[-1] += slip
+        if min(totals) >= 0 and totals[-1] != problem.answer:
+            return _written(steps, totals)
+
+
+def _steps(problem: Problem) -> list[Step]:
+    """Return the steps of the solution."""
+    terms = [line.split("=")[0] for line in problem.solution.split("\n")[:-1]]
+    return [(sign, int(number)) for _, sign, number in map(_TERM.split, terms)]
+
+
+def _totals(problem: Problem, steps: list[Step]) -> list[int]:
+    """Return the first number of the solution and the result of each step."""
+    totals = [int(_TERM.split(problem.solution, maxsplit=1)[0])]
+    for sign, number in steps:
+        total = totals[-1]
+        results = {"+": total + number, "-": total - number, "*": total * number}
+        totals.append(results[sign])
+    return totals
+
+
+def _written(steps: list[Step], totals: list[int]) -> str:
+    """Return a solution of these steps: one line for each, and the last total as the answer."""
+    lines = [
+        f"{total}{sign}{number}={result}"
+        for (sign, number), (total, result) in zip(steps, pairwise(totals), strict=True)
+    ]
+    return "\n".join([*lines, f"#### {totals[-1]}"])
 
 
 def first_step_solution(problem: Problem) -> str:

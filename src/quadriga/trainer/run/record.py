@@ -217,7 +217,7 @@ class RunRecord:
         )
         rows = [
             ("steps", str(self.total_steps)),
-            ("time", f"{elapsed:.0f}s ({shares})"),
+            ("time", f"{elapsed:.0f}s" + (f" ({shares})" if shares else "")),
             *_validation_row(self.last),
             *((f"  {source.data_source}", one_line(source)) for source in self.validation),
             ("run folder", str(self.folder.path)),
