@@ -70,6 +70,8 @@ def test_greedy_tokens_equal_those_of_hf_after_each_step(tmp_path, engine, model
         hf.close()
 
 
+OPTIONS_KEY = "actor_rollout_ref.rollout.options.tensor_parallel_size"
+TENSOR_KEY = "actor_rollout_ref.actor.engine.tensor_parallel_size"
 PLACEMENTS = {
     "one rank": ["trainer.backend=local"],
     "two ranks": ["trainer.backend=ray", "trainer.num_cpus=2", "trainer.n_gpus_per_node=2"],
@@ -78,17 +80,34 @@ PLACEMENTS = {
         "placement.actor=[0]", "placement.rollout=[1]",
     ],
 }  # fmt: skip
+COPIES = {
+    "one copy on two ranks": [*PLACEMENTS["two ranks"], f"{OPTIONS_KEY}=2"],
+    "actor and copy divided alike": [
+        *PLACEMENTS["two ranks"], f"{OPTIONS_KEY}=2", f"{TENSOR_KEY}=2",
+    ],
+    # Ranks 0 and 2 hold a copy, ranks 1 and 3 another.
+    "copies with strides": [
+        "trainer.backend=ray", "trainer.num_cpus=4", "trainer.n_gpus_per_node=4",
+        f"{OPTIONS_KEY}=2", f"{TENSOR_KEY}=4",
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "placement"),
+    [
+        (engine, settings)
+        for engine in ENGINES
+        for settings in (PLACEMENTS if engine == "sglang" else PLACEMENTS | COPIES)
+    ],
+)
 def test_a_run_trains_on_what_its_actor_computes(tmp_path, engine, placement):
     run_make_data(
         load_config(
             ArithmeticDataConfig,
             [f"output={tmp_path / 'data'}", f"model_output={tmp_path / 'base'}", "train_size=64",
-             "val_size=8", "sft_size=4", "max_number=5", "hidden_size=64", "num_layers=2",
-             "num_heads=2", "num_kv_heads=1", "intermediate_size=64"],
+             "val_size=8", "sft_size=4", "max_number=5", "hidden_size=128", "num_layers=2",
+             "num_heads=4", "num_kv_heads=4", "intermediate_size=64"],
         )
     )  # fmt: skip
     config = load_config(
@@ -106,7 +125,7 @@ def test_a_run_trains_on_what_its_actor_computes(tmp_path, engine, placement):
          "actor_rollout_ref.actor.skip_zero_advantages=false",
          f"trainer.total_training_steps={STEPS}", "trainer.test_freq=0",
          "trainer.threads_per_worker=1", f"trainer.default_local_dir={tmp_path / 'run'}",
-         "trainer.loggers=[jsonl]", *PLACEMENTS[placement]],
+         "trainer.loggers=[jsonl]", *(PLACEMENTS | COPIES)[placement]],
     )  # fmt: skip
     run_training(config)
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["step"] > 0]

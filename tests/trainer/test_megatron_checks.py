@@ -229,3 +229,35 @@ def test_the_plan_has_what_ranks_receive_when_training_becomes_generation(train_
                           pytest.approx(whole / 2**20, rel=1e-3), 0]  # fmt: skip
     apart = [*more, "placement.actor=[0-1]", "placement.rollout=[2-3]", "placement.critic=[0-1]"]
     assert resharding(load_config(TrainConfig, [*train_overrides, *apart]), "cpu") is None
+
+
+@pytest.mark.parametrize(("tensor", "stages", "together"), [(2, 1, 2), (2, 2, 2), (1, 2, 2)])
+def test_ranks_that_generate_together_receive_only_their_parts(
+    train_overrides, available, tensor, stages, together
+):
+    """The rank with most has all layers and the embedding: nothing is received where training and
+    generation are divided alike, and layers of the other stage where there are two."""
+    config = load_config(TrainConfig, [
+        *train_overrides, *MEGATRON, "trainer.backend=ray", "trainer.n_gpus_per_node=4",
+        f"{TENSOR}={tensor}", f"{STAGES}={stages}", "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.rollout.options.tensor_parallel_size={together}",
+    ])  # fmt: skip
+    model = load_causal_lm(config.actor_rollout_ref.model.path)
+    sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    whole = sum(sizes.values())
+    found = resharding(config, "cpu")
+    assert (found.whole, found.gen_tensor) == (whole, together)
+    assert found.generating == (whole - norms) / 2 + norms
+    if stages == 1:
+        assert found.received == 0
+    elif tensor == 2:  # the first stage receives its half of the second, which is larger
+        second = {n: s for n, s in sizes.items() if "layers.0." not in n and "embed" not in n}
+        assert found.received == sum(s if "norm" in n else s / 2 for n, s in second.items())
+    else:  # neighbours: each has one stage, and half of it is not in its half of the rows
+        assert found.received > found.whole / 5
+    if tensor == 2:
+        this_run, *_, hybridflow = (
+            [float(x) for x in line.split()[-3:]] for line in resharding_lines(config, "cpu")[2:]
+        )
+        assert this_run[1] == pytest.approx(hybridflow[1], rel=0.02)  # norms are on both ranks

@@ -52,6 +52,41 @@ class Target:
         return {name: weight.dtype for name, weight in self.weights.items()}
 
 
+class ShardedTarget(Target):
+    """Ranks that hold one copy together: a part of each weight's first dimension that divides."""
+
+    def __init__(self, weights, group, change=None):
+        super().__init__(weights)
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.change = change or (lambda name, part: part)
+        self.held = {name: self.weights[name][slices(box)].clone() for name, box in self.boxes()}
+
+    def boxes(self):
+        for name, weight in self.weights.items():
+            if weight.ndim and len(weight) % self.size == 0:
+                step = len(weight) // self.size
+                rows = (self.rank * step, self.rank * step + step)
+                yield name, (rows, *((0, size) for size in weight.shape[1:]))
+
+    def weight_boxes(self):
+        return dict(self.boxes())
+
+    def update_shards(self, stream, version):
+        for name, part in stream:
+            part = self.change(name, part)
+            self.held.get(name, self.weights[name]).copy_(part)
+            self.order.append((name, part.numel()))
+        self.version = version
+
+    def weights_digest(self):
+        for name, part in self.held.items():
+            parts = [torch.empty_like(part) for _ in range(self.size)]
+            dist.all_gather(parts, part, group=self.group)
+            self.weights[name].copy_(torch.cat(parts))
+        return super().weights_digest()
+
+
 class Source:
     """A training engine without computation: full tensors, or shards on a mesh."""
 
@@ -114,7 +149,32 @@ def rank_main(rank: int, ranks: int, work: str, port: int) -> None:
         group = dist.new_group(list(range(size)))
         if rank < size:
             found["hybrid"][size] = hybrid(rank, size, group)
+    found["divided"] = divided(rank, flat)
     end(rank, work, found)
+
+
+def divided(rank: int, mesh):
+    """Sync to copies that two ranks hold together, each of neighbours or with strides."""
+    found = {}
+    weights = model_weights()
+    for name, groups in {"neighbours": [[0, 1], [2, 3]], "strides": [[0, 2], [1, 3]]}.items():
+        made = [dist.new_group(group) for group in groups]
+        own = next(g for g, ranks in zip(made, groups, strict=True) if rank in ranks)
+        target = ShardedTarget(weights, own)
+        sync = WeightSync(Sharded(sharded(weights, mesh, [Shard(0)])), target, bucket_bytes=256)
+        reports = [sync.run(version) for version in (1, 2)]
+        digests = target.weights_digest()
+        equal = all(digests[n] == tensor_digest(w) for n, w in weights.items())
+        sizes = {n: w[slices(target.weight_boxes().get(n, ()))].numel() for n, w in weights.items()}
+        found[name] = equal, dict(target.order) == sizes, reports[1].traffic.received
+        large = target.weight_boxes()["large"][0]
+        found[name] += (large[0] <= 16 * rank < large[1],)
+    wrong = ShardedTarget(weights, own, change=lambda n, w: w + 1 if n == "large" else w)
+    try:
+        WeightSync(Sharded(sharded(weights, mesh, [Shard(0)])), wrong).run(1)
+    except WorkerError as error:
+        found["wrong"] = error.tensors
+    return found
 
 
 def end(rank: int, work: str, found: object) -> None:

@@ -19,6 +19,7 @@ from quadriga.parallel.layouts.parallel_layouts import (
 from quadriga.weight_sync.planning.grouping import (
     HybridDegrees,
     generation_layout,
+    groups_of_copies,
     peak_memory,
     redundancy,
     transition_volume,
@@ -155,3 +156,15 @@ def test_groups_with_stages():
 def test_degrees_that_do_not_divide_are_refused(degrees):
     with pytest.raises(ConfigError, match="must divide those of training"):
         HybridDegrees(*degrees)
+
+
+def test_copies_have_strides_where_training_shards_are_then_parts_of_theirs():
+    # Four tensor-parallel ranks, two replicas; two ranks generate together.
+    assert groups_of_copies(4, 1, 8, 2) == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    # Two stages: rank 0 and 4 have the first half of the rows of other layers.
+    assert groups_of_copies(2, 2, 8, 2) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    # As many as train together are neighbours. So are those of a training without tensor ranks.
+    assert groups_of_copies(2, 1, 4, 2) == [(0, 1), (2, 3)]
+    assert groups_of_copies(1, 1, 4, 2) == groups_of_copies(2, 1, 4, 2)
+    assert groups_of_copies(2, 1, 4, 4) == [(0, 1, 2, 3)]
+    assert groups_of_copies(4, 2, 8, 1) == [(rank,) for rank in range(8)]

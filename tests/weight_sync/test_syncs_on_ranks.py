@@ -49,6 +49,22 @@ def test_a_training_engine_sends_its_shards(found_by_ranks, model_folder):
             assert received == whole / 2
 
 
+def test_ranks_that_hold_a_copy_together_receive_their_parts_only(ranks):
+    """64 rows of `large` on four ranks of training, 16 each, and 32 on each rank of a copy."""
+    for rank, found in enumerate(ranks):
+        of_groups = found["divided"]
+        assert of_groups.pop("wrong") == ("large",)
+        for groups, (equal, sizes, _, own) in of_groups.items():
+            assert equal and sizes, (rank, groups)
+            # Ranks 0 and 3 have their own shard in either case, ranks 1 and 2 only with strides.
+            assert own == (groups == "strides" or rank in (0, 3)), (rank, groups)
+    of_strides, of_neighbours = (
+        sum(found["divided"][groups][2] for found in ranks) for groups in ("strides", "neighbours")
+    )
+    # Their own 16 rows of 40 floats, and for rank 2 its two elements of `norm`.
+    assert of_neighbours - of_strides == 2 * 16 * 40 * 4 + 2 * 2
+
+
 def test_every_rank_names_all_wrong_weights(ranks):
     for found in ranks:
         faults = found["sabotage"]

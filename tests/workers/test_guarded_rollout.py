@@ -10,9 +10,11 @@ import torch
 import quadriga.rollout
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import RolloutTimeoutError
+from quadriga.errors import RolloutOutputError, RolloutTimeoutError
 from quadriga.protocol import DataProto, fields
+from quadriga.rollout.guard import GuardedRollout
 from quadriga.testing.fake_rollout import FakeRollout
+from quadriga.workers import actor_rollout_ref
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 from quadriga.workers.generation import generation_inputs
 from quadriga.workers.runtime import RankRuntime
@@ -45,3 +47,85 @@ def test_a_wedged_engine_ends_at_the_deadline_of_the_settings(folder, monkeypatc
     for thread in set(threading.enumerate()) - threads:
         thread.join(60)
         assert not thread.is_alive()
+
+
+ACTOR, OPTIONS = f"{SECTION}.actor.engine", f"{SECTION}.rollout.options"
+
+
+@pytest.mark.parametrize(
+    ("role", "settings", "parts"),
+    [
+        ("actor_rollout", (f"{ACTOR}.tensor_parallel_size=4",), [0, 1, 0, 1, 2, 3, 2, 3]),
+        ("actor_rollout", (), [0, 0, 1, 1, 2, 2, 3, 3]),
+        # Ranks that only generate are neighbours, whatever the actor of the settings is.
+        ("rollout", (f"{ACTOR}.tensor_parallel_size=4",), [0, 0, 1, 1, 2, 2, 3, 3]),
+        ("actor_rollout", (f"{OPTIONS}.tensor_parallel_size=1",), list(range(8))),
+        # Ranks that divide tokens too are numbered in another way.
+        (
+            "actor_rollout",
+            (f"{ACTOR}.tensor_parallel_size=4", f"{ACTOR}.sequence_parallel_size=2"),
+            [0, 0, 1, 1, 2, 2, 3, 3],
+        ),
+    ],
+)
+def test_the_ranks_of_a_copy_receive_the_same_rows(
+    folder, monkeypatch, role, settings, parts
+) -> None:
+    monkeypatch.setattr(actor_rollout_ref, "prepare_rank", lambda runtime: "cpu")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    given = [
+        f"{SECTION}.model.path={folder}", f"{SECTION}.rollout.name=vllm",
+        f"{OPTIONS}.tensor_parallel_size=2", *settings,
+    ]  # fmt: skip
+    config = load_config(TrainConfig, given).actor_rollout_ref
+    found = []
+    for rank in range(8):
+        monkeypatch.setenv("RANK", str(rank))
+        found.append(ActorRolloutRefWorker(config, role)._query_mesh("rollout"))
+    assert [part for part, _ in found] == parts
+    # The first rank of each copy returns the result.
+    assert [collected for _, collected in found] == [
+        parts.index(p) == r for r, p in enumerate(parts)
+    ]
+
+
+def test_the_engine_is_told_which_ranks_hold_a_copy(folder, monkeypatch) -> None:
+    built = {}
+
+    def build(name, model, **settings):
+        built.update(settings)
+        return FakeRollout(model.path)
+
+    monkeypatch.setattr(quadriga.rollout, "build_rollout", build)
+    monkeypatch.setattr(actor_rollout_ref, "prepare_rank", lambda runtime: "cpu")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    overrides = [f"{SECTION}.model.path={folder}", f"{SECTION}.rollout.name=vllm"]
+    for size, copies in ((2, [(0, 1), (2, 3)]), (1, None)):
+        built.clear()
+        more = f"{OPTIONS}.tensor_parallel_size={size}"
+        config = load_config(TrainConfig, [*overrides, more]).actor_rollout_ref
+        ActorRolloutRefWorker(config, "rollout").init_model()
+        assert built.get("copies") == copies
+
+
+def test_the_guard_passes_parts_of_weights_on(folder) -> None:
+    class Divided(FakeRollout):
+        version = -1
+
+        def weight_boxes(self):
+            return {"model.norm.weight": ((0, 3),)}
+
+        def update_shards(self, stream, version):
+            self.received = [(name, tuple(part.shape)) for name, part in stream]
+            self.version = version
+
+    engine = Divided(str(folder))
+    guard = GuardedRollout(engine)
+    assert guard.weight_boxes() == {"model.norm.weight": ((0, 3),)}
+    guard.update_shards([("model.norm.weight", torch.ones(3))], 4)
+    assert engine.received == [("model.norm.weight", (3,))]
+    engine.update_shards = lambda stream, version: None
+    with pytest.raises(RolloutOutputError, match=r"update_shards: .* version 5.* holds version 4"):
+        guard.update_shards([], 5)
+    whole = GuardedRollout(FakeRollout(str(folder)))
+    assert whole.weight_boxes() == {}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quadriga.models.vision.rows import MultiModalRows
+from quadriga.parallel.layouts.boxes import Box
 from quadriga.rollout.abilities import RolloutAbilities
 from quadriga.rollout.params import LogProbKind as LogProbKind
 from quadriga.rollout.params import SamplingParams as SamplingParams
@@ -197,6 +198,27 @@ class SharesWeights(Protocol):
 
         Raises:
             ModelError: as `RolloutEngine.update_weights`.
+        """
+        ...
+
+
+@runtime_checkable
+class HoldsShards(Protocol):
+    """A rollout engine of which several ranks hold one copy of the weights together."""
+
+    def weight_boxes(self) -> Mapping[str, Box]:
+        """Return the box of each weight that this rank holds, by checkpoint name.
+
+        A weight that is missing is whole on every rank. Empty if this rank holds a copy alone.
+        """
+        ...
+
+    def update_shards(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy new weights as `RolloutEngine.update_weights`, from (checkpoint name, tensor) pairs
+        with the values of `weight_boxes`.
+
+        Raises:
+            ModelError: the model has no weight of that name, or its box has another shape.
         """
         ...
 

@@ -28,10 +28,12 @@ from quadriga.errors import (
     RolloutTimeoutError,
 )
 from quadriga.models.vision.rows import MultiModalRows
+from quadriga.parallel.layouts.boxes import Box
 from quadriga.rollout.abilities import RolloutAbilities
 from quadriga.rollout.base import (
     DropsWeights,
     GeneratesFromImages,
+    HoldsShards,
     ReportsReceipts,
     RolloutEngine,
     RolloutOutput,
@@ -142,6 +144,21 @@ class GuardedRollout:
         shared = self._call("share_weights", lambda: engine.share_weights(noted, version))
         self._check_version("share_weights", version)
         return shared
+
+    def weight_boxes(self) -> Mapping[str, Box]:
+        """See `HoldsShards`. Other engines hold whole weights."""
+        if not isinstance(self.engine, HoldsShards):
+            return {}
+        return self._call("weight_boxes", self.engine.weight_boxes)
+
+    def update_shards(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See `HoldsShards`. Of other engines the shards are whole weights."""
+        if not isinstance(self.engine, HoldsShards):
+            self.update_weights(stream, version)
+            return
+        engine, noted = self.engine, self._noted(stream)
+        self._call("update_shards", lambda: engine.update_shards(noted, version))
+        self._check_version("update_shards", version)
 
     def lacks_weights(self) -> bool:
         """See `DropsWeights`. An engine that keeps its weights lacks none."""

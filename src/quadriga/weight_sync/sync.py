@@ -8,7 +8,7 @@ checks        the digest of each weight of the training engine against what the 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 
@@ -18,11 +18,12 @@ from torch import Tensor
 
 from quadriga.config.schema import WeightTransport
 from quadriga.errors import WorkerError
-from quadriga.parallel.distributed import local_device, rank, world_size
-from quadriga.parallel.layouts.layout import Layout
+from quadriga.parallel.distributed import gather_over_ranks, local_device, rank
+from quadriga.parallel.layouts.boxes import Box, shape_of, whole
+from quadriga.parallel.layouts.layout import Layout, Piece, StoredTensor
 from quadriga.parallel.layouts.parallel_layouts import replicated_layout
 from quadriga.rollout.abilities import RolloutAbilities
-from quadriga.rollout.base import SharesWeights
+from quadriga.rollout.base import HoldsShards, SharesWeights
 from quadriga.weight_sync.adapters import WeightPart, part_for
 from quadriga.weight_sync.channels import (
     Channel,
@@ -117,6 +118,7 @@ class WeightSync:
         self._in_place = in_place
         self._described: SourceWeights | None = None
         self._plan: Plan | None = None
+        self._boxes: Mapping[str, Box] = {}  # what this rank holds of weights that are divided
 
     def run(self, version: int) -> SyncReport:
         """Copy every weight, then compare digests, or scores of probe tokens if the rollout engine
@@ -142,7 +144,11 @@ class WeightSync:
             received = with_tied(transport.run(self._bucket_bytes), weights)
             # Without transfers between ranks, what is received are the tensors of the source.
             in_place = self._in_place and not current.link_bytes
-            if in_place and target.abilities.exposes_weights and isinstance(target, SharesWeights):
+            if self._boxes and isinstance(target, HoldsShards):
+                target.update_shards(received, version)
+            elif (
+                in_place and target.abilities.exposes_weights and isinstance(target, SharesWeights)
+            ):
                 target.share_weights(received, version)
             else:
                 self._verified.update_weights(received, version)
@@ -157,7 +163,10 @@ class WeightSync:
     def _planned(self, weights: SourceWeights) -> Plan:
         """Return the plan; the old one while the weights are sent in the same dtypes."""
         if self._plan is None or self._plan.source.weights != weights.layout.weights:
-            self._plan = plan(weights.layout, whole_on(weights, range(world_size())), weights.nodes)
+            if isinstance(self._target, HoldsShards):
+                self._boxes = self._target.weight_boxes()
+            held = held_by_ranks(weights, gather_over_ranks(self._boxes))
+            self._plan = plan(weights.layout, held, weights.nodes)
         return self._plan
 
     def _channel(self, current: Plan, weights: SourceWeights) -> AbstractContextManager[Channel]:
@@ -182,6 +191,26 @@ class WeightSync:
         probe = needs_of(self._target).probe
         scores = None if probe is None else scores_of(self._source, probe, version)
         self._verified.compare(sent, scores, version)
+
+
+def held_by_ranks(weights: SourceWeights, boxes: Sequence[Mapping[str, Box]]) -> Layout:
+    """Return the layout of a rollout of which each rank holds these boxes, and all other weights
+    whole."""
+    whole_weights = whole_on(weights, range(len(boxes)))
+    ranks = {
+        rank: tuple(
+            of_box(tensor.name, boxes[rank][tensor.name]) if tensor.name in boxes[rank] else tensor
+            for tensor in tensors
+        )
+        for rank, tensors in whole_weights.ranks.items()
+    }
+    return Layout(whole_weights.weights, ranks, whole_weights.tied)
+
+
+def of_box(name: str, box: Box) -> StoredTensor:
+    """Return the tensor that has a box of a weight, under its name."""
+    shape = shape_of(box)
+    return StoredTensor(name, shape, (Piece(name, box, whole(shape)),))
 
 
 def whole_on(weights: SourceWeights, ranks: Iterable[int]) -> Layout:

@@ -20,13 +20,14 @@ from quadriga.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from quadriga.weight_sync.planning.grouping import groups_of_copies
 from quadriga.weight_sync.worker import PolicyWeights
 from quadriga.workers.method_fields import COMPUTE_LOG_PROB, COMPUTE_REF_LOG_PROB
 from quadriga.workers.runtime import (
     RankRuntime,
     prepare_rank,
-    register_data_ranks,
     register_engine_ranks,
+    register_groups,
 )
 
 if TYPE_CHECKING:
@@ -80,8 +81,7 @@ class ActorRolloutRefWorker(PolicyWeights):
             if use in _USES[role]:
                 register_engine_ranks(self, use, engine)
         if self.uses("rollout"):
-            copy = ranks_of_copy(config.rollout.name, config.rollout.options)
-            register_data_ranks(self, "rollout", copy)
+            register_groups(self, "rollout", self._copies())
 
     def uses(self, use: Use) -> bool:
         """Return whether this worker is used as `use`."""
@@ -119,6 +119,7 @@ class ActorRolloutRefWorker(PolicyWeights):
                 dtype=settings.dtype,
                 micro_batch_size=settings.micro_batch_size,
                 releasable=settings.take_turns,
+                **({"copies": self._copies()} if len(self._copies()[0]) > 1 else {}),
                 **settings.options,
             )
             self.rollout = GuardedRollout(engine, deadline=settings.deadline_s, rank=self.rank)
@@ -285,6 +286,18 @@ class ActorRolloutRefWorker(PolicyWeights):
         """
         base_in_actor = self.config.model.lora.enabled and self.uses("actor")
         return self.config.actor.engine if base_in_actor else self.config.ref.engine
+
+    def _copies(self) -> list[tuple[int, ...]]:
+        """Return the ranks that hold each copy of the rollout's weights together."""
+        rollout, engine = self.config.rollout, self.config.actor.engine
+        copy = ranks_of_copy(rollout.name, rollout.options)
+        tensor, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
+        if (
+            not self.uses("actor")
+            or engine.sequence_parallel_size * engine.context_parallel_size > 1
+        ):
+            tensor = stages = 1
+        return groups_of_copies(tensor, stages, self.world_size, copy)
 
     def _temperature(self) -> float:
         """Return the temperature at which log-probabilities are computed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quadriga.config.schema import DeviceName, EngineConfig
@@ -33,6 +34,19 @@ def register_data_ranks(worker: Worker, mesh: str, size: int) -> None:
     _check_divides(worker, mesh, size)
     part, position = divmod(worker.rank, size)
     worker._register_dispatch_collect_info(mesh, dp_rank=part, is_collect=position == 0)
+
+
+def register_groups(worker: Worker, mesh: str, groups: Sequence[tuple[int, ...]]) -> None:
+    """Register a mesh in which the ranks of a group receive the same rows, and the first of them
+    returns the result. All groups have one size.
+
+    Raises:
+        ConfigError: the size of a group does not divide the number of ranks.
+    """
+    _check_divides(worker, mesh, len(groups[0]))
+    part = next(i for i, group in enumerate(groups) if worker.rank in group)
+    is_collect = groups[part][0] == worker.rank
+    worker._register_dispatch_collect_info(mesh, dp_rank=part, is_collect=is_collect)
 
 
 def register_engine_ranks(worker: Worker, mesh: str, engine: EngineConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +13,7 @@ from quadriga.config.schema import DtypeName, ModelConfig
 from quadriga.errors import QuadrigaError, RolloutError
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
+from quadriga.parallel.layouts.boxes import Box
 from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities
 from quadriga.rollout.base import RolloutOutput, SamplingParams, tensor_digest
 from quadriga.rollout.requests import check_request, check_sequences
@@ -39,8 +40,10 @@ _WHAT_TO_DO: Mapping[State, str] = {
 class VLLMRollout:
     """See `RolloutEngine`. `micro_batch_size` rows are generated at once.
 
-    Each rank has an engine with a whole copy of the weights in its own process. On a GPU `release`
-    moves the weights to host memory and drops the key-value cache; on a CPU it frees nothing.
+    Each rank has an engine in its own process, with a whole copy of the weights or, with
+    `tensor_parallel_size`, a part of one. `copies` are the ranks that hold each copy together, in
+    the order of their parts; None: neighbouring ranks. On a GPU `release` moves the weights to host
+    memory and drops the key-value cache; on a CPU it frees nothing.
 
     In float32 the log-probabilities agree with transformers' to about 1e-5, and the response of a
     row is drawn with random numbers of its own. The rounding of a row depends a little on the rows
@@ -60,6 +63,7 @@ class VLLMRollout:
         dtype: DtypeName = "auto",
         micro_batch_size: int = 256,
         releasable: bool = True,
+        copies: Sequence[tuple[int, ...]] | None = None,
         **options: object,
     ) -> None:
         self.options = parse_options(options)
@@ -71,7 +75,7 @@ class VLLMRollout:
         self._state: State = "closed"
         self._releasable = releasable or self.device.type == "cpu"
         settings = StartSettings(
-            model, self.device, self.dtype, micro_batch_size, self.options, releasable
+            model, self.device, self.dtype, micro_batch_size, self.options, releasable, copies
         )
         self._running = RunningEngine(settings, self._isolation)
         self._state = "ready"
@@ -157,6 +161,21 @@ class VLLMRollout:
     # Weights
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._update(stream, version, self._running.weights.write)
+
+    def weight_boxes(self) -> Mapping[str, Box]:
+        self._check("weight_boxes", "ready", "released")
+        return self._running.weights.boxes()
+
+    def update_shards(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._update(stream, version, self._running.weights.write_box)
+
+    def _update(
+        self,
+        stream: Iterable[tuple[str, Tensor]],
+        version: int,
+        write: Callable[[str, Tensor], None],
+    ) -> None:
         self._check("update_weights", "ready", "released")
         written: set[str] = set()
         with self._isolation.inside():
@@ -165,7 +184,7 @@ class VLLMRollout:
             try:
                 for name, tensor in stream:
                     with self._failures("update_weights"):
-                        self._running.weights.write(name, tensor)
+                        write(name, tensor)
                     written.add(name)
             except BaseException:
                 if written:  # some weights are new and some old

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,12 +34,16 @@ _CPU_STEP_TOKENS = 4096
 _engines_in_process = 0
 """How many engines of this process share vLLM's process groups."""
 
+_order_of_ranks: list[int] = []
+"""The ranks of all copies, one copy after another; empty: in the order of their numbers."""
+
 
 @dataclass(frozen=True)
 class StartSettings:
     """What one engine is started with. `rows` are generated at once.
 
     `releasable`: weights and cache can be released on a GPU.
+    `copies`: the ranks that hold each copy together; None: neighbours.
     """
 
     model: ModelConfig
@@ -48,6 +52,7 @@ class StartSettings:
     rows: int
     options: VLLMOptions
     releasable: bool = True
+    copies: Sequence[tuple[int, ...]] | None = None
 
 
 class RunningEngine:
@@ -151,7 +156,7 @@ def _start(settings: StartSettings, folder: str, window: int, planned: Adapter |
     if settings.device.type == "cpu":
         _keep_weights_unpacked()
     if settings.options.tensor_parallel_size > 1:
-        _without_shared_memory()
+        _set_groups(settings.copies)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -247,8 +252,9 @@ def _keep_weights_unpacked() -> None:
     utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 
-def _without_shared_memory() -> None:
-    """Let the ranks of a copy communicate through their process group only.
+def _set_groups(copies: Sequence[tuple[int, ...]] | None) -> None:
+    """Let the ranks of `copies` hold a copy together, where vLLM would take neighbouring ranks, and
+    communicate through their process group only.
 
     A segment of shared memory outlives a rank that is killed. On a CPU all engines of a machine
     would also use segments of the same name.
@@ -256,17 +262,22 @@ def _without_shared_memory() -> None:
     from vllm.distributed import parallel_state
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
+    global _order_of_ranks
+    _order_of_ranks = [rank for copy in copies or () for rank in copy]
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
     original = parallel_state.init_model_parallel_group
     if isinstance(original, partial):
         return  # an earlier engine of this process
-    parallel_state.init_model_parallel_group = partial(_group_without_queue, original)
+    parallel_state.init_model_parallel_group = partial(_group_of_ranks, original)
 
 
-def _group_without_queue(
-    original: Callable[..., object], *args: object, **settings: object
+def _group_of_ranks(
+    original: Callable[..., object], groups: list[list[int]], *args: object, **settings: object
 ) -> object:
-    return original(*args, **{**settings, "use_message_queue_broadcaster": False})
+    # With the copies (0, 2) and (1, 3), vLLM's group [0, 1] has the ranks 0 and 2.
+    order = _order_of_ranks
+    placed = [[order[rank] for rank in group] if order else group for group in groups]
+    return original(placed, *args, **{**settings, "use_message_queue_broadcaster": False})
 
 
 def _end(engine: LLMEngine) -> None:

@@ -39,6 +39,7 @@ from transformers import PreTrainedModel
 from quadriga.errors import ModelError
 from quadriga.models.weights.names import match_names
 from quadriga.models.weights.reader import TensorReader, stored_tensors
+from quadriga.parallel.layouts.boxes import Box, narrowed, shape_of, whole
 from quadriga.rollout.vllm.adapters import AdapterPlace
 
 _QKV = ("q", "k", "v")
@@ -187,6 +188,40 @@ class EngineWeights:
             place.write(tensor.detach())
         self._written.add(name)
 
+    def boxes(self) -> dict[str, Box]:
+        """Return the box of each weight that this rank holds; {} if it holds a copy alone.
+
+        Adapters are whole on every rank.
+        """
+        if self._group is None:
+            return {}
+        position = dist.get_rank(self._group)
+        return {
+            name: _box(place, self._shapes[name], self._ranks, position)
+            for name, place in self._places.items()
+        }
+
+    def write_box(self, name: str, tensor: Tensor) -> None:
+        """Copy the values of this rank's box of a weight (`boxes`) to their place.
+
+        Raises:
+            ModelError: there is no weight of that name, or its box has another shape.
+        """
+        place = self._places.get(name)
+        if place is None or self._group is None:
+            self.write(name, tensor)
+            return
+        position = dist.get_rank(self._group)
+        expected = shape_of(_box(place, self._shapes[name], self._ranks, position))
+        if expected != tuple(tensor.shape):
+            raise ModelError(
+                f"received a part of weight {name!r} with shape {tuple(tensor.shape)}, but rank "
+                f"{position} of a copy in vLLM holds {expected}"
+            )
+        with torch.no_grad():
+            place.local()[: len(tensor)].copy_(tensor)
+        self._written.add(name)
+
     def read(self, name: str) -> Tensor:
         """Return the whole weight. All ranks of the copy call this for the same names in order.
 
@@ -258,6 +293,20 @@ def _slices(place: _Place, shape: torch.Size, ranks: int) -> tuple[int, int] | N
     count = shape[cut[0]] // local[cut[0]] if local[cut[0]] else 0
     fits = len(cut) == 1 and count * local[cut[0]] == shape[cut[0]] and count > 1
     return (cut[0], count) if fits and ranks % count == 0 else None
+
+
+def _box(place: _Place, shape: torch.Size, ranks: int, position: int) -> Box:
+    """Return the box of a weight that the rank at `position` of a copy holds."""
+    slices = _slices(place, shape, ranks)
+    assert slices is not None, "checked in _match"
+    dim, count = slices
+    if count == 1:
+        return whole(tuple(shape))
+    # With 4 ranks and 2 slices, ranks 0 and 1 hold the first slice. The last ranks of a padded
+    # vocabulary can hold fewer rows of the weight, or none.
+    step = place.local().shape[dim]
+    start = min(position // (ranks // count) * step, shape[dim])
+    return narrowed(whole(tuple(shape)), dim, start, min(start + step, shape[dim]))
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ from quadriga.rollout import ranks_of_copy
 from quadriga.weight_sync.planning.grouping import (
     Design,
     HybridDegrees,
+    groups_of_copies,
+    layout_of_copies,
     peak_memory,
     redundancy,
     transition_volume,
@@ -90,21 +92,27 @@ def resharding(config: TrainConfig, device_type: str) -> Resharding | None:
         stages=sizes.pipeline,
         chunks=sizes.chunks,
     )
+    together = ranks_of_copy(rollout.name, rollout.options)
     # Further replicas do the same among themselves.
     ranks_of_one = sizes.tensor * sizes.pipeline * sizes.expert
     if sizes.spread_experts:
         ranks_of_one = math.lcm(sizes.tensor, sizes.expert) * sizes.pipeline
-    one = degrees_of(sizes, ranks_of_one)
+    one = degrees_of(sizes, math.lcm(ranks_of_one, together))
     training = parallel_layout(stored, one)
-    found = plan(training, replicated_layout(weights.values(), training.ranks))
+    generation = replicated_layout(weights.values(), training.ranks)
+    if together > 1:
+        # The rollout divides layers by heads and columns, as Megatron-core does on so many ranks.
+        parts = megatron_model(model_config, weights, tensor_ranks=together, stages=1)
+        groups = groups_of_copies(sizes.tensor, sizes.pipeline, len(training.ranks), together)
+        generation = layout_of_copies(parts, groups)
+    found = plan(training, generation)
     whole = sum(weight.num_bytes for weight in weights.values())
-    together = ranks_of_copy(rollout.name, rollout.options)
     return Resharding(
         ranks=degrees_of(sizes, num_ranks(config, "actor")),
         gen_tensor=together,
         whole=whole,
         received=max(found.received_bytes(rank) for rank in training.ranks),
-        generating=-(-whole // together),
+        generating=max(generation.own_bytes(rank) for rank in generation.ranks),
         training=max(training.own_bytes(rank) for rank in training.ranks),
     )
 

@@ -130,6 +130,22 @@ class HybridDegrees:
         return [tuple(rank for *_, rank in sorted(group)) for group in groups.values()]
 
 
+def groups_of_copies(tensor: int, pipeline: int, ranks: int, copy: int) -> list[tuple[int, ...]]:
+    """Return the ranks that hold each copy of the rollout's weights together.
+
+    With strides where each training shard is then part of a generation shard, else neighbours.
+
+    Args:
+        tensor, pipeline: the degrees of training; 1 if the ranks generate only.
+        ranks: of the rollout.
+        copy: ranks of a copy, which divide the ranks.
+    """
+    if tensor % copy == 0 and ranks % (tensor * pipeline) == 0:
+        replicas = ranks // (tensor * pipeline)
+        return sorted(HybridDegrees(tensor, pipeline, replicas, copy).generation_groups())
+    return [tuple(range(first, first + copy)) for first in range(0, ranks, copy)]
+
+
 def generation_layout(
     stored: Sequence[Stored], model: Model, degrees: HybridDegrees, *, consecutive: bool = False
 ) -> Layout:
@@ -148,6 +164,13 @@ def generation_layout(
     for rank in range(degrees.world_size):
         tensor, stage = degrees.gen_place(rank, consecutive=consecutive)
         ranks[rank] = shards.ranks[stage * degrees.gen_tensor + tensor]
+    return Layout(model.weights, ranks, model.tied)
+
+
+def layout_of_copies(model: Model, groups: Sequence[tuple[int, ...]]) -> Layout:
+    """Return the layout of a model of which the ranks of each group hold a copy together."""
+    shards = parallel_layout(model, Degrees(tensor=len(groups[0])))
+    ranks = {rank: shards.ranks[i] for group in groups for i, rank in enumerate(group)}
     return Layout(model.weights, ranks, model.tied)
 
 
