@@ -120,14 +120,14 @@ def pair_row(problem: Problem, index: int, rng: random.Random) -> dict[str, obje
 def wrong_solution(problem: Problem, rng: random.Random) -> str:
     """Return a solution with one mistake, of one of four kinds, and another answer.
 
-    The kinds for "3+4=7\\n7-2=5\\n#### 5", each as likely as the others:
+    The kinds for "3+4=7\\n7-2=5\\n#### 5". Each is drawn equally often, and a draw that gives no
+    wrong answer is repeated, so those that apply to few problems are rarer:
 
         3+4=7 #### 7                  it stops early
         3+4=7 7-2=5 5+2=7 #### 7      it has a step too many
         3+5=8 8-2=6 #### 6            a number of a step is another one
         3+4=7 7-2=6 #### 6            the last result is wrong by 1 or 2
     """
-    # A mistake that is impossible here, or that gives the right answer, is drawn again.
     while True:
         steps, slip = _steps(problem), 0
         kind = rng.choice(("early", "extra", "number", "result"))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ class StartSettings:
     """What one engine is started with. `rows` are generated at once.
 
     `releasable`: weights and cache can be released on a GPU.
-    `copies`: the ranks that hold each copy together; None: neighbours.
+    `copies`: the ranks that hold each copy together, in ascending order; None: neighbours.
     """
 
     model: ModelConfig
@@ -189,6 +189,7 @@ def _start(settings: StartSettings, folder: str, window: int, planned: Adapter |
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         **options.engine_args,
+        **_compiled_for(settings.copies, options.engine_args),
     }
     try:
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -219,6 +220,21 @@ def _adapters(planned: Adapter | None) -> dict[str, object]:
         # Not the output layer: on a CPU vLLM cannot score a prompt with an adapter of it.
         "lora_target_modules": sorted({name.rpartition(".")[2] for name in planned.modules}),
     }
+
+
+def _compiled_for(
+    copies: Sequence[tuple[int, ...]] | None, engine_args: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the argument that keeps compiled models of other copies apart.
+
+    vLLM names a compiled model in its cache by the number of the rank, and the model has constants
+    of the rank's part of the vocabulary. With other copies the same rank has another part.
+    """
+    if not copies:
+        return {}
+    given = engine_args.get("additional_config") or {}
+    ranks = [list(copy) for copy in copies]
+    return {"additional_config": {**cast("Mapping[str, object]", given), "copies": ranks}}
 
 
 def _prefill(on_cpu: bool, window: int) -> dict[str, object]:

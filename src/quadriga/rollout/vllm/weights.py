@@ -9,8 +9,9 @@ key-value heads of size 2, vocabulary 97:
     self_attn.v_proj.weight [4, h]   self_attn.qkv_proj.weight    12 to 16   "v"
     embed_tokens.weight [97, h]      embed_tokens.weight [128,h]  0 to 97
 
-Writing uses vLLM's own loader of the parameter with the part; reading uses the rows. The two do not
-share code, so a wrong table makes the digests differ. `check_files` compares each weight that vLLM
+Writing a whole weight uses vLLM's own loader of the parameter with the part; reading uses the rows.
+The two do not share code, so a wrong table makes the digests differ. The part of a rank
+(`write_box`) is written to the rows that are read. `check_files` compares each weight that vLLM
 loaded with the file, so a table that does not fit the model is found when the engine starts.
 
 With tensor parallelism a rank holds a slice of most parameters. Reading is then a collective: the
@@ -220,6 +221,8 @@ class EngineWeights:
             )
         with torch.no_grad():
             place.local()[: len(tensor)].copy_(tensor)
+            if place.padded:
+                place.local()[len(tensor) :].zero_()
         self._written.add(name)
 
     def read(self, name: str) -> Tensor:

@@ -8,10 +8,12 @@ The numbers of a run are those of the plan that its weight syncs execute
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
+from transformers import PreTrainedConfig
 
 from quadriga.config.role_ranks import num_ranks, role_ranks
 from quadriga.config.schema import TrainConfig
@@ -21,7 +23,12 @@ from quadriga.engines.megatron.settings import degrees_of, sizes_of
 from quadriga.errors import ConfigError
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.layouts.layout import Weight
-from quadriga.parallel.layouts.parallel_layouts import Degrees, parallel_layout, replicated_layout
+from quadriga.parallel.layouts.parallel_layouts import (
+    Degrees,
+    Model,
+    parallel_layout,
+    replicated_layout,
+)
 from quadriga.rollout import ranks_of_copy
 from quadriga.weight_sync.planning.grouping import (
     Design,
@@ -101,8 +108,7 @@ def resharding(config: TrainConfig, device_type: str) -> Resharding | None:
     training = parallel_layout(stored, one)
     generation = replicated_layout(weights.values(), training.ranks)
     if together > 1:
-        # The rollout divides layers by heads and columns, as Megatron-core does on so many ranks.
-        parts = megatron_model(model_config, weights, tensor_ranks=together, stages=1)
+        parts = _rollout_model(model_config, weights, together)
         groups = groups_of_copies(sizes.tensor, sizes.pipeline, len(training.ranks), together)
         generation = layout_of_copies(parts, groups)
     found = plan(training, generation)
@@ -115,6 +121,19 @@ def resharding(config: TrainConfig, device_type: str) -> Resharding | None:
         generating=max(generation.own_bytes(rank) for rank in generation.ranks),
         training=max(training.own_bytes(rank) for rank in training.ranks),
     )
+
+
+def _rollout_model(config: PreTrainedConfig, weights: Mapping[str, Weight], ranks: int) -> Model:
+    """Return how so many ranks of vLLM store a model: as Megatron-core, but q, k and v are divided
+    each by itself, and a vocabulary is padded to a multiple of 64."""
+    model = megatron_model(config, weights, tensor_ranks=ranks, stages=1)
+    stored = tuple(
+        replace(
+            one, fusion="parts", padded=-(-one.padded // math.lcm(64, ranks)) * math.lcm(64, ranks)
+        )
+        for one in model.stored
+    )
+    return replace(model, stored=stored)
 
 
 def resharding_lines(config: TrainConfig, device_type: str) -> list[str]:
