@@ -98,6 +98,8 @@ def test_ranks_receive_their_parts_of_the_weights_only(tmp_path, monkeypatch, mo
         assert own["received"] < 0.55 * own["whole"], (rank, own["received"], own["whole"])
         assert own["parts"] == own["made"]
         assert own["stale"] == [STALE]
+        assert own["padding"] == 0
+        assert own["compiled for"] == [[0, 2], [1, 3]]
         assert own["first row"] == (0 if rank < 2 else 128)  # of a vocabulary padded to 256
 
 
@@ -140,12 +142,15 @@ def _synced_rank(rank: int, folder: str, output: str) -> None:
         write(name, tensor)
 
     engine._running.weights.write_box = noted
+    place = engine._running.weights._places[EMBEDDING]
+    place.local().fill_(9.0)  # the padding too
     report = WeightSync(source, vllm).run(1)
     hf.update_weights([*new.items()] + [("lm_head.weight", new[EMBEDDING])] * tied, 1)
     ids, mask, seeds = torch.arange(3, 43).view(4, 10), torch.ones(4, 10).long(), torch.arange(4)
     found = [one.generate(ids, mask, GREEDY, seeds) for one in (vllm, hf)]
     scores = [one.score(ids, mask) for one in (vllm, hf)]
     boxes = vllm.weight_boxes()
+    first, stop = boxes[EMBEDDING][0]
     engine._running.weights.write_box = lambda name, w: write(name, w + (name == STALE))
     wrong: list[str] = []
     try:
@@ -160,7 +165,9 @@ def _synced_rank(rank: int, folder: str, output: str) -> None:
         "whole": sum(w.numel() * 4 for w in new.values()),
         "parts": {n: tuple(stop - start for start, stop in box) for n, box in boxes.items()},
         "made": made,
-        "first row": boxes[EMBEDDING][0][0],
+        "first row": first,
+        "padding": float(place.local()[stop - first :].abs().sum()),
+        "compiled for": engine._running.engine.vllm_config.additional_config["copies"],
         "stale": wrong,
     }
     vllm.close()

@@ -129,3 +129,5 @@ def test_the_guard_passes_parts_of_weights_on(folder) -> None:
         guard.update_shards([], 5)
     whole = GuardedRollout(FakeRollout(str(folder)))
     assert whole.weight_boxes() == {}
+    whole.update_shards([], 3)
+    assert whole.version == 3

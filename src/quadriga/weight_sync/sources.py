@@ -15,8 +15,8 @@ from torch import Tensor
 from quadriga.checkpoint.shards import Block, block_of
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import gather_over_ranks, rank
-from quadriga.parallel.layouts.boxes import Box, slices, whole
-from quadriga.parallel.layouts.layout import Layout, Piece, StoredTensor, Weight
+from quadriga.parallel.layouts.boxes import Box, slices
+from quadriga.parallel.layouts.layout import Layout, StoredTensor, Weight, stored_box
 from quadriga.weight_sync.digests import box_digest
 from quadriga.weight_sync.planning.plan import Slot, canonical_boxes
 
@@ -135,9 +135,7 @@ def describe(source: WeightSource | ShardedSource) -> SourceWeights:
                     rank=number,
                 )
             dtypes[own.name] = own.dtype
-            shape = tuple(stop - start for start, stop in own.box)
-            piece = Piece(own.name, own.box, whole(shape))
-            tensors.append(StoredTensor(own.name, shape, (piece,)))
+            tensors.append(stored_box(own.name, own.box))
         ranks[number] = tuple(tensors)
     nodes = {number: node for number, (_, node) in enumerate(gathered)}
     return SourceWeights(Layout(weights, ranks, tied), dtypes, nodes)

@@ -19,8 +19,8 @@ from torch import Tensor
 from quadriga.config.schema import WeightTransport
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import gather_over_ranks, local_device, rank
-from quadriga.parallel.layouts.boxes import Box, shape_of, whole
-from quadriga.parallel.layouts.layout import Layout, Piece, StoredTensor
+from quadriga.parallel.layouts.boxes import Box, whole
+from quadriga.parallel.layouts.layout import Layout, stored_box
 from quadriga.parallel.layouts.parallel_layouts import replicated_layout
 from quadriga.rollout.abilities import RolloutAbilities
 from quadriga.rollout.base import HoldsShards, SharesWeights
@@ -199,18 +199,12 @@ def held_by_ranks(weights: SourceWeights, boxes: Sequence[Mapping[str, Box]]) ->
     whole_weights = whole_on(weights, range(len(boxes)))
     ranks = {
         rank: tuple(
-            of_box(tensor.name, boxes[rank][tensor.name]) if tensor.name in boxes[rank] else tensor
+            stored_box(tensor.name, boxes[rank].get(tensor.name, whole(tensor.shape)))
             for tensor in tensors
         )
         for rank, tensors in whole_weights.ranks.items()
     }
     return Layout(whole_weights.weights, ranks, whole_weights.tied)
-
-
-def of_box(name: str, box: Box) -> StoredTensor:
-    """Return the tensor that has a box of a weight, under its name."""
-    shape = shape_of(box)
-    return StoredTensor(name, shape, (Piece(name, box, whole(shape)),))
 
 
 def whole_on(weights: SourceWeights, ranks: Iterable[int]) -> Layout:

@@ -111,7 +111,7 @@ class ActorRolloutRefWorker(PolicyWeights):
                 model.frozen(), self.config.ref.engine, None, head="lm", device=self.device
             )
         if self.uses("rollout"):
-            settings = self.config.rollout
+            settings, copies = self.config.rollout, self._copies()
             engine = build_rollout(
                 settings.name,
                 model if loads_adapters(settings, model.lora) else model.frozen(),
@@ -119,7 +119,7 @@ class ActorRolloutRefWorker(PolicyWeights):
                 dtype=settings.dtype,
                 micro_batch_size=settings.micro_batch_size,
                 releasable=settings.take_turns,
-                **({"copies": self._copies()} if len(self._copies()[0]) > 1 else {}),
+                **({"copies": copies} if len(copies[0]) > 1 else {}),
                 **settings.options,
             )
             self.rollout = GuardedRollout(engine, deadline=settings.deadline_s, rank=self.rank)

@@ -99,8 +99,13 @@ class StoredTensor:
 
 def stored_whole(weight: Weight) -> StoredTensor:
     """Return a tensor that is one whole weight, under its name."""
-    box = whole(weight.shape)
-    return StoredTensor(weight.name, weight.shape, (Piece(weight.name, box, box),))
+    return stored_box(weight.name, whole(weight.shape))
+
+
+def stored_box(name: str, box: Box) -> StoredTensor:
+    """Return a tensor that is one box of a weight, under the name of the weight."""
+    shape = shape_of(box)
+    return StoredTensor(name, shape, (Piece(name, box, whole(shape)),))
 
 
 def concatenated(name: str, parts: Sequence[StoredTensor], dim: int = 0) -> StoredTensor:

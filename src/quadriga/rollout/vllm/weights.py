@@ -196,11 +196,12 @@ class EngineWeights:
         """
         if self._group is None:
             return {}
+        return {name: self._own_box(name) for name in self._places}
+
+    def _own_box(self, name: str) -> Box:
+        """Return the box of a weight that this rank of a copy holds."""
         position = dist.get_rank(self._group)
-        return {
-            name: _box(place, self._shapes[name], self._ranks, position)
-            for name, place in self._places.items()
-        }
+        return _box(self._places[name], self._shapes[name], self._ranks, position)
 
     def write_box(self, name: str, tensor: Tensor) -> None:
         """Copy the values of this rank's box of a weight (`boxes`) to their place.
@@ -212,12 +213,11 @@ class EngineWeights:
         if place is None or self._group is None:
             self.write(name, tensor)
             return
-        position = dist.get_rank(self._group)
-        expected = shape_of(_box(place, self._shapes[name], self._ranks, position))
+        expected = shape_of(self._own_box(name))
         if expected != tuple(tensor.shape):
             raise ModelError(
                 f"received a part of weight {name!r} with shape {tuple(tensor.shape)}, but rank "
-                f"{position} of a copy in vLLM holds {expected}"
+                f"{dist.get_rank(self._group)} of a copy in vLLM holds {expected}"
             )
         with torch.no_grad():
             place.local()[: len(tensor)].copy_(tensor)

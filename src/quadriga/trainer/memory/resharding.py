@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from quadriga.config.role_ranks import num_ranks, role_ranks
 from quadriga.config.schema import TrainConfig
 from quadriga.engines.loading.model_setup import simulated_model
-from quadriga.engines.megatron.families import check_sizes, megatron_model
+from quadriga.engines.megatron.families import check_sizes, megatron_model, padded_vocabulary
 from quadriga.engines.megatron.settings import degrees_of, sizes_of
 from quadriga.errors import ConfigError
 from quadriga.parallel.device import compute_dtype
@@ -127,13 +127,11 @@ def _rollout_model(config: PreTrainedConfig, weights: Mapping[str, Weight], rank
     """Return how so many ranks of vLLM store a model: as Megatron-core, but q, k and v are divided
     each by itself, and a vocabulary is padded to a multiple of 64."""
     model = megatron_model(config, weights, tensor_ranks=ranks, stages=1)
-    stored = tuple(
-        replace(
-            one, fusion="parts", padded=-(-one.padded // math.lcm(64, ranks)) * math.lcm(64, ranks)
-        )
-        for one in model.stored
+    padded = padded_vocabulary(config, math.lcm(64, ranks))
+    stored = (
+        replace(one, fusion="parts", padded=padded if one.padded else 0) for one in model.stored
     )
-    return replace(model, stored=stored)
+    return replace(model, stored=tuple(stored))
 
 
 def resharding_lines(config: TrainConfig, device_type: str) -> list[str]:
