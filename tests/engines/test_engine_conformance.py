@@ -20,8 +20,8 @@ def megatron(name: str, family: str = "llama", head: str = "lm", **settings) -> 
     return Subject(name, family, head, {"name": "megatron", **settings}, recompute)
 
 
-TENSOR, STAGES, EXPERTS = (
-    {f"{kind}_parallel_size": 2} for kind in ("tensor", "pipeline", "expert")
+TENSOR, STAGES, EXPERTS, CONTEXT = (
+    {f"{kind}_parallel_size": 2} for kind in ("tensor", "pipeline", "expert", "context")
 )
 SPLIT_TOKENS = TENSOR | {"sequence_parallel": True}
 INTERLEAVED = STAGES | {"virtual_pipeline_parallel_size": 2}
@@ -33,10 +33,26 @@ SUBJECTS = [
     megatron("tp2 pp2 interleaved tied", "qwen2 tied deep", **TENSOR, **INTERLEAVED),
     megatron("tp2 sp dp2 offloaded", **SPLIT_TOKENS, **OFFLOAD),
     megatron("tp2 sp ep2 dp2", "qwen3_moe", **SPLIT_TOKENS, **EXPERTS),
+    megatron("window tp2 sp cp2", "mistral", **SPLIT_TOKENS, **CONTEXT),
 ]
 NIGHTLY = [
     Subject("fsdp values", head="value"),
     megatron("dp4"),
+    megatron("cp2 dp2", **CONTEXT),
+    megatron("cp4 recomputed", context_parallel_size=4, recompute=True),
+    megatron("tp2 cp2 tied", "qwen2 tied", **TENSOR, **CONTEXT),
+    megatron("cp2 pp2 interleaved", "qwen2 tied deep", **CONTEXT, **INTERLEAVED),
+    megatron("cp2 dp2 ep2", "qwen3_moe", **CONTEXT, **EXPERTS),
+    megatron("cp2 dp2 ep4", "mixtral", **CONTEXT, expert_parallel_size=4),
+    megatron(
+        "tp2 sp cp2 whole experts ep4",
+        "mixtral",
+        **WHOLE_EXPERTS,
+        **CONTEXT,
+        expert_parallel_size=4,
+    ),
+    megatron("values cp2 pp2", head="value", **CONTEXT, **STAGES),
+    megatron("scores tp2 cp2 offloaded", head="score", **TENSOR, **CONTEXT, **OFFLOAD),
     megatron("tp2 pp2 tied", "qwen2 tied", **TENSOR, **STAGES),
     megatron("ep2 dp2", "qwen3_moe", **EXPERTS),
     megatron("window pp2 interleaved dp2", "mistral deep", **INTERLEAVED),

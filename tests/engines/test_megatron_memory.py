@@ -15,12 +15,16 @@ from memory_models import CONFIGS
 
 TOLERANCE = 0.15
 TENSOR, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
 SPLIT_TOKENS = TENSOR | {"sequence_parallel": True}
 CASES = [
     Case("tp2", settings=TENSOR),
     Case("tp2 sp", settings=SPLIT_TOKENS),
     Case("pp2", settings=STAGES),
     Case("dp2"),
+    Case("cp2", settings=CONTEXT),
+    Case("cp2 checkpointed", checkpointing=True, settings=CONTEXT),
+    Case("values cp2", head="value", settings=CONTEXT),
     Case("tp2 tied", "qwen2 deep", settings=TENSOR),
     Case("tp2 checkpointed", checkpointing=True, settings=TENSOR),
     Case("tp2 sp checkpointed", checkpointing=True, settings=SPLIT_TOKENS),

@@ -86,7 +86,7 @@ def test_experts_divide_over_ranks_and_need_tokens_of_their_own():
     "model, engine, optim, message",
     [
         (MODEL, {"fsdp_size": 2}, {}, "engine.fsdp_size=2 is for engine.name=fsdp"),
-        (MODEL, {"context_parallel_size": 2}, {}, "engine.context_parallel_size=2 is for"),
+        (MODEL, {"sequence_parallel_size": 2}, {}, "engine.sequence_parallel_size=2 is for"),
         (MODEL, {"offload_policy": True}, {}, "engine.offload_policy=True is for"),
         (MODEL, {"dtype": "float16"}, {}, "engine.dtype=float16 is not built"),
         (MODEL, {"sequence_parallel": True}, {}, "engine.tensor_parallel_size is 1"),
@@ -124,9 +124,28 @@ def test_messages_name_the_section_of_the_role():
 
 
 @pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (Sizes(tensor=2, context=2), "tensor_parallel_size × context_parallel_size = 2 × 2 = 4"),
+        (Sizes(context=4, expert=2), "context_parallel_size = 4 does not divide the 6 ranks"),
+        (Sizes(pipeline=2, expert=2), "pipeline_parallel_size × expert_parallel_size = 2 × 2 = 4"),
+    ],
+)
+def test_ranks_that_do_not_divide_are_refused_with_the_arithmetic(sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        degrees_of(sizes, 6)
+
+
+def test_context_parallel_ranks_have_the_same_weights():
+    degrees = degrees_of(Sizes(tensor=2, pipeline=2, context=2, expert=2), 16)
+    # 16 / (2 · 2) = 4 ranks with the same layers, for two data-parallel ranks of two ranks each.
+    assert (degrees.expert, degrees.replicas) == (2, 2)
+
+
+@pytest.mark.parametrize(
     "ranks, spread, message",
     [(4, 2, None), (4, 4, None), (6, 4, "expert_parallel_size = 4 does not divide the 6 ranks"),
-     (3, 2, "tensor_parallel_size × pipeline_parallel_size = 2 does not divide the 3 ranks")],
+     (3, 2, "tensor_parallel_size = 2 does not divide the 3 ranks")],
 )  # fmt: skip
 def test_whole_experts_divide_over_all_ranks_of_a_stage(ranks, spread, message):
     sizes = Sizes(tensor=2, expert=spread, sequence_parallel=True, expert_tensor=1)

@@ -80,12 +80,17 @@ def test_a_run_with_megatron_passes_the_checks(train_overrides, available):
          f"{STAGES}=3 does not divide the 2 hidden layers"),
         (2, [f"{ACTOR}.expert_parallel_size=2"], "model_type 'llama' has no experts; set it to 1"),
         (4, [f"{TENSOR}=2", f"{ACTOR}.expert_parallel_size=4"],
-         "expert_parallel_size=4 divides the experts of a layer over the data-parallel ranks, but "
-         "does not divide these: 4 ranks / 2 that compute the same rows = 2"),
+         "expert_parallel_size=4 divides the experts of a layer over the ranks with the same "
+         "layers, but does not divide these: 4 ranks / 2 that divide the layers = 2"),
         (4, [f"{TENSOR}=2", f"{ACTOR}.expert_parallel_size=3",
              f"{ACTOR}.expert_tensor_parallel_size=1"],
          "over the ranks of a stage, but does not divide these: 4 ranks / 1 stages = 4"),
-        (2, [f"{ACTOR}.context_parallel_size=2"], "needs the attention of Transformer Engine"),
+        (2, [f"{TENSOR}=2", f"{ACTOR}.context_parallel_size=2"],
+         "tensor_parallel_size × context_parallel_size = 2 × 2 = 4 ranks compute the same rows, "
+         "which does not divide the 2 ranks of the role"),
+        (2, [f"{ACTOR}.context_parallel_size=2", "actor_rollout_ref.actor.use_kl_loss=true",
+             f"{REF}.name=megatron"],
+         f"{ACTOR}.context_parallel_size=2 and {REF}.context_parallel_size=1, but Megatron"),
         (2, [f"{ACTOR}.offload_policy=true"], f"{ACTOR}.offload_policy=True is for"),
         (2, [f"{ACTOR}.sequence_parallel=true"], "tensor_parallel_size is 1"),
         (2, ["actor_rollout_ref.actor.optim.name=muon"],
@@ -265,6 +270,18 @@ def test_ranks_that_generate_together_receive_only_their_parts(
             [float(x) for x in line.split()[-3:]] for line in resharding_lines(config, "cpu")[2:]
         )
         assert this_run[1] == pytest.approx(hybridflow[1], rel=0.08)  # and norms are on both ranks
+
+
+def test_context_parallel_ranks_are_replicas_in_the_plan_of_a_weight_sync(
+    train_overrides, available
+):
+    more = [*train_overrides, *MEGATRON, "trainer.backend=ray", "trainer.n_gpus_per_node=4",
+            f"{TENSOR}=2"]  # fmt: skip
+    without = resharding(load_config(TrainConfig, more), "cpu")
+    context = [*more, f"{ACTOR}.context_parallel_size=2"]
+    check_train_config(load_config(TrainConfig, context))
+    assert resharding(load_config(TrainConfig, context), "cpu") == without
+    assert without.ranks.replicas == 2
 
 
 def test_the_plan_divides_for_generation_as_vllm_does(train_overrides, available, tmp_path):

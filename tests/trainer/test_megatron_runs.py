@@ -31,8 +31,15 @@ from quadriga.testing import megatron_on_cpu
 
 megatron_on_cpu.install()
 """
-TENSOR, STAGES = ("tensor_parallel_size=2",), ("pipeline_parallel_size=2",)
-LAYOUTS = {"tp 2": TENSOR, "tp 2 sp": (*TENSOR, "sequence_parallel=true"), "pp 2": STAGES}
+TENSOR, STAGES, CONTEXT = (
+    (f"{name}_parallel_size=2",) for name in ("tensor", "pipeline", "context")
+)
+LAYOUTS = {
+    "tp 2": TENSOR,
+    "tp 2 sp": (*TENSOR, "sequence_parallel=true"),
+    "pp 2": STAGES,
+    "cp 2": CONTEXT,
+}
 
 
 def megatron(*sizes: str, ranks: int = 2) -> list[str]:
@@ -94,6 +101,11 @@ def test_all_roles_train_as_with_fsdp_on_one_rank(train, one_rank, tmp_path, lay
 def test_the_rollout_can_have_two_ranks_of_its_own(train, one_rank):
     apart = ("placement.actor=[0-1]", "placement.critic=[0-1]", "placement.rollout=[2-3]")
     assert_same(train("apart", *megatron(*TENSOR, ranks=4), *apart), one_rank)
+
+
+def test_trainer_and_rollout_take_turns_in_device_memory(train, one_rank, tmp_path):
+    turns = "actor_rollout_ref.rollout.take_turns=true"
+    assert_same(train("turns", *megatron(*TENSOR), turns), one_rank)
 
 
 @pytest.mark.parametrize("after", ["pp 2", "fsdp"])

@@ -26,6 +26,8 @@ SETTINGS = (
     "critic.optim.lr=1e-2",
     "critic.ppo_mini_batch_size=2",
 )
+SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+"""The degrees that are 2, one after another."""
 RUNTIME = RankRuntime(device="cpu", max_response_length=5)
 WIDTH = 6
 
@@ -119,13 +121,13 @@ def _of_collected(worker, mesh: str, result: DataProto) -> DataProto:
 
 
 def rank_main(rank: int, ranks: int, policy: str, judge: str, file: str) -> None:
-    """Make the steps with two tensor-parallel ranks, then with two stages."""
+    """Make the steps with each of `SIZES`."""
     from quadriga.engines.megatron.ranks import leave_ranks
     from quadriga.testing import megatron_on_cpu
 
     megatron_on_cpu.install()
     found = {}
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+    for name in SIZES:
         roles = Roles(settings(Path(policy), Path(judge), **{name: ranks}))
         at = roles.policy._query_rank_layout()
         found[name] = roles.step() | {"layouts": gather_over_ranks(at)}

@@ -28,8 +28,20 @@ def folders(tmp_path_factory):
     return root
 
 
-def test_the_ranks_of_stages_and_of_tensor_parallelism_receive_the_same_rows(monkeypatch):
-    engine = EngineConfig(name="megatron", tensor_parallel_size=2, pipeline_parallel_size=2)
+@pytest.mark.parametrize(
+    ("divides", "parts", "collected"),
+    [
+        ("tensor", [0, 0, 1, 1, 0, 0, 1, 1], [4, 6]),
+        ("context", [0, 0, 1, 1, 0, 0, 1, 1], [4, 6]),
+        ("both", [0] * 8, [4]),
+    ],
+)
+def test_the_ranks_that_compute_the_same_rows_receive_them(monkeypatch, divides, parts, collected):
+    tensor, context = (2 if divides in (name, "both") else 1 for name in ("tensor", "context"))
+    engine = EngineConfig(
+        name="megatron", tensor_parallel_size=tensor, context_parallel_size=context,
+        pipeline_parallel_size=2,
+    )  # fmt: skip
     monkeypatch.setenv("WORLD_SIZE", "8")
     found = []
     for rank in range(8):
@@ -37,9 +49,10 @@ def test_the_ranks_of_stages_and_of_tensor_parallelism_receive_the_same_rows(mon
         worker = Worker()
         register_engine_ranks(worker, "actor", engine)
         found.append((*worker._query_mesh("actor"), worker._query_rank_layout()))
-    assert [part for part, *_ in found] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [rank for rank, (_, collected, _) in enumerate(found) if collected] == [4, 6]
-    assert [at for *_, at in found] == [RankLayout.of_rank(r, 2, 1, 2, 2) for r in range(8)]
+    assert [part for part, *_ in found] == parts
+    assert [rank for rank, (_, collects, _) in enumerate(found) if collects] == collected
+    sizes = (tensor, context, 4 // tensor // context, 2)
+    assert [at for *_, at in found] == [RankLayout.of_rank(r, *sizes) for r in range(8)]
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +67,14 @@ def steps(folders, tmp_path_factory):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("name", megatron_cases.SIZES)
 def test_a_step_through_all_workers_gives_the_numbers_of_fsdp(steps, name):
     expected, by_layout = steps
     found = by_layout[name]
     of_rank = {
         "tensor_parallel_size": lambda rank: RankLayout.of_rank(rank, tp=2),
         "pipeline_parallel_size": lambda rank: RankLayout.of_rank(rank, pp=2),
+        "context_parallel_size": lambda rank: RankLayout.of_rank(rank, cp=2),
     }[name]
     assert found.pop("layouts") == [of_rank(0), of_rank(1)]
     assert found.keys() == expected.keys()

@@ -54,9 +54,9 @@ def register_engine_ranks(worker: Worker, mesh: str, engine: EngineConfig) -> No
     returns the result.
 
     Ranks of the FSDP engine that compute the same rows are neighbours (`register_data_ranks`).
-    Those of the Megatron engine are the tensor-parallel ranks of all stages, and the first
-    tensor-parallel rank of the last stage returns the result. Their coordinates are registered for
-    the MEGATRON dispatch modes too. With 8 ranks, tensor 2 and pipeline 2:
+    Those of the Megatron engine are the tensor- and context-parallel ranks of all stages, and the
+    first of them in the last stage returns the result. Their coordinates are registered for the
+    MEGATRON dispatch modes too. With 8 ranks, tensor 2 and pipeline 2:
 
         data-parallel rank 0    ranks 0 1 (stage 0), 4 5 (stage 1); rank 4 returns the result
         data-parallel rank 1    ranks 2 3 (stage 0), 6 7 (stage 1); rank 6 returns the result
@@ -68,13 +68,12 @@ def register_engine_ranks(worker: Worker, mesh: str, engine: EngineConfig) -> No
         register_data_ranks(worker, mesh, engine.model_parallel_size)
         return
     tensor, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
-    _check_divides(worker, mesh, tensor * stages)
-    replicas = worker.world_size // (tensor * stages)
-    at = RankLayout.of_rank(worker.rank, tensor, 1, replicas, stages)
+    context, together = engine.context_parallel_size, engine.model_parallel_size
+    _check_divides(worker, mesh, together)
+    at = RankLayout.of_rank(worker.rank, tensor, context, worker.world_size // together, stages)
     worker._register_rank_layout(at)
-    worker._register_dispatch_collect_info(
-        mesh, dp_rank=at.dp_rank, is_collect=at.tp_rank == 0 and at.pp_rank == stages - 1
-    )
+    is_collect = at.tp_rank == at.cp_rank == 0 and at.pp_rank == stages - 1
+    worker._register_dispatch_collect_info(mesh, dp_rank=at.dp_rank, is_collect=is_collect)
 
 
 def _check_divides(worker: Worker, mesh: str, size: int) -> None:

@@ -34,7 +34,7 @@ def check_engine_ranks(
     whole_experts = engine.expert_tensor_parallel_size == 1
     whose, parts, what = (
         ("ranks of a stage", stages, "stages") if whole_experts
-        else ("data-parallel ranks", together, "that compute the same rows")
+        else ("ranks with the same layers", tensor * stages, "that divide the layers")
     )  # fmt: skip
     if ranks // parts % experts:
         raise ConfigError(

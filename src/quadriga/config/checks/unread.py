@@ -22,7 +22,7 @@ _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref.engine"
 _NORMALISED = "seq-mean-token-sum-norm"
 _OFFLOADS = ("param_offload", "optimizer_offload")
-_OF_FSDP = ("sequence_parallel_size", "context_parallel_size")
+_OF_FSDP = ("sequence_parallel_size",)
 """Settings of an engine that `name=fsdp` reads only."""
 _OF_MEGATRON = (
     "pipeline_parallel_size",
@@ -101,13 +101,6 @@ def check_unread_engine(key: str, engine: EngineConfig) -> None:
     for name in unread:
         value = getattr(engine, name)
         if value != getattr(default, name):
-            if name == "context_parallel_size":
-                raise ConfigError(
-                    f"{key}.{name}={value} of {key}.name=megatron needs the attention of "
-                    "Transformer Engine, which this release does not use; remove it, or set "
-                    f"{key}.name=fsdp",
-                    key=f"{key}.{name}",
-                )
             raise ConfigError(
                 f"{key}.{name}={as_written(value)} is read by {key}.name={reader} only, but "
                 f"{key}.name={engine.name}; remove it",

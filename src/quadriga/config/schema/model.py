@@ -96,8 +96,8 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     # fsdp: ranks that split the tokens of the same rows, and in attention its heads (Ulysses)
     sequence_parallel_size: int = 1
-    # fsdp: ranks that split the tokens of the same rows also in attention, for which they gather
-    # keys and values; for sizes that do not divide the heads; 1: none
+    # ranks that split the tokens of the same rows also in attention, for which they gather keys and
+    # values; for long rows, and for sizes that do not divide the heads; 1: none
     context_parallel_size: int = 1
     pipeline_parallel_size: int = 1  # megatron: stages, each with a part of the layers; 1: none
     # megatron: parts of a stage's layers, computed in turns (interleaved schedule); 1: 1F1B
@@ -123,7 +123,8 @@ class EngineConfig:
     @property
     def micro_batch_tokens(self) -> int:
         """Tokens of a micro-batch that is cut by tokens, over the ranks that split its tokens."""
-        ranks = 1 if self.name == "megatron" else self.model_parallel_size
+        of_tokens = self.context_parallel_size  # tensor-parallel ranks of Megatron-core have all
+        ranks = of_tokens if self.name == "megatron" else self.model_parallel_size
         return self.max_tokens_per_micro_batch * ranks
 
     def model_parallel_text(self) -> str:

@@ -1,4 +1,4 @@
-"""The training engine over Megatron-core: tensor, pipeline, expert and data parallel.
+"""The training engine over Megatron-core: tensor, pipeline, context, expert, data parallel.
 
 - `availability`: whether Megatron-core is installed, and computes on this device.
 - `families`: which architectures it computes, and how their weights are stored.

@@ -1,4 +1,4 @@
-"""The training engine over Megatron-core: tensor, pipeline, expert and data parallel ranks.
+"""The training engine over Megatron-core: tensor, pipeline, context, expert, data parallel ranks.
 
 Ranks with one data-parallel number compute the same rows, each with its part of the model. They
 must be given the same batch, and return the same outputs and metrics.
@@ -109,7 +109,7 @@ class MegatronEngine:
         dtype = compute_dtype(engine.dtype, self.device)
         recompute = bool(model.gradient_checkpointing) and optim is not None
         transformer = transformer_config(folder.config, ranks, dtype, recompute=recompute)
-        kernels = folder.kernels(engine.attention, sizes.tensor, dtype, self.device)
+        kernels = folder.kernels(engine.attention, sizes, dtype, self.device)
         self.pipeline = Pipeline(
             folder.config, transformer, ranks, head, kernels, self.device, trained=optim is not None
         )
@@ -250,7 +250,9 @@ class MegatronEngine:
         self, batch: Batch, rows: Tensor | None, *, temperature: float, entropy: bool
     ) -> MicroBatch:
         chosen = dummy_batch() if rows is None else select_rows(batch, rows, _CPU)
-        return MicroBatch.of(chosen, self.device, temperature=temperature, entropy=entropy)
+        return MicroBatch.of(
+            chosen, self.ranks, self.device, temperature=temperature, entropy=entropy
+        )
 
     def global_counts(self, *counts: float | Tensor) -> list[float]:
         total = torch.tensor([float(c) for c in counts], dtype=torch.float64, device=self.device)

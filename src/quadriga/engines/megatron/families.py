@@ -315,6 +315,7 @@ class Sizes:
     sequence_parallel: bool = False
     chunks: int = 1
     expert_tensor: int | None = None
+    context: int = 1
 
     @property
     def spread_experts(self) -> bool:

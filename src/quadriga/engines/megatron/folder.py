@@ -24,7 +24,13 @@ from quadriga.engines.attention.choice import (
 )
 from quadriga.engines.base import HeadKind
 from quadriga.engines.loading.model_setup import empty_model, tied_names
-from quadriga.engines.megatron.families import ExpertNames, family_of, head_size, windows
+from quadriga.engines.megatron.families import (
+    ExpertNames,
+    Sizes,
+    family_of,
+    head_size,
+    windows,
+)
 from quadriga.engines.megatron.weights import RankWeights
 from quadriga.errors import ModelError
 from quadriga.models.loading import VALUE_HEAD_PREFIX, model_errors
@@ -154,7 +160,7 @@ class FolderModel:
         )
 
     def kernels(
-        self, setting: AttentionName, tensor_ranks: int, dtype: torch.dtype, device: torch.device
+        self, setting: AttentionName, sizes: Sizes, dtype: torch.dtype, device: torch.device
     ) -> KernelOf:
         """Choose the kernels of attention.
 
@@ -166,10 +172,11 @@ class FolderModel:
         on_cuda, size = device.type == "cuda", head_size(self.config)
         one = AttentionCall(
             dtype,
-            self.config.num_attention_heads // tensor_ranks,
-            self.config.num_key_value_heads // tensor_ranks,
+            self.config.num_attention_heads // sizes.tensor,
+            self.config.num_key_value_heads // sizes.tensor,
             size,
             size,
+            part=sizes.context > 1,
         )
         calls = {
             replace(one, mask="causal" if window is None else "window")

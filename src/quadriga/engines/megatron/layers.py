@@ -1,6 +1,7 @@
 """The modules that replace Megatron-core's: a norm, and attention over packed rows.
 
-Shapes: N packed tokens, H heads and G key heads of this rank, D head size.
+Shapes: N packed tokens of the context-parallel rank, H heads and G key heads of this rank, D head
+size.
 """
 
 from __future__ import annotations
@@ -34,20 +35,16 @@ class RowsInFlight:
 
     def __init__(self) -> None:
         self._numbers = count()
-        self._rows: dict[int, tuple[AttentionRows, int]] = {}
+        self._rows: dict[int, AttentionRows] = {}
 
-    def add(self, rows: AttentionRows, tokens: int) -> Tensor:
-        """Keep the rows of a micro-batch, and return their number, on the CPU.
-
-        Args:
-            tokens: of the rows. Those behind them only fill up the micro-batch.
-        """
+    def add(self, rows: AttentionRows) -> Tensor:
+        """Keep the rows of a micro-batch, and return their number, on the CPU."""
         number = next(self._numbers)
-        self._rows[number] = (rows, tokens)
+        self._rows[number] = rows
         return torch.tensor(number)
 
-    def of(self, number: Tensor) -> tuple[AttentionRows, int]:
-        """Return the rows with this number, and their tokens."""
+    def of(self, number: Tensor) -> AttentionRows:
+        """Return the rows with this number."""
         return self._rows[int(number)]
 
     def clear(self) -> None:
@@ -104,12 +101,10 @@ class PackedAttention(nn.Module):
         Args:
             attention_mask: the number of the rows; see `RowsInFlight`.
         """
-        rows, used = self.in_flight.of(attention_mask)
-        q, k, v = (x[:used].permute(1, 2, 0, 3) for x in (query, key, value))
+        rows = self.in_flight.of(attention_mask)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = packed_attention(self, q, k, v, self.mask, attention_rows=rows)[0]
-        flat = out[0].flatten(1)[:, None]  # [1, N, H, D] -> [N, 1, H · D]
-        # Tokens that only fill up the split over tensor-parallel ranks attend to nothing.
-        return nn.functional.pad(flat, (0, 0, 0, 0, 0, len(query) - used))
+        return out[0].flatten(1)[:, None]  # [1, N, H, D] -> [N, 1, H · D]
 
 
 def block_parts(

@@ -1,7 +1,7 @@
 """A chunk of a stage of the model, as a function of micro-batches.
 
-Shapes: B rows, R response columns, N packed tokens with those that fill them up to a multiple of
-the tensor-parallel ranks, K targets, D hidden size, T tensor-parallel ranks. Between layers, a
+Shapes: B rows, R response columns, N packed tokens of the context-parallel rank, k targets that
+they predict, K targets of all ranks, D hidden size, T tensor-parallel ranks. Between layers, a
 stage has [N, 1, D], with sequence parallelism [N / T, 1, D].
 """
 
@@ -30,26 +30,37 @@ from quadriga.engines.megatron.families import (
 )
 from quadriga.engines.megatron.layers import RowsInFlight, block_parts
 from quadriga.engines.megatron.ranks import Ranks
+from quadriga.engines.model_parallel.token_slice import TokenSlice
 from quadriga.models.log_probs.vocabulary_parallel import vocabulary_parallel_log_probs
-from quadriga.parallel.packing import PackedBatch, pack_rows
+from quadriga.parallel.packing import PackedBatch, in_equal_slices, pack_rows
 from quadriga.protocol import fields
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A packed micro-batch, as every stage has it."""
+    """A packed micro-batch, as every stage has it.
+
+    Attributes:
+        own: the tokens of this context-parallel rank.
+    """
 
     packed: PackedBatch
+    own: TokenSlice
     temperature: float
     entropy: bool
 
     @staticmethod
-    def of(rows: Batch, device: torch.device, *, temperature: float, entropy: bool) -> MicroBatch:
+    def of(
+        rows: Batch, ranks: Ranks, device: torch.device, *, temperature: float, entropy: bool
+    ) -> MicroBatch:
         """Pack rows, and copy what is computed with to the device."""
         packed = pack_rows(
             rows[fields.INPUT_IDS], rows[fields.ATTENTION_MASK], rows[fields.RESPONSE_MASK]
         )
-        return MicroBatch(packed.to(device), temperature, entropy)
+        # Tensor-parallel ranks divide the tokens of a context-parallel rank once more.
+        packed = in_equal_slices(packed, ranks.sizes.context * ranks.sizes.tensor)
+        own = TokenSlice.of(packed, ranks.of_tokens)
+        return MicroBatch(packed.to(device), own.to(device), temperature, entropy)
 
     def outputs(self, columns_KC: Tensor, head: HeadKind) -> Outputs:
         """Return the outputs [B, R] from one column for each."""
@@ -114,25 +125,25 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Compute the layers. The last chunk returns the outputs [K, columns], float32."""
-        packed, tensor = micro.packed, self.ranks.degrees.tensor
-        tokens = packed.input_ids.shape[1]
-        filling = -tokens % tensor
-        ids = nn.functional.pad(packed.input_ids, (0, filling))
-        positions = nn.functional.pad(packed.position_ids[0], (0, filling))
-        angles = positions[:, None].float() * self.inverse_frequencies
+        own = micro.own
+        angles = own.position_ids[0, :, None].float() * self.inverse_frequencies
         rows = AttentionRows(
-            packed.rows, self.device, self.kernel_of, split=self.device.type == "cpu"
+            micro.packed.rows,
+            self.device,
+            self.kernel_of,
+            split=self.device.type == "cpu",
+            ranks=own.ranks,
         )
         hidden = self.decoder(
-            hidden_states=self._embedded(ids) if self.pre_process else None,
-            attention_mask=self.rows_in_flight.add(rows, tokens),
+            hidden_states=self._embedded(own.input_ids) if self.pre_process else None,
+            attention_mask=self.rows_in_flight.add(rows),
             rotary_pos_emb=torch.cat((angles, angles), -1)[:, None, None],
         )
         if not self.post_process:
             return hidden  # type: ignore[no-any-return]  # Megatron-core has no types
         if self.ranks.sizes.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return self._columns(hidden[packed.predictors, 0], micro)
+        return own.join(self._columns(hidden[own.predictors, 0], micro))
 
     def _embedded(self, ids_1N: Tensor) -> Tensor:
         """Look up the embeddings. That of the padding token has no gradient, as in transformers
@@ -145,10 +156,10 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
             is_padding = is_padding.chunk(self.ranks.degrees.tensor)[self.ranks.place.tensor]
         return torch.where(is_padding[:, None, None], hidden.detach(), hidden)
 
-    def _columns(self, hidden_KD: Tensor, micro: MicroBatch) -> Tensor:
+    def _columns(self, hidden_kD: Tensor, micro: MicroBatch) -> Tensor:
         """Compute the outputs of the targets from their hidden states, which all T ranks have."""
         if self.head != "lm":
-            values: Tensor = self.score(hidden_KD)
+            values: Tensor = self.score(hidden_kD)
             return values.float() if values.itemsize < 4 else values
         shared = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
@@ -156,9 +167,9 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
         # Rows behind the vocabulary are padding, and not in the softmax.
         own = max(0, min(len(weight), self.vocabulary - first))
         log_prob, ent = vocabulary_parallel_log_probs(
-            hidden_KD,
+            hidden_kD,
             weight[:own],
-            micro.packed.labels,
+            micro.own.labels,
             micro.temperature,
             first=first,
             vocabulary=self.vocabulary,
@@ -208,6 +219,7 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=degrees.tensor,
         pipeline_model_parallel_size=degrees.pipeline,
+        context_parallel_size=sizes.context,
         virtual_pipeline_model_parallel_size=sizes.chunks if interleaved else None,
         # Two stages exchange both directions with the same rank, which must not be one batch.
         overlap_p2p_comm=interleaved,

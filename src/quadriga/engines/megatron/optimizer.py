@@ -1,4 +1,4 @@
-"""One optimizer step over tensor, pipeline, expert and data parallel ranks.
+"""One optimizer step over tensor, pipeline, context, expert and data parallel ranks.
 
 Megatron-core's data parallelism has summed the gradients over the ranks with the same parameters.
 The update rule and its policy (clipping, steps that are skipped, the schedule) are those of the
@@ -83,7 +83,7 @@ class MegatronOptimizer:
         return owners
 
     def _replicas(self, tensor: OwnTensor) -> dist.ProcessGroup:
-        return self._ranks.expert_replicas if tensor.of_expert else self._ranks.data_group
+        return self._ranks.expert_replicas if tensor.of_expert else self._ranks.replica_group
 
     def step(self) -> tuple[float, float]:
         """Clip the gradients and update. Returns (gradient norm, learning rate).

@@ -17,6 +17,7 @@ from quadriga.engines.megatron.settings import degrees_of
 from quadriga.errors import ConfigError
 from quadriga.parallel.distributed import rank, world_size
 from quadriga.parallel.layouts.parallel_layouts import Degrees, Place
+from quadriga.parallel.model_parallel.model_ranks import ALONE, ModelRanks, Subgroup
 from quadriga.single_controller import RankLayout
 
 TIMEOUT_MINUTES = 10
@@ -29,7 +30,8 @@ class Ranks:
 
     Attributes:
         sizes: the degrees of the settings.
-        degrees: with the data-parallel ranks, which are `expert` × `replicas`.
+        degrees: of the weights. Ranks with equal weights are `expert` × `replicas`: the
+            context-parallel ranks of each data-parallel rank.
         place: of this rank.
     """
 
@@ -38,14 +40,28 @@ class Ranks:
     place: Place
 
     @property
+    def replica_rank(self) -> int:
+        """The number of this rank among those with the same part of the model."""
+        return self.place.expert + self.degrees.expert * self.place.replica
+
+    @property
     def data_size(self) -> int:
         """Data-parallel ranks: those that compute different rows."""
-        return self.degrees.expert * self.degrees.replicas
+        return self.degrees.expert * self.degrees.replicas // self.sizes.context
 
     @property
     def data_rank(self) -> int:
         """The number of this rank among them."""
-        return self.place.expert + self.degrees.expert * self.place.replica
+        return self.replica_rank // self.sizes.context
+
+    @property
+    def context(self) -> Subgroup:
+        """The ranks that have the tokens of the same rows in parts."""
+        size = self.sizes.context
+        if size == 1:
+            return ALONE
+        group = parallel_state.get_context_parallel_group()
+        return Subgroup(size, self.replica_rank % size, group)
 
     @property
     def last_stage(self) -> bool:
@@ -60,9 +76,15 @@ class Ranks:
         return self.last_stage and chunk == self.sizes.chunks - 1
 
     @property
+    def of_tokens(self) -> ModelRanks:
+        """The same ranks as a model-parallel group. Tensor-parallel ranks are not in it, because
+        Megatron-core's layers exchange what these need."""
+        return ModelRanks(all=self.context, context=self.context)
+
+    @property
     def reports(self) -> bool:
         """Whether this rank reports what its data-parallel rank computed: outputs and metrics."""
-        return self.last_stage and self.place.tensor == 0
+        return self.last_stage and self.place.tensor == 0 and self.context.index == 0
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
@@ -83,8 +105,16 @@ class Ranks:
         return group
 
     @property
+    def replica_group(self) -> dist.ProcessGroup:
+        """The ranks with the same part of the model, over which its gradients are summed."""
+        group: dist.ProcessGroup = parallel_state.get_data_parallel_group(
+            with_context_parallel=True
+        )
+        return group
+
+    @property
     def expert_replicas(self) -> dist.ProcessGroup:
-        """The ranks with the same experts and different rows."""
+        """The ranks with the same experts and different rows or tokens."""
         group: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
         return group
 
@@ -102,6 +132,7 @@ def join_ranks(sizes: Sizes, seed: int = 0) -> Ranks:
         parallel_state.initialize_model_parallel(
             sizes.tensor,
             sizes.pipeline,
+            context_parallel_size=sizes.context,
             expert_model_parallel_size=sizes.expert,
             expert_tensor_parallel_size=1 if sizes.spread_experts else sizes.tensor,
             distributed_timeout_minutes=TIMEOUT_MINUTES,
@@ -140,13 +171,14 @@ def _check_same(sizes: Sizes) -> None:
     found = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
         parallel_state.get_expert_tensor_parallel_world_size(),
     )
     split = 1 if sizes.spread_experts else sizes.tensor
-    wanted = (sizes.tensor, sizes.pipeline, sizes.expert, split)
+    wanted = (sizes.tensor, sizes.pipeline, sizes.context, sizes.expert, split)
     if found != wanted:
         raise ConfigError(
-            "all Megatron engines of a process have the same tensor, pipeline, expert and expert "
-            f"tensor parallel sizes; this one has {wanted}, and another one {found}"
+            "all Megatron engines of a process have the same tensor, pipeline, context, expert and "
+            f"expert tensor parallel sizes; this one has {wanted}, and another one {found}"
         )

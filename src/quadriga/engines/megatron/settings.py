@@ -5,6 +5,8 @@ Needs neither torch nor Megatron-core, so that a run is checked before any proce
 
 from __future__ import annotations
 
+import math
+
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.megatron.families import Sizes
 from quadriga.errors import ConfigError
@@ -18,7 +20,6 @@ _OF_FSDP = (
     "fsdp_size",
     "fused_head",
     "sequence_parallel_size",
-    "context_parallel_size",
 )
 """Settings of the FSDP engine that mean nothing, or are not built, for Megatron-core."""
 
@@ -32,6 +33,7 @@ def sizes_of(engine: EngineConfig) -> Sizes:
         engine.sequence_parallel,
         engine.virtual_pipeline_parallel_size,
         engine.expert_tensor_parallel_size,
+        engine.context_parallel_size,
     )
 
 
@@ -119,43 +121,41 @@ def _check_degrees(sizes: Sizes, key: str) -> None:
 
 
 def degrees_of(sizes: Sizes, ranks: int) -> Degrees:
-    """Return the degrees of all dimensions.
+    """Return the degrees of the weights. Context-parallel ranks have the same weights, so they are
+    replicas as data-parallel ranks are.
 
     Raises:
         ConfigError: the ranks do not divide by the degrees.
     """
-    # 8 ranks with tensor 2, pipeline 2, expert 2: 8 / (2 · 2) = 2 data-parallel ranks, which have
-    # different experts, so there is 8 / (2 · 2 · 2) = 1 replica of each expert.
-    model, both = sizes.tensor * sizes.pipeline, sizes.tensor * sizes.pipeline * sizes.expert
+    # 8 ranks with tensor 2, pipeline 2, expert 2: 8 / (2 · 2) = 2 ranks with the same layers, which
+    # have different experts, so there is 8 / (2 · 2 · 2) = 1 replica of each expert.
+    of_expert = 1 if sizes.spread_experts else sizes.tensor
+    _check_divides(ranks, tensor=sizes.tensor, pipeline=sizes.pipeline, context=sizes.context)
+    _check_divides(ranks, tensor=of_expert, pipeline=sizes.pipeline, expert=sizes.expert)
+    same_layers = ranks // sizes.tensor // sizes.pipeline
     if sizes.spread_experts:
-        return _spread_degrees(sizes, ranks)
-    if ranks % both:
-        raise ConfigError(
-            f"tensor_parallel_size × pipeline_parallel_size × expert_parallel_size = "
-            f"{sizes.tensor} × {sizes.pipeline} × {sizes.expert} = {both} does not divide the "
-            f"{ranks} ranks"
+        # 4 ranks with tensor 2, expert 4: two ranks with the same part of attention, two with the
+        # other part, and each of the four has a quarter of the experts.
+        return Degrees(
+            tensor=sizes.tensor,
+            replicas=same_layers,
+            pipeline=sizes.pipeline,
+            spread=sizes.expert,
         )
     return Degrees(
         tensor=sizes.tensor,
         expert=sizes.expert,
-        replicas=ranks // model // sizes.expert,
+        replicas=same_layers // sizes.expert,
         pipeline=sizes.pipeline,
     )
 
 
-def _spread_degrees(sizes: Sizes, ranks: int) -> Degrees:
-    """Return the degrees if the tensor-parallel ranks have different experts."""
-    # 4 ranks with tensor 2, expert 4: two data-parallel ranks of two ranks each, and each of the
-    # four ranks has a quarter of the experts.
-    for names, size in (
-        ("tensor_parallel_size × pipeline_parallel_size", sizes.tensor * sizes.pipeline),
-        ("pipeline_parallel_size × expert_parallel_size", sizes.pipeline * sizes.expert),
-    ):
-        if ranks % size:
-            raise ConfigError(f"{names} = {size} does not divide the {ranks} ranks")
-    return Degrees(
-        tensor=sizes.tensor,
-        replicas=ranks // sizes.tensor // sizes.pipeline,
-        pipeline=sizes.pipeline,
-        spread=sizes.expert,
-    )
+def _check_divides(ranks: int, **sizes: int) -> None:
+    """Check that the product of the degrees divides the ranks."""
+    product = math.prod(sizes.values())
+    if ranks % product:
+        used = {name: size for name, size in sizes.items() if size > 1}
+        names = " × ".join(f"{name}_parallel_size" for name in used)
+        values = " × ".join(map(str, used.values()))
+        of_product = f"{values} = {product}" if len(used) > 1 else values
+        raise ConfigError(f"{names} = {of_product} does not divide the {ranks} ranks")

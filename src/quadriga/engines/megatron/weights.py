@@ -132,7 +132,7 @@ class RankWeights:
         _, expert_replica = self.ranks.degrees.expert_place(
             _rank_of(self.ranks.degrees, self.ranks.place)
         )
-        number = expert_replica if tensor.of_expert else self.ranks.data_rank
+        number = expert_replica if tensor.of_expert else self.ranks.replica_rank
         return tensor.counted and number == 0
 
     def _local_name(self, stored: Stored) -> str:

@@ -2,9 +2,10 @@
 
 Parameters, gradients and the optimizer's state follow from the layout of the weights. They exist
 all the time. Activations are those of a smaller model: a chunk of the stage's layers, with the
-heads, the intermediate size and the vocabulary of one tensor-parallel rank. With sequence
-parallelism, they are the activations of one rank, divided by the tensor-parallel ranks. A stage
-keeps those of several micro-batches (1F1B with four stages and more micro-batches):
+heads, the intermediate size and the vocabulary of one tensor-parallel rank, on the tokens of one
+context-parallel rank. With sequence parallelism, they are the activations of one rank, divided by
+the tensor-parallel ranks. A stage keeps those of several micro-batches (1F1B with four stages and
+more micro-batches):
 
     stage                          0    1    2    3
     micro-batches in flight        4    3    2    1
@@ -201,14 +202,14 @@ class _StagePasses:
             return PassMemory(rows.count, 0, True, 0, 0, 0, 0, 0)
         split = self.sizes.sequence_parallel
         one_rank = replace(
-            self.engine, name="fsdp", tensor_parallel_size=1, pipeline_parallel_size=1,
-            max_tokens_per_micro_batch=self.engine.micro_batch_tokens,
-        )  # fmt: skip
+            self.engine, name="fsdp", tensor_parallel_size=1, pipeline_parallel_size=1
+        )
         module = self._chunk(1 if split else self.sizes.tensor, trained=backward)
         passes = Passes(module, one_rank, "value", self.device_type, stages=self.sizes.pipeline)
         found = passes.count(rows, backward=backward)
         self.problem = passes.problem
         assert found is not None
+        found = replace(found, tokens=-(-found.tokens // self.sizes.context))
         if split:
             found = self._split(found)
         found = self._beyond_transformers(found, backward=backward)
@@ -296,7 +297,11 @@ class _StagePasses:
             return found
         wide = max(self.dtype.itemsize, torch.float32.itemsize)
         tensor, vocabulary = self.sizes.tensor, self.config.vocab_size
-        own, targets = -(-vocabulary // tensor), found.rows * rows.response
+        # A context-parallel rank can have responses only.
+        targets = found.rows * rows.response
+        if self.sizes.context > 1:
+            targets = min(targets, found.tokens)
+        own = -(-vocabulary // tensor)
         block = min(targets, max(1, BLOCK_LOGITS * tensor // vocabulary)) * own * wide
         weight, hidden = (n * self.config.hidden_size * wide for n in (own, targets))
         forward = found.saved + _FORWARD_TILES[not backward] * block + hidden

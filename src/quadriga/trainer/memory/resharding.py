@@ -100,11 +100,11 @@ def resharding(config: TrainConfig, device_type: str) -> Resharding | None:
         chunks=sizes.chunks,
     )
     together = ranks_of_copy(rollout.name, rollout.options)
-    # Further replicas do the same among themselves.
+    # Further replicas do the same among themselves; context-parallel ranks are replicas, too.
     ranks_of_one = sizes.tensor * sizes.pipeline * sizes.expert
     if sizes.spread_experts:
         ranks_of_one = math.lcm(sizes.tensor, sizes.expert) * sizes.pipeline
-    one = degrees_of(sizes, math.lcm(ranks_of_one, together))
+    one = degrees_of(replace(sizes, context=1), math.lcm(ranks_of_one, together))
     training = parallel_layout(stored, one)
     generation = replicated_layout(weights.values(), training.ranks)
     if together > 1:

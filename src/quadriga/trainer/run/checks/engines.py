@@ -167,6 +167,7 @@ def _check_actor(config: TrainConfig) -> None:
 _DEGREES = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
+    "context_parallel_size",
     "expert_parallel_size",
     "expert_tensor_parallel_size",
 )
