@@ -36,6 +36,13 @@ CASES = [
     Case("scores pp2", head="score", settings=STAGES),
     Case("bf16 dp2", settings={"dtype": "bfloat16"}),
 ]
+ON_FOUR = [
+    Case("tp2 cp2", settings=TENSOR | CONTEXT),
+    Case("tp2 sp cp2", settings=SPLIT_TOKENS | CONTEXT),
+    Case("cp2 pp2", settings=CONTEXT | STAGES),
+    Case("cp2 pp2 checkpointed", checkpointing=True, settings=CONTEXT | STAGES),
+    Case("cp4 tied", "qwen2 deep", settings={"context_parallel_size": 4}),
+]
 
 
 def write_models(folder: Path) -> None:
@@ -64,12 +71,30 @@ def two_ranks(folder):
     return torch.load(folder / "2.pt", weights_only=False)
 
 
+@pytest.fixture(scope="module")
+def four_ranks(folder):
+    pytest.importorskip("megatron.core")
+    engine_cases.run_ranks(4, cases.measure_on_ranks, 4, str(folder), ON_FOUR, wait_s=500)
+    return torch.load(folder / "4.pt", weights_only=False)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_plan_is_what_each_rank_allocates(case, folder, two_ranks):
-    for stage, plan in enumerate(cases.planned(case, folder, ranks=2)):
-        ranks = [rank for rank in two_ranks[case.name] if rank["stage"] == stage]
+    check_plan(case, folder, two_ranks[case.name])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", ON_FOUR, ids=str)
+def test_the_plan_is_what_each_of_four_ranks_allocates(case, folder, four_ranks):
+    check_plan(case, folder, four_ranks[case.name])
+
+
+def check_plan(case: Case, folder: Path, found: list[dict[str, int]]) -> None:
+    for stage, plan in enumerate(cases.planned(case, folder, ranks=len(found))):
+        ranks = [rank for rank in found if rank["stage"] == stage]
         largest = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
         assert plan.parameters == largest["parameters"]
         assert plan.optimizer == largest["moments"]

@@ -87,7 +87,7 @@ def test_experts_divide_over_ranks_and_need_tokens_of_their_own():
     [
         (MODEL, {"fsdp_size": 2}, {}, "engine.fsdp_size=2 is for engine.name=fsdp"),
         (MODEL, {"sequence_parallel_size": 2}, {}, "engine.sequence_parallel_size=2 is for"),
-        (MODEL, {"offload_policy": True}, {}, "engine.offload_policy=True is for"),
+        (MODEL, {"offload_policy": True}, {}, "engine.offload_policy=true is for"),
         (MODEL, {"dtype": "float16"}, {}, "engine.dtype=float16 is not built"),
         (MODEL, {"sequence_parallel": True}, {}, "engine.tensor_parallel_size is 1"),
         (MODEL, {"virtual_pipeline_parallel_size": 2}, {}, "engine.pipeline_parallel_size is 1"),
@@ -134,6 +134,41 @@ def test_messages_name_the_section_of_the_role():
 def test_ranks_that_do_not_divide_are_refused_with_the_arithmetic(sizes, message):
     with pytest.raises(ConfigError, match=message):
         degrees_of(sizes, 6)
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_rows_of_earlier_micro_batches_are_dropped(kept):
+    pytest.importorskip("megatron.core")
+    from quadriga.engines.megatron.layers import RowsInFlight
+
+    rows = RowsInFlight(kept)
+    numbers = [rows.add(f"rows of {index}") for index in range(5)]
+    assert [rows.of(number) for number in numbers[-kept:]] == [
+        f"rows of {index}" for index in range(5 - kept, 5)
+    ]
+    for number in numbers[:-kept]:
+        with pytest.raises(KeyError):
+            rows.of(number)
+    with torch.no_grad():
+        last = rows.add("the last rows")
+    assert rows.of(last) == "the last rows"
+    with pytest.raises(KeyError):
+        rows.of(numbers[-1])
+
+
+def test_a_second_engine_of_a_process_has_the_same_ranks(monkeypatch):
+    pytest.importorskip("megatron.core")
+    from megatron.core import parallel_state
+
+    from quadriga.engines.megatron import ranks
+
+    for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
+        monkeypatch.setattr(parallel_state, f"get_{name}_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+    assert ranks.join_ranks(Sizes()).sizes == Sizes()
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    with pytest.raises(ConfigError, match=r"context_parallel_size=2, but another .* has 1"):
+        ranks.join_ranks(Sizes(context=2))
 
 
 def test_context_parallel_ranks_have_the_same_weights():

@@ -80,18 +80,22 @@ def test_a_run_with_megatron_passes_the_checks(train_overrides, available):
          f"{STAGES}=3 does not divide the 2 hidden layers"),
         (2, [f"{ACTOR}.expert_parallel_size=2"], "model_type 'llama' has no experts; set it to 1"),
         (4, [f"{TENSOR}=2", f"{ACTOR}.expert_parallel_size=4"],
-         "expert_parallel_size=4 divides the experts of a layer over the ranks with the same "
-         "layers, but does not divide these: 4 ranks / 2 that divide the layers = 2"),
+         "expert_parallel_size=4 divides the experts of a layer over the ranks that have this "
+         "layer and equal parts of it, but does not divide these: 4 ranks / "
+         "(tensor_parallel_size 2 × pipeline_parallel_size 1) = 2"),
         (4, [f"{TENSOR}=2", f"{ACTOR}.expert_parallel_size=3",
              f"{ACTOR}.expert_tensor_parallel_size=1"],
-         "over the ranks of a stage, but does not divide these: 4 ranks / 1 stages = 4"),
+         "over the ranks that have this layer, but does not divide these: 4 ranks / "
+         "(pipeline_parallel_size 1) = 4"),
+        (2, [f"{ACTOR}.context_parallel_size=2", f"{ACTOR}.attention=flex"],
+         f"{ACTOR}.attention=flex computes all queries of a row, and {ACTOR}.context_parallel_si"),
         (2, [f"{TENSOR}=2", f"{ACTOR}.context_parallel_size=2"],
          "tensor_parallel_size × context_parallel_size = 2 × 2 = 4 ranks compute the same rows, "
          "which does not divide the 2 ranks of the role"),
         (2, [f"{ACTOR}.context_parallel_size=2", "actor_rollout_ref.actor.use_kl_loss=true",
              f"{REF}.name=megatron"],
          f"{ACTOR}.context_parallel_size=2 and {REF}.context_parallel_size=1, but Megatron"),
-        (2, [f"{ACTOR}.offload_policy=true"], f"{ACTOR}.offload_policy=True is for"),
+        (2, [f"{ACTOR}.offload_policy=true"], f"{ACTOR}.offload_policy=true is for"),
         (2, [f"{ACTOR}.sequence_parallel=true"], "tensor_parallel_size is 1"),
         (2, ["actor_rollout_ref.actor.optim.name=muon"],
          "actor_rollout_ref.actor.optim.name=muon is not built for"),
@@ -270,6 +274,14 @@ def test_ranks_that_generate_together_receive_only_their_parts(
             [float(x) for x in line.split()[-3:]] for line in resharding_lines(config, "cpu")[2:]
         )
         assert this_run[1] == pytest.approx(hybridflow[1], rel=0.08)  # and norms are on both ranks
+
+
+def test_the_default_of_a_degree_equals_its_value(train_overrides, available):
+    more = [*train_overrides, *MEGATRON, "trainer.backend=ray", "trainer.n_gpus_per_node=2",
+            "actor_rollout_ref.actor.use_kl_loss=true", f"{REF}.name=megatron",
+            f"{TENSOR}=2", f"{REF}.tensor_parallel_size=2",
+            f"{ACTOR}.expert_tensor_parallel_size=2"]  # fmt: skip
+    check_train_config(load_config(TrainConfig, more))
 
 
 def test_context_parallel_ranks_are_replicas_in_the_plan_of_a_weight_sync(

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import pytest
 
+from quadriga.config.schema import EngineConfig
 from quadriga.errors import ConfigError
 from quadriga.parallel.layouts.layout import Weight, by_name
 from quadriga.parallel.layouts.parallel_layouts import (
@@ -18,6 +19,7 @@ from quadriga.parallel.layouts.parallel_layouts import (
 )
 from quadriga.weight_sync.planning.grouping import (
     HybridDegrees,
+    copies_of_actor,
     generation_layout,
     groups_of_copies,
     peak_memory,
@@ -168,3 +170,19 @@ def test_copies_have_strides_where_training_shards_are_then_parts_of_theirs():
     assert groups_of_copies(1, 1, 4, 2) == groups_of_copies(2, 1, 4, 2)
     assert groups_of_copies(2, 1, 4, 4) == [(0, 1, 2, 3)]
     assert groups_of_copies(4, 2, 8, 1) == [(rank,) for rank in range(8)]
+
+
+def test_copies_of_an_actor_have_strides_unless_fsdp_divides_tokens():
+    def copies(**sizes):
+        settings = {f"{name}_parallel_size": size for name, size in sizes.items()}
+        return {
+            name: copies_of_actor(EngineConfig(name=name, **settings), 8, 2)
+            for name in ("fsdp", "megatron")
+        }
+
+    strides = [(0, 2), (1, 3), (4, 6), (5, 7)]
+    neighbours = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert copies(tensor=4) == {"fsdp": strides, "megatron": strides}
+    # Tensor-parallel ranks of Megatron-core are neighbours, whatever else divides the tokens.
+    assert copies(tensor=4, context=2) == {"fsdp": neighbours, "megatron": strides}
+    assert copies(tensor=4, sequence=2)["fsdp"] == neighbours

@@ -20,7 +20,7 @@ from quadriga.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from quadriga.weight_sync.planning.grouping import groups_of_copies
+from quadriga.weight_sync.planning.grouping import copies_of_actor, groups_of_copies
 from quadriga.weight_sync.worker import PolicyWeights
 from quadriga.workers.method_fields import COMPUTE_LOG_PROB, COMPUTE_REF_LOG_PROB
 from quadriga.workers.runtime import (
@@ -291,13 +291,9 @@ class ActorRolloutRefWorker(PolicyWeights):
         """Return the ranks that hold each copy of the rollout's weights together."""
         rollout, engine = self.config.rollout, self.config.actor.engine
         copy = ranks_of_copy(rollout.name, rollout.options)
-        tensor, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
-        if (
-            not self.uses("actor")
-            or engine.sequence_parallel_size * engine.context_parallel_size > 1
-        ):
-            tensor = stages = 1
-        return groups_of_copies(tensor, stages, self.world_size, copy)
+        if not self.uses("actor"):
+            return groups_of_copies(1, 1, self.world_size, copy)
+        return copies_of_actor(engine, self.world_size, copy)
 
     def _temperature(self) -> float:
         """Return the temperature at which log-probabilities are computed.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from quadriga.config.checks.unread import check_unread_engine
 from quadriga.config.schema import EngineConfig, OptimConfig
 from quadriga.errors import ConfigError
@@ -32,16 +34,22 @@ def check_engine_ranks(
         )
     experts, stages = engine.expert_parallel_size, engine.pipeline_parallel_size
     whole_experts = engine.expert_tensor_parallel_size == 1
-    whose, parts, what = (
-        ("ranks of a stage", stages, "stages") if whole_experts
-        else ("ranks with the same layers", tensor * stages, "that divide the layers")
-    )  # fmt: skip
-    if ranks // parts % experts:
+    divided = {} if whole_experts else {"tensor_parallel_size": tensor}
+    divided |= {"pipeline_parallel_size": stages}
+    same = ranks // math.prod(divided.values())
+    if same % experts:
+        names = " × ".join(f"{name} {size}" for name, size in divided.items())
         raise ConfigError(
-            f"{key}.expert_parallel_size={experts} divides the experts of a layer over the "
-            f"{whose}, but does not divide these: {ranks} ranks / {parts} {what} = "
-            f"{ranks // parts}",
+            f"{key}.expert_parallel_size={experts} divides the experts of a layer over the ranks "
+            f"that have this layer{'' if whole_experts else ' and equal parts of it'}, but does "
+            f"not divide these: {ranks} ranks / ({names}) = {same}",
             key=f"{key}.expert_parallel_size",
+        )
+    if engine.attention == "flex" and engine.context_parallel_size > 1:
+        raise ConfigError(
+            f"{key}.attention=flex computes all queries of a row, and {key}.context_parallel_size="
+            f"{engine.context_parallel_size} divides them over ranks; set attention to auto",
+            key=f"{key}.attention",
         )
     size, left = engine.fsdp_size, ranks // tensor
     if size != -1 and (size < 1 or left % size):

@@ -102,12 +102,13 @@ class EngineConfig:
     pipeline_parallel_size: int = 1  # megatron: stages, each with a part of the layers; 1: none
     # megatron: parts of a stage's layers, computed in turns (interleaved schedule); 1: 1F1B
     virtual_pipeline_parallel_size: int = 1
-    # megatron: data-parallel ranks over which the experts of a layer are divided; 1: none
+    # megatron: context- and data-parallel ranks over which the experts of a layer are divided; 1:
+    # none
     expert_parallel_size: int = 1
     # megatron: ranks that split each expert: tensor_parallel_size or 1; null: tensor_parallel_size
     expert_tensor_parallel_size: int | None = None
     sequence_parallel: bool = False  # megatron: tensor-parallel ranks split tokens between layers
-    # megatron: divide optimizer state and its step over the data-parallel ranks
+    # megatron: divide optimizer state and its step over the context- and data-parallel ranks
     distributed_optimizer: bool = True
     use_dynamic_bsz: bool = True  # cut micro-batches by tokens, not by number of sequences
     # tokens on one rank, if use_dynamic_bsz; ranks that split tokens compute a multiple together

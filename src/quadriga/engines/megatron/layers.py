@@ -27,18 +27,26 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 
 class RowsInFlight:
-    """The rows of the micro-batches that are computed now, by number.
+    """The rows of the last micro-batches, by number.
 
     Layers receive the number as a tensor in place of an attention mask, because Megatron-core
     keeps tensors only for activations that are computed again.
+
+    Args:
+        kept: micro-batches whose layers can be computed again before the backward pass of the first
+            of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: int = 1) -> None:
+        self._kept = kept
         self._numbers = count()
         self._rows: dict[int, AttentionRows] = {}
 
     def add(self, rows: AttentionRows) -> Tensor:
         """Keep the rows of a micro-batch, and return their number, on the CPU."""
+        kept = self._kept if torch.is_grad_enabled() else 1
+        for number in list(self._rows)[: max(0, len(self._rows) + 1 - kept)]:
+            del self._rows[number]
         number = next(self._numbers)
         self._rows[number] = rows
         return torch.tensor(number)
@@ -48,7 +56,7 @@ class RowsInFlight:
         return self._rows[int(number)]
 
     def clear(self) -> None:
-        """Drop all rows, after the backward passes of their micro-batches."""
+        """Drop all rows, after a step."""
         self._rows.clear()
 
 

@@ -95,9 +95,12 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
         device: torch.device,
         chunk: int = 0,
     ) -> None:
-        self.rows_in_flight = RowsInFlight()
-        chunks = ranks.sizes.chunks
-        layers = config.num_hidden_layers // ranks.degrees.pipeline // chunks
+        chunks, stages = ranks.sizes.chunks, ranks.degrees.pipeline
+        # At most (chunks + 1) · stages − 1 micro-batches wait for their backward pass; see
+        # `engines/memory/megatron.py`. Without recomputation none of them needs its rows.
+        recomputed = transformer.recompute_granularity is not None
+        self.rows_in_flight = RowsInFlight((chunks + 1) * stages if recomputed else 1)
+        layers = config.num_hidden_layers // stages // chunks
         super().__init__(
             transformer,
             block_parts(config, family_of(config), self.rows_in_flight, layers),

@@ -30,8 +30,8 @@ class Ranks:
 
     Attributes:
         sizes: the degrees of the settings.
-        degrees: of the weights. Ranks with equal weights are `expert` × `replicas`: the
-            context-parallel ranks of each data-parallel rank.
+        degrees: of the weights. `expert` × `replicas` ranks have the same part of the model, but
+            for experts: the context-parallel ranks of each data-parallel rank.
         place: of this rank.
     """
 
@@ -168,17 +168,18 @@ def leave_ranks() -> None:
 
 
 def _check_same(sizes: Sizes) -> None:
-    found = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_world_size(),
-        parallel_state.get_expert_tensor_parallel_world_size(),
-    )
-    split = 1 if sizes.spread_experts else sizes.tensor
-    wanted = (sizes.tensor, sizes.pipeline, sizes.context, sizes.expert, split)
-    if found != wanted:
-        raise ConfigError(
-            "all Megatron engines of a process have the same tensor, pipeline, context, expert and "
-            f"expert tensor parallel sizes; this one has {wanted}, and another one {found}"
-        )
+    of_expert = 1 if sizes.spread_experts else sizes.tensor
+    found_and_wanted = {
+        "tensor": (parallel_state.get_tensor_model_parallel_world_size(), sizes.tensor),
+        "pipeline": (parallel_state.get_pipeline_model_parallel_world_size(), sizes.pipeline),
+        "context": (parallel_state.get_context_parallel_world_size(), sizes.context),
+        "expert": (parallel_state.get_expert_model_parallel_world_size(), sizes.expert),
+        "expert_tensor": (parallel_state.get_expert_tensor_parallel_world_size(), of_expert),
+    }
+    for name, (found, wanted) in found_and_wanted.items():
+        if found != wanted:
+            raise ConfigError(
+                f"engine.{name}_parallel_size={wanted}, but another Megatron engine of this "
+                f"process has {found}, and all of them have the same ranks; set both equal, or "
+                "give the roles ranks of their own"
+            )

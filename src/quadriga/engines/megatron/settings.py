@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from quadriga.config.describe import as_written
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.megatron.families import Sizes
 from quadriga.errors import ConfigError
@@ -58,7 +59,8 @@ def check_settings(
         value = getattr(engine, name)
         if value != getattr(default, name):
             raise ConfigError(
-                f"{key}.{name}={value} is for {key}.name=fsdp; leave it out for megatron",
+                f"{key}.{name}={as_written(value)} is for {key}.name=fsdp; leave it out for "
+                "megatron",
                 key=f"{key}.{name}",
             )
     optim_key = key.removesuffix("engine") + "optim"

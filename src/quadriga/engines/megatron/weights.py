@@ -74,7 +74,7 @@ class OwnTensor:
         name: in Megatron-core's module.
         shape: in the layout, which may have a first dimension of size 1 more.
         parts: of which it consists; none if it is all padding.
-        counted: whether this rank is the first one with it among those that compute the same rows.
+        counted: whether this rank is the first one with it among tensor-parallel ranks and stages.
         of_expert: whether it is the tensor of an expert. Its replicas are fewer ranks.
     """
 

@@ -209,7 +209,9 @@ class _StagePasses:
         found = passes.count(rows, backward=backward)
         self.problem = passes.problem
         assert found is not None
-        found = replace(found, tokens=-(-found.tokens // self.sizes.context))
+        # What the ranks of a stage exchange is not counted; the simulated model has other ranks.
+        tokens = -(-found.tokens // self.sizes.context)
+        found = replace(found, tokens=tokens, exchanged=0)
         if split:
             found = self._split(found)
         found = self._beyond_transformers(found, backward=backward)
@@ -256,15 +258,15 @@ class _StagePasses:
         """Return the activations with what Megatron-core has, and transformers' model has not.
 
         A layer keeps sines and cosines for queries and for keys, and a copy of the linear half of
-        its gated activation. Without gradients, there is another copy of it, and the outputs of
-        attention before and after they are added to the residual.
+        its gated activation. Without gradients, a layer has for a while about one and a half times
+        this half and its input beside what transformers has (measured).
         """
         sizes, config, again = self.sizes, self.config, bool(self.model.gradient_checkpointing)
         half = config.intermediate_size // sizes.tensor
         hidden = config.hidden_size // (sizes.tensor if sizes.sequence_parallel else 1)
         token = found.tokens * self.dtype.itemsize
         if not backward:
-            return replace(found, forward=found.forward + 2 * token * (half + hidden))
+            return replace(found, forward=found.forward + 3 * token * (half + hidden) // 2)
         layers = config.num_hidden_layers // sizes.pipeline // sizes.chunks
         of_layer = token * (half + 4 * head_size(config))
         kept = of_layer if again else layers * of_layer
@@ -304,7 +306,8 @@ class _StagePasses:
         own = -(-vocabulary // tensor)
         block = min(targets, max(1, BLOCK_LOGITS * tensor // vocabulary)) * own * wide
         weight, hidden = (n * self.config.hidden_size * wide for n in (own, targets))
-        forward = found.saved + _FORWARD_TILES[not backward] * block + hidden
+        outputs = found.tokens * self.config.hidden_size * self.dtype.itemsize  # of all tokens
+        forward = found.saved + _FORWARD_TILES[not backward] * block + hidden + outputs
         # Gradients of weight and hidden states, and the product that is added to the first.
         backwards = found.saved + weight + 2 * hidden
         backwards += max(_BACKWARD_TILES * block, (_BACKWARD_TILES - 1) * block + weight)

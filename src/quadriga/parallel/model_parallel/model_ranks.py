@@ -77,10 +77,15 @@ class ModelRanks:
 
     @staticmethod
     def simulated(engine: EngineConfig) -> ModelRanks:
-        """Return the group of a first rank without processes, for tensors on the meta device."""
+        """Return the group of a rank without processes, for tensors on the meta device.
+
+        The rank has the last tokens of the rows. So it has most targets, and attends to most keys.
+        """
+        context = engine.context_parallel_size
+        last = context - 1
         return ModelRanks(
-            Subgroup(engine.model_parallel_size),
-            Subgroup(engine.context_parallel_size),
+            Subgroup(engine.model_parallel_size, engine.model_parallel_size // context * last),
+            Subgroup(context, last),
             Subgroup(engine.sequence_parallel_size),
             Subgroup(engine.tensor_parallel_size),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
@@ -161,22 +161,19 @@ class VLLMRollout:
     # Weights
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._update(stream, version, self._running.weights.write)
+        self._update(stream, version, shards=False)
 
     def weight_boxes(self) -> Mapping[str, Box]:
         self._check("weight_boxes", "ready", "released")
         return self._running.weights.boxes()
 
     def update_shards(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._update(stream, version, self._running.weights.write_box)
+        self._update(stream, version, shards=True)
 
-    def _update(
-        self,
-        stream: Iterable[tuple[str, Tensor]],
-        version: int,
-        write: Callable[[str, Tensor], None],
-    ) -> None:
+    def _update(self, stream: Iterable[tuple[str, Tensor]], version: int, *, shards: bool) -> None:
         self._check("update_weights", "ready", "released")
+        weights = self._running.weights
+        write = weights.write_box if shards else weights.write
         written: set[str] = set()
         with self._isolation.inside():
             with self._failures("update_weights"):
@@ -188,7 +185,7 @@ class VLLMRollout:
                     written.add(name)
             except BaseException:
                 if written:  # some weights are new and some old
-                    self._unknown = self._running.weights.names_that_are_sent()
+                    self._unknown = weights.names_that_are_sent()
                 raise
             finally:
                 with self._failures("update_weights"):

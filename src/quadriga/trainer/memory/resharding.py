@@ -33,7 +33,7 @@ from quadriga.rollout import ranks_of_copy
 from quadriga.weight_sync.planning.grouping import (
     Design,
     HybridDegrees,
-    groups_of_copies,
+    copies_of_actor,
     layout_of_copies,
     peak_memory,
     redundancy,
@@ -109,7 +109,7 @@ def resharding(config: TrainConfig, device_type: str) -> Resharding | None:
     generation = replicated_layout(weights.values(), training.ranks)
     if together > 1:
         parts = _rollout_model(model_config, weights, together)
-        groups = groups_of_copies(sizes.tensor, sizes.pipeline, len(training.ranks), together)
+        groups = copies_of_actor(engine, len(training.ranks), together)
         generation = layout_of_copies(parts, groups)
     found = plan(training, generation)
     whole = sum(weight.num_bytes for weight in weights.values())

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from quadriga.config.schema import EngineConfig
 from quadriga.errors import ConfigError
 from quadriga.parallel.layouts.layout import Layout
 from quadriga.parallel.layouts.parallel_layouts import Degrees, Model, Stored, parallel_layout
@@ -144,6 +145,17 @@ def groups_of_copies(tensor: int, pipeline: int, ranks: int, copy: int) -> list[
         replicas = ranks // (tensor * pipeline)
         return sorted(HybridDegrees(tensor, pipeline, replicas, copy).generation_groups())
     return [tuple(range(first, first + copy)) for first in range(0, ranks, copy)]
+
+
+def copies_of_actor(engine: EngineConfig, ranks: int, copy: int) -> list[tuple[int, ...]]:
+    """Return `groups_of_copies` on the ranks of an actor.
+
+    Neighbours of the FSDP engine that divide tokens have whole layers, so they are in one copy.
+    """
+    tensor, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
+    if engine.name == "fsdp" and engine.model_parallel_size > tensor:
+        tensor = 1
+    return groups_of_copies(tensor, stages, ranks, copy)
 
 
 def generation_layout(

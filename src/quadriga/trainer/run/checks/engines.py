@@ -181,7 +181,7 @@ def _check_same_degrees(engines: list[RoleEngine]) -> None:
     for other in engines[1:]:
         first = engines[0]
         for name in _DEGREES:
-            sizes = getattr(first.engine, name), getattr(other.engine, name)
+            sizes = _size(first.engine, name), _size(other.engine, name)
             if sizes[0] != sizes[1]:
                 raise ConfigError(
                     f"{first.key}.{name}={sizes[0]} and {other.key}.{name}={sizes[1]}, but "
@@ -189,3 +189,9 @@ def _check_same_degrees(engines: list[RoleEngine]) -> None:
                     f"the {other.role} ranks of its own (placement.{other.role})",
                     key=f"{other.key}.{name}",
                 )
+
+
+def _size(engine: EngineConfig, name: str) -> int:
+    """Return a degree, with the default of `expert_tensor_parallel_size` put in."""
+    size: int | None = getattr(engine, name)
+    return engine.tensor_parallel_size if size is None else size
