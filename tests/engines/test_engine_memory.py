@@ -13,6 +13,7 @@ from quadriga.engines.loading.model_setup import simulated_model
 from quadriga.engines.memory.passes import Rows, pass_memory
 from quadriga.engines.memory.states import training_memory
 from quadriga.engines.memory.traffic import NO_TRAFFIC
+from quadriga.engines.micro_batches import plan_micro_batches
 from quadriga.models.simulated.allocations import AllocationCounter
 
 TOLERANCE = 0.15
@@ -30,6 +31,28 @@ def two_ranks(folder):
     engine_cases.run_ranks(2, cases.measure_on_two_ranks, str(folder), wait_s=170)
     # The file was written by `measure_on_two_ranks`; its keys are dataclasses, which need pickle.
     return torch.load(folder / "two_ranks.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("size", [None, 1, 4, 16])
+@pytest.mark.parametrize("count", [1, 8, 17, 64, 1000])
+@pytest.mark.parametrize(
+    ("prompt", "response", "samples"), [(128, 128, 1), (10, 240, 1), (100, 20, 8), (64, 16, 5)]
+)
+def test_the_largest_micro_batch_is_planned_from_few_rows(
+    prompt, response, samples, count, size, stages
+):
+    rows = Rows(count, prompt, response, samples, size)
+    limits = {"size": size, "max_tokens": 4096, "share_prompts": True, "stages": stages}
+    whole = plan_micro_batches(rows.batch(500), **limits)
+    few = plan_micro_batches(rows.for_micro_batches(size, 4096).batch(500), **limits)
+
+    def tokens(micro_batch):
+        groups = {row // samples for row in micro_batch.tolist()}
+        return len(micro_batch) * response + len(groups) * prompt
+
+    assert tokens(few[0]) >= 0.95 * max(map(tokens, whole))
+    assert (len(few) > 1) == (len(whole) > 1)
 
 
 def check(plan, found):

@@ -42,6 +42,8 @@ ON_FOUR = [
     Case("cp2 pp2", settings=CONTEXT | STAGES),
     Case("cp2 pp2 checkpointed", checkpointing=True, settings=CONTEXT | STAGES),
     Case("cp4 tied", "qwen2 deep", settings={"context_parallel_size": 4}),
+    Case("values cp4", head="value", settings={"context_parallel_size": 4}),
+    Case("cp2 pp2 interleaved", settings=CONTEXT | STAGES | {"virtual_pipeline_parallel_size": 2}),
 ]
 
 
