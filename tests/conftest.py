@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -50,11 +51,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _process_state() -> dict[str, object]:
+    tables = [
+        getattr(sys.modules.get(f"quadriga.algorithms.{module}"), table, {})
+        for module, table in (("advantages", "ADVANTAGES"), ("policy_losses", "POLICY_LOSSES"))
+    ]
     return {
         "rank variables": {k: os.environ[k] for k in RANK_VARIABLES if k in os.environ},
         "backends": dict(BACKENDS),
         "working directory": os.getcwd(),
         "profile function": sys.getprofile(),
+        "algorithms of users": {
+            name for table in tables for name, entry in table.items() if entry.origin != "built-in"
+        },
     }
 
 
@@ -65,6 +73,19 @@ def _state_of_the_process_is_restored() -> Iterator[None]:
     after = _process_state()
     left = {name: after[name] for name in before if after[name] != before[name]}
     assert not left, f"the test left {left}; it was {[before[name] for name in left]} before"
+
+
+@pytest.fixture
+def restored_tables() -> Iterator[None]:
+    """Remove the estimators, losses and files that a test adds."""
+    from quadriga.algorithms import advantages, policy_losses, user_files
+
+    with (
+        mock.patch.dict(advantages.ADVANTAGES),
+        mock.patch.dict(policy_losses.POLICY_LOSSES),
+        mock.patch.dict(user_files._LOADED),
+    ):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

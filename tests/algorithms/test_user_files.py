@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from quadriga.algorithms import advantages, policy_losses, user_files
 from quadriga.algorithms.advantages import compute_advantages
 from quadriga.algorithms.catalog import describe_algorithms
 from quadriga.algorithms.policy_losses import compute_policy_loss
@@ -42,15 +40,8 @@ def squared(log_prob_BT, advantages_BT, *, power=2.0):
 
 
 @pytest.fixture(autouse=True)
-def restored_tables() -> Iterator[None]:
-    saved = [
-        (table, dict(table))
-        for table in (advantages.ADVANTAGES, policy_losses.POLICY_LOSSES, user_files._LOADED)
-    ]
-    yield
-    for table, before in saved:
-        table.clear()
-        table.update(before)
+def _restored(restored_tables: None) -> None:
+    """Every test of this file adds entries."""
 
 
 @pytest.fixture

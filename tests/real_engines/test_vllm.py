@@ -143,6 +143,7 @@ class TestModels:
         ours.update_weights(hf.module.state_dict().items(), 9)
 
 
+@pytest.mark.nightly
 class TestProcess:
     """The engine in a process that goes on after it."""
 

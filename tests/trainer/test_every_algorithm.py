@@ -178,6 +178,7 @@ def test_masking_zero_variance_groups_leaves_a_gradient(step) -> None:
     assert moved(step("algorithm.filter_groups.enable=true"))
 
 
+@pytest.mark.usefixtures("restored_tables")
 def test_a_file_of_the_user_adds_an_estimator_and_a_loss(step, tmp_path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(USER_FILE)
