@@ -3,6 +3,7 @@
     python benchmarks/rollout.py --out result.json
     python benchmarks/rollout.py --quick                # one run per case, 4 prompts × 4 responses
     python benchmarks/rollout.py --engines hf vllm      # in an environment that has vLLM
+    python benchmarks/rollout.py --engines sglang --runs 3    # SGLang is slow on a CPU
 
 The engine `hf` is compared with `generate` of transformers on 16 prompts × 8 responses: 64 tokens
 each, and uneven lengths to 256, where an end token follows each token with probability 1/64. The
@@ -185,11 +186,12 @@ def goal(value: float, wanted: float) -> dict[str, float | bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one run per case")
+    parser.add_argument("--runs", type=int, help="runs of each side per case, after one to warm up")
     parser.add_argument("--engines", nargs="+", default=["hf"], choices=["hf", "vllm", "sglang"])
     parser.add_argument("--out", type=Path, help="write the JSON there too")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
-    runs = 1 if options.quick else 7
+    runs: int = options.runs or (1 if options.quick else 7)
     size = Size(QUICK_PROMPTS, QUICK_SAMPLES) if options.quick else Size(PROMPTS, SAMPLES)
     result: dict[str, dict[str, object]] = {"goals": {}, "cases": {}, "left_out": {}}
     with tempfile.TemporaryDirectory() as parent:
