@@ -7,6 +7,7 @@
 #   PIP_ARGS="…"               options of pip, for example the URL of a package index
 #   DEMO_ARGS="seed=1 …"       settings of `quadriga demo`
 #   TEST_ARGS="-k name -x"     options of pytest
+#   TEST_WORKERS=0             processes of pytest; 0: this one, for a debugger
 #   BENCH_ARGS="--quick"       options of the benchmarks, for example --peer-python
 #   ENGINES="vllm"             the rollout engines of `make engines` and `make test-engines`
 
@@ -15,6 +16,7 @@ VENV ?= .venv
 PIP_ARGS ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
+TEST_WORKERS ?= 2
 BENCH_ARGS ?=
 ENGINES ?= vllm sglang
 
@@ -30,7 +32,7 @@ demo: $(INSTALLED)
 	@$(BIN)/python -m quadriga.cli.main demo $(DEMO_ARGS)
 
 test: lint types
-	@$(BIN)/python -m pytest $(TEST_ARGS)
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TEST_ARGS)
 
 check: lint types
 	@$(BIN)/python -m pytest tests/checks

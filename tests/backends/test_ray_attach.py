@@ -52,6 +52,7 @@ def test_attaching_to_a_rank_that_has_ended_says_so(pool):
     group = group_on(pool, Adder, 1)
     rank = group.workers[0]
     group.shutdown()
+    group.wait_until_ended()
     for attach in (classes_of, lambda names, actors: facts_of(actors)):
         with pytest.raises(WorkerDiedError, match="has ended"):
             attach(None, [rank])
