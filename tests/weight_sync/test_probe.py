@@ -11,12 +11,18 @@ from sync_training import train_once
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
 from quadriga.errors import WorkerError
+from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import tensor_digest
 from quadriga.weight_sync import WeightSync
+from quadriga.weight_sync.probe import ScoreProbe
 
 LAYER = "model.layers.1."
 SOME = ["model.norm.weight", f"{LAYER}self_attn.k_proj.weight", f"{LAYER}mlp.up_proj.weight"]
+
+TIED = TinyModel(
+    hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, tie_word_embeddings=True
+)
 
 
 @pytest.fixture
@@ -85,6 +91,28 @@ def test_a_weight_that_the_engine_ignores_is_named_in_the_first_sync(engine, mod
     with pytest.raises(WorkerError, match=f"an update of weight '{name}' changes no") as caught:
         WeightSync(engine, Hidden(model_folder, without(name))).run(1)
     assert (caught.value.tensor, caught.value.version) == (name, 1)
+
+
+def test_a_tied_name_that_the_engine_ignores_passes(tmp_path):
+    """SGLang skips the head of a model whose head is its embedding."""
+    write_tiny_model(tmp_path, ["one two three"], TIED)
+    engine = build_engine(ModelConfig(path=str(tmp_path)), EngineConfig(), OptimConfig(lr=0.01))
+    assert "lm_head.weight" in dict(engine.state_stream())
+    sync = WeightSync(engine, Hidden(str(tmp_path), without("lm_head.weight")))
+    for version in (1, 2):
+        sync.run(version)
+        train_once(engine)
+
+
+def test_a_weight_of_one_element_is_proven(model_folder):
+    """Its sample standard deviation is NaN."""
+    hidden = Hidden(model_folder)
+    seen = []
+    hidden.fault = lambda weights: seen.extend(weights.values()) or {}
+    with pytest.raises(WorkerError, match="changes no log-probability"):
+        ScoreProbe(hidden).update_weights([("bias", torch.ones(1))], 1)
+    assert torch.equal(torch.cat(seen).isfinite(), torch.tensor([True, True]))
+    assert seen[0] != seen[1]
 
 
 def test_rows_of_a_fused_projection_in_a_wrong_order_are_found_in_the_first_sync(

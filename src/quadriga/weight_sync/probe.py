@@ -101,6 +101,8 @@ class ScoreProbe:
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Update the engine. In the first sync, prove that each weight has an effect.
 
+        A name that is tied to the one before it, with the same tensor, is not proven again.
+
         Raises:
             WorkerError: an update of a weight changes no score. Attributes: `tensor`, `version`.
         """
@@ -109,8 +111,14 @@ class ScoreProbe:
         if version != self._first:
             self._target.update_weights(stream, version)
             return
+        previous: Tensor | None = None
         for name, tensor in stream:
-            self._prove(name, tensor, version)
+            if tensor is previous:  # a tied name, which an engine may ignore: its tensor is proven
+                self._target.update_weights([(name, tensor)], version)
+                self._scores = self._score(probe_ids(self._target.abilities, version))
+            else:
+                self._prove(name, tensor, version)
+            previous = tensor
 
     def _prove(self, name: str, tensor: Tensor, version: int) -> None:
         ids = probe_ids(self._target.abilities, version)
@@ -119,7 +127,8 @@ class ScoreProbe:
         before = self._scores
         jitter = float((self._score(ids) - before).abs().max())
         # Not a multiple of the weight: a norm behind it would hide the factor.
-        changed = tensor + tensor.float().std().clamp(min=0.1).to(tensor.dtype) * _pattern(tensor)
+        spread = tensor.float().std(correction=0).clamp(min=0.1)
+        changed = tensor + spread.to(tensor.dtype) * _pattern(tensor)
         self._target.update_weights([(name, changed)], version)
         between = self._score(ids)
         self._target.update_weights([(name, tensor)], version)
