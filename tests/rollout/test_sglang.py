@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +90,25 @@ def built(interpreter, model_folder, lives, faults=None, **options):
         start_timeout_s=60,
         **options,
     )
+
+
+def test_no_more_rows_run_at_once_than_a_micro_batch_has(start, monkeypatch):
+    engine = start(micro_batch_size=1)
+    transport = engine._client._instance.transport
+    original, running, most = transport.call, Counter(), []
+
+    def call(path, body, *rest):
+        rows = len(body.get("input_ids", []))
+        running[path] += rows
+        most.append(running[path])
+        time.sleep(0.02 if rows else 0)
+        answer = original(path, body, *rest)
+        running[path] -= rows
+        return answer
+
+    monkeypatch.setattr(transport, "call", call)
+    assert generate(engine).response_ids.shape[0] == len(ROWS[0])
+    assert max(most) == 1
 
 
 def batch(*rows):

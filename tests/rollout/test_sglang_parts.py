@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,13 +13,20 @@ import torch
 from transformers import LlamaConfig, MistralConfig, Olmo3Config, Qwen2Config
 
 from quadriga.config.schema import ModelConfig, SamplingConfig
-from quadriga.errors import ConfigError, ModelError, RolloutAbilityError, RolloutError
+from quadriga.errors import (
+    ConfigError,
+    ModelError,
+    RolloutAbilityError,
+    RolloutError,
+    RolloutOutputError,
+)
 from quadriga.models.loading import load_causal_lm
 from quadriga.rollout import check_rollout, check_sampling, check_updates, not_reproduced
-from quadriga.rollout.sglang.processes.readback import locate
+from quadriga.rollout.base import tensor_digest
+from quadriga.rollout.sglang.processes.readback import answer, locate
 from quadriga.rollout.sglang.transports import HTTPTransport
 from quadriga.rollout.sglang.untested import check_numbers, probe_length
-from quadriga.rollout.sglang.weights import buckets
+from quadriga.rollout.sglang.weights import buckets, question, read_answer
 
 
 @pytest.mark.parametrize(
@@ -87,6 +95,32 @@ def test_buckets_are_bounded_and_hold_each_weight_once():
         for entry in bucket["metadata"]:
             part = bucket["flattened_tensor"][entry.start_idx : entry.end_idx].view(entry.dtype)
             assert torch.equal(part.view(entry.shape), weights[entry.name])
+
+
+def test_schedulers_of_one_sglang_answer_without_disturbing_each_other(tmp_path, monkeypatch):
+    model, shapes = torch.nn.Linear(2, 3), {"weight": (3, 2), "other": (1,)}
+    file = tmp_path / "held.json"
+    asked = pickle.loads(question(shapes, file))
+    move = os.replace
+
+    def while_another_answers(source, target):
+        monkeypatch.setattr(os, "replace", move)
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        answer(model, asked)
+        move(source, target)
+
+    monkeypatch.setattr(os, "replace", while_another_answers)
+    answer(model, asked)
+    assert read_answer(file)["weight"].digest == tensor_digest(model.weight)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_answer_that_could_not_be_written_is_a_typed_error(tmp_path, capsys):
+    file = tmp_path / "missing" / "held.json"
+    answer(torch.nn.Linear(2, 3), pickle.loads(question({"weight": (3, 2)}, file)))
+    assert "could not be written" in capsys.readouterr().err
+    with pytest.raises(RolloutOutputError, match="there is no answer in"):
+        read_answer(file)
 
 
 def test_parts_of_fused_and_padded_parameters_are_located():

@@ -89,7 +89,8 @@ class SGLangRollout:
         self._lock = threading.Lock()
         self._state: State = "ready"
         self._stop_strings = StopStringsOfModel(model)
-        at_once = max(1, micro_batch_size // self._options.request_rows)
+        self._request_rows = min(self._options.request_rows, micro_batch_size)
+        at_once = micro_batch_size // self._request_rows
         self._client = Client(launch, shapes, at_once)
         self._abilities = declared_abilities(
             self._options,
@@ -142,7 +143,7 @@ class SGLangRollout:
             self._check_ends(sampling)
             prompts = _rows(prompt_ids, attention_mask)
             seeds = sample_seeds.tolist() if self._options.seeds else None
-            size, version = self._options.request_rows, self.version
+            size, version = self._request_rows, self.version
             starts = range(0, len(prompts), size)
             bodies = [
                 generate_body(
@@ -182,7 +183,7 @@ class SGLangRollout:
             self._check_ready("score")
             check_sequences(NAME, self.abilities, ids, attention_mask)
             rows = _rows(ids, attention_mask)
-            size, version = self._options.request_rows, self.version
+            size, version = self._request_rows, self.version
             starts = range(0, len(rows), size)
 
             def read(i: int, answer: Json) -> list[list[float]]:

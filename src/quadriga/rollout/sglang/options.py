@@ -62,8 +62,8 @@ class SGLangOptions:
         log_probs: the kind of log-probabilities that SGLang is started for.
         seeds: start SGLang's deterministic inference, in which each sample has a seed. It costs
             speed, and excludes min_p.
-        request_rows: rows of one request. Requests run side by side, and after a restart only
-            those without an answer are sent again.
+        request_rows: rows of one request, at most `rollout.micro_batch_size`. Up to 64 requests
+            run side by side, and after a restart only those without an answer are sent again.
         bucket_mb: MiB of weights that are sent at once.
         start_timeout_s, call_timeout_s, generate_timeout_s: deadlines, in seconds, of the start; of
             a call that generates nothing; and of one request of `request_rows` rows.

@@ -180,8 +180,11 @@ def read_answer(file: Path) -> dict[str, HeldWeight]:
     Raises:
         RolloutOutputError: reading back failed in SGLang.
     """
-    content = json.loads(file.read_text(encoding="utf-8"))
-    file.unlink()
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        file.unlink()
+    except FileNotFoundError:
+        content = {"error": f"there is no answer in {file}; look at the log of SGLang"}
     if "error" in content:
         raise RolloutOutputError(
             f"rollout engine {NAME!r}: its weights could not be read back: {content['error']}",

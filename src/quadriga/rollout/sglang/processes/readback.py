@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,7 +30,11 @@ _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def answer(model: torch.nn.Module, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Write dtype and digest of each weight that is asked for to the file of the question."""
+    """Write dtype and digest of each weight that is asked for to the file of the question.
+
+    With tensor parallelism each scheduler of SGLang is asked, and the last one to finish is read:
+    none of them holds whole weights, so none of them reports a divided one.
+    """
     question = json.loads(bytes(tensors[0][1].tolist()))
     file = Path(question["file"])
     try:
@@ -44,9 +49,12 @@ def answer(model: torch.nn.Module, tensors: Sequence[tuple[str, Tensor]]) -> Non
         content: dict[str, object] = {"held": held}
     except Exception as error:  # an exception would end the scheduler; the rank raises it
         content = {"error": f"{type(error).__name__}: {error}"}
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content), encoding="utf-8")
-    os.replace(unfinished, file)
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    try:
+        unfinished.write_text(json.dumps(content), encoding="utf-8")
+        os.replace(unfinished, file)
+    except OSError as error:  # no space is left, for example; the rank finds no answer
+        print(f"the answer for {file} could not be written: {error}", file=sys.stderr)
 
 
 def locate(
