@@ -32,6 +32,7 @@ from quadriga.errors import (
 )
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams, tensor_digest
+from quadriga.rollout.sglang.client import Client
 
 SAMPLING = SamplingParams(max_new_tokens=3, eos_token_ids=(2,), pad_token_id=0)
 SQUARE = "model.layers.0.self_attn.q_proj.weight"
@@ -173,6 +174,50 @@ def test_requests_weights_and_memory_over_each_transport(start, transport):
     engine.close()
     assert not folder.exists()
     assert gone(children() - before)
+
+
+def test_a_pause_lasts_over_updates_and_restarts(start, monkeypatch):
+    engine = start(restarts=1)
+    paths = []
+    call = Client.call
+
+    def recorded(self, path, *rest):
+        paths.append(path)
+        return call(self, path, *rest)
+
+    monkeypatch.setattr(Client, "call", recorded)
+    engine.pause_generation("in_place")
+    engine.update_weights(noise(engine).items(), 1)
+    assert "/continue_generation" not in paths
+    paths.clear()
+    engine._client._instance.transport.close()
+    engine.update_weights(noise(engine).items(), 2)  # SGLang is started again
+    assert engine.restarts == 1
+    assert paths[-1] == "/pause_generation" and "/continue_generation" not in paths
+    engine.continue_generation()
+    paths.clear()
+    engine.update_weights(noise(engine).items(), 3)
+    assert paths[-1] == "/continue_generation"
+
+
+def test_a_call_that_fails_ends_its_own_sglang_only(start, monkeypatch):
+    engine = start(restarts=1)
+    old = engine._client._instance
+    call = old.transport.call
+
+    def dies_while_another_thread_recovers(path, *rest):
+        if path != "/abort_request":
+            return call(path, *rest)
+        old.transport.close()
+        generate(engine)
+        raise RolloutDiedError("it has ended")
+
+    monkeypatch.setattr(old.transport, "call", dies_while_another_thread_recovers)
+    with pytest.raises(RolloutDiedError):
+        engine.abort()
+    assert engine._client._instance is not old
+    assert len(generate(engine).response_ids) == len(ROWS[0])
+    assert engine.restarts == 1
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

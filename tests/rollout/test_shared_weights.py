@@ -94,6 +94,24 @@ def test_other_weights_are_copied_to_memory_of_the_rollout(engine, trained):
     assert addresses(engine.module) == addresses(trained)
 
 
+@pytest.mark.parametrize("write", ["update_weights", "share_weights"])
+def test_weights_of_a_stream_that_breaks_off_are_not_used(folder, trained, write):
+    engine = build_rollout("hf", ModelConfig(path=folder), dtype="bfloat16")  # which copies all
+    weights = list(state(trained).items())
+
+    def broken():
+        yield weights[0]
+        yield weights[1]
+        raise EOFError("the sender has ended")
+
+    with pytest.raises(EOFError):
+        getattr(engine, write)(broken(), 1)
+    with pytest.raises(RolloutError, match="broke off, and"):
+        log_probs(engine)
+    getattr(engine, write)(weights, 2)
+    log_probs(engine)
+
+
 def test_a_weight_of_another_dtype_is_copied(folder, trained):
     engine = build_rollout("hf", ModelConfig(path=folder), dtype="bfloat16")
     assert engine.share_weights(state(trained).items(), 1) == 0

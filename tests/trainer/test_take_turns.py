@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.rollout import ROLLOUTS
 from quadriga.rollout.hf import HFRollout
+from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.run import role_workers
 from quadriga.weight_sync.worker import PolicyWeights
 from quadriga.workers import ActorRolloutRefWorker
@@ -58,8 +62,6 @@ def test_taking_turns_changes_no_number(run, tmp_path) -> None:
 
 
 def test_a_worker_class_that_cannot_switch_is_refused(train_overrides) -> None:
-    from quadriga.config.loading import load_config
-    from quadriga.config.schema import TrainConfig
     from quadriga.trainer.placement import Role
 
     left_out = {"rollout_mode", "trainer_mode", "__dict__", "__weakref__"}
@@ -77,6 +79,7 @@ class Dropping(HFRollout):
     """An engine whose weights are gone after a release, as in vLLM's sleep level 2."""
 
     updates = 0
+    last_version = -1
 
     def __init__(self, model, **options):
         super().__init__(model, **options)
@@ -94,6 +97,7 @@ class Dropping(HFRollout):
 
     def update_weights(self, stream, version):
         Dropping.updates += 1
+        Dropping.last_version = version
         weights = dict(stream)
         super().update_weights(weights.items(), version)
         self.lacking -= set(weights)
@@ -127,3 +131,23 @@ class TestDroppedWeights:
         copy = "actor_rollout_ref.rollout.share_weights=false"
         run("actor_rollout_ref.rollout.name=dropping", copy)
         assert Dropping.updates == 3
+
+    def test_trained_weights_that_were_not_synced_get_a_new_version(
+        self, train_overrides, monkeypatch
+    ):
+        overrides = [*train_overrides, f"{TURNS}=true", "trainer.backend=local",
+                     "actor_rollout_ref.rollout.name=dropping"]  # fmt: skip
+        trainer = RayPPOTrainer(load_config(TrainConfig, overrides))
+        groups = trainer.init_workers()
+        try:
+            groups.sync_weights()
+            actor, before = groups.actor, Dropping.updates
+            version = actor.actor_weight_version()
+            for trained in (0, 2, 2):
+                monkeypatch.setattr(FSDPEngine, "optimizer_steps", property(lambda _, n=trained: n))
+                actor.trainer_mode()  # which drops the weights
+                actor.rollout_mode()
+            assert Dropping.updates == before + 3
+            assert Dropping.last_version == actor.actor_weight_version() == version + 1
+        finally:
+            trainer.close()

@@ -8,8 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from quadriga.errors import WorkerError
-from quadriga.rollout.base import tensor_digest
+from quadriga.config.schema import ModelConfig
+from quadriga.errors import RolloutError, WorkerError
+from quadriga.rollout import build_rollout
+from quadriga.rollout.base import SamplingParams, tensor_digest
+from quadriga.rollout.guard import GuardedRollout
 from quadriga.weight_sync import WeightReceiver, WeightSender, needs_of
 
 
@@ -171,3 +174,36 @@ def test_nothing_of_a_failed_sync_counts_for_the_next():
     receiver.receive(rounds(sent, target, 200, version=3)[0])
     with pytest.raises(WorkerError, match="of version 4: one is lost"):
         receiver.receive(rounds(sent, target, 200, version=4)[1])
+
+
+@pytest.mark.parametrize("fault", ["a bucket does not arrive", "a weight is not taken over"])
+def test_a_rollout_generates_nothing_after_a_sync_that_failed(model_folder, fault):
+    engine = build_rollout("hf", ModelConfig(path=model_folder))
+    guarded = GuardedRollout(engine)
+    ids = torch.tensor([[1, 2]])
+    request = (
+        ids,
+        torch.ones_like(ids),
+        SamplingParams(max_new_tokens=2, eos_token_ids=(0,), pad_token_id=0),
+        torch.tensor([3]),
+    )
+    guarded.generate(*request)
+    sent = {name: weight + 0.1 for name, weight in engine.module.state_dict().items()}
+    receiver = WeightReceiver(guarded)
+    first, *others = rounds(sent, guarded, 1 << 14)
+    receiver.receive(first)
+    if fault == "a bucket does not arrive":
+        with pytest.raises(WorkerError, match="one is lost"):
+            receiver.receive(others[1])
+    else:
+        for parts in others:
+            receiver.receive(parts)
+        engine.module.state_dict()["model.norm.weight"].zero_()
+        with pytest.raises(WorkerError, match=r"'model\.norm\.weight' differs"):
+            receiver.finish()
+    with pytest.raises(RolloutError, match="the weight sync to version 7 has not ended with equal"):
+        guarded.generate(*request)
+    for parts in rounds(sent, guarded, 1 << 14, version=8):
+        receiver.receive(parts)
+    receiver.finish()
+    assert guarded.generate(*request).weight_versions.tolist() == [8]

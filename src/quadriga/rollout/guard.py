@@ -66,9 +66,10 @@ class GuardedRollout:
         self.engine = engine
         self.deadline = deadline
         self.rank = rank
-        self._late: str | None = None
+        self._late_method: str | None = None
+        self._syncing: int | None = None  # the version of a weight sync that has not ended
         self._received: dict[str, int] = {}
-        self._of_stream: BaseException | None = None  # the last error of a stream of weights
+        self._stream_error: BaseException | None = None  # the last error of a stream of weights
 
     @property
     def name(self) -> str:
@@ -96,6 +97,13 @@ class GuardedRollout:
         """Return what the engine generates for a request; both are checked."""
         prompt_ids, attention_mask, sampling, sample_seeds = request
         check_request(self.name, self.abilities, prompt_ids, attention_mask, sampling, sample_seeds)
+        if self._syncing is not None:
+            raise RolloutError(
+                f"{self._where('generate')}: the weight sync to version {self._syncing} has not "
+                "ended with equal weights, so the engine may hold wrong ones; sync the weights "
+                "again",
+                **self._details("generate"),
+            )
         oldest = self.version
         out = self._call("generate", generate)
         versions = range(oldest, self.version + 1)
@@ -133,6 +141,14 @@ class GuardedRollout:
         noted = self._noted(stream)
         self._call("update_weights", lambda: self.engine.update_weights(noted, version))
         self._check_version("update_weights", version)
+
+    def begin_sync(self, version: int) -> None:
+        """See `weight_sync.verification.WaitsForSync`."""
+        self._syncing = version
+
+    def end_sync(self) -> None:
+        """Generate again: the weights of the sync that began last are right."""
+        self._syncing = None
 
     def share_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> int:
         """See `SharesWeights`. An engine that cannot share copies all weights."""
@@ -184,7 +200,7 @@ class GuardedRollout:
             except StopIteration:
                 return
             except BaseException as error:
-                self._of_stream = error
+                self._stream_error = error
                 raise
             yield name, tensor
             if not reports:
@@ -217,10 +233,10 @@ class GuardedRollout:
 
     def _call(self, method: str, run: Callable[[], ResultT]) -> ResultT:
         """Run a method of the engine and turn the errors of its libraries into typed ones."""
-        if self._late is not None:
+        if self._late_method is not None:
             raise RolloutError(
-                f"{self._where(method)}: the engine exceeded its deadline in {self._late} and may "
-                "still be busy; close it and build a new one",
+                f"{self._where(method)}: the engine exceeded its deadline in "
+                f"{self._late_method} and may still be busy; close it and build a new one",
                 **self._details(method),
             )
         try:
@@ -228,13 +244,13 @@ class GuardedRollout:
         except QuadrigaError:
             raise
         except Exception as error:
-            if error is self._of_stream:
+            if error is self._stream_error:
                 raise
             raise self._failed(method, error) from error
 
     def _failed(self, method: str, error: Exception) -> RolloutError:
         """Return the error of this package for one of the engine's libraries."""
-        if isinstance(error, (OSError, EOFError)):
+        if isinstance(error, (ConnectionError, EOFError)):
             return RolloutDiedError(
                 f"{self._where(method)}: the connection to the engine is lost "
                 f"({type(error).__name__}: {error}), so its process has probably ended; look at "
@@ -252,7 +268,7 @@ class GuardedRollout:
         threading.Thread(target=answer.compute, name=f"rollout {method}", daemon=True).start()
         if answer.done.wait(deadline):
             return answer.get()
-        self._late = method
+        self._late_method = method
         raise RolloutTimeoutError(
             f"{self._where(method)}: no answer after {deadline:g} s; the engine is wedged or too "
             "slow. Allow more time (rollout.deadline_s), or generate fewer or shorter responses at "

@@ -184,6 +184,7 @@ class JoinedReceiver(_Joined):
             WorkerError: weights were not received, or differ. Names them.
         """
         own, weights = ticket.senders + rank(), ticket.weights
+        self._verified.begin(ticket.version)
         self._run(ticket, own, TensorsInMemory({}), self._verified)
         elements = {n: count(whole(w.shape)) for n, w in weights.layout.weights.items()}
         zeros = torch.zeros(len(elements), dtype=torch.int64, device=self._device)

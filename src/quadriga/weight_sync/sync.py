@@ -135,6 +135,7 @@ class WeightSync:
         self._described = self._described or describe(self._source)
         weights = self._described.sent_as(target.weight_dtypes())
         current = self._planned(weights)
+        self._verified.begin(version)
         with (
             closing(own_weights(self._source)) as stream,
             self._channel(current, weights) as channel,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -40,6 +40,18 @@ class WeightTarget(Protocol):
         ...
 
 
+@runtime_checkable
+class WaitsForSync(Protocol):
+    """A target that generates nothing between the start of a sync and its comparison.
+
+    So an engine with the weights of a sync that broke off, or that was refused, is not used.
+    """
+
+    def begin_sync(self, version: int) -> None: ...
+
+    def end_sync(self) -> None: ...
+
+
 class VerifiedTarget:
     """Updates a rollout engine, and compares it with the training engine after each sync.
 
@@ -51,6 +63,11 @@ class VerifiedTarget:
         self._target = target
         self._probe = None if target.abilities.exposes_weights else ScoreProbe(target)
 
+    def begin(self, version: int) -> None:
+        """Start a sync: from here on to the comparison the target generates nothing."""
+        if isinstance(self._target, WaitsForSync):
+            self._target.begin_sync(version)
+
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy new weights. See `ScoreProbe.update_weights` for what it raises."""
         if self._probe is None:
@@ -59,7 +76,7 @@ class VerifiedTarget:
             self._probe.update_weights(stream, version)
 
     def compare(self, sent: Mapping[str, int], scores: Tensor | None, version: int) -> None:
-        """Compare what the engine holds with what the training engine has.
+        """Compare what the engine holds with what the training engine has, and end the sync.
 
         Args:
             sent: the digest of each weight of the training engine.
@@ -73,8 +90,10 @@ class VerifiedTarget:
         if self._probe is None:
             held = held_of_part(sent, self._target.weights_digest())
             compare_digests(sent, held, version)
-            return
-        if isinstance(self._target, ReportsReceipts):
-            compare_digests(sent, self._target.received_digests(), version)
-        assert scores is not None, "the needs of the engine ask for scores"
-        self._probe.compare(scores, version)
+        else:
+            if isinstance(self._target, ReportsReceipts):
+                compare_digests(sent, self._target.received_digests(), version)
+            assert scores is not None, "the needs of the engine ask for scores"
+            self._probe.compare(scores, version)
+        if isinstance(self._target, WaitsForSync):
+            self._target.end_sync()

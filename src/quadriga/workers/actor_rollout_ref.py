@@ -252,9 +252,12 @@ class ActorRolloutRefWorker(PolicyWeights):
         """Free device memory for generation: offload the training engines, resume the rollout.
 
         The trainer calls it before each generation if `rollout.take_turns` is set. An engine that
-        has dropped its weights, and was given none since, gets those of the version that it had.
+        has dropped its weights, and was given none since, gets those of the actor: of the version
+        that it had, or of a new one if the actor has been trained since.
         """
         if self._rollout_lacks_weights():
+            if self._trained_since_sync():
+                self._count_version()
             self._sync_here()
         for engine in (self.actor, self.ref):
             if engine is not None:

@@ -6,7 +6,7 @@ rows that have ended leave the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import torch
@@ -197,6 +197,21 @@ class HFRollout:
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._check_open("update_weights")
+        self._write(self._weights.copy, stream, version)
+
+    def share_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> int:
+        """See `SharesWeights`."""
+        self._check_open("share_weights")
+        self._write(self._weights.share, stream, version)
+        return self._weights.shared_bytes
+
+    def _write(
+        self,
+        write: Callable[[Iterator[tuple[str, Tensor]]], None],
+        stream: Iterable[tuple[str, Tensor]],
+        version: int,
+    ) -> None:
+        """Write a stream. If it breaks off, no weight is known until each is written again."""
         written: list[str] = []
 
         def recorded() -> Iterator[tuple[str, Tensor]]:
@@ -206,19 +221,12 @@ class HFRollout:
                 self._unknown.discard(name)
 
         try:
-            self._weights.copy(recorded())
+            write(recorded())
         except BaseException:
             if written:  # some weights are new and some old
                 self._unknown = {name for name, _ in self.module.named_parameters()}
             raise
         self._version = version
-
-    def share_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> int:
-        """See `SharesWeights`."""
-        self._check_open("share_weights")
-        self._weights.share(stream)
-        self._version = version
-        return self._weights.shared_bytes
 
     def weights_digest(self) -> dict[str, int]:
         self._check_open("weights_digest")

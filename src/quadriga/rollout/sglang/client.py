@@ -67,6 +67,7 @@ class Client:
         self._kept: dict[str, Tensor] = {}
         self._released: frozenset[str] = frozenset()
         self._unusable = ""
+        self._paused: str | None = None  # the mode of a pause that was asked for
         self._closed = False
         self._unknown: set[str] = set()  # names of an update that failed
         self.received: dict[str, int] = {}
@@ -101,13 +102,23 @@ class Client:
         Raises:
             RolloutError: SGLang refused it, has ended, or did not answer in time.
         """
+        instance = self._instance  # another thread may start SGLang again meanwhile
         try:
-            return self._instance.transport.call(
-                path, body or {}, self._options.call_timeout_s, payload
-            )
+            return instance.transport.call(path, body or {}, self._options.call_timeout_s, payload)
         except (RolloutDiedError, RolloutTimeoutError):
-            self._end()
+            if instance.host is not None:
+                instance.transport.close()
             raise
+
+    def pause(self, mode: str) -> None:
+        """Let SGLang generate nothing, over weight updates and restarts, until `go_on`."""
+        self._paused = mode
+        self.call("/pause_generation", {"mode": mode})
+
+    def go_on(self) -> None:
+        """End a pause."""
+        self._paused = None
+        self.call("/continue_generation")
 
     def run(self, bodies: Sequence[Body], read: Callable[[int, Json], T]) -> list[T]:
         """Send `/generate` requests side by side and return what `read` makes of each answer.
@@ -180,6 +191,8 @@ class Client:
                 if self.held:
                     held = {name: weight.digest for name, weight in self.held.items()}
                     check_restarted(held, self._kept, self.read_back(), self.version)
+                if self._paused is not None:
+                    self.pause(self._paused)
                 return
             except RolloutOutputError as error:
                 self._unusable = f"it failed before: {error}"
@@ -260,11 +273,15 @@ class Client:
             self._succeed("/flush_cache")
         except BaseException:
             with contextlib.suppress(RolloutError):  # the first error is the one to raise
-                self.call("/continue_generation")
+                self._end_own_pause()
             raise
-        self.call("/continue_generation")
+        self._end_own_pause()
         self._unknown -= sent.keys()
         self.received |= sent
+
+    def _end_own_pause(self) -> None:
+        if self._paused is None:
+            self.call("/continue_generation")
 
     def _update_bucket(self, payload: bytes) -> None:
         body: dict[str, Json] = {

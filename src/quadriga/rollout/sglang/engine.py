@@ -198,12 +198,14 @@ class SGLangRollout:
             return result
 
     def pause_generation(self, mode: PauseMode = "retract") -> None:
-        """Let SGLang generate nothing until `continue_generation`. Another thread may call it."""
-        self._client.call("/pause_generation", {"mode": mode})
+        """Let SGLang generate nothing until `continue_generation`, whatever happens between.
+
+        Another thread may call it."""
+        self._client.pause(mode)
 
     def continue_generation(self) -> None:
         """End a pause."""
-        self._client.call("/continue_generation", {})
+        self._client.go_on()
 
     def abort(self) -> None:
         """End all responses that are being generated; their `generate` raises

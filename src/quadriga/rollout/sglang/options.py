@@ -154,7 +154,7 @@ def sglang_options(options: Mapping[str, object]) -> SGLangOptions:
             nearest = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise ConfigError(
-                f"rollout engine 'sglang' has no option {name!r}{hint} Known: {', '.join(known)}",
+                f"rollout engine 'sglang' has no option {name!r}{hint}; known: {', '.join(known)}",
                 key=f"{KEY}.{name}",
             )
         values[name] = _typed(name, value, hints[name])

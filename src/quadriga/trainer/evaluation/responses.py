@@ -20,7 +20,7 @@ from quadriga.errors import RolloutError
 from quadriga.models.folder import check_model_folder
 from quadriga.observability.console import RunConsole
 from quadriga.protocol import DataProto, fields
-from quadriga.rollout import ROLLOUTS, check_rollout, not_reproduced
+from quadriga.rollout import ROLLOUTS, check_rollout, check_sampling, not_reproduced
 from quadriga.trainer import stages
 from quadriga.trainer.evaluation.inputs import inputs_of
 from quadriga.trainer.evaluation.ranks import rollout_group
@@ -73,6 +73,7 @@ def load_prompts(
     check_choice("rollout.name", config.rollout.name, sorted(ROLLOUTS))
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     check_rollout(config.rollout.name, config.rollout.options, ranks)
+    check_sampling(config.rollout.name, config.rollout.options, config.sampling)
     check_files(config.data_files, "data_files", needed=prompt is None)
     model = config.model
     require_model_path(model.path, "model.path")
