@@ -5,19 +5,27 @@ tests/real_engines runs the same engine over SGLang itself.
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from sglang_cases import (
+    NORM,
+    ROWS,
+    SAMPLING,
+    SQUARE,
+    TRANSPORTS,
+    batch,
+    engine,
+    faulty,
+    generate,
+    interpreter,
+    noise,
+    start,
+)
 
 from processes import children, command_line, gone
 from quadriga.config.schema import ModelConfig
@@ -28,69 +36,11 @@ from quadriga.errors import (
     RolloutError,
     RolloutInputError,
     RolloutOutputError,
-    RolloutTimeoutError,
 )
 from quadriga.rollout import build_rollout
-from quadriga.rollout.base import SamplingParams, tensor_digest
-from quadriga.rollout.sglang.client import Client
+from quadriga.rollout.base import tensor_digest
 
-SAMPLING = SamplingParams(max_new_tokens=3, eos_token_ids=(2,), pad_token_id=0)
-SQUARE = "model.layers.0.self_attn.q_proj.weight"
-NORM = "model.norm.weight"
-TRANSPORTS = ("engine", "server")
-
-
-@pytest.fixture(scope="module")
-def interpreter(tmp_path_factory):
-    """An interpreter that runs the fake program in place of the host of SGLang."""
-    script = tmp_path_factory.mktemp("fake") / "python"
-    fake = Path(__file__).with_name("fake_sglang.py")
-    script.write_text(
-        f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nexec {sys.executable} {fake} "$@"\n', encoding="utf-8"
-    )
-    script.chmod(0o755)
-    return str(script)
-
-
-@pytest.fixture(scope="module")
-def engine(interpreter, model_folder, tmp_path_factory):
-    """One engine for all tests whose faults do not end it."""
-    lives = tmp_path_factory.mktemp("shared") / "lives"
-    engine = built(interpreter, model_folder, lives)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def faulty(engine):
-    """Set the faults of the shared engine."""
-    yield lambda faults: engine._client.call("/faults", faults)
-    engine._client.call("/faults", {})
-
-
-@pytest.fixture
-def start(interpreter, model_folder, tmp_path):
-    engines = []
-
-    def start(*, faults=None, **options):
-        engines.append(built(interpreter, model_folder, tmp_path / "lives", faults, **options))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.close()
-
-
-def built(interpreter, model_folder, lives, faults=None, **options):
-    return build_rollout(
-        "sglang",
-        ModelConfig(path=model_folder),
-        python=interpreter,
-        server_args={"lives": str(lives), "faults": faults or {}},
-        request_rows=2,
-        start_timeout_s=60,
-        **options,
-    )
+__all__ = ["engine", "faulty", "interpreter", "start"]
 
 
 def test_no_more_rows_run_at_once_than_a_micro_batch_has(start, monkeypatch):
@@ -110,33 +60,6 @@ def test_no_more_rows_run_at_once_than_a_micro_batch_has(start, monkeypatch):
     monkeypatch.setattr(transport, "call", call)
     assert generate(engine).response_ids.shape[0] == len(ROWS[0])
     assert max(most) == 1
-
-
-def batch(*rows):
-    width = max(len(row) for row in rows) + 1
-    ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        ids[i, width - len(row) :] = torch.tensor(row)
-        mask[i, width - len(row) :] = 1
-    return ids, mask
-
-
-ROWS = batch((5, 6), (7,), (8, 9, 10), (11, 2), (12,))
-
-
-def generate(engine, sampling=SAMPLING, rows=ROWS):
-    return engine.generate(*rows, sampling, torch.arange(len(rows[0])))
-
-
-def noise(engine, seed=0):
-    random = torch.Generator().manual_seed(seed)
-    shapes = engine._client._shapes
-    return {name: torch.rand(shape, generator=random) for name, shape in shapes.items()}
-
-
-def lives(tmp_path):
-    return [int(line) for line in (tmp_path / "lives").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -173,139 +96,6 @@ def test_requests_weights_and_memory_over_each_transport(start, transport):
     folder = engine._client._instance.host.folder
     engine.close()
     assert not folder.exists()
-    assert gone(children() - before)
-
-
-def test_a_pause_lasts_over_updates_and_restarts(start, monkeypatch):
-    engine = start(restarts=1)
-    paths = []
-    call = Client.call
-
-    def recorded(self, path, *rest):
-        paths.append(path)
-        return call(self, path, *rest)
-
-    monkeypatch.setattr(Client, "call", recorded)
-    engine.pause_generation("in_place")
-    engine.update_weights(noise(engine).items(), 1)
-    assert "/continue_generation" not in paths
-    paths.clear()
-    engine._client._instance.transport.close()
-    engine.update_weights(noise(engine).items(), 2)  # SGLang is started again
-    assert engine.restarts == 1
-    assert paths[-1] == "/pause_generation" and "/continue_generation" not in paths
-    engine.continue_generation()
-    paths.clear()
-    engine.update_weights(noise(engine).items(), 3)
-    assert paths[-1] == "/continue_generation"
-
-
-def test_a_call_that_fails_ends_its_own_sglang_only(start, monkeypatch):
-    engine = start(restarts=1)
-    old = engine._client._instance
-    call = old.transport.call
-
-    def dies_while_another_thread_recovers(path, *rest):
-        if path != "/abort_request":
-            return call(path, *rest)
-        old.transport.close()
-        generate(engine)
-        raise RolloutDiedError("it has ended")
-
-    monkeypatch.setattr(old.transport, "call", dies_while_another_thread_recovers)
-    with pytest.raises(RolloutDiedError):
-        engine.abort()
-    assert engine._client._instance is not old
-    assert len(generate(engine).response_ids) == len(ROWS[0])
-    assert engine.restarts == 1
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_end_is_a_typed_error_with_the_log(start, transport):
-    before = children()
-    engine = start(transport=transport, faults={"die at request": 2})
-    with pytest.raises(RolloutDiedError, match="hit an exception: no memory") as caught:
-        generate(engine)
-    assert (caught.value.engine, caught.value.rank) == ("sglang", 0)
-    assert gone(children() - before)
-    with pytest.raises(RolloutError, match="failed before"):
-        generate(engine)
-
-
-@pytest.mark.parametrize(
-    ("transport", "fault"), [("engine", "die at request"), ("server", "stop at request")]
-)
-def test_a_restart_has_the_weights_and_repeats_the_requests(start, tmp_path, transport, fault):
-    engine = start(
-        transport=transport, faults={fault: 4}, restarts=1, generate_timeout_s=4, bucket_mb=1
-    )
-    new = noise(engine)
-    engine.update_weights(new.items(), 7)
-    first = generate(engine)  # three requests
-    second = generate(engine)
-    assert engine.restarts == 1
-    assert len(lives(tmp_path)) == 2
-    for name in ("response_ids", "rollout_log_probs", "weight_versions"):
-        assert torch.equal(getattr(first, name), getattr(second, name))
-    assert second.weight_versions.tolist() == [7] * 5
-    assert engine.weights_digest() == {name: tensor_digest(w) for name, w in new.items()}
-
-
-@pytest.mark.parametrize("fault", ["leave out", "transpose"])
-def test_a_restart_with_wrong_weights_generates_nothing(start, fault):
-    faults = {"die at request": 1}
-    engine = start(faults=faults, restarts=1)
-    engine.update_weights(noise(engine).items(), 7)
-    faults |= {fault: SQUARE, "die at request": 0, "lives": 9}  # of the next start
-    for _ in range(2):
-        with pytest.raises(RolloutError, match=f"1 of 21 weights differ .* '{SQUARE}' first"):
-            generate(engine)
-    assert engine.restarts == 1
-
-
-def test_restarts_have_an_end(start, tmp_path):
-    engine = start(faults={"die at request": 1, "lives": 9}, restarts=2)
-    with pytest.raises(RolloutDiedError):
-        generate(engine)
-    assert len(lives(tmp_path)) == 3
-
-
-def test_close_ends_a_call_that_waits(start):
-    engine = start(faults={"wait at request": 1}, restarts=3)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(generate, engine)
-        while not engine._lock.locked():
-            time.sleep(0.01)
-        engine.close()
-        with pytest.raises(RolloutDiedError):
-            waiting.result(60)
-    assert engine.restarts == 0
-
-
-def test_shared_memory_of_killed_processes_is_removed(start, tmp_path):
-    folder = Path("/dev/shm")
-    if not folder.is_dir():
-        pytest.skip("this system has no /dev/shm")
-    engine = start(faults={"shared memory": True})
-    name = folder / f"sglang_loads_{engine._client._instance.host.pid}"
-    semaphore = Path((tmp_path / "semaphore").read_text())
-    assert name.exists() and semaphore.exists()
-    engine.close()
-    assert not name.exists() and not semaphore.exists()
-
-
-def test_a_late_answer_is_a_typed_error(start):
-    before = children()
-    engine = start(faults={"stop at request": 1}, generate_timeout_s=1)
-    with pytest.raises(RolloutTimeoutError, match="generate_timeout_s"):
-        generate(engine)
-    assert gone(children() - before)  # also a process that was stopped
-
-
-def test_a_start_that_fails_names_the_log(start):
-    before = children()
-    with pytest.raises(RolloutDiedError, match="CUDA out of memory"):
-        start(faults={"start": True})
     assert gone(children() - before)
 
 
@@ -373,14 +163,6 @@ def test_a_failed_update_must_be_repeated(engine, faulty):
     assert generate(engine).weight_versions.tolist() == [2] * 5
 
 
-def test_an_end_during_an_update_is_repaired_by_a_restart(start):
-    engine = start(faults={"die at weight": NORM}, restarts=1)
-    new = noise(engine)
-    engine.update_weights(new.items(), 3)
-    assert engine.weights_digest() == {name: tensor_digest(w) for name, w in new.items()}
-    assert generate(engine).weight_versions.tolist() == [3] * 5
-
-
 def test_a_cache_that_is_not_flushed_is_an_error(engine, faulty):
     faulty({"flush": True})
     with pytest.raises(RolloutError, match="requests are running"):
@@ -423,38 +205,3 @@ def test_a_server_that_runs_already(start, model_folder):
     own.close()
     with pytest.raises(RolloutDiedError, match="cannot be reached"):
         build_rollout("sglang", ModelConfig(path=model_folder), api_key=key, **attach)
-
-
-def test_a_killed_rank_leaves_no_process(interpreter, model_folder, tmp_path):
-    arguments = {
-        "lives": str(tmp_path / "lives"),
-        "model_path": str(tmp_path / "model"),
-        "weight_version": "-1",
-    }
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/model.safetensors").symlink_to(Path(model_folder) / "model.safetensors")
-    program = (
-        "import time\n"
-        "from quadriga.rollout.sglang.process import HostProcess\n"
-        "from quadriga.rollout.sglang.transports import PipeTransport\n"
-        f"host = HostProcess({interpreter!r}, lambda folder: {{}})\n"
-        f"host.begin({{'mode': 'engine', 'args': {arguments!r}}})\n"
-        "PipeTransport(host).wait_until_ready(60)\n"
-        "print(host.folder, flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    try:
-        folder = Path(rank.stdout.readline().strip())
-        below = [p.pid for p in psutil.Process(rank.pid).children(recursive=True)]
-        assert len(below) >= 3  # guard, host, scheduler
-        os.kill(lives(tmp_path)[0], signal.SIGSTOP)  # a process that is stuck is ended, too
-    finally:
-        rank.kill()
-        rank.wait()
-        rank.stdout.close()
-    assert gone(below)
-    deadline = time.monotonic() + 30
-    while folder.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not folder.exists()

@@ -20,6 +20,9 @@ TURNS = "actor_rollout_ref.rollout.take_turns"
 WATCHED = ("rollout_mode", "generate_sequences", "trainer_mode", "compute_log_prob", "update_actor",
            "sync_weights")  # fmt: skip
 
+MEMORY = [f"memory/{mode}_mode_{moment}" for mode in ("rollout", "trainer")
+          for moment in ("before", "after")]  # fmt: skip
+
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
@@ -46,11 +49,26 @@ def test_the_loop_switches_around_every_generation(run, calls) -> None:
     # Weights at the start, a validation, two steps, a validation.
     assert calls == ["sync_weights", *turn, *turn, *TRAINING, *turn, *TRAINING, *turn]
     assert len(rows) == 3
+    for row in rows:
+        assert all(0.05 < row[name] < 100 for name in MEMORY)
 
 
 def test_without_the_setting_nothing_is_switched(run, calls) -> None:
-    run()
+    rows = run()
     assert not {"rollout_mode", "trainer_mode"} & set(calls)
+    assert not any(set(MEMORY) & set(row) for row in rows)
+
+
+def test_a_worker_of_a_user_may_measure_nothing(run, monkeypatch) -> None:
+    for name in ("rollout_mode", "trainer_mode"):
+        original = getattr(ActorRolloutRefWorker, name)
+
+        def silent(self, _original=original):
+            _original(self)
+
+        vars(silent).update(vars(original))
+        monkeypatch.setattr(ActorRolloutRefWorker, name, silent)
+    assert not any(set(MEMORY) & set(row) for row in run(f"{TURNS}=true"))
 
 
 def test_taking_turns_changes_no_number(run, tmp_path) -> None:

@@ -27,11 +27,15 @@ class Record:
         self.logged: list[tuple[object, ...]] = []
         self.last_validation: dict[str, float] = {}
         self.samples = 0
+        self.added: list[dict[str, float]] = []
 
     def span(self, name: str):
         from contextlib import nullcontext
 
         return nullcontext()
+
+    def add(self, metrics) -> None:
+        self.added.append(metrics)
 
     def log_samples(self, step, batch, *, split) -> None:
         self.samples += len(batch)

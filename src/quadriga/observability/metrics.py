@@ -128,6 +128,15 @@ METRICS: dict[str, MetricInfo] = {
     "sft/lr": _I("1", "learning rate of the step", "last"),
     "sft/skipped_steps": _I("steps", "optimizer steps skipped so far (gradient not finite)", "max"),
     "sft/micro_batches": _I("1", "forward and backward passes per step and rank"),
+    # Device memory, with rollout.take_turns. On a CPU: of the process of the rank
+    "memory/rollout_mode_before": _I("GiB", "in use before generation, most of all ranks", "max"),
+    "memory/rollout_mode_after": _I(
+        "GiB", "in use when training has released its memory and the rollout has its own", "max"
+    ),
+    "memory/trainer_mode_before": _I("GiB", "in use after generation, most of all ranks", "max"),
+    "memory/trainer_mode_after": _I(
+        "GiB", "in use when the rollout has released its memory and training has its own", "max"
+    ),
     # Time and speed
     "time/*": _I("s", "time in a span of the step; spans can be nested", "sum"),
     "perf/tokens_per_second": _I("tokens/s", "prompt and response tokens / time of the step"),

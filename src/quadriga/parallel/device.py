@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+import psutil
 import torch
 
 from quadriga.config.schema import DtypeName
@@ -106,3 +107,15 @@ def compute_dtype(name: ComputeDtypeName, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"dtype is {name!r}; expected auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def used_memory(device: torch.device) -> int:
+    """Return the bytes in use of a device, by all processes; of the CPU: those of this process.
+
+    The caching allocator of torch counts only its own memory, and that of a rollout engine which
+    sleeps and wakes is another one. The driver of the device counts both.
+    """
+    if device.type == "cpu":
+        return int(psutil.Process().memory_info().rss)
+    free, total = getattr(torch, device.type).mem_get_info(device)
+    return int(total - free)

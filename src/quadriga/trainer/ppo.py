@@ -167,7 +167,7 @@ class RayPPOTrainer:
             balance = balance_of(self.config, actor.world_size // together, critic_ranks)
             for prompts in self.schedule():
                 with record.span("step"):
-                    with record.span("rollout"), groups.generating():
+                    with record.span("rollout"), groups.generating(record.add):
                         batch = record.log_stage(sampler.draw(prompts, self.step))
 
                     with record.span("evaluate"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -35,6 +35,10 @@ class HasAnswers(Protocol):
     answers: list[str | None]
 
 
+AddMetrics = Callable[[Mapping[str, float]], None]
+"""Adds metrics to those of the current step."""
+
+
 class Validator:
     """Generates `n` responses per validation prompt, and records scores and samples.
 
@@ -42,8 +46,8 @@ class Validator:
     data source has metrics of its own (`source_metrics`). Sampling is that of
     `rollout.val_sampling`, greedy by default; the random numbers of a prompt depend on `seed` and
     on its row of the data, so they are the same in every validation. Without a loader `run` does
-    nothing. The rollout generates within `generating()`. `run_stage` runs the stages, with those of
-    added roles beside them.
+    nothing. The rollout generates within `generating(add)`, which adds its metrics to the step.
+    `run_stage` runs the stages, with those of added roles beside them.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class Validator:
         record: RunRecord,
         *,
         n: int = 1,
-        generating: Callable[[], AbstractContextManager[None]] = nullcontext,
+        generating: Callable[[AddMetrics], AbstractContextManager[object]] = nullcontext,
         run_stage: StageRunner | None = None,
     ) -> None:
         self.seed = seed
@@ -75,7 +79,7 @@ class Validator:
         if not due or self.loader is None:
             return {}
         prompts: list[PromptScores] = []
-        with self.record.span("validate"), self.generating():
+        with self.record.span("validate"), self.generating(self.record.add):
             for number, batch in enumerate(self._scored_batches(self.loader)):
                 prompts += self._prompts(batch)
                 if number == 0:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal
 from quadriga.config.schema import ActorRolloutRefConfig, EngineConfig
 from quadriga.engines.base import ENTROPY, LOG_PROBS
 from quadriga.errors import ConfigError, WorkerError
+from quadriga.parallel.device import used_memory
+from quadriga.parallel.distributed import local_device
 from quadriga.protocol import DataProto, fields
 from quadriga.rollout import loads_adapters, ranks_of_copy
 from quadriga.single_controller import (
@@ -248,13 +250,15 @@ class ActorRolloutRefWorker(PolicyWeights):
         self._engine("actor").save_hf(path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def rollout_mode(self) -> None:
+    def rollout_mode(self) -> dict[str, float]:
         """Free device memory for generation: offload the training engines, resume the rollout.
 
         The trainer calls it before each generation if `rollout.take_turns` is set. An engine that
         has dropped its weights, and was given none since, gets those of the actor: of the version
-        that it had, or of a new one if the actor has been trained since.
+        that it had, or of a new one if the actor has been trained since. Return metrics of
+        the device memory in use before and after.
         """
+        used = self._used_memory("rollout_mode_before")
         if self._rollout_lacks_weights():
             if self._trained_since_sync():
                 self._count_version()
@@ -263,18 +267,25 @@ class ActorRolloutRefWorker(PolicyWeights):
             if engine is not None:
                 engine.offload()
         self._rollout().resume()
+        return used | self._used_memory("rollout_mode_after")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def trainer_mode(self) -> None:
+    def trainer_mode(self) -> dict[str, float]:
         """Free device memory for training: release the rollout, reload the training engines.
 
-        The trainer calls it after each generation if `rollout.take_turns` is set.
+        The trainer calls it after each generation if `rollout.take_turns` is set. Return metrics
+        of the device memory in use before and after.
         """
+        used = self._used_memory("trainer_mode_before")
         if self.rollout is not None:
             self.rollout.release()
         for engine in (self._engine("actor"), self.ref):
             if engine is not None:
                 engine.reload()
+        return used | self._used_memory("trainer_mode_after")
+
+    def _used_memory(self, moment: str) -> dict[str, float]:
+        return {f"memory/{moment}": used_memory(local_device(self.device)) / 2**30}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_rollout(self) -> None:

@@ -188,12 +188,12 @@ class TurnTakingGroup(RoleGroup, Protocol):
     """A policy whose rollout and training engines take turns in device memory."""
 
     @property
-    def rollout_mode(self) -> GroupMethod[[], list[None]]:
+    def rollout_mode(self) -> GroupMethod[[], list[dict[str, float]]]:
         """Free device memory for generation: `ActorRolloutRefWorker.rollout_mode`."""
         ...
 
     @property
-    def trainer_mode(self) -> GroupMethod[[], list[None]]:
+    def trainer_mode(self) -> GroupMethod[[], list[dict[str, float]]]:
         """Free device memory for training: `ActorRolloutRefWorker.trainer_mode`."""
         ...
 

@@ -21,6 +21,7 @@ from quadriga.errors import (
     RolloutTimeoutError,
 )
 from quadriga.parallel.distributed import rank
+from quadriga.rollout.sglang.device_memory import DeviceMemory
 from quadriga.rollout.sglang.process import NAME
 from quadriga.rollout.sglang.processes.frames import Json
 from quadriga.rollout.sglang.start import Launch
@@ -41,8 +42,6 @@ Fault = RolloutDiedError | RolloutTimeoutError
 """What a restart can cure."""
 
 _MOST_THREADS = 64
-_WEIGHTS, _REST = ("weights",), ("kv_cache", "cuda_graph")
-"""Kinds of device memory, as SGLang names them."""
 
 
 class Client:
@@ -57,6 +56,7 @@ class Client:
         restarts: how often SGLang was started again.
         held: the weights that SGLang held when it was started, if they can be read back.
         received: the digest of each weight that SGLang has accepted, as it was sent to it last.
+        memory: the device memory of SGLang.
     """
 
     def __init__(self, launch: Launch, shapes: Shapes, at_once: int) -> None:
@@ -65,11 +65,11 @@ class Client:
         self._shapes = shapes
         self._at_once = min(at_once, _MOST_THREADS)
         self._kept: dict[str, Tensor] = {}
-        self._released: frozenset[str] = frozenset()
         self._unusable = ""
         self._paused: str | None = None  # the mode of a pause that was asked for
         self._closed = False
         self._unknown: set[str] = set()  # names of an update that failed
+        self.memory = DeviceMemory(self.call)
         self.received: dict[str, int] = {}
         self.version = -1
         self.restarts = 0
@@ -185,7 +185,8 @@ class Client:
                 if self._closed:  # meanwhile
                     self._end()
                     break
-                self._released, self._unknown = frozenset(), set()
+                self.memory.started()
+                self._unknown = set()
                 if self._kept:
                     self._send(iter(self._kept.items()), self.version)
                 if self.held:
@@ -254,7 +255,7 @@ class Client:
         }
 
     def _send(self, stream: Iterator[tuple[str, Tensor]], version: int) -> None:
-        self._need_weights()
+        self.memory.resume_weights()
         parts = buckets(stream, self._options.bucket_mb << 20)
         part = next(parts, None)  # the first bucket is checked before anything is changed
         sent: dict[str, int] = {}
@@ -312,7 +313,7 @@ class Client:
         host = self._instance.host
         if host is None:
             raise RolloutError(f"rollout engine {NAME!r}: it was not started here", engine=NAME)
-        self._need_weights()
+        self.memory.resume_weights()
         file = host.folder / "held.json"
         body: dict[str, Json] = {
             "ranks": self._options.tensor_parallel,
@@ -334,26 +335,6 @@ class Client:
                 rank=rank(),
                 method=path,
             )
-
-    # Memory
-
-    def release(self) -> None:
-        """Free the device memory. Without a GPU nothing is freed."""
-        self.call("/release_memory_occupation", {"tags": [*_WEIGHTS, *_REST]})
-        self._released = frozenset((*_WEIGHTS, *_REST))
-
-    def resume(self) -> None:
-        """Get all device memory back."""
-        self._resume([tag for tag in (*_WEIGHTS, *_REST) if tag in self._released])
-
-    def _need_weights(self) -> None:
-        """Get the memory of the weights back, but not that of keys and values."""
-        self._resume([tag for tag in _WEIGHTS if tag in self._released])
-
-    def _resume(self, tags: list[str]) -> None:
-        if tags:
-            self.call("/resume_memory_occupation", {"tags": list(tags)})
-            self._released -= frozenset(tags)
 
     def close(self) -> None:
         """End SGLang if it was started here. Requests of other threads fail."""

@@ -257,14 +257,14 @@ class SGLangRollout:
                     "release", "it was started without the means to; set rollout.take_turns=true"
                 )
             if self._state == "ready":
-                self._client.release()
+                self._client.memory.release()
                 self._state = "released"
 
     def resume(self) -> None:
         with self._lock:
             self._check_open("resume")
             if self._state == "released":
-                self._client.resume()
+                self._client.memory.resume()
                 self._state = "ready"
 
     def close(self) -> None:

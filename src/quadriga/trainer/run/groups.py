@@ -186,15 +186,18 @@ class PPOGroups(StartedGroups):
     added: Mapping[str, WorkerGroup] = field(default_factory=dict)
 
     @contextmanager
-    def generating(self) -> Iterator[None]:
-        """Give the device memory of the policy to the rollout within the block, then back."""
+    def generating(self, add: Callable[[Mapping[str, float]], None]) -> Iterator[None]:
+        """Give the device memory of the policy to the rollout within the block, then back. `add`
+        is called with metrics of the memory that each rank has in use before and after."""
         if self.turns is None:
             yield
             return
-        self.turns.rollout_mode()
+        for metrics in filter(None, self.turns.rollout_mode()):
+            add(metrics)
         yield
         # Not after an error: it ends the run, and a call to a failed rank would hide it.
-        self.turns.trainer_mode()
+        for metrics in filter(None, self.turns.trainer_mode()):
+            add(metrics)
 
     @property
     def generator(self) -> GeneratingGroup:
