@@ -1,6 +1,6 @@
 # `make demo` trains a small model. `make test` runs linter, type checker and tests.
 # `make engines` installs vLLM and SGLang, each into an environment of its own (scripts/engines.sh);
-# `make test-engines` runs the tests that need them.
+# `make test-engines` runs the tests that need them. `make nightly test-engines` runs all that is slow.
 #
 #   PYTHON=python3.12          the interpreter (3.11 or newer)
 #   VENV=.venv                 the folder of the virtual environment
@@ -45,7 +45,7 @@ types: $(INSTALLED_DEV)
 	@$(BIN)/mypy --strict --no-error-summary -p quadriga
 
 bench: $(INSTALLED_DEV)
-	@for script in algorithms controller data_plane scale grpo_step group_balance train_step rollout; do \
+	@for script in algorithms controller data_plane scale grpo_step group_balance train_step rollout weight_sync; do \
 	  echo "benchmarks/$$script.py"; $(BIN)/python benchmarks/$$script.py $(BENCH_ARGS) || exit 1; done
 
 nightly: $(INSTALLED_DEV)

@@ -12,8 +12,9 @@ the log-probability of every token; transformers is measured without them, and o
 from which they are computed.
 
 An engine of its own (`vllm`, `sglang`) is compared with itself, called as its users call it: the
-same prompts, sampling and log-probabilities, through us and directly. Where it is not installed, it
-is left out, and the result says so.
+same prompts, sampling and log-probabilities, through us and directly. vLLM is also compared with an
+engine that vLLM starts by itself with its defaults (`by_itself`). Where an engine is not installed,
+it is left out, and the result says so.
 
 The two sides of a case alternate. A figure is the median of the runs after a warm-up run, in
 response tokens per second. Compare ratios of one run only.
@@ -31,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "rollout_peers"))
@@ -166,16 +168,16 @@ def compare_with_itself(
     """Return the figures of every case through us and by the engine called directly."""
     module = importlib.import_module(f"direct_{name}")
     figures: dict[str, dict[str, float]] = {}
-    with module.engines(folder) as (engine, direct):
+    with module.engines(folder) as (engine, directly):
         for case in CASES:
             ids, mask = size.requests()
             prompts = [row[valid.bool()].tolist() for row, valid in zip(ids, mask, strict=True)]
-            sides = {
-                "ours": ours(engine, case.sampling, size),
-                "direct": lambda seed, c=case, p=prompts: direct(p, c.sampling, seed),
-            }
+            sides = {"ours": ours(engine, case.sampling, size)}
+            for way, direct in directly.items():
+                sides[way] = partial(direct, prompts, case.sampling)
             found = measure(sides, runs)
-            figures[case.name] = found | {"ratio": round(found["ours"] / found["direct"], 3)}
+            ratios = {f"ratio_to_{way}": round(found["ours"] / found[way], 3) for way in directly}
+            figures[case.name] = found | ratios
     return figures
 
 
@@ -210,7 +212,7 @@ def main() -> None:
                 for case_name, figures in compare_with_itself(name, folder, size, runs).items():
                     result["cases"][f"{name}, {case_name}"] = figures
                     key = f"{name} through us / {name} directly, {case_name}"
-                    result["goals"][key] = goal(figures["ratio"], OWN_ENGINE_GOAL)
+                    result["goals"][key] = goal(figures["ratio_to_direct"], OWN_ENGINE_GOAL)
     text = json.dumps(result, indent=2)
     print(text)
     if options.out:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from quadriga.config.schema import ModelConfig
@@ -14,7 +14,7 @@ Direct = Callable[[list[list[int]], SamplingParams, int], int]
 
 
 @contextmanager
-def engines(folder: str) -> Iterator[tuple[RolloutEngine, Direct]]:
+def engines(folder: str) -> Iterator[tuple[RolloutEngine, Mapping[str, Direct]]]:
     """Start SGLang twice for the model of a folder: below us, and in this process."""
     import torch
 
@@ -42,7 +42,7 @@ def engines(folder: str) -> Iterator[tuple[RolloutEngine, Direct]]:
         return sum(answer["meta_info"]["completion_tokens"] for answer in answers)
 
     try:
-        yield engine, direct
+        yield engine, {"direct": direct}
     finally:
         own.shutdown()
         engine.close()

@@ -1,8 +1,10 @@
-"""vLLM through us, and the same vLLM engine called directly as its `LLM` class calls it."""
+"""vLLM through us, the same vLLM engine called directly as its `LLM` class calls it, and `LLM` as
+vLLM starts it by default, with compiled layers and packed weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from quadriga.config.schema import ModelConfig
@@ -13,21 +15,29 @@ Direct = Callable[[list[list[int]], SamplingParams, int], int]
 
 
 @contextmanager
-def engines(folder: str) -> Iterator[tuple[RolloutEngine, Direct]]:
-    """Start vLLM for the model of a folder. Both ways use one engine, so it has one cache."""
+def engines(folder: str) -> Iterator[tuple[RolloutEngine, Mapping[str, Direct]]]:
+    """Start vLLM for the model of a folder: in this process below us, and by itself in another."""
+    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB, as below us
+    import vllm
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as OwnParams
 
+    # Before ours, which changes vLLM in this process.
+    apart = vllm.LLM(folder, dtype="float32", skip_tokenizer_init=True, disable_log_stats=True)
     engine = build_rollout("vllm", ModelConfig(path=folder), dtype="float32")
+
+    def parameters(sampling: SamplingParams, seed: int) -> OwnParams:
+        return OwnParams(
+            temperature=1.0, max_tokens=sampling.max_new_tokens, ignore_eos=True, logprobs=0,
+            stop_token_ids=list(sampling.end_token_ids), seed=seed,
+            detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
 
     def direct(prompts: list[list[int]], sampling: SamplingParams, seed: int) -> int:
         own = engine._running.engine
         for row, prompt in enumerate(prompts):
-            params = OwnParams(
-                temperature=1.0, max_tokens=sampling.max_new_tokens, ignore_eos=True, logprobs=0,
-                stop_token_ids=list(sampling.end_token_ids), seed=1_000_000 * seed + row,
-                detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
-            )  # fmt: skip
+            params = parameters(sampling, 1_000_000 * seed + row)
             own.add_request(str(row), {"prompt_token_ids": prompt}, params)
         tokens = 0
         while own.has_unfinished_requests():
@@ -35,7 +45,14 @@ def engines(folder: str) -> Iterator[tuple[RolloutEngine, Direct]]:
             tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
         return tokens
 
+    def by_itself(prompts: list[list[int]], sampling: SamplingParams, seed: int) -> int:
+        each = [parameters(sampling, 1_000_000 * seed + row) for row in range(len(prompts))]
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = apart.generate(asked, each, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
     try:
-        yield engine, direct
+        yield engine, {"direct": direct, "by_itself": by_itself}
     finally:
         engine.close()
+        apart.llm_engine.engine_core.shutdown()
