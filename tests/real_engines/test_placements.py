@@ -1,0 +1,116 @@
+"""Greedy tokens equal those of `hf` in each placement, before and after each training step."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import closing, contextmanager
+
+import pytest
+import torch
+from agreement import MODELS, OF_SGLANG, requests, write_model
+
+from quadriga.backends import get_backend
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.protocol import DataProto, fields
+from quadriga.single_controller import Dispatch, register
+from quadriga.trainer.run.groups import WeightLink
+from quadriga.workers import ActorRolloutRefWorker
+from quadriga.workers.generation import generation_inputs
+from quadriga.workers.runtime import RankRuntime
+
+ENGINES = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name) is not None]
+OPTIONS = {"vllm": ["kv_cache_mb=64"], "sglang": [], "hf": []}
+STEPS = 5
+# Ranks of the actor, and of a rollout in other processes.
+PLACEMENTS = {"together on two ranks": (2, 0), "apart": (1, 1), "apart on two ranks each": (2, 2)}
+
+pytestmark = [
+    pytest.mark.skipif(not ENGINES, reason="no engine is installed; see make engines"),
+    pytest.mark.nightly,
+    pytest.mark.timeout(1800),
+]
+
+
+class Policy(ActorRolloutRefWorker):
+    """The policy with a training step that needs no responses."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def train_once(self) -> None:
+        ids = torch.arange(5, 85).view(4, 20)
+        batch = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "response_mask": torch.ones(4, 12, dtype=torch.int64),
+        }
+        self._engine("actor").train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
+
+
+@contextmanager
+def started(name, folder, placement):
+    """Yield the groups of actor and rollout, and what syncs the weights of one to the other."""
+    actor_ranks, rollout_ranks = PLACEMENTS[placement]
+    options = [f"actor_rollout_ref.rollout.options.{option}" for option in OPTIONS[name]]
+    config = load_config(
+        TrainConfig,
+        [f"actor_rollout_ref.model.path={folder}", f"actor_rollout_ref.rollout.name={name}",
+         "actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.actor.engine.dtype=float32",
+         "actor_rollout_ref.actor.optim.lr=0.01", *options],
+    ).actor_rollout_ref  # fmt: skip
+    runtime = RankRuntime(max_response_length=24)
+    backend = get_backend("ray")
+    backend.start(num_cpus=4, object_store_memory=200 << 20)
+
+    def group(role, ranks):
+        pool = backend.resource_pool([ranks], use_gpu=False)
+        made = backend.worker_group(
+            pool, backend.class_with_args(Policy, config, role, runtime), role=role
+        )
+        made.init_model()
+        return made
+
+    try:
+        actor = group("actor" if rollout_ranks else "actor_rollout", actor_ranks)
+        rollout = group("rollout", rollout_ranks) if rollout_ranks else actor
+        sync = WeightLink(actor, rollout).sync if rollout_ranks else actor.sync_weights
+        yield actor, rollout, sync
+        rollout.close_rollout()
+    finally:
+        backend.shutdown()
+
+
+def greedy(name, folder, placement):
+    """Yield the responses of the rollout before the first step and after each one."""
+    ids, mask, seeds = requests((70, 3, 17, 5))
+    rows = {"input_ids": ids, "attention_mask": mask, fields.SAMPLE_SEED: seeds}
+    with started(name, folder, placement) as (actor, rollout, sync):
+        for step in range(STEPS + 1):
+            if step:
+                actor.train_once()
+            sync()
+            prompts = generation_inputs(DataProto.from_dict(rows), "greedy")
+            yield rollout.generate_sequences(prompts).batch
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("engine", "model"),
+    [
+        (engine, model)
+        for engine in ENGINES
+        for model in (OF_SGLANG if engine == "sglang" else MODELS)
+    ],
+)
+def test_greedy_tokens_equal_those_of_hf(tmp_path, engine, model, placement):
+    folder = write_model(model, tmp_path / "model")
+    names = (fields.RESPONSES, fields.RESPONSE_MASK, fields.ROLLOUT_LOG_PROBS)
+    found = []
+    for name in ("hf", engine):
+        with closing(greedy(name, folder, placement)) as steps:
+            found.append([[batch[field].clone() for field in names] for batch in steps])
+    assert len(found[0]) == STEPS + 1
+    for expected, ours in zip(*found, strict=True):
+        assert torch.equal(expected[0], ours[0])
+        assert torch.equal(expected[1], ours[1])
+        torch.testing.assert_close(ours[2], expected[2], atol=1e-4, rtol=0)
+    assert not torch.equal(found[0][0][2], found[0][-1][2])  # the weights are others
