@@ -3,19 +3,50 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
 
 from quadriga.config.schema import ModelConfig
 from quadriga.rollout import build_rollout
-from quadriga.rollout.base import RolloutEngine, SamplingParams
+from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
 
 Direct = Callable[[list[list[int]], SamplingParams, int], int]
 
 
 @contextmanager
-def engines(folder: str) -> Iterator[tuple[RolloutEngine, Mapping[str, Direct]]]:
-    """Start SGLang twice for the model of a folder: below us, and in this process."""
+def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
+    """Stop processes within the block."""
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
+
+
+class Alone:
+    """A rollout engine that generates while other processes are stopped."""
+
+    def __init__(self, engine: RolloutEngine, others: Sequence[psutil.Process]) -> None:
+        self.engine, self.others = engine, others
+
+    def generate(self, *request: Any) -> RolloutOutput:
+        with stopped(self.others):
+            return self.engine.generate(*request)
+
+
+@contextmanager
+def engines(folder: str) -> Iterator[tuple[Alone, Mapping[str, Direct]]]:
+    """Start SGLang twice for the model of a folder: below us, and below this process.
+
+    The processes of one are stopped while the other generates: an idle scheduler of SGLang keeps a
+    core busy.
+    """
     import torch
 
     on_cpu = not torch.cuda.is_available()
@@ -27,22 +58,27 @@ def engines(folder: str) -> Iterator[tuple[RolloutEngine, Mapping[str, Direct]]]
         "device": "cpu", "attention_backend": "torch_native", "grammar_backend": "none",
         "disable_cuda_graph": True, "max_total_tokens": 1 << 16,
     } if on_cpu else {"mem_fraction_static": 0.3}  # fmt: skip
+    Path(folder, "generation_config.json").unlink(missing_ok=True)  # it names end tokens, too
     engine = build_rollout("sglang", ModelConfig(path=folder), dtype="float32")
+    ours = psutil.Process().children(recursive=True)
     own = sglang.Engine(
         model_path=folder, dtype="float32", skip_tokenizer_init=True, sampling_backend="pytorch",
-        log_level="error", **device,
+        log_level="error", json_model_override_args='{"eos_token_id": null}', **device,
     )  # fmt: skip
+    directly = [p for p in psutil.Process().children(recursive=True) if p not in ours]
 
     def direct(prompts: list[list[int]], sampling: SamplingParams, seed: int) -> int:
         params = {
-            "temperature": 1.0, "max_new_tokens": sampling.max_new_tokens, "ignore_eos": True,
+            "temperature": 1.0, "max_new_tokens": sampling.max_new_tokens,
             "stop_token_ids": list(sampling.end_token_ids),
+            "ignore_eos": not sampling.end_token_ids,  # it would ignore `stop_token_ids` too
         }  # fmt: skip
-        answers = own.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
+        with stopped(ours):
+            answers = own.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
         return sum(answer["meta_info"]["completion_tokens"] for answer in answers)
 
     try:
-        yield engine, {"direct": direct}
+        yield Alone(engine, directly), {"direct": direct}
     finally:
         own.shutdown()
         engine.close()

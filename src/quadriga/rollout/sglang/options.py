@@ -83,7 +83,7 @@ class SGLangOptions:
     tensor_parallel: int = 1
     log_probs: StartedLogProbs = "policy"
     seeds: bool = False
-    request_rows: int = 8
+    request_rows: int = 32
     bucket_mb: int = 256
     start_timeout_s: float = 600.0
     call_timeout_s: float = 300.0
