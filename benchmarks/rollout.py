@@ -131,10 +131,11 @@ def transformers_side(folder: str, sampling: SamplingParams, size: Size, *, logi
 
 
 def measure(sides: dict[str, Side], runs: int) -> dict[str, float]:
-    """Return the median tokens per second of each side; the sides alternate."""
+    """Return the median tokens per second of each side; the sides take turns in each order."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for run in range(runs + 1):
-        for name, side in sides.items():
+        first = run % len(sides)
+        for name, side in [*list(sides.items())[first:], *list(sides.items())[:first]]:
             start = time.perf_counter()
             tokens = side(run)
             rate = tokens / (time.perf_counter() - start)

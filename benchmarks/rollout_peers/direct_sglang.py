@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import psutil
+from idle import Alone, processes, stopped
 
 from quadriga.config.schema import ModelConfig
 from quadriga.rollout import build_rollout
-from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
+from quadriga.rollout.base import SamplingParams
 
 Direct = Callable[[list[list[int]], SamplingParams, int], int]
-
-
-@contextmanager
-def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
-    """Stop processes within the block."""
-    for process in processes:
-        process.suspend()
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.resume()
-
-
-class Alone:
-    """A rollout engine that generates while other processes are stopped."""
-
-    def __init__(self, engine: RolloutEngine, others: Sequence[psutil.Process]) -> None:
-        self.engine, self.others = engine, others
-
-    def generate(self, *request: Any) -> RolloutOutput:
-        with stopped(self.others):
-            return self.engine.generate(*request)
 
 
 @contextmanager
@@ -60,12 +36,12 @@ def engines(folder: str) -> Iterator[tuple[Alone, Mapping[str, Direct]]]:
     } if on_cpu else {"mem_fraction_static": 0.3}  # fmt: skip
     Path(folder, "generation_config.json").unlink(missing_ok=True)  # it names end tokens, too
     engine = build_rollout("sglang", ModelConfig(path=folder), dtype="float32")
-    ours = psutil.Process().children(recursive=True)
+    ours = processes()
     own = sglang.Engine(
         model_path=folder, dtype="float32", skip_tokenizer_init=True, sampling_backend="pytorch",
         log_level="error", json_model_override_args='{"eos_token_id": null}', **device,
     )  # fmt: skip
-    directly = [p for p in psutil.Process().children(recursive=True) if p not in ours]
+    directly = processes(ours)
 
     def direct(prompts: list[list[int]], sampling: SamplingParams, seed: int) -> int:
         params = {

@@ -7,15 +7,17 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from idle import Alone, processes, stopped
+
 from quadriga.config.schema import ModelConfig
 from quadriga.rollout import build_rollout
-from quadriga.rollout.base import RolloutEngine, SamplingParams
+from quadriga.rollout.base import SamplingParams
 
 Direct = Callable[[list[list[int]], SamplingParams, int], int]
 
 
 @contextmanager
-def engines(folder: str) -> Iterator[tuple[RolloutEngine, Mapping[str, Direct]]]:
+def engines(folder: str) -> Iterator[tuple[Alone, Mapping[str, Direct]]]:
     """Start vLLM for the model of a folder: in this process below us, and by itself in another."""
     os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB, as below us
@@ -25,6 +27,7 @@ def engines(folder: str) -> Iterator[tuple[RolloutEngine, Mapping[str, Direct]]]
 
     # Before ours, which changes vLLM in this process.
     apart = vllm.LLM(folder, dtype="float32", skip_tokenizer_init=True, disable_log_stats=True)
+    of_itself = processes()
     engine = build_rollout("vllm", ModelConfig(path=folder), dtype="float32")
 
     def parameters(sampling: SamplingParams, seed: int) -> OwnParams:
@@ -35,6 +38,10 @@ def engines(folder: str) -> Iterator[tuple[RolloutEngine, Mapping[str, Direct]]]
         )  # fmt: skip
 
     def direct(prompts: list[list[int]], sampling: SamplingParams, seed: int) -> int:
+        with stopped(of_itself):
+            return stepped(prompts, sampling, seed)
+
+    def stepped(prompts: list[list[int]], sampling: SamplingParams, seed: int) -> int:
         own = engine._running.engine
         for row, prompt in enumerate(prompts):
             params = parameters(sampling, 1_000_000 * seed + row)
@@ -52,7 +59,7 @@ def engines(folder: str) -> Iterator[tuple[RolloutEngine, Mapping[str, Direct]]]
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     try:
-        yield engine, {"direct": direct, "by_itself": by_itself}
+        yield Alone(engine, of_itself), {"direct": direct, "by_itself": by_itself}
     finally:
         engine.close()
         apart.llm_engine.engine_core.shutdown()
