@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import pytest
 import torch
-from agreement import MODELS, OF_SGLANG, requests, write_model
+from agreement import GREEDY, MODELS, OF_SGLANG, requests, write_model
 
 from quadriga.backends import get_backend
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import Dispatch, register
 from quadriga.trainer.run.groups import WeightLink
 from quadriga.workers import ActorRolloutRefWorker
-from quadriga.workers.generation import generation_inputs
 from quadriga.workers.runtime import RankRuntime
 
 ENGINES = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name) is not None]
@@ -44,6 +42,13 @@ class Policy(ActorRolloutRefWorker):
             "response_mask": torch.ones(4, 12, dtype=torch.int64),
         }
         self._engine("actor").train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def greedy(self) -> list[torch.Tensor]:
+        """Return the responses of this rank, their masks and log-probabilities."""
+        ids, mask, seeds = requests()
+        found = self._rollout().generate(ids, mask, GREEDY, seeds)
+        return [found.response_ids, found.response_mask, found.rollout_log_probs]
 
 
 @contextmanager
@@ -80,16 +85,15 @@ def started(name, folder, placement):
 
 
 def greedy(name, folder, placement):
-    """Yield the responses of the rollout before the first step and after each one."""
-    ids, mask, seeds = requests((70, 3, 17, 5))
-    rows = {"input_ids": ids, "attention_mask": mask, fields.SAMPLE_SEED: seeds}
+    """Return what each rank of the rollout generates before the first step and after each one."""
     with started(name, folder, placement) as (actor, rollout, sync):
+        found = []
         for step in range(STEPS + 1):
             if step:
                 actor.train_once()
             sync()
-            prompts = generation_inputs(DataProto.from_dict(rows), "greedy")
-            yield rollout.generate_sequences(prompts).batch
+            found.append(rollout.greedy())
+        return found
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -103,14 +107,10 @@ def greedy(name, folder, placement):
 )
 def test_greedy_tokens_equal_those_of_hf(tmp_path, engine, model, placement):
     folder = write_model(model, tmp_path / "model")
-    names = (fields.RESPONSES, fields.RESPONSE_MASK, fields.ROLLOUT_LOG_PROBS)
-    found = []
-    for name in ("hf", engine):
-        with closing(greedy(name, folder, placement)) as steps:
-            found.append([[batch[field].clone() for field in names] for batch in steps])
-    assert len(found[0]) == STEPS + 1
-    for expected, ours in zip(*found, strict=True):
-        assert torch.equal(expected[0], ours[0])
-        assert torch.equal(expected[1], ours[1])
-        torch.testing.assert_close(ours[2], expected[2], atol=1e-4, rtol=0)
-    assert not torch.equal(found[0][0][2], found[0][-1][2])  # the weights are others
+    expected, found = (greedy(name, folder, placement) for name in ("hf", engine))
+    for step in range(STEPS + 1):
+        for hf, ours in zip(expected[step], found[step], strict=True):
+            assert torch.equal(hf[0], ours[0])
+            assert torch.equal(hf[1], ours[1])
+            torch.testing.assert_close(ours[2], hf[2], atol=1e-4, rtol=0)
+    assert not torch.equal(found[0][0][2], found[-1][0][2])  # the weights are others
