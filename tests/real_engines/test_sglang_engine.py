@@ -12,10 +12,12 @@ import pytest
 import torch
 from agreement import GREEDY, OF_SGLANG, check_agreement, requests, write_model
 
-from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines import build_engine
 from quadriga.errors import ModelError, WorkerError
 from quadriga.rollout import build_rollout
 from quadriga.testing import ROLLOUT_LAWS, RolloutUnderTest, write_reference_model
+from quadriga.weight_sync import WeightSync
 
 pytestmark = [
     pytest.mark.skipif(
@@ -142,7 +144,6 @@ def exchanged(stream):
 
 def test_a_sync_shows_every_fault_between_trainer_and_sglang(reference):
     from quadriga.engines.fsdp import FSDPEngine
-    from quadriga.weight_sync import WeightSync
 
     engine = sglang(reference)
     try:
@@ -158,6 +159,42 @@ def test_a_sync_shows_every_fault_between_trainer_and_sglang(reference):
         assert engine.version == 9
     finally:
         engine.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["qwen2, tied", "llama, grouped queries"])
+def test_a_model_is_trained_on_a_server_whose_weights_cannot_be_read_back(tmp_path, name):
+    """The first sync proves that each weight has an effect. SGLang skips a tied output layer."""
+    folder = write_model(name, tmp_path / "model")
+    config = ModelConfig(path=folder)
+    server = sglang(folder, transport="server")
+    transport = server._client._instance.transport
+    url = "http://{}:{}".format(*transport._address)
+    key = transport._headers["Authorization"].removeprefix("Bearer ")
+    trainer = build_engine(config, EngineConfig(), OptimConfig(lr=0.01))
+    ours, hf = sglang(folder, url=url, api_key=key), build_rollout("hf", config, dtype="float32")
+    try:
+        assert not ours.abilities.exposes_weights
+        syncs = [WeightSync(trainer, target) for target in (ours, hf)]
+        ids, mask, seeds = requests()
+        ends = replace(GREEDY, eos_token_ids=tuple(ours._own_ends))
+        for version in (1, 2):
+            for sync in syncs:
+                sync.run(version)
+            found, expected = (each.generate(ids, mask, ends, seeds) for each in (ours, hf))
+            assert torch.equal(found.response_ids, expected.response_ids)
+            assert found.weight_versions.tolist() == [version] * len(ids)
+            rows = torch.arange(5, 85).view(4, 20)
+            batch = {
+                "input_ids": rows,
+                "attention_mask": torch.ones_like(rows),
+                "response_mask": torch.ones(4, 12, dtype=torch.int64),
+            }
+            trainer.train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
+    finally:
+        ours.close()
+        server.close()
+        hf.close()
 
 
 @pytest.mark.parametrize("transport", ["engine", "server"])
