@@ -28,7 +28,6 @@ __all__ = ["interpreter", "start"]
 
 
 def test_a_pause_lasts_over_updates_and_restarts(start, monkeypatch):
-    engine = start(restarts=1)
     paths = []
     call = Client.call
 
@@ -37,6 +36,7 @@ def test_a_pause_lasts_over_updates_and_restarts(start, monkeypatch):
         return call(self, path, *rest)
 
     monkeypatch.setattr(Client, "call", recorded)
+    engine = start(restarts=1)
     engine.pause_generation("in_place")
     engine.update_weights(noise(engine).items(), 1)
     assert "/continue_generation" not in paths
@@ -49,6 +49,26 @@ def test_a_pause_lasts_over_updates_and_restarts(start, monkeypatch):
     paths.clear()
     engine.update_weights(noise(engine).items(), 3)
     assert paths[-1] == "/continue_generation"
+
+
+def test_a_pause_that_was_refused_is_none(start, monkeypatch):
+    call = Client.call
+
+    def refused(self, path, body=None, payload=b""):
+        if body == {"mode": "no_mode"}:
+            raise RolloutError("no such mode")
+        return call(self, path, body, payload)
+
+    monkeypatch.setattr(Client, "call", refused)
+    engine = start()
+    with pytest.raises(RolloutError, match="no such mode"):
+        engine.pause_generation("no_mode")
+    engine.score(*ROWS)
+    engine.pause_generation()
+    with pytest.raises(RolloutError, match="it is paused; call continue_generation"):
+        engine.score(*ROWS)
+    engine.continue_generation()
+    engine.score(*ROWS)
 
 
 def test_a_call_that_fails_ends_its_own_sglang_only(start, monkeypatch):

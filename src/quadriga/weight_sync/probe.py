@@ -5,7 +5,8 @@ Three comparisons replace the digests of what the engine holds:
     receipts   digests of what the engine's own processes were sent, if it reports them
                (`ReportsReceipts`): a weight that was lost, stale or changed on the way to them
     effects    in the first sync each weight is sent twice, changed and then right, and both must
-               change the engine's log-probabilities: a weight that the engine does not take over
+               change the engine's log-probabilities: a weight that the engine does not take over.
+               A tied name, which an engine may ignore, is sent once
     scores     after each sync, trainer and engine compute the log-probabilities of the same random
                tokens: a weight in a wrong place or with wrong values
 

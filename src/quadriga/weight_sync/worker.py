@@ -73,6 +73,7 @@ class PolicyWeights(Worker):
                 device=self.device,
                 in_place=self._keeps_weights_in_place(),
             )
+        self._holds_base = False  # unless the sync ends with equal digests
         self._syncs[part].run(self.weight_version)
         self._holds_base = True
         return self.weight_version
@@ -123,6 +124,7 @@ class PolicyWeights(Worker):
         Raises:
             WorkerError: a bucket was sent twice, or one is lost.
         """
+        self._holds_base = False  # until `finish_weights`
         self._weight_receiver().receive(parts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -151,6 +153,7 @@ class PolicyWeights(Worker):
 
         joined = self._joined_receiver or JoinedReceiver(self._rollout(), device=self.device)
         self._joined_receiver = joined
+        self._holds_base = False
         self.weight_version = joined.receive(ticket)
         self._holds_base = True
         return self.weight_version

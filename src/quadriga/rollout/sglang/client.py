@@ -22,6 +22,7 @@ from quadriga.errors import (
 )
 from quadriga.parallel.distributed import rank
 from quadriga.rollout.sglang.device_memory import DeviceMemory
+from quadriga.rollout.sglang.pauses import Pauses
 from quadriga.rollout.sglang.process import NAME
 from quadriga.rollout.sglang.processes.frames import Json
 from quadriga.rollout.sglang.start import Launch
@@ -57,6 +58,7 @@ class Client:
         held: the weights that SGLang held when it was started, if they can be read back.
         received: the digest of each weight that SGLang has accepted, as it was sent to it last.
         memory: the device memory of SGLang.
+        pauses: of generation.
     """
 
     def __init__(self, launch: Launch, shapes: Shapes, at_once: int) -> None:
@@ -66,10 +68,10 @@ class Client:
         self._at_once = min(at_once, _MOST_THREADS)
         self._kept: dict[str, Tensor] = {}
         self._unusable = ""
-        self._paused: str | None = None  # the mode of a pause that was asked for
         self._closed = False
         self._unknown: set[str] = set()  # names of an update that failed
         self.memory = DeviceMemory(self.call)
+        self.pauses = Pauses(self.call)
         self.received: dict[str, int] = {}
         self.version = -1
         self.restarts = 0
@@ -109,16 +111,6 @@ class Client:
             if instance.host is not None:
                 instance.transport.close()
             raise
-
-    def pause(self, mode: str) -> None:
-        """Let SGLang generate nothing, over weight updates and restarts, until `go_on`."""
-        self._paused = mode
-        self.call("/pause_generation", {"mode": mode})
-
-    def go_on(self) -> None:
-        """End a pause."""
-        self._paused = None
-        self.call("/continue_generation")
 
     def run(self, bodies: Sequence[Body], read: Callable[[int, Json], T]) -> list[T]:
         """Send `/generate` requests side by side and return what `read` makes of each answer.
@@ -192,8 +184,7 @@ class Client:
                 if self.held:
                     held = {name: weight.digest for name, weight in self.held.items()}
                     check_restarted(held, self._kept, self.read_back(), self.version)
-                if self._paused is not None:
-                    self.pause(self._paused)
+                self.pauses.started()
                 return
             except RolloutOutputError as error:
                 self._unusable = f"it failed before: {error}"
@@ -259,8 +250,7 @@ class Client:
         parts = buckets(stream, self._options.bucket_mb << 20)
         part = next(parts, None)  # the first bucket is checked before anything is changed
         sent: dict[str, int] = {}
-        self.call("/pause_generation", {"mode": "retract"})
-        try:
+        with self.pauses.for_update():
             with self._session():
                 while part is not None:
                     self._unknown.update(part.digests)
@@ -272,17 +262,8 @@ class Client:
                 {"new_version": str(version), "abort_all_requests": False},
             )
             self._succeed("/flush_cache")
-        except BaseException:
-            with contextlib.suppress(RolloutError):  # the first error is the one to raise
-                self._end_own_pause()
-            raise
-        self._end_own_pause()
         self._unknown -= sent.keys()
         self.received |= sent
-
-    def _end_own_pause(self) -> None:
-        if self._paused is None:
-            self.call("/continue_generation")
 
     def _update_bucket(self, payload: bytes) -> None:
         body: dict[str, Json] = {

@@ -181,6 +181,8 @@ class SGLangRollout:
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         with self._lock:
             self._check_ready("score")
+            if self._client.pauses.mode is not None:  # SGLang would answer after the pause only
+                raise self._state_error("score", "it is paused; call continue_generation() before")
             check_sequences(NAME, self.abilities, ids, attention_mask)
             rows = _rows(ids, attention_mask)
             size, version = self._request_rows, self.version
@@ -198,14 +200,13 @@ class SGLangRollout:
             return result
 
     def pause_generation(self, mode: PauseMode = "retract") -> None:
-        """Let SGLang generate nothing until `continue_generation`, whatever happens between.
-
-        Another thread may call it."""
-        self._client.pause(mode)
+        """Let SGLang generate nothing until `continue_generation`, also over weight updates and
+        restarts. Another thread may call it."""
+        self._client.pauses.pause(mode)
 
     def continue_generation(self) -> None:
         """End a pause."""
-        self._client.go_on()
+        self._client.pauses.go_on()
 
     def abort(self) -> None:
         """End all responses that are being generated; their `generate` raises

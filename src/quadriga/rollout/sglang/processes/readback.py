@@ -32,8 +32,8 @@ _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 def answer(model: torch.nn.Module, tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Write dtype and digest of each weight that is asked for to the file of the question.
 
-    With tensor parallelism each scheduler of SGLang is asked, and the last one to finish is read:
-    none of them holds whole weights, so none of them reports a divided one.
+    With tensor parallelism each scheduler of SGLang is asked, and the answer of the last one is
+    read. A divided weight has another shape in each of them, so none reports it.
     """
     question = json.loads(bytes(tensors[0][1].tolist()))
     file = Path(question["file"])
