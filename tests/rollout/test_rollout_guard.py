@@ -80,6 +80,25 @@ def test_a_fault_in_the_middle_is_caught_by_name(folder, fault):
     engine.close()
 
 
+def test_an_engine_whose_call_was_interrupted_is_not_used_again(folder, monkeypatch):
+    engine = GuardedRollout(FakeRollout(folder, fault="wedges"), deadline=600.0)
+
+    wait = threading.Event.wait
+
+    def interrupted(event, timeout=None):
+        if timeout == 600.0:
+            raise KeyboardInterrupt
+        return wait(event, timeout)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("quadriga.rollout.guard._Answer.compute", lambda answer: None)
+        patched.setattr(threading.Event, "wait", interrupted)
+        engine._within(600.0, "generate", lambda: None)
+    with pytest.raises(RolloutError, match="was interrupted"):
+        engine.score(IDS, MASK)
+    engine.close()
+
+
 def test_an_engine_that_exceeded_its_deadline_is_not_used_again(folder):
     engine = GuardedRollout(FakeRollout(folder, fault="wedges"), deadline=0.1)
     with pytest.raises(RolloutTimeoutError, match=r"no answer after 0\.1 s"):

@@ -51,6 +51,52 @@ def test_a_pause_lasts_over_updates_and_restarts(start, monkeypatch):
     assert paths[-1] == "/continue_generation"
 
 
+def test_an_end_while_memory_is_released_is_repaired(start):
+    engine = start(restarts=1)
+    new = noise(engine)
+    engine.update_weights(new.items(), 3)
+    engine.release()
+    engine._client._instance.transport.close()
+    engine.resume()
+    assert engine.restarts == 1
+    assert generate(engine).weight_versions.tolist() == [3] * len(ROWS[0])
+
+
+def test_memory_that_an_update_took_back_is_released_again(start, monkeypatch):
+    released = []
+    call = Client.call
+
+    def recorded(self, path, body=None, payload=b""):
+        if path == "/release_memory_occupation":
+            released.append(body["tags"])
+        return call(self, path, body, payload)
+
+    monkeypatch.setattr(Client, "call", recorded)
+    engine = start()
+    for _ in range(2):
+        engine.release()
+        engine.weights_digest()
+    assert released == [["weights", "kv_cache", "cuda_graph"], ["weights"]]
+
+
+def test_an_sglang_that_refuses_weights_after_a_restart_is_not_used(start, monkeypatch):
+    engine = start(restarts=2)
+    engine.update_weights(noise(engine).items(), 3)
+    call = Client.call
+
+    def refused(self, path, body=None, payload=b""):
+        if path == "/begin_weight_update" and engine.restarts:
+            raise RolloutError("busy")
+        return call(self, path, body, payload)
+
+    monkeypatch.setattr(Client, "call", refused)
+    engine._client._instance.transport.close()
+    with pytest.raises(RolloutError, match="busy"):
+        generate(engine)
+    with pytest.raises(RolloutError, match="it failed before: busy"):
+        generate(engine)
+
+
 def test_a_pause_that_was_refused_is_none(start, monkeypatch):
     call = Client.call
 

@@ -103,6 +103,16 @@ def test_weights_are_rounded_to_the_dtype_of_the_rollout():
     assert target.weights["w"].item() == torch.tensor(0.1, dtype=torch.bfloat16).item()
 
 
+def test_one_element_with_strides_behind_single_bytes():
+    sent = {"flag": torch.tensor([True]), "one": torch.randn(12)[::6][:1]}
+    target = Target(sent)
+    receiver = WeightReceiver(target)
+    for parts in rounds(sent, target, 1 << 20):
+        receiver.receive(parts)
+    receiver.finish()
+    assert torch.equal(target.weights["one"], sent["one"])
+
+
 def test_a_tied_name_is_written_with_its_weight():
     class Tied(Source):
         def state_stream(self):

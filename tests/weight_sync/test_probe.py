@@ -104,6 +104,43 @@ def test_a_tied_name_that_the_engine_ignores_passes(tmp_path):
         train_once(engine)
 
 
+def test_effects_are_proven_until_a_sync_has_succeeded(engine, model_folder):
+    hidden = Hidden(model_folder, without(SOME[1]))
+    sync = WeightSync(engine, hidden)
+    for version in (1, 2, 2):
+        with pytest.raises(WorkerError, match=f"an update of weight '{SOME[1]}' changes no"):
+            sync.run(version)
+    hidden.fault = lambda weights: weights
+    sync.run(2)
+    sync.run(3)
+
+
+def test_a_first_sync_that_broke_off_may_be_repeated(engine, model_folder):
+    updates = []
+
+    def breaks_once(weights):
+        updates.extend(weights)
+        if len(updates) == 7:
+            raise ConnectionError("the engine does not answer")
+        return weights
+
+    sync = WeightSync(engine, Hidden(model_folder, breaks_once))
+    with pytest.raises(ConnectionError):
+        sync.run(1)
+    sync.run(1)
+
+
+@pytest.mark.parametrize("values", [[64.0], [40.0] * 7, 100.0], ids=str)
+def test_a_change_is_above_the_rounding_of_a_weight(model_folder, values):
+    hidden, seen = Hidden(model_folder), []
+    hidden.fault = lambda weights: seen.extend(weights.values()) or {}
+    weight = torch.tensor(values, dtype=torch.bfloat16)
+    with pytest.raises(WorkerError, match="changes no log-probability"):
+        ScoreProbe(hidden).update_weights([("empty", weight[:0] if weight.ndim else torch.ones(0)),
+                                           ("bias", weight)], 1)  # fmt: skip
+    assert not torch.equal(seen[1], seen[2])
+
+
 def test_a_weight_of_one_element_is_proven(model_folder):
     """Its sample standard deviation is NaN."""
     hidden = Hidden(model_folder)

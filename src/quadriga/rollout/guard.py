@@ -236,7 +236,8 @@ class GuardedRollout:
         if self._late_method is not None:
             raise RolloutError(
                 f"{self._where(method)}: the engine exceeded its deadline in "
-                f"{self._late_method} and may still be busy; close it and build a new one",
+                f"{self._late_method}, or was interrupted, and may still be busy; close it and "
+                "build a new one",
                 **self._details(method),
             )
         try:
@@ -266,7 +267,12 @@ class GuardedRollout:
         answer: _Answer[ResultT] = _Answer(run)
         # A daemon thread, so that an engine that never answers does not keep the process alive.
         threading.Thread(target=answer.compute, name=f"rollout {method}", daemon=True).start()
-        if answer.done.wait(deadline):
+        try:
+            done = answer.done.wait(deadline)
+        except BaseException:  # an interrupt: the engine goes on
+            self._late_method = method
+            raise
+        if done:
             return answer.get()
         self._late_method = method
         raise RolloutTimeoutError(

@@ -191,7 +191,7 @@ class WeightReceiver:
             # The first round of a sync. If an earlier sync failed, nothing of it counts.
             self._version = headers[0].version
             self._forget()
-            self._verified.begin(self._version)
+        self._verified.begin(headers[0].version)
         for sender, header in enumerate(headers):
             self._check(header, sender)
         self._index += 1

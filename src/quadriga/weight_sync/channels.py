@@ -172,7 +172,8 @@ class _Exchange:
 def copy_bytes(into: Tensor, values: Tensor) -> None:
     """Copy the elements of a tensor in order into a flat tensor of bytes."""
     if into.storage_offset() % values.element_size():
-        into.copy_(values.contiguous().view(-1).view(torch.uint8))
+        # `contiguous` would keep the strides of a single element.
+        into.copy_(values.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8))
     else:  # without a copy of what is not contiguous
         into.view(values.dtype).view(values.shape).copy_(values)
 

@@ -40,6 +40,8 @@ NOISE_FACTOR = 2.0
 LEAST_NOISE = 1e-3
 """Nats: a mean difference in the first sync below this one counts as this one."""
 _JITTER_FACTOR = 4.0
+_LEAST_CHANGE = 2.0**-4
+"""Of the largest number of a weight: what a change is at least, above the rounding of 8 bits."""
 
 
 class Scorer(Protocol):
@@ -93,7 +95,8 @@ class ScoreProbe:
 
     def __init__(self, target: Scorer) -> None:
         self._target = target
-        self._first: int | None = None  # version of the sync that proves effects
+        self._proven = False  # a sync has proven effects, and has ended with equal scores
+        self._version: int | None = None  # of the sync that proves effects
         self._noise: float | None = None
         # Of the ids of the first sync: with the weights before it, and with those sent so far.
         self._before: Tensor | None = None
@@ -107,14 +110,23 @@ class ScoreProbe:
         Raises:
             WorkerError: an update of a weight changes no score. Attributes: `tensor`, `version`.
         """
-        if self._first is None:
-            self._first = version
-        if version != self._first:
+        if self._proven:
             self._target.update_weights(stream, version)
             return
+        if version != self._version:  # the first sync, or the one before has failed
+            self._version = version
+            self._before = self._scores = self._noise = None
+        try:
+            self._update_and_prove(stream, version)
+        except BaseException:
+            self._version = None
+            raise
+
+    def _update_and_prove(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         previous: Tensor | None = None
         for name, tensor in stream:
-            if tensor is previous:  # a tied name, which an engine may ignore: its tensor is proven
+            # The tensor of a tied name, which an engine may ignore, is proven under its first name.
+            if tensor is previous or not tensor.numel():
                 self._target.update_weights([(name, tensor)], version)
                 self._scores = self._score(probe_ids(self._target.abilities, version))
             else:
@@ -128,8 +140,10 @@ class ScoreProbe:
         before = self._scores
         jitter = float((self._score(ids) - before).abs().max())
         # Not a multiple of the weight: a norm behind it would hide the factor.
-        spread = tensor.float().std(correction=0).clamp(min=0.1)
-        changed = tensor + spread.to(tensor.dtype) * _pattern(tensor)
+        values = tensor.float()
+        spread = values.std(correction=0).clamp(min=0.1)
+        spread = torch.maximum(spread, values.abs().max() * _LEAST_CHANGE)
+        changed = (values + spread * _pattern(values)).to(tensor.dtype)
         self._target.update_weights([(name, changed)], version)
         between = self._score(ids)
         self._target.update_weights([(name, tensor)], version)
@@ -181,8 +195,9 @@ class ScoreProbe:
                 version=version,
                 difference=found,
             )
-        if version == self._first:
+        if not self._proven:
             self._noise = max(found, LEAST_NOISE)
+            self._proven = True
         return float(difference.max())
 
     def _rounded_bound(self) -> float:

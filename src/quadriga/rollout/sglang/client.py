@@ -17,7 +17,6 @@ from torch import Tensor
 from quadriga.errors import (
     RolloutDiedError,
     RolloutError,
-    RolloutOutputError,
     RolloutTimeoutError,
 )
 from quadriga.parallel.distributed import rank
@@ -178,7 +177,7 @@ class Client:
                     self._end()
                     break
                 self.memory.started()
-                self._unknown = set()
+                self._unknown = set(self._kept)  # until they are sent
                 if self._kept:
                     self._send(iter(self._kept.items()), self.version)
                 if self.held:
@@ -186,13 +185,13 @@ class Client:
                     check_restarted(held, self._kept, self.read_back(), self.version)
                 self.pauses.started()
                 return
-            except RolloutOutputError as error:
-                self._unusable = f"it failed before: {error}"
-                self._end()
-                raise
             except (RolloutDiedError, RolloutTimeoutError) as error:
                 self._end()
                 fault = error
+            except RolloutError as error:
+                self._unusable = f"it failed before: {error}"
+                self._end()
+                raise
         self._unusable = f"it failed before: {fault}"
         raise fault
 
@@ -202,7 +201,7 @@ class Client:
 
     def _check_usable(self) -> None:
         problem = self._unusable
-        if self._unknown:
+        if self._unknown and not problem:
             problem = (
                 f"an update failed, so the values of {len(self._unknown)} weights are unknown, "
                 f"{min(self._unknown)!r} among them; update them"
@@ -316,6 +315,13 @@ class Client:
                 rank=rank(),
                 method=path,
             )
+
+    def resume(self) -> None:
+        """Get all device memory back. An SGLang that has ended is started again, with all of it."""
+        try:
+            self.memory.resume()
+        except (RolloutDiedError, RolloutTimeoutError) as fault:
+            self._recover(fault)
 
     def close(self) -> None:
         """End SGLang if it was started here. Requests of other threads fail."""

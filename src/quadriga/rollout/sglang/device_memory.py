@@ -27,9 +27,11 @@ class DeviceMemory:
         self._released = frozenset()
 
     def release(self) -> None:
-        """Release all of it."""
-        self._call("/release_memory_occupation", {"tags": [*_WEIGHTS, *_REST]})
-        self._released = frozenset((*_WEIGHTS, *_REST))
+        """Release all of it that is not released."""
+        tags = [tag for tag in (*_WEIGHTS, *_REST) if tag not in self._released]
+        if tags:
+            self._call("/release_memory_occupation", {"tags": list(tags)})
+            self._released = frozenset((*_WEIGHTS, *_REST))
 
     def resume(self) -> None:
         """Get all of it back."""

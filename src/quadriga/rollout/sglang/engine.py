@@ -257,16 +257,17 @@ class SGLangRollout:
                 raise self._state_error(
                     "release", "it was started without the means to; set rollout.take_turns=true"
                 )
-            if self._state == "ready":
-                self._client.memory.release()
+            self._client.memory.release()
+            if self._state == "ready":  # not if another thread has closed the engine
                 self._state = "released"
 
     def resume(self) -> None:
         with self._lock:
             self._check_open("resume")
             if self._state == "released":
-                self._client.memory.resume()
-                self._state = "ready"
+                self._client.resume()
+                if self._state == "released":
+                    self._state = "ready"
 
     def close(self) -> None:
         # Without the lock: a call that waits for an answer ends with SGLang.
