@@ -3,7 +3,7 @@
     python benchmarks/rollout.py --out result.json
     python benchmarks/rollout.py --quick                # one run per case, 4 prompts × 4 responses
     python benchmarks/rollout.py --engines hf vllm      # in an environment that has vLLM
-    python benchmarks/rollout.py --engines sglang --runs 3    # SGLang is slow on a CPU
+    python benchmarks/rollout.py --engines sglang --runs 3    # in one that has SGLang
 
 The engine `hf` is compared with `generate` of transformers on 16 prompts × 8 responses: 64 tokens
 each, and uneven lengths to 256, where an end token follows each token with probability 1/64. The
@@ -16,8 +16,8 @@ same prompts, sampling and log-probabilities, through us and directly. vLLM is a
 engine that vLLM starts by itself with its defaults (`by_itself`). Where an engine is not installed,
 it is left out, and the result says so.
 
-The two sides of a case alternate. A figure is the median of the runs after a warm-up run, in
-response tokens per second. Compare ratios of one run only.
+The sides of a case take turns, also at being first. A figure is the median of the runs after a
+warm-up run, in response tokens per second. Compare ratios of one run only.
 """
 
 from __future__ import annotations
@@ -131,13 +131,14 @@ def transformers_side(folder: str, sampling: SamplingParams, size: Size, *, logi
 
 
 def measure(sides: dict[str, Side], runs: int) -> dict[str, float]:
-    """Return the median tokens per second of each side; the sides take turns in each order."""
+    """Return the median tokens per second of each side; they take turns, also at being first."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for run in range(runs + 1):
-        first = run % len(sides)
-        for name, side in [*list(sides.items())[first:], *list(sides.items())[:first]]:
+        names = list(sides)
+        first = run % len(names)
+        for name in names[first:] + names[:first]:
             start = time.perf_counter()
-            tokens = side(run)
+            tokens = sides[name](run)
             rate = tokens / (time.perf_counter() - start)
             if run:  # the first run warms up
                 rates[name].append(rate)

@@ -38,18 +38,14 @@ def engines(folder: str) -> Iterator[tuple[Alone, Mapping[str, Direct]]]:
         )  # fmt: skip
 
     def direct(prompts: list[list[int]], sampling: SamplingParams, seed: int) -> int:
+        own, tokens = engine._running.engine, 0
         with stopped(of_itself):
-            return stepped(prompts, sampling, seed)
-
-    def stepped(prompts: list[list[int]], sampling: SamplingParams, seed: int) -> int:
-        own = engine._running.engine
-        for row, prompt in enumerate(prompts):
-            params = parameters(sampling, 1_000_000 * seed + row)
-            own.add_request(str(row), {"prompt_token_ids": prompt}, params)
-        tokens = 0
-        while own.has_unfinished_requests():
-            outputs = [output for output in own.step() if output.finished]
-            tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
+            for row, prompt in enumerate(prompts):
+                params = parameters(sampling, 1_000_000 * seed + row)
+                own.add_request(str(row), {"prompt_token_ids": prompt}, params)
+            while own.has_unfinished_requests():
+                outputs = [output for output in own.step() if output.finished]
+                tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
         return tokens
 
     def by_itself(prompts: list[list[int]], sampling: SamplingParams, seed: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -49,6 +50,11 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 OF_SGLANG = [name for name in MODELS if "mistral" not in name]
 """The models that SGLang computes as transformers does. It ignores the window of Mistral."""
+ENGINES = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name) is not None]
+"""The engines of this environment."""
+ENGINES_AND_MODELS = [
+    (engine, model) for engine in ENGINES for model in (OF_SGLANG if engine == "sglang" else MODELS)
+]
 
 
 def write_model(name: str, folder: Path) -> str:

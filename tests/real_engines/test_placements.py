@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import contextmanager
 
 import pytest
 import torch
-from agreement import GREEDY, MODELS, OF_SGLANG, requests, write_model
+from agreement import ENGINES, ENGINES_AND_MODELS, GREEDY, requests, write_model
 
 from quadriga.backends import get_backend
 from quadriga.config.loading import load_config
@@ -16,8 +15,8 @@ from quadriga.single_controller import Dispatch, register
 from quadriga.trainer.run.groups import WeightLink
 from quadriga.workers import ActorRolloutRefWorker
 from quadriga.workers.runtime import RankRuntime
+from training_step import train_once
 
-ENGINES = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name) is not None]
 OPTIONS = {"vllm": ["kv_cache_mb=64"], "sglang": [], "hf": []}
 STEPS = 5
 # Ranks of the actor, and of a rollout in other processes.
@@ -35,13 +34,7 @@ class Policy(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def train_once(self) -> None:
-        ids = torch.arange(5, 85).view(4, 20)
-        batch = {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "response_mask": torch.ones(4, 12, dtype=torch.int64),
-        }
-        self._engine("actor").train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
+        train_once(self._engine("actor"), tokens=20)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def greedy(self) -> list[torch.Tensor]:
@@ -97,14 +90,7 @@ def greedy(name, folder, placement):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize(
-    ("engine", "model"),
-    [
-        (engine, model)
-        for engine in ENGINES
-        for model in (OF_SGLANG if engine == "sglang" else MODELS)
-    ],
-)
+@pytest.mark.parametrize(("engine", "model"), ENGINES_AND_MODELS)
 def test_greedy_tokens_equal_those_of_hf(tmp_path, engine, model, placement):
     folder = write_model(model, tmp_path / "model")
     expected, found = (greedy(name, folder, placement) for name in ("hf", engine))

@@ -18,6 +18,7 @@ from quadriga.errors import ModelError, WorkerError
 from quadriga.rollout import build_rollout
 from quadriga.testing import ROLLOUT_LAWS, RolloutUnderTest, write_reference_model
 from quadriga.weight_sync import WeightSync
+from training_step import train_once
 
 pytestmark = [
     pytest.mark.skipif(
@@ -184,13 +185,7 @@ def test_a_model_is_trained_on_a_server_whose_weights_cannot_be_read_back(tmp_pa
             found, expected = (each.generate(ids, mask, ends, seeds) for each in (ours, hf))
             assert torch.equal(found.response_ids, expected.response_ids)
             assert found.weight_versions.tolist() == [version] * len(ids)
-            rows = torch.arange(5, 85).view(4, 20)
-            batch = {
-                "input_ids": rows,
-                "attention_mask": torch.ones_like(rows),
-                "response_mask": torch.ones(4, 12, dtype=torch.int64),
-            }
-            trainer.train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
+            train_once(trainer, tokens=20)
     finally:
         ours.close()
         server.close()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
-import torch
-from agreement import MODELS, OF_SGLANG, check_agreement, write_model
+from agreement import ENGINES, ENGINES_AND_MODELS, check_agreement, write_model
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import (
@@ -22,8 +19,8 @@ from quadriga.rollout import build_rollout
 from quadriga.trainer.main import run_training
 from quadriga.trainer.make_data import run_make_data
 from quadriga.weight_sync import WeightSync
+from training_step import train_once
 
-ENGINES = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name) is not None]
 OPTIONS = {"vllm": {"kv_cache_mb": 64}, "sglang": {}}
 STEPS = 5
 
@@ -34,14 +31,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("engine", "model"),
-    [
-        (engine, model)
-        for engine in ENGINES
-        for model in (OF_SGLANG if engine == "sglang" else MODELS)
-    ],
-)
+@pytest.mark.parametrize(("engine", "model"), ENGINES_AND_MODELS)
 def test_greedy_tokens_equal_those_of_hf_after_each_step(tmp_path, engine, model):
     folder = write_model(model, tmp_path / "model")
     config = ModelConfig(path=folder)
@@ -51,15 +41,9 @@ def test_greedy_tokens_equal_those_of_hf_after_each_step(tmp_path, engine, model
     try:
         syncs = [WeightSync(trainer, target) for target in (ours, hf)]
         check_agreement(ours, hf)
-        ids = torch.arange(5, 85).view(4, 20)
-        batch = {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "response_mask": torch.ones(4, 12, dtype=torch.int64),
-        }
         for version in range(1, STEPS + 1):
             before = ours.weights_digest()
-            trainer.train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
+            train_once(trainer, tokens=20)
             for sync in syncs:
                 sync.run(version)
             assert ours.version == version

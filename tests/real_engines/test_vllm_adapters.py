@@ -27,6 +27,7 @@ from quadriga.trainer.make_data import run_make_data
 from quadriga.weight_sync import WeightSync, needs_of
 from quadriga.weight_sync.adapters import source_of
 from quadriga.weight_sync.probe import probe_ids, trained_scores
+from training_step import train_once
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -51,19 +52,13 @@ def test_log_probabilities_are_those_of_the_trainer_with_adapters_of_five_steps(
         to_hf = WeightSync(trainer, merged)
         first = WeightSync(source_of(trainer, "unmerged"), ours)
         later = WeightSync(source_of(trainer, "adapters"), ours)
-        ids = torch.arange(5, 85).view(4, 20)
-        batch = {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "response_mask": torch.ones(4, 12, dtype=torch.int64),
-        }
         assert needs_of(ours).part == "unmerged"
         base = first.run(1)
         assert needs_of(ours, holds_base=True).part == "adapters"
         prompt_ids, mask, seeds = requests()
         for version in range(2, 7):
             before = ours.generate(prompt_ids, mask, GREEDY, seeds)
-            trainer.train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
+            train_once(trainer, tokens=20)
             report = later.run(version)
             to_hf.run(version)
             assert report.num_bytes < base.num_bytes / 2
@@ -152,13 +147,7 @@ def _check_a_fault_is_named(trainer, ours):
             kept = [(n, t) for n, t in stream if "layers.1.mlp.up_proj.lora_B" not in n]
             self.target.update_weights(kept, version)
 
-    ids = torch.arange(5, 85).view(4, 20)
-    batch = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "response_mask": torch.ones(4, 12, dtype=torch.int64),
-    }
-    trainer.train_step(batch, lambda out, rows: (-out["log_probs"].sum(), {}))
+    train_once(trainer, tokens=20)
     with pytest.raises(WorkerError, match="differs between trainer and rollout") as raised:
         WeightSync(source_of(trainer, "adapters"), Lossy(ours)).run(8)
     assert raised.value.tensors == ("base_model.model.model.layers.1.mlp.up_proj.lora_B.weight",)

@@ -80,6 +80,22 @@ def test_a_fault_in_the_middle_is_caught_by_name(folder, fault):
     engine.close()
 
 
+def test_only_a_lost_connection_is_the_death_of_an_engine(folder):
+    for error, kind in (
+        (BrokenPipeError("gone"), RolloutDiedError),
+        (OSError("disk"), RolloutError),
+    ):
+        engine = GuardedRollout(FakeRollout(folder))
+
+        def fails(*request, error=error):
+            raise error
+
+        engine.engine.generate = fails
+        with pytest.raises(RolloutError) as caught:
+            engine.generate(*REQUEST)
+        assert type(caught.value) is kind
+
+
 def test_an_engine_whose_call_was_interrupted_is_not_used_again(folder, monkeypatch):
     engine = GuardedRollout(FakeRollout(folder, fault="wedges"), deadline=600.0)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 from rank_cases import end, start
-from sync_training import train_once
 
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.rollout import build_rollout
 from quadriga.weight_sync import WeightSync
+from training_step import train_once
 
 
 def rank_main(rank: int, ranks: int, folder: str, work: str, port: int) -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sync_training import train_once
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
@@ -16,6 +15,7 @@ from quadriga.rollout import build_rollout
 from quadriga.rollout.base import tensor_digest
 from quadriga.weight_sync import WeightSync
 from quadriga.weight_sync.probe import ScoreProbe
+from training_step import train_once
 
 LAYER = "model.layers.1."
 SOME = ["model.norm.weight", f"{LAYER}self_attn.k_proj.weight", f"{LAYER}mlp.up_proj.weight"]

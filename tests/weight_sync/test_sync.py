@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sync_training import train_once
 
 from quadriga.checkpoint.shards import block_of
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
@@ -15,6 +14,7 @@ from quadriga.errors import WorkerError
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import tensor_digest
 from quadriga.weight_sync import WeightSync, compare_digests
+from training_step import train_once
 
 
 @pytest.fixture

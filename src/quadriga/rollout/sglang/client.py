@@ -14,17 +14,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from quadriga.errors import (
-    RolloutDiedError,
-    RolloutError,
-    RolloutTimeoutError,
-)
+from quadriga.errors import RolloutDiedError, RolloutError, RolloutTimeoutError
 from quadriga.parallel.distributed import rank
 from quadriga.rollout.sglang.device_memory import DeviceMemory
 from quadriga.rollout.sglang.pauses import Pauses
 from quadriga.rollout.sglang.process import NAME
 from quadriga.rollout.sglang.processes.frames import Json
-from quadriga.rollout.sglang.start import Launch
+from quadriga.rollout.sglang.start import Instance, Launch
 from quadriga.rollout.sglang.transports import Body
 from quadriga.rollout.sglang.weights import (
     HeldWeight,
@@ -107,8 +103,7 @@ class Client:
         try:
             return instance.transport.call(path, body or {}, self._options.call_timeout_s, payload)
         except (RolloutDiedError, RolloutTimeoutError):
-            if instance.host is not None:
-                instance.transport.close()
+            _end(instance)
             raise
 
     def run(self, bodies: Sequence[Body], read: Callable[[int, Json], T]) -> list[T]:
@@ -153,7 +148,9 @@ class Client:
                     if fault is None:
                         fault = error
                         _cancel(futures)
-                        self._end()  # the requests that run end with it, before their deadlines
+                        _end(
+                            self._instance
+                        )  # the requests that run end with it, before their deadlines
                     continue
                 done[i] = read(i, answer)
         except BaseException:
@@ -161,20 +158,15 @@ class Client:
             raise
         return fault
 
-    def _end(self) -> None:
-        """End an SGLang that was started here: one that does not answer now may answer later."""
-        if self._instance.host is not None:
-            self._instance.transport.close()
-
     def _recover(self, fault: Fault) -> None:
         """Start SGLang again with the last weights; raise `fault` if this may not be."""
-        self._end()
+        _end(self._instance)
         while self._may_restart():
             self.restarts += 1
             try:
                 self._instance = self._launch.start()
                 if self._closed:  # meanwhile
-                    self._end()
+                    _end(self._instance)
                     break
                 self.memory.started()
                 self._unknown = set(self._kept)  # until they are sent
@@ -186,11 +178,11 @@ class Client:
                 self.pauses.started()
                 return
             except (RolloutDiedError, RolloutTimeoutError) as error:
-                self._end()
+                _end(self._instance)
                 fault = error
             except RolloutError as error:
                 self._unusable = f"it failed before: {error}"
-                self._end()
+                _end(self._instance)
                 raise
         self._unusable = f"it failed before: {fault}"
         raise fault
@@ -327,6 +319,12 @@ class Client:
         """End SGLang if it was started here. Requests of other threads fail."""
         self._closed = True
         self._instance.transport.close()
+
+
+def _end(instance: Instance) -> None:
+    """End an SGLang that was started here: one that does not answer now may answer later."""
+    if instance.host is not None:
+        instance.transport.close()
 
 
 def _cancel(futures: dict[int, Future[Json]]) -> None:
