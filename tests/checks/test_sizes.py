@@ -6,15 +6,10 @@ import ast
 
 from source_tree import SourceFile, all_python_files, package_files
 
-FILE_LINES, LONG_FILE_LINES = 400, 500
+FILE_LINES = 400
 FUNCTION_LINES = 60
 CLASS_LINES = 300
 SHORT = 15  # at least half of all functions have fewer lines
-
-# Files that may have LONG_FILE_LINES lines, and why.
-LONGER_FILES: dict[str, str] = {
-    "src/quadriga/protocol/dataproto.py": "all methods of one public class",
-}
 
 
 def functions(file: SourceFile) -> list[tuple[str, int]]:
@@ -28,8 +23,8 @@ def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int
 
 
 def size_faults(file: SourceFile) -> list[str]:
-    limit = LONG_FILE_LINES if file.name in LONGER_FILES else FILE_LINES
-    faults = [f"{file.name}: {file.lines} lines > {limit}"] if file.lines > limit else []
+    long = file.lines > FILE_LINES
+    faults = [f"{file.name}: {file.lines} lines > {FILE_LINES}"] if long else []
     faults += [
         f"{file.name}: {name} has {lines} lines > {FUNCTION_LINES}"
         for name, lines in functions(file)
@@ -51,12 +46,6 @@ def test_files_functions_and_classes_are_small():
 def test_half_of_the_functions_are_short():
     lengths = [lines for file in package_files() for _, lines in functions(file)]
     assert 2 * sum(lines < SHORT for lines in lengths) >= len(lengths)
-
-
-def test_exceptions_are_needed_and_few():
-    sizes = {file.name: file.lines for file in all_python_files()}
-    assert len(LONGER_FILES) <= 5
-    assert [name for name in LONGER_FILES if sizes.get(name, 0) <= 350] == []
 
 
 def test_planted_faults_are_reported():

@@ -25,7 +25,7 @@ from quadriga.lazy import lazy_names
 
 _HOME = {
     "DataProto": "dataproto",
-    "DataProtoConfig": "dataproto",
+    "DataProtoConfig": "config",
     "DataProtoFuture": "future",
     "DataProtoItem": "columns.contents",
     "Origin": "values.storage",
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from quadriga.protocol.batch_shapes import unfold_batch_dim as unfold_batch_dim
     from quadriga.protocol.batch_shapes import unpad_dataproto as unpad_dataproto
     from quadriga.protocol.columns.contents import DataProtoItem as DataProtoItem
+    from quadriga.protocol.config import DataProtoConfig as DataProtoConfig
     from quadriga.protocol.dataproto import DataProto as DataProto
-    from quadriga.protocol.dataproto import DataProtoConfig as DataProtoConfig
     from quadriga.protocol.future import DataProtoFuture as DataProtoFuture
     from quadriga.protocol.future import as_completed as as_completed
     from quadriga.protocol.ops.join import union_numpy_dict as union_numpy_dict

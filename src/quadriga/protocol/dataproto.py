@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from quadriga.errors import LengthError, ProtocolError
+from quadriga.errors import LengthError
 from quadriga.protocol.columns import contents as halves
 from quadriga.protocol.columns.contents import (
     ArrayHalf,
@@ -26,6 +26,7 @@ from quadriga.protocol.columns.contents import (
     TensorHalf,
 )
 from quadriga.protocol.columns.remote_batch import RemoteBatch
+from quadriga.protocol.config import DataProtoConfig
 from quadriga.protocol.message import Message, pack_for_pickle, unpack
 from quadriga.protocol.ops import construct, describe, disk, join
 from quadriga.protocol.ops.split import LoaderSettings, mini_batch_rows, unfold_column_chunks
@@ -39,38 +40,6 @@ has tensors can write `data.batch["values"]` (the convention of typeshed's `Mayb
 
 
 _MEMBERS = frozenset(("batch", "non_tensor_batch", "meta_info"))
-
-
-class _ConfigMeta(type):
-    """Makes `DataProtoConfig.auto_padding = True` a checked assignment."""
-
-    _auto_padding: bool = False
-
-    @property
-    def auto_padding(cls) -> bool:
-        return cls._auto_padding
-
-    @auto_padding.setter
-    def auto_padding(cls, enabled: bool) -> None:
-        if not isinstance(enabled, bool):
-            raise ProtocolError(
-                f"DataProtoConfig.auto_padding: expected True or False, got {enabled!r} "
-                f"({type(enabled).__name__})"
-            )
-        cls._auto_padding = enabled
-
-
-class DataProtoConfig(metaclass=_ConfigMeta):
-    """Settings of `DataProto` for this process.
-
-    `auto_padding`: if True, a batch that does not divide by the number of ranks is padded for the
-    call, and the result is unpadded. `from_dict(..., auto_padding=True)` sets the same for a single
-    batch. Default: False.
-    """
-
-    auto_padding_key = "_auto_padding"
-    auto_padding_keys = (auto_padding_key, "_verl_auto_padding")
-    """The keys of `meta_info` that allow padding. Programs written for verl set the second one."""
 
 
 class DataProto:

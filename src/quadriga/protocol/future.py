@@ -17,7 +17,8 @@ from tensordict import TensorDict, TensorDictBase
 
 from quadriga.errors import CallTimeoutError, FieldError, LengthError, ProtocolError
 from quadriga.protocol.boundary import Deferred, unpack_result
-from quadriga.protocol.dataproto import DataProto, DataProtoConfig
+from quadriga.protocol.config import DataProtoConfig
+from quadriga.protocol.dataproto import DataProto
 from quadriga.protocol.message import Message
 from quadriga.protocol.threads import in_thread
 from quadriga.protocol.values.rows import chunk_bounds
