@@ -5,26 +5,19 @@ from __future__ import annotations
 from quadriga.errors import ProtocolError
 
 
-class _ConfigMeta(type):
+class _CheckedSettings(type):
     """Makes `DataProtoConfig.auto_padding = True` a checked assignment."""
 
-    _auto_padding: bool = False
-
-    @property
-    def auto_padding(cls) -> bool:
-        return cls._auto_padding
-
-    @auto_padding.setter
-    def auto_padding(cls, enabled: bool) -> None:
-        if not isinstance(enabled, bool):
+    def __setattr__(cls, name: str, value: object) -> None:
+        if name == "auto_padding" and not isinstance(value, bool):
             raise ProtocolError(
-                f"DataProtoConfig.auto_padding: expected True or False, got {enabled!r} "
-                f"({type(enabled).__name__})"
+                f"DataProtoConfig.auto_padding: expected True or False, got {value!r} "
+                f"({type(value).__name__})"
             )
-        cls._auto_padding = enabled
+        super().__setattr__(name, value)
 
 
-class DataProtoConfig(metaclass=_ConfigMeta):
+class DataProtoConfig(metaclass=_CheckedSettings):
     """Settings of `DataProto` for this process.
 
     `auto_padding`: if True, a batch that does not divide by the number of ranks is padded for the
@@ -32,6 +25,7 @@ class DataProtoConfig(metaclass=_ConfigMeta):
     batch. Default: False.
     """
 
+    auto_padding: bool = False
     auto_padding_key = "_auto_padding"
     auto_padding_keys = (auto_padding_key, "_verl_auto_padding")
     """The keys of `meta_info` that allow padding. Programs written for verl set the second one."""
