@@ -70,6 +70,20 @@ def sft(tiny_task, tmp_path, *more: str) -> list[str]:
             f"trainer.default_local_dir={tmp_path / 'sft'}", *more]  # fmt: skip
 
 
+def rm(tiny_task, tmp_path, *more: str, response: str = "1") -> list[str]:
+    """The words of `quadriga rm` with pairs of this chosen response."""
+    pair = {"prompt": [{"role": "user", "content": "1?"}], "chosen": response, "rejected": "2"}
+    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 4)
+    return ["rm", f"model.path={tiny_task.model}", f"data.train_files=[{tmp_path}/pairs.jsonl]",
+            "data.train_batch_size=4", "trainer.backend=local",
+            f"trainer.default_local_dir={tmp_path / 'rm'}", *more]  # fmt: skip
+
+
+def evaluation(tiny_task, tmp_path, *more: str) -> list[str]:
+    return ["eval", f"model.path={tiny_task.model}", f"data_files={tiny_task.data('test')}",
+            "trainer.backend=local", f"output={tmp_path / 'eval'}", *more]  # fmt: skip
+
+
 def widen(model: Path, *, special: bool) -> int:
     """Add a token to the tokenizer of a folder, and return its id: one beyond the embedding."""
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -119,11 +133,15 @@ def test_a_response_beyond_the_window_is_refused_by_every_command(
     assert "computes at most 512 (max_position_embeddings" in line
     assert "lower data.max_response_length" in line
     prompt = [f"model.path={tiny_task.model}", "prompt='1 and 2?'"]
-    line = refused("generate", *prompt, "max_response_length=512")
-    assert "+ max_response_length=512 is" in line and "computes at most 512" in line
+    long = "max_response_length=512"
+    for words in (["generate", *prompt, long], evaluation(tiny_task, tmp_path, long)):
+        line = refused(*words)
+        assert "+ max_response_length=512 is" in line and "computes at most 512" in line
     validated = [f"data.val_files={tiny_task.data('test')}", "trainer.max_response_length=510"]
     line = refused(*sft(tiny_task, tmp_path, *validated))
     assert "trainer.max_response_length=510" in line and "computes at most 512" in line
+    line = refused(*rm(tiny_task, tmp_path, response="1" * 600))
+    assert "the longest conversation has 6" in line and "computes at most 512" in line
 
 
 def test_rows_of_demonstrations_beyond_the_window_are_refused(
@@ -189,9 +207,38 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused_by_every_command(
     for line in (
         refused("train", *train_overrides, f"actor_rollout_ref.model.path={model}"),
         refused(*sft(tiny_task, tmp_path, f"model.path={model}")),
+        refused(*rm(tiny_task, tmp_path, f"model.path={model}")),
         refused("generate", f"model.path={model}", "prompt='1 and 2?'", "max_response_length=4"),
+        refused(*evaluation(tiny_task, tmp_path, f"model.path={model}", "max_response_length=4")),
     ):
         assert said in line and arithmetic in line, line
+
+
+def test_a_stop_token_outside_the_vocabulary_is_refused_by_every_command(
+    refused, train_overrides, tiny_task, tmp_path
+) -> None:
+    rows = AutoConfig.from_pretrained(tiny_task.model).vocab_size
+    ids = f"stop_token_ids=[0,{rows},99999]"
+    model, test = f"model.path={tiny_task.model}", tiny_task.data("test")
+    rollout, short = "actor_rollout_ref.rollout", ["max_response_length=4", "trainer.backend=local"]
+    for section, words in (
+        (f"{rollout}.sampling", ["train", *train_overrides]),
+        (f"{rollout}.val_sampling", ["train", *train_overrides, "trainer.val_before_train=false"]),
+        ("trainer.val_sampling", sft(tiny_task, tmp_path, f"data.val_files={test}")),
+        ("sampling", ["generate", model, "prompt='1 and 2?'", *short]),
+        ("sampling", evaluation(tiny_task, tmp_path, *short)),
+    ):
+        line = refused(*words, f"{section}.{ids}")
+        assert f"{section}.stop_token_ids names [{rows}, 99999]" in line, line
+        assert f"{rows} tokens with the ids 0 to {rows - 1}" in line, line
+
+
+def test_stop_tokens_of_a_validation_that_does_not_run_are_not_checked(tiny_task) -> None:
+    unread = "actor_rollout_ref.rollout.val_sampling.stop_token_ids=[99999]"
+    _ingredients(tiny_task, unread)
+    with pytest.raises(ConfigError, match=r"val_sampling\.stop_token_ids") as caught:
+        _ingredients(tiny_task, unread, f"data.val_files={tiny_task.data('test')}")
+    assert caught.value.key == "actor_rollout_ref.rollout.val_sampling.stop_token_ids"
 
 
 def test_the_embedding_of_the_critic_is_checked(refused, train_overrides, tiny_task, model) -> None:

@@ -14,6 +14,7 @@ from quadriga.errors import ConfigError, FieldError, ModelError, RolloutAbilityE
 from quadriga.models.loading import load_causal_lm, load_value_model
 from quadriga.models.vision.processor import image_tokens
 from quadriga.models.vision.rows import MultiModalRows
+from quadriga.models.vocabulary import check_stop_tokens
 from quadriga.protocol import fields
 from quadriga.rollout.hf import HFRollout
 from quadriga.testing.fake_rollout import FakeRollout, full_abilities
@@ -91,6 +92,13 @@ def test_image_tokens_are_never_sampled(folder, temperature):
     assert found and not found & set(tokens.never_sampled)
     # Their probability still counts: the numbers are those that training computes.
     assert data.batch[fields.ROLLOUT_LOG_PROBS][data.batch[fields.RESPONSE_MASK].bool()].max() < -8
+
+
+def test_an_image_token_is_no_stop_token(folder):
+    image = image_tokens(folder).image
+    with pytest.raises(ConfigError, match=rf"names \[{image}\], which is for images") as caught:
+        check_stop_tokens("sampling.stop_token_ids", [0, image], folder)
+    assert caught.value.key == "sampling.stop_token_ids"
 
 
 def test_one_step_is_equal_for_every_micro_batch_and_on_two_ranks(folder, batch, tmp_path):

@@ -16,12 +16,13 @@ from quadriga.config.schema import (
     GenerationConfig,
     ModelConfig,
     RMConfig,
+    SamplingConfig,
     SFTConfig,
     TrainConfig,
 )
 from quadriga.errors import ConfigError
 from quadriga.models.context_window import LongestSequence, check_context_window
-from quadriga.models.vocabulary import check_vocabulary
+from quadriga.models.vocabulary import check_stop_tokens, check_vocabulary
 from quadriga.protocol.fields import RAW_PROMPT
 from quadriga.trainer.dataflow import needs_critic, needs_reference, reads_ref_log_prob
 
@@ -48,8 +49,13 @@ def check_training_data(
 
     Raises:
         ModelError: a sequence exceeds a context window, or a token id exceeds an embedding.
-        ConfigError: a sequence exceeds the token budget of a micro-batch.
+        ConfigError: a sequence exceeds the token budget of a micro-batch, or a stop token is
+            outside the vocabulary.
     """
+    policy, rollout = config.actor_rollout_ref, "actor_rollout_ref.rollout"
+    check_sampled(f"{rollout}.sampling", policy.rollout.sampling, policy.model)
+    if len(datasets) > 1:
+        check_sampled(f"{rollout}.val_sampling", policy.rollout.val_sampling, policy.model)
     response = config.data.max_response_length
     longest = longest_with_response(datasets, response, "data.")
     models = [config.actor_rollout_ref.model]
@@ -88,6 +94,7 @@ def check_sft_data(
             [validation], config.trainer.max_response_length, "trainer."
         )
         check_model_inputs(config.model, tokenizer, generated, [validation])
+        check_sampled("trainer.val_sampling", config.trainer.val_sampling, config.model)
 
 
 def check_pair_data(
@@ -112,9 +119,25 @@ def check_generation_data(
 
     Raises:
         ModelError: a sequence exceeds the context window, or a token id exceeds the embedding.
+        ConfigError: a stop token is outside the vocabulary.
     """
     longest = longest_with_response([prompts], config.max_response_length, "")
     check_model_inputs(config.model, tokenizer, longest, [prompts])
+    check_sampled("sampling", config.sampling, config.model)
+
+
+def check_sampled(key: str, sampling: SamplingConfig, model: ModelConfig) -> None:
+    """Check the token ids in one section of sampling settings. `key`: its name.
+
+    Raises:
+        ConfigError: the model cannot sample one of them.
+    """
+    check_stop_tokens(
+        f"{key}.stop_token_ids",
+        sampling.stop_token_ids,
+        model.path,
+        trust_remote_code=model.trust_remote_code,
+    )
 
 
 def longest_with_response(
