@@ -9,13 +9,20 @@ from pathlib import Path
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from quadriga.checkpoint.files import flush
 from quadriga.checkpoint.folders import remove, replace_folder, restore_folder
 from quadriga.data.conversations.turns import turn_end_ids
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+from quadriga.errors import ModelError
+from quadriga.models.folder import TOKENIZER_FILES, has_tokenizer
+from quadriga.models.loading import model_errors
+from quadriga.observability.quiet import quiet_libraries
 
 
 def export_hf(
@@ -41,9 +48,13 @@ def export_hf(
         weights: (name, full tensor) pairs, possibly on an accelerator.
         generation: settings of generation. The token with which the chat template ends a turn is
             added to its end tokens, since a trained response ends with it.
-        tokenizer_path: the folder of the tokenizer; without one in it, none is exported.
+        tokenizer_path: the folder of the tokenizer; None: none is exported.
         dtype: of the written weights; None: unchanged.
         extra: writes further files into the folder that it receives.
+
+    Raises:
+        ModelError: `tokenizer_path` has no tokenizer, or it cannot be loaded. What was at `folder`
+            is still there.
     """
     kept: dict[str, Tensor] = {}
     for name, tensor in weights:
@@ -60,10 +71,10 @@ def export_hf(
     partial.mkdir(parents=True)
     save_torch_state_dict(kept, partial, metadata={"format": "pt"})
     config.save_pretrained(partial)
-    if tokenizer_path is not None and _has_tokenizer(tokenizer_path):
-        tokenizer = AutoTokenizer.from_pretrained(
-            tokenizer_path, trust_remote_code=trust_remote_code
-        )
+    if tokenizer_path is not None:
+        tokenizer = _load_tokenizer(Path(tokenizer_path), trust_remote_code=trust_remote_code)
+        # Every tokenizer writes the files that it is loaded from: a GPT-2 with vocab.json and
+        # merges.txt writes tokenizer.json and tokenizer_config.json.
         tokenizer.save_pretrained(partial)
         generation = _with_ends(generation, turn_end_ids(tokenizer))
     if generation is not None:
@@ -74,6 +85,20 @@ def export_hf(
         flush(path)
     flush(partial)
     replace_folder(partial, folder)
+
+
+def _load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    if not has_tokenizer(folder):
+        raise ModelError(
+            f"the model cannot be exported: {folder} has no tokenizer, expected one of "
+            f"{', '.join(TOKENIZER_FILES)}; put the tokenizer back and export again",
+            path=str(folder),
+        )
+    with quiet_libraries(), model_errors(folder, "tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
+        )
+    return tokenizer
 
 
 def _with_ends(
@@ -90,7 +115,3 @@ def _with_ends(
     found = copy.deepcopy(generation)
     found.eos_token_id = [*known, *added]
     return found
-
-
-def _has_tokenizer(path: str) -> bool:
-    return any((Path(path) / name).is_file() for name in _TOKENIZER_FILES)

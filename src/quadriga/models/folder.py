@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HUB_PREFIX = "hf://"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""A folder with one of these files has a tokenizer. Some need others beside it (merges.txt)."""
 
 _CONFIG_FILES = ("*.json", "*.py")
 
@@ -110,12 +110,16 @@ def check_model_folder(
     if weights:
         check_architecture(model_type, str(folder))
         check_weight_files(folder, config)
-    if tokenizer and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if tokenizer and not has_tokenizer(folder):
         raise ModelError(
-            f"model folder {folder} has no tokenizer; expected one of "
-            f"{', '.join(_TOKENIZER_FILES)}",
+            f"model folder {folder} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}",
             path=str(folder),
         )
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Return whether a local folder has the files of a tokenizer."""
+    return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _check_entries(folder: Path) -> None:

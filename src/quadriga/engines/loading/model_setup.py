@@ -12,7 +12,7 @@ from quadriga.config.schema import ModelConfig
 from quadriga.engines.activation_checkpointing import checkpoint_layers
 from quadriga.engines.base import HeadKind
 from quadriga.engines.loading.trained_part import check_new_trained, select_trained
-from quadriga.models.folder import local_folder
+from quadriga.models.folder import has_tokenizer, local_folder
 from quadriga.models.loading import (
     VALUE_HEAD_PREFIX,
     load_causal_lm,
@@ -36,6 +36,16 @@ def in_local_folders(config: ModelConfig) -> ModelConfig:
         path=str(local_folder(config.path)),
         tokenizer_path=None if tokenizer is None else str(local_folder(tokenizer)),
     )
+
+
+def exported_tokenizer(config: ModelConfig) -> str | None:
+    """Return the folder of the tokenizer that exports get; None if the model came without one.
+
+    An engine asks when it is built, so a tokenizer that is gone at the export is an error there.
+    """
+    if config.tokenizer_path is not None:
+        return config.tokenizer_path
+    return config.path if has_tokenizer(config.path) else None
 
 
 def load_model(

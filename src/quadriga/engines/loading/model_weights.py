@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from quadriga.checkpoint.hf_export import export_hf
 from quadriga.config.schema import ModelConfig
 from quadriga.engines.base import HeadKind
+from quadriga.engines.loading.model_setup import exported_tokenizer
 from quadriga.engines.loading.sharded_loading import LoadedModel
 from quadriga.engines.loading.trained_part import merged_weights
 from quadriga.errors import ConfigError
@@ -41,6 +42,7 @@ class ModelWeights:
         self.module, self.part = loaded.module, loaded.part
         self.tied, self.saved_buffers = loaded.tied, loaded.saved_buffers
         self.config, self.head, self.device = config, head, device
+        self.tokenizer_path = exported_tokenizer(config)
 
     def shards(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters, and the buffers that are saved, by their names in the model."""
@@ -111,14 +113,17 @@ class ModelWeights:
                 yield alias, tensor
 
     def export(self, folder: str | Path, *, adapted: bool) -> None:
-        """Write a Hugging Face folder of the merged model, with the adapter alone inside it."""
+        """Write a Hugging Face folder of the merged model, with the adapter alone inside it.
+
+        Raises `ModelError` if the tokenizer that the model was loaded with cannot be loaded.
+        """
         dtypes, config = stored_dtypes(self.config.path), self.config
         export_hf(
             folder,
             dtypes.cast(self.full(adapted=adapted)),
             dtypes.config(self._config()),
             generation=getattr(self.module, "generation_config", None),
-            tokenizer_path=config.tokenizer_path or config.path,
+            tokenizer_path=self.tokenizer_path,
             trust_remote_code=config.trust_remote_code,
             write=rank() == 0,
             extra=self._extra(adapted=adapted),

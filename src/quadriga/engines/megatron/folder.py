@@ -23,7 +23,7 @@ from quadriga.engines.attention.choice import (
     sdpa_only,
 )
 from quadriga.engines.base import HeadKind
-from quadriga.engines.loading.model_setup import empty_model, tied_names
+from quadriga.engines.loading.model_setup import empty_model, exported_tokenizer, tied_names
 from quadriga.engines.megatron.families import (
     ExpertNames,
     Sizes,
@@ -68,6 +68,7 @@ class FolderModel:
         weights: the weights by their names in transformers, tied names left out.
         tied: name -> weight of which it is another name.
         sources: weight -> where it is stored. None: it is new, and begins as zeros.
+        tokenizer_path: see `exported_tokenizer`.
     """
 
     config: PreTrainedConfig
@@ -77,6 +78,7 @@ class FolderModel:
     weights: Mapping[str, Weight]
     tied: Mapping[str, str]
     sources: Mapping[str, StoredTensor | _Experts | None]
+    tokenizer_path: str | None
 
     @staticmethod
     def of(settings: ModelConfig, head: HeadKind, *, trained: bool) -> FolderModel:
@@ -116,7 +118,9 @@ class FolderModel:
                 f"{min(missing)!r}",
                 path=str(folder),
             )
-        return FolderModel(config, module, settings, head, weights, tied, sources)
+        return FolderModel(
+            config, module, settings, head, weights, tied, sources, exported_tokenizer(settings)
+        )
 
     def read_into(self, weights: RankWeights, parameters: Mapping[str, Tensor]) -> None:
         """Read the parameters of this rank, and nothing else of the files. All ranks call it.
@@ -192,7 +196,10 @@ class FolderModel:
         return lambda call: chosen.get(call, "sdpa")
 
     def export(self, folder: str | Path, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Write a Hugging Face folder. All ranks exhaust `weights`; rank 0 writes."""
+        """Write a Hugging Face folder. All ranks exhaust `weights`; rank 0 writes.
+
+        Raises `ModelError` if the tokenizer that the model was loaded with cannot be loaded.
+        """
         settings, dtypes = self.settings, stored_dtypes(self.settings.path)
         tokenizer = settings.tokenizer_path or settings.path
         config = deepcopy(self.module.config)
@@ -203,7 +210,7 @@ class FolderModel:
             dtypes.cast(weights),
             dtypes.config(config),
             generation=getattr(self.module, "generation_config", None),
-            tokenizer_path=tokenizer,
+            tokenizer_path=self.tokenizer_path,
             write=rank() == 0,
         )
 
