@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from quadriga.config.schema import DtypeName, ModelConfig
+from quadriga.config.schema import DtypeName, ModelConfig, SamplingConfig
 from quadriga.errors import QuadrigaError
 from quadriga.models.loading import model_without_weights
 from quadriga.models.simulated.allocations import AllocationCounter
@@ -61,6 +61,19 @@ class GenerationMemory:
     kv_cache: int
     peak: int
     uncounted: str = ""
+
+
+def planned_sampling(settings: SamplingConfig, response: int) -> SamplingParams:
+    """Return how the tokens of responses of full length are sampled."""
+    return SamplingParams(
+        max_new_tokens=response,
+        eos_token_ids=(),
+        pad_token_id=0,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+    )
 
 
 def generation_memory(

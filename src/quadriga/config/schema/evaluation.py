@@ -22,6 +22,9 @@ class RanksConfig:
     num_cpus: int | None = None  # CPUs that a new Ray cluster may use; None: all
     threads_per_worker: int | None = None  # None: CPUs of the node / ranks per node
     call_timeout_s: float | None = 3600.0  # deadline of the generation of one batch; None: none
+    check_memory: bool = True  # refuse a generation that does not fit by the plan of its memory
+    # GiB that a rank's device has, or on CPUs all ranks of a node; None: as this machine has
+    device_memory_gb: float | None = None
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ def run_generation(config: GenerateConfig) -> Sequence[Answer]:
 
     Raises:
         ConfigError: neither or both of `prompt` and `data_files` are set, or another setting does
-            not fit, or `output` is of other settings or data.
+            not fit, or `output` is of other settings or data, or the generation does not fit the
+            memory of the ranks.
         ModelError: the folder holds no model, or a sequence or a token does not fit it.
         WorkerError: a rank failed. What was generated before is in `output`.
     """
@@ -78,6 +79,9 @@ def run_generation(config: GenerateConfig) -> Sequence[Answer]:
     check_generate_settings(config)
     prompts = load_prompts(config, _tagged(config), config.images)
     if config.output is None:
+        from quadriga.trainer.memory.generation import check_generation_memory  # imports torch
+
+        check_generation_memory(config, prompts.dataset)
         return [_answer(row) for batch in generate(config, prompts) for row in batch]
     return WrittenAnswers(write_responses(config, prompts, config.output))
 

@@ -56,7 +56,14 @@ class ResponseFile:
     @classmethod
     @contextmanager
     def open(
-        cls, path: str | Path, inputs: Inputs, *, total: int, batch_size: int, overwrite: bool
+        cls,
+        path: str | Path,
+        inputs: Inputs,
+        *,
+        total: int,
+        batch_size: int,
+        overwrite: bool,
+        check: Callable[[], None] = lambda: None,
     ) -> Iterator[ResponseFile]:
         """Open the output, and begin after the last complete batch that is in it.
 
@@ -64,6 +71,8 @@ class ResponseFile:
             total: rows that the command writes.
             batch_size: rows that are written together.
             overwrite: replace an output of other settings or data.
+            check: called if rows are missing, before anything is changed; what it raises leaves the
+                output as it is.
 
         Raises:
             ConfigError: the output is of another command, or another process writes it now.
@@ -75,7 +84,7 @@ class ResponseFile:
         except OSError as error:
             raise cannot_write(file.path.parent, error) from error
         with file._locked():
-            file._begin(batch_size, overwrite=overwrite)
+            file._begin(batch_size, overwrite=overwrite, check=check)
             try:
                 yield file
             finally:
@@ -156,9 +165,12 @@ class ResponseFile:
                 lock.unlink()
             os.close(handle)
 
-    def _begin(self, batch_size: int, *, overwrite: bool) -> None:
+    def _begin(self, batch_size: int, *, overwrite: bool, check: Callable[[], None]) -> None:
         existing = sorted({file for file in (self.path, self._rows) if file.exists()})
-        if existing and not self._matches(overwrite=overwrite):
+        own = bool(existing) and self._matches(overwrite=overwrite)
+        if not own or (self._rows.exists() and len(_ends_of_lines(self._rows)) != self.total):
+            check()
+        if existing and not own:
             for file in existing:
                 try:
                     file.unlink()

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from quadriga.config.convert import check_choice
@@ -122,10 +123,13 @@ def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> St
     The rows stay on disk.
 
     Raises:
-        ConfigError: the file is of other settings or data, or another process writes it now.
+        ConfigError: the file is of other settings or data, or another process writes it now, or
+            rows are missing and their generation does not fit the memory of the ranks.
         InputError: it cannot be written.
         WorkerError: a rank failed. The batches before it are in the file.
     """
+    from quadriga.trainer.memory.generation import check_generation_memory  # imports torch
+
     total = len(prompts)
     why = not_reproduced(config.rollout.name, config.rollout.options, config.sampling)
     if why:
@@ -136,6 +140,7 @@ def write_responses(config: GenerationConfig, prompts: Prompts, path: str) -> St
         total=total,
         batch_size=config.batch_size,
         overwrite=config.overwrite,
+        check=partial(check_generation_memory, config, prompts.dataset),
     ) as file:
         if file.done:
             _log.warning("%s has the responses to %d of %d prompts", path, file.done, total)

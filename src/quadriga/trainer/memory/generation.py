@@ -1,29 +1,87 @@
-"""The memory of `quadriga generate` and `quadriga eval`, for rows of full length."""
+"""The memory of `quadriga generate` and `quadriga eval`, and the refusal of what does not fit.
+
+All rows have full length. Before a rank starts, the number of prompts and the longest one are those
+of the data.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quadriga.config.role_ranks import RolePool
 from quadriga.config.schema import GenerationConfig, TrainConfig
-from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.memory import GeneratedRows, generation_memory
+from quadriga.errors import ConfigError
+from quadriga.rollout.memory import GeneratedRows, generation_memory, planned_sampling
 from quadriga.trainer.evaluation.ranks import trainer_settings
 from quadriga.trainer.memory.machine import device_limit, planned_device
 from quadriga.trainer.memory.plan import ROLLOUT, MemoryPlan, pool_memory
-from quadriga.trainer.memory.report import table_text
+from quadriga.trainer.memory.report import shortage, table_text
 from quadriga.trainer.run.checks.images import uncounted_images
 
+if TYPE_CHECKING:
+    from quadriga.data import PromptDataset
 
-def rows_at_once(config: GenerationConfig) -> tuple[int, int]:
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """The largest batch of prompts.
+
+    Attributes:
+        count: prompts that are generated at once, over all ranks.
+        longest: tokens of the longest.
+    """
+
+    count: int
+    longest: int
+
+    @staticmethod
+    def of_settings(config: GenerationConfig) -> PromptBatch:
+        """Return the largest batch that the settings allow."""
+        return PromptBatch(config.batch_size, config.max_prompt_length)
+
+    @staticmethod
+    def of_data(config: GenerationConfig, prompts: PromptDataset) -> PromptBatch:
+        """Return the largest batch of these prompts."""
+        return PromptBatch(min(config.batch_size, len(prompts)), prompts.longest)
+
+
+def check_generation_memory(config: GenerationConfig, prompts: PromptDataset) -> None:
+    """Check that the generation of these prompts fits the memory of its ranks, if that is known.
+
+    Raises:
+        ConfigError: it does not fit. The message has the arithmetic, and says what to change.
+    """
+    trainer = trainer_settings(config.trainer)
+    device_type = planned_device(trainer)
+    if not trainer.check_memory or device_type is None:
+        return
+    limit = device_limit(trainer, device_type)
+    if limit is None:
+        return
+    plan = generation_memory_plan(config, device_type, PromptBatch.of_data(config, prompts))
+    short = shortage(plan, limit, states_only=True) or shortage(plan, limit)
+    if short is not None:
+        raise ConfigError(
+            f"{short}; {'; or '.join(_remedies(config, device_type))}; "
+            "trainer.check_memory=false starts the run anyway",
+            key="trainer.check_memory",
+        )
+
+
+def rows_at_once(config: GenerationConfig, batch: PromptBatch) -> tuple[int, int]:
     """Return the responses that one rank generates of a batch, and those that it has at once."""
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    of_rank = math.ceil(config.batch_size * config.n / ranks)
+    of_rank = math.ceil(batch.count * config.n / ranks)
     return of_rank, min(of_rank, config.rollout.micro_batch_size)
 
 
-def generation_memory_plan(config: GenerationConfig, device_type: str) -> MemoryPlan:
-    """Return the memory of generation with these settings.
+def generation_memory_plan(
+    config: GenerationConfig, device_type: str, batch: PromptBatch
+) -> MemoryPlan:
+    """Return the memory of the generation of a batch of prompts.
 
     Raises:
         ModelError: the model folder has no config of a causal language model.
@@ -35,24 +93,11 @@ def generation_memory_plan(config: GenerationConfig, device_type: str) -> Memory
         alone = pool_memory(TrainConfig(), device_type, pool, {}, None)
         left_out = f"rollout (engine {config.rollout.name})"
         return MemoryPlan(device_type, (alone,), trainer.n_gpus_per_node, (left_out,))
-    _, rows = rows_at_once(config)
-    sampling = config.sampling
+    _, rows = rows_at_once(config, batch)
     memory = generation_memory(
         config.model,
-        GeneratedRows(
-            rows,
-            math.ceil(rows / config.n),
-            config.max_prompt_length,
-            config.max_response_length,
-        ),
-        SamplingParams(
-            max_new_tokens=config.max_response_length,
-            eos_token_ids=(),
-            pad_token_id=0,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-        ),
+        GeneratedRows(rows, math.ceil(rows / config.n), batch.longest, config.max_response_length),
+        planned_sampling(config.sampling, config.max_response_length),
         dtype=config.rollout.dtype,
         device_type=device_type,
     )
@@ -71,21 +116,32 @@ def generation_plan_text(config: GenerationConfig) -> str:
     """
     trainer = trainer_settings(config.trainer)
     device_type = planned_device(trainer) or "cuda"
-    of_rank, rows = rows_at_once(config)
+    batch = PromptBatch.of_settings(config)
+    of_rank, rows = rows_at_once(config, batch)
     ranks = trainer.nnodes * trainer.n_gpus_per_node
     lines = [
-        f"responses of a batch   {config.batch_size * config.n} = {config.batch_size} prompts × "
+        f"responses of a batch   {batch.count * config.n} = {batch.count} prompts × "
         f"{config.n}, {of_rank} on each of {ranks} ranks",
-        f"  at once on a rank    {rows} of up to {config.max_prompt_length} + "
+        f"  at once on a rank    {rows} of up to {batch.longest} + "
         f"{config.max_response_length} tokens",
     ]
     table = table_text(
-        generation_memory_plan(config, device_type),
+        generation_memory_plan(config, device_type, batch),
         device_limit(trainer, device_type),
-        lambda: [
-            f"lower rollout.micro_batch_size={config.rollout.micro_batch_size} or batch_size="
-            f"{config.batch_size}",
-            "lower max_prompt_length or max_response_length",
-        ],
+        lambda: _remedies(config, device_type),
     )
     return "\n".join([*lines, table])
+
+
+def _remedies(config: GenerationConfig, device_type: str) -> Iterator[str]:
+    """Yield what to change, most effective first."""
+    size, batch = config.rollout.micro_batch_size, config.batch_size
+    yield f"lower rollout.micro_batch_size={size} or batch_size={batch}"
+    yield (
+        f"lower max_prompt_length={config.max_prompt_length} or "
+        f"max_response_length={config.max_response_length}"
+    )
+    if device_type == "cpu":
+        yield "use fewer ranks of a node, or a smaller model"
+    else:
+        yield "use more ranks (trainer.n_gpus_per_node, trainer.nnodes), or a smaller model"

@@ -34,7 +34,12 @@ from quadriga.engines.memory.passes import Rows
 from quadriga.engines.memory.states import TrainingMemory
 from quadriga.models.folder import local_folder
 from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.memory import GeneratedRows, GenerationMemory, generation_memory
+from quadriga.rollout.memory import (
+    GeneratedRows,
+    GenerationMemory,
+    generation_memory,
+    planned_sampling,
+)
 from quadriga.trainer.dataflow import (
     needs_reference,
     reads_ref_log_prob,
@@ -185,15 +190,7 @@ class _Roles:
             _config_text(config.actor_rollout_ref.model),
             config.actor_rollout_ref.model,
             GeneratedRows(count, prompts, data.max_prompt_length, data.max_response_length),
-            SamplingParams(
-                max_new_tokens=data.max_response_length,
-                eos_token_ids=(),
-                pad_token_id=0,
-                temperature=rollout.sampling.temperature,
-                top_p=rollout.sampling.top_p,
-                top_k=rollout.sampling.top_k,
-                min_p=rollout.sampling.min_p,
-            ),
+            planned_sampling(rollout.sampling, data.max_response_length),
             rollout.dtype,
             self.device_type,
         )

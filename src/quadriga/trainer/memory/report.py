@@ -56,7 +56,7 @@ def shortage(plan: MemoryPlan, limit: DeviceLimit, *, states_only: bool = False)
         for pool in plan.pools:
             phase, size = pool.largest
             if states_only:
-                phase, size = "parameters, gradients and optimizer states alone", pool.states
+                phase, size = f"{_states([pool])} alone", pool.states
             if size > limit.size:
                 return (
                     f"a rank of {', '.join(pool.pool.roles)} needs {gib(size)} GiB ({phase}), but "
@@ -69,11 +69,16 @@ def shortage(plan: MemoryPlan, limit: DeviceLimit, *, states_only: bool = False)
     sums = " + ".join(
         f"{count} × {gib(size)} ({', '.join(pool.pool.roles)})" for pool, count, size in parts
     )
-    what = "parameters, gradients and optimizer states alone need"
+    states = f"{_states([pool for pool, _, _ in parts])} alone need"
     return (
-        f"{what if states_only else 'the run needs'} {gib(_total(parts))} GiB on a node: "
+        f"{states if states_only else 'the run needs'} {gib(_total(parts))} GiB on a node: "
         f"ranks × GiB = {sums}; but {gib(limit.size)} GiB are {limit.source}"
     )
+
+
+def _states(pools: Iterable[PoolMemory]) -> str:
+    trained = any(pool.engines for pool in pools)
+    return "parameters, gradients and optimizer states" if trained else "weights"
 
 
 PoolsOfNode = list[tuple[PoolMemory, int, int]]

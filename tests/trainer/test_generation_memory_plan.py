@@ -1,0 +1,130 @@
+"""The memory plan of `quadriga generate` and `quadriga eval`, and the refusal of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from quadriga.cli.main import main
+from quadriga.config.loading import load_config
+from quadriga.config.schema import GenerateConfig
+from quadriga.trainer.evaluation import responses
+from quadriga.trainer.evaluation.responses import load_prompts
+from quadriga.trainer.memory.generation import (
+    PromptBatch,
+    check_generation_memory,
+    generation_memory_plan,
+)
+
+RANKS = ("trainer.device=cpu", "trainer.threads_per_worker=1", "max_response_length=6")
+
+
+@pytest.fixture
+def arguments(tiny_task, tmp_path):
+    """arguments("a=b", …) returns those of a generation for 16 prompts."""
+
+    def make(*more):
+        files = f"data_files={tiny_task.data('test')}"
+        return [f"model.path={tiny_task.model}", files, *RANKS, *more]
+
+    return make
+
+
+def needed(arguments, *more) -> float:
+    """Return the GiB of a generation by its plan, for the prompts of its data."""
+    config = load_config(GenerateConfig, arguments(*more))
+    dataset = load_prompts(config).dataset
+    batch = PromptBatch.of_data(config, dataset)
+    (pool,) = generation_memory_plan(config, "cpu", batch).pools
+    return pool.largest[1] / 2**30
+
+
+@pytest.fixture
+def no_ranks(monkeypatch):
+    monkeypatch.setattr(responses, "rollout_group", lambda _: pytest.fail("ranks were started"))
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_a_generation_that_does_not_fit_is_refused_before_a_rank_starts(
+    arguments, tmp_path, capsys, no_ranks, command
+):
+    size = needed(arguments)
+    output = f"output={tmp_path / ('out.jsonl' if command == 'generate' else 'out')}"
+    less = f"trainer.device_memory_gb={size - 1e-6}"
+    assert main([command, *arguments(output, less)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert f"needs {size:.3g} GiB on a node: ranks × GiB = 1 × {size:.3g} (rollout)" in line
+    for remedy in ("rollout.micro_batch_size=256", "batch_size=64", "max_response_length=6",
+                   "trainer.check_memory=false"):  # fmt: skip
+        assert remedy in line
+    assert not (tmp_path / "out.jsonl").exists() and not (tmp_path / "out").is_file()
+    assert main([command, *arguments(output, "trainer.device_memory_gb=0.4")]) == 2
+    assert "weights alone need" in capsys.readouterr().err
+
+
+def test_a_generation_that_fits_starts(arguments, tmp_path):
+    size = needed(arguments)
+    output = f"output={tmp_path / 'out.jsonl'}"
+    for fits in (f"device_memory_gb={size + 1e-6}", "check_memory=false"):
+        more = ("overwrite=true", "trainer.device_memory_gb=0.1", f"trainer.{fits}")
+        assert main(["generate", *arguments(output, *more)]) == 0
+    one = ("prompt=3 + 4", "data_files=[]", f"trainer.device_memory_gb={size}")
+    assert main(["generate", *arguments(*one)]) == 0
+
+
+def test_the_rows_are_those_of_the_data(arguments, tiny_task):
+    config = load_config(GenerateConfig, arguments("batch_size=4000000", "n=3"))
+    dataset = load_prompts(config).dataset
+    assert len(dataset) == 16 and dataset.longest < config.max_prompt_length
+    config = load_config(GenerateConfig, arguments("batch_size=4000000"))
+    check_generation_memory(config, dataset)  # 16 rows, although the settings allow more
+    most, data = (
+        generation_memory_plan(config, "cpu", batch).pools[0].generation.peak
+        for batch in (PromptBatch(64, 512), PromptBatch(16, dataset.longest))
+    )
+    assert data < most / 4
+
+
+def test_one_prompt_without_output_is_checked_too(arguments, capsys, no_ranks):
+    one = ("prompt=3 + 4", "data_files=[]", "trainer.device_memory_gb=0.4")
+    assert main(["generate", *arguments(*one)]) == 2
+    assert "trainer.check_memory=false" in capsys.readouterr().err
+
+
+def test_a_refusal_leaves_the_output_and_a_complete_one_needs_no_memory(
+    arguments, tmp_path, capsys, monkeypatch
+):
+    output, small = f"output={tmp_path / 'out.jsonl'}", "trainer.device_memory_gb=0.4"
+    assert main(["generate", *arguments(output)]) == 0
+    before = (tmp_path / "out.jsonl").read_bytes()
+    monkeypatch.setattr(responses, "rollout_group", lambda _: pytest.fail("ranks were started"))
+    assert main(["generate", *arguments(output, small)]) == 0
+    assert main(["generate", *arguments(output, small, "seed=1", "overwrite=true")]) == 2
+    assert "trainer.check_memory=false" in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_the_memory_of_a_device_can_be_given_to_the_plan(tiny_task, capsys):
+    path, device = f"model.path={tiny_task.model}", "trainer.device=cuda"
+    assert main(["plan", "generate", path, device]) == 0
+    text = capsys.readouterr().out
+    assert "set trainer.device_memory_gb" in text or "GiB: " in text
+    assert main(["plan", "generate", path, device, "trainer.device_memory_gb=0.9"]) == 0
+    text = capsys.readouterr().out
+    assert "0.9 GiB: trainer.device_memory_gb" in text and "a rank of rollout needs" in text
+    assert main(["plan", "generate", path, "trainer.device_memory_gb=0"]) == 2
+
+
+def test_a_device_that_this_machine_does_not_have_is_not_compared(arguments, monkeypatch):
+    config = load_config(GenerateConfig, arguments("trainer.device=cuda"))
+    dataset = load_prompts(config).dataset
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    check_generation_memory(config, dataset)
+
+
+@pytest.mark.parametrize("filtered", ["top_p=0.9", "min_p=0.1"])
+def test_filters_of_sampling_are_planned(arguments, filtered):
+    def peak(*more):
+        config = load_config(GenerateConfig, arguments("sampling.temperature=1", *more))
+        return generation_memory_plan(config, "cpu", PromptBatch(512, 2)).pools[0].generation.peak
+
+    assert peak(f"sampling.{filtered}") > peak()
