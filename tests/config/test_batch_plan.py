@@ -44,6 +44,20 @@ def test_micro_batches_by_tokens_are_counted_for_sequences_of_full_length():
     assert numbers.actor.micro_batches == 8  # 16 sequences, 300 // 128 = 2 per micro-batch
 
 
+def test_both_limits_of_a_micro_batch_hold():
+    """A rank has 16 sequences of 128 tokens."""
+    actor = "actor_rollout_ref.actor"
+    tokens = f"{actor}.engine.max_tokens_per_micro_batch=300"
+    for size, micro_batches in ((5, 8), (1, 16)):  # two sequences fit 300 tokens
+        numbers = plan(f"{actor}.ppo_micro_batch_size_per_gpu={size}", tokens).actor
+        assert (numbers.micro_batch, numbers.max_tokens) == (size, 300)
+        assert numbers.micro_batches == micro_batches
+    text = plan(f"{actor}.ppo_micro_batch_size_per_gpu=5", tokens).text()
+    assert "at most 8, of up to 5 sequences and 300 tokens each" in text
+    text = plan(f"{actor}.ppo_micro_batch_size_per_gpu=5", f"{actor}.engine.use_dynamic_bsz=false")
+    assert "4, of up to 5 sequences each" in text.text()
+
+
 def test_without_size_and_token_limit_a_mini_batch_is_one_micro_batch():
     numbers = plan("actor_rollout_ref.actor.engine.use_dynamic_bsz=false")
     assert (numbers.actor.micro_batch, numbers.actor.micro_batches) == (16, 1)

@@ -34,7 +34,7 @@ def two_ranks(folder):
 
 
 @pytest.mark.parametrize("stages", [1, 4])
-@pytest.mark.parametrize("size", [None, 1, 4, 16])
+@pytest.mark.parametrize("size", [None, 1, 4, 16, 64])
 @pytest.mark.parametrize("count", [1, 8, 17, 64, 1000])
 @pytest.mark.parametrize(
     ("prompt", "response", "samples"), [(128, 128, 1), (10, 240, 1), (100, 20, 8), (64, 16, 5)]
@@ -45,7 +45,7 @@ def test_the_largest_micro_batch_is_planned_from_few_rows(
     rows = Rows(count, prompt, response, samples, size)
     limits = {"size": size, "max_tokens": 4096, "share_prompts": True, "stages": stages}
     whole = plan_micro_batches(rows.batch(500), **limits)
-    few = plan_micro_batches(rows.for_micro_batches(size, 4096).batch(500), **limits)
+    few = plan_micro_batches(rows.for_micro_batches(4096).batch(500), **limits)
 
     def tokens(micro_batch):
         groups = {row // samples for row in micro_batch.tolist()}

@@ -1,4 +1,4 @@
-"""Passes without gradients use the micro-batch size of the settings."""
+"""Updates and passes without gradients keep the limits of the settings."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from quadriga.config.schema import (
     CriticConfig,
     EngineConfig,
     RefConfig,
+    RewardModelConfig,
 )
 from quadriga.protocol import DataProto, fields
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 from quadriga.workers.critic import CriticWorker
+from quadriga.workers.reward_model import RewardModelWorker
 
 
 class Recorder:
@@ -54,3 +56,16 @@ def test_log_prob_reference_and_value_passes_have_the_size_of_the_update(by_toke
     critic_worker.config = replace(CriticConfig(), engine=engine, ppo_micro_batch_size_per_gpu=3)
     critic_worker.compute_values(batch())
     assert [actor.sizes, ref.sizes, critic.sizes] == [[expected]] * 3
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_a_reward_model_has_at_most_the_sequences_of_its_setting(monkeypatch, by_tokens):
+    """It makes no updates, so its setting is of the passes without gradients alone."""
+    worker = object.__new__(RewardModelWorker)
+    worker.engine, worker.pad, worker.longest = Recorder(), 0, None
+    worker.config = RewardModelConfig(
+        engine=EngineConfig(use_dynamic_bsz=by_tokens), micro_batch_size_per_gpu=3
+    )
+    monkeypatch.setattr(worker, "_conversations", lambda data: [([1, 1], [1, 1, 1])] * 2)
+    worker.compute_rm_score(batch())
+    assert worker.engine.sizes == [3]

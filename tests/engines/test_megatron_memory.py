@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import engine_cases
@@ -129,6 +130,16 @@ def test_stages_keep_the_activations_of_micro_batches_in_flight(folder):
     peaks = [plan.update.saved for plan in cases.planned(four, folder, ranks=4)]
     # Each stage has the same number of layers.
     assert [peak // peaks[-1] for peak in peaks] == [4, 3, 2, 1]
+
+
+def test_tokens_limit_the_micro_batches_in_flight_beside_rows(monkeypatch, folder):
+    """Sixteen rows of 80 tokens, four with one prompt: micro-batches of eight rows, or of two."""
+    settings = {"pipeline_parallel_size": 4, "max_tokens_per_micro_batch": 2 * 80}
+    monkeypatch.setattr(cases, "ROWS", replace(cases.ROWS, micro_batch=8))
+    few = cases.planned(Case("by rows and tokens", settings=settings), folder, ranks=4)
+    monkeypatch.setattr(cases, "ROWS", replace(cases.ROWS, micro_batch=None))
+    by_tokens = cases.planned(Case("by tokens", settings=settings), folder, ranks=4)
+    assert [plan.update for plan in few] == [plan.update for plan in by_tokens]
 
 
 def test_activations_of_experts_are_named_as_missing(folder):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quadriga.config.schema import EngineConfig
 from quadriga.engines import micro_batches as planning
 from quadriga.engines.micro_batches import (
     equal_counts_over_ranks,
+    micro_batches_of_ranks,
     plan_micro_batches,
     select_rows,
 )
 from quadriga.parallel.aligned_rows import left_align
-from quadriga.parallel.costs import AttentionCost, CostModel
+from quadriga.parallel.costs import TOKENS, AttentionCost, CostModel
 from quadriga.parallel.packing import pack_rows
 
 
@@ -55,9 +57,10 @@ def test_padding_counts_where_rows_are_padded():
     assert computed_tokens(batch, micro_batches, packed=False) == [12, 6]
 
 
+@pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("seed", range(20))
-def test_no_micro_batch_exceeds_the_budget(packed, seed):
+def test_no_micro_batch_exceeds_the_budget(packed, seed, size):
     random = torch.Generator().manual_seed(seed)
 
     def draw(last: int) -> int:
@@ -66,9 +69,45 @@ def test_no_micro_batch_exceeds_the_budget(packed, seed):
     prompts = [draw(40) for _ in range(4)]
     numbers = [draw(5) - 1 for _ in range(draw(18))]
     batch = rows_of([(number, prompts[number], draw(30)) for number in numbers])
-    micro_batches = plan_micro_batches(batch, size=None, max_tokens=70, share_prompts=packed)
+    micro_batches = plan_micro_batches(batch, size=size, max_tokens=70, share_prompts=packed)
     assert sorted(torch.cat(micro_batches).tolist()) == list(range(len(numbers)))
     assert max(computed_tokens(batch, micro_batches, packed=packed)) <= 70
+    assert max(map(len, micro_batches)) <= (size or len(numbers))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_both_limits_hold(packed):
+    """Two rows of 20 tokens and four of 5 tokens: two rows within 20 tokens, or within 40."""
+    batch = rows_of([(0, 10, 10), (1, 2, 3), (2, 2, 3), (3, 10, 10), (4, 2, 3), (5, 2, 3)])
+
+    def rows(size: int | None, max_tokens: int | None) -> list[int]:
+        plan = plan_micro_batches(batch, size=size, max_tokens=max_tokens, share_prompts=packed)
+        assert sorted(torch.cat(plan).tolist()) == list(range(6))
+        return sorted(map(len, plan))
+
+    assert rows(2, 20) == [1, 1, 2, 2] and rows(None, 20) == [1, 1, 4]
+    assert rows(2, 40) == rows(2, None) == [2, 2, 2]
+    assert rows(None, None) == [6]
+
+
+@pytest.mark.parametrize(
+    ("by_tokens", "size", "expected"),
+    [
+        (True, None, [1, 1, 2, 2]),
+        (True, 1, [1] * 6),
+        (True, 3, [1, 1, 2, 2]),
+        (False, 4, [3, 3]),
+        (False, None, [6]),
+    ],
+)
+def test_an_engine_keeps_the_limits_of_its_settings(monkeypatch, by_tokens, size, expected):
+    monkeypatch.setattr(planning, "max_over_ranks", lambda own, device: own)
+    batch = rows_of([(0, 10, 10), (1, 5, 5), (2, 5, 5), (3, 10, 10), (4, 5, 5), (5, 5, 5)])
+    engine = EngineConfig(use_dynamic_bsz=by_tokens, max_tokens_per_micro_batch=20)
+    plan = micro_batches_of_ranks(
+        batch, size, engine, torch.device("cpu"), share_prompts=True, cost=TOKENS
+    )
+    assert sorted(len(rows) for rows in plan if rows is not None) == expected
 
 
 def test_row_longer_than_the_budget_is_a_micro_batch_of_its_own():
@@ -96,7 +135,7 @@ def test_groups_that_fit_are_computed_in_one_micro_batch(seed):
     batch = rows_of([rows[i] for i in order])
     plan = plan_micro_batches(batch, size=None, max_tokens=80, share_prompts=True)
     assert groups_of_plan(batch, plan) == [1] * 9
-    plan = plan_micro_batches(batch, size=8, max_tokens=1, share_prompts=True)
+    plan = plan_micro_batches(batch, size=8, max_tokens=None, share_prompts=True)
     assert groups_of_plan(batch, plan) == [1] * 9 and [len(part) for part in plan] == [8] * 4 + [4]
 
 
@@ -121,7 +160,7 @@ def test_rows_of_a_fixed_number_need_no_more_micro_batches_than_before(
     groups, size, lengths, computed
 ):
     batch = rows_of([(group, 4, 2) for group, rows in enumerate(groups) for _ in range(rows)])
-    plan = plan_micro_batches(batch, size=size, max_tokens=1, share_prompts=True)
+    plan = plan_micro_batches(batch, size=size, max_tokens=None, share_prompts=True)
     assert sorted(torch.cat(plan).tolist()) == list(range(sum(groups)))
     assert sorted(map(len, plan), reverse=True) == lengths
     assert groups_of_plan(batch, plan) == computed

@@ -274,6 +274,17 @@ def test_the_plan_of_fine_tuning_has_the_rows_of_the_data(tiny_task, tmp_path):
     assert other.phases[update] < pool.phases[update]
 
 
+def test_the_plan_of_an_update_keeps_both_limits(tiny_task, tmp_path):
+    device, size = "cpu", "data.micro_batch_size_per_gpu=3"
+    tokens, pool = planned_sft(tiny_task, tmp_path, device, size)
+    assert pool.engines["actor"].update.rows == 3
+    budget = f"engine.max_tokens_per_micro_batch={2 * tokens}"
+    _, pool = planned_sft(tiny_task, tmp_path, device, size, budget)
+    assert pool.engines["actor"].update.rows == 2
+    _, pool = planned_sft(tiny_task, tmp_path, device, size, budget, "engine.use_dynamic_bsz=false")
+    assert pool.engines["actor"].update.rows == 3
+
+
 def test_the_command_shows_the_table(tiny_task, tmp_path, capsys):
     assert main(["plan", *two_steps(tiny_task, tmp_path)]) == 0
     out = capsys.readouterr().out

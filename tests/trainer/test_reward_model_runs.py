@@ -179,3 +179,6 @@ def test_the_memory_plan_has_the_reward_model(train_overrides, with_model):
     engine = pool.engines["reward_model"]
     assert engine.parameters > 0 == engine.optimizer
     assert "scores of the reward model" in pool.phases
+    few = [*train_overrides, *with_model, "reward_model.micro_batch_size_per_gpu=1"]
+    (pool,) = memory_plan(load_config(TrainConfig, few), "cpu").pools
+    assert pool.engines["reward_model"].evaluate.rows == 1 < engine.evaluate.rows

@@ -24,11 +24,10 @@ class UpdatePlan:
     """How one role splits the sequences of a training step into optimizer steps.
 
     Attributes:
-        micro_batch: sequences per forward and backward pass of one rank; None if micro-batches
-            are cut by tokens.
-        micro_batches: forward and backward passes per mini-batch of one rank. If micro-batches
-            are cut by tokens, it is an upper bound, for sequences of full length.
-        max_tokens: tokens per micro-batch, if micro-batches are cut by tokens.
+        micro_batch: most sequences per forward and backward pass of one rank; None: any number.
+        micro_batches: forward and backward passes per mini-batch of one rank. With `max_tokens`,
+            for sequences of full length.
+        max_tokens: most tokens per micro-batch; None: any number.
     """
 
     role: str
@@ -205,7 +204,6 @@ def _update(
 ) -> UpdatePlan:
     sequences = mini * step.responses_per_prompt
     per_rank = sequences // step.data_ranks
-    by_tokens = micro is None and engine.use_dynamic_bsz
     size = _micro_size(per_rank, micro, engine, step.max_tokens_per_sequence)
     return UpdatePlan(
         role=role,
@@ -214,21 +212,20 @@ def _update(
         mini_batch_per_rank=per_rank,
         mini_batches=math.ceil(step.prompts / mini),
         epochs=epochs,
-        micro_batch=None if by_tokens else size,
+        micro_batch=micro if engine.use_dynamic_bsz else size,
         micro_batches=math.ceil(per_rank / size),
-        max_tokens=engine.micro_batch_tokens if by_tokens else None,
+        max_tokens=engine.micro_batch_tokens if engine.use_dynamic_bsz else None,
     )
 
 
 def _micro_size(per_rank: int, micro: int | None, engine: EngineConfig, length: int) -> int:
-    """Return the sequences per micro-batch; by tokens, the number of full-length sequences."""
-    if micro is not None:
-        return micro
+    """Return the most sequences per micro-batch, of full length if tokens are limited."""
+    size = max(1, per_rank) if micro is None else micro
     if not engine.use_dynamic_bsz:
-        return max(1, per_rank)
+        return size
     # A sequence is never split, so one that is longer than the limit is a micro-batch by itself:
     # 300 tokens // 128 per sequence = 2 sequences, 100 // 128 = 0 → 1 sequence.
-    return max(1, engine.micro_batch_tokens // length)
+    return min(size, max(1, engine.micro_batch_tokens // length))
 
 
 def _total_steps(config: TrainConfig, train_rows: int | None) -> int | None:
@@ -238,10 +235,10 @@ def _total_steps(config: TrainConfig, train_rows: int | None) -> int | None:
 
 
 def _update_lines(update: UpdatePlan, plan: BatchPlan) -> list[str]:
-    if update.max_tokens is not None:
-        micro = f"at most {update.micro_batches}, of up to {update.max_tokens} tokens each"
-    else:
-        micro = f"{update.micro_batches}, of up to {update.micro_batch} sequences each"
+    limits = [(update.micro_batch, "sequences"), (update.max_tokens, "tokens")]
+    limit = " and ".join(f"{most} {of}" for most, of in limits if most is not None)
+    bound = "at most " if update.max_tokens is not None else ""
+    micro = f"{bound}{update.micro_batches}, of up to {limit} each"
     return [
         update.role,
         f"  mini-batch           {update.mini_batch_prompts} prompts = "

@@ -7,7 +7,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -40,7 +40,7 @@ def plan_micro_batches(
     batch: Batch,
     *,
     size: int | None,
-    max_tokens: int,
+    max_tokens: int | None,
     share_prompts: bool,
     cost: CostModel = TOKENS,
     least: int = 1,
@@ -55,9 +55,9 @@ def plan_micro_batches(
     do not, they are split, and each part computes the prompt again.
 
     Args:
-        size: rows of a micro-batch. None: split by tokens.
+        size: a micro-batch has at most this number of rows. None: any number.
         max_tokens: a micro-batch has at most this number of computed tokens. A row that is longer
-            is a micro-batch of its own.
+            is a micro-batch of its own. None: any number.
         share_prompts: whether the forward pass packs rows and computes equal prompts once.
             Otherwise it pads each row to the longest of its micro-batch.
         cost: what sequences cost. Micro-batches that are split by tokens have about equal costs.
@@ -69,7 +69,7 @@ def plan_micro_batches(
     Raises:
         ConfigError: `size` or `max_tokens` is below 1.
     """
-    if max_tokens < 1 or (size is not None and size < 1):
+    if (max_tokens is not None and max_tokens < 1) or (size is not None and size < 1):
         raise ConfigError(
             f"a micro-batch of {size} rows or {max_tokens} tokens would be empty; set "
             "ppo_micro_batch_size_per_gpu or max_tokens_per_micro_batch to at least 1"
@@ -85,10 +85,7 @@ def plan_micro_batches(
     owner = first_row_with_same_prompt(prompts, valid[:, :width]).numpy()
     lengths = valid[:, :width].sum(1).numpy(), valid[:, width:].sum(1).numpy()
     costs, tokens = (RowCosts.of(model, owner, *lengths) for model in (cost, TOKENS))
-    if size is None:
-        parts = _groups_within_tokens(costs, tokens, max_tokens, max(least, stages), stages)
-    else:
-        parts = _groups_within_rows(costs, size)
+    parts = _groups_within(costs, tokens, size, max_tokens, least, stages)
     # All ranks compute their first micro-batch together, then their second one. Sorted by cost,
     # micro-batches of about equal cost meet.
     return [rows[torch.tensor(part)] for part in sorted(parts, key=costs.total, reverse=True)]
@@ -108,18 +105,16 @@ def micro_batches_of_ranks(
     """Return the row indices of each micro-batch of an engine, as many on every rank.
 
     Args:
-        size: rows of a micro-batch. None: as many as fit the budget of tokens, or all rows without
-            `use_dynamic_bsz`.
+        size: a micro-batch has at most this number of rows. None: any number. With
+            `use_dynamic_bsz`, it stays within the budget of tokens, too.
         share_prompts, cost, stages: see `plan_micro_batches`.
         multiple_of: of which the number is a multiple.
     """
-    if size is None and not config.use_dynamic_bsz:
-        size = max(len(batch[fields.INPUT_IDS]), 1)
     plan = partial(
         plan_micro_batches,
         batch,
         size=size,
-        max_tokens=config.micro_batch_tokens,
+        max_tokens=config.micro_batch_tokens if config.use_dynamic_bsz else None,
         share_prompts=share_prompts,
         cost=cost,
         stages=stages,
@@ -159,13 +154,36 @@ def equal_counts_over_ranks(
 
 
 def _padded_micro_batches(
-    rows: Tensor, length: Tensor, size: int | None, max_tokens: int
+    rows: Tensor, length: Tensor, size: int | None, max_tokens: int | None
 ) -> list[Tensor]:
-    if size is not None:
+    size = size or len(rows)
+    if max_tokens is None:
         return list(torch.split(rows, size))
     order = torch.argsort(length, descending=True, stable=True)
-    counts = _rows_that_fit_padded(length[order].tolist(), max_tokens)
+    counts = _rows_that_fit_padded(length[order].tolist(), size, max_tokens)
     return list(torch.split(rows[order], counts))
+
+
+def _groups_within(
+    costs: RowCosts,
+    tokens: RowCosts,
+    size: int | None,
+    max_tokens: int | None,
+    least: int,
+    stages: int,
+) -> list[Rows]:
+    """Put prompt groups into micro-batches of at most `size` rows and `max_tokens` tokens."""
+    every = range(len(costs))
+    if max_tokens is None:
+        return _groups_within_rows(costs, every, size or len(costs))
+    if size is not None:
+        parts = _groups_within_rows(costs, every, size)
+        if all(tokens.total(part) <= max_tokens for part in parts):
+            return parts
+    parts = _groups_within_tokens(costs, tokens, max_tokens, max(least, stages), stages)
+    if size is None:
+        return parts
+    return [piece for part in parts for piece in _groups_within_rows(costs, part, size)]
 
 
 def _groups_within_tokens(
@@ -209,8 +227,8 @@ def _groups_within_tokens(
     return alone + [[row for unit in part for row in units[unit]] for part in chosen]
 
 
-def _groups_within_rows(costs: RowCosts, size: int) -> list[Rows]:
-    """Return as few micro-batches of at most `size` rows as there can be.
+def _groups_within_rows(costs: RowCosts, rows: Sequence[int], size: int) -> list[Rows]:
+    """Put `rows` into as few micro-batches of at most `size` rows as there can be.
 
     Groups stay whole where that needs no more micro-batches.
     """
@@ -218,23 +236,23 @@ def _groups_within_rows(costs: RowCosts, size: int) -> list[Rows]:
     # rows, size 4: two micro-batches of 3 rows. Three groups of 3, size 4: whole groups need three
     # micro-batches, and 9 rows do as well. Four groups of 3: whole groups need four, 12 rows need
     # three, so rows are cut in order: {3 1}, {2 2}, {1 3}.
-    groups = sorted(costs.groups(range(len(costs))), key=costs.total, reverse=True)
+    groups = sorted(costs.groups(rows), key=costs.total, reverse=True)
     pieces = [group[i : i + size] for group in groups for i in range(0, len(group), size)]
     whole = token_budget_micro_batches([len(piece) for piece in pieces], size)
-    if len(whole) <= -(-len(costs) // size):
+    if len(whole) <= -(-len(rows) // size):
         return [[row for piece in part for row in pieces[piece]] for part in whole]
     in_order = [row for group in groups for row in group]
     return [in_order[i : i + size] for i in range(0, len(in_order), size)]
 
 
-def _rows_that_fit_padded(lengths: Iterable[int], max_tokens: int) -> list[int]:
+def _rows_that_fit_padded(lengths: Iterable[int], size: int, max_tokens: int) -> list[int]:
     """Return the number of rows of each micro-batch of padded rows, given in descending length."""
     # Lengths 6 5 2 2 1 with max_tokens 12. The first row of a micro-batch is its longest, and the
     # others are padded to its length: {6 5} computes 2 × 6 = 12 tokens, {2 2 1} 3 × 2 = 6.
     counts: list[int] = []
     longest = 0
     for length in lengths:
-        if not counts or (counts[-1] + 1) * longest > max_tokens:
+        if not counts or counts[-1] == size or (counts[-1] + 1) * longest > max_tokens:
             counts.append(0)
             longest = length
         counts[-1] += 1

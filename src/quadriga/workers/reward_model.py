@@ -92,8 +92,7 @@ class RewardModelWorker(Worker):
 
         rows = scored_rows(self._conversations(data), self.pad, self.longest)
         outputs = self._engine().forward(
-            rows,
-            micro_batch_size=self.config.engine.forward_rows(self.config.micro_batch_size_per_gpu),
+            rows, micro_batch_size=self.config.micro_batch_size_per_gpu
         )
         responses = data.batch[fields.RESPONSES]
         tokens = data.batch[fields.ATTENTION_MASK][:, -responses.shape[1] :]

@@ -17,7 +17,8 @@ Batch sizes (`quadriga plan` prints these numbers for a run):
     data.train_batch_size                         prompts per step, over all ranks
     × actor_rollout_ref.rollout.n                 = sequences per step, over all ranks
     actor_rollout_ref.actor.ppo_mini_batch_size   prompts per optimizer step, over all ranks
-    ….ppo_micro_batch_size_per_gpu                sequences per forward and backward pass, per rank
+    ….ppo_micro_batch_size_per_gpu                most sequences per pass with gradients, per rank
+    ….engine.max_tokens_per_micro_batch           most tokens per pass, per rank
 
 A value of None means "not given"; the comment of the setting says which value is used then. The
 comment is on the line of the setting or above it, and `--help` prints it. A setting with a closed

@@ -110,7 +110,8 @@ class EngineConfig:
     sequence_parallel: bool = False  # megatron: tensor-parallel ranks split tokens between layers
     # megatron: divide optimizer state and its step over the context- and data-parallel ranks
     distributed_optimizer: bool = True
-    use_dynamic_bsz: bool = True  # cut micro-batches by tokens, not by number of sequences
+    # limit the tokens of a micro-batch, and not only its sequences
+    use_dynamic_bsz: bool = True
     # tokens on one rank, if use_dynamic_bsz; ranks that split tokens compute a multiple together
     max_tokens_per_micro_batch: int = 16384
     fused_head: bool | None = None  # log-probs without full logits; None: if they would be large
@@ -123,7 +124,7 @@ class EngineConfig:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens of a micro-batch that is cut by tokens, over the ranks that split its tokens."""
+        """Most tokens of a micro-batch, over the ranks that split its tokens."""
         of_tokens = self.context_parallel_size  # tensor-parallel ranks of Megatron-core have all
         ranks = of_tokens if self.name == "megatron" else self.model_parallel_size
         return self.max_tokens_per_micro_batch * ranks
@@ -144,9 +145,10 @@ class EngineConfig:
         }
 
     def forward_rows(self, size: int | None) -> int | None:
-        """Return the sequences of a micro-batch without gradients; None: split by tokens.
+        """Return the most sequences of a micro-batch without gradients; None: any number.
 
-        `size`: the `ppo_micro_batch_size_per_gpu` of the role. With gradients it is always used;
-        without them more tokens fit, so it is used only if micro-batches are not split by tokens.
+        `size`: the `ppo_micro_batch_size_per_gpu` of the role. It always limits the micro-batches
+        with gradients. Without them more sequences fit, so it is used only without a limit of
+        tokens.
         """
         return None if self.use_dynamic_bsz else size

@@ -32,7 +32,7 @@ class RewardModelConfig:
     enable: bool = False  # score the responses of a step with `model`
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
+    micro_batch_size_per_gpu: int | None = None  # most sequences; see engine.use_dynamic_bsz
     # arguments of its chat template; those of the policy's are data.chat_template_kwargs
     chat_template_kwargs: Options = field(default_factory=dict)
     weight: float = 1.0  # of its score in the reward

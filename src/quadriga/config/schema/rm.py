@@ -24,7 +24,7 @@ class RMDataConfig:
     rejected_key: str = "rejected"  # column of the worse responses
     margin_key: str | None = None  # column of the least difference of scores; None: 0
     train_batch_size: int = 64  # pairs per optimizer step, over all ranks
-    micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
+    micro_batch_size_per_gpu: int | None = None  # most sequences; see engine.use_dynamic_bsz
     max_length: int = 1024  # tokens of a conversation; longer pairs are left out
     # arguments of the chat template, such as {enable_thinking: false}
     chat_template_kwargs: Options = field(default_factory=dict)

@@ -35,7 +35,7 @@ class ActorConfig:
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     # prompts per optimizer step, over all ranks; None: data.train_batch_size, one optimizer step
     ppo_mini_batch_size: int | None = None
-    ppo_micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
+    ppo_micro_batch_size_per_gpu: int | None = None  # most sequences; see engine.use_dynamic_bsz
     ppo_epochs: int = 1  # passes over the sequences of a step
     # take the old log-probabilities from the update itself, without a pass of their own; needs one
     # optimizer step per step; None: if that is so and nothing reads them before the update
@@ -162,7 +162,7 @@ class CriticConfig:
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     engine: EngineConfig = field(default_factory=EngineConfig)
     ppo_mini_batch_size: int | None = None  # None: that of the actor
-    ppo_micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
+    ppo_micro_batch_size_per_gpu: int | None = None  # most sequences; see engine.use_dynamic_bsz
     ppo_epochs: int | None = None  # None: that of the actor
     cliprange_value: float | None = 0.5  # None: no clipping
     loss_agg_mode: AggregationName = "token-mean"  # how token losses become one loss

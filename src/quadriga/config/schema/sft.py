@@ -24,7 +24,7 @@ class SFTDataConfig:
     loss_turns: LossTurns = "all"  # turns of the assistant that are trained
     val_loss: bool = True  # compute the loss of val_files; false: their rows need no answers
     train_batch_size: int = 64  # rows per optimizer step, over all ranks
-    micro_batch_size_per_gpu: int | None = None  # sequences; None: see engine.use_dynamic_bsz
+    micro_batch_size_per_gpu: int | None = None  # most sequences; see engine.use_dynamic_bsz
     max_length: int = 1024  # tokens of a conversation; longer rows are left out
     # arguments of the chat template, such as {enable_thinking: false}
     chat_template_kwargs: Options = field(default_factory=dict)

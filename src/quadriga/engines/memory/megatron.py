@@ -281,7 +281,8 @@ class _StagePasses:
         stages, chunks = self.sizes.pipeline, self.sizes.chunks
         left = stages - self.stage - 1
         flying = left + 1 if chunks == 1 else 2 * left + (chunks - 1) * stages + 1
-        if rows.micro_batch is not None:
+        # Where tokens limit the micro-batches, there are more of them.
+        if found.rows == rows.micro_batch:
             flying = min(flying, chunks * max(stages, -(-rows.count // rows.micro_batch)))
         before = (flying - 1) * found.saved
         # A round of an interleaved schedule has received its inputs before it computes them.

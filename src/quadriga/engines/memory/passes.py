@@ -36,7 +36,8 @@ class Rows:
         count: rows.
         prompt, response: tokens of each.
         samples: rows that share a prompt and are neighbours.
-        micro_batch: rows of a micro-batch. None: as the engine's settings say.
+        micro_batch: most rows of a micro-batch, within the engine's budget of tokens. None: any
+            number.
     """
 
     count: int
@@ -60,13 +61,13 @@ class Rows:
             fields.RESPONSE_MASK: torch.ones_like(ids[:, self.prompt :]),
         }
 
-    def for_micro_batches(self, size: int | None, tokens: int) -> Rows:
-        """Return fewer rows if these are certainly many micro-batches of `size` rows; None: of
-        `tokens`."""
+    def for_micro_batches(self, tokens: int | None) -> Rows:
+        """Return fewer rows if these are certainly many micro-batches of at most `tokens`."""
         # Micro-batches have about equal costs. 18 rows, at most 16 in a micro-batch, are 9 and 9,
         # and 64 rows are 16 in each. So few rows show the size only if they are many micro-batches.
         # A shared prompt is computed once, so a row adds at least its response.
-        most = tokens // self.response + self.samples + 1 if size is None else size
+        by_tokens = self.count if tokens is None else tokens // self.response + self.samples + 1
+        most = min(by_tokens, self.micro_batch or by_tokens)
         return replace(self, count=min(self.count, _MANY * most))
 
 
@@ -162,15 +163,13 @@ def _largest_micro_batch(
     model: TokenModel, engine: EngineConfig, rows: Rows, stages: int
 ) -> tuple[dict[str, Tensor], bool]:
     """Return the first micro-batch, which is the largest, and whether there are others."""
-    size = rows.micro_batch
-    if size is None and not engine.use_dynamic_bsz:
-        size = rows.count
-    few = rows.for_micro_batches(size, engine.micro_batch_tokens)
+    tokens = engine.micro_batch_tokens if engine.use_dynamic_bsz else None
+    few = rows.for_micro_batches(tokens)
     batch = few.batch(model.model.config.get_text_config().vocab_size)
     micro_batches = plan_micro_batches(
         batch,
-        size=size,
-        max_tokens=engine.micro_batch_tokens,
+        size=rows.micro_batch,
+        max_tokens=tokens,
         share_prompts=model.packed,
         stages=stages,
     )

@@ -159,10 +159,10 @@ class _Roles:
         if role == REF and not reads_ref_log_prob(self.config):
             return self._update_rows(ACTOR)  # computed in the micro-batches of the update
         section = self.config.critic if role == CRITIC else actor
-        given = section.ppo_micro_batch_size_per_gpu
+        size = engine.forward_rows(section.ppo_micro_batch_size_per_gpu)
         if role == REWARD_MODEL:
-            given = self.config.reward_model.micro_batch_size_per_gpu
-        size, rows = engine.forward_rows(given), self.batch.sequences * engine.model_parallel_size
+            size = self.config.reward_model.micro_batch_size_per_gpu
+        rows = self.batch.sequences * engine.model_parallel_size
         return self._rows(math.ceil(rows / ranks), size)
 
     def _rows(self, count: int, micro_batch: int | None) -> Rows:
