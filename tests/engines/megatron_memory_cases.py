@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import memory_cases
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from memory_models import SIZES
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
+from quadriga.engines.base import EntropyUse
 from quadriga.engines.memory.megatron import stage_memories
 from quadriga.engines.memory.passes import Rows
 from quadriga.models.simulated.allocations import AllocationCounter
@@ -29,6 +30,7 @@ class Case:
     family: str = "llama deep"
     head: str = "lm"
     checkpointing: bool = False
+    entropy: EntropyUse = "unused"
     settings: dict[str, object] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -48,7 +50,7 @@ def planned(case: Case, folder: Path, ranks: int):
     """Return the plan of each stage."""
     return stage_memories(
         case.model(folder), case.engine, head=case.head, ranks=ranks, device_type="cpu",
-        update=ROWS, evaluate=ROWS,
+        update=replace(ROWS, entropy=case.entropy), evaluate=ROWS,
     )  # fmt: skip
 
 
@@ -62,7 +64,10 @@ def measured(case: Case, folder: Path) -> dict[str, int]:
 
     def update() -> None:
         engine.train_step(
-            batch, lambda out, _: (out[name].sum(), {}), micro_batch_size=ROWS.micro_batch
+            batch,
+            lambda out, _: (out[name].sum(), {}),
+            entropy=case.entropy != "unused",
+            micro_batch_size=ROWS.micro_batch,
         )
 
     def evaluate() -> None:

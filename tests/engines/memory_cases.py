@@ -26,6 +26,7 @@ from quadriga.config.schema import (
     OptimConfig,
     OptimizerName,
 )
+from quadriga.engines.base import EntropyUse
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.memory.passes import Rows
 from quadriga.engines.memory.states import TrainingMemory, training_memory
@@ -48,6 +49,7 @@ class Case:
         rank: size of the adapters; None: all weights are trained that `freeze` does not match.
         tensor, sequence, context: degrees of model parallelism.
         dtype: in which it computes.
+        entropy: what the loss reads of the entropies.
     """
 
     family: str
@@ -63,8 +65,16 @@ class Case:
     sequence: int = 1
     context: int = 1
     dtype: str = "auto"
+    entropy: EntropyUse = "unused"
 
 
+WITH_ENTROPY = [
+    *(
+        Case("llama untied", checkpointing, entropy=entropy)
+        for checkpointing, entropy in product((False, True), ("value", "gradient"))
+    ),
+    Case("llama untied", micro_batch=4, unit=LAYER_UNITS, entropy="value"),
+]
 OPTIMIZERS = ("adamw_8bit", "muon") if has_torchao() else ("muon",)
 CASES = [
     *(
@@ -91,6 +101,7 @@ CASES = [
     Case("llama untied", unit=LAYER_UNITS, micro_batch=4, rank=8),
     Case("llama untied", unit=ONE_UNIT, freeze=("model.embed_tokens.*", "model.layers.0.*")),
     Case("qwen3 experts", rank=4, checkpointing=True),
+    *WITH_ENTROPY,
 ]
 DIVIDED = [
     *(
@@ -148,7 +159,7 @@ def settings(case: Case, folder: Path) -> tuple[ModelConfig, EngineConfig]:
 
 @cache
 def planned(case: Case, folder: Path, ranks: int, *, reshard: bool = True) -> TrainingMemory:
-    rows = replace(ROWS, micro_batch=case.micro_batch)
+    rows = replace(ROWS, micro_batch=case.micro_batch, entropy=case.entropy)
     model, engine = settings(case, folder)
     return training_memory(
         model, replace(engine, reshard_after_forward=reshard), head="lm", ranks=ranks,
@@ -166,9 +177,13 @@ def measured(case: Case, folder: Path) -> Measured:
     )  # fmt: skip
     batch = ROWS.batch(SIZES["vocab_size"])
 
+    def loss(outputs, _):
+        total = outputs["log_probs"].sum()
+        return (total - outputs["entropy"].sum() if case.entropy == "gradient" else total), {}
+
     def update() -> None:
         engine.train_step(
-            batch, lambda out, _: (out["log_probs"].sum(), {}), micro_batch_size=case.micro_batch
+            batch, loss, entropy=case.entropy != "unused", micro_batch_size=case.micro_batch
         )
 
     sent = sent_by(engine, update)

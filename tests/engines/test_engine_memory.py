@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import engine_cases
 import memory_cases as cases
 import pytest
 import torch
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config, LlamaConfig
 
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.loading.model_setup import simulated_model
@@ -66,6 +68,36 @@ def check(plan, found):
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
 def test_the_plan_is_what_one_rank_allocates(case, folder):
     check(cases.planned(case, folder, ranks=1), cases.measured(case, folder))
+
+
+@pytest.mark.parametrize("case", cases.WITH_ENTROPY, ids=str)
+def test_the_plan_has_the_entropies_that_an_update_computes(case, folder):
+    found = cases.measured(case, folder).update
+    assert found <= 1.02 * cases.planned(case, folder, ranks=1).update_peak
+    if not case.checkpointing and case.unit == cases.ONE_UNIT:
+        without = cases.planned(replace(case, entropy="unused"), folder, ranks=1)
+        assert found > 1.05 * without.update_peak
+
+
+def test_gradients_of_entropies_need_another_tile_on_an_accelerator(tmp_path):
+    # 2048 tokens × 65536 entries are one tile. The gradient of the head is larger, so the backward
+    # pass needs most.
+    LlamaConfig(
+        vocab_size=65536, hidden_size=8192, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=4, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    module = simulated_model(ModelConfig(path=str(tmp_path)), "lm", torch.float32, trained=True)
+    rows, tile = Rows(count=4, prompt=8, response=512, micro_batch=4), 4 * 2**27
+    unused, value, gradient = (
+        pass_memory(
+            module, EngineConfig(), rows, head="lm", device_type="cuda", backward=True,
+            entropy=entropy,
+        )
+        for entropy in ("unused", "value", "gradient")
+    )  # fmt: skip
+    assert value.forward == pytest.approx(unused.forward + tile, rel=0.01)
+    assert value.activations == pytest.approx(unused.activations, rel=0.01)
+    assert gradient.activations == pytest.approx(unused.activations + tile, rel=0.01)
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=str)

@@ -21,6 +21,7 @@ SPLIT_TOKENS = TENSOR | {"sequence_parallel": True}
 CASES = [
     Case("tp2", settings=TENSOR),
     Case("tp2 sp", settings=SPLIT_TOKENS),
+    Case("tp2 entropy", settings=TENSOR, entropy="value"),
     Case("pp2", settings=STAGES),
     Case("dp2"),
     Case("cp2", settings=CONTEXT),

@@ -94,6 +94,33 @@ def test_the_plan_reads_the_optimizer(tiny_task, tmp_path):
     assert plain.phases["generation"] - muon.phases["generation"] == one - other
 
 
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        # With one optimizer step the update computes the old log-probabilities.
+        (["ppo_mini_batch_size=8"], "value"),
+        (["ppo_mini_batch_size=8", "old_log_probs_from_update=false"], "unused"),
+        (["ppo_mini_batch_size=8", "entropy_coeff=0.01"], "gradient"),
+        ([], "unused"),
+    ],
+    ids=["in the update", "before it", "bonus", "two steps"],
+)
+def test_the_plan_knows_what_the_update_needs_of_the_entropies(
+    more, expected, tiny_task, tmp_path, monkeypatch
+):
+    rows = []
+
+    def recorded(*args):
+        rows.append(args[6])
+        return count(*args)
+
+    count = plan_module._training_memory
+    monkeypatch.setattr(plan_module, "_training_memory", recorded)
+    actor = [f"actor_rollout_ref.actor.{setting}" for setting in more]
+    memory_plan(settings(tiny_task, tmp_path, *actor), "cpu")
+    assert [update.entropy for update in rows] == [expected]
+
+
 def test_states_are_sharded_over_the_ranks_of_a_role(tiny_task, tmp_path):
     one = only_pool(settings(tiny_task, tmp_path)).engines["actor"]
     placed = settings(

@@ -18,6 +18,10 @@ HeadKind = Literal["lm", "value", "score"]
 """What the model computes for a token: logits over the vocabulary, or one value. The head of a
 value model has a bias; that of a reward model ("score") has none, as in a sequence classifier."""
 
+EntropyUse = Literal["unused", "value", "gradient"]
+"""What an update needs of the entropies: nothing, their values alone, or their gradients too,
+because its loss depends on them."""
+
 Batch = Mapping[str, Tensor]
 """Tensors with the same first dimension. Required: `input_ids`, `attention_mask` [B, P + R]
 (left-padded prompts, then right-padded responses) and `response_mask` [B, R]. A loss may read any

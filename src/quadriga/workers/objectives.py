@@ -22,7 +22,7 @@ from quadriga.algorithms.partial import Partial
 from quadriga.algorithms.policy_losses import compute_policy_loss, get_policy_loss
 from quadriga.algorithms.value_loss import value_loss
 from quadriga.config.schema import ActorConfig, CriticConfig, Options, PolicyLossConfig
-from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES
+from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES, EntropyUse
 from quadriga.protocol import fields
 
 if TYPE_CHECKING:
@@ -80,6 +80,17 @@ def mask_with_advantage(response_mask_BT: Tensor, advantages_BT: Tensor) -> Tens
     return response_mask_BT * kept_BT.ne(0).any(-1, keepdim=True).to(response_mask_BT.dtype)
 
 
+def entropy_use(config: ActorConfig, *, old_from_update: bool) -> EntropyUse:
+    """Return what the update of the actor needs of the entropies.
+
+    `old_from_update`: see `PolicyObjective`.
+    """
+    if config.entropy_coeff != 0 or get_policy_loss(config.policy_loss.name).needs_entropy:
+        return "gradient"
+    # For the metric alone the gradient is 0, for which the backward pass does no work.
+    return "value" if old_from_update else "unused"
+
+
 class PolicyObjective:
     """Policy loss − entropy bonus + KL to the reference, for each token; then aggregated.
 
@@ -108,9 +119,7 @@ class PolicyObjective:
     @property
     def reads_entropy(self) -> bool:
         """Whether the engine must compute the entropy."""
-        loss = get_policy_loss(self.config.policy_loss.name)
-        # For the metric alone its gradient is 0, for which the backward pass does no work.
-        return self.config.entropy_coeff != 0 or loss.needs_entropy or self.old_from_update
+        return entropy_use(self.config, old_from_update=self.old_from_update) != "unused"
 
     def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
         mask, log_prob = micro[fields.RESPONSE_MASK], outputs[LOG_PROBS]

@@ -42,9 +42,9 @@ from quadriga.parallel.layouts.layout import Weight
 from quadriga.parallel.layouts.parallel_layouts import Degrees, Model, parallel_layout
 
 _EXPERTS = "Megatron-core's layers with experts are not simulated"
-_FORWARD_TILES, _BACKWARD_TILES = {True: 3, False: 2}, 5
-"""Blocks of logits of `vocabulary_parallel` that exist at once: forward with and without entropy,
-and backward."""
+_FORWARD_TILES, _BACKWARD_TILES, _PRODUCT_TILES = {True: 3, False: 2}, {True: 6, False: 5}, 4
+"""Blocks of logits of `vocabulary_parallel` that exist at once: forward and backward, with and
+without entropy, and while their gradients are multiplied with the hidden states."""
 
 
 def megatron_memory(
@@ -308,10 +308,11 @@ class _StagePasses:
         block = min(targets, max(1, BLOCK_LOGITS * tensor // vocabulary)) * own * wide
         weight, hidden = (n * self.config.hidden_size * wide for n in (own, targets))
         outputs = found.tokens * self.config.hidden_size * self.dtype.itemsize  # of all tokens
-        forward = found.saved + _FORWARD_TILES[not backward] * block + hidden + outputs
+        entropy = not backward or rows.entropy != "unused"
+        forward = found.saved + _FORWARD_TILES[entropy] * block + hidden + outputs
         # Gradients of weight and hidden states, and the product that is added to the first.
         backwards = found.saved + weight + 2 * hidden
-        backwards += max(_BACKWARD_TILES * block, (_BACKWARD_TILES - 1) * block + weight)
+        backwards += max(_BACKWARD_TILES[entropy] * block, _PRODUCT_TILES * block + weight)
         return replace(
             found,
             logits=block,

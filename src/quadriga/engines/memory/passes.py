@@ -13,11 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quadriga.config.schema import EngineConfig
-from quadriga.engines.base import HeadKind
+from quadriga.engines.base import EntropyUse, HeadKind
 from quadriga.engines.micro_batches import plan_micro_batches, select_rows
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import QuadrigaError
 from quadriga.models.log_probs.linear_log_prob import ACCELERATOR_TILE, CPU_TILE
+from quadriga.models.log_probs.log_prob import meta_entropies_have_gradients
 from quadriga.models.simulated.allocations import AllocationCounter, gradients_set_aside
 from quadriga.models.simulated.kernels import kernels_of, run_backward
 from quadriga.parallel.model_parallel.model_ranks import ModelRanks
@@ -38,6 +39,7 @@ class Rows:
         samples: rows that share a prompt and are neighbours.
         micro_batch: most rows of a micro-batch, within the engine's budget of tokens. None: any
             number.
+        entropy: what an update needs of the entropies. A pass without gradients computes them.
     """
 
     count: int
@@ -45,6 +47,7 @@ class Rows:
     response: int
     samples: int = 1
     micro_batch: int | None = None
+    entropy: EntropyUse = "unused"
 
     def batch(self, vocabulary: int) -> dict[str, Tensor]:
         """Return the fields that a forward pass needs, with P + R columns."""
@@ -107,17 +110,17 @@ def pass_memory(
     head: HeadKind,
     device_type: str,
     backward: bool,
-    entropy: bool = False,
+    entropy: EntropyUse = "unused",
     stages: int = 1,
 ) -> PassMemory:
     """Compute the largest micro-batch of `rows` with a model on the meta device.
 
     Args:
         backward: whether the pass computes gradients.
-        entropy: whether it computes entropies, too.
+        entropy: whether it computes entropies too, and in the backward pass their gradients.
         stages: least micro-batches, if there are as many rows.
     """
-    with kernels_of(device_type):
+    with kernels_of(device_type), meta_entropies_have_gradients(entropy == "gradient"):
         model = TokenModel(
             module,
             head,
@@ -139,7 +142,7 @@ def pass_memory(
             counter,
             torch.set_grad_enabled(backward),
         ):
-            outputs = model(micro, temperature=1.0, entropy=entropy)
+            outputs = model(micro, temperature=1.0, entropy=entropy != "unused")
             forward, saved = counter.peak, counter.live
             if backward:
                 run_backward(torch.stack([v.sum() for v in outputs.values()]).sum())
@@ -222,7 +225,7 @@ class Passes:
                 head=self.head,
                 device_type=self.device_type,
                 backward=backward,
-                entropy=not backward,
+                entropy=rows.entropy if backward else "value",
                 stages=self.stages,
             )
         except QuadrigaError:

@@ -8,6 +8,9 @@ whatever the dtype of the logits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol
 
 import torch
@@ -138,4 +141,19 @@ class _FromLogits(torch.autograd.Function):
 
 def nonzero_or_none(grad: Tensor) -> Tensor | None:
     """Return `grad`, or None if it is all zero, so that its half of the backward can be skipped."""
+    if grad.is_meta:
+        return grad if _META_ENTROPIES_HAVE_GRADIENTS.get() else None
     return grad if bool(grad.any()) else None
+
+
+_META_ENTROPIES_HAVE_GRADIENTS: ContextVar[bool] = ContextVar("meta_entropies", default=True)
+
+
+@contextmanager
+def meta_entropies_have_gradients(value: bool) -> Iterator[None]:
+    """Say, in the block, whether gradients of entropies on the meta device count as nonzero."""
+    token = _META_ENTROPIES_HAVE_GRADIENTS.set(value)
+    try:
+        yield
+    finally:
+        _META_ENTROPIES_HAVE_GRADIENTS.reset(token)

@@ -15,18 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from quadriga.config.plan import UpdatePlan, batch_plan
 from quadriga.config.role_ranks import RolePool, added_keys, base_is_in_actor, role_pools
-from quadriga.config.schema import (
-    DtypeName,
-    EngineConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from quadriga.config.schema import DtypeName, EngineConfig, ModelConfig, OptimConfig, TrainConfig
 from quadriga.engines import ENGINES
 from quadriga.engines.base import HeadKind
 from quadriga.engines.memory.engines import engine_memory
@@ -48,6 +42,7 @@ from quadriga.trainer.dataflow import (
 from quadriga.trainer.memory.machine import GIB
 from quadriga.trainer.run.checks.images import uncounted_images
 from quadriga.trainer.run.role_workers import critic_model, uses_of_run
+from quadriga.workers.objectives import entropy_use
 
 PROCESS_BYTES = {"cpu": GIB // 2, "accelerator": GIB}
 """What a rank needs beside tensors: Python and libraries; on an accelerator the context of the
@@ -149,7 +144,12 @@ class _Roles:
             return None
         plan: UpdatePlan = self.batch.actor if role == ACTOR else self.batch.critic
         section = self.config.actor_rollout_ref.actor if role == ACTOR else self.config.critic
-        return self._rows(plan.mini_batch_per_rank, section.ppo_micro_batch_size_per_gpu)
+        rows = self._rows(plan.mini_batch_per_rank, section.ppo_micro_batch_size_per_gpu)
+        if role != ACTOR:
+            return rows
+        in_update = takes_old_log_probs_from_update(self.config)
+        policy = self.config.actor_rollout_ref.actor
+        return replace(rows, entropy=entropy_use(policy, old_from_update=in_update))
 
     def _evaluated_rows(self, role: str, engine: EngineConfig, ranks: int) -> Rows | None:
         actor = self.config.actor_rollout_ref.actor
