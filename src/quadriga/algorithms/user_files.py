@@ -18,6 +18,7 @@ from pathlib import Path
 
 from quadriga.algorithms.advantages import ADVANTAGES
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
+from quadriga.config.paths import expand_home
 from quadriga.containment import contained, describe
 from quadriga.errors import InputError
 
@@ -58,7 +59,7 @@ def load_user_file(path: str | Path) -> tuple[str, ...]:
         InputError: the file does not exist, is not a Python file or raises while it is imported,
             or a name that it adds is taken.
     """
-    file = Path(path).expanduser().resolve()
+    file = Path(expand_home(path)).resolve()
     if file.suffix != ".py" or not file.is_file():
         raise InputError(f"`{path}` is not a Python file (resolved to {file}).", path=str(file))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()

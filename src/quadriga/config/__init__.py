@@ -3,6 +3,7 @@
     schema         all settings as frozen dataclasses, with defaults
     loading        `load_config`: defaults, then a YAML file, then overrides `key=value`
     convert        plain values → dataclasses, with strict types and "did you mean"
+    paths          `~` at the beginning of a path
     setting_types  what type a setting has: optional, list, closed list of choices
     checks         checks of one setting, and of settings against each other
     plan           the batch arithmetic of a run

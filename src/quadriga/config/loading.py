@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from quadriga.config.convert import build, cut, type_of_key, unknown_setting
+from quadriga.config.paths import expand_home
 from quadriga.config.reading import check_interpolations, check_override, read_settings_file
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import is_secret_name, mask_secrets
@@ -43,7 +44,7 @@ def load_config(cls: type[T], overrides: Iterable[str] = (), file: str | Path | 
     """
     tree = OmegaConf.create({})
     if file is not None:
-        values = read_settings_file(Path(file))
+        values = read_settings_file(Path(expand_home(file)))
         if "${" not in str(values):
             # The file is built by itself first, so that the message of an error in it begins with
             # its name. A `${…}` in it may refer to an override, so it is checked only at the end.
@@ -67,7 +68,7 @@ def given_user_files(overrides: Iterable[str], file: str | Path | None = None) -
     Raises:
         ConfigError: the setting is no list of texts, or an override or the file cannot be read.
     """
-    tree = OmegaConf.create({} if file is None else read_settings_file(Path(file)))
+    tree = OmegaConf.create({} if file is None else read_settings_file(Path(expand_home(file))))
     parser = OverridesParser.create()
     for text in overrides:
         try:
@@ -113,6 +114,7 @@ def _parse(parser: OverridesParser, cls: type, text: str) -> _Change:
         prompt=it's 4           a syntax error    "it's 4"
         prompt='a b'            "a b"             "a b"  (quotes removed)
         prompt=null             None              None
+        data.val_files=~/a      a syntax error    "~/a"
     """
     key, sign, raw = text.partition("=")
     key = key.lstrip("+").strip()
@@ -123,13 +125,14 @@ def _parse(parser: OverridesParser, cls: type, text: str) -> _Change:
     try:
         value = _value(parser.parse_override(text), raw)
     except (HydraException, RecursionError, ValueError) as error:
-        if is_text:
+        if is_text or raw.startswith("~"):  # one path of a list needs no quotes either
             return _Change(key, raw)
         if is_secret_name(key.rpartition(".")[2]):
             raise ConfigError(f"cannot read the value of {key}; quote it", key=key) from None
         reason = mask_secrets(str(error).splitlines()[0])
+        hint = "; quote a path with ~ in a list: ['~/a.parquet']" if "~" in raw else ""
         raise ConfigError(
-            f"cannot read the value of {cut(repr(text))}: {cut(reason)}", key=key
+            f"cannot read the value of {cut(repr(text))}: {cut(reason)}{hint}", key=key
         ) from None
     if is_text and not isinstance(value, str | None | list):
         return _Change(key, raw)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quadriga.config.paths import expand_home
 from quadriga.data.chat import NO_ARGUMENTS, TemplateArguments
 from quadriga.data.collate import PromptItem, collate_prompts
 from quadriga.data.images.prompts import ImageRules
@@ -79,7 +80,7 @@ class PromptDataset:
         for path in check_files(files):
             part: PromptPart | None = None
             if cache_dir is not None and is_large(path):
-                part = CachedPrompts.open(path, Path(cache_dir).expanduser(), rules, rows)
+                part = CachedPrompts.open(path, Path(expand_home(cache_dir)), rules, rows)
             parts.append(part or PromptsInMemory(rows_of_file(path), rules, rows))
             rows += parts[-1].rows
         self._join(parts, rules, ", ".join(map(str, files)))

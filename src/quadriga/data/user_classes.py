@@ -198,7 +198,7 @@ def _made(path: str, name: str, key: str, *args: object, **options: object) -> o
 
 
 def _class(path: str, name: str, key: str) -> Callable[..., Any]:
-    module = import_file(Path(path).expanduser().resolve(), f"file {key}.path")
+    module = import_file(Path(path).resolve(), f"file {key}.path")
     found = getattr(module, name, None)
     if not callable(found):
         defined = [n for n, value in vars(module).items() if isinstance(value, type)]

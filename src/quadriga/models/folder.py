@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quadriga.config.paths import expand_home
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import ModelError
 from quadriga.models.architectures import check_architecture
@@ -35,7 +36,7 @@ def local_folder(path: str | Path, *, weights: bool = True) -> Path:
     """
     text = str(path)
     if not text.startswith(HUB_PREFIX):
-        return Path(text).expanduser()
+        return Path(expand_home(text))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -65,7 +66,7 @@ def with_absolute_paths(config: ModelConfig) -> ModelConfig:
 
 def _absolute(path: str) -> str:
     known_everywhere = not path or path.startswith(HUB_PREFIX)
-    return path if known_everywhere else str(Path(path).expanduser().absolute())
+    return path if known_everywhere else str(Path(path).absolute())
 
 
 def check_model_folder(

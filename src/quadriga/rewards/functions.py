@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from quadriga.config.paths import expand_home
 from quadriga.containment import contained, describe, import_file
 from quadriga.errors import DataError, InputError, UnknownNameError
 
@@ -132,7 +133,7 @@ def load_reward_function(path: str | Path, name: str = "compute_score") -> Funct
         InputError: the file cannot be imported, has no such function, or the function does not
             accept the four arguments.
     """
-    file = Path(path).expanduser()
+    file = Path(expand_home(path))
     if not file.is_file():
         raise DataError(f"reward file {file} does not exist", path=str(file))
     ref = FunctionRef(str(file.resolve()), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quadriga.config.paths import PathSettings
 from quadriga.config.schema.choices import (
     CorrectionLevel,
     CorrectionMode,
@@ -60,8 +61,10 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
+class AlgorithmConfig(PathSettings):
     """Advantages, rewards and KL."""
+
+    PATHS = ("user_files",)
 
     adv_estimator: str = "gae"  # a name of `quadriga algorithms`
     gamma: float = 1.0  # discount factor

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quadriga.config.paths import PathSettings
 from quadriga.config.schema.choices import BackendName, DeviceName, Operation
 
 
 @dataclass(frozen=True)
-class ArithmeticDataConfig:
+class ArithmeticDataConfig(PathSettings):
     """Settings of `quadriga data make`: arithmetic word problems in the form of GSM8K.
 
     The command writes train.parquet, test.parquet and sft.parquet (demonstrations), which share no
     problem, and on request a tiny model and its tokenizer.
     """
+
+    PATHS = ("output", "model_output")
 
     output: str = "data/arithmetic"  # folder for the files
     train_size: int = 4096  # rows of train.parquet
@@ -42,15 +45,19 @@ class ArithmeticDataConfig:
 
 
 @dataclass(frozen=True)
-class AlgorithmsConfig:
+class AlgorithmsConfig(PathSettings):
     """Settings of `quadriga algorithms`."""
+
+    PATHS = ("user_files",)
 
     user_files: list[str] = field(default_factory=list)  # files that register estimators or losses
 
 
 @dataclass(frozen=True)
-class DemoConfig:
+class DemoConfig(PathSettings):
     """Settings of `quadriga demo`: data, tiny model, fine-tuning, then reinforcement learning."""
+
+    PATHS = ("output",)
 
     output: str = "runs/demo"  # folder for data, model and runs
     seed: int = 0  # of data, model and runs

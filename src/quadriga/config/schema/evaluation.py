@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
+from quadriga.config.paths import PathSettings
 from quadriga.config.schema.choices import DeviceName, GenerationBackendName, Options
 from quadriga.config.schema.model import ModelConfig
 from quadriga.config.schema.reward import RewardConfig
@@ -28,8 +30,10 @@ class RanksConfig:
 
 
 @dataclass(frozen=True)
-class GenerationConfig:
+class GenerationConfig(PathSettings):
     """What `quadriga generate` and `quadriga eval` have in common."""
+
+    PATHS: ClassVar[tuple[str, ...]] = ("data_files",)
 
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutEngineConfig = field(default_factory=RolloutEngineConfig)
@@ -54,6 +58,8 @@ class GenerationConfig:
 class GenerateConfig(GenerationConfig):
     """Settings of `quadriga generate`: responses of a model to one prompt or files of prompts."""
 
+    PATHS = (*GenerationConfig.PATHS, "images", "output")
+
     prompt: str | None = None  # one prompt; None: those of data_files
     images: list[str] = field(default_factory=list)  # image files of `prompt`
     output: str | None = None  # a .jsonl or .parquet file; None: standard output
@@ -62,6 +68,8 @@ class GenerateConfig(GenerationConfig):
 @dataclass(frozen=True)
 class EvalConfig(GenerationConfig):
     """Settings of `quadriga eval`: responses to files of prompts, scored and summarised."""
+
+    PATHS = (*GenerationConfig.PATHS, "response_files", "output")
 
     # .parquet or .jsonl files that hold responses already; then nothing is generated
     response_files: list[str] = field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from quadriga.config.paths import PathSettings
 from quadriga.config.schema.choices import (
     MISSING_PATH,
     AttentionName,
@@ -17,11 +18,13 @@ from quadriga.config.schema.choices import (
 
 
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(PathSettings):
     """Adapters (LoRA, arXiv 2106.09685), which are trained in place of the weights.
 
     Without `rank` and `path` there are none.
     """
+
+    PATHS = ("path",)
 
     rank: int | None = None  # size of the adapters; None: none, or that of `path`
     alpha: float | None = None  # scaling × rank; None: 2 × rank, or that of `path`
@@ -39,8 +42,10 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(PathSettings):
     """A Hugging Face folder or hub name, and how to load it."""
+
+    PATHS = ("path", "tokenizer_path")
 
     path: str = MISSING_PATH  # a model folder, or hf://owner/name
     tokenizer_path: str | None = None  # None: the folder of the model

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quadriga.config.paths import PathSettings, expand_home
 from quadriga.config.schema.choices import FailurePolicy, Options
 from quadriga.config.schema.model import EngineConfig, ModelConfig
 
 
 @dataclass(frozen=True)
-class RewardConfig:
+class RewardConfig(PathSettings):
     """Rule rewards. `path` and `name` select a function in a Python file of the user."""
+
+    PATHS = ("path",)
 
     path: str | None = None  # None: the function registered for the data_source of each row
     name: str = "compute_score"  # function in the file `path`
@@ -20,6 +23,18 @@ class RewardConfig:
     timeout_s: float = 10.0  # deadline of one sample in a process
     memory_gb: float | None = 8.0  # GiB that one process can allocate; None: no limit
     on_failure: FailurePolicy = "zero"  # a failed sample: score 0, mask its row, or end the run
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parts = {name: _with_home(part) for name, part in self.parts.items()}
+        object.__setattr__(self, "parts", parts)
+
+
+def _with_home(part: object) -> object:
+    """Return an entry of `RewardConfig.parts` with `~` in its path replaced."""
+    if not isinstance(part, dict) or not isinstance(part.get("path"), str):
+        return part
+    return {**part, "path": expand_home(part["path"])}
 
 
 @dataclass(frozen=True)

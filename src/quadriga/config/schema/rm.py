@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quadriga.config.paths import PathSettings
 from quadriga.config.schema.choices import Options
 from quadriga.config.schema.model import EngineConfig, ModelConfig, OptimConfig
 from quadriga.config.schema.run import RunConfig
 
 
 @dataclass(frozen=True)
-class RMDataConfig:
+class RMDataConfig(PathSettings):
     """Pairs: each row has a chosen and a rejected response to one prompt.
 
     A response is text, to the prompt in `prompt_key`; or a list of messages, whose last one is the
     response and whose others are the prompt.
     """
+
+    PATHS = ("train_files", "val_files")
 
     train_files: list[str] = field(default_factory=list)  # .parquet or .jsonl files
     val_files: list[str] = field(default_factory=list)  # files for validation; empty: no validation

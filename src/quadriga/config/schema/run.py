@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quadriga.config.paths import PathSettings
 from quadriga.config.schema.choices import BackendName, DeviceName
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(PathSettings):
     """Machines, number of steps, validation, checkpoints and the run folder."""
+
+    PATHS = ("default_local_dir", "resume_mode")
 
     backend: BackendName = "ray"  # local: one process, in which breakpoints work
     device: DeviceName = "auto"  # auto: an accelerator if there is one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quadriga.config.paths import PathSettings
 from quadriga.config.schema.choices import LossTurns, Options
 from quadriga.config.schema.model import EngineConfig, ModelConfig, OptimConfig
 from quadriga.config.schema.reward import RewardConfig
@@ -12,8 +13,10 @@ from quadriga.config.schema.run import RunConfig
 
 
 @dataclass(frozen=True)
-class SFTDataConfig:
+class SFTDataConfig(PathSettings):
     """Prompts with answers, or conversations of several turns."""
+
+    PATHS = ("train_files", "val_files")
 
     train_files: list[str] = field(default_factory=list)  # .parquet or .jsonl files
     val_files: list[str] = field(default_factory=list)  # files for validation; empty: no validation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quadriga.config.paths import PathSettings
 from quadriga.config.schema.algorithm import AlgorithmConfig
 from quadriga.config.schema.choices import Options
 from quadriga.config.schema.reward import RewardConfig, RewardModelConfig
@@ -12,16 +13,20 @@ from quadriga.config.schema.run import RunConfig
 
 
 @dataclass(frozen=True)
-class DatasetClassConfig:
+class DatasetClassConfig(PathSettings):
     """A dataset class of the user, in place of the one that reads the files."""
+
+    PATHS = ("path",)
 
     path: str | None = None  # Python file; None: the built-in class
     name: str = "Dataset"  # class in this file
 
 
 @dataclass(frozen=True)
-class SamplerConfig:
+class SamplerConfig(PathSettings):
     """A class of the user that chooses the rows of each batch, such as a curriculum."""
+
+    PATHS = ("path",)
 
     path: str | None = None  # Python file; None: the seeded order
     name: str = "Sampler"  # class in this file
@@ -29,8 +34,10 @@ class SamplerConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(PathSettings):
     """The prompts: files, batch sizes, lengths in tokens."""
+
+    PATHS = ("train_files", "val_files")
 
     train_files: list[str] = field(default_factory=list)  # .parquet or .jsonl files
     # share of each training file in the prompts; None: every row once in an epoch

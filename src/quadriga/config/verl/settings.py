@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from quadriga.config.convert import build
+from quadriga.config.paths import expand_home
 from quadriga.config.reading import check_interpolations, check_override, read_settings_file
 from quadriga.config.secrets import mask_secrets
 from quadriga.config.verl.table import LEAVE, Row
@@ -133,7 +134,7 @@ def read_verl(
     `ConfigError` if the file or an override cannot be read, if a key is in neither, and for a
     setting that must be off.
     """
-    path = Path(file).expanduser().resolve()
+    path = Path(expand_home(file)).resolve()
     read_settings_file(path)  # checks its size and its structure
     texts = list(overrides)
     chosen = frozenset(text.partition("=")[0].lstrip("+~") for text in texts)
@@ -203,7 +204,7 @@ def translate(
         if value is LEAVE:
             continue
         for key in row.keys:
-            _set(ours, key, _expanded(key, value))
+            _set(ours, key, value)
             becomes.append(Becomes(verl_key, given[verl_key], key, value))
     ignored = [
         key for key, value in given.items() if key not in table and value not in (None, {}, [])
@@ -364,16 +365,6 @@ def _set(tree: dict[str, Plain], key: str, value: object) -> None:
         assert isinstance(inner, dict)
         tree = inner
     tree[last] = value  # type: ignore[assignment]  # `build` checks the type
-
-
-def _expanded(key: str, value: object) -> object:
-    """Return a path with `~` replaced. verl expands it when it reads a file."""
-    names = ("path", "tokenizer_path", "default_local_dir", "train_files", "val_files", "output")
-    if key.rpartition(".")[2] not in (*names, "data_files"):
-        return value
-    if isinstance(value, str):
-        return str(Path(value).expanduser()) if value.startswith("~") else value
-    return [_expanded(key, item) for item in value] if isinstance(value, list) else value
 
 
 def _by_section(keys: Iterable[str]) -> list[str]:

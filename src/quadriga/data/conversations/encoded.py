@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from quadriga.config.paths import expand_home
 from quadriga.data.chat import TemplateArguments
 from quadriga.data.rows import Row, check_files, count_rows, read_pieces
 from quadriga.data.token_cache import cache_file, is_large, tokenizer_digest
@@ -116,7 +117,7 @@ def encode_files(
             key = f"{_FORMAT} {digest} {json.dumps(_settings(rules), sort_keys=True)}"
             kept = cache_file(
                 path,
-                Path(cache_dir).expanduser(),
+                Path(expand_home(cache_dir)),
                 settings=key,
                 write=partial(_write_file, path, rules),
             )

@@ -16,6 +16,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quadriga.config.paths import expand_home
 from quadriga.data.rows import MAX_ROW, Row, read_pieces
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def _given(source: object) -> object:
 
 def _path(row: Row, given: str) -> Path:
     """Return the path of an image file that a row names."""
-    return Path(row.path).parent / Path(given.removeprefix(_FILE)).expanduser()
+    return Path(row.path).parent / Path(expand_home(given.removeprefix(_FILE)))
 
 
 def _rgb(image: Image) -> Image:

@@ -201,7 +201,7 @@ def register_again(roles: Iterable[AddedRole]) -> None:
 
 def registered_for(user_files: Sequence[str]) -> tuple[AddedRole, ...]:
     """Return the roles that these files have registered, and those of the program."""
-    origins = {"", *(str(Path(file).expanduser().resolve()) for file in user_files)}
+    origins = {"", *(str(Path(file).resolve()) for file in user_files)}
     return tuple(added for added in _ADDED.values() if added.origin in origins and added.is_current)
 
 

@@ -15,6 +15,7 @@ from quadriga.config.checks.settings import (
     check_sft_settings,
     check_train_settings,
 )
+from quadriga.config.paths import expand_home
 from quadriga.config.role_ranks import has_reward_model, num_ranks
 from quadriga.config.schema import ActorConfig, RewardConfig, RMConfig, SFTConfig, TrainConfig
 from quadriga.engines import ENGINES
@@ -161,7 +162,7 @@ def _check_inputs_are_kept(config: AnyRun, folder: RunFolder) -> None:
     """
     for key, value in setting_leaves(asdict(config), ""):
         for path in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(path, str) and path and folder.removes(Path(path).expanduser()):
+            if isinstance(path, str) and path and folder.removes(Path(expand_home(path))):
                 raise ConfigError(
                     f"{key}={path} is in the run folder {folder.path}, whose files "
                     "trainer.overwrite=true removes before they are read; move it, or choose "

@@ -280,7 +280,7 @@ def images_digest(model: ModelConfig, files: Sequence[str], image_key: str | Non
         return contents_digest(())
     if image_tokens(model.path, trust_remote_code=trusted) is None:
         return contents_digest(())
-    paths = (Path(file).expanduser() for file in files)
+    paths = (Path(file) for file in files)
     named = (image for path in paths if path.is_file() for image in image_files(path, image_key))
     return contents_digest([str(image) for image in named])
 

@@ -372,9 +372,7 @@ def rank_runtime(config: TrainConfig, total_steps: int) -> RankRuntime:
         seed=config.trainer.seed,
         total_steps=total_steps,
         max_response_length=config.data.max_response_length,
-        user_files=tuple(
-            str(Path(file).expanduser().resolve()) for file in config.algorithm.user_files
-        ),
+        user_files=tuple(str(Path(file).resolve()) for file in config.algorithm.user_files),
     )
 
 

@@ -1,0 +1,174 @@
+"""A `~` at the beginning of a path is the home folder, in every setting and for every reader."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from quadriga.cli.commands import COMMANDS, PLANNED
+from quadriga.cli.main import main
+from quadriga.config.convert import walk_keys
+from quadriga.config.loading import load_config, to_yaml
+from quadriga.config.paths import PathSettings, expand_home
+from quadriga.config.schema import (
+    AlgorithmConfig,
+    DataConfig,
+    DatasetClassConfig,
+    EvalConfig,
+    GenerateConfig,
+    ModelConfig,
+    RewardConfig,
+    SamplerConfig,
+    SFTConfig,
+    TrainConfig,
+    TrainerConfig,
+)
+from quadriga.config.setting_types import is_settings
+from quadriga.errors import CheckpointError, ConfigError, DataError
+from quadriga.models.folder import with_absolute_paths
+from quadriga.trainer.run.preflight import check_files
+from quadriga.trainer.run.resuming import checkpoint_to_resume, inputs_of
+
+SETTINGS = tuple({c.settings for c in (*COMMANDS, *PLANNED.values()) if c.settings is not None})
+NAMES_A_PATH = re.compile(r"(path|file|files|dir|folder|output|images)$")
+# The default of `cache_dir` must fit every user who reads a settings file that another has written,
+# so it is replaced where the folder is used.
+REPLACED_WHERE_IT_IS_USED = {"cache_dir"}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "work").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "home"
+
+
+def sections(cls: type) -> set[type]:
+    return {cls, *(kind for _, kind in walk_keys(cls) if is_settings(kind))}
+
+
+@pytest.mark.parametrize(
+    "cls", sorted(set().union(*map(sections, SETTINGS)), key=lambda c: c.__name__)
+)
+def test_every_setting_with_the_name_of_a_path_is_one(cls):
+    texts = {field.name for field in dataclasses.fields(cls) if "str" in str(field.type)}
+    named = {name for name in texts if NAMES_A_PATH.search(name)} - REPLACED_WHERE_IT_IS_USED
+    paths = set(cls.PATHS) if issubclass(cls, PathSettings) else set()
+    assert named <= paths <= texts
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "key"),
+    [
+        (TrainConfig, "trainer.default_local_dir=~/x", "trainer.default_local_dir"),
+        (TrainConfig, "trainer.resume_mode=~/x", "trainer.resume_mode"),
+        (TrainConfig, "data.sampler.path=~/x", "data.sampler.path"),
+        (TrainConfig, "critic.model.tokenizer_path=~/x", "critic.model.tokenizer_path"),
+        (TrainConfig, "actor_rollout_ref.model.lora.path=~/x", "actor_rollout_ref.model.lora.path"),
+        (SFTConfig, "trainer.default_local_dir=~/x", "trainer.default_local_dir"),
+        (SFTConfig, "reward.path=~/x", "reward.path"),
+        (GenerateConfig, "output=~/x", "output"),
+        (EvalConfig, "output=~/x", "output"),
+    ],
+)
+def test_one_path_from_the_command_line_and_from_a_file(home, cls, given, key):
+    (home / "settings.yaml").write_text("")
+    config = load_config(cls, [given], "~/settings.yaml")
+    found = config
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == str(home / "x")
+    (home / "settings.yaml").write_text(to_yaml(config))
+    assert load_config(cls, file="~/settings.yaml") == config
+
+
+def test_lists_of_paths_and_the_parts_of_the_reward(home):
+    config = load_config(
+        TrainConfig,
+        [
+            "data.train_files=['~/a.parquet',b.parquet]", "algorithm.user_files=['~/mine.py']",
+            "reward.parts={own: {path: '~/rule.py', name: '~f'}, exact: {weight: 1.0}}",
+        ],
+    )  # fmt: skip
+    assert config.data.train_files == [str(home / "a.parquet"), "b.parquet"]
+    assert config.algorithm.user_files == [str(home / "mine.py")]
+    own = {"path": str(home / "rule.py"), "name": "~f"}
+    assert config.reward.parts == {"own": own, "exact": {"weight": 1.0}}
+    one = load_config(TrainConfig, ["data.train_files=~/a.parquet"]).data.train_files
+    assert one == [str(home / "a.parquet")]
+    with pytest.raises(ConfigError, match=r"at: '~'; quote a path with ~ in a list: \['~/a"):
+        load_config(TrainConfig, ["data.train_files=[~/a.parquet]"])
+
+
+def test_a_program_that_builds_its_settings_has_the_same_paths(home):
+    assert DataConfig(train_files=["~/a.parquet"]).train_files == [str(home / "a.parquet")]
+    trainer = dataclasses.replace(TrainerConfig(), default_local_dir="~/run")
+    assert trainer.default_local_dir == str(home / "run")
+
+
+def test_names_that_are_no_paths_of_the_home_folder_stay(tmp_path):
+    for path in ("hf://owner/~name", "a/~/b", "", "~no such user/b", "https://h/~u"):
+        assert ModelConfig(path=path).path == path
+        assert expand_home(path) == path
+    assert TrainerConfig(resume_mode="auto").resume_mode == "auto"
+    assert with_absolute_paths(ModelConfig(path="hf://owner/~name")).path == "hf://owner/~name"
+    with pytest.raises(DataError, match=r"data\.train_files: no such file: ~no such user/a"):
+        check_files(DataConfig(train_files=["~no such user/a"]).train_files, "data.train_files",
+                    needed=True)  # fmt: skip
+
+
+def test_files_of_the_home_folder_are_found_before_a_run_starts(home):
+    (home / "a.jsonl").write_text("{}\n")
+    config = DataConfig(train_files=["~/a.jsonl"])
+    check_files(config.train_files, "data.train_files", needed=True)
+    (home / "step_3").mkdir()
+    with pytest.raises(CheckpointError, match=f"{home}/step_3"):
+        checkpoint_to_resume(TrainerConfig(resume_mode="~/step_3"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ("data.py", "content of data.train_files"),
+        ("rule.py", "content of reward.path"),
+        ("set.py", "content of data.dataset.path"),
+        ("order.py", "content of data.sampler.path"),
+        ("mine.py", "content of algorithm.user_files"),
+    ],
+)
+def test_a_changed_file_of_the_home_folder_is_a_change_for_a_resumed_run(home, changed, key):
+    for name in ("data.py", "rule.py", "set.py", "order.py", "mine.py"):
+        (home / name).write_text("first")
+    config = TrainConfig(
+        data=DataConfig(
+            train_files=["~/data.py"],
+            dataset=DatasetClassConfig(path="~/set.py"),
+            sampler=SamplerConfig(path="~/order.py"),
+        ),
+        reward=RewardConfig(path="~/rule.py"),
+        algorithm=AlgorithmConfig(user_files=["~/mine.py"]),
+    )
+    before = inputs_of(config)
+    (home / changed).write_text("second")
+    after = inputs_of(config)
+    assert [name for name in before if before[name] != after[name]] == [key]
+
+
+def test_a_changed_part_of_the_reward_is_a_change_too(home):
+    (home / "rule.py").write_text("first")
+    config = TrainConfig(reward=RewardConfig(parts={"own": {"path": "~/rule.py"}}))
+    before = inputs_of(config)
+    (home / "rule.py").write_text("second")
+    assert inputs_of(config) != before
+
+
+def test_a_command_writes_to_the_home_folder(home, capsys):
+    sizes = ["train_size=2", "val_size=2", "sft_size=2"]
+    assert main(["data", "make", "output=~/made", *sizes]) == 0
+    assert (home / "made" / "train.parquet").is_file()
+    assert list(Path().iterdir()) == [], "no folder named ~ in the working directory"
