@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from quadriga.config.role_ranks import RolePool
 from quadriga.config.schema import GenerationConfig, TrainConfig
-from quadriga.errors import ConfigError
 from quadriga.rollout.memory import GeneratedRows, generation_memory, planned_sampling
 from quadriga.trainer.evaluation.ranks import trainer_settings
-from quadriga.trainer.memory.machine import device_limit, planned_device
+from quadriga.trainer.memory.host import HostSettings
+from quadriga.trainer.memory.machine import planned_device
 from quadriga.trainer.memory.plan import ROLLOUT, MemoryPlan, pool_memory
-from quadriga.trainer.memory.report import shortage, table_text
+from quadriga.trainer.memory.report import check_plan, plan_lines
 from quadriga.trainer.run.checks.images import uncounted_images
 
 if TYPE_CHECKING:
@@ -58,17 +59,13 @@ def check_generation_memory(config: GenerationConfig, prompts: PromptDataset) ->
     device_type = planned_device(trainer)
     if not trainer.check_memory or device_type is None:
         return
-    limit = device_limit(trainer, device_type)
-    if limit is None:
-        return
     plan = generation_memory_plan(config, device_type, PromptBatch.of_data(config, prompts))
-    short = shortage(plan, limit, states_only=True) or shortage(plan, limit)
-    if short is not None:
-        raise ConfigError(
-            f"{short}; {'; or '.join(_remedies(config, device_type))}; "
-            "trainer.check_memory=false starts the run anyway",
-            key="trainer.check_memory",
-        )
+    advice = partial(_remedies, config, device_type)
+    check_plan(plan, _host_settings(config), advice, "plan generate")
+
+
+def _host_settings(config: GenerationConfig) -> HostSettings:
+    return HostSettings(trainer_settings(config.trainer), {}, (config.model,))
 
 
 def rows_at_once(config: GenerationConfig, batch: PromptBatch) -> tuple[int, int]:
@@ -125,12 +122,10 @@ def generation_plan_text(config: GenerationConfig) -> str:
         f"  at once on a rank    {rows} of up to {batch.longest} + "
         f"{config.max_response_length} tokens",
     ]
-    table = table_text(
-        generation_memory_plan(config, device_type, batch),
-        device_limit(trainer, device_type),
-        lambda: _remedies(config, device_type),
-    )
-    return "\n".join([*lines, table])
+    plan = generation_memory_plan(config, device_type, batch)
+    advice = partial(_remedies, config, device_type)
+    table = plan_lines(plan, _host_settings(config), advice)
+    return "\n".join([*lines, *table])
 
 
 def _remedies(config: GenerationConfig, device_type: str) -> Iterator[str]:

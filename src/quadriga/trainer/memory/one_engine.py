@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from quadriga.config.schema import RMConfig, SFTConfig
+from quadriga.engines.base import HeadKind
 from quadriga.engines.memory.states import TrainingMemory
-from quadriga.errors import ConfigError
-from quadriga.trainer.memory.machine import device_limit, planned_device
-from quadriga.trainer.memory.plan import MemoryPlan
-from quadriga.trainer.memory.report import shortage, table_text
+from quadriga.trainer.memory.host import HostedEngine, HostSettings
+from quadriga.trainer.memory.machine import gib, planned_device
+from quadriga.trainer.memory.plan import ACTOR, REWARD_MODEL, MemoryPlan
+from quadriga.trainer.memory.report import check_plan, plan_lines
 
 OneEngineConfig = SFTConfig | RMConfig
 
@@ -21,31 +22,35 @@ PlanFor = Callable[[str], MemoryPlan]
 
 
 def check_one_engine(config: OneEngineConfig, plan_for: PlanFor) -> None:
-    """Check that a run fits the memory of its ranks, if that is known.
+    """Check that a run fits the memory of its ranks and of their hosts, if that is known.
 
     Raises:
         ConfigError: it does not fit. The message has the arithmetic, and says what to change.
     """
     device_type = planned_device(config.trainer)
-    checked = config.trainer.check_memory
-    limit = device_limit(config.trainer, device_type) if checked and device_type else None
-    if limit is None or device_type is None:
+    if not config.trainer.check_memory or device_type is None:
         return
     plan = plan_for(device_type)
-    short = shortage(plan, limit, states_only=True) or shortage(plan, limit)
-    if short is not None:
-        raise ConfigError(
-            f"{short}; {'; or '.join(_remedies(config, device_type))}; "
-            "trainer.check_memory=false starts the run anyway",
-            key="trainer.check_memory",
-        )
+    command = "plan sft" if isinstance(config, SFTConfig) else "plan rm"
+    check_plan(plan, _host_settings(config), lambda: _remedies(config, plan), command)
 
 
 def one_engine_text(config: OneEngineConfig, plan_for: PlanFor) -> str:
     """Return the plan of a run as a table, and whether it fits."""
-    device_type = planned_device(config.trainer) or "cuda"
-    limit = device_limit(config.trainer, device_type)
-    return table_text(plan_for(device_type), limit, lambda: _remedies(config, device_type))
+    plan = plan_for(planned_device(config.trainer) or "cuda")
+    return "\n".join(plan_lines(plan, _host_settings(config), lambda: _remedies(config, plan)))
+
+
+def _host_settings(config: OneEngineConfig) -> HostSettings:
+    role, head = _ROLES[type(config)]
+    own = HostedEngine("engine", config.engine, config.model, head, trained=True)
+    return HostSettings(config.trainer, {role: own})
+
+
+_ROLES: dict[type[OneEngineConfig], tuple[str, HeadKind]] = {
+    SFTConfig: (ACTOR, "lm"),
+    RMConfig: (REWARD_MODEL, "score"),
+}
 
 
 def missing_activations(role: str, engine: TrainingMemory) -> tuple[str, ...]:
@@ -53,7 +58,7 @@ def missing_activations(role: str, engine: TrainingMemory) -> tuple[str, ...]:
     return (f"activations of the {role} ({engine.uncounted})",) if engine.uncounted else ()
 
 
-def _remedies(config: OneEngineConfig, device_type: str) -> Iterator[str]:
+def _remedies(config: OneEngineConfig, plan: MemoryPlan) -> Iterator[str]:
     """Yield what to change, most effective first."""
     if not config.model.gradient_checkpointing:
         yield "set model.gradient_checkpointing=true"
@@ -62,14 +67,18 @@ def _remedies(config: OneEngineConfig, device_type: str) -> Iterator[str]:
         yield f"lower engine.max_tokens_per_micro_batch={budget}"
     else:
         yield "lower data.micro_batch_size_per_gpu"
-    fsdp = config.engine.name == "fsdp"
-    if fsdp and device_type != "cpu" and not config.engine.offload_policy:
-        yield "set engine.offload_policy=true"
+    fsdp, on_cpu = config.engine.name == "fsdp", plan.device_type == "cpu"
+    if fsdp and not on_cpu and not config.engine.offload_policy:
+        states = sum(engine.states for pool in plan.pools for engine in pool.engines.values())
+        yield (
+            "set engine.offload_policy=true (parameters, gradients and optimizer states in host "
+            f"memory: {gib(states)} GiB of each rank at most)"
+        )
     if not fsdp:
         yield "divide the model (engine.tensor_parallel_size, engine.pipeline_parallel_size)"
     elif config.optim.name == "adamw":
         yield "set optim.name=adamw_8bit (a quarter of the optimizer states)"
-    if device_type != "cpu":
+    if not on_cpu:
         yield "shard over more ranks (trainer.n_gpus_per_node, trainer.nnodes)"
     else:
         yield "use fewer ranks of a node, or a smaller model"

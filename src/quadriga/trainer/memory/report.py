@@ -5,11 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from quadriga.config.schema import Checkpointing, ModelConfig, TrainConfig
 from quadriga.engines.memory.states import TrainingMemory
 from quadriga.errors import ConfigError, ModelError
-from quadriga.trainer.memory.host import HostMemory, host_limit, host_memory, host_shortage
+from quadriga.trainer.memory.host import (
+    HostSettings,
+    host_limit,
+    host_memory,
+    host_remedies,
+    host_settings,
+    host_shortage,
+)
 from quadriga.trainer.memory.machine import DeviceLimit, device_limit, gib, planned_device
 from quadriga.trainer.memory.plan import (
     ACTOR,
@@ -22,6 +30,9 @@ from quadriga.trainer.memory.plan import (
 )
 from quadriga.trainer.memory.resharding import resharding_lines
 
+Advice = Callable[[], Iterable[str]]
+"""Returns what to change, most effective first."""
+
 
 def check_memory(config: TrainConfig) -> None:
     """Check that a run fits the memory of its ranks, if the memory is known on this machine.
@@ -32,17 +43,31 @@ def check_memory(config: TrainConfig) -> None:
     device_type = planned_device(config.trainer)
     if not config.trainer.check_memory or device_type is None:
         return
-    limit = device_limit(config.trainer, device_type)
     plan = memory_plan(config, device_type)
+    check_plan(plan, host_settings(config), lambda: remedies(config, plan), "plan")
+
+
+def check_plan(plan: MemoryPlan, settings: HostSettings, advice: Advice, command: str) -> None:
+    """Check that a plan fits the memory of the ranks and of their hosts, where that is known.
+
+    Args:
+        advice: what to change if it does not fit a device.
+        command: the words after `quadriga` that show the plan.
+
+    Raises:
+        ConfigError: it does not fit. The message has the arithmetic, and says what to change.
+    """
+    limit = device_limit(settings.trainer, plan.device_type)
     short = None
     if limit is not None:
         short = shortage(plan, limit, states_only=True) or shortage(plan, limit)
-    if short is None and (own := host_limit(config, plan, limit)) is not None:
-        short = host_shortage(host_memory(config, plan), own)
+    if short is None and (own := host_limit(settings.trainer, plan, limit)) is not None:
+        memory = host_memory(settings, plan)
+        short, advice = host_shortage(memory, own), partial(host_remedies, settings, memory)
     if short is not None:
         raise ConfigError(
-            f"{short}; {'; or '.join(remedies(config, plan))}; `quadriga plan` shows all parts, "
-            "and trainer.check_memory=false starts the run anyway",
+            f"{short}; {'; or '.join(advice())}; `quadriga {command}` shows all parts, and "
+            "trainer.check_memory=false starts the run anyway",
             key="trainer.check_memory",
         )
 
@@ -203,47 +228,54 @@ def plan_text(config: TrainConfig) -> str:
     plan = memory_plan(config, shown)
     current = config.actor_rollout_ref.model.gradient_checkpointing
     others = _other_forms(config, shown, current)
-    limit = device_limit(config.trainer, shown)
-    lines = table_text(plan, limit, lambda: remedies(config, plan), others)
-    own = host_limit(config, plan, limit)
-    host = host_lines(host_memory(config, plan), own)
-    return "\n".join([lines, *host, *resharding_lines(config, shown)])
+    lines = plan_lines(plan, host_settings(config), lambda: remedies(config, plan), others)
+    return "\n".join([*lines, *resharding_lines(config, shown)])
 
 
-def host_lines(memory: HostMemory, limit: DeviceLimit | None) -> list[str]:
-    """Return the host memory of a node as lines of a table, and whether it suffices."""
-    lines = ["host memory of a node in GiB, all ranks"]
-    lines += [f"  {name:<36}{gib(size):>10}" for name, size in memory.parts.items()]
-    lines += [f"  {role} is loaded whole: {reason}" for role, reason in memory.whole.items()]
-    short = None if limit is None else host_shortage(memory, limit)
-    return lines if short is None else [*lines, f"  {short}"]
-
-
-def table_text(
+def plan_lines(
     plan: MemoryPlan,
-    limit: DeviceLimit | None,
-    advice: Callable[[], Iterable[str]],
+    settings: HostSettings,
+    advice: Advice,
     others: Mapping[str, MemoryPlan] | None = None,
-) -> str:
-    """Return a plan as a table, and whether it fits.
+) -> list[str]:
+    """Return a plan as lines of a table, with the host memory, and whether it fits.
 
     Args:
-        limit: None: it is not known on this machine.
-        advice: returns what to change, if it does not fit.
+        advice: what to change, if it does not fit a device.
         others: form of activation checkpointing -> the plan with it.
     """
+    limit = device_limit(settings.trainer, plan.device_type)
+    memory, own = host_memory(settings, plan), host_limit(settings.trainer, plan, limit)
+    lines = [
+        *_table_lines(plan, limit, advice, others or {}),
+        "host memory of a node in GiB, all ranks",
+    ]
+    lines += [f"  {name:<36}{gib(size):>10}" for name, size in memory.parts.items()]
+    lines += [f"  {role} is loaded whole: {reason}" for role, reason in memory.whole.items()]
+    short = None if own is None else host_shortage(memory, own)
+    if short is None:
+        return lines
+    return [*lines, f"  {short}", *(f"    {text}" for text in host_remedies(settings, memory))]
+
+
+def _table_lines(
+    plan: MemoryPlan,
+    limit: DeviceLimit | None,
+    advice: Advice,
+    others: Mapping[str, MemoryPlan],
+) -> list[str]:
     lines = [f"memory of one rank in GiB, device {plan.device_type}"]
     for pool in plan.pools:
-        lines += _pool_lines(pool, others or {})
+        lines += _pool_lines(pool, others)
     if plan.missing:
         lines.append(f"  not counted: {'; '.join(plan.missing)}")
     if limit is None:
-        return "\n".join([*lines, "  memory of the device: unknown; set trainer.device_memory_gb"])
+        return [*lines, "  memory of the device: unknown; set trainer.device_memory_gb"]
     short = shortage(plan, limit)
     lines.append(f"  {gib(limit.size)} GiB: {limit.source}")
     if short is None:
-        return "\n".join([*lines, "  the run fits"])
-    return "\n".join([*lines, f"  {short}", *(f"    {text}" for text in advice())])
+        return [*lines, "  the run fits"]
+    return [*lines, f"  {short}", *(f"    {text}" for text in advice())]
 
 
 def _pool_lines(pool: PoolMemory, others: Mapping[str, MemoryPlan]) -> list[str]:
