@@ -255,6 +255,90 @@ def test_a_signal_lets_the_step_end_and_saves_a_checkpoint(runs, monkeypatch) ->
     assert runs.metrics("stopped") == runs.metrics("whole")
 
 
+@pytest.fixture
+def failing(monkeypatch):
+    """failing(step): the validation of this step fails at its end; failing(None): none fails."""
+    from quadriga.trainer.run.record import RunRecord
+
+    original = RunRecord.log_validation
+    failing_step: list[int | None] = [None]
+
+    def log_validation(self, step, *rest):
+        if step == failing_step[0]:
+            raise RuntimeError("out of memory")
+        original(self, step, *rest)
+
+    monkeypatch.setattr(RunRecord, "log_validation", log_validation)
+    return lambda step: failing_step.__setitem__(0, step)
+
+
+@pytest.mark.parametrize("step", [2, 4], ids=["at an interval", "at the end"])
+def test_a_validation_that_fails_loses_no_step(runs, failing, step) -> None:
+    settings = ("trainer.total_training_steps=4", "trainer.test_freq=2", "trainer.save_freq=2")
+    whole = runs.run("whole", *settings)
+    failing(step)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runs.run("run", *settings)
+    state = read_marker(runs.checkpoint("run", step))
+    before = read_marker(runs.checkpoint("whole", 2))["validation"] if step == 4 else {}
+    assert state["validation_pending"] and state["validation"] == before
+    assert [row["step"] for row in runs.metrics("run")] == list(range(1, step + 1))
+    with pytest.raises(RuntimeError, match="out of memory"):  # the validation is due again
+        runs.run("run", *settings, "trainer.resume_mode=auto")
+    failing(None)
+    resumed = runs.run("run", *settings, "trainer.resume_mode=auto")
+    assert (resumed.steps, resumed.model_path) == (4, str(runs.folder / "run" / "model"))
+    for number in (2, 4):
+        ours, theirs = (read_marker(runs.checkpoint(run, number)) for run in ("run", "whole"))
+        assert ours["validation"] == theirs["validation"] != {}
+        assert not ours["validation_pending"] and not theirs["validation_pending"]
+    merged: dict[float, dict[str, float]] = {}
+    for row in runs.metrics("run"):
+        merged.setdefault(row["step"], {}).update(row)
+    assert list(merged.values()) == runs.metrics("whole")
+    for name in ("checkpoints/global_step_4", "model"):
+        ours, theirs = (tensors(runs.folder / run / name) for run in ("run", "whole"))
+        assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == [], name
+    assert whole.steps == 4
+
+
+def test_a_checkpoint_that_is_moved_away_during_validation_ends_no_run(
+    runs, monkeypatch, caplog
+) -> None:
+    from quadriga.trainer.run.record import RunRecord
+
+    original = RunRecord.log_validation
+
+    def log_validation(self, step, *rest):
+        runs.checkpoint("run", step).rename(runs.folder / "moved")
+        original(self, step, *rest)
+
+    monkeypatch.setattr(RunRecord, "log_validation", log_validation)
+    assert runs.run("run", "trainer.total_training_steps=1").steps == 1
+    assert "the validation is not recorded in the checkpoint" in caplog.text
+    assert read_marker(runs.folder / "moved")["validation_pending"]
+
+
+def test_a_signal_in_a_validation_lets_it_end(runs, monkeypatch) -> None:
+    from quadriga.trainer.run.record import RunRecord
+
+    original = RunRecord.log_validation
+
+    def log_validation(self, step, *rest):
+        if step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        original(self, step, *rest)
+
+    monkeypatch.setattr(RunRecord, "log_validation", log_validation)
+    given = runs.given("run", "trainer.total_training_steps=3", "trainer.test_freq=1")
+    assert main([runs.command, *given]) == 143
+    found = complete_checkpoints(runs.folder / "run" / "checkpoints")
+    assert [step for step, _ in found] == [1]
+    state = read_marker(runs.checkpoint("run", 1))
+    assert state["validation"] and not state["validation_pending"]
+    assert [row["step"] for row in runs.metrics("run")] == [1]
+
+
 @pytest.mark.parametrize("runs", ["sft"], indirect=True)
 def test_a_run_that_has_reached_its_goal_takes_no_step_when_it_is_resumed(runs) -> None:
     goal = ("trainer.stop_at_accuracy=0.0", "trainer.test_freq=2", "trainer.save_freq=5")

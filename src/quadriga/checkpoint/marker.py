@@ -70,6 +70,16 @@ def write_marker(
     write_json(folder / MARKER, {**marker, "digest": digest_json(marker)})
 
 
+def change_info(folder: Path, info: Mapping[str, object]) -> None:
+    """Write another `info` into the marker of a complete checkpoint, by one rename.
+
+    Raises:
+        CheckpointError: the marker is missing or damaged.
+        InputError: it cannot be written.
+    """
+    write_marker(folder, _read(folder)["step"], _files(folder, _read(folder)), info)
+
+
 def read_marker(folder: str | Path) -> JsonObject:
     """Return the `info` of a complete checkpoint, after every check that reads no other file.
 

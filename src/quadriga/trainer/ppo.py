@@ -159,7 +159,7 @@ class RayPPOTrainer:
             # `run(stage, batch, …)` calls a stage, and those of added roles before and after it.
             run = StageRunner(added_stages(self.config), groups.added, record)
             validator = self.make_validator(groups, record)
-            validator.run(step=0, due=self.config.trainer.val_before_train and resumed is None)
+            self.validate_first(validator, record, resumed)
             sampler = self.make_sampler(groups, run)
             together = self.config.actor_rollout_ref.actor.engine.model_parallel_size
             of_critic = self.config.critic.engine.model_parallel_size
@@ -202,18 +202,39 @@ class RayPPOTrainer:
                         with record.span("sync_weights"):
                             groups.sync_weights()
 
-                self.end_step(batch, validator, record)
-                self.save_if_due(groups, record)
+                self.end_step(groups, batch, validator, record)
             actor.export_hf(str(record.folder.model))
             return validator.last
 
-    def end_step(self, batch: DataProto, validator: Validator, record: RunRecord) -> None:
-        """Show the step to the sampler of the data, validate if it is due, and log the step."""
+    def validate_first(
+        self, validator: Validator, record: RunRecord, resumed: Resumed | None
+    ) -> None:
+        """Validate before the first step, or after the step of a checkpoint that lacks it."""
+        if resumed is None:
+            validator.run(step=0, due=self.config.trainer.val_before_train)
+        elif resumed.state.validation_pending and validator.loader is not None:
+            with record.ending(self.step):
+                validator.run(step=self.step, due=True)
+            self.checkpoints.record_validation(record.last_validation)
+
+    def end_step(
+        self, groups: PPOGroups, batch: DataProto, validator: Validator, record: RunRecord
+    ) -> None:
+        """Show the step to the sampler of the data, save and validate where these are due, and log
+        the step. Then stop if a signal asks for it.
+
+        It is saved first, so that a validation that fails loses no step.
+        """
         self.ingredients.train_loader.update(batch)
         record.log_samples(self.step, batch)
-        validator.run(step=self.step, due=self._due(self.config.trainer.test_freq))
-        record.end_step(self.step)
-        self.mismatch_watch.check(self.step, record.last)
+        due = self._due(self.config.trainer.test_freq)
+        with record.ending(self.step):
+            self.mismatch_watch.check(self.step, record.measured)
+            self.save_if_due(groups, record, validates=due and validator.loader is not None)
+            validator.run(step=self.step, due=due)
+        self.checkpoints.record_validation(record.last_validation)
+        self.save_if_due(groups, record)  # if a signal has come, or time has passed
+        self.stop.stop_if_requested()
 
     def score_and_mask(self, batch: DataProto, run: StageRunner, record: RunRecord) -> DataProto:
         """Score the responses, measure them, and mask those that take no part in the update."""
@@ -286,20 +307,24 @@ class RayPPOTrainer:
             return self.reward_fn
         return ModelReward(self.reward_fn, model, self.config.reward_model)
 
-    def save_if_due(self, groups: PPOGroups, record: RunRecord) -> None:
-        """Save a checkpoint where the settings or a signal ask for it. Then stop if one does."""
+    def save_if_due(self, groups: PPOGroups, record: RunRecord, *, validates: bool = False) -> None:
+        """Save a checkpoint where the settings or a signal ask for it. `validates`: a validation
+        follows."""
         if self.checkpoints.due(self.step, last=self.step == self.total_steps):
-            self.save(groups, record)
-            self.checkpoints.clock.restart()
-        self.stop.stop_if_requested()
+            self.save(groups, record, validates=validates)
 
-    def save(self, groups: PPOGroups, record: RunRecord) -> None:
+    def save(self, groups: PPOGroups, record: RunRecord, *, validates: bool = False) -> None:
         """Write a checkpoint of every role that learns, and of the controller."""
         state = self.checkpoints.state(
-            self.step, record.last_validation, self.kl_controller.state_dict()
+            self.step,
+            record.last_validation,
+            self.kl_controller.state_dict(),
+            validation_pending=validates,
         )
+        root = record.folder.checkpoints
         with record.span("save"):
-            groups.save(record.folder.checkpoints, state, self.config.trainer.max_ckpt_to_keep)
+            groups.save(root, state, self.config.trainer.max_ckpt_to_keep)
+        self.checkpoints.saved(root, state)
 
     def resume(self, groups: PPOGroups) -> Resumed | None:
         """Load the checkpoint that `trainer.resume_mode` names, if there is one, and return it.

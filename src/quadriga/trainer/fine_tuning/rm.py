@@ -90,8 +90,7 @@ class RMTrainer:
 
     def fit(self) -> RMResult:
         """Run the loop: update, and where it is due validate and save."""
-        settings, total = self.config.trainer, self.total_steps
-        group = self._start()
+        total, group = self.total_steps, self._start()
         # Loaded before the run folder is opened: a folder of a run that cannot be continued keeps
         # all that it holds.
         resumed, first = self.checkpoints.resume(), 0
@@ -99,18 +98,40 @@ class RMTrainer:
             first = resumed.state.step
             group.load_checkpoint(str(resumed.folder / _KEY), first)
         with RunRecord.open(self.config, total, self.tokenizer, resumed) as record:
+            pending = resumed is not None and resumed.state.validation_pending
+            if pending and self.val_pairs is not None:
+                with record.ending(first):
+                    self._log_validation(record, group, first)
+                self.checkpoints.record_validation(record.last_validation)
             for step, rows in self.checkpoints.steps(total, first):
                 with record.span("step"):
                     record.log_update(group.update_rm(rows))
-                if step == total or (settings.test_freq and step % settings.test_freq == 0):
-                    with record.span("validate"):
-                        metrics = self.validate(group)
-                    record.log_validation(step, metrics)
-                record.end_step(step)
-                self.checkpoints.save_if_due(record, {_KEY: group}, step, last=step == total)
+                self._end_step(record, group, step)
             path = str(record.folder.model)
             group.export_hf(path)
             return RMResult(path, total, record.last_validation)
+
+    def _end_step(self, record: RunRecord, group: PairTrainingGroup, step: int) -> None:
+        """Save and validate where these are due, and log the step. Then stop if a signal asks for
+        it.
+
+        It is saved first, so that a validation that fails loses no step.
+        """
+        last, every = step == self.total_steps, self.config.trainer.test_freq
+        validates = self.val_pairs is not None and (last or (every > 0 and step % every == 0))
+        saved = {_KEY: group}
+        with record.ending(step):
+            self.checkpoints.save_if_due(record, saved, step, last=last, validates=validates)
+            if validates:
+                self._log_validation(record, group, step)
+        self.checkpoints.record_validation(record.last_validation)
+        self.checkpoints.save_if_due(record, saved, step, last=last)  # a signal, or the time
+        self.checkpoints.stop.stop_if_requested()
+
+    def _log_validation(self, record: RunRecord, group: PairTrainingGroup, step: int) -> None:
+        with record.span("validate"):
+            metrics = self.validate(group)
+        record.log_validation(step, metrics)
 
     def validate(self, group: PairTrainingGroup) -> dict[str, float]:
         """Return `val/loss` and `val/accuracy` over the validation pairs; {} if there are none."""

@@ -173,24 +173,52 @@ class SFTTrainer:
             policy.load_checkpoint(str(resumed.folder / _KEY), self.step)
         with RunRecord.open(self.config, self.total_steps, self.tokenizer, resumed) as record:
             validator = Validator(settings.seed, self.val_loader, policy, self.reward_fn, record)
+            if resumed is not None and resumed.state.validation_pending and self.has_validation:
+                with record.ending(self.step):
+                    self.validate(validator, record)
+                self.checkpoints.record_validation(record.last_validation)
             for rows in () if self._reached_goal(validator.last) else self.schedule():
                 with record.span("step"):
                     record.log_update(policy.update_sft(rows))
-                last = self.step == self.total_steps
-                due = last or (settings.test_freq > 0 and self.step % settings.test_freq == 0)
-                if due:
-                    with record.span("sync_weights"):
-                        policy.sync_weights()
-                    with record.span("evaluate"):
-                        record.add(self.val_loss.measure(policy))
-                last |= self._reached_goal(validator.run(step=self.step, due=due))
-                record.end_step(self.step)
-                self.checkpoints.save_if_due(record, {_KEY: policy}, self.step, last=last)
-                if last:
+                if self.end_step(validator, record):
                     break
             path = str(record.folder.model)
             policy.export_hf(path)
             return SFTResult(path, self.step, validator.last.get("val/accuracy"))
+
+    def end_step(self, validator: Validator, record: RunRecord) -> bool:
+        """Save and validate where these are due, and log the step. Then stop if a signal asks for
+        it. Return whether the step is the last one of the run.
+
+        It is saved first, so that a validation that fails loses no step.
+        """
+        saved, every = {_KEY: self.init_workers().policy}, self.config.trainer.test_freq
+        last = self.step == self.total_steps
+        validates = (last or (every > 0 and self.step % every == 0)) and self.has_validation
+        with record.ending(self.step):
+            self.checkpoints.save_if_due(record, saved, self.step, last=last, validates=validates)
+            if validates:
+                last |= self._reached_goal(self.validate(validator, record))
+        self.checkpoints.record_validation(record.last_validation)
+        # If the goal is reached, a signal has come, or time has passed.
+        self.checkpoints.save_if_due(record, saved, self.step, last=last)
+        self.checkpoints.stop.stop_if_requested()
+        return last
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is validation data."""
+        return self.val_loader is not None or self.val_loss.loader is not None
+
+    def validate(self, validator: Validator, record: RunRecord) -> dict[str, float]:
+        """Compute the loss of the validation conversations, and score responses to the prompts.
+        Return the metrics of the scores, {} without prompts."""
+        policy = self.init_workers().policy
+        with record.span("sync_weights"):
+            policy.sync_weights()
+        with record.span("evaluate"):
+            record.add(self.val_loss.measure(policy))
+        return validator.run(step=self.step, due=True)
 
     def schedule(self) -> Iterator[DataProto]:
         """Yield one batch of rows per step, epoch after epoch, and count `step`."""

@@ -1,10 +1,25 @@
-"""The checkpoints of a run: from which one it is resumed, and after which steps it saves."""
+"""The checkpoints of a run: from which one it is resumed, and after which steps it saves.
+
+A checkpoint is saved before the validation of its step, so that a validation that fails loses no
+step:
+
+    update ──► save (validation_pending) ──► validate ──► log the step ──► record in the checkpoint
+
+A run that is resumed from a checkpoint whose validation is pending begins with this validation.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quadriga.checkpoint.folders import step_folder
+from quadriga.checkpoint.marker import change_info
+from quadriga.errors import InputError
+from quadriga.observability.run_folder import RunFolder
 from quadriga.trainer.run.resuming import (
     AnyRun,
     ControllerState,
@@ -16,6 +31,8 @@ from quadriga.trainer.run.stopping import StopRequest
 
 if TYPE_CHECKING:
     from quadriga.data import PromptLoader
+
+_log = logging.getLogger("quadriga")
 
 
 class Checkpointing:
@@ -32,6 +49,8 @@ class Checkpointing:
         self.inputs = inputs_of(config)
         self.clock = SaveClock(trainer.save_interval_s)
         self.stop = StopRequest(save=trainer.save_on_stop, grace_s=trainer.stop_grace_s)
+        self._last_saved = 0
+        self._pending: tuple[Path, ControllerState] | None = None
 
     def resume(self) -> Resumed | None:
         """Find the checkpoint that `trainer.resume_mode` names, and move the loader to its
@@ -43,20 +62,66 @@ class Checkpointing:
         resumed = read_resumed(self.config, self.inputs, tell=True)
         if resumed is not None:
             resumed.state.continue_loader(self.loader, data_changed=resumed.data_changed)
+            own = RunFolder(Path(self.config.trainer.default_local_dir).absolute())
+            # A checkpoint of another run stays as it is.
+            if resumed.state.validation_pending and own.holds_checkpoint(resumed.folder):
+                self._pending = resumed.folder, resumed.state
         return resumed
 
     def due(self, step: int, *, last: bool) -> bool:
-        """Whether a checkpoint is saved after a step. `last`: it is the last one of the run."""
+        """Whether a checkpoint is saved after a step. `last`: it is the last one of the run.
+
+        It is saved once, also if this is asked before and after the validation of the step.
+        """
+        if step == self._last_saved:
+            return False
         every = self.config.trainer.save_freq
         by_number = last or (every > 0 and step % every == 0)
         return by_number or self.clock.due or self.stop.requested
 
     def state(
-        self, step: int, validation: dict[str, float], kl_controller: dict[str, float] | None = None
+        self,
+        step: int,
+        validation: dict[str, float],
+        kl_controller: dict[str, float] | None = None,
+        *,
+        validation_pending: bool = False,
     ) -> ControllerState:
         """Return the state of the controller after a step."""
-        position = self.loader.state_dict()
-        return ControllerState(step, position, kl_controller or {}, self.inputs, validation)
+        return ControllerState(
+            step,
+            self.loader.state_dict(),
+            kl_controller or {},
+            self.inputs,
+            validation,
+            validation_pending,
+        )
+
+    def saved(self, root: Path, state: ControllerState) -> None:
+        """Note that a checkpoint with this state was saved in the folder `root` of checkpoints."""
+        self.clock.restart()
+        self._last_saved = state.step
+        self._pending = (step_folder(root, state.step), state) if state.validation_pending else None
+
+    def record_validation(self, validation: dict[str, float]) -> None:
+        """Record the validation of a step in the checkpoint that was saved before it, if one was.
+
+        A checkpoint that can no longer be written, because it was moved for example, is left as it
+        is and named in a warning.
+        """
+        if self._pending is None:
+            return
+        (folder, state), self._pending = self._pending, None
+        done = replace(state, validation=validation, validation_pending=False)
+        try:
+            change_info(folder, done.as_info())
+        except InputError as error:
+            _log.warning(
+                "the validation is not recorded in the checkpoint of step %d, so a run that is "
+                "resumed from it begins with a validation: %s",
+                state.step,
+                error,
+            )
 
 
 class SaveClock:

@@ -88,24 +88,31 @@ class OneGroupCheckpoints(Checkpointing):
                         break
 
     def save_if_due(
-        self, record: RunRecord, groups: Mapping[str, SavingGroup], step: int, *, last: bool
+        self,
+        record: RunRecord,
+        groups: Mapping[str, SavingGroup],
+        step: int,
+        *,
+        last: bool,
+        validates: bool = False,
     ) -> None:
-        """Save a checkpoint where the settings or a signal ask for it. Then stop if one does.
+        """Save a checkpoint where the settings or a signal ask for it.
 
         Args:
             groups: by the names of their roles.
             last: the step is the last one of the run.
+            validates: a validation follows.
 
         Raises:
             As `save_roles`.
         """
-        if self.due(step, last=last):
-            state = self.state(step, record.last_validation)
-            with record.span("save"):
-                keep = self.config.trainer.max_ckpt_to_keep
-                save_roles(record.folder.checkpoints, state, groups, keep)
-            self.clock.restart()
-        self.stop.stop_if_requested()
+        if not self.due(step, last=last):
+            return
+        state = self.state(step, record.last_validation, validation_pending=validates)
+        root, keep = record.folder.checkpoints, self.config.trainer.max_ckpt_to_keep
+        with record.span("save"):
+            save_roles(root, state, groups, keep)
+        self.saved(root, state)
 
 
 def save_roles(

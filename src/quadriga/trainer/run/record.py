@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -167,6 +167,19 @@ class RunRecord:
                 for name, value in _metrics_of(report).items()
             }
         )
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """The metrics of the current step so far."""
+        return self._metrics.reduce()
+
+    @contextmanager
+    def ending(self, step: int) -> Iterator[None]:
+        """End the step after the block, which saves and validates, also if one of these fails."""
+        try:
+            yield
+        finally:
+            self.end_step(step)
 
     def end_step(self, step: int) -> None:
         """Pass the metrics of the step to every tracker and begin the next step."""

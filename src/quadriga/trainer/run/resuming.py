@@ -99,6 +99,8 @@ class ControllerState:
     uninterrupted one, and what these steps depend on (`inputs_of`).
 
     `validation`: the metrics of the last validation; {} if there was none.
+    `validation_pending`: the validation after this step had not ended. A run that is resumed begins
+    with it.
     """
 
     step: int
@@ -106,6 +108,7 @@ class ControllerState:
     kl_controller: dict[str, float]
     inputs: dict[str, object] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
+    validation_pending: bool = False
 
     def as_info(self) -> dict[str, object]:
         """Return the state as JSON values, for the marker of the checkpoint."""
