@@ -21,6 +21,7 @@ from quadriga.workers.updates import update_policy
 
 ACTOR = "actor_rollout_ref.actor"
 SETTING = f"{ACTOR}.old_log_probs_from_update"
+LORA = "actor_rollout_ref.model.lora"
 ONE_STEP = f"{ACTOR}.ppo_mini_batch_size=null"
 
 RULE = """
@@ -53,6 +54,8 @@ def test_it_is_chosen_where_a_step_is_one_optimizer_step_and_nothing_reads_them_
     assert not chosen("algorithm.rollout_correction.level=token")
     assert not chosen(f"{ACTOR}.policy_loss.name=clip_cov")
     assert not chosen("algorithm.adv_estimator=gae", "critic.warmup_steps=1")
+    assert chosen(f"{LORA}.rank=4")
+    assert not chosen(f"{LORA}.rank=4", f"{LORA}.dropout=0.1")  # of an update only
     assert not chosen(f"{SETTING}=false")
 
 
@@ -60,6 +63,12 @@ def test_several_optimizer_steps_are_refused_with_the_arithmetic() -> None:
     overrides = [f"{SETTING}=true", f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.ppo_epochs=2"]
     message = r"but 64 / 16 mini-batches × 2 epochs = 8"
     with pytest.raises(ConfigError, match=message):
+        check_train_settings(load_config(TrainConfig, overrides))
+
+
+def test_adapters_that_drop_inputs_in_an_update_are_refused() -> None:
+    overrides = [f"{SETTING}=true", f"{LORA}.rank=4", f"{LORA}.dropout=0.1"]
+    with pytest.raises(ConfigError, match=r"lora\.dropout=0\.1: adapters drop inputs in an update"):
         check_train_settings(load_config(TrainConfig, overrides))
 
 

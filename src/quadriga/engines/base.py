@@ -37,6 +37,9 @@ ENTROPY = "entropy"  # nats, of the distribution over the vocabulary
 FULL_KL = "full_kl"  # nats, KL(policy ‖ reference) over the vocabulary
 VALUES = "values"  # reward, expected return
 
+SKIPPED_STEPS = "skipped_steps"
+"""Metric of `train_step`: the optimizer steps that were skipped so far."""
+
 LossFn = Callable[[Outputs, Batch], tuple[Tensor, Mapping[str, Tensor | float]]]
 """(outputs, micro-batch) -> (loss, metrics). Both are this micro-batch's *share* of the value for
 the mini-batch: sums over its rows, divided by counts of the whole mini-batch over all ranks

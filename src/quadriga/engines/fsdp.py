@@ -29,7 +29,7 @@ from quadriga.checkpoint.rank_state import (
     save_rank_state,
 )
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
-from quadriga.engines.base import Batch, HeadKind, LossFn, Outputs, TrainEngine
+from quadriga.engines.base import SKIPPED_STEPS, Batch, HeadKind, LossFn, Outputs, TrainEngine
 from quadriga.engines.image_inputs import Images, check_batch, images_of
 from quadriga.engines.loading.model_setup import in_local_folders
 from quadriga.engines.loading.model_weights import ModelWeights
@@ -207,7 +207,7 @@ class FSDPEngine:
         metrics |= {
             "grad_norm": norm,
             "lr": rate,
-            "skipped_steps": float(self.optimizer.skipped),
+            SKIPPED_STEPS: float(self.optimizer.skipped),
             "micro_batches": float(len(micro_batches)),
         }
         return metrics

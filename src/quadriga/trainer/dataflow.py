@@ -130,7 +130,8 @@ def takes_old_log_probs_from_update(config: TrainConfig) -> bool:
 
     If a step is one optimizer step, by the weights that generated the responses, they equal the
     log-probabilities of the update without their gradient. A pass of their own is needed if a stage
-    reads them before the update, or if the actor is not updated in every step.
+    reads them before the update, if the actor is not updated in every step, or if adapters drop
+    inputs in an update, because responses were sampled without dropout.
     """
     chosen = config.actor_rollout_ref.actor.old_log_probs_from_update
     if chosen is not None:
@@ -143,7 +144,8 @@ def takes_old_log_probs_from_update(config: TrainConfig) -> bool:
         or _selects_tokens(config)
     )
     one_step = batch_plan(config).actor.optimizer_steps == 1
-    return one_step and not read_earlier and not config.critic.warmup_steps
+    drops = config.actor_rollout_ref.model.lora.dropout > 0
+    return one_step and not read_earlier and not drops and not config.critic.warmup_steps
 
 
 def refills(config: TrainConfig) -> bool:

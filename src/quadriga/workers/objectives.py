@@ -4,17 +4,24 @@ An objective is called once per micro-batch. It returns the share of that micro-
 of the mini-batch: sums over its rows, divided by the counts of the whole mini-batch on all ranks.
 The shares add up to the same gradient however the rows are split. Metrics that are not sums are
 collected in `partials` as totals with weights, which the controller merges.
+
+If an output of the model is NaN or infinite, the loss is NaN, and so is the gradient. All ranks
+then skip the optimizer step and count it (`engines/optimizers/sharded.py`). Inputs of the update
+that are not finite raise `NonFiniteError`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from quadriga.algorithms.aggregation import aggregate, count_mask
+from quadriga.algorithms.checks import require_finite
 from quadriga.algorithms.entropy import entropy_bonus
 from quadriga.algorithms.importance import mismatch_statistics
 from quadriga.algorithms.kl import kl_loss
@@ -23,10 +30,13 @@ from quadriga.algorithms.policy_losses import compute_policy_loss, get_policy_lo
 from quadriga.algorithms.value_loss import value_loss
 from quadriga.config.schema import ActorConfig, CriticConfig, Options, PolicyLossConfig
 from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES, EntropyUse
+from quadriga.errors import NonFiniteError
 from quadriga.protocol import fields
 
 if TYPE_CHECKING:
     from quadriga.engines.base import Outputs, TrainEngine
+
+_log = logging.getLogger(__name__)
 
 Loss = tuple[Tensor, Mapping[str, Tensor | float]]
 """The loss of a micro-batch, and metrics that the engine sums over micro-batches and ranks."""
@@ -91,6 +101,16 @@ def entropy_use(config: ActorConfig, *, old_from_update: bool) -> EntropyUse:
     return "value" if old_from_update else "unused"
 
 
+def loss_of_damaged(outputs: Outputs, response_mask_BT: Tensor) -> Loss | None:
+    """Return a loss of NaN if an output is not finite where the mask is 1, and None otherwise."""
+    try:
+        require_finite(response_mask_BT.bool(), **outputs)
+    except NonFiniteError as error:
+        _log.warning("this optimizer step is skipped: %s", error)
+        return torch.stack([output.sum() for output in outputs.values()]).sum() * torch.nan, {}
+    return None
+
+
 class PolicyObjective:
     """Policy loss − entropy bonus + KL to the reference, for each token; then aggregated.
 
@@ -123,6 +143,8 @@ class PolicyObjective:
 
     def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
         mask, log_prob = micro[fields.RESPONSE_MASK], outputs[LOG_PROBS]
+        if (damaged := loss_of_damaged(outputs, mask)) is not None:
+            return damaged
         old = log_prob.detach() if self.old_from_update else micro[fields.OLD_LOG_PROBS]
         policy = compute_policy_loss(
             self.config.policy_loss.name,
@@ -196,6 +218,8 @@ class ValueObjective:
 
     def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
         mask = micro[fields.RESPONSE_MASK]
+        if (damaged := loss_of_damaged(outputs, mask)) is not None:
+            return damaged
         value = value_loss(
             values_BT=outputs[VALUES],
             old_values_BT=micro[fields.VALUES],

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quadriga.config.schema import ActorConfig, CriticConfig
+from quadriga.engines.base import SKIPPED_STEPS
 from quadriga.errors import FieldError, LengthError
 from quadriga.models.vision.rows import MultiModalRows
 from quadriga.protocol import DataProto, fields
@@ -60,8 +61,8 @@ def update_policy(
         mismatch_bound: nats, as `rollout.mismatch.bound`.
 
     Returns:
-        `meta_info["metrics"]`: means over the optimizer steps, equal on all ranks; and one row of
-        `partials` with the metrics of this rank that are still to be merged with other ranks'.
+        `meta_info["metrics"]`: means over the optimizer steps, and the steps skipped so far, of all
+        ranks; and one row of `partials`: metrics to be merged with those of other ranks.
 
     Raises `LengthError` if ranks have different numbers of mini-batches, and `FieldError` if there
     are several optimizer steps and no `old_log_probs`.
@@ -270,15 +271,17 @@ def mini_batches(
 def _report(
     steps: Sequence[Mapping[str, float]], partials: list[Partials], prefix: str
 ) -> DataProto:
-    means = {
+    metrics = {
         prefix + key: sum(step[key] for step in steps) / len(steps)
         for key in (steps[0] if steps else ())
     }
+    if steps and SKIPPED_STEPS in steps[-1]:  # the steps that were skipped so far
+        metrics[prefix + SKIPPED_STEPS] = steps[-1][SKIPPED_STEPS]
     # The batch of one row makes the reports of the ranks join like any result: row r is rank r's.
     row = np.empty(1, dtype=object)
     row[0] = partials
     return DataProto.from_dict(
         tensors={},
         non_tensors={fields.PARTIALS: row},
-        meta_info={"metrics": {**means, prefix + "optimizer_steps": float(len(steps))}},
+        meta_info={"metrics": {**metrics, prefix + "optimizer_steps": float(len(steps))}},
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from quadriga.config.checks.batches import check_batches, nearest_multiples, ranks_in_words
 from quadriga.config.checks.engine import check_engine_ranks
 from quadriga.config.checks.generation import check_eval_settings as check_eval_settings
 from quadriga.config.checks.generation import check_generate_settings as check_generate_settings
@@ -30,11 +31,9 @@ from quadriga.config.checks.unread import (
 )
 from quadriga.config.convert import check_choice
 from quadriga.config.describe import as_written
-from quadriga.config.plan import mini_batch_prompts
 from quadriga.config.role_ranks import (
     REWARD_MODEL,
     added_keys,
-    data_ranks,
     num_ranks,
     reference_engine,
     role_pools,
@@ -87,7 +86,7 @@ def check_train_settings(config: TrainConfig, known: KnownNames | None = None) -
         check_engine_ranks(f"{key}.engine", engine, num_ranks(config, role), optim)
     check_reward_model_settings(config, num_ranks(config, REWARD_MODEL))
     _check_sampling(config, known)
-    _check_batches(config, known)
+    check_batches(config, known.estimators_with_values)
     _check_balance(config)
     check_trained_parts(config)
     _check_algorithm(config, known)
@@ -111,8 +110,8 @@ def check_sft_settings(config: SFTConfig, known: KnownNames | None = None) -> No
     parts = ranks // config.engine.model_parallel_size
     if rows % parts:
         raise ConfigError(
-            f"data.train_batch_size={rows} rows do not divide over {_ranks(config)}; "
-            f"set it to {_nearest_multiples(rows, parts)}",
+            f"data.train_batch_size={rows} rows do not divide over {ranks_in_words(config)}; "
+            f"set it to {nearest_multiples(rows, parts)}",
             key="data.train_batch_size",
         )
     _check_local_ranks(config, ["actor"])
@@ -204,9 +203,9 @@ def _check_local_ranks(config: TrainConfig | SFTConfig, roles: Iterable[str]) ->
             ranks = num_ranks(config, role)
         if ranks > 1:
             raise ConfigError(
-                f"{role} has {_ranks(config, role)}, but the ranks of trainer.backend=local are in "
-                "one process and run no collectives; set trainer.backend=ray, or give the role "
-                "one rank",
+                f"{role} has {ranks_in_words(config, role)}, but the ranks of "
+                "trainer.backend=local are in one process and run no collectives; set "
+                "trainer.backend=ray, or give the role one rank",
                 key="trainer.backend",
             )
 
@@ -240,24 +239,6 @@ def _check_sampling(config: TrainConfig, known: KnownNames) -> None:
         )
 
 
-def _check_batches(config: TrainConfig, known: KnownNames) -> None:
-    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    with_critic = config.algorithm.adv_estimator in known.estimators_with_values
-    for role in roles_of(config):
-        if (role != "critic" or with_critic) and prompts * n % data_ranks(config, role):
-            raise ConfigError(
-                f"data.train_batch_size × rollout.n = {prompts} × {n} = {prompts * n} sequences do "
-                f"not divide over {_ranks(config, role)}; the product must be a multiple of the "
-                "ranks",
-                key="data.train_batch_size",
-            )
-    actor_mini, critic_mini = mini_batch_prompts(config)
-    _check_mini_batch(config, "actor", f"{ACTOR}.ppo_mini_batch_size", actor_mini)
-    _check_old_log_probs(config, actor_mini)
-    if with_critic:
-        _check_mini_batch(config, "critic", "critic.ppo_mini_batch_size", critic_mini)
-
-
 def _check_balance(config: TrainConfig) -> None:
     trainer = config.trainer
     if not trainer.balance_batch and not trainer.balance_groups:
@@ -266,54 +247,6 @@ def _check_balance(config: TrainConfig) -> None:
             "trainer.balance_batch=false balances nothing; remove one of the two settings",
             key="trainer.balance_groups",
         )
-
-
-def _check_mini_batch(config: TrainConfig, role: str, key: str, mini: int) -> None:
-    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    if prompts % mini:
-        raise ConfigError(
-            f"{key}={mini} does not divide data.train_batch_size={prompts} "
-            f"({prompts} = {prompts // mini} × {mini} + {prompts % mini}); both count prompts over "
-            f"all ranks, choose a divisor of {prompts}",
-            key=key,
-        )
-    if mini * n % data_ranks(config, role):
-        raise ConfigError(
-            f"{key} × rollout.n = {mini} × {n} = {mini * n} sequences do not divide over "
-            f"{_ranks(config, role)}; the product must be a multiple of the ranks",
-            key=key,
-        )
-
-
-def _check_old_log_probs(config: TrainConfig, mini: int) -> None:
-    """Check that the weights of the update are those that generated, if it needs them to be."""
-    actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
-    steps = prompts // mini * actor.ppo_epochs
-    if actor.old_log_probs_from_update and steps > 1:
-        raise ConfigError(
-            f"{ACTOR}.old_log_probs_from_update=true needs one optimizer step per step, but "
-            f"{prompts} / {mini} mini-batches × {actor.ppo_epochs} epochs = {steps}: from the "
-            "second one on, the weights are not those that generated; set it to null or false",
-            key=f"{ACTOR}.old_log_probs_from_update",
-        )
-
-
-def _ranks(config: TrainConfig | SFTConfig, role: str = "actor") -> str:
-    """Return the number of ranks of a role and its source: "4 ranks (trainer.nnodes=2 × …)"."""
-    trainer = config.trainer
-    ranks = trainer.nnodes * trainer.n_gpus_per_node
-    source = f"trainer.nnodes={trainer.nnodes} × trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
-    if isinstance(config, TrainConfig):
-        ranks, parts = num_ranks(config, role), data_ranks(config, role)
-        placed = (n for n in (role, "actor") if getattr(config.placement, n) is not None)
-        source = next((f"placement.{name}" for name in placed), source)
-    else:
-        parts = ranks // config.engine.model_parallel_size
-    whole = f"{ranks} ranks ({source})"
-    together = ranks // parts
-    if together == 1:
-        return whole
-    return f"{parts} data-parallel ranks = {whole} / {together} that compute the same rows"
 
 
 def _check_algorithm(config: TrainConfig, known: KnownNames) -> None:
@@ -388,9 +321,3 @@ def _check_critic(critic: CriticConfig, policy: ModelConfig) -> None:
             "set it to null",
             key="critic.engine.fused_head",
         )
-
-
-def _nearest_multiples(number: int, divisor: int) -> str:
-    """Return the multiples of `divisor` next to `number`: 7 and 2 → "6 or 8", 1 and 2 → "2"."""
-    below = number // divisor * divisor
-    return " or ".join(str(m) for m in (below, below + divisor) if m > 0)

@@ -38,7 +38,8 @@ class ActorConfig:
     ppo_micro_batch_size_per_gpu: int | None = None  # most sequences; see engine.use_dynamic_bsz
     ppo_epochs: int = 1  # passes over the sequences of a step
     # take the old log-probabilities from the update itself, without a pass of their own; needs one
-    # optimizer step per step; None: if that is so and nothing reads them before the update
+    # optimizer step per step, and adapters without dropout; None: if that is so and nothing reads
+    # them before the update
     old_log_probs_from_update: bool | None = None
     # shuffle the sequences of each rank in each epoch of a step; whole prompt groups stay together
     shuffle: bool = False

@@ -27,7 +27,7 @@ from quadriga.checkpoint.files import SavedFile
 from quadriga.checkpoint.rank_state import load_rank_state, read_scalars, save_rank_state
 from quadriga.checkpoint.shards import Block
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
-from quadriga.engines.base import Batch, HeadKind, LossFn, Outputs, TrainEngine
+from quadriga.engines.base import SKIPPED_STEPS, Batch, HeadKind, LossFn, Outputs, TrainEngine
 from quadriga.engines.loading.model_setup import in_local_folders
 from quadriga.engines.megatron.availability import check_device, check_installed
 from quadriga.engines.megatron.families import check_sizes, megatron_model
@@ -228,7 +228,7 @@ class MegatronEngine:
         return found | {
             "grad_norm": norm,
             "lr": rate,
-            "skipped_steps": float(self.optimizer.inner.skipped),
+            SKIPPED_STEPS: float(self.optimizer.inner.skipped),
             "micro_batches": float(len(micro_batches)),
         }
 
