@@ -95,6 +95,11 @@ def test_the_figures_of_a_dataset_are_those_of_its_items(files, tokenizer):
     longest = max(range(len(ids)), key=lambda i: len(ids[i]))
     sizes = (len(items[longest][key]) for key in ("prompt_ids", "response_ids"))
     assert data.longest == tuple(sizes)
+    targets = [sum(item["response_mask"]) for item in items]
+    assert data.lengths.rows == len(items) and data.lengths.longest == len(ids[longest])
+    assert data.lengths.targets == max(targets)
+    assert data.lengths.share == max(t / len(i) for t, i in zip(targets, ids, strict=True))
+    assert data.head(3).lengths.rows == 3
     assert data.largest_id == max(map(max, ids))
     assert data.ends == {row[-1] for row in ids}
     both = pairs(files, tokenizer)

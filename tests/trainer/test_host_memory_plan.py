@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import GenerateConfig, RMConfig, SFTConfig, TrainConfig
 from quadriga.data.conversations.pairs import PairLengths
+from quadriga.data.conversations.sft import ConversationLengths
 from quadriga.errors import ConfigError
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.trainer.memory import host as host_module
@@ -117,6 +118,7 @@ SEVEN_BILLION = {
     "architectures": ["Qwen2ForCausalLM"],
 }  # fmt: skip
 HOST = 24 * 2**30
+LENGTHS = ConversationLengths(rows=64, longest=256, targets=128, share=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +130,7 @@ def seven_billion(tmp_path_factory):
 
 
 def check_sft(config):
-    check_sft_memory(config, (128, 128), None)
+    check_sft_memory(config, LENGTHS, None, None)
 
 
 def check_rm(config):
@@ -165,7 +167,7 @@ def test_the_plans_of_one_engine_and_of_generation_show_the_host(seven_billion, 
     offload = "engine.offload_policy=true"
     generate = load_config(GenerateConfig, [*given, "rollout.micro_batch_size=1"])
     texts = [
-        sft_plan_text(load_config(SFTConfig, [*given, offload]), (128, 128), None),
+        sft_plan_text(load_config(SFTConfig, [*given, offload]), LENGTHS, None, None),
         rm_plan_text(load_config(RMConfig, [*given, offload]), PairLengths(256, 128)),
     ]
     for text in texts:

@@ -263,9 +263,9 @@ def planned_sft(tiny_task, folder, device, *more):
     config = load_config(SFTConfig, sft(tiny_task, folder, *more))
     trainer = SFTTrainer(config)
     trainer.close()
-    longest = trainer.loader.dataset.longest
-    (pool,) = sft_memory_plan(config, longest, trainer.val_prompts, device).pools
-    return sum(longest), pool
+    lengths = trainer.loader.dataset.lengths
+    (pool,) = sft_memory_plan(config, lengths, trainer.val_prompts, None, device).pools
+    return lengths.longest, pool
 
 
 def test_fine_tuning_that_does_not_fit_is_refused_before_it_starts(tiny_task, tmp_path, capsys):

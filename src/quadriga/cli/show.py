@@ -117,12 +117,13 @@ def show_sft_plan(config: SFTConfig) -> None:
         print("memory                 set model.path and data.train_files, whose rows it needs")
         return
     loaded = load_sft_rows(config)
-    rows, validation = loaded.train, loaded.val_prompts
+    rows, evaluated = loaded.train, loaded.val_conversations
     prompt, response = rows.longest
     steps = trainer.total_training_steps or len(rows) // batch * trainer.total_epochs
     print(f"run                    {steps} steps, {len(rows)} rows")
     print(f"longest row            {prompt} + {response} = {prompt + response} tokens")
-    print(sft_plan_text(config, rows.longest, validation))
+    own = None if evaluated is None else evaluated.lengths
+    print(sft_plan_text(config, rows.lengths, loaded.val_prompts, own))
 
 
 def show_rm_plan(config: RMConfig) -> None:

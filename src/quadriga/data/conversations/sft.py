@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from quadriga.data.chat import (
     NO_ARGUMENTS,
@@ -27,7 +28,25 @@ from quadriga.errors import DataError, ModelError
 from quadriga.protocol import DataProto
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class ConversationLengths:
+    """Bounds of the tokens of some conversations.
+
+    Attributes:
+        rows: number of conversations.
+        longest: tokens of the longest.
+        targets: most trained tokens of one; it need not be the longest.
+        share: largest share of trained tokens in the tokens of one.
+    """
+
+    rows: int
+    longest: int
+    targets: int
+    share: float
 
 
 class SFTDataset:
@@ -89,18 +108,23 @@ class SFTDataset:
         self._measure()
 
     def _measure(self) -> None:
-        """Find the largest token id, the longest row, and the tokens with which rows end."""
+        """Find the largest token id, the longest row, the bounds of the others, and the tokens with
+        which rows end."""
         largest, longest, self.ends = -1, (-1, 0), set[int]()
-        number = 0
-        for ids, _ in self._rows.columns():
+        number, targets, share = 0, 0, 0.0
+        for ids, borders in self._rows.columns():
             flat = ids.flatten().to_numpy()
             lengths = ids.value_lengths().to_numpy()
             row = int(lengths.argmax())
+            trained = _trained_tokens(lengths, borders)
+            targets = max(targets, int(trained.max()))
+            share = max(share, float((trained / lengths).max()))
             longest = max(longest, (int(lengths[row]), -(number + row)))
             largest = max(largest, int(flat.max()))
             self.ends |= set(np.unique(flat[np.cumsum(lengths) - 1]).tolist())
             number += len(ids)
         self.largest_id, self._longest = largest, -longest[1]
+        self._lengths = ConversationLengths(number, longest[0], targets, share)
 
     def __len__(self) -> int:
         return self._size
@@ -117,6 +141,11 @@ class SFTDataset:
         row = self._rows[self._longest]
         return row.borders[0], len(row.ids) - row.borders[0]
 
+    @property
+    def lengths(self) -> ConversationLengths:
+        """The bounds of the tokens; those of `head` are of all rows."""
+        return replace(self._lengths, rows=self._size)
+
     def head(self, count: int) -> SFTDataset:
         """Return a dataset of the first `count` conversations, or of all if there are fewer."""
         part = copy.copy(self)
@@ -126,6 +155,22 @@ class SFTDataset:
     def collate(self, items: Sequence[SFTItem]) -> DataProto:
         """Return a batch of `items`, padded to its longest prompt and its longest answer."""
         return collate_answers(items, pad_token_id=self.pad_token_id)
+
+
+def _trained_tokens(lengths: npt.NDArray[np.int32], borders: pa.ListArray) -> npt.NDArray[np.int64]:
+    """Return the number of trained tokens of each row. `lengths`: of all of its tokens."""
+    # Borders 2 4 5 of 6 tokens: the tokens 2 and 3 are trained, and the token 5.
+    #
+    #   (4 − 2) + (6 − 5) = 6 − 2 + 4 − 5 = 3
+    #
+    # Borders 2 5 of 6 tokens: 5 − 2 = 3.
+    counts = borders.value_lengths().to_numpy()
+    flat = borders.flatten().to_numpy().astype(np.int64)
+    starts = np.cumsum(counts) - counts
+    place = np.arange(len(flat)) - np.repeat(starts, counts)
+    inside = np.add.reduceat(np.where(place % 2, flat, -flat), starts)
+    trained: npt.NDArray[np.int64] = inside + np.where(counts % 2, lengths, 0)
+    return trained
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,8 @@ class SFTTrainer:
         self.tokenizer, train, self.val_prompts = rows.tokenizer, rows.train, rows.val_prompts
         tell_other_ends(config.model.path, self.tokenizer, train.ends)
         self.val_loss = EvaluationLoss.of(rows.val_conversations, data.train_batch_size)
-        check_sft_memory(config, train.longest, self.val_prompts)
+        evaluated = None if rows.val_conversations is None else rows.val_conversations.lengths
+        check_sft_memory(config, train.lengths, self.val_prompts, evaluated)
         self.loader = SFTLoader(
             train,
             data.train_batch_size,

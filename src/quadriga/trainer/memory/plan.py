@@ -271,7 +271,7 @@ def pool_memory(
 
 
 _HEADS: dict[str, HeadKind] = {CRITIC: "value", REWARD_MODEL: "score"}
-_PASSES = {
+PASSES = {
     ACTOR: "old log-probabilities",
     REF: "reference log-probabilities",
     CRITIC: "values",
@@ -315,7 +315,7 @@ class _Phases:
         for role, engine in self.engines.items():
             if engine.evaluate is not None and not (role == REF and policy.actor.reads_full_kl):
                 peak = part(engine.evaluate_peak, 0)
-                found[_PASSES[role]] = self._others(role) + self._loaded(role, moments=False) + peak
+                found[PASSES[role]] = self._others(role) + self._loaded(role, moments=False) + peak
             if engine.update is not None:
                 peak = part(engine.backward_peak, engine.gradients)
                 if role == ACTOR and policy.actor.reads_full_kl:

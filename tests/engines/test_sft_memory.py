@@ -1,0 +1,140 @@
+"""The memory plan of `quadriga sft` against what an engine allocates for the rows of its data."""
+
+from __future__ import annotations
+
+import json
+
+import memory_cases as cases
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import SFTConfig
+from quadriga.data.conversations.sft import ConversationLengths
+from quadriga.engines.fsdp import FSDPEngine
+from quadriga.models.tiny import TinyModel, write_tiny_model
+from quadriga.protocol import fields
+from quadriga.trainer.fine_tuning.sft import load_sft_rows
+from quadriga.trainer.memory.sft import sft_memory_plan
+
+VOCABULARY = 2000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model whose logits are the largest of its activations."""
+    folder = tmp_path_factory.mktemp("logits")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=2, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def settings(model, *more) -> SFTConfig:
+    given = (f"model.path={model}", "engine.fused_head=false", "data.train_batch_size=4")
+    return load_config(SFTConfig, [*given, *more])
+
+
+def batch(rows):
+    """Return rows of (prompt, response) tokens as a batch, left-padded prompts before responses."""
+    prompt, response = (max(sizes) for sizes in zip(*rows, strict=True))
+    mask = torch.zeros(len(rows), prompt + response, dtype=torch.int64)
+    ids = torch.randint(VOCABULARY, mask.shape)
+    for number, (own, answer) in enumerate(rows):
+        mask[number, prompt - own : prompt + answer] = 1
+    return {
+        fields.INPUT_IDS: ids, fields.ATTENTION_MASK: mask, fields.RESPONSE_MASK: mask[:, prompt:],
+    }  # fmt: skip
+
+
+def lengths(rows) -> ConversationLengths:
+    return ConversationLengths(
+        rows=len(rows),
+        longest=max(map(sum, rows)),
+        targets=max(response for _, response in rows),
+        share=max(response / (prompt + response) for prompt, response in rows),
+    )
+
+
+def engine_of(config) -> FSDPEngine:
+    return FSDPEngine(config.model, config.engine, config.optim, total_steps=9)
+
+
+def peaks(config, train, evaluated=None):
+    """Return (planned, measured) bytes of an update, and of the pass of the validation loss."""
+    own = None if evaluated is None else lengths(evaluated)
+    (pool,) = sft_memory_plan(config, lengths(train), None, own, "cpu").pools
+    plan, engine = pool.engines["actor"], engine_of(config)
+    size = config.data.micro_batch_size_per_gpu
+
+    def update():
+        engine.train_step(
+            batch(train), lambda out, _: (out["log_probs"].sum(), {}), micro_batch_size=size
+        )
+
+    update()  # the moments exist after the first step
+    found = [(plan.update_peak, cases.least_peak_of(update))]
+    if evaluated is not None:
+        rows, most = batch(evaluated), config.engine.forward_rows(size)
+
+        def evaluate():
+            engine.forward(rows, entropy=True, micro_batch_size=most)
+
+        found.append((plan.evaluate_peak, cases.least_peak_of(evaluate)))
+    return found
+
+
+def test_the_plan_has_the_most_targets_of_a_row_that_is_not_the_longest(model):
+    # The longest row has 20 targets, the others 190.
+    rows = [(190, 20), *[(10, 190)] * 3]
+    ((planned, measured),) = peaks(settings(model), rows)
+    assert 0.95 * measured <= planned <= 1.5 * measured
+    equal = [(10, 190)] * 4
+    ((planned, measured),) = peaks(settings(model), equal)
+    assert planned == pytest.approx(measured, rel=0.15)
+
+
+def test_short_rows_fill_a_budget_of_tokens_with_targets(model):
+    # 400 tokens: two rows of 200 tokens with 100 targets each, or 19 short rows with 20 targets.
+    budget = ("engine.max_tokens_per_micro_batch=400", "data.train_batch_size=40")
+    rows = [(100, 100), *[(1, 20)] * 39]
+    ((planned, measured),) = peaks(settings(model, *budget), rows)
+    assert 0.95 * measured <= planned <= 1.5 * measured
+
+
+def test_the_pass_of_the_validation_loss_is_planned(model):
+    one = ("data.micro_batch_size_per_gpu=1",)
+    rows = [(10, 190)] * 4
+    (update, evaluation) = peaks(settings(model, *one), rows, rows)
+    for planned, measured in (update, evaluation):
+        assert planned == pytest.approx(measured, rel=0.15)
+    assert evaluation[1] > 1.3 * update[1]
+
+
+def plan_of(config):
+    rows = load_sft_rows(config)
+    own = None if rows.val_conversations is None else rows.val_conversations.lengths
+    return sft_memory_plan(config, rows.train.lengths, rows.val_prompts, own, "cpu").pools[0]
+
+
+def test_the_rows_of_the_validation_are_those_of_its_data(tmp_path):
+    folder = tmp_path / "model"
+    write_tiny_model(folder, ["one two three"], TinyModel(hidden_size=24, num_layers=1))
+    for name, count in (("train", 16), ("val", 7)):
+        row = {"prompt": "one two", "extra_info": {"answer": "three " * count}}
+        (tmp_path / name).with_suffix(".jsonl").write_text((json.dumps(row) + "\n") * count)
+    files = (f"data.train_files={tmp_path}/train.jsonl", f"data.val_files={tmp_path}/val.jsonl")
+    given = (*files, "data.train_batch_size=12", "data.micro_batch_size_per_gpu=1")
+    pool = plan_of(settings(folder, *given))
+    update, evaluated = pool.engines["actor"].update, pool.engines["actor"].evaluate
+    assert (update.rows, evaluated.rows) == (1, 7) and update.tokens > evaluated.tokens / 7
+    assert "loss of the validation" in pool.phases
+    fewer = plan_of(settings(folder, *given, "trainer.val_size=5")).engines["actor"].evaluate
+    assert fewer.rows == 5
+    # 7 rows are padded to 8, two of each rank.
+    ranks = plan_of(settings(folder, *given, "trainer.n_gpus_per_node=4"))
+    assert ranks.engines["actor"].evaluate.rows == 2
+    for none in ("data.val_loss=false", "data.val_files=[]"):
+        assert plan_of(settings(folder, *given, none)).engines["actor"].evaluate is None
