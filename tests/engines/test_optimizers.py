@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen3MoeConfig
 
-from quadriga.config.schema import ModelConfig
+from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.loading.model_setup import simulated_model
 from quadriga.engines.optimizers import check_optimizer_packages
@@ -88,6 +88,35 @@ def test_state_of_several_ranks_continues_on_one(name, folder, several):
     engine.load(results / f"{ranks} {name}")
     cases.steps(engine, engine_cases.make_batch(), 1)
     assert_close(weights(engine), found[name, "float64"][1], 1e-10)
+
+
+def test_steps_below_the_digits_of_bfloat16_add_up(folder):
+    """Computed in bfloat16; parameters and moments are float32."""
+    engine = FSDPEngine(
+        ModelConfig(path=folder),
+        EngineConfig(dtype="bfloat16"),
+        OptimConfig(lr=1e-6, weight_decay=0.0),
+        min_unit_parameters=1,
+    )
+    rows, before = engine_cases.make_batch(), weights(engine)
+    found = []
+    for _ in range(4):
+        cases.steps(engine, rows, 1)
+        found.append(weights(engine))
+    tensors = [*engine.module.parameters(), *engine.optimizer.existing_moments()]
+    assert {tensor.dtype for tensor in tensors} == {torch.float32}
+
+    def moved(after) -> torch.Tensor:
+        return torch.cat([(after[name] - before[name]).abs().flatten() for name in before])
+
+    # AdamW moves most weights by about the learning rate in each step.
+    trained = moved(found[0]) > 0.5e-6
+    assert float(trained.float().mean()) > 0.5
+    for steps, after in enumerate(found, 1):
+        assert 0.8 * steps < float(moved(after)[trained].mean()) / 1e-6 < 1.01 * steps
+    # Weights near 0.1 have steps of 5e-4 in bfloat16.
+    equal = [found[-1][name].bfloat16() == before[name].bfloat16() for name in before]
+    assert float(torch.cat([e.flatten() for e in equal]).float().mean()) > 0.9
 
 
 @pytest.mark.parametrize("name", NAMES)
