@@ -1,7 +1,7 @@
 """Loading by shards against loading the whole model, for every architecture, bit for bit.
 
-The ranks are simulated in this process: a group of torch's backend "fake" has no other processes,
-and loading communicates only to agree on errors.
+Nightly. The ranks are simulated in this process: a group of torch's backend "fake" has no other
+processes, and loading communicates only to agree on errors.
 """
 
 from __future__ import annotations

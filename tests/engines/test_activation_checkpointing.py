@@ -1,4 +1,7 @@
-"""Activation checkpointing changes what is kept and computed again, and no parameter."""
+"""Activation checkpointing changes what is kept and computed again, and no parameter.
+
+Steps of one rank run in `make test`, those of two ranks in `make nightly`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The memory of an engine, computed from a config.json, against what an engine allocates."""
+"""The memory of an engine, computed from a config.json, against what an engine allocates.
+
+One rank is measured in `make test`, two ranks and what they send in `make nightly`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Each optimizer: the same numbers on any number of ranks, its state, clipping, skipped steps."""
+"""Each optimizer: the same numbers on any number of ranks, its state, clipping, skipped steps.
+
+The tests of several ranks run in `make nightly`.
+"""
 
 from __future__ import annotations
 

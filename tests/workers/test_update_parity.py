@@ -2,7 +2,8 @@
 
 All combinations of row form × micro-batch × aggregation × checkpointing × group balance × source of
 the old log-probabilities, on 1, 2 and 4 ranks, against an independent update, in float64. `make
-test` takes a sample in which every pair of choices occurs; `make nightly` takes all 480.
+test` takes a sample in which every pair of choices occurs, on 1 and 2 ranks; `make nightly` takes
+the sample on 4 ranks, and all 480 combinations on 1, 2 and 4.
 """
 
 from __future__ import annotations
