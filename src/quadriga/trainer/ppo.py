@@ -36,7 +36,7 @@ from quadriga.trainer.roles.settings import check_roles_in_settings
 from quadriga.trainer.roles.stage_runner import StageRunner
 from quadriga.trainer.run.checkpointing import Checkpointing
 from quadriga.trainer.run.groups import PPOGroups, gather, start_groups
-from quadriga.trainer.run.ingredients import Ingredients, load_ingredients
+from quadriga.trainer.run.ingredients import Ingredients, check_ingredients, load_ingredients
 from quadriga.trainer.run.passes import rows_with_advantage, submit_passes
 from quadriga.trainer.run.pools import check_settings_of_pools
 from quadriga.trainer.run.preflight import check_program, check_settings, load_user_files
@@ -93,18 +93,21 @@ class RayPPOTrainer:
             self.placed = check_settings_of_pools(config, resource_pool_manager)
         else:
             check_settings(config)
+        own_policy = any(role in POLICY_ROLES for role in mapping)
         check_program(
             self.placed,
             own_data=ingredients is not None,
             own_reward=custom_reward,
-            own_policy=any(role in POLICY_ROLES for role in mapping),
+            own_policy=own_policy,
         )
         self.config = config
         self.log_prob_pass = not dataflow.takes_old_log_probs_from_update(config)
         self.masks_early = dataflow.masks_before_passes(config)
         self.skips = dataflow.skips_before_passes(config)
         self.scores_early = dataflow.refills(config)
-        self.ingredients = ingredients or load_ingredients(config)
+        if ingredients is not None and not own_policy:
+            check_ingredients(config, ingredients)
+        self.ingredients = ingredients or load_ingredients(config, reward_fn)
         self.role_worker_mapping = mapping
         self.resource_pool_manager = resource_pool_manager
         check_run_length(config, self.total_steps, with_critic=dataflow.needs_critic(config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from quadriga.config.schema import DataConfig, RewardConfig, TrainConfig
@@ -11,7 +12,10 @@ from quadriga.errors import ConfigError
 from quadriga.trainer.dataflow import step_dataflow, validation_dataflow
 from quadriga.trainer.roles.places import scores_come_from_roles
 from quadriga.trainer.run.checks.images import image_rules
-from quadriga.trainer.run.checks.sequence_checks import check_training_data
+from quadriga.trainer.run.checks.sequence_checks import (
+    check_training_data,
+    check_training_samples,
+)
 from quadriga.trainer.stages import BatchReward
 
 if TYPE_CHECKING:
@@ -41,8 +45,12 @@ class Ingredients:
             self.reward.close()
 
 
-def load_ingredients(config: TrainConfig) -> Ingredients:
+def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> Ingredients:
     """Load everything and check every data row.
+
+    Args:
+        reward: scores the responses, in place of the rules of the settings. It says itself what it
+            needs of a row, so the rows need no rule.
 
     Raises:
         DataError: a file is missing, or a row cannot be used.
@@ -90,14 +98,37 @@ def load_ingredients(config: TrainConfig) -> Ingredients:
         mixture=make_mixture(config.data, train),
         sampler=sampler,
     )
+    check_training_samples(config, validates=val_loader is not None)
     check_training_data(config, tokenizer, datasets)
-    reward = make_reward(config.reward, tokenizer, config.algorithm.reward_components)
+    if reward is not None:
+        return Ingredients(tokenizer, train_loader, val_loader, reward)
+    rules = make_reward(config.reward, tokenizer, config.algorithm.reward_components)
     # Rows need no rule where a role scores the responses.
     if not scores_come_from_roles(step_dataflow(config)):
-        check_rows(reward, train_loader)
+        check_rows(rules, train_loader)
     if not scores_come_from_roles(validation_dataflow(config)):
-        check_rows(reward, val_loader)
-    return Ingredients(tokenizer, train_loader, val_loader, reward)
+        check_rows(rules, val_loader)
+    return Ingredients(tokenizer, train_loader, val_loader, rules)
+
+
+def check_ingredients(config: TrainConfig, given: Ingredients) -> None:
+    """Check that the prompts that a program gives fit the models and the settings.
+
+    A dataset of the program's own that does not know its longest prompt is not compared.
+
+    Raises:
+        As `check_training_data` and `check_training_samples`.
+    """
+    check_training_samples(config, validates=given.val_loader is not None)
+    loaders = [given.train_loader, *([] if given.val_loader is None else [given.val_loader])]
+    datasets: list[Prompts | None] = [getattr(loader, "dataset", None) for loader in loaders]
+    known = [prompts for prompts in takewhile(_knows_lengths, datasets) if prompts is not None]
+    if known:
+        check_training_data(config, given.tokenizer, known)
+
+
+def _knows_lengths(prompts: Prompts | None) -> bool:
+    return all(hasattr(prompts, name) for name in ("longest", "largest_id"))
 
 
 def load_prompts(

@@ -49,13 +49,8 @@ def check_training_data(
 
     Raises:
         ModelError: a sequence exceeds a context window, or a token id exceeds an embedding.
-        ConfigError: a sequence exceeds the token budget of a micro-batch, or a stop token is
-            outside the vocabulary.
+        ConfigError: a sequence exceeds the token budget of a micro-batch.
     """
-    policy, rollout = config.actor_rollout_ref, "actor_rollout_ref.rollout"
-    check_sampled(f"{rollout}.sampling", policy.rollout.sampling, policy.model)
-    if len(datasets) > 1:
-        check_sampled(f"{rollout}.val_sampling", policy.rollout.val_sampling, policy.model)
     response = config.data.max_response_length
     longest = longest_with_response(datasets, response, "data.")
     models = [config.actor_rollout_ref.model]
@@ -68,6 +63,19 @@ def check_training_data(
         _check_scored(config, tokenizer, trained, datasets[:1])
     for key, engine in _engines(config):
         check_token_budget(key, engine, trained)
+
+
+def check_training_samples(config: TrainConfig, *, validates: bool) -> None:
+    """Check the token ids in the sampling settings of `quadriga train`. `validates`: there is
+    validation data.
+
+    Raises:
+        ConfigError: the model cannot sample one of them.
+    """
+    policy, key = config.actor_rollout_ref, "actor_rollout_ref.rollout"
+    check_sampled(f"{key}.sampling", policy.rollout.sampling, policy.model)
+    if validates:
+        check_sampled(f"{key}.val_sampling", policy.rollout.val_sampling, policy.model)
 
 
 def check_sft_data(
