@@ -50,7 +50,9 @@ class ModelConfig(PathSettings):
     path: str = MISSING_PATH  # a model folder, or hf://owner/name
     tokenizer_path: str | None = None  # None: the folder of the model
     trust_remote_code: bool = False  # run code of the model's folder
-    attn_implementation: str = "sdpa"  # a name of transformers, such as sdpa or eager
+    # attention of padded rows and of the rollout engine hf, a name of transformers such as sdpa or
+    # eager; that of packed rows is engine.attention
+    attn_implementation: str = "sdpa"
     # recompute activations in the backward pass; selective: all but matrix products and attention
     gradient_checkpointing: Checkpointing = False
     use_shm: bool = False  # the ranks of a node read the weights once and share that memory

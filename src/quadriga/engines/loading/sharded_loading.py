@@ -217,6 +217,7 @@ def load_sharded(
         probe=False,
         ranks=ranks,
     )
+    _report_attention(token_model, model, engine, reported=weights is None)
     tied, saved_buffers = tied_names(module), saved_buffer_names(module)
 
     def shard() -> ShardedModel:
@@ -261,6 +262,25 @@ def _check_frozen_model(model: ModelConfig, head: HeadKind) -> None:
         _together(lambda: check_reward_model(model.path, trust_remote_code=trusted))
 
 
+def _report_attention(
+    token_model: TokenModel, model: ModelConfig, engine: EngineConfig, *, reported: bool
+) -> None:
+    """Warn if the engine computes another attention than `attn_implementation` asks for.
+
+    `reported`: a model that was loaded whole has said what it supports.
+    """
+    asked = model.attn_implementation
+    if not token_model.packed:
+        if not reported:
+            report_attention(token_model.model, model.path, asked)
+    elif asked != ModelConfig().attn_implementation and rank() == 0:
+        _log.warning(
+            "attn_implementation=%s of the model in %s has no effect in this engine, because it "
+            "packs rows; engine.attention=%s chooses their kernel",
+            asked, model.path, engine.attention,
+        )  # fmt: skip
+
+
 def _prepared(
     config: ModelConfig, head: HeadKind, dtype: torch.dtype, *, trained: bool
 ) -> tuple[PreTrainedModel, FolderWeights | None, TrainedPart]:
@@ -279,7 +299,6 @@ def _prepared(
     of_ranks = gather_over_ranks((own_reason, failed))
     reasons = [reason for reason, _ in of_ranks if reason is not None]
     if isinstance(prepared, tuple) and not reasons:
-        report_attention(prepared[0], config.path, config.attn_implementation)
         return *prepared, prepared[1].part
     if rank() == 0:
         _log.info("each rank loads the whole model in %s: %s", config.path, reasons[0])
