@@ -223,11 +223,8 @@ class RayPPOTrainer:
     def end_step(
         self, groups: PPOGroups, batch: DataProto, validator: Validator, record: RunRecord
     ) -> None:
-        """Show the step to the sampler of the data, save and validate where these are due, and log
-        the step. Then stop if a signal asks for it.
-
-        It is saved first, so that a validation that fails loses no step.
-        """
+        """Show the step to the sampler of the data, save and validate where these are due, in this
+        order (`Checkpointing`), and log the step. Then stop if a signal asks for it."""
         self.ingredients.train_loader.update(batch)
         record.log_samples(self.step, batch)
         due = self._due(self.config.trainer.test_freq)

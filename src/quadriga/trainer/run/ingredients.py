@@ -100,15 +100,28 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
     )
     check_training_samples(config, validates=val_loader is not None)
     check_training_data(config, tokenizer, datasets)
-    if reward is not None:
-        return Ingredients(tokenizer, train_loader, val_loader, reward)
+    reward = reward or _rules(config, tokenizer, train_loader, val_loader)
+    return Ingredients(tokenizer, train_loader, val_loader, reward)
+
+
+def _rules(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    train_loader: PromptLoader,
+    val_loader: PromptLoader | None,
+) -> RewardManager:
+    """Return the rules of the settings, which can score every row.
+
+    Raises:
+        DataError: names the row that has no rule, or not what its rule needs.
+    """
     rules = make_reward(config.reward, tokenizer, config.algorithm.reward_components)
     # Rows need no rule where a role scores the responses.
     if not scores_come_from_roles(step_dataflow(config)):
         check_rows(rules, train_loader)
     if not scores_come_from_roles(validation_dataflow(config)):
         check_rows(rules, val_loader)
-    return Ingredients(tokenizer, train_loader, val_loader, rules)
+    return rules
 
 
 def check_ingredients(config: TrainConfig, given: Ingredients) -> None:
