@@ -30,6 +30,7 @@ from quadriga.trainer.run.checks.engines import (
     check_fine_tuning_engine,
     check_role_engines,
     role_engines,
+    warn_of_offloads,
 )
 from quadriga.trainer.run.checks.images import check_images_supported
 from quadriga.trainer.run.resuming import AnyRun, check_resume, setting_leaves
@@ -128,6 +129,7 @@ def check_program(
         check_reward_model_folder(config)
         check_divisions(config)
         check_memory(config)
+    warn_of_offloads(config)
 
 
 def check_data_files(config: TrainConfig) -> None:
@@ -194,6 +196,7 @@ def check_sft_config(config: SFTConfig) -> None:
     check_reward(config.reward)
     check_trackers(config.trainer.loggers)
     check_run_folder(config)
+    warn_of_offloads(config)
 
 
 def check_rm_config(config: RMConfig) -> None:
@@ -219,6 +222,7 @@ def check_rm_config(config: RMConfig) -> None:
     check_model_parallel_folder(config.model, config.engine, "engine")
     check_trackers(config.trainer.loggers)
     check_run_folder(config)
+    warn_of_offloads(config)
 
 
 def known_names() -> KnownNames:

@@ -3,6 +3,7 @@ with enough micro-batches for the stages of a pipeline."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from quadriga.trainer.memory.machine import planned_device
 from quadriga.trainer.run.role_workers import critic_model, uses_of_run
 
 ACTOR = "actor_rollout_ref.actor"
+
+_OFFLOADS = ("param_offload", "optimizer_offload", "offload_policy")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,30 @@ def check_fine_tuning_engine(config: SFTConfig | RMConfig) -> None:
     of_pair = 2 if isinstance(config, RMConfig) else 1
     rows = of_pair * config.data.train_batch_size // ranks
     check_stages("engine", engine, rows, config.data.micro_batch_size_per_gpu)
+
+
+def warn_of_offloads(config: TrainConfig | SFTConfig | RMConfig) -> None:
+    """Log the settings that offload nothing, because the ranks compute on the CPU.
+
+    They are no error: a file may hold them for the runs on other devices.
+    """
+    if planned_device(config.trainer) != "cpu":
+        return
+    if isinstance(config, TrainConfig):
+        # Roles may have one engine's settings together.
+        engines = {found.key: found.engine for found in role_engines(config)}
+        turns = config.actor_rollout_ref.rollout.take_turns
+    else:
+        engines, turns = {"engine": config.engine}, False
+    given = [f"{k}.{name}" for k, e in engines.items() for name in _OFFLOADS if getattr(e, name)]
+    if turns:
+        given.append("actor_rollout_ref.rollout.take_turns")
+    if given:
+        _log.warning(
+            "without effect, because the ranks compute on the CPU, whose memory is that of the "
+            "host: %s",
+            ", ".join(f"{key}=true" for key in given),
+        )
 
 
 def check_stages(key: str, engine: EngineConfig, rows: int, micro_batch: int | None) -> None:
