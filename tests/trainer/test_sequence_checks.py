@@ -144,6 +144,46 @@ def test_a_response_beyond_the_window_is_refused_by_every_command(
     assert "the longest conversation has 6" in line and "computes at most 512" in line
 
 
+@pytest.fixture
+def vllm(monkeypatch) -> list[str]:
+    """The rollout settings of vLLM, which counts as installed."""
+    from quadriga.rollout.vllm import options
+
+    monkeypatch.setattr(options, "installed_version", lambda: options.TESTED_VERSION)
+    return ["actor_rollout_ref.rollout.name=vllm"]
+
+
+def test_the_window_of_the_rollout_engine_counts_in_every_command(
+    refused, vllm, train_overrides, tiny_task, tmp_path, longest
+) -> None:
+    key = "rollout.options.max_model_len"
+    least, prompt = longest + 12, "prompt='1 and 2?'"
+    line = refused("train", *train_overrides, *vllm, f"actor_rollout_ref.{key}={least - 1}")
+    assert f"is {least} tokens, but actor_rollout_ref.{key}={least - 1}" in line
+    assert "lower data.max_response_length" in line and line.endswith("by 1")
+    _ingredients(tiny_task, *vllm, f"actor_rollout_ref.{key}={least}")
+    for words in (["generate", f"model.path={tiny_task.model}", prompt],
+                  evaluation(tiny_task, tmp_path)):  # fmt: skip
+        line = refused(*words, "rollout.name=vllm", f"{key}=20", "max_response_length=19")
+        assert f"{key}=20" in line and "lower max_response_length" in line
+
+
+def test_a_window_of_the_engine_above_that_of_the_model_is_refused(tiny_task, vllm, model) -> None:
+    key = "actor_rollout_ref.rollout.options.max_model_len"
+    with pytest.raises(ConfigError, match=r"max_model_len=513 is above .* 512 tokens") as caught:
+        _ingredients(tiny_task, *vllm, f"{key}=513")
+    assert caught.value.key == key
+    _ingredients(tiny_task, *vllm, f"{key}=512")
+    config = json.loads((model / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "bloom"}))
+    unlimited = f"actor_rollout_ref.model.path={model}"
+    with pytest.raises(ConfigError, match="names no context window, and vLLM needs one"):
+        _ingredients(tiny_task, *vllm, unlimited)
+    _ingredients(tiny_task, *vllm, unlimited, f"{key}=512")
+    _ingredients(tiny_task, unlimited)  # hf needs none
+
+
 def test_rows_of_demonstrations_beyond_the_window_are_refused(
     refused, tiny_task, model, tmp_path
 ) -> None:

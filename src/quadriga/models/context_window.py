@@ -45,6 +45,19 @@ def context_window(config: PreTrainedConfig) -> ContextWindow | None:
     return min(windows, key=lambda window: window.tokens, default=None)
 
 
+def window_of(path: str | Path, *, trust_remote_code: bool = False) -> ContextWindow | None:
+    """Return the context window of the model in a folder; None if it has no limit.
+
+    Raises:
+        ModelError: the folder is not a model folder.
+    """
+    from quadriga.models.loading import read_config
+
+    folder = local_folder(path)
+    check_model_folder(folder, weights=False, tokenizer=False, trust_remote_code=trust_remote_code)
+    return context_window(read_config(folder, trust_remote_code=trust_remote_code))
+
+
 def _position_window(text: PreTrainedConfig) -> ContextWindow | None:
     if getattr(text, "alibi", False):
         return None
@@ -115,11 +128,8 @@ def check_context_window(
     Raises:
         ModelError: it does not fit, or the folder is not a model folder.
     """
-    from quadriga.models.loading import read_config
-
     folder = local_folder(path)
-    check_model_folder(folder, weights=False, tokenizer=False, trust_remote_code=trust_remote_code)
-    window = context_window(read_config(folder, trust_remote_code=trust_remote_code))
+    window = window_of(folder, trust_remote_code=trust_remote_code)
     if window is not None and longest.tokens > window.tokens:
         raise ModelError(
             f"{longest.arithmetic}, but the model in {folder} computes at most {window.tokens} "

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         RolloutConfig,
         SamplingConfig,
     )
+    from quadriga.models.context_window import LongestSequence
     from quadriga.rollout.base import RolloutEngine
 
 
@@ -156,6 +157,32 @@ def check_sampling(name: str, options: Options, sampling: SamplingConfig) -> Non
         min_new_tokens=sampling.min_new_tokens,
     )
     abilities.check(settings, name)
+
+
+def check_window(name: str, options: Options, model: ModelConfig, longest: LongestSequence) -> None:
+    """Check, before a worker starts, that an engine computes the longest sequence.
+
+    The window of the model is compared by `check_context_window`; here it is the one of the
+    engine's own options. hf and SGLang have that of the model.
+
+    Raises:
+        ConfigError: the sequence does not fit, or the options do not fit the model.
+        ModelError: the folder is not a model folder.
+    """
+    if name != "vllm":
+        return
+    from quadriga.models.context_window import window_of
+    from quadriga.rollout.vllm.options import engine_window, parse_options
+
+    found = window_of(model.path, trust_remote_code=model.trust_remote_code)
+    window = engine_window(parse_options(options), model.path, found)
+    over = longest.tokens - window
+    if over > 0:
+        key = "actor_rollout_ref.rollout.options.max_model_len"
+        raise ConfigError(
+            f"{longest.arithmetic}, but {key}={window}; raise it, or {longest.remedy} by {over}",
+            key=key,
+        )
 
 
 def not_reproduced(name: str, options: Options, sampling: SamplingConfig) -> str:

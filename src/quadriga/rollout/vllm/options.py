@@ -9,10 +9,14 @@ import importlib.metadata
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from quadriga.config.convert import build
 from quadriga.config.schema import LoraConfig, Options
 from quadriga.errors import ConfigError, RolloutAbilityError
+
+if TYPE_CHECKING:
+    from quadriga.models.context_window import ContextWindow
 
 TESTED_VERSION = "0.32.0"
 """The version of vLLM that the tests run with."""
@@ -161,6 +165,34 @@ def check_ranks(options: VLLMOptions, ranks: int) -> None:
         )
 
 
+def engine_window(options: VLLMOptions, model: str, window: ContextWindow | None) -> int:
+    """Return the most tokens of prompt and response together.
+
+    Args:
+        model: path of the model's folder, for messages.
+        window: that of the model.
+
+    Raises:
+        ConfigError: `max_model_len` is above the window of the model, or neither names one.
+    """
+    wanted = options.max_model_len
+    if window is None:
+        if wanted is None:
+            key = f"{_KEY}.options.max_model_len"
+            raise ConfigError(
+                f"the model in {model} names no context window, and vLLM needs one; set {key}",
+                key=key,
+            )
+        return wanted
+    if wanted is not None and wanted > window.tokens:
+        raise _wrong(
+            f"max_model_len={wanted}",
+            f"is above the context window of the model in {model}, {window.tokens} tokens "
+            f"({window.source}); lower it",
+        )
+    return wanted or window.tokens
+
+
 def check_sleep(options: VLLMOptions, *, take_turns: bool) -> None:
     """Check that the memory is released at all, if a level is set for it.
 
@@ -228,5 +260,6 @@ def installed_version() -> str | None:
 
 
 def _wrong(name: str, problem: str) -> ConfigError:
-    key = f"{_KEY}.options.{name}"
-    return ConfigError(f"{key} {problem}", key=key)
+    """Return the error of an option; `name` can be given with its value, "max_model_len=5000"."""
+    setting = f"{_KEY}.options.{name}"
+    return ConfigError(f"{setting} {problem}", key=setting.partition("=")[0])

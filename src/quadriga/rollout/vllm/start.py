@@ -21,11 +21,10 @@ from quadriga.models.loading import model_without_weights
 from quadriga.parallel.distributed import init_distributed, rank, world_size
 from quadriga.rollout.vllm.adapters import LoadedAdapter
 from quadriga.rollout.vllm.isolation import Isolation
-from quadriga.rollout.vllm.options import VLLMOptions, check_ranks, space_for_rank
+from quadriga.rollout.vllm.options import VLLMOptions, check_ranks, engine_window, space_for_rank
 from quadriga.rollout.vllm.weights import EngineWeights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
     from vllm.v1.engine.llm_engine import LLMEngine
 
 _CPU_CACHE_MB = 1024
@@ -79,7 +78,9 @@ class RunningEngine:
             dtype=settings.dtype,
             trust_remote_code=settings.model.trust_remote_code,
         )
-        self.window = _window(reference, settings)
+        self.window = engine_window(
+            settings.options, settings.model.path, context_window(reference.config)
+        )
         self.vocabulary: int = reference.config.get_text_config().vocab_size
         self.adapter: LoadedAdapter | None = None
         self._owns_group = not dist.is_initialized()
@@ -130,26 +131,6 @@ def _copy_group(size: int) -> dist.ProcessGroup | None:
     coordinator = parallel_state.get_tp_group()
     group: dist.ProcessGroup = coordinator.device_group
     return group
-
-
-def _window(reference: PreTrainedModel, settings: StartSettings) -> int:
-    key = "actor_rollout_ref.rollout.options.max_model_len"
-    window, wanted = context_window(reference.config), settings.options.max_model_len
-    if window is None:
-        if wanted is None:
-            raise ConfigError(
-                f"the model in {settings.model.path} names no context window, and vLLM needs one; "
-                f"set {key}",
-                key=key,
-            )
-        return wanted
-    if wanted is not None and wanted > window.tokens:
-        raise ConfigError(
-            f"{key}={wanted} is above the context window of the model in {settings.model.path}, "
-            f"{window.tokens} tokens ({window.source}); lower it",
-            key=key,
-        )
-    return wanted or window.tokens
 
 
 def _start(settings: StartSettings, folder: str, window: int, planned: Adapter | None) -> LLMEngine:

@@ -24,6 +24,7 @@ from quadriga.errors import ConfigError
 from quadriga.models.context_window import LongestSequence, check_context_window
 from quadriga.models.vocabulary import check_stop_tokens, check_vocabulary
 from quadriga.protocol.fields import RAW_PROMPT
+from quadriga.rollout import check_window
 from quadriga.trainer.dataflow import needs_critic, needs_reference, reads_ref_log_prob
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def check_training_data(
 
     Raises:
         ModelError: a sequence exceeds a context window, or a token id exceeds an embedding.
-        ConfigError: a sequence exceeds the token budget of a micro-batch.
+        ConfigError: a sequence exceeds the token budget of a micro-batch, or the window of the
+            rollout engine.
     """
     response = config.data.max_response_length
     longest = longest_with_response(datasets, response, "data.")
@@ -58,6 +60,8 @@ def check_training_data(
         models.append(config.critic.model)
     for model in models:
         check_model_inputs(model, tokenizer, longest, datasets)
+    rollout = config.actor_rollout_ref.rollout
+    check_window(rollout.name, rollout.options, models[0], longest)
     trained = longest_with_response(datasets[:1], response, "data.")
     if has_reward_model(config):
         _check_scored(config, tokenizer, trained, datasets[:1])
@@ -127,10 +131,12 @@ def check_generation_data(
 
     Raises:
         ModelError: a sequence exceeds the context window, or a token id exceeds the embedding.
-        ConfigError: a stop token is outside the vocabulary.
+        ConfigError: a sequence exceeds the window of the rollout engine, or a stop token is
+            outside the vocabulary.
     """
     longest = longest_with_response([prompts], config.max_response_length, "")
     check_model_inputs(config.model, tokenizer, longest, [prompts])
+    check_window(config.rollout.name, config.rollout.options, config.model, longest)
     check_sampled("sampling", config.sampling, config.model)
 
 
