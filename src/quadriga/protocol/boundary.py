@@ -11,7 +11,7 @@ backend.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,7 @@ __all__ = [
     "unpack_result",
     "use_store",
     "wait_for_arguments",
+    "with_fields",
 ]
 
 
@@ -69,6 +70,19 @@ SHARED_MESSAGES = 8
 _Unstored = tuple[RemoteColumn, LocalValue | None, Payload, int]
 """A column without its handle; value, payload and bytes of what is to be stored. The value is None
 if its handle is not kept for later calls."""
+
+
+def with_fields(value: object, names: Container[str]) -> object:
+    """Return a batch with only those of its fields that are in `names`, and other values as they
+    are. A batch that has none of them stays whole, so that the method can say what it lacks."""
+    if not isinstance(value, DataProto):
+        return value
+    tensors = [] if value.batch is None else list(map(str, value.batch.keys()))
+    kept = [name for name in tensors if name in names]
+    arrays = [name for name in value.non_tensor_batch if name in names]
+    if not kept and not arrays:
+        return value
+    return value.select(batch_keys=kept, non_tensor_batch_keys=arrays)
 
 
 class Deferred(ABC):

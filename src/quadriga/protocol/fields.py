@@ -75,6 +75,13 @@ class StageFields:
     reads_if_present: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Every field that the stage may read. Positions come with images; see
+        `models.vision.rows`."""
+        of_images = (POSITION_IDS,) if MULTI_MODAL_INPUTS in self.reads_if_present else ()
+        return (*self.reads, *self.reads_if_present, *of_images)
+
 
 @dataclass(frozen=True, slots=True)
 class Field:

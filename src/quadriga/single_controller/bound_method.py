@@ -13,7 +13,7 @@ import copy
 import inspect
 import types
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, ParamSpec, Protocol, Self, TypeVar
@@ -209,7 +209,23 @@ def _split(
     view = CallView(method.group._role_view(method.role), (), method.label, execute.single)
     # Modes are functions of the view, so the view exists before it knows the executing ranks.
     view.ranks = (dispatch.ranks or execute.ranks)(view)
+    if method.record.reads is not None:
+        args, kwargs = _read_fields(method.record.reads, args, kwargs)
     return view, method.group._parts_of_call(view, dispatch, args, kwargs)
+
+
+def _read_fields(
+    names: Container[str], args: Arguments, kwargs: KeywordArguments
+) -> tuple[Arguments, KeywordArguments]:
+    """Return the arguments with only these fields in the batches among them."""
+    boundary = boundary_for((*args, *kwargs.values()))
+    if boundary is None:  # there is no batch among them
+        return args, kwargs
+    keep = boundary.with_fields
+    return (
+        tuple(keep(value, names) for value in args),
+        {key: keep(value, names) for key, value in kwargs.items()},
+    )
 
 
 def parts_of_ranks(view: CallView, split: Split) -> list[Part]:

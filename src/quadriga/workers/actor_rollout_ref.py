@@ -24,7 +24,7 @@ from quadriga.single_controller import (
 )
 from quadriga.weight_sync.planning.grouping import copies_of_actor, groups_of_copies
 from quadriga.weight_sync.worker import PolicyWeights
-from quadriga.workers.method_fields import COMPUTE_LOG_PROB, COMPUTE_REF_LOG_PROB
+from quadriga.workers.method_fields import COMPUTE_LOG_PROB, COMPUTE_REF_LOG_PROB, UPDATE_ACTOR
 from quadriga.workers.runtime import (
     RankRuntime,
     prepare_rank,
@@ -155,7 +155,9 @@ class ActorRolloutRefWorker(PolicyWeights):
         )
         return generate_batch(self._rollout(), prompts, sampling)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), reads=COMPUTE_LOG_PROB.inputs
+    )
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Compute `old_log_probs` and `entropys` [B, R] float32 with the actor's current weights.
 
@@ -178,7 +180,10 @@ class ActorRolloutRefWorker(PolicyWeights):
             }
         )
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"))
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"),
+        reads=COMPUTE_REF_LOG_PROB.inputs,
+    )
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Compute `ref_log_prob` [B, R] float32 with the reference policy.
 
@@ -196,7 +201,9 @@ class ActorRolloutRefWorker(PolicyWeights):
         )
         return DataProto.from_dict(tensors={fields.REF_LOG_PROB: outputs[LOG_PROBS]})
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), reads=UPDATE_ACTOR.inputs
+    )
     def update_actor(self, data: DataProto) -> DataProto:
         """Minimise the policy loss: epochs × mini-batches, one optimizer step each.
 

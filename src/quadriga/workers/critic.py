@@ -14,7 +14,7 @@ from quadriga.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from quadriga.workers.method_fields import COMPUTE_VALUES
+from quadriga.workers.method_fields import COMPUTE_VALUES, UPDATE_CRITIC
 from quadriga.workers.runtime import RankRuntime, prepare_rank, register_engine_ranks
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ class CriticWorker(Worker):
             total_steps=self.runtime.total_steps,
         )
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"), reads=COMPUTE_VALUES.inputs
+    )
     def compute_values(self, data: DataProto) -> DataProto:
         """Compute `values` [B, R] float32: the value of the state before each response token.
 
@@ -74,7 +76,9 @@ class CriticWorker(Worker):
         )
         return DataProto.from_dict(tensors={fields.VALUES: outputs[VALUES]})
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"), reads=UPDATE_CRITIC.inputs
+    )
     def update_critic(self, data: DataProto) -> DataProto:
         """Minimise the value loss: epochs × mini-batches, one optimizer step each.
 

@@ -280,6 +280,7 @@ class MethodRecord:
     blocking: bool
     materialize_futures: bool
     is_coroutine: bool
+    reads: frozenset[str] | None = None
 
     @property
     def current_dispatch(self) -> DispatchMode:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -29,6 +29,7 @@ def register(
     execute_mode: ExecuteMode = builtin_modes.EXECUTE_ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
+    reads: Iterable[str] | None = None,
 ) -> Callable[[FunctionT], FunctionT]:
     """Mark a worker method, synchronous or `async def`, so that a worker group can call it.
 
@@ -38,12 +39,17 @@ def register(
         blocking: Whether a call waits for its results. If False, a call returns a future.
         materialize_futures: Whether the method receives the values of futures among its
             arguments. If False, it receives the futures.
+        reads: The fields that the method reads from the batches among its arguments. Others are
+            not sent. None: all are sent.
 
-    The function is returned unchanged. Raises `DispatchError` for modes of another type.
+    The function is returned unchanged. Raises `DispatchError` for modes of another type, and for
+    `reads` that are not names.
     """
     dispatch = _dispatch_mode(dispatch_mode)
     if not isinstance(execute_mode, ExecuteMode):
         raise DispatchError(f"execute_mode must be a member of Execute, got {execute_mode!r}.")
+
+    names = None if reads is None else _names(reads)
 
     def mark(function: FunctionT) -> FunctionT:
         record = MethodRecord(
@@ -53,6 +59,7 @@ def register(
             blocking=blocking,
             materialize_futures=materialize_futures,
             is_coroutine=inspect.iscoroutinefunction(function),
+            reads=names,
         )
         setattr(function, RECORD_ATTRIBUTE, record)
         as_given = {
@@ -69,7 +76,8 @@ def register(
 def registered_methods(cls: type) -> dict[str, MethodRecord]:
     """Return the registered methods of a class by name, inherited ones included.
 
-    A method that is overridden without `@register` keeps the record of the overridden one.
+    A method that is overridden without `@register` keeps the record of the overridden one, but
+    receives all fields: it may read others.
     """
     records: dict[str, MethodRecord] = {}
     # From the base classes to `cls`, so that the record of an overriding method replaces that of
@@ -80,6 +88,8 @@ def registered_methods(cls: type) -> dict[str, MethodRecord]:
             if record is not None:
                 # The function may have another name: a lambda, or what a decorator has returned.
                 records[name] = record if record.name == name else replace(record, name=name)
+            elif name in records:
+                records[name] = replace(records[name], reads=None)
     return records
 
 
@@ -92,6 +102,13 @@ def _record(member: object) -> MethodRecord | None:
     except Exception:  # any object can be an attribute of a class, and its __getattr__ may raise
         return None
     return record if isinstance(record, MethodRecord) else None
+
+
+def _names(reads: Iterable[str]) -> frozenset[str]:
+    names = None if isinstance(reads, str) else frozenset(reads)
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise DispatchError(f"reads must be a collection of names of fields, got {reads!r}.")
+    return names
 
 
 def _dispatch_mode(mode: DispatchMode | ModeFunctions) -> DispatchMode:

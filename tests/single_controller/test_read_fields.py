@@ -1,0 +1,170 @@
+"""Only the fields that a method reads are sent to its ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quadriga.backends import get_backend
+from quadriga.errors import DispatchError
+from quadriga.protocol import DataProto, fields
+from quadriga.protocol.values.storage import traffic
+from quadriga.single_controller import (
+    Dispatch,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+from quadriga.single_controller.dispatch.register import registered_methods
+from quadriga.workers import ActorRolloutRefWorker, CriticWorker, method_fields
+from quadriga.workers.sft import SFTWorker
+
+SPLIT = {"dispatch_mode": Dispatch.DP_COMPUTE_PROTO}
+
+
+def names(data: DataProto) -> list[str]:
+    return sorted([*([] if data.batch is None else data.batch.keys()), *data.non_tensor_batch])
+
+
+class Reader(Worker):
+    """Returns the names of the fields that its rows have, as one field."""
+
+    @register(**SPLIT, reads=("ids", "name", "absent"))
+    def some(self, data):
+        return self.seen(data)
+
+    @register(**SPLIT)
+    def all(self, data):
+        return self.seen(data)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, reads=("ids",))
+    def nested(self, text, number=None, data=None):
+        return text, number, names(data)
+
+    @register(**SPLIT, reads=["ids"])
+    def overridden(self, data):
+        return self.seen(data)
+
+    @register(**SPLIT, reads=["ids"])
+    def registered_again(self, data):
+        return self.seen(data)
+
+    def seen(self, data):
+        meta = ",".join(sorted(data.meta_info))
+        return DataProto.from_dict(
+            non_tensors={"seen": [f"{' '.join(names(data))} {meta}"] * len(data)}
+        )
+
+
+class Derived(Reader):
+    def overridden(self, data):
+        return self.seen(data)
+
+    @register(**SPLIT, reads=["scores"])
+    def registered_again(self, data):
+        return self.seen(data)
+
+
+def group(kind=Reader, ranks=2):
+    backend = get_backend("local")
+    return backend.worker_group(backend.resource_pool([ranks]), backend.class_with_args(kind))
+
+
+def batch(rows=4):
+    return DataProto.from_dict(
+        {"ids": torch.arange(rows), "scores": torch.ones(rows, 3)},
+        {"name": [str(i) for i in range(rows)], "text": ["…"] * rows},
+        meta_info={"step": 3},
+    )
+
+
+def seen(result) -> set[str]:
+    return set(result.non_tensor_batch["seen"])
+
+
+def test_a_method_receives_the_fields_that_it_reads_and_the_settings():
+    given = batch()
+    assert seen(group().some(given)) == {"ids name step"}
+    assert seen(group().some(data=given)) == {"ids name step"}
+    assert seen(group().all(given)) == {"ids name scores text step"}
+    assert names(given) == ["ids", "name", "scores", "text"], "the caller's batch is as it was"
+    future = group().some.submit(given)
+    assert seen(future.get()) == {"ids name step"}
+
+
+def test_other_arguments_are_sent_as_they_are():
+    assert group().nested("a", number=1, data=batch()) == [("a", 1, ["ids"])] * 2
+
+
+def test_a_batch_without_these_fields_stays_whole():
+    """The method can then say what it lacks. Without a field there would be no rows to split."""
+    other = DataProto.from_dict({"scores": torch.ones(4, 3)})
+    assert seen(group().some(other)) == {"scores "}
+
+
+def test_rows_that_are_added_to_divide_are_removed():
+    given = batch(3)
+    given.meta_info["_auto_padding"] = True
+    result = group().some(given)
+    assert len(result) == 3
+    assert len(seen(result)) == 1
+
+
+def test_a_method_that_overrides_receives_all_fields_unless_it_names_its_own():
+    assert seen(group(Derived).overridden(batch())) == {"ids name scores text step"}
+    assert seen(group(Derived).registered_again(batch())) == {"scores step"}
+    assert seen(group(Derived).some(batch())) == {"ids name step"}
+
+
+@pytest.mark.parametrize("reads", ["ids", [1], [None]])
+def test_reads_that_are_not_names_are_refused(reads):
+    with pytest.raises(DispatchError, match="reads must be a collection of names of fields, got"):
+        register(dispatch_mode=Dispatch.ONE_TO_ALL, reads=reads)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        *((ActorRolloutRefWorker, f"compute_{name}log_prob") for name in ("", "ref_")),
+        (ActorRolloutRefWorker, "update_actor"),
+        (CriticWorker, "compute_values"),
+        (CriticWorker, "update_critic"),
+        (SFTWorker, "update_sft"),
+        (SFTWorker, "compute_log_prob"),
+    ],
+)
+def test_the_passes_and_updates_of_the_roles_name_their_fields(kind, method):
+    stage = getattr(method_fields, method.upper())
+    reads = registered_methods(kind)[method].reads
+    assert reads == set(stage.inputs) >= set(stage.reads)
+    assert fields.RESPONSES not in reads
+    with_images = fields.MULTI_MODAL_INPUTS in stage.reads_if_present
+    assert (fields.POSITION_IDS in reads) == with_images
+
+
+class Update(Worker):
+    def __init__(self):
+        super().__init__()
+        self._register_dispatch_collect_info("actor", self.rank, True)
+
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"),
+        reads=method_fields.UPDATE_ACTOR.inputs,
+    )
+    def update_actor(self, data):
+        return DataProto(meta_info={"metrics": {"bytes": float(data.batch["advantages"].nbytes)}})
+
+
+def test_the_scores_of_a_step_are_not_stored_for_its_update(start_on_ray):
+    """512 rows of 1024 tokens: 2 MiB each of scores, rewards and returns that nothing reads."""
+    group = start_on_ray(Update, 2)
+    names = "advantages", "token_level_scores", "token_level_rewards", "returns"
+    floats = {name: torch.rand(512, 1024) for name in names}
+    masks = ("input_ids", "attention_mask", "response_mask")
+    data = DataProto.from_dict(
+        {**floats, **{name: torch.ones(512, 1024, dtype=torch.int64) for name in masks}}
+    )
+    traffic.reset()
+    group.update_actor(data)
+    # Integers of 0 and 1 are sent as bytes: three quarters of the advantages.
+    assert 1 <= traffic.reset().stored_bytes / floats["advantages"].nbytes < 2
