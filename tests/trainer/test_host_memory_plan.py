@@ -15,7 +15,8 @@ from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.trainer.memory import host as host_module
 from quadriga.trainer.memory.generation import check_generation_memory, generation_plan_text
 from quadriga.trainer.memory.host import host_memory, host_settings
-from quadriga.trainer.memory.plan import PROCESS_BYTES, memory_plan
+from quadriga.trainer.memory.phases import PROCESS_BYTES
+from quadriga.trainer.memory.plan import memory_plan
 from quadriga.trainer.memory.report import check_memory, plan_text
 from quadriga.trainer.memory.rm import check_rm_memory, rm_plan_text
 from quadriga.trainer.memory.sft import check_sft_memory, sft_plan_text

@@ -14,7 +14,8 @@ from quadriga.errors import ConfigError
 from quadriga.trainer.fine_tuning.sft import SFTTrainer
 from quadriga.trainer.memory import plan as plan_module
 from quadriga.trainer.memory.machine import DeviceLimit, available_memory, planned_device
-from quadriga.trainer.memory.plan import PROCESS_BYTES, memory_plan
+from quadriga.trainer.memory.phases import PROCESS_BYTES
+from quadriga.trainer.memory.plan import memory_plan
 from quadriga.trainer.memory.report import check_memory, plan_text, remedies, shortage
 from quadriga.trainer.memory.sft import sft_memory_plan
 from quadriga.trainer.run.preflight import check_train_config

@@ -11,7 +11,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import RMConfig
 from quadriga.errors import ConfigError
 from quadriga.trainer.fine_tuning.rm import load_pairs
-from quadriga.trainer.memory.plan import PROCESS_BYTES
+from quadriga.trainer.memory.phases import PROCESS_BYTES
 from quadriga.trainer.memory.rm import rm_memory_plan
 
 

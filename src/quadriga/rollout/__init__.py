@@ -7,7 +7,8 @@
 - `vllm`: generation in this process with vLLM, from an environment of its own.
 - `sglang`: generation in processes below this one, or by a server, with SGLang.
 - `stop_strings`: which token completes a stop string. `responses`: lists of tokens as one output.
-- `memory`: the device memory of generation by `hf`, known before a weight is loaded.
+- `memory`: the device memory of generation by `hf`, known before a weight is loaded; `reserved`: of
+  vLLM and SGLang.
 
 May import every package below `rollout` in docs/architecture.md, but not `engines`. Importing this
 file imports no torch.

@@ -55,12 +55,25 @@ class GenerationMemory:
         kv_cache: keys, values and recurrent states at the end.
         peak: the most bytes beside the weights, the cache included.
         uncounted: why `kv_cache` and `peak` are 0 although there are some; "" if they are counted.
+        loaded: bytes of host memory while it is loaded.
+        backup: bytes of host memory while it is released.
+        reserved: the part of `peak` that exists all the time, unless the engine is released.
+        processes: its own processes below the rank that use the device.
+        missing: what is not counted, in words.
+        setting: the setting in the section of the rollout that limits what it reserves, with its
+            value; "" if there is none.
     """
 
     weights: int
     kv_cache: int
     peak: int
     uncounted: str = ""
+    loaded: int = 0
+    backup: int = 0
+    reserved: int = 0
+    processes: int = 0
+    missing: str = ""
+    setting: str = ""
 
 
 def planned_sampling(settings: SamplingConfig, response: int) -> SamplingParams:
@@ -97,7 +110,7 @@ def generation_memory(
         attn_implementation=model.attn_implementation,
         trust_remote_code=model.trust_remote_code,
     )
-    weights = _stored(list(module.state_dict().values()))
+    weights = stored_bytes(list(module.state_dict().values()))
     try:
         with torch.no_grad(), kernels_of(device_type):
             kv_cache, peak = _simulate(module, rows, sampling)
@@ -105,8 +118,12 @@ def generation_memory(
         raise
     except Exception as error:  # a model whose code reads numbers fails in any way; reported
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-        return GenerationMemory(weights, 0, 0, uncounted=reason)
-    return GenerationMemory(weights, kv_cache, peak)
+        kv_cache = peak = 0
+    else:
+        reason = ""
+    return GenerationMemory(
+        weights, kv_cache, peak, uncounted=reason, loaded=weights, backup=weights
+    )
 
 
 def _simulate(
@@ -175,7 +192,7 @@ class _SimulatedGeneration:
                 self.copied = max(self.copied, bytes_before)
         if isinstance(self.cache, RepeatedPrompts):
             self.cache.columns = self.rows.prompt + max(self.rows.response - 2, 0)
-        return _stored(list(self.cache.tensors()))
+        return stored_bytes(list(self.cache.tensors()))
 
     def sample(self, sampling: SamplingParams) -> Tensor:
         """Sample one token for each row."""
@@ -190,7 +207,7 @@ class _SimulatedGeneration:
         )
 
 
-def _stored(tensors: list[Tensor]) -> int:
+def stored_bytes(tensors: list[Tensor]) -> int:
     """Return the bytes of the storages of these tensors."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({s._cdata: s.nbytes() for s in storages}.values())

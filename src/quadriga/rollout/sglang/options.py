@@ -17,6 +17,14 @@ from quadriga.errors import ConfigError
 KEY = "actor_rollout_ref.rollout.options"
 """The setting that holds the options, for messages."""
 
+MEM_FRACTION_STATIC = 0.5
+"""Share of a GPU for weights, keys and values, if `server_args` names none: the trainer needs the
+rest."""
+
+CPU_TOKENS = 1 << 16
+"""Tokens whose keys and values SGLang holds on a CPU, if `server_args` names no `max_total_tokens`.
+By default SGLang would reserve most of the memory."""
+
 Transport = Literal["engine", "server"]
 StartedLogProbs = Literal["policy", "temperature_1"]
 

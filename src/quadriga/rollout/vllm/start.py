@@ -21,13 +21,18 @@ from quadriga.models.loading import model_without_weights
 from quadriga.parallel.distributed import init_distributed, rank, world_size
 from quadriga.rollout.vllm.adapters import LoadedAdapter
 from quadriga.rollout.vllm.isolation import Isolation
-from quadriga.rollout.vllm.options import VLLMOptions, check_ranks, engine_window, space_for_rank
+from quadriga.rollout.vllm.options import (
+    CPU_CACHE_MB,
+    VLLMOptions,
+    check_ranks,
+    engine_window,
+    space_for_rank,
+)
 from quadriga.rollout.vllm.weights import EngineWeights
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
-_CPU_CACHE_MB = 1024
 _CPU_STEP_TOKENS = 4096
 
 _engines_in_process = 0
@@ -142,7 +147,7 @@ def _start(settings: StartSettings, folder: str, window: int, planned: Adapter |
     from vllm.v1.engine.llm_engine import LLMEngine
 
     options, on_cpu = settings.options, settings.device.type == "cpu"
-    cache_mb = options.kv_cache_mb or (_CPU_CACHE_MB if on_cpu else None)
+    cache_mb = options.kv_cache_mb or (CPU_CACHE_MB if on_cpu else None)
     if world_size() > 1:
         # vLLM then uses the ranks' process group and joins nothing of its own.
         os.environ["RANK"] = str(rank())

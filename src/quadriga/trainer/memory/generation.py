@@ -14,11 +14,18 @@ from typing import TYPE_CHECKING
 
 from quadriga.config.role_ranks import RolePool
 from quadriga.config.schema import GenerationConfig, TrainConfig
-from quadriga.rollout.memory import GeneratedRows, generation_memory, planned_sampling
+from quadriga.rollout.memory import (
+    GeneratedRows,
+    GenerationMemory,
+    generation_memory,
+    planned_sampling,
+)
+from quadriga.rollout.reserved import RESERVING, reserved_memory
 from quadriga.trainer.evaluation.ranks import trainer_settings
 from quadriga.trainer.memory.host import HostSettings
-from quadriga.trainer.memory.machine import planned_device
-from quadriga.trainer.memory.plan import ROLLOUT, MemoryPlan, pool_memory
+from quadriga.trainer.memory.machine import device_limit, planned_device
+from quadriga.trainer.memory.phases import ROLLOUT, pool_memory
+from quadriga.trainer.memory.plan import MemoryPlan
 from quadriga.trainer.memory.report import check_plan, plan_lines
 from quadriga.trainer.run.checks.images import uncounted_images
 
@@ -87,9 +94,9 @@ def generation_memory_plan(
     ranks = trainer.nnodes * trainer.n_gpus_per_node
     pool = RolePool((ROLLOUT,), tuple(range(ranks)), (trainer.n_gpus_per_node,) * trainer.nnodes)
     if config.rollout.name != "hf":
-        alone = pool_memory(TrainConfig(), device_type, pool, {}, None)
-        left_out = f"rollout (engine {config.rollout.name})"
-        return MemoryPlan(device_type, (alone,), trainer.n_gpus_per_node, (left_out,))
+        reserved, left_out = _other_engine(config, device_type)
+        alone = pool_memory(TrainConfig(), device_type, pool, {}, reserved)
+        return MemoryPlan(device_type, (alone,), trainer.n_gpus_per_node, left_out)
     _, rows = rows_at_once(config, batch)
     memory = generation_memory(
         config.model,
@@ -103,6 +110,23 @@ def generation_memory_plan(
         missing.append(f"KV cache and buffers ({memory.uncounted})")
     planned = pool_memory(TrainConfig(), device_type, pool, {}, memory)
     return MemoryPlan(device_type, (planned,), trainer.n_gpus_per_node, tuple(missing))
+
+
+def _other_engine(
+    config: GenerationConfig, device_type: str
+) -> tuple[GenerationMemory | None, tuple[str, ...]]:
+    """Return what an engine other than hf reserves, and what is not counted, in words."""
+    if config.rollout.name not in RESERVING:
+        return None, (f"rollout (engine {config.rollout.name})",)
+    limit = device_limit(trainer_settings(config.trainer), device_type)
+    memory = reserved_memory(
+        config.rollout,
+        config.model,
+        device_type=device_type,
+        device=None if limit is None else limit.size,
+        releasable=False,
+    )
+    return memory, (memory.missing,) if memory.missing else ()
 
 
 def generation_plan_text(config: GenerationConfig) -> str:
@@ -130,12 +154,18 @@ def generation_plan_text(config: GenerationConfig) -> str:
 
 def _remedies(config: GenerationConfig, device_type: str) -> Iterator[str]:
     """Yield what to change, most effective first."""
-    size, batch = config.rollout.micro_batch_size, config.batch_size
-    yield f"lower rollout.micro_batch_size={size} or batch_size={batch}"
-    yield (
-        f"lower max_prompt_length={config.max_prompt_length} or "
-        f"max_response_length={config.max_response_length}"
-    )
+    reserved = None
+    if config.rollout.name != "hf":
+        reserved, _ = _other_engine(config, device_type)
+    if reserved is not None:
+        yield f"lower rollout.{reserved.setting}"
+    else:
+        size, batch = config.rollout.micro_batch_size, config.batch_size
+        yield f"lower rollout.micro_batch_size={size} or batch_size={batch}"
+        yield (
+            f"lower max_prompt_length={config.max_prompt_length} or "
+            f"max_response_length={config.max_response_length}"
+        )
     if device_type == "cpu":
         yield "use fewer ranks of a node, or a smaller model"
     else:

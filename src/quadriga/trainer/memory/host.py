@@ -23,17 +23,17 @@ from quadriga.models.folder import local_folder
 from quadriga.parallel.device import compute_dtype
 from quadriga.trainer.dataflow import needs_critic, needs_reference
 from quadriga.trainer.memory.machine import DeviceLimit, available_memory, gib
-from quadriga.trainer.memory.plan import (
+from quadriga.trainer.memory.phases import (
     ACTOR,
     CRITIC,
     PROCESS_BYTES,
     REF,
     REWARD_MODEL,
     TRAINING,
-    MemoryPlan,
     PoolMemory,
     engine_settings,
 )
+from quadriga.trainer.memory.plan import MemoryPlan
 from quadriga.trainer.run.role_workers import critic_model
 
 OFFLOADED, LOADED = "offloaded states", "models while they are loaded"
@@ -177,7 +177,7 @@ def _loading(
             largest = max(largest, held + (size if role in whole else own))
             held += own
     if pool.generation is not None:  # loaded after the engines of the policy
-        largest = max(largest, held + pool.generation.weights)
+        largest = max(largest, held + pool.generation.loaded)
     return largest
 
 
@@ -197,7 +197,7 @@ def _kept_on_host(settings: HostSettings, pool: PoolMemory) -> int:
     turns = [role for role in (ACTOR, REF) if role in engines]
     states = {r: e.parameters + e.optimizer + e.on_host for r, e in engines.items()}
     generating = sum(states[role] if role in turns else kept[role] for role in engines)
-    return max(generating, sum(kept.values()) + pool.generation.weights)
+    return max(generating, sum(kept.values()) + pool.generation.backup)
 
 
 def _kept_of_engine(settings: EngineConfig, engine: TrainingMemory) -> int:

@@ -12,7 +12,8 @@ from quadriga.engines.base import HeadKind
 from quadriga.engines.memory.states import TrainingMemory
 from quadriga.trainer.memory.host import HostedEngine, HostSettings
 from quadriga.trainer.memory.machine import gib, planned_device
-from quadriga.trainer.memory.plan import ACTOR, REWARD_MODEL, MemoryPlan
+from quadriga.trainer.memory.phases import ACTOR, REWARD_MODEL
+from quadriga.trainer.memory.plan import MemoryPlan
 from quadriga.trainer.memory.report import check_plan, plan_lines
 
 OneEngineConfig = SFTConfig | RMConfig

@@ -19,15 +19,8 @@ from quadriga.trainer.memory.host import (
     host_shortage,
 )
 from quadriga.trainer.memory.machine import DeviceLimit, device_limit, gib, planned_device
-from quadriga.trainer.memory.plan import (
-    ACTOR,
-    CRITIC,
-    ROLLOUT,
-    MemoryPlan,
-    PoolMemory,
-    engine_settings,
-    memory_plan,
-)
+from quadriga.trainer.memory.phases import ACTOR, CRITIC, ROLLOUT, PoolMemory, engine_settings
+from quadriga.trainer.memory.plan import MemoryPlan, memory_plan
 from quadriga.trainer.memory.resharding import resharding_lines
 
 Advice = Callable[[], Iterable[str]]
@@ -133,18 +126,20 @@ def remedies(config: TrainConfig, plan: MemoryPlan) -> list[str]:
     pool = max(plan.pools, key=lambda pool: pool.largest[1])
     phase, _ = pool.largest
     found = []
-    if phase == "generation":
-        found.append(
-            "lower actor_rollout_ref.rollout.micro_batch_size="
-            f"{config.actor_rollout_ref.rollout.micro_batch_size}"
-        )
+    rollout = config.actor_rollout_ref.rollout
+    generation = pool.generation
+    if generation is not None and generation.setting:
+        if generation.reserved and (phase == "generation" or not rollout.take_turns):
+            found.append(f"lower actor_rollout_ref.rollout.{generation.setting}")
+    elif phase == "generation":
+        found.append(f"lower actor_rollout_ref.rollout.micro_batch_size={rollout.micro_batch_size}")
     trained = {role: e.update_peak for role, e in pool.engines.items() if e.update is not None}
     if trained:
         role = max(trained, key=lambda role: trained[role])
         found += _training_remedies(config, plan, role, pool.engines[role])
     if plan.device_type != "cpu":
         together = pool.generation is not None and ACTOR in pool.engines
-        if together and not config.actor_rollout_ref.rollout.take_turns:
+        if together and not rollout.take_turns:
             found.append("set actor_rollout_ref.rollout.take_turns=true")
         found.append("shard over more ranks (trainer.n_gpus_per_node, trainer.nnodes)")
     else:
@@ -274,8 +269,17 @@ def _table_lines(
     short = shortage(plan, limit)
     lines.append(f"  {gib(limit.size)} GiB: {limit.source}")
     if short is None:
-        return [*lines, "  the run fits"]
+        return [*lines, "  the run fits" if not plan.missing else f"  {_left(plan, limit)}"]
     return [*lines, f"  {short}", *(f"    {text}" for text in advice())]
+
+
+def _left(plan: MemoryPlan, limit: DeviceLimit) -> str:
+    """Return how much memory is left for what is not counted, as a sentence without its end."""
+    if plan.device_type == "cpu":
+        used = max(map(_total, _pools_of_nodes(plan, states_only=False)))
+    else:
+        used = max(pool.largest[1] for pool in plan.pools)
+    return f"what is counted fits; {gib(limit.size - used)} GiB are left for what is not"
 
 
 def _pool_lines(pool: PoolMemory, others: Mapping[str, MemoryPlan]) -> list[str]:

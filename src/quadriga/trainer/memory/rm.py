@@ -17,7 +17,8 @@ from quadriga.trainer.memory.one_engine import (
     missing_activations,
     one_engine_text,
 )
-from quadriga.trainer.memory.plan import REWARD_MODEL, MemoryPlan, pool_memory
+from quadriga.trainer.memory.phases import REWARD_MODEL, pool_memory
+from quadriga.trainer.memory.plan import MemoryPlan
 
 
 def check_rm_memory(config: RMConfig, lengths: PairLengths) -> None:

@@ -30,7 +30,8 @@ from quadriga.trainer.memory.one_engine import (
     missing_activations,
     one_engine_text,
 )
-from quadriga.trainer.memory.plan import ACTOR, PASSES, ROLLOUT, MemoryPlan, pool_memory
+from quadriga.trainer.memory.phases import ACTOR, PASSES, ROLLOUT, pool_memory
+from quadriga.trainer.memory.plan import MemoryPlan
 
 if TYPE_CHECKING:
     from quadriga.data import PromptDataset
