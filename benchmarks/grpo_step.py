@@ -147,12 +147,12 @@ def described(records: list[Metrics], peak: float) -> dict[str, float]:
     return figures
 
 
-def trl(python: str, folder: Path, case: dict[str, int], steps: int) -> list[float]:
-    """Return the seconds of each step of TRL."""
+def trl(python: str, folder: Path, case: dict[str, int], steps: int) -> tuple[list[float], str]:
+    """Return the seconds of each step of TRL, and its version."""
     peer = Path(__file__).parent / "grpo" / "trl_peer.py"
     out = _run([python, str(peer), str(folder / "model"), json.dumps({**case, "steps": steps})])
-    seconds: list[float] = json.loads(out.strip().splitlines()[-1])["seconds"]
-    return seconds
+    printed = json.loads(out.strip().splitlines()[-1])
+    return printed["seconds"], printed["trl"]
 
 
 def _run(command: list[str]) -> str:
@@ -187,8 +187,8 @@ def main() -> None:
             pair = statistics.median(m["time/step"] for m in ours(Path(folder), case, steps, 2))
             figures["two_workers_over_one_process"] = figures["ours_s"] / pair
             if options.trl_python:
-                seconds = trl(options.trl_python, Path(folder), case, steps)[WARM_UP:]
-                figures["trl_s"] = statistics.median(seconds)
+                seconds, result["trl"] = trl(options.trl_python, Path(folder), case, steps)
+                figures["trl_s"] = statistics.median(seconds[WARM_UP:])
                 figures["speed_up"] = figures["trl_s"] / figures["ours_s"]
             cases[name] = {key: round(value, 4) for key, value in figures.items()}
     result["cases"] = cases

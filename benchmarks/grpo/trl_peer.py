@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from importlib.metadata import version
 from typing import Any
 
 PROMPTS, SAMPLES = 16, 8
@@ -67,7 +68,7 @@ def main(folder: str, case: dict[str, int]) -> None:
         callbacks=[Clock()],
     )
     trainer.train()
-    print(json.dumps({"seconds": seconds}))
+    print(json.dumps({"seconds": seconds, "trl": version("trl")}))
 
 
 if __name__ == "__main__":
