@@ -119,16 +119,19 @@ def draw(
         return token, log_prob if sampling.log_probs == "sampled" else _log_prob(logits, token)
     scores = logits / sampling.temperature if sampling.temperature != 1.0 else logits
     allowed = _filtered(_without_excluded(scores, sampling, position), sampling)
-    token = _inverse_cdf(allowed, uniform_B)
-    of_kind = {"policy": scores, "sampled": allowed, "temperature_1": logits}
-    return token, _log_prob(of_kind[sampling.log_probs], token)
+    probs = allowed.softmax(-1)
+    token = _inverse_cdf(probs, uniform_B)
+    wanted = {"policy": scores, "sampled": allowed, "temperature_1": logits}[sampling.log_probs]
+    if wanted is allowed:  # the softmax is there already
+        return token, probs.gather(-1, token[:, None])[:, 0].log()
+    return token, _log_prob(wanted, token)
 
 
 def _log_prob(scores_BV: Tensor, token_B: Tensor) -> Tensor:
     return scores_BV.gather(-1, token_B[:, None])[:, 0] - scores_BV.logsumexp(-1)
 
 
-def _inverse_cdf(scores_BV: Tensor, uniform_B: Tensor) -> Tensor:
+def _inverse_cdf(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """Return the first token of each row whose cumulative probability is above the number u."""
     # Three rows, V = 4:
     #
@@ -140,7 +143,7 @@ def _inverse_cdf(scores_BV: Tensor, uniform_B: Tensor) -> Tensor:
     # The sums are in float64: in float32, tokens of a large vocabulary would be lost to rounding.
     # The last sum may still differ from 1, so u is scaled by it. `cumsum` with a dtype would hold
     # the float64 numbers twice, so they are summed in place.
-    cdf = scores_BV.softmax(-1).double().cumsum_(-1)
+    cdf = probs_BV.double().cumsum_(-1)
     total = cdf[:, -1:].contiguous()
     token = torch.searchsorted(cdf, uniform_B[:, None] * total, right=True)
     # u · total can round up to total; the result is then the last token with probability above 0.
