@@ -27,16 +27,8 @@ CASES = [(name, {}) for name in ARCHITECTURES] + VARIANTS
 # (ranks, fsdp_size, rank). Sizes of 1, 4 and 32 rows leave uneven and empty shards on 3 ranks. A
 # process can stand for one rank of each mesh only, because torch caches the rows by the mesh.
 RANKS = [(1, -1, 0), (2, -1, 1), (3, -1, 2), (4, 2, 3), (5, -1, 1)]
-CONVERTED = {
-    "afmoe", "axk1", "axk2", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3",
-    "deepseek_v32", "deepseek_v4", "dots1", "dots3_note_text", "ernie4_5_moe", "exaone_moe",
-    "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hrm_text", "hunyuan_v1_moe", "hy_v3",
-    "inkling2_text", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "longcat_flash",
-    "mellum", "mimo_v2_flash", "minimax_m2", "mixtral", "nemotron_h", "olmo_hybrid", "olmoe",
-    "phimoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
-    "qwen4_exp", "qwen4_exp_text", "solar_open",
-}  # fmt: skip
-"""Architectures whose parameters transformers computes from several tensors of the folder."""
+CONVERTED = {"bailing_hybrid", "hrm_text", "inkling2_text", "kimi_linear", "olmo_hybrid"}
+"""Architectures with parameters that transformers computes, other than those of experts."""
 
 
 def case_name(value):

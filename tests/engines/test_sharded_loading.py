@@ -9,6 +9,7 @@ import shutil
 import loading_cases as cases
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MambaConfig, Qwen3MoeConfig, ZambaConfig
 
@@ -78,21 +79,40 @@ def test_ranks_that_can_read_the_folder_load_nothing_if_another_rank_cannot(foun
     assert loaded == [["absent"] if number == 1 else [] for number in range(len(found))]
 
 
-def test_a_folder_whose_tensors_are_converted_is_loaded_whole_and_the_log_says_so(tmp_path, caplog):
+EXPERT = "model.layers.0.mlp.experts.1.up_proj.weight"
+
+
+def load_experts(folder, caplog, **changed) -> tuple[list[str], bool]:
+    """What the log says when a model with experts is loaded, and whether the weights are right.
+
+    `changed`: values of one expert's tensor in the folder, by name `up`.
+    """
     sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     config = Qwen3MoeConfig(num_experts=4, moe_intermediate_size=16, num_attention_heads=4, **sizes)
     model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
+    if changed:
+        file = folder / "model.safetensors"
+        save_file({**load_file(file), EXPERT: changed["up"]}, file, {"format": "pt"})
+        model = AutoModelForCausalLM.from_pretrained(folder)
     with caplog.at_level(logging.INFO, logger="quadriga"):
-        engine = FSDPEngine(ModelConfig(path=str(tmp_path)), EngineConfig())
-    texts = [record.getMessage() for record in caplog.records]
-    assert len(texts) == 1
-    assert re.fullmatch(
-        f"each rank loads the whole model in {tmp_path}: transformers converts .*experts.*",
-        texts[0],
-    )
+        engine = FSDPEngine(ModelConfig(path=str(folder)), EngineConfig())
     expected = model.state_dict()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in engine.state_stream())
+    equal = all(torch.equal(tensor, expected[name]) for name, tensor in engine.state_stream())
+    return [record.getMessage() for record in caplog.records], equal
+
+
+def test_a_parameter_of_all_experts_is_read_from_the_tensors_of_each(tmp_path, caplog):
+    assert load_experts(tmp_path, caplog) == ([], True)
+
+
+def test_experts_of_two_dtypes_are_loaded_whole_and_the_log_says_so(tmp_path, caplog):
+    (text,), equal = load_experts(tmp_path, caplog, up=torch.ones(16, 32, dtype=torch.float16))
+    assert equal
+    assert text == (
+        f"each rank loads the whole model in {tmp_path}: the tensors of the experts do not make up "
+        "model.layers.0.mlp.experts.gate_up_proj"
+    )
 
 
 def test_a_failure_to_match_names_is_a_reason_to_load_the_whole_model(root, monkeypatch, caplog):

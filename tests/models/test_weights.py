@@ -8,12 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+)
 
 from quadriga.errors import ModelError
 from quadriga.models.loading import VALUE_HEAD_PREFIX, model_without_parameters
 from quadriga.models.tiny import TinyModel, write_tiny_model
+from quadriga.models.weight_files import StoredTensor
 from quadriga.models.weights import reader
 from quadriga.models.weights.finite import NotFinite, check_all_finite, count_not_finite
+from quadriga.models.weights.joined import JoinedTensor, joined_tensor, joins_experts
 from quadriga.models.weights.names import match_names
 from quadriga.models.weights.reader import TensorReader, stored_tensors
 
@@ -153,3 +161,79 @@ def test_the_first_weight_that_is_not_finite_is_named_with_the_number_of_others(
         check_all_finite(tmp_path, {"a": NotFinite(0, 0, 4), "b": wrong})
     with pytest.raises(ModelError, match="of 6, and 1 other tensors have some"):
         check_all_finite(tmp_path, {"b": wrong, "c": wrong})
+
+
+# Parameters of several tensors.
+
+ROWS = WeightConverter(["gate", "up"], "both", [MergeModulelist(0), Concatenate(1)])
+ONE = WeightConverter("down", "all", [MergeModulelist(0)])
+
+
+def stored(*shape, dtype="F32"):
+    return StoredTensor("file", dtype, shape, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("operations", "joins"),
+    [
+        ([MergeModulelist(0)], True),
+        ([MergeModulelist(0), Concatenate(1)], True),
+        ([MergeModulelist(1)], False),
+        ([MergeModulelist(0), Concatenate(0)], False),
+        ([MergeModulelist(0), Concatenate(1), Transpose(1, 2)], False),
+        ([Concatenate(0)], False),
+    ],
+)
+def test_rules_that_only_stack_experts(operations, joins):
+    assert joins_experts(WeightConverter(["gate", "up"], "both", operations)) == joins
+
+
+def test_the_tensors_of_experts_are_in_the_order_of_the_parameter():
+    gates, ups = [stored(2, 5), stored(2, 5)], [stored(4, 5), stored(4, 5)]
+    joined = joined_tensor(ROWS, {"up": ups, "gate": gates}, (2, 6, 5))
+    assert [part is wanted for part, wanted in zip(
+        joined.parts, [gates[0], ups[0], gates[1], ups[1]], strict=True
+    )] == [True] * 4  # fmt: skip
+    assert (joined.shape, joined.dtype) == ((2, 6, 5), "F32")
+    # Parts of 10, 20, 10 and 20 elements: from 25 on, 5 of the second, 10, and 3 of the last.
+    found = [(joined.parts.index(part), *rest) for part, *rest in joined.ranges(25, 18)]
+    assert [rest for _, *rest in found] == [[15, 5], [0, 10], [0, 3]]
+    assert list(joined.ranges(60, 0)) == list(joined.ranges(7, 0)) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "shape"),
+    [
+        ({"gate": [stored(2, 5)], "up": [stored(2, 5)] * 2}, (2, 4, 5)),  # an expert lacks a gate
+        ({"gate": [stored(2, 5)] * 2}, (2, 4, 5)),
+        ({"gate": [stored(2, 5)] * 2, "up": [stored(3, 5)] * 2}, (2, 4, 5)),
+        ({"gate": [stored(2, 4)] * 2, "up": [stored(2, 5)] * 2}, (2, 4, 5)),
+        ({"gate": [stored(2, 5)] * 2, "up": [stored(2, 5, dtype="BF16")] * 2}, (2, 4, 5)),
+    ],
+)
+def test_tensors_that_are_not_all_elements_of_a_parameter(found, shape):
+    assert joined_tensor(ROWS, found, shape) is None
+
+
+def test_one_tensor_of_each_expert():
+    down = [stored(5, 2), stored(5, 2)]
+    assert joined_tensor(ONE, {"down": down}, (2, 5, 2)).parts == tuple(down)
+    assert joined_tensor(ONE, {"down": down}, (2, 2, 5)) is None
+    assert joined_tensor(ONE, {"down": down}, (3, 5, 2)) is None
+
+
+@pytest.mark.parametrize("box", [((0, 2), (0, 5), (0, 3)), ((1, 2), (1, 4), (0, 3)),
+                                 ((0, 2), (2, 5), (1, 2)), ((0, 0), (0, 5), (0, 3))])  # fmt: skip
+def test_a_box_of_several_tensors_is_read(tmp_path, box):
+    parts = [torch.arange(6.0).view(2, 3), torch.arange(9.0).view(3, 3) + 10]
+    parts += [part + 100 for part in parts]
+    save(tmp_path, {str(number): part for number, part in enumerate(parts)})
+    tensors = stored_tensors(tmp_path)
+    joined = JoinedTensor((2, 5, 3), tuple(tensors[str(number)] for number in range(4)))
+    whole = torch.cat(parts).view(2, 5, 3)
+    with TensorReader(tmp_path) as opened:
+        found = opened.read_box(joined, box)
+        flat = torch.zeros(17)
+        opened.read(joined, 4, flat)
+    assert torch.equal(found, whole[tuple(slice(*sides) for sides in box)])
+    assert torch.equal(flat, whole.flatten()[4:21])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -26,6 +28,14 @@ def names(data: DataProto) -> list[str]:
     return sorted([*([] if data.batch is None else data.batch.keys()), *data.non_tensor_batch])
 
 
+def timed(function):
+    @functools.wraps(function)
+    def wrapper(self, data):
+        return function(self, data)
+
+    return wrapper
+
+
 class Reader(Worker):
     """Returns the names of the fields that its rows have, as one field."""
 
@@ -46,6 +56,15 @@ class Reader(Worker):
         return self.seen(data)
 
     @register(**SPLIT, reads=["ids"])
+    def wrapped(self, data):
+        return self.seen(data)
+
+    @register(**SPLIT, reads=["ids"])
+    @timed
+    def marked_outside(self, data):
+        return self.seen(data)
+
+    @register(**SPLIT, reads=["ids"])
     def registered_again(self, data):
         return self.seen(data)
 
@@ -57,6 +76,8 @@ class Reader(Worker):
 
 
 class Derived(Reader):
+    wrapped = timed(Reader.wrapped)
+
     def overridden(self, data):
         return self.seen(data)
 
@@ -113,6 +134,8 @@ def test_rows_that_are_added_to_divide_are_removed():
 def test_a_method_that_overrides_receives_all_fields_unless_it_names_its_own():
     assert seen(group(Derived).overridden(batch())) == {"ids name scores text step"}
     assert seen(group(Derived).registered_again(batch())) == {"scores step"}
+    assert seen(group(Derived).wrapped(batch())) == {"ids name scores text step"}
+    assert seen(group(Derived).marked_outside(batch())) == {"ids step"}
     assert seen(group(Derived).some(batch())) == {"ids name step"}
 
 

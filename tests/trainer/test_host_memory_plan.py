@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from run_cases import two_steps
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from quadriga.config.loading import load_config
@@ -35,13 +36,16 @@ def planned(tiny_task, folder, *more, device="cuda"):
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
-    """A folder whose tensors are not one-to-one with the parameters."""
+    """A folder with experts of two dtypes, which is loaded whole."""
     folder = tmp_path_factory.mktemp("experts") / "model"
     write_tiny_model(folder, ["one two three"], TinyModel(hidden_size=24, num_layers=1))
     sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     config = Qwen3MoeConfig(num_experts=4, moe_intermediate_size=16, num_attention_heads=4, **sizes)
     (folder / "model.safetensors").unlink()
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    up = "model.layers.0.mlp.experts.1.up_proj.weight"
+    save_file({**tensors, up: tensors[up].half()}, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

@@ -9,6 +9,7 @@ from quadriga.cli.main import main
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
+from quadriga.rollout.reserved import CONTEXT_BYTES
 from quadriga.trainer.memory.machine import GIB
 from quadriga.trainer.memory.phases import PROCESS_BYTES
 from quadriga.trainer.memory.plan import memory_plan
@@ -39,12 +40,12 @@ def held_by_trainer(pool) -> int:
 
 
 def test_vllm_holds_its_share_of_the_device_in_every_phase(tiny_task, tmp_path):
-    """Half of 32 GiB: the weights, and keys and values in the rest."""
+    """Half of 32 GiB: the context of the process, the weights, and keys and values in the rest."""
     plan = planned(tiny_task, tmp_path, *GPU, *engine("vllm"))
     (pool,) = plan.pools
-    assert pool.generation.weights + pool.generation.kv_cache == 16 * GIB
+    assert pool.generation.weights + pool.generation.kv_cache == 16 * GIB - CONTEXT_BYTES
     assert 0 < pool.generation.weights < GIB and plan.missing == ()
-    held = PROCESS_BYTES["accelerator"] + held_by_trainer(pool) + 16 * GIB
+    held = held_by_trainer(pool) + 16 * GIB
     assert pool.phases["generation"] == held
     assert pool.phases["update of the actor"] == held + pool.engines["actor"].update_peak
     assert min(pool.phases.values()) >= held
@@ -57,7 +58,8 @@ def test_taking_turns_releases_the_reservation_while_the_actor_trains(name, tiny
     (plain,) = planned(tiny_task, tmp_path, *GPU, *engine(name)).pools
     (turns,) = planned(tiny_task, tmp_path, *GPU, *engine(name), TURNS).pools
     update, states = "update of the actor", held_by_trainer(plain)
-    assert plain.phases[update] - turns.phases[update] == 16 * GIB
+    context = CONTEXT_BYTES if name == "vllm" else 0  # which the process keeps
+    assert plain.phases[update] - turns.phases[update] == 16 * GIB - context
     assert plain.phases["generation"] - turns.phases["generation"] == states
     # Before the first sync nothing was released, and there are no moments.
     moments = plain.engines["actor"].optimizer
@@ -71,7 +73,7 @@ def test_the_options_of_vllm_are_in_the_plan(tiny_task, tmp_path):
 
     whole, _ = reserved(more=GPU)
     share, missing = reserved("gpu_memory_utilization=0.25", more=GPU)
-    assert share.weights + share.kv_cache == 8 * GIB and missing == ()
+    assert share.weights + share.kv_cache == 8 * GIB - CONTEXT_BYTES and missing == ()
     cache, missing = reserved("kv_cache_mb=2048", more=GPU)
     assert cache.kv_cache == 2 * GIB and missing == (f"{GRAPHS}vLLM",)
     half, _ = reserved("tensor_parallel_size=2", more=(*GPU, "trainer.n_gpus_per_node=2"))
@@ -121,14 +123,17 @@ def test_a_rollout_with_devices_of_its_own_has_a_plan_of_its_own(tiny_task, tmp_
     apart = ["trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.rollout=[1]"]
     actor, rollout = planned(tiny_task, tmp_path, *GPU, *engine("vllm"), *apart).pools
     assert actor.largest[1] < 2 * GIB
+    assert rollout.phases == {"generation": 16 * GIB}
+    _, rollout = planned(tiny_task, tmp_path, *GPU, *engine("sglang"), *apart).pools
+    # Its rank only sends requests; the scheduler is the process that uses the device.
     assert rollout.phases == {"generation": PROCESS_BYTES["accelerator"] + 16 * GIB}
 
 
 def test_a_reservation_that_does_not_fit_is_refused_with_its_setting(tiny_task, tmp_path):
-    more = engine("vllm", "gpu_memory_utilization=0.97")
+    more = engine("vllm", "gpu_memory_utilization=1.0")
     with pytest.raises(ConfigError) as refused:
         check_memory(settings(tiny_task, tmp_path, *GPU, *more))
-    assert f"lower {ROLLOUT}.options.gpu_memory_utilization=0.97" in str(refused.value)
+    assert f"lower {ROLLOUT}.options.gpu_memory_utilization=1" in str(refused.value)
     assert "take_turns=true" in str(refused.value)
     assert "micro_batch_size=256" not in str(refused.value)
     check_memory(settings(tiny_task, tmp_path, *GPU, *engine("vllm")))
@@ -160,7 +165,10 @@ def test_generation_with_vllm_is_planned(tiny_task, capsys):
     more = [f"model.path={tiny_task.model}", "rollout.name=vllm", "trainer.device=cuda"]
     assert main(["plan", "generate", *more, "trainer.device_memory_gb=32"]) == 0
     text = capsys.readouterr().out
-    assert "generation                        17 ← most" in text and "the run fits" in text
-    large = "+rollout.options.gpu_memory_utilization=0.99"
-    assert main(["plan", "generate", *more, "trainer.device_memory_gb=32", large]) == 0
-    assert "lower rollout.options.gpu_memory_utilization=0.99" in capsys.readouterr().out
+    assert "generation                        16 ← most" in text and "the run fits" in text
+    small = ["trainer.device_memory_gb=12", "+rollout.options.gpu_memory_utilization=0.95"]
+    assert main(["plan", "generate", *more, *small]) == 0
+    assert "the run fits" in capsys.readouterr().out
+    large = ["trainer.device_memory_gb=32", "+rollout.options.kv_cache_mb=40000"]
+    assert main(["plan", "generate", *more, *large]) == 0
+    assert "lower rollout.options.kv_cache_mb=40000" in capsys.readouterr().out

@@ -20,6 +20,7 @@ from quadriga.config.schema import (
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import NonFiniteError
 from quadriga.protocol import DataProto, fields
+from quadriga.workers.objectives import BatchCounts, SupervisedObjective
 from quadriga.workers.updates import update_policy, update_values
 
 torch.set_num_threads(1)
@@ -104,6 +105,19 @@ def test_a_nan_skips_the_step_of_the_critic(folder):
     assert torch.equal(engine.weights(), before)
     assert update()["critic/skipped_steps"] == 1
     assert not torch.equal(engine.weights(), before)
+
+
+def test_an_infinite_output_skips_a_supervised_step():
+    """log p = −inf has a finite gradient, so that the norm of the gradient would not show it."""
+    objective = SupervisedObjective(BatchCounts(4.0, 2.0))
+    log_probs = torch.tensor([[-1.0, -2.0], [-torch.inf, -1.0]], requires_grad=True)
+    mask = {fields.RESPONSE_MASK: torch.ones(2, 2, dtype=torch.int64)}
+    loss, _ = objective({"log_probs": log_probs}, mask)
+    loss.backward()
+    assert log_probs.grad.isnan().all()
+    mask[fields.RESPONSE_MASK][1, 0] = 0
+    loss, _ = objective({"log_probs": log_probs}, mask)
+    assert float(loss.detach()) == (1 + 2 + 1) / 4
 
 
 def test_the_metric_counts_the_steps_that_were_skipped_so_far(folder):

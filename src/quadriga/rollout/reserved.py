@@ -3,9 +3,9 @@
 Both allocate their keys and values once, and keep them while the actor trains, unless
 `rollout.take_turns` releases them. On an accelerator they take a share of the device:
 
-    engine   share of the device                 weights   keys and values   activations
-    vllm     gpu_memory_utilization              in it     the rest of it    in it
-    sglang   server_args.mem_fraction_static     in it     the rest of it    beside it
+    engine   share of the device                 weights   keys and values   activations   context
+    vllm     gpu_memory_utilization              in it     the rest of it    in it         in it
+    sglang   server_args.mem_fraction_static     in it     the rest of it    beside it     beside it
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from quadriga.rollout.memory import GenerationMemory, stored_bytes
 from quadriga.rollout.sglang.options import CPU_TOKENS, MEM_FRACTION_STATIC, sglang_options
 from quadriga.rollout.vllm.options import CPU_CACHE_MB, parse_options
 
+CONTEXT_BYTES = 2**30
+"""What a process takes of an accelerator, apart from tensors: its context and its kernels."""
 RESERVING = ("vllm", "sglang")
 """The engines that `reserved_memory` knows."""
 
@@ -77,7 +79,8 @@ def _vllm(
         setting = f"options.kv_cache_mb={cache_mb}"
     else:
         share = options.gpu_memory_utilization
-        cache, missing = _rest(share, device, weights), ""
+        # The context is counted with the process of the rank (`trainer.memory`).
+        cache, missing = _rest(share, device, weights + CONTEXT_BYTES), ""
         setting = f"options.gpu_memory_utilization={share:g}"
         if device is None:
             missing = f"keys and values of vLLM, {share:g} of the device less the weights"
@@ -117,9 +120,9 @@ def _sglang(
     return _reserved(weights, cache, missing, setting, backup=weights, processes=1)
 
 
-def _rest(share: float, device: int | None, weights: int) -> int:
+def _rest(share: float, device: int | None, used: int) -> int:
     """Return what a share of the device leaves for keys and values."""
-    return 0 if device is None else max(0, math.ceil(share * device) - weights)
+    return 0 if device is None else max(0, math.ceil(share * device) - used)
 
 
 def _reserved(

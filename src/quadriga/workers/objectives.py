@@ -246,9 +246,12 @@ class SupervisedObjective:
         self.counts = counts
 
     def __call__(self, outputs: Outputs, micro: Mapping[str, Tensor]) -> Loss:
+        mask = micro[fields.RESPONSE_MASK]
+        if (damaged := loss_of_damaged(outputs, mask)) is not None:
+            return damaged
         loss = aggregate(
             -outputs[LOG_PROBS],
-            micro[fields.RESPONSE_MASK],
+            mask,
             "token-mean",
             global_tokens=self.counts.tokens,
             global_sequences=self.counts.sequences,

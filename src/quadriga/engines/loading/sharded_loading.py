@@ -7,8 +7,8 @@ A model of 7 billion parameters has 28 GB in float32. Eight ranks of a node that
 keep their eighth need 224 GB of host memory; here each allocates 3.5 GB on its device, and 16 MiB
 on the host to read into.
 
-This needs tensors in the folder that are one-to-one with parameters (`models/weights/names.py`).
-If they are not, each rank loads the whole model on the CPU.
+This needs tensors in the folder that make up the parameters (`models/weights/names.py`). If
+transformers computes them otherwise, each rank loads the whole model on the CPU.
 
 consumes      a model folder
 waits for     the other ranks, before and after the model is sharded, and after the weights are
@@ -57,8 +57,8 @@ from quadriga.models.adapters import base_name
 from quadriga.models.folder import local_folder
 from quadriga.models.loading import VALUE_HEAD_PREFIX, model_errors, report_attention
 from quadriga.models.score_head import check_reward_model
-from quadriga.models.weight_files import StoredTensor
 from quadriga.models.weights.finite import NotFinite, check_all_finite, count_not_finite
+from quadriga.models.weights.joined import Source
 from quadriga.models.weights.names import WeightNames, match_names
 from quadriga.models.weights.reader import TensorReader, stored_tensors
 from quadriga.parallel.device import compute_dtype
@@ -146,7 +146,7 @@ class FolderWeights:
             _read_rows(reader, self.names.stored[base_name(name)], shard)
 
 
-def _read_rows(reader: TensorReader, stored: StoredTensor, shard: Block) -> None:
+def _read_rows(reader: TensorReader, stored: Source, shard: Block) -> None:
     """Read the rows of a shard, or the columns that it has of them."""
     # FSDP cuts dimension 0. Row 2 of a tensor of rows with 5 elements begins at element 10.
     elements = math.prod(shard.shape[1:])
@@ -287,8 +287,8 @@ def _prepared(
     """Return a model to be sharded, the weights that are to be read after that, and what is
     trained.
 
-    The weights are None, and the whole model is on the CPU, if the tensors of the folder are not
-    one-to-one with the model's parameters.
+    The weights are None, and the whole model is on the CPU, if the tensors of the folder cannot be
+    matched with the model's parameters.
 
     Raises:
         ModelError: on any rank, the folder does not hold a suitable model.

@@ -30,55 +30,30 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ExpertNames:
-    """The names of one layer's experts in a model folder, whose tensors are one for each expert.
-
-    In the model of transformers, `mlp.experts.gate_up_proj` and `mlp.experts.down_proj` hold all
-    experts of a layer.
-
-    Attributes:
-        router: of the router's weight, behind the name of the layer.
-        gate, up, down: of the weights of an expert; `{}` stands for its number.
-    """
-
-    router: str = "mlp.gate.weight"
-    gate: str = "mlp.experts.{}.gate_proj.weight"
-    up: str = "mlp.experts.{}.up_proj.weight"
-    down: str = "mlp.experts.{}.down_proj.weight"
-
-
-@dataclass(frozen=True)
 class Family:
     """How an architecture differs from Llama.
 
     Attributes:
         qkv_bias: whether the projections of queries, keys and values have biases.
         qk_norm: whether queries and keys of each head are normalized.
-        experts: the names of experts in a folder. None: the layers have no experts.
+        experts: whether the layers have experts.
         normalized_top_k: whether the weights of the chosen experts always add up to 1. None: as
             `norm_topk_prob` of the config says.
     """
 
     qkv_bias: bool = False
     qk_norm: bool = False
-    experts: ExpertNames | None = None
+    experts: bool = False
     normalized_top_k: bool | None = None
 
-
-_MIXTRAL_NAMES = ExpertNames(
-    router="block_sparse_moe.gate.weight",
-    gate="block_sparse_moe.experts.{}.w1.weight",
-    up="block_sparse_moe.experts.{}.w3.weight",
-    down="block_sparse_moe.experts.{}.w2.weight",
-)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "mistral": Family(),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
-    "qwen3_moe": Family(qk_norm=True, experts=ExpertNames()),
-    "mixtral": Family(experts=_MIXTRAL_NAMES, normalized_top_k=True),
+    "qwen3_moe": Family(qk_norm=True, experts=True),
+    "mixtral": Family(experts=True, normalized_top_k=True),
 }
 """`model_type` -> how it is computed. All of them were compared with transformers."""
 
@@ -136,7 +111,7 @@ def _not_computed(config: PreTrainedConfig, family: Family) -> str:
         return "mlp_bias"
     if getattr(config, "attention_dropout", 0.0):
         return "attention_dropout"
-    if family.experts is not None:
+    if family.experts:
         if getattr(config, "decoder_sparse_step", 1) != 1 or getattr(config, "mlp_only_layers", ()):
             return "layers without experts beside layers with experts"
         if getattr(config, "router_jitter_noise", 0.0):
@@ -153,7 +128,7 @@ def rope_type(config: PreTrainedConfig) -> str:
 def expert_count(config: PreTrainedConfig) -> int:
     """Return the experts of a layer; 0 if the layers have none."""
     family = FAMILIES.get(config.model_type)
-    if family is None or family.experts is None:
+    if family is None or not family.experts:
         return 0
     count: int = getattr(config, "num_local_experts", None) or config.num_experts
     return count
@@ -256,7 +231,7 @@ def _layer(
     for letter in "qk" if family.qk_norm else "":
         name = f"{own}self_attention.{letter}_layernorm.weight"
         stored.append(Stored(name, (f"{attention}{letter}_norm.weight",)))
-    if family.experts is not None:
+    if family.experts:
         return stored + _experts(weights, hf, own, expert_count(config))
     gate_up = (hf + "mlp.gate_proj.weight", hf + "mlp.up_proj.weight")
     return [

@@ -25,7 +25,6 @@ from quadriga.engines.attention.choice import (
 from quadriga.engines.base import HeadKind
 from quadriga.engines.loading.model_setup import empty_model, exported_tokenizer, tied_names
 from quadriga.engines.megatron.families import (
-    ExpertNames,
     Sizes,
     family_of,
     head_size,
@@ -36,24 +35,13 @@ from quadriga.errors import ModelError
 from quadriga.models.loading import VALUE_HEAD_PREFIX, model_errors
 from quadriga.models.score_head import check_reward_model, padding_token
 from quadriga.models.stored_dtypes import stored_dtypes
-from quadriga.models.weight_files import StoredTensor
 from quadriga.models.weights.finite import NotFinite, check_all_finite, count_not_finite
+from quadriga.models.weights.joined import Source
 from quadriga.models.weights.names import match_names
 from quadriga.models.weights.reader import TensorReader, stored_tensors
 from quadriga.parallel.distributed import gather_over_ranks, rank
 from quadriga.parallel.layouts.boxes import Box
 from quadriga.parallel.layouts.layout import Weight
-
-
-@dataclass(frozen=True)
-class _Experts:
-    """The tensors of one layer's experts in a folder: for each expert, gate and up, or down.
-
-    Attributes:
-        of_each: expert -> its tensors, one after another in dimension 0.
-    """
-
-    of_each: tuple[tuple[StoredTensor, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -77,7 +65,7 @@ class FolderModel:
     head: HeadKind
     weights: Mapping[str, Weight]
     tied: Mapping[str, str]
-    sources: Mapping[str, StoredTensor | _Experts | None]
+    sources: Mapping[str, Source | None]
     tokenizer_path: str | None
 
     @staticmethod
@@ -92,7 +80,7 @@ class FolderModel:
             check_reward_model(settings.path, trust_remote_code=False)
         module = empty_model(settings, head, torch.float32, trained=False)
         config = module.config.get_text_config()
-        family = family_of(config)
+        family_of(config)  # raises for an architecture that Megatron-core does not compute
         weights = {
             name: Weight(name, tuple(p.shape), p.itemsize) for name, p in module.named_parameters()
         }
@@ -101,15 +89,13 @@ class FolderModel:
             tensors = stored_tensors(folder)
         new_prefix = VALUE_HEAD_PREFIX if head == "value" or (head == "score" and trained) else None
         names = match_names(module, tensors, new_prefix=new_prefix)
-        sources: dict[str, StoredTensor | _Experts | None] = dict(names.stored)
-        if names.reason and family.experts is not None:
-            sources = dict(_with_experts(weights, tensors, family.experts, new_prefix))
-        elif names.reason:
+        if names.reason:
             raise ModelError(
                 f"the Megatron engine cannot read the weights in {folder}: {names.reason}; set "
                 "engine.name=fsdp",
                 path=str(folder),
             )
+        sources: dict[str, Source | None] = dict(names.stored)
         sources |= dict.fromkeys(names.new)
         missing = weights.keys() - sources.keys()
         if missing:
@@ -156,12 +142,7 @@ class FolderModel:
         source = self.sources[name]
         if source is None:
             return torch.zeros([stop - start for start, stop in box])
-        if isinstance(source, StoredTensor):
-            return reader.read_box(source, box)
-        (first, stop), inner = box[0], box[1:]
-        return torch.stack(
-            [_joined(reader, source.of_each[expert], inner) for expert in range(first, stop)]
-        )
+        return reader.read_box(source, box)
 
     def kernels(
         self, setting: AttentionName, sizes: Sizes, dtype: torch.dtype, device: torch.device
@@ -217,41 +198,3 @@ class FolderModel:
 
 def _not_checked(kernel: object, call: AttentionCall) -> None:
     """Stand for `kernel_problem` where there is no device to run a kernel on."""
-
-
-def _joined(reader: TensorReader, tensors: tuple[StoredTensor, ...], box: Box) -> Tensor:
-    """Return a box of tensors that are one after another in dimension 0."""
-    # Gate and up of 6 rows each are rows 0 to 6 and 6 to 12. Rows 8 to 10 are rows 2 to 4 of up.
-    (start, stop), found, first = box[0], [], 0
-    for tensor in tensors:
-        rows = tensor.shape[0]
-        low, high = max(start - first, 0), min(stop - first, rows)
-        if low < high:
-            found.append(reader.read_box(tensor, ((low, high), *box[1:])))
-        first += rows
-    return torch.cat(found)
-
-
-def _with_experts(
-    weights: Mapping[str, Weight],
-    tensors: Mapping[str, StoredTensor],
-    names: ExpertNames,
-    new_prefix: str | None,
-) -> Iterator[tuple[str, StoredTensor | _Experts | None]]:
-    """Find the tensors of a folder that has one tensor for each expert."""
-    for name, weight in weights.items():
-        layer = ".".join(name.split(".")[:3]) + "."
-        kind = name.removeprefix(layer)
-        parts = {
-            "mlp.experts.gate_up_proj": (names.gate, names.up),
-            "mlp.experts.down_proj": (names.down,),
-        }.get(kind)
-        own = layer + names.router if kind == "mlp.gate.weight" else name
-        if own in tensors:
-            yield name, tensors[own]
-        elif parts is not None:
-            each = [[layer + part.format(e) for part in parts] for e in range(weight.shape[0])]
-            if all(one in tensors for of_one in each for one in of_one):
-                yield name, _Experts(tuple(tuple(tensors[n] for n in of_one) for of_one in each))
-        elif new_prefix is not None and name.startswith(new_prefix):
-            yield name, None

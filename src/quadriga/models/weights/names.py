@@ -1,8 +1,9 @@
-"""Which tensor of a model folder belongs to which parameter, if each belongs to one.
+"""Which tensors of a model folder belong to which parameter.
 
 `transformers` renames tensors when it loads them, and for some architectures it also computes
-parameters from several tensors: one for all experts of a layer from one for each expert. The rules
-are those of its `conversion_mapping`.
+parameters from several tensors. The rules are those of its `conversion_mapping`. Parameters that
+hold all experts of a layer, of which the folder has tensors for each expert, are matched too
+(`joined.py`); other parameters that are computed are a reason to load the model whole.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ from transformers.core_model_loading import (
 )
 
 from quadriga.models.weight_files import StoredTensor
+from quadriga.models.weights.joined import (
+    JoinedTensor,
+    Source,
+    joined_tensor,
+    joins_experts,
+)
 from quadriga.models.weights.reader import DTYPES
 
 
@@ -31,12 +38,13 @@ class WeightNames:
     """The tensors of a folder, by the names of the parameters and buffers that they are copied to.
 
     Attributes:
-        stored: name in the model -> the tensor. For a tied parameter the first of its names.
+        stored: name in the model -> the tensor, or the tensors of all experts. For a tied parameter
+            the first of its names.
         new: names in the model for which the folder may have no tensor, and has none.
-        reason: why parameters and tensors are not one-to-one; empty if they are.
+        reason: why parameters and tensors cannot be matched; empty if they are.
     """
 
-    stored: dict[str, StoredTensor] = field(default_factory=dict)
+    stored: dict[str, Source] = field(default_factory=dict)
     new: frozenset[str] = frozenset()
     reason: str = ""
 
@@ -56,22 +64,52 @@ def match_names(
         return WeightNames(reason=reason)
     state: dict[str, Tensor] = model.state_dict()
     rules = get_model_conversion_mapping(model)
-    found: dict[str, StoredTensor] = {}
-    # In this order, because a rule can wait for the name of another rule.
+    found: dict[str, Source] = {}
+    experts: dict[str, _Experts] = {}
+    # In this order, because a rule can wait for the name of another rule, and experts are numbered.
     for name in sorted(tensors, key=dot_natural_key):
         tensor = tensors[name]
-        target, converted = _name_in_model(name, state, rules, model.base_model_prefix)
-        if converted:
-            return WeightNames(reason=f"transformers converts {name}")
-        if target not in state:
-            continue
-        if target in found:
-            return WeightNames(reason=f"two tensors are named {target} in the model")
-        if tensor.shape != state[target].shape or tensor.dtype not in DTYPES:
-            sizes = f"{tensor.dtype} {list(tensor.shape)}"
-            return WeightNames(reason=f"{name} is {sizes}, not {list(state[target].shape)}")
-        found[target] = tensor
+        target, pattern = _name_in_model(name, state, rules, model.base_model_prefix)
+        if pattern is not None:
+            rule = _rule_of(pattern, rules)
+            if rule is None or tensor.dtype not in DTYPES:
+                return WeightNames(reason=f"transformers converts {name}")
+            experts.setdefault(target, _Experts(rule)).add(pattern, tensor)
+        elif target in state:
+            if target in found:
+                return WeightNames(reason=f"two tensors are named {target} in the model")
+            if tensor.shape != state[target].shape or tensor.dtype not in DTYPES:
+                sizes = f"{tensor.dtype} {list(tensor.shape)}"
+                return WeightNames(reason=f"{name} is {sizes}, not {list(state[target].shape)}")
+            found[target] = tensor
+    for target in experts.keys() & state.keys():
+        joined = experts[target].joined(tuple(state[target].shape))
+        if joined is None or target in found:
+            return WeightNames(reason=f"the tensors of the experts do not make up {target}")
+        found[target] = joined
     return _with_tied_names(model, state, found, new_prefix)
+
+
+@dataclass
+class _Experts:
+    """The tensors of a parameter that holds all experts of a layer, by the patterns of the rule."""
+
+    rule: WeightConverter
+    found: dict[str, list[StoredTensor]] = field(default_factory=dict)
+
+    def add(self, pattern: str, tensor: StoredTensor) -> None:
+        self.found.setdefault(pattern, []).append(tensor)
+
+    def joined(self, shape: tuple[int, ...]) -> JoinedTensor | None:
+        return joined_tensor(self.rule, self.found, shape)
+
+
+def _rule_of(pattern: str, rules: Sequence[WeightTransform]) -> WeightConverter | None:
+    """Return the rule that has this source pattern; None if its parameter cannot be matched."""
+    of_pattern = [
+        r for r in rules if isinstance(r, WeightConverter) if pattern in r.source_patterns
+    ]
+    return of_pattern[0] if len(of_pattern) == 1 and joins_experts(of_pattern[0]) else None
 
 
 def _unsupported(model: PreTrainedModel) -> str:
@@ -88,21 +126,22 @@ def _unsupported(model: PreTrainedModel) -> str:
 
 def _name_in_model(
     name: str, state: dict[str, Tensor], rules: Sequence[WeightTransform], prefix: str
-) -> tuple[str, bool]:
-    """Return the name in the model of a tensor in the folder, and whether it is converted."""
+) -> tuple[str, str | None]:
+    """Return the name in the model of a tensor in the folder, and the pattern of the rule by which
+    transformers converts it, if it does."""
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     target, pattern = rename_source_key(name, renamings, converters, prefix, state)
     if target not in state and name in state:
         # A rule of names that is not meant for this folder, as `from_pretrained` decides.
         target, pattern = rename_source_key(name, [], [], prefix, state)
-    return target, pattern is not None
+    return target, pattern
 
 
 def _with_tied_names(
     model: nn.Module,
     state: Mapping[str, Tensor],
-    found: dict[str, StoredTensor],
+    found: dict[str, Source],
     new_prefix: str | None,
 ) -> WeightNames:
     """Check that each parameter and each saved buffer has one tensor."""
@@ -112,7 +151,7 @@ def _with_tied_names(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     buffers = state.keys() - {name for group in names.values() for name in group}
-    first_names: dict[str, StoredTensor] = {}
+    first_names: dict[str, Source] = {}
     new = set()
     for group in [*names.values(), *([name] for name in buffers)]:
         stored = [name for name in group if name in found]

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from quadriga.errors import ModelError
 from quadriga.models.weight_files import StoredTensor, read_header, weight_file_names
+from quadriga.models.weights.joined import JoinedTensor, Source
 
 PIECE_BYTES = 16 * 2**20
 """How much is read at once. The memory for it is all that reading needs beside its target."""
@@ -86,7 +87,7 @@ class TensorReader:
     ) -> None:
         self._stack.close()
 
-    def read(self, tensor: StoredTensor, first: int, target: Tensor) -> None:
+    def read(self, tensor: Source, first: int, target: Tensor) -> None:
         """Copy `target.numel()` elements from index `first` on into `target`, in its dtype.
 
         Args:
@@ -97,6 +98,12 @@ class TensorReader:
         Raises:
             ModelError: the file ends before the last element.
         """
+        if isinstance(tensor, JoinedTensor):
+            flat = target.view(-1)
+            for part, start, count in tensor.ranges(first, len(flat)):
+                self.read(part, start, flat[:count])
+                flat = flat[count:]
+            return
         dtype, flat = DTYPES[tensor.dtype], target.view(-1)
         size = dtype.itemsize
         if tensor.stop - tensor.start != math.prod(tensor.shape) * size:
@@ -113,7 +120,9 @@ class TensorReader:
             self._fill(piece, tensor.file, tensor.start + (first + begin) * size)
             flat[begin : begin + count].copy_(piece.view(dtype))
 
-    def read_box(self, tensor: StoredTensor, box: Sequence[tuple[int, int]]) -> Tensor:
+    def read_box(
+        self, tensor: StoredTensor | JoinedTensor, box: Sequence[tuple[int, int]]
+    ) -> Tensor:
         """Return a box of a tensor, given as (start, stop) of each dimension, on the CPU.
 
         Only the elements of the box are read, each run of neighbours at once.

@@ -76,8 +76,8 @@ def register(
 def registered_methods(cls: type) -> dict[str, MethodRecord]:
     """Return the registered methods of a class by name, inherited ones included.
 
-    A method that is overridden without `@register` keeps the record of the overridden one, but
-    receives all fields: it may read others.
+    A method that is overridden or wrapped without `@register` keeps the record of the other one,
+    but receives all fields: it may read others.
     """
     records: dict[str, MethodRecord] = {}
     # From the base classes to `cls`, so that the record of an overriding method replaces that of
@@ -87,10 +87,18 @@ def registered_methods(cls: type) -> dict[str, MethodRecord]:
             record = _record(member)
             if record is not None:
                 # The function may have another name: a lambda, or what a decorator has returned.
-                records[name] = record if record.name == name else replace(record, name=name)
+                reads = None if _has_copied(member, record) else record.reads
+                same = record.name == name and reads == record.reads
+                records[name] = record if same else replace(record, name=name, reads=reads)
             elif name in records:
                 records[name] = replace(records[name], reads=None)
     return records
+
+
+def _has_copied(member: object, record: MethodRecord) -> bool:
+    """Return whether a function has the record of another one, which `functools.wraps` copies."""
+    wrapped = getattr(member, "__wrapped__", None)
+    return wrapped is not None and getattr(wrapped, RECORD_ATTRIBUTE, None) is record
 
 
 def _record(member: object) -> MethodRecord | None:

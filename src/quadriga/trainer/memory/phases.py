@@ -21,9 +21,10 @@ from quadriga.config.role_ranks import RolePool
 from quadriga.config.schema import EngineConfig, TrainConfig
 from quadriga.engines.memory.states import TrainingMemory
 from quadriga.rollout.memory import GenerationMemory
+from quadriga.rollout.reserved import CONTEXT_BYTES
 from quadriga.trainer.memory.machine import GIB
 
-PROCESS_BYTES = {"cpu": GIB // 2, "accelerator": GIB}
+PROCESS_BYTES = {"cpu": GIB // 2, "accelerator": CONTEXT_BYTES}
 """What a rank needs beside tensors: Python and libraries; on an accelerator the context of the
 device and the buffers of its collectives. Rounded figures, not measured for each machine."""
 
@@ -139,8 +140,14 @@ class _Phases:
         if not found:  # all roles of the pool are uncounted, but its processes are not
             found["processes alone"] = 0
         process = PROCESS_BYTES["cpu" if self.device_type == "cpu" else "accelerator"]
-        processes = 1 + (self.generation.processes if self.generation else 0)
-        return {phase: processes * process + size for phase, size in found.items()}
+        return {phase: self._processes() * process + size for phase, size in found.items()}
+
+    def _processes(self) -> int:
+        """Return the processes of a rank that have a context on its device."""
+        beside = self.generation.processes if self.generation else 0
+        # A rank that only sends requests to the process of an engine does not use the device.
+        only_asks = beside and not self.engines and self.device_type != "cpu"
+        return beside if only_asks else 1 + beside
 
     def _sync(self, part: Part) -> int:
         """Return what exists during a weight sync, without its buffers."""

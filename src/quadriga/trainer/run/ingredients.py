@@ -141,7 +141,7 @@ def check_ingredients(config: TrainConfig, given: Ingredients) -> None:
 
 
 def _knows_lengths(prompts: Prompts | None) -> bool:
-    return all(hasattr(prompts, name) for name in ("longest", "largest_id"))
+    return all(getattr(prompts, name, None) is not None for name in ("longest", "largest_id"))
 
 
 def load_prompts(
