@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import FalconConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3MoeConfig
 
 SIZES = {
     "vocab_size": 384, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
@@ -14,5 +14,9 @@ CONFIGS = {
     "mistral window": lambda: MistralConfig(sliding_window=24, **SIZES),
     "qwen3 experts": lambda: Qwen3MoeConfig(
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=16, **SIZES
+    ),
+    # One head of keys and values for all heads, without the argument `enable_gqa` of the kernel.
+    "falcon one key head": lambda: FalconConfig(
+        vocab_size=384, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
     ),
 }

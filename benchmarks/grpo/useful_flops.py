@@ -19,16 +19,17 @@ def peak_flops() -> float:
 
     from quadriga.models.cpu_linear import use_cpu_linear
 
-    a, layer = torch.randn(SIDE, SIDE), nn.Sequential(nn.Linear(SIDE, SIDE, bias=False))
+    a = torch.randn(SIDE, SIDE)
+    by_torch, by_onednn = (nn.Sequential(nn.Linear(SIDE, SIDE, bias=False)) for _ in range(2))
+    use_cpu_linear(by_onednn)
     seconds = []
     with torch.no_grad():
-        for _ in ("torch", "oneDNN"):
+        for layer in (by_torch, by_onednn):
             for run in range(12):
                 began = time.perf_counter()
                 layer(a)
-                if run >= 2:
+                if run >= 2:  # the first two warm up
                     seconds.append(time.perf_counter() - began)
-            use_cpu_linear(layer)
     return 2 * SIDE**3 / min(seconds)
 
 

@@ -274,6 +274,8 @@ def test_unknown_names_and_settings_raise_with_the_nearest_name() -> None:
             "needs `clip_ratio_low` and `clip_ratio_high` of at least 0",
         ),
         ("sapo", {"tau_neg": 0.0}, "`tau_pos` and `tau_neg` must be above 0"),
+        ("decoupled_ppo", {"behaviour_weight_cap": 0.0}, "`behaviour_weight_cap` must be above 0"),
+        ("decoupled_ppo", {"behaviour_weight_cap": NAN}, "`behaviour_weight_cap` must be above 0"),
         ("kl_cov", {"kl_cov_ratio": 0.0}, "`kl_cov_ratio` is a fraction of the tokens"),
         ("clip_cov", {"clip_cov_ratio": 2.0}, "`clip_cov_ratio` is a fraction of the tokens"),
     ],

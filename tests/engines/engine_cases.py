@@ -118,16 +118,22 @@ def skipped_steps(folder: str, rank: int, rows) -> dict[str, tuple[float, float]
     found = {}
     for damage, size in (("loss", -1), ("hybrid loss", 1), ("shard", -1)):
         engine = trainable(folder, fsdp_size=size)
-        before = {name: tensor.clone() for name, tensor in engine.state_stream()}
         damaged = dict(rows)
         if rank == 1 and damage != "shard":
             damaged["weight"] = rows["weight"] * float("nan")
         elif rank == 1:
             damage_shard(engine)
-        skipped = step(engine, damaged)["skipped_steps"]
-        equal = [torch.equal(tensor, before[name]) for name, tensor in engine.state_stream()]
-        found[damage] = tuple(engine.global_counts(skipped, float(not all(equal))))
+        found[damage] = skipped_and_changed(engine, damaged)
     return found
+
+
+def skipped_and_changed(engine: FSDPEngine, rows) -> tuple[float, ...]:
+    """Make a step. Return, over all ranks, the sum of the skipped steps and the number of ranks
+    whose weights have changed."""
+    before = {name: tensor.clone() for name, tensor in engine.state_stream()}
+    skipped = step(engine, rows)["skipped_steps"]
+    equal = [torch.equal(tensor, before[name]) for name, tensor in engine.state_stream()]
+    return tuple(engine.global_counts(skipped, float(not all(equal))))
 
 
 def damage_shard(engine: FSDPEngine) -> None:

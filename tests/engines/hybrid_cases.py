@@ -46,13 +46,10 @@ def skipped(engine, rank: int, rows) -> tuple[float, ...]:
     Returns:
         the number of ranks that have skipped the step, and of those whose weights have changed.
     """
-    before = {name: tensor.clone() for name, tensor in engine.state_stream()}
     damaged = dict(rows)
     if rank == RANKS - 1:
         damaged["weight"] = rows["weight"] * float("nan")
-    steps = engine_cases.step(engine, damaged)["skipped_steps"]
-    equal = [torch.equal(tensor, before[name]) for name, tensor in engine.state_stream()]
-    return tuple(engine.global_counts(steps, float(not all(equal))))
+    return engine_cases.skipped_and_changed(engine, damaged)
 
 
 def rank_main(rank: int, gpt2: str, models: str, results: str, port: int) -> None:

@@ -1,4 +1,4 @@
-"""Small models of four families, and what an optimizer step on them allocates.
+"""Small models of five families, and what an optimizer step on them allocates.
 
 Allocations are those of torch's allocator, as the profiler records them.
 """

@@ -13,14 +13,14 @@ from lora_cases import LORA, build, weights
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from memory_models import CONFIGS
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.loading.model_setup import check_trained_part
 from quadriga.errors import CheckpointError, ConfigError, ModelError
-from quadriga.models.adapters import is_adapter
+from quadriga.models.adapters.lora import is_adapter
 from quadriga.models.tiny import write_tiny_model
 
 LAYERS = 2
@@ -331,6 +331,13 @@ def test_adapters_that_are_more_than_a_product_are_refused(
         return
     with pytest.raises(ModelError, match=rf"has {key}=.* which is not supported"):
         build(model_folder, lora)
+
+
+def test_a_model_without_linear_layers_has_no_adapters(tmp_path):
+    GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32,
+               architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)  # fmt: skip
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel has no nn\.Linear layer .* Conv1D"):
+        check_trained_part(ModelConfig(path=str(tmp_path), lora=LoraConfig(rank=2)), "lm")
 
 
 def test_a_head_that_is_new_cannot_be_frozen(model_folder):

@@ -46,6 +46,28 @@ def test_resume_keeps_the_steps_up_to_the_checkpoint(tmp_path):
     assert again.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+def test_a_run_without_checkpoint_and_model_may_begin_again(tmp_path):
+    folder = RunFolder.open(tmp_path, TrainConfig())
+    folder.metrics.write_text('{"step": 1}\n{"step"')
+    folder.close()
+    (tmp_path / "notes.txt").write_text("mine")
+    partial = folder.checkpoints / "global_step_1.partial"
+    partial.mkdir(parents=True)
+    RunFolder.open(tmp_path, TrainConfig(), restart=True).close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "config.yaml", "notes.txt"]
+
+
+@pytest.mark.parametrize(
+    "left", ["model", "model.replaced", "checkpoints/global_step_1", "checkpoints/a.set_aside"]
+)
+def test_a_run_does_not_begin_again_where_one_has_left_a_checkpoint_or_a_model(tmp_path, left):
+    RunFolder.open(tmp_path, TrainConfig()).close()
+    (tmp_path / left).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"but with {tmp_path / left};"):
+        RunFolder.open(tmp_path, TrainConfig(), restart=True)
+    assert (tmp_path / left).is_dir()
+
+
 def test_a_folder_with_other_files_is_accepted(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     RunFolder.open(tmp_path, TrainConfig())

@@ -99,6 +99,16 @@ def test_resources_other_than_gpus_count():
     check_feasible(needs, [NodeResources("here", {"CPU": 20})])
 
 
+def test_the_advice_is_about_what_lacks():
+    wanted = [PoolNeeds("actor", (2,), {"CPU": 1, "GPU": 1})]
+    with pytest.raises(PlacementError, match=r"No node has a GPU: set trainer[.]device=cpu"):
+        check_feasible(wanted, [NodeResources("here", {"CPU": 16})])
+    with pytest.raises(PlacementError, match="fewer processes on a node: each of them wants a GPU"):
+        check_feasible(wanted, [NodeResources("here", {"CPU": 16, "GPU": 1})])
+    with pytest.raises(PlacementError, match="lower max_colocate_count"):
+        check_feasible(wanted, [NodeResources("here", {"CPU": 1, "GPU": 2})])
+
+
 def test_a_cluster_without_nodes():
     with pytest.raises(PlacementError, match="There is no node"):
         check_feasible([pool("actor", 1)], [])

@@ -36,6 +36,22 @@ def timed(function):
     return wrapper
 
 
+def with_attributes(function):
+    """A decorator that copies attributes, and does not name the function as `__wrapped__`."""
+
+    def wrapper(self, data):
+        return function(self, data)
+
+    wrapper.__dict__.update(function.__dict__)
+    return wrapper
+
+
+def timed_without_wrapped(function):
+    wrapper = timed(function)
+    del wrapper.__wrapped__
+    return wrapper
+
+
 class Reader(Worker):
     """Returns the names of the fields that its rows have, as one field."""
 
@@ -46,6 +62,14 @@ class Reader(Worker):
     @register(**SPLIT)
     def all(self, data):
         return self.seen(data)
+
+    @register(**SPLIT)
+    def all_rows(self, data):
+        return data
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, reads=("ids",), materialize_futures=False)
+    def futures(self, future):
+        return type(future).__name__
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, reads=("ids",))
     def nested(self, text, number=None, data=None):
@@ -77,6 +101,10 @@ class Reader(Worker):
 
 class Derived(Reader):
     wrapped = timed(Reader.wrapped)
+    with_attributes = with_attributes(Reader.some)
+    without_wrapped = timed_without_wrapped(Reader.some)
+    twice = timed(timed(Reader.some))
+    alias = Reader.some
 
     def overridden(self, data):
         return self.seen(data)
@@ -131,11 +159,23 @@ def test_rows_that_are_added_to_divide_are_removed():
     assert len(seen(result)) == 1
 
 
+def test_a_future_that_has_arrived_is_sent_with_the_fields_that_are_read():
+    reader = group()
+    arrived = reader.all_rows.submit(batch())
+    arrived.get()
+    assert seen(reader.some(arrived)) == {"ids name step"}
+    assert seen(reader.some(data=arrived)) == {"ids name step"}
+    assert reader.futures(arrived) == ["DataProtoFuture"] * 2
+
+
 def test_a_method_that_overrides_receives_all_fields_unless_it_names_its_own():
     assert seen(group(Derived).overridden(batch())) == {"ids name scores text step"}
     assert seen(group(Derived).registered_again(batch())) == {"scores step"}
     assert seen(group(Derived).wrapped(batch())) == {"ids name scores text step"}
     assert seen(group(Derived).marked_outside(batch())) == {"ids step"}
+    for name in ("with_attributes", "without_wrapped", "twice"):
+        assert seen(getattr(group(Derived), name)(batch())) == {"ids name scores text step"}
+    assert seen(group(Derived).alias(batch())) == {"ids name step"}
     assert seen(group(Derived).some(batch())) == {"ids name step"}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 
@@ -58,3 +60,17 @@ def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     """Return the metrics that do not depend on time."""
     clocks = ("time/", "perf/", "progress/")
     return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
+
+
+def fail_in_step_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each run fail before it logs step 2."""
+    from quadriga.trainer.run.record import RunRecord
+
+    original = RunRecord.end_step
+
+    def end_step(self: RunRecord, step: int) -> None:
+        if step == 2:
+            raise RuntimeError("in step 2")
+        original(self, step)
+
+    monkeypatch.setattr(RunRecord, "end_step", end_step)

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from quadriga.cli.main import main
+from quadriga.trainer.run import preflight
 
 
 @pytest.fixture
@@ -62,13 +63,65 @@ def test_one_row_that_cannot_be_scored_is_named(refused, tmp_path, bad, said) ->
     assert "row 9 cannot be scored" in validated
 
 
+def test_a_missing_column_of_the_rule_is_named_with_the_file(refused, tmp_path) -> None:
+    file = tmp_path / "rows.jsonl"
+    row = {"prompt": "1+1?", "reward_model": {"ground_truth": "2"}}
+    file.write_text((json.dumps(row) + "\n") * 8)
+    line = refused(f"data.train_files=[{file}]")
+    assert f"{file}: row 0 cannot be scored: no rule function for data_source None" in line
+    assert "the column data_source is missing" in line
+
+
+def test_an_empty_text_in_a_list_is_shown(refused) -> None:
+    line = refused("actor_rollout_ref.rollout.sampling.stop=['']")
+    assert "sampling.stop must be texts that are not empty, got ['']" in line
+
+
+def test_a_device_that_this_process_cannot_see_is_named(refused, monkeypatch) -> None:
+    monkeypatch.setattr("quadriga.parallel.device.get_device_name", lambda: "cpu")
+    line = refused("trainer.device=cuda")
+    assert "trainer.device=cuda needs such a device" in line
+    assert "set trainer.device=cpu or auto" in line
+
+
 def test_a_missing_package_of_an_optimizer_is_named(refused, monkeypatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: None if name == "torchao" else find(name)
+        "importlib.util.find_spec",
+        lambda name, package=None: None if name == "torchao" else find(name, package),
     )
     key = "actor_rollout_ref.actor.optim.name"
     assert f"{key}=adamw_8bit needs the package torchao" in refused(f"{key}=adamw_8bit")
+
+
+OPTIMIZER_COMMANDS = {
+    "train": "actor_rollout_ref.actor.optim",
+    "train with a critic": "critic.optim",
+    "sft": "optim",
+    "rm": "optim",
+}
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("command", OPTIMIZER_COMMANDS)
+def test_an_optimizer_that_fits_no_parameter_is_named(
+    command, planned, train_overrides, tiny_task, capsys, tmp_path, monkeypatch
+) -> None:
+    """Rows of 32 elements are too short for 8 bits."""
+    monkeypatch.setattr(preflight, "check_optimizer_packages", lambda *_: None)
+    name, key = command.split()[0], OPTIMIZER_COMMANDS[command]
+    settings = [*train_overrides, "algorithm.adv_estimator=gae"]
+    if name != "train":
+        settings = [
+            f"model.path={tiny_task.model}", f"data.train_files={tiny_task.data('sft')}",
+            "data.train_batch_size=8", f"trainer.default_local_dir={tmp_path / 'run'}",
+            "trainer.backend=local",
+        ]  # fmt: skip
+    words = ["plan", name] if planned else [name]
+    assert main([*words, *settings, f"{key}.name=adamw_8bit"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert f"{key}.name=adamw_8bit fits none of the " in line
+    assert f"set {key}.name=adamw" in line
 
 
 def test_a_folder_without_a_model_is_named(refused, tmp_path) -> None:

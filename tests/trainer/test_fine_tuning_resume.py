@@ -3,14 +3,15 @@ three steps, a resume, and three more steps, bit for bit."""
 
 from __future__ import annotations
 
-import json
 import signal
-from dataclasses import dataclass
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from run_cases import timeless
+from fine_tuning_cases import Runs, pairs, six_steps
+from run_cases import fail_in_step_two, timeless
 from safetensors.torch import load_file
 
 from quadriga.checkpoint.folders import complete_checkpoints, latest_checkpoint
@@ -26,68 +27,9 @@ from quadriga.trainer.fine_tuning.sft import run_sft
 COMMANDS = ("sft", "rm")
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Runs of one command in folders below `folder`."""
-
-    command: str
-    folder: Path
-    settings: list[str]
-
-    def given(self, name: str, *more: str) -> list[str]:
-        return [*self.settings, f"trainer.default_local_dir={self.folder / name}", *more]
-
-    def run(self, name: str, *more: str):
-        if self.command == "rm":
-            return run_rm(load_config(RMConfig, self.given(name, *more)))
-        return run_sft(load_config(SFTConfig, self.given(name, *more)))
-
-    def metrics(self, name: str) -> list[dict[str, float]]:
-        return timeless(list(read_jsonl(self.folder / name / "metrics.jsonl")))
-
-    def checkpoint(self, name: str, step: int) -> Path:
-        return self.folder / name / "checkpoints" / f"global_step_{step}"
-
-
-def pairs(path: Path, count: int) -> Path:
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"{number % 5} + {number % 3}"}],
-            "chosen": f"#### {number % 5 + number % 3}",
-            "rejected": f"#### {number % 5 + number % 3 + 1}",
-        }
-        for number in range(count)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.fixture(params=COMMANDS)
 def runs(request, tiny_task, tmp_path) -> Runs:
-    """Runs of six steps, five batches in an epoch."""
-    if request.param == "rm":
-        data = [
-            f"data.train_files={pairs(tmp_path / 'train.jsonl', 20)}",
-            f"data.val_files={pairs(tmp_path / 'val.jsonl', 6)}",
-            "data.train_batch_size=4",
-        ]
-    else:
-        data = [
-            f"data.train_files={tiny_task.data('sft')}",
-            f"data.val_files={tiny_task.data('test')}",
-            "data.train_batch_size=12",
-            "trainer.max_response_length=6",
-        ]
-    settings = [
-        *data,
-        f"model.path={tiny_task.model}",
-        "optim.lr=3e-3",
-        "trainer.total_training_steps=6",
-        "trainer.backend=local",
-        "trainer.threads_per_worker=1",
-        "trainer.loggers=[jsonl]",
-    ]
-    return Runs(request.param, tmp_path, settings)
+    return six_steps(request.param, tiny_task, tmp_path)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -302,6 +244,33 @@ def test_a_validation_that_fails_loses_no_step(runs, failing, step) -> None:
     assert whole.steps == 4
 
 
+KILLED_IN_VALIDATION = """
+import os, signal, sys
+from quadriga.cli.main import main
+from quadriga.trainer.run.record import RunRecord
+
+RunRecord.log_validation = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+main(sys.argv[1:])
+"""
+
+
+def test_a_run_that_is_killed_in_a_validation_loses_no_metrics(runs) -> None:
+    settings = ("trainer.total_training_steps=2", "trainer.test_freq=1", "trainer.save_freq=1")
+    runs.run("whole", *settings)
+    command = [sys.executable, "-c", KILLED_IN_VALIDATION, runs.command]
+    done = subprocess.run([*command, *runs.given("run", *settings)], check=False, timeout=300)
+    assert done.returncode == -signal.SIGKILL and runs.metrics("run") == []
+    runs.run("run", *settings, "trainer.resume_mode=auto")
+    assert [row["step"] for row in runs.metrics("run")] == [1, 1, 2]
+    lost, validation, last = read_jsonl(runs.folder / "run" / "metrics.jsonl")
+    assert lost["time/step"] > 0
+    (first, second) = runs.metrics("whole")
+    assert timeless([lost | validation, last]) == [first, second]
+    # A second resume finds the row, and writes it no more.
+    runs.run("run", *settings, f"trainer.resume_mode={runs.checkpoint('run', 1)}")
+    assert [row["step"] for row in runs.metrics("run")] == [1, 1, 2]
+
+
 def test_a_checkpoint_that_is_moved_away_during_validation_ends_no_run(
     runs, monkeypatch, caplog
 ) -> None:
@@ -364,3 +333,18 @@ def test_a_checkpoint_of_the_other_command_is_refused(runs, tiny_task) -> None:
     key = {"sft": "reward_model", "rm": "actor"}[runs.command]
     with pytest.raises(CheckpointError, match=f"has no state of role {key}"):
         other(load_config(kind, given))
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(
+    runs, monkeypatch, caplog
+) -> None:
+    settings = ("trainer.resume_mode=auto", "trainer.test_freq=1")
+    whole = runs.run("whole", *settings)
+    fail_in_step_two(monkeypatch)
+    with pytest.raises(RuntimeError, match="in step 2"):
+        runs.run("run", *settings)
+    assert [row["step"] for row in runs.metrics("run")] == [1]
+    monkeypatch.undo()
+    assert runs.run("run", *settings).steps == whole.steps
+    assert runs.metrics("run") == runs.metrics("whole")
+    assert f"{runs.folder / 'run'} has no checkpoint" in caplog.text

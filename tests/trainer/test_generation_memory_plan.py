@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from run_cases import two_steps
 
 from quadriga.cli.main import main
 from quadriga.config.loading import load_config
-from quadriga.config.schema import GenerateConfig
+from quadriga.config.schema import GenerateConfig, TrainConfig
 from quadriga.trainer.evaluation import responses
 from quadriga.trainer.evaluation.responses import load_prompts
 from quadriga.trainer.memory.generation import (
@@ -14,6 +15,7 @@ from quadriga.trainer.memory.generation import (
     check_generation_memory,
     generation_memory_plan,
 )
+from quadriga.trainer.memory.plan import memory_plan
 
 RANKS = ("trainer.device=cpu", "trainer.threads_per_worker=1", "max_response_length=6")
 
@@ -52,13 +54,13 @@ def test_a_generation_that_does_not_fit_is_refused_before_a_rank_starts(
     less = f"trainer.device_memory_gb={size - 1e-6}"
     assert main([command, *arguments(output, less)]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert f"needs {size:.3g} GiB on a node: ranks × GiB = 1 × {size:.3g} (rollout)" in line
+    assert f"needs {size:.3g} GiB on a node: ranks × GiB = 1 × {size:.3g} (rollout, " in line
     for remedy in ("rollout.micro_batch_size=256", "batch_size=64", "max_response_length=6",
                    "trainer.check_memory=false"):  # fmt: skip
         assert remedy in line
     assert not (tmp_path / "out.jsonl").exists() and not (tmp_path / "out").is_file()
     assert main([command, *arguments(output, "trainer.device_memory_gb=0.4")]) == 2
-    assert "weights alone need" in capsys.readouterr().err
+    assert "the processes alone need" in capsys.readouterr().err
 
 
 def test_a_generation_that_fits_starts(arguments, tmp_path):
@@ -128,3 +130,39 @@ def test_filters_of_sampling_are_planned(arguments, filtered):
         return generation_memory_plan(config, "cpu", PromptBatch(512, 2)).pools[0].generation.peak
 
     assert peak(f"sampling.{filtered}") > peak()
+
+
+def test_the_rows_of_a_request_are_planned(arguments):
+    def peak(*more):
+        config = load_config(GenerateConfig, arguments("trainer.n_gpus_per_node=4", *more))
+        return generation_memory_plan(config, "cpu", PromptBatch(256, 2)).pools[0].generation.peak
+
+    replicas = "rollout.replicas.enable=true"
+    assert peak() == peak(replicas)
+    assert peak() < peak(replicas, "rollout.replicas.request_rows=128")
+    more = peak(replicas, "rollout.replicas.request_rows=100000")
+    assert more == peak("trainer.n_gpus_per_node=1")  # one rank has all 256 rows
+    assert peak() > peak(replicas, "rollout.replicas.request_rows=8")
+    assert peak() == peak("rollout.replicas.request_rows=8")  # without replicas it says nothing
+
+
+VALIDATION = {
+    "more responses per prompt": ("rollout.val_n=8", "data.val_batch_size=24"),
+    "filters": (
+        "rollout.val_sampling.temperature=1", "rollout.val_sampling.top_p=0.9",
+        "data.val_batch_size=16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VALIDATION)
+def test_a_training_run_plans_its_validation(tiny_task, tmp_path, case):
+    def peak(*more):
+        given = (f"actor_rollout_ref.{s}" if s.startswith("rollout") else s for s in more)
+        base = [*two_steps(tiny_task, tmp_path), "data.max_prompt_length=2"]
+        config = load_config(TrainConfig, [*base, *given])
+        return memory_plan(config, "cpu").pools[0].generation.peak
+
+    *of_sampling, batch = VALIDATION[case]
+    assert peak(*of_sampling, batch) > peak(batch)
+    assert peak(*of_sampling, batch, "data.val_files=[]") == peak("data.val_files=[]")

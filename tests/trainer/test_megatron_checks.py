@@ -163,8 +163,9 @@ def test_the_memory_of_fine_tuning_is_planned_and_refused(
     given = [
         f"model.path={tiny_task.model}", f"data.train_files={files}", "data.train_batch_size=4",
         "trainer.n_gpus_per_node=2", "engine.name=megatron", "engine.tensor_parallel_size=2",
-        f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.device_memory_gb=1e-3",
+        f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.device_memory_gb=1.00001",
     ]  # fmt: skip
+    # The two processes need 1 GiB, and the parameters more than the 10 KiB that are left.
     assert main(["plan", command, *given]) == 0
     printed = capsys.readouterr().out
     rows = {line.strip().split("  ")[0]: line.split()[1:2] for line in printed.splitlines()}

@@ -101,17 +101,23 @@ def test_a_run_that_does_not_fit_is_refused_before_a_worker_starts(
         assert main(["rm", *arguments(EQUAL, less)]) == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert f"the run needs {needed:.3g} GiB on a node: ranks × GiB = 1 × {needed:.3g}" in line
-        assert "(reward_model)" in line and "model.gradient_checkpointing=true" in line
+        assert (
+            "(reward_model, of which 0.5 the process)" in line
+            and "model.gradient_checkpointing=true" in line
+        )
         assert "max_tokens_per_micro_batch=16384" in line and "trainer.check_memory=false" in line
         assert not (tmp_path / "run").exists()
-        assert main(["rm", *arguments(EQUAL, "trainer.device_memory_gb=0.4")]) == 2
+        states = f"trainer.device_memory_gb={pool.states / 2**30 - 1e-6}"
+        assert main(["rm", *arguments(EQUAL, states)]) == 2
         assert "optimizer states alone need" in capsys.readouterr().err
     for fits in ((enough,), (less, "trainer.check_memory=false")):
         assert main(["rm", *arguments(EQUAL, *fits, "trainer.overwrite=true")]) == 0
 
 
 def test_the_command_plans_the_pairs_of_the_data(arguments, tmp_path, capsys):
-    assert main(["plan", "rm", *arguments(EQUAL, "trainer.device_memory_gb=0.4")]) == 0
+    _, pool = planned(arguments, EQUAL, "cpu")
+    less = f"trainer.device_memory_gb={pool.largest[1] / 2**30 - 1e-6}"
+    assert main(["plan", "rm", *arguments(EQUAL, less)]) == 0
     text = capsys.readouterr().out
     assert "pairs per step         8, 8 on each of 1 data ranks" in text
     assert "run                    1 steps, 16 pairs" in text and "longest conversation" in text

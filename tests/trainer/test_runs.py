@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from run_cases import timeless
+from run_cases import fail_in_step_two, timeless
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import GenerateConfig, TrainConfig
+from quadriga.errors import ConfigError
+from quadriga.observability.jsonl import read_jsonl
 
 USER_REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -155,8 +158,6 @@ def test_equal_seeds_give_equal_runs_and_different_seeds_different_runs(run, tmp
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(run, train_overrides) -> None:
-    from quadriga.errors import ConfigError
-
     run()
     with pytest.raises(ConfigError, match="already holds a run"):
         run()
@@ -200,3 +201,32 @@ def test_a_score_that_is_no_accuracy_has_no_percentage(
 
 def test_resuming_without_a_checkpoint_starts_at_step_one(run) -> None:
     assert [row["step"] for row in run("trainer.resume_mode=auto")] == [0, 1, 2]
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(
+    run, tmp_path, monkeypatch, caplog
+) -> None:
+    settings = ("trainer.resume_mode=auto", "trainer.total_training_steps=3",
+                "trainer.loggers=[jsonl,tensorboard]")  # fmt: skip
+    fail_in_step_two(monkeypatch)
+    with pytest.raises(RuntimeError, match="in step 2"):
+        run(*settings)
+    folder = tmp_path / "run"
+    assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [0, 1]
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run(*settings, "trainer.resume_mode=disable")
+    monkeypatch.undo()
+    assert [row["step"] for row in run(*settings)] == [0, 1, 2, 3]
+    assert f"{folder} has no checkpoint: its run begins again from step 1" in caplog.text
+    assert len(list((folder / "tensorboard").iterdir())) == 1
+    samples = [(row["step"], row["split"]) for row in read_jsonl(folder / "samples.jsonl")]
+    assert samples == [
+        (step, split)
+        for step, split in [(0, "val"), (1, "train"), (2, "train"), (3, "train"), (3, "val")]
+        for _ in range(8)
+    ]
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(ConfigError, match=r"a checkpoint to resume but with .*run/model; with"):
+        run(*settings)
+    assert (folder / "model/config.json").is_file()
+    assert len(list(read_jsonl(folder / "metrics.jsonl"))) == 4

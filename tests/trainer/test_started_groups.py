@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
-from quadriga.backends import get_backend
+from quadriga.backends import BACKENDS, get_backend
+from quadriga.backends.local.backend import LocalBackend
 from quadriga.config.loading import load_config
 from quadriga.config.schema import GenerateConfig, SFTConfig, TrainConfig
 from quadriga.errors import ConfigError, UnknownNameError, WorkerDiedError, WorkerMethodError
 from quadriga.protocol import DataProto
 from quadriga.rollout.hf import HFRollout
-from quadriga.single_controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup, register
+from quadriga.single_controller import (
+    ClassWithInitArgs,
+    Dispatch,
+    ResourcePool,
+    Worker,
+    WorkerGroup,
+    register,
+)
 from quadriga.single_controller.watch import raise_if_broken
 from quadriga.trainer.evaluation.ranks import rollout_group
 from quadriga.trainer.fine_tuning.sft import _worker_config
@@ -173,6 +182,33 @@ def test_a_group_ends_every_rank_even_if_one_raises(monkeypatch) -> None:
         group.shutdown()
     assert ended == [0, 1, 2]
     assert [group.is_alive(rank) for rank in range(3)] == [True, False, False]
+
+
+def test_the_pools_of_a_program_are_released_with_the_run(monkeypatch) -> None:
+    in_use: list[tuple[LocalBackend, ResourcePool]] = []
+
+    class Counting(LocalBackend):
+        """A backend whose pools are in use until it is shut down."""
+
+        def resource_pool(self, *args, **options) -> ResourcePool:
+            pool = super().resource_pool(*args, **options)
+            in_use.append((self, pool))
+            return pool
+
+        def shutdown(self) -> None:
+            in_use[:] = [entry for entry in in_use if entry[0] is not self]
+
+    # Ray makes the pools of a manager without a backend, if a program asks for them itself.
+    for name in ("local", "ray"):
+        monkeypatch.setitem(BACKENDS, name, f"{__name__}:Counting")
+    monkeypatch.setattr(sys.modules[__name__], "Counting", Counting, raising=False)
+    use_workers(monkeypatch, critic=Idle)
+    manager = ResourcePoolManager({"a": [1], "b": [1]}, {Role.ActorRollout: "a", Role.Critic: "b"})
+    for _ in range(2):  # a second run has a backend of its own
+        started = start(manager)
+        assert len(in_use) == 2
+        started.close()
+        assert in_use == []
 
 
 def test_a_role_without_a_pool_is_named() -> None:

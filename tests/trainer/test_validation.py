@@ -38,8 +38,9 @@ class Record:
     def add(self, metrics) -> None:
         self.added.append(metrics)
 
-    def log_samples(self, step, batch, *, split) -> None:
+    def log_samples(self, step, batch, *, split, written=0) -> int:
         self.samples += len(batch)
+        return len(batch)
 
     def log_validation(self, *logged) -> None:
         self.logged.append(logged)
@@ -102,7 +103,7 @@ def test_metrics_of_two_sources_by_hand() -> None:
         }
     )  # fmt: skip
     ((step, metrics, summaries),) = record.logged
-    assert (step, metrics, len(summaries), record.samples) == (3, found, 3, 4)
+    assert (step, metrics, len(summaries), record.samples) == (3, found, 3, 6)
 
 
 def test_one_response_and_no_source_have_the_mean_only() -> None:
@@ -128,6 +129,15 @@ def test_scores_of_a_role_have_no_answers_of_an_earlier_batch() -> None:
     batches = [prompts([0], ["a"])]
     validator = Validator(0, batches, Rollout(), reward, Record(), n=2, run_stage=Roles())
     assert "val-core/a/reward/maj@2/mean" not in validator.run(step=1, due=True)
+
+
+def test_the_samples_of_a_validation_come_from_as_many_batches_as_they_need(run, tmp_path) -> None:
+    run("data.val_batch_size=3", "trainer.samples_per_step=7", "trainer.total_training_steps=1")
+    rows = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").open()]
+    found = [(row["step"], row["prompt"]) for row in rows if row["split"] == "val"]
+    assert [step for step, _ in found] == [0] * 7 + [1] * 7
+    assert len({prompt for _, prompt in found}) > 3
+    assert found[:7] == [(0, prompt) for _, prompt in found[7:]]
 
 
 def test_greedy_validation_of_several_responses_is_refused() -> None:

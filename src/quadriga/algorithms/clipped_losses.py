@@ -212,8 +212,12 @@ def decoupled_ppo(
         behaviour_weight_cap: tokens with a weight above it get weight 0; None keeps all tokens.
 
     Raises:
-        AlgorithmError: as in `ppo_clip`.
+        AlgorithmError: as in `ppo_clip`, and for a cap that is not above 0.
     """
+    if behaviour_weight_cap is not None and not behaviour_weight_cap > 0:
+        raise AlgorithmError(
+            f"`behaviour_weight_cap` must be above 0, but received {behaviour_weight_cap}."
+        )
     inner = ppo_clip(
         log_prob_BT,
         old_log_prob_BT,

@@ -9,7 +9,7 @@ Shapes: B samples, G prompt groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -73,6 +73,7 @@ def dynamic_sampling(
     group_ids: GroupIds,
     *,
     wanted_groups: int,
+    member_B: Tensor | None = None,
     mode: SamplingMode = "mask",
     gen_batches: int = 1,
     max_num_gen_batches: int = 3,
@@ -84,6 +85,8 @@ def dynamic_sampling(
         scores_B: the reward of each sample.
         group_ids: the id of each sample's prompt; samples of a group need not be adjacent.
         wanted_groups: groups in a full batch.
+        member_B: bool; samples that take part in the update. The others stay with their group, but
+            their scores do not make it a group with variance. None: all samples.
         mode: a key of `MODES`.
         gen_batches: batches drawn so far for this step.
         max_num_gen_batches: the maximum of `gen_batches`.
@@ -103,6 +106,8 @@ def dynamic_sampling(
             f"{wanted_groups} and {max_num_gen_batches}."
         )
     groups = groups_of_scores(scores_B, group_ids)
+    if member_B is not None:
+        groups = replace(groups, member_B=member_B)
     varied = groups.nonzero_variance_G(scores_B)
     num_varied = int(varied.sum())
     metrics = {**zero_variance_metrics(scores_B, group_ids), "gen_batches": float(gen_batches)}

@@ -77,7 +77,8 @@ def change_info(folder: Path, info: Mapping[str, object]) -> None:
         CheckpointError: the marker is missing or damaged.
         InputError: it cannot be written.
     """
-    write_marker(folder, _read(folder)["step"], _files(folder, _read(folder)), info)
+    marker = _read(folder)
+    write_marker(folder, marker["step"], _files(folder, marker), info)
 
 
 def read_marker(folder: str | Path) -> JsonObject:

@@ -79,7 +79,7 @@ def show_plan(config: TrainConfig) -> None:
     from quadriga.algorithms.user_files import load_user_file
     from quadriga.config.checks.settings import check_train_settings
     from quadriga.config.plan import batch_plan
-    from quadriga.trainer.run.preflight import known_names
+    from quadriga.trainer.run.preflight import check_parts, known_names
 
     for path in config.algorithm.user_files:
         load_user_file(path)
@@ -91,6 +91,7 @@ def show_plan(config: TrainConfig) -> None:
     if config.actor_rollout_ref.model.path:
         from quadriga.trainer.memory.report import plan_text
 
+        check_parts(config)
         print(plan_text(config))
     else:
         print("memory                 set actor_rollout_ref.model.path, whose config.json it needs")
@@ -103,6 +104,7 @@ def show_sft_plan(config: SFTConfig) -> None:
         InputError: the settings, the data or the model do not fit.
     """
     from quadriga.config.checks.settings import check_sft_settings
+    from quadriga.engines.loading.model_setup import check_trained_part
     from quadriga.trainer.fine_tuning.sft import load_sft_rows
     from quadriga.trainer.memory.sft import sft_plan_text
     from quadriga.trainer.run.preflight import known_names
@@ -116,6 +118,7 @@ def show_sft_plan(config: SFTConfig) -> None:
     if not (config.model.path and config.data.train_files):
         print("memory                 set model.path and data.train_files, whose rows it needs")
         return
+    check_trained_part(config.model, "lm", config.optim)
     loaded = load_sft_rows(config)
     rows, evaluated = loaded.train, loaded.val_conversations
     prompt, response = rows.longest
@@ -133,6 +136,7 @@ def show_rm_plan(config: RMConfig) -> None:
         InputError: the settings, the data or the model do not fit.
     """
     from quadriga.config.checks.reward_model import check_rm_settings
+    from quadriga.engines.loading.model_setup import check_trained_part
     from quadriga.trainer.fine_tuning.rm import load_pairs
     from quadriga.trainer.memory.rm import rm_plan_text
     from quadriga.trainer.run.preflight import known_names
@@ -144,6 +148,7 @@ def show_rm_plan(config: RMConfig) -> None:
     if not (config.model.path and config.data.train_files):
         print("memory                 set model.path and data.train_files, whose pairs it needs")
         return
+    check_trained_part(config.model, "score", config.optim)
     pairs = load_pairs(config)
     steps = trainer.total_training_steps or len(pairs.train) // batch * trainer.total_epochs
     print(f"run                    {steps} steps, {len(pairs.train)} pairs")

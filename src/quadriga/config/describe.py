@@ -66,7 +66,7 @@ def as_written(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(as_written(v) for v in value) + "]"
+        return "[" + ",".join(as_written(v) or "''" for v in value) + "]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{k}:{as_written(v)}" for k, v in value.items()) + "}"
     return f"{value:g}" if isinstance(value, float) else str(value)

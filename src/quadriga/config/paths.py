@@ -2,14 +2,24 @@
 
 A section replaces it when it is built, from the command line, a file or a program. So each reader
 of a path, the digests of a checkpoint and the processes of other nodes see the same path.
+
+A trainer makes relative paths absolute when it is made (`absolute_paths`), and records them as they
+were given.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+_NO_PATHS = ("", "disable", "auto")  # the latter two are modes of `trainer.resume_mode`
 
 
 def expand_home(path: str | Path) -> str:
@@ -28,11 +38,38 @@ class PathSettings:
 
     def __post_init__(self) -> None:
         for name in self.PATHS:
-            object.__setattr__(self, name, _expanded(getattr(self, name)))
+            object.__setattr__(self, name, _each(getattr(self, name), expand_home))
+
+    def absolute(self) -> Self:
+        """Return the section with absolute paths."""
+        return replace(
+            self, **{name: _each(getattr(self, name), absolute_path) for name in self.PATHS}
+        )
 
 
-def _expanded(value: object) -> object:
-    """Return a path, or a list of paths, with `~` replaced; other values as they are."""
+def absolute_path(path: str) -> str:
+    """Return a path that begins at the working directory of this moment.
+
+    Absolute paths, `hf://owner/name` and the modes of `trainer.resume_mode` stay as they are.
+    """
+    return path if path in _NO_PATHS or "://" in path else str(Path(path).absolute())
+
+
+def absolute_paths(config: T) -> T:
+    """Return settings with absolute paths, for a run whose working directory changes later."""
+    if isinstance(config, PathSettings):
+        config = config.absolute()
+    changed: dict[str, object] = {}
+    for field in fields(config):
+        section = getattr(config, field.name)
+        if is_dataclass(section) and not isinstance(section, type):
+            found = absolute_paths(section)
+            changed |= {} if found == section else {field.name: found}
+    return replace(config, **changed) if changed else config
+
+
+def _each(value: object, change: Callable[[str], str]) -> object:
+    """Return a path, or each path of a list, with a change; other values as they are."""
     if isinstance(value, str):
-        return expand_home(value)
-    return [_expanded(item) for item in value] if isinstance(value, list) else value
+        return change(value)
+    return [_each(item, change) for item in value] if isinstance(value, list) else value

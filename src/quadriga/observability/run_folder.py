@@ -14,14 +14,16 @@ runs/run/
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.errors import ConfigError
-from quadriga.observability.jsonl import cannot_write, keep_rows
+from quadriga.observability.jsonl import cannot_write, keep_rows, read_jsonl
 from quadriga.observability.run_lock import RunLock, check_lock
 
 if TYPE_CHECKING:
@@ -37,8 +39,13 @@ CHECKPOINTS = "checkpoints"
 MODEL = "model"
 _MARKS = (CONFIG, METRICS)  # a folder with one of these holds a run
 # What an export that was killed leaves beside the model.
-_EXPORTS = (f"{MODEL}.partial", f"{MODEL}.replaced")
+_REPLACED = f"{MODEL}.replaced"
+_EXPORTS = (f"{MODEL}.partial", _REPLACED)
 _ALL = (CONFIG, METRICS, SAMPLES, TENSORBOARD, WANDB, PLOT, CHECKPOINTS, MODEL, *_EXPORTS)
+# What a run that begins again writes anew. Each start has files of its own under wandb/.
+_OF_STEPS = (METRICS, SAMPLES, TENSORBOARD, PLOT)
+
+_log = logging.getLogger("quadriga")
 
 
 @dataclass(frozen=True)
@@ -59,37 +66,42 @@ class RunFolder:
         *,
         resume: bool = False,
         overwrite: bool = False,
+        restart: bool = False,
     ) -> RunFolder:
         """Create the folder or continue in it, lock it, and write the settings.
 
         The path is made absolute: processes that were started in another folder get it too.
 
         If the folder already holds a run, `resume` keeps that run, `overwrite` removes its files
-        and no others, and without both `ConfigError` is raised. `ConfigError` is also raised if
-        another run writes there now. Raises `InputError` if the folder cannot be written.
+        and no others, and `restart` removes what it has written about its steps if it has left
+        neither a checkpoint nor a model. Otherwise `ConfigError` is raised. `ConfigError` is also
+        raised if another run writes there now. Raises `InputError` if the folder cannot be written.
         """
         from quadriga.config.loading import to_yaml
 
         folder = cls(Path(path).absolute())
-        folder.check(resume=resume, overwrite=overwrite)
+        folder.check(resume=resume, overwrite=overwrite, restart=restart)
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
             folder = cls(folder.path, RunLock.acquire(folder.path))
         except OSError as error:
             raise cannot_write(folder.path, error) from error
         try:
-            folder._begin(to_yaml(config), resume=resume, overwrite=overwrite)
+            folder._begin(to_yaml(config), resume=resume, overwrite=overwrite, restart=restart)
         except BaseException:
             folder.close()
             raise
         return folder
 
-    def _begin(self, settings: str, *, resume: bool, overwrite: bool) -> None:
+    def _begin(self, settings: str, *, resume: bool, overwrite: bool, restart: bool) -> None:
         # A second time, under the lock: another run may have written here since the first check.
-        self.check(resume=resume, overwrite=overwrite, locked=True)
+        self.check(resume=resume, overwrite=overwrite, restart=restart, locked=True)
         try:
             if overwrite and not resume:
                 self.empty()
+            elif self.holds_run and not resume:
+                _log.warning("%s has no checkpoint: its run begins again from step 1", self.path)
+                self._remove(_OF_STEPS)
             self.config.write_text(settings)
         except OSError as error:
             raise cannot_write(self.path, error) from error
@@ -99,7 +111,14 @@ class RunFolder:
         if self.lock is not None:
             self.lock.release()
 
-    def check(self, *, resume: bool = False, overwrite: bool = False, locked: bool = False) -> None:
+    def check(
+        self,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        restart: bool = False,
+        locked: bool = False,
+    ) -> None:
         """Raise `ConfigError` if `open` would, without writing anything.
 
         `locked`: this run holds the lock, so it is not checked.
@@ -122,11 +141,7 @@ class RunFolder:
                     key="trainer.default_local_dir",
                 )
         if self.holds_run and not resume and not overwrite:
-            raise ConfigError(
-                f"{self.path} already holds a run; choose another trainer.default_local_dir, "
-                "resume the run (trainer.resume_mode=auto) or replace it (trainer.overwrite=true)",
-                key="trainer.default_local_dir",
-            )
+            self._check_restart(restart=restart)
         for name in written:
             if (self.path / name).exists() and not (self.path / name).is_file():
                 raise ConfigError(
@@ -134,6 +149,27 @@ class RunFolder:
                     "choose another trainer.default_local_dir",
                     key="trainer.default_local_dir",
                 )
+
+    def _check_restart(self, *, restart: bool) -> None:
+        """Raise `ConfigError` unless the run in the folder may begin again."""
+        if not restart:
+            raise ConfigError(
+                f"{self.path} already holds a run; choose another trainer.default_local_dir, "
+                "resume the run (trainer.resume_mode=auto) or replace it (trainer.overwrite=true)",
+                key="trainer.default_local_dir",
+            )
+        found = [path for path in (self.model, self.path / _REPLACED) if os.path.lexists(path)]
+        saved = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        # A `.partial` folder is a checkpoint that was being written when the run was killed.
+        found += [path for path in saved if path.suffix != ".partial"]
+        if found:
+            raise ConfigError(
+                f"{self.path} already holds a run, without a checkpoint to resume but with "
+                f"{found[0]}; with trainer.resume_mode=auto a run begins again only where the "
+                "one before has left neither a checkpoint nor a model; choose another "
+                "trainer.default_local_dir, or replace the run (trainer.overwrite=true)",
+                key="trainer.default_local_dir",
+            )
 
     @property
     def holds_run(self) -> bool:
@@ -188,6 +224,12 @@ class RunFolder:
             if path.exists():
                 keep_rows(path, lambda row: int(row.get("step", 0)) <= step)
 
+    def lacks_metrics_of(self, step: int) -> bool:
+        """Whether there is a file of metrics, and it has none of this step."""
+        return self.metrics.exists() and all(
+            row.get("step") != step for row in read_jsonl(self.metrics)
+        )
+
     def removes(self, path: str | Path) -> bool:
         """Whether `empty` would remove a file or a folder that exists."""
         real = Path(path).resolve()
@@ -197,7 +239,10 @@ class RunFolder:
 
     def empty(self) -> None:
         """Remove the files of a run, and no others."""
-        for name in _ALL:
+        self._remove(_ALL)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
             entry = self.path / name
             # A link is removed itself; `rmtree` would empty the folder that it points to.
             if entry.is_dir() and not entry.is_symlink():

@@ -37,8 +37,12 @@ class Timer:
         """Return the seconds spent in a span since the last `take`, 0 if there was none."""
         return self._seconds.get(name, 0.0)
 
+    def times(self) -> dict[str, float]:
+        """Return `time/<span>` → seconds since the last `take`."""
+        return {f"time/{name}": value for name, value in self._seconds.items()}
+
     def take(self) -> dict[str, float]:
-        """Return `time/<span>` → seconds since the last `take`, and reset all spans."""
-        taken = {f"time/{name}": value for name, value in self._seconds.items()}
+        """Return the same, and reset all spans."""
+        taken = self.times()
         self._seconds = {}
         return taken

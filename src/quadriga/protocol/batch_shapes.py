@@ -16,6 +16,9 @@ from quadriga.protocol.values import operations
 from quadriga.protocol.values.field_spec import Array
 from quadriga.protocol.values.rows import RowIndices, RowRange
 
+PADDING_FIELD = "__padding__"
+"""Array of bool that marks the rows that a call has added. A call within it adds underscores."""
+
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
     """Repeat rows from the front until the length divides. Return `(padded, pad_size)`.
@@ -38,6 +41,22 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     if not 0 <= pad_size <= len(data):
         raise LengthError(f"cannot remove {pad_size} padding rows from a batch of {len(data)} rows")
     return data.take_rows(RowRange(0, len(data) - pad_size)) if pad_size else data
+
+
+def padding_marks(data: DataProto) -> dict[str, np.ndarray]:
+    """Return the arrays of a batch that mark padding, by name. There are none if no call has added
+    rows."""
+    arrays = data.non_tensor_batch
+    names = [name for name in arrays if name.startswith(PADDING_FIELD)]
+    return {name: np.asarray(arrays[name], dtype=bool) for name in names}
+
+
+def padding_rows(data: DataProto) -> Tensor:
+    """Return [B] bool: whether a row is padding."""
+    marked = np.zeros(len(data), dtype=bool)
+    for values in padding_marks(data).values():
+        marked |= values
+    return torch.from_numpy(marked)
 
 
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:

@@ -18,6 +18,7 @@ from typing import Any
 from tensordict import TensorDict, TensorDictBase
 
 from quadriga.protocol import message
+from quadriga.protocol.batch_shapes import PADDING_FIELD
 from quadriga.protocol.columns import column as columns
 from quadriga.protocol.columns.column import Column, RemoteColumn, is_remote, local_value
 from quadriga.protocol.columns.contents import Contents, MetaInfo
@@ -72,9 +73,16 @@ _Unstored = tuple[RemoteColumn, LocalValue | None, Payload, int]
 if its handle is not kept for later calls."""
 
 
-def with_fields(value: object, names: Container[str]) -> object:
+def with_fields(value: object, names: Container[str], *, futures: bool = True) -> object:
     """Return a batch with only those of its fields that are in `names`, and other values as they
-    are. A batch that has none of them stays whole, so that the method can say what it lacks."""
+    are. A batch that has none of them stays whole, so that the method can say what it lacks.
+
+    A future whose batch has arrived is replaced by that batch, unless `futures` is False; a pending
+    one stays as it is. Marks of padding stay: the caller may be a worker that received padding.
+    """
+    if isinstance(value, Deferred):
+        arrived = value.arrived() if futures else None
+        return value if arrived is None else with_fields(arrived, names)
     if not isinstance(value, DataProto):
         return value
     tensors = [] if value.batch is None else list(map(str, value.batch.keys()))
@@ -82,6 +90,8 @@ def with_fields(value: object, names: Container[str]) -> object:
     arrays = [name for name in value.non_tensor_batch if name in names]
     if not kept and not arrays:
         return value
+    marks = [name for name in value.non_tensor_batch if name.startswith(PADDING_FIELD)]
+    arrays = list(dict.fromkeys([*arrays, *marks]))
     return value.select(batch_keys=kept, non_tensor_batch_keys=arrays)
 
 
@@ -91,6 +101,10 @@ class Deferred(ABC):
     @abstractmethod
     def get(self) -> Any:
         """Wait for the value."""
+
+    @abstractmethod
+    def arrived(self) -> DataProto | None:
+        """Return the value if it is a batch that this process has, else None."""
 
     @staticmethod
     @abstractmethod

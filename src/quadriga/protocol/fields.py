@@ -147,8 +147,8 @@ TENSORS: tuple[Field, ...] = (
         "1 at tokens of the policy, end token included; 0 at padding and at tokens without loss",
         (_SFT_LOADER, _GENERATE, _SCORE, *_MASKING),
         (
-            _SCORE, *_FORWARD, "balance_over_ranks", "measure_batch", "measure_entropy", *_MASKING,
-            *_SHAPING, "estimate_advantages", "select_update_tokens", "log_samples",
+            _SCORE, *_FORWARD, "refill", "balance_over_ranks", "measure_batch", "measure_entropy",
+            *_MASKING, *_SHAPING, "estimate_advantages", "select_update_tokens", "log_samples",
         ),
     ),
     Field(
@@ -162,7 +162,7 @@ TENSORS: tuple[Field, ...] = (
     ),
     Field(
         FINISHED, "[B]", "int64", "1: the response has an end token; 0: the length limit cut it",
-        (_GENERATE,), ("measure_batch", "mask_truncated"),
+        (_GENERATE,), ("measure_batch", "mask_truncated", "refill"),
     ),
     Field(WEIGHT_VERSION, "[B]", "int64", "version of the weights that generated", (_GENERATE,)),
     Field(

@@ -114,8 +114,11 @@ def reward_function_for(data_source: object) -> FunctionRef:
         return FUNCTIONS[data_source]
     near = difflib.get_close_matches(str(data_source), FUNCTIONS, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
+    problem = f"no rule function for data_source {data_source!r}"
+    if data_source is None:
+        problem += " (the column data_source is missing, or empty)"
     raise UnknownNameError(
-        f"no rule function for data_source {data_source!r}; known: {', '.join(FUNCTIONS)}{hint}. "
+        f"{problem}; known: {', '.join(FUNCTIONS)}{hint}. "
         "Set reward.path and reward.name, or call register_reward_function",
         name=data_source,
         known=tuple(FUNCTIONS),

@@ -210,21 +210,22 @@ def _split(
     # Modes are functions of the view, so the view exists before it knows the executing ranks.
     view.ranks = (dispatch.ranks or execute.ranks)(view)
     if method.record.reads is not None:
-        args, kwargs = _read_fields(method.record.reads, args, kwargs)
+        args, kwargs = _read_fields(method.record, method.record.reads, args, kwargs)
     return view, method.group._parts_of_call(view, dispatch, args, kwargs)
 
 
 def _read_fields(
-    names: Container[str], args: Arguments, kwargs: KeywordArguments
+    record: MethodRecord, names: Container[str], args: Arguments, kwargs: KeywordArguments
 ) -> tuple[Arguments, KeywordArguments]:
     """Return the arguments with only these fields in the batches among them."""
     boundary = boundary_for((*args, *kwargs.values()))
     if boundary is None:  # there is no batch among them
         return args, kwargs
-    keep = boundary.with_fields
+    # Without materialize_futures a method receives futures, so none may become its batch.
+    keep = partial(boundary.with_fields, names=names, futures=record.materialize_futures)
     return (
-        tuple(keep(value, names) for value in args),
-        {key: keep(value, names) for key, value in kwargs.items()},
+        tuple(map(keep, args)),
+        {key: keep(value) for key, value in kwargs.items()},
     )
 
 

@@ -74,7 +74,7 @@ EXPAND_PROMPTS = StageFields(
     writes=(fields.UID, fields.SAMPLE_SEED, fields.PROMPT_LENGTH),
 )
 ADD_BASELINES = StageFields("add_baselines", reads=(_SCORES,), writes=(fields.REWARD_BASELINES,))
-REFILL = StageFields("refill", reads=(_SCORES, fields.UID))
+REFILL = StageFields("refill", reads=(_SCORES, _MASK, fields.FINISHED, fields.UID))
 MEASURE_BATCH = StageFields(
     "measure_batch", reads=(_MASK, _SCORES, fields.FINISHED, fields.SEQUENCE_LENGTH)
 )

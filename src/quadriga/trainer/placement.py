@@ -129,7 +129,8 @@ class ResourcePoolManager:
     Args:
         resource_pool_spec: pool name → number of ranks on each node, `{"global": [8, 8]}`.
         mapping: role → pool name.
-        backend: the backend that makes the pools; None: Ray.
+        backend: the backend that makes the pools; None: that of the run, which releases them at
+            its end, or Ray if a program makes them itself.
         pool_options: keyword arguments of `Backend.resource_pool`, the same for all pools.
 
     Raises:
@@ -152,13 +153,16 @@ class ResourcePoolManager:
                     known=sorted(self.resource_pool_spec),
                 )
 
-    def create_resource_pool(self) -> None:
+    def create_resource_pool(self, backend: Backend | None = None) -> None:
         """Make every pool, after a check that the nodes can hold all of them together.
+
+        Args:
+            backend: makes the pools of a manager that has no backend; None: Ray.
 
         Raises:
             PlacementError: names a pool that does not fit and what it lacks. Nothing was started.
         """
-        backend = self._backend()
+        backend = self.backend or backend or self._ray()
         pools = {
             name: backend.resource_pool(list(ranks), name_prefix=name, **self.pool_options)
             for name, ranks in self.resource_pool_spec.items()
@@ -194,9 +198,8 @@ class ResourcePoolManager:
         """Return the number of ranks over all pools; with accelerators, one GPU per rank."""
         return sum(sum(ranks) for ranks in self.resource_pool_spec.values())
 
-    def _backend(self) -> Backend:
-        if self.backend is None:
-            from quadriga.backends import get_backend
+    def _ray(self) -> Backend:
+        from quadriga.backends import get_backend
 
-            self.backend = get_backend("ray")
+        self.backend = get_backend("ray")
         return self.backend

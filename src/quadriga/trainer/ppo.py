@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from quadriga.algorithms.kl import make_kl_controller
 from quadriga.config.checks.unread import check_run_length
+from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import TrainConfig
 from quadriga.protocol import DataProto
 from quadriga.trainer import dataflow, stages
@@ -100,6 +101,8 @@ class RayPPOTrainer:
             own_reward=custom_reward,
             own_policy=own_policy,
         )
+        self.given = config
+        self.placed, config = absolute_paths(self.placed), absolute_paths(config)
         self.config = config
         self.log_prob_pass = not dataflow.takes_old_log_probs_from_update(config)
         self.masks_early = dataflow.masks_before_passes(config)
@@ -121,7 +124,7 @@ class RayPPOTrainer:
         # twice in an epoch, and the state of the loader counts every batch that was drawn.
         self.stream = endless(self.ingredients.train_loader)
         self.step = 0
-        self.checkpoints = Checkpointing(config, self.ingredients.train_loader)
+        self.checkpoints = Checkpointing(config, self.ingredients.train_loader, self.given)
         self.stop = self.checkpoints.stop
         self._groups: PPOGroups | None = None
 
@@ -215,10 +218,10 @@ class RayPPOTrainer:
         """Validate before the first step, or after the step of a checkpoint that lacks it."""
         if resumed is None:
             validator.run(step=0, due=self.config.trainer.val_before_train)
-        elif resumed.state.validation_pending and validator.loader is not None:
-            with record.ending(self.step):
-                validator.run(step=self.step, due=True)
-            self.checkpoints.record_validation(record.last_validation)
+        elif validator.loader is not None:
+            self.checkpoints.end_pending(
+                resumed, record, lambda: validator.run(step=self.step, due=True)
+            )
 
     def end_step(
         self, groups: PPOGroups, batch: DataProto, validator: Validator, record: RunRecord
@@ -277,7 +280,7 @@ class RayPPOTrainer:
     def open_record(self, resumed: Resumed | None) -> RunRecord:
         """Open the run folder; `resumed` is the loaded checkpoint, if there is one."""
         tokenizer = self.ingredients.tokenizer
-        return RunRecord.open(self.config, self.total_steps, tokenizer, resumed)
+        return RunRecord.open(self.config, self.total_steps, tokenizer, resumed, self.given)
 
     def make_validator(self, groups: PPOGroups, record: RunRecord) -> Validator:
         """Return the validator of the run."""
@@ -316,10 +319,7 @@ class RayPPOTrainer:
     def save(self, groups: PPOGroups, record: RunRecord, *, validates: bool = False) -> None:
         """Write a checkpoint of every role that learns, and of the controller."""
         state = self.checkpoints.state(
-            self.step,
-            record.last_validation,
-            self.kl_controller.state_dict(),
-            validation_pending=validates,
+            self.step, record, self.kl_controller.state_dict(), validation_pending=validates
         )
         root = record.folder.checkpoints
         with record.span("save"):

@@ -10,16 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from torch import Tensor
 
 from quadriga.algorithms.advantages import get_advantage
 from quadriga.algorithms.dynamic_sampling import dynamic_sampling
-from quadriga.config.schema import TrainConfig
+from quadriga.algorithms.shaping import drop_truncated
+from quadriga.config.schema import AlgorithmConfig, TrainConfig
+from quadriga.observability.metrics import MetricSet
 from quadriga.protocol import DataProto, fields
+from quadriga.rewards.outcome import FAILURES
 from quadriga.trainer import stages
 from quadriga.trainer.dataflow import refills
 from quadriga.trainer.roles.stage_runner import StageRunner
 from quadriga.trainer.stages import BatchReward, Metrics, StageResult
 from quadriga.workers.generation import GeneratingGroup
+
+_FAILED = (*(f"reward/{status}" for status in FAILURES), "reward/masked")
+"""Metrics of a reward function that count samples without a score."""
 
 
 class Sampler:
@@ -50,20 +57,22 @@ class Sampler:
 
     def draw(self, prompts: DataProto, step: int) -> StageResult:
         """Return the batch of a step and metrics. With refilling the rows are scored already."""
-        batch = self._generate(prompts, step, turn=0)
-        metrics: Metrics = {}
+        batch, metrics = self._generate(prompts, step, turn=0)
         if refills(self.config):
-            batch, metrics = self.refill(batch, len(prompts), step)
+            batch, refilled = self.refill(batch, len(prompts), step)
+            metrics = _merged(metrics, refilled)
         return StageResult(batch, metrics)
 
     def refill(self, batch: DataProto, wanted: int, step: int) -> StageResult:
         """Keep the prompt groups whose scores differ, and draw more until there are `wanted`
         (DAPO, arXiv 2503.14476, section 3.2).
 
-        Stops at `filter_groups.max_num_gen_batches` draws, however many groups there are then. The
-        metrics of the reward function are those of the last draw.
+        Only responses that take part in the update count. Stops at
+        `filter_groups.max_num_gen_batches` draws, however many groups there are then. The metrics
+        of the reward function are those of all draws.
         """
-        settings = self.config.algorithm.filter_groups
+        algorithm = self.config.algorithm
+        settings = algorithm.filter_groups
         batch, scoring = self.run(stages.score_responses, batch, self.reward)
         turn = 1
         while True:
@@ -71,6 +80,7 @@ class Sampler:
                 batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1),
                 batch.non_tensor_batch[fields.UID],
                 wanted_groups=wanted,
+                member_B=_in_update(batch, algorithm),
                 mode="refill",
                 gen_batches=turn,
                 max_num_gen_batches=settings.max_num_gen_batches,
@@ -84,23 +94,55 @@ class Sampler:
                 return StageResult(batch, {**drawn, **scoring})
             # `turn` is part of the seed, so that a prompt that is drawn twice in one step does
             # not sample the same responses again.
-            more = self._generate(next(self.stream), step, turn)
-            more, scoring = self.run(stages.score_responses, more, self.reward)
+            more, of_greedy = self._generate(next(self.stream), step, turn)
+            more, of_more = self.run(stages.score_responses, more, self.reward)
+            scoring = _merged(scoring, of_greedy, of_more)
             batch = DataProto.concat([batch, more])
             turn += 1
 
-    def _generate(self, prompts: DataProto, step: int, turn: int) -> DataProto:
+    def _generate(self, prompts: DataProto, step: int, turn: int) -> StageResult:
+        """Return the responses to prompts, and what failed in scoring their greedy responses."""
         n = self.config.actor_rollout_ref.rollout.n
         seed = self.config.trainer.seed
         expand = stages.expand_prompts
         rows = self.run(expand, prompts, n=n, step=step, seed=seed, turn=turn).batch
-        if self.with_baselines:
-            rows = stages.add_baselines(rows, self._score_greedy(rows, n)).batch
-        return self.run(stages.generate, rows, self.rollout, "train").batch
+        if not self.with_baselines:
+            return StageResult(self.run(stages.generate, rows, self.rollout, "train").batch, {})
+        greedy, scoring = self._score_greedy(rows, n)
+        rows = stages.add_baselines(rows, greedy).batch
+        batch = self.run(stages.generate, rows, self.rollout, "train").batch
+        _mask_without_baseline(batch, greedy)
+        return StageResult(batch, {name: scoring[name] for name in _FAILED if name in scoring})
 
-    def _score_greedy(self, rows: DataProto, n: int) -> DataProto:
+    def _score_greedy(self, rows: DataProto, n: int) -> StageResult:
         """One greedy response per prompt, scored; `n` neighbouring rows have the same prompt."""
         first_of_each = rows.select_idxs(np.arange(0, len(rows), n))
         run = self.run.without_updates()
         greedy = run(stages.generate, first_of_each, self.rollout, "greedy").batch
-        return run(stages.score_responses, greedy, self.reward).batch
+        return run(stages.score_responses, greedy, self.reward)
+
+
+def _in_update(batch: DataProto, config: AlgorithmConfig) -> Tensor:
+    """Return bool [B], True for responses that take part in the update if their group does."""
+    left_out = (batch.batch[fields.FINISHED] == 0) & config.overlong.drop_truncated
+    return drop_truncated(batch.batch[fields.RESPONSE_MASK], left_out).any(-1)
+
+
+def _mask_without_baseline(batch: DataProto, greedy: DataProto) -> None:
+    """Mask the responses to prompts whose greedy response was left out (`reward.on_failure=mask`).
+
+    A baseline of 0 in its place would make their advantages too large.
+    """
+    scored_P = greedy.batch[fields.RESPONSE_MASK].any(-1)
+    if not scored_P.all():
+        mask = batch.batch[fields.RESPONSE_MASK]
+        scored_B = scored_P.repeat_interleave(len(batch) // len(greedy))
+        batch.batch[fields.RESPONSE_MASK] = mask * scored_B.to(mask.dtype)[:, None]
+
+
+def _merged(*metrics: Metrics) -> Metrics:
+    """Reduce the metrics of several draws by their kinds: counts are added."""
+    merged = MetricSet()
+    for some in metrics:
+        merged.add(some)
+    return merged.reduce()

@@ -79,11 +79,11 @@ class Validator:
         if not due or self.loader is None:
             return {}
         prompts: list[PromptScores] = []
+        written = 0
         with self.record.span("validate"), self.generating(self.record.add):
-            for number, batch in enumerate(self._scored_batches(self.loader)):
+            for batch in self._scored_batches(self.loader):
                 prompts += self._prompts(batch)
-                if number == 0:
-                    self.record.log_samples(step, batch, split="val")
+                written += self.record.log_samples(step, batch, split="val", written=written)
         scores = [score for prompt in prompts for score in prompt.scores]
         self.scores_right_or_wrong &= set(scores) <= {0.0, 1.0}
         mean = sum(scores) / len(scores)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quadriga.engines.base import Batch, Outputs
 from quadriga.errors import WorkerError
-from quadriga.models.adapters import is_stored_part
+from quadriga.models.adapters.lora import is_stored_part
 
 SourceT = TypeVar("SourceT")
 WeightPart = Literal["merged", "unmerged", "adapters"]

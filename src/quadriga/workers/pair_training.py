@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from quadriga.config.schema import RMConfig
 from quadriga.data.conversations.pairs import MARGINS
 from quadriga.engines.base import VALUES
-from quadriga.errors import WorkerError
+from quadriga.errors import LengthError, WorkerError
 from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import (
     Dispatch,
@@ -20,6 +20,8 @@ from quadriga.single_controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
+from quadriga.single_controller.call import GroupView, Split
+from quadriga.single_controller.dispatch.batch_modes import dispatch_by_mesh
 from quadriga.workers.method_fields import MODEL_INPUTS
 from quadriga.workers.runtime import RankRuntime, prepare_rank, register_engine_ranks
 
@@ -33,6 +35,29 @@ if TYPE_CHECKING:
 
 _SLOPES = "slopes"
 """The derivative of the loss by the score of each row, [B]."""
+
+
+_MESH = "reward_model"
+
+
+def _dispatch_pairs(view: GroupView, /, data: object) -> Split:
+    """Split by data-parallel rank, with both rows of a pair in one part.
+
+    Raises `LengthError` if the pairs do not divide and padding is off, or a row has no partner.
+    """
+    from quadriga.single_controller.dispatch.padding import add_padding
+
+    parts = max(view.dispatch_info(_MESH)) + 1
+    if isinstance(data, DataProto) and len(data) % (2 * parts):
+        rows = len(data)
+        if rows % 2 or not data.is_padding_enabled():
+            remedy = "" if rows % 2 else ", or enable padding (auto_padding=True)"
+            raise LengthError(
+                f"{view.method}: expected pairs of neighbouring rows that divide into {parts} "
+                f"equal parts, got {rows} rows. Pass a multiple of {2 * parts} rows{remedy}."
+            )
+        data = add_padding(view, "argument 'data'", data, parts, unit=2)
+    return dispatch_by_mesh(_MESH, view, data)
 
 
 class PairTrainingWorker(Worker):
@@ -49,7 +74,7 @@ class PairTrainingWorker(Worker):
         self.runtime = runtime or RankRuntime()
         self.device = prepare_rank(self.runtime)
         self.engine: TrainEngine | None = None
-        register_engine_ranks(self, "reward_model", config.engine)
+        register_engine_ranks(self, _MESH, config.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -65,7 +90,12 @@ class PairTrainingWorker(Worker):
             total_steps=self.runtime.total_steps,
         )
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward_model"))
+    @register(
+        dispatch_mode={
+            **make_nd_compute_dataproto_dispatch_fn(_MESH),
+            "dispatch_fn": _dispatch_pairs,
+        }
+    )
     def update_rm(self, data: DataProto) -> DataProto:
         """Take one optimizer step. See `update_pairs`."""
         size = self.config.data.micro_batch_size_per_gpu
@@ -73,7 +103,7 @@ class PairTrainingWorker(Worker):
             self._engine(), data, size, forward_rows=self.config.engine.forward_rows(size)
         )
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward_model"))
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(_MESH))
     def compute_pair_scores(self, data: DataProto) -> DataProto:
         """Compute `rm_scores` [B, R] float32: the score where `response_mask` is 1, 0 elsewhere."""
         rows = {key: data.batch[key] for key in MODEL_INPUTS}
@@ -122,17 +152,29 @@ def update_pairs(
     Returns:
         `meta_info["metrics"]`: `rm/loss` in nats per pair, `rm/accuracy`, `rm/difference`, and the
         metrics of the engine.
+
+    Raises:
+        LengthError: on a rank, a row has no partner.
     """
     import torch
 
     from quadriga.algorithms.pairwise_loss import pairwise_loss
+    from quadriga.protocol.batch_shapes import padding_rows
+    from quadriga.workers.updates import rows_of_update
 
-    rows = {key: data.batch[key] for key in MODEL_INPUTS}
-    (pairs,) = engine.global_counts(len(data) // 2)
+    rows = rows_of_update(data, MODEL_INPUTS)
+    real_P = ~padding_rows(data)[0::2]
+    pairs, odd = engine.global_counts(real_P.sum(), len(data) % 2)
+    if odd:  # on all ranks: one alone would leave the others in a collective
+        raise LengthError(
+            f"update_rm: expected whole pairs of neighbouring rows on every rank, but {odd:.0f} "
+            f"ranks have an odd number of rows ({len(data)} on this one). Split the batch into "
+            "parts of whole pairs."
+        )
     scores_B = engine.forward(rows, micro_batch_size=forward_rows)[VALUES].sum(-1)
     chosen_P, rejected_P = scores_B[0::2], scores_B[1::2]
     loss = pairwise_loss(chosen_P, rejected_P, data.batch[MARGINS][0::2])
-    slope_P = loss.slope_P / pairs
+    slope_P = loss.slope_P * real_P / pairs
     rows[_SLOPES] = torch.stack([-slope_P, slope_P], dim=1).flatten()
     metrics = engine.train_step(rows, _weighted_scores, micro_batch_size=micro_batch_size)
     means = {
@@ -140,7 +182,7 @@ def update_pairs(
         "accuracy": (chosen_P > rejected_P).float(),
         "difference": chosen_P - rejected_P,
     }
-    totals = engine.global_counts(*(values.sum() for values in means.values()))
+    totals = engine.global_counts(*(values[real_P].sum() for values in means.values()))
     metrics |= {name: total / pairs for name, total in zip(means, totals, strict=True)}
     return DataProto(meta_info={"metrics": {f"rm/{k}": v for k, v in metrics.items()}})
 

@@ -24,9 +24,10 @@ class SFTWorker(ActorRolloutRefWorker):
             `meta_info["metrics"]`: `sft/loss`, nats per token, and the metrics of the engine.
         """
         from quadriga.workers.objectives import BatchCounts, SupervisedObjective
+        from quadriga.workers.updates import rows_of_update
 
         engine = self._engine("actor")
-        rows = {key: data.batch[key] for key in UPDATE_SFT.reads}
+        rows = rows_of_update(data, UPDATE_SFT.reads)
         objective = SupervisedObjective(BatchCounts.of(rows[fields.RESPONSE_MASK], engine))
         metrics = engine.train_step(
             rows, objective, micro_batch_size=self.config.actor.ppo_micro_batch_size_per_gpu

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from quadriga.engines.base import SKIPPED_STEPS
 from quadriga.errors import FieldError, LengthError
 from quadriga.models.vision.rows import MultiModalRows
 from quadriga.protocol import DataProto, fields
+from quadriga.protocol.batch_shapes import padding_marks, padding_rows
 from quadriga.workers.method_fields import UPDATE_ACTOR, UPDATE_CRITIC
 from quadriga.workers.objectives import (
     BatchCounts,
@@ -92,13 +93,13 @@ def update_policy(
         computed, of_rows = _rows_to_compute(mini, images, config)
         steps.append(step(computed, objective, entropy=objective.reads_entropy, images=of_rows))
         partials += objective.partials
-    return _report(steps, partials, prefix="actor/")
+    return _report(data, steps, partials, prefix="actor/")
 
 
 def _inputs_of_actor(data: DataProto) -> tuple[dict[str, Tensor], MultiModalRows | None]:
     """Return the tensors of an update and the images of its rows, if it has some."""
     present = [key for key in UPDATE_ACTOR.reads_if_present if key in data.batch.keys()]  # noqa: SIM118
-    rows = {key: data.batch[key] for key in (*UPDATE_ACTOR.reads, *present)}
+    rows = rows_of_update(data, (*UPDATE_ACTOR.reads, *present))
     images = MultiModalRows.of(data)
     if images is not None:
         rows[_ROW] = torch.arange(len(data))
@@ -140,7 +141,7 @@ def update_values(
     Raises:
         LengthError: the ranks have different numbers of mini-batches.
     """
-    rows = {key: data.batch[key] for key in UPDATE_CRITIC.reads}
+    rows = rows_of_update(data, UPDATE_CRITIC.reads)
     check_mini_batches_of_ranks(engine, len(data), mini_batch_rows)
     steps: list[dict[str, float]] = []
     partials: list[Partials] = []
@@ -153,19 +154,31 @@ def update_values(
             engine.train_step(mini, objective, micro_batch_size=config.ppo_micro_batch_size_per_gpu)
         )
         partials += objective.partials
-    return _report(steps, partials, prefix="critic/")
+    return _report(data, steps, partials, prefix="critic/")
+
+
+def rows_of_update(data: DataProto, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return these tensors of a batch, with response mask 0 in rows that are padding.
+
+    Padding then has no part in a loss, a count or a metric, and is not computed.
+    """
+    rows = {name: data.batch[name] for name in names}
+    mask_BT = rows[fields.RESPONSE_MASK]
+    padding_B1 = padding_rows(data)[:, None].to(mask_BT.device)
+    rows[fields.RESPONSE_MASK] = mask_BT.masked_fill(padding_B1, 0)
+    return rows
 
 
 def rows_per_mini_batch(
     prompts: int | None, rows: int, responses_per_prompt: int, data_ranks: int
 ) -> int:
-    """Return the rows of this rank in one mini-batch.
+    """Return the rows of this rank in one mini-batch, rounded up: 7 rows on 2 ranks give 4 each.
 
     Args:
         prompts: `ppo_mini_batch_size`, which counts prompts over all ranks. None: all rows.
         rows: the rows of this rank.
     """
-    return max(1, rows if prompts is None else prompts * responses_per_prompt // data_ranks)
+    return max(1, rows if prompts is None else -(-prompts * responses_per_prompt // data_ranks))
 
 
 def check_mini_batches_of_ranks(engine: TrainEngine, rows: int, size: int) -> None:
@@ -269,7 +282,10 @@ def mini_batches(
 
 
 def _report(
-    steps: Sequence[Mapping[str, float]], partials: list[Partials], prefix: str
+    data: DataProto,
+    steps: Sequence[Mapping[str, float]],
+    partials: list[Partials],
+    prefix: str,
 ) -> DataProto:
     metrics = {
         prefix + key: sum(step[key] for step in steps) / len(steps)
@@ -280,8 +296,10 @@ def _report(
     # The batch of one row makes the reports of the ranks join like any result: row r is rank r's.
     row = np.empty(1, dtype=object)
     row[0] = partials
+    # Without the marks, the report of a rank that received padding would be taken for its rows.
+    marks = {name: np.zeros(1, dtype=bool) for name in padding_marks(data)}
     return DataProto.from_dict(
         tensors={},
-        non_tensors={fields.PARTIALS: row},
+        non_tensors={fields.PARTIALS: row, **marks},
         meta_info={"metrics": {**metrics, prefix + "optimizer_steps": float(len(steps))}},
     )

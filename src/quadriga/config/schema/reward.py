@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Self
 
-from quadriga.config.paths import PathSettings, expand_home
+from quadriga.config.paths import PathSettings, absolute_path, expand_home
 from quadriga.config.schema.choices import FailurePolicy, Options
 from quadriga.config.schema.model import EngineConfig, ModelConfig
 
@@ -26,15 +28,20 @@ class RewardConfig(PathSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parts = {name: _with_home(part) for name, part in self.parts.items()}
-        object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "parts", _changed(self.parts, expand_home))
+
+    def absolute(self) -> Self:
+        return replace(super().absolute(), parts=_changed(self.parts, absolute_path))
 
 
-def _with_home(part: object) -> object:
-    """Return an entry of `RewardConfig.parts` with `~` in its path replaced."""
-    if not isinstance(part, dict) or not isinstance(part.get("path"), str):
-        return part
-    return {**part, "path": expand_home(part["path"])}
+def _changed(parts: Options, change: Callable[[str], str]) -> Options:
+    """Return `RewardConfig.parts` with a change of each path in it."""
+    return {
+        name: {**part, "path": change(part["path"])}
+        if isinstance(part, dict) and isinstance(part.get("path"), str)
+        else part
+        for name, part in parts.items()
+    }
 
 
 @dataclass(frozen=True)

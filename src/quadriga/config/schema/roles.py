@@ -102,6 +102,13 @@ class RolloutEngineConfig:
     deadline_s: float | None = None
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
 
+    def rows_at_once(self, rows: int, ranks: int) -> int:
+        """Return how many rows of a batch a rank generates at once, at most."""
+        of_rank = -(-rows // ranks)
+        if self.replicas.enable and self.replicas.request_rows is not None:
+            of_rank = min(rows, self.replicas.request_rows)
+        return min(of_rank, self.micro_batch_size)
+
 
 @dataclass(frozen=True)
 class MismatchConfig:

@@ -32,7 +32,8 @@ class RunConfig(PathSettings):
     max_ckpt_to_keep: int | None = 3  # the newest ones; older ones are deleted; None: keep all
     save_on_stop: bool = True  # on SIGTERM or Ctrl-C, end the step and save a checkpoint first
     stop_grace_s: float = 60.0  # seconds for that; then the run stops without a new checkpoint
-    resume_mode: str = "disable"  # disable, auto (the newest complete checkpoint) or its folder
+    # disable, auto (the newest complete checkpoint; without one, from step 1) or its folder
+    resume_mode: str = "disable"
     resume_override: bool = False  # resume although data or model differ from the checkpoint's
     project_name: str = "quadriga"  # of the learning curve and of trackers
     experiment_name: str = "run"  # name of the run there

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from quadriga.config.schema import ModelConfig
+from quadriga.config.schema import ModelConfig, OptimConfig
 from quadriga.engines.activation_checkpointing import checkpoint_layers
 from quadriga.engines.base import HeadKind
 from quadriga.engines.loading.trained_part import check_new_trained, select_trained
+from quadriga.engines.optimizers.choice import check_fits_parameters, rule_of_each
 from quadriga.models.folder import has_tokenizer, local_folder
 from quadriga.models.loading import (
     VALUE_HEAD_PREFIX,
@@ -137,19 +138,34 @@ def simulated_model(
     return model
 
 
-def check_trained_part(config: ModelConfig, head: HeadKind) -> None:
-    """Check that adapters and patterns fit a model, without its weights.
+def check_trained_part(
+    config: ModelConfig,
+    head: HeadKind,
+    optim: OptimConfig | None = None,
+    optim_key: str = "optim",
+) -> None:
+    """Check that adapters, patterns and the optimizer fit a model, without its weights.
 
     Raises:
-        ConfigError: a pattern or a name fits no weight or layer, or PEFT is missing.
+        ConfigError: a pattern or a name fits no weight or layer, the optimizer fits no parameter,
+            or PEFT is missing.
         ModelError: the adapter is of another model. The message has the sizes of both.
     """
-    if not (config.lora.enabled or config.freeze):
+    chosen = optim is not None and optim.name != "adamw"
+    if not (config.lora.enabled or config.freeze or chosen):
         return
     model = simulated_model(config, head, torch.float32, trained=True)
     if config.freeze and head != "lm":
         new = {name for name, _ in model.named_parameters() if name.startswith(VALUE_HEAD_PREFIX)}
         check_new_trained(model, new - stored_tensors(local_folder(config.path)).keys(), config)
+    if optim is not None and chosen:
+        check_fits_parameters(model, optim.name, optim_key)
+
+
+def fits_8bit(config: ModelConfig, head: HeadKind) -> bool:
+    """Return whether `optim.name=adamw_8bit` fits a trained parameter of the model."""
+    model = simulated_model(config, head, torch.float32, trained=True)
+    return "adamw_8bit" in rule_of_each(model, "adamw_8bit").values()
 
 
 def saved_buffer_names(model: nn.Module) -> set[str]:

@@ -18,7 +18,7 @@ from quadriga.engines.loading.model_setup import exported_tokenizer
 from quadriga.engines.loading.sharded_loading import LoadedModel
 from quadriga.engines.loading.trained_part import merged_weights
 from quadriga.errors import ConfigError
-from quadriga.models.adapters import export_adapter, is_adapter, scaled_part
+from quadriga.models.adapters.lora import export_adapter, is_adapter, scaled_part
 from quadriga.models.score_head import padding_token
 from quadriga.models.stored_dtypes import stored_dtypes
 from quadriga.models.vision.processor import copy_processor

@@ -53,7 +53,7 @@ from quadriga.engines.model_parallel.checks import check_model_parallel
 from quadriga.engines.model_parallel.tensor_layers import divide_layers
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import ConfigError, ModelError
-from quadriga.models.adapters import base_name
+from quadriga.models.adapters.lora import base_name
 from quadriga.models.folder import local_folder
 from quadriga.models.loading import VALUE_HEAD_PREFIX, model_errors, report_attention
 from quadriga.models.score_head import check_reward_model

@@ -31,7 +31,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from quadriga.errors import ConfigError
-from quadriga.models.adapters import base_name
+from quadriga.models.adapters.lora import base_name
 
 Style = Literal["colwise", "rowwise", "experts", "whole"]
 

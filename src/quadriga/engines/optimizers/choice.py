@@ -47,6 +47,21 @@ def rule_of_each(model: PreTrainedModel, name: OptimizerName) -> dict[str, Optim
     return found
 
 
+def check_fits_parameters(model: PreTrainedModel, name: OptimizerName, key: str = "optim") -> None:
+    """Check that the optimizer fits a trained parameter of `model`. `key`: its section.
+
+    Raises:
+        ConfigError: it fits none.
+    """
+    names = rule_of_each(model, name)
+    if name not in names.values():
+        raise ConfigError(
+            f"{key}.name={name} fits none of the {len(names)} trained parameters of "
+            f"{class_name(model)} ({_FITTING[name]}); set {key}.name=adamw",
+            key=f"{key}.name",
+        )
+
+
 def _hidden_matrices(model: PreTrainedModel) -> set[int]:
     """Return the ids of the weights of hidden linear layers, experts included.
 
@@ -83,13 +98,8 @@ def build_optimizer(
         ConfigError: a package is missing, or the optimizer fits no parameter.
     """
     check_optimizer_packages("optim", config)
+    check_fits_parameters(model, config.name)
     names = rule_of_each(model, config.name)
-    if config.name not in names.values():
-        raise ConfigError(
-            f"optim.name={config.name} fits none of the {len(names)} trained parameters of "
-            f"{class_name(model)} ({_FITTING[config.name]}); set optim.name=adamw",
-            key="optim.name",
-        )
     trained = [(name, p) for name, p in model.named_parameters() if name in names]
     rules: list[UpdateRule] = []
     for rule in dict.fromkeys(names.values()):

@@ -68,6 +68,8 @@ class DeviceKernels(TorchFunctionMode):
         size = value.shape[-1]
         if attn_mask is not None and attn_mask.requires_grad:
             return None
+        if query.shape[:-2] != key.shape[:-2] and not enable_gqa:
+            return None  # keys that are broadcast over the heads
         if query.shape[-1] != size:
             if self._on_cpu:
                 return None

@@ -24,12 +24,7 @@ from transformers.core_model_loading import (
 )
 
 from quadriga.models.weight_files import StoredTensor
-from quadriga.models.weights.joined import (
-    JoinedTensor,
-    Source,
-    joined_tensor,
-    joins_experts,
-)
+from quadriga.models.weights.joined import Source, joined_tensor, joins_experts
 from quadriga.models.weights.reader import DTYPES
 
 
@@ -83,7 +78,8 @@ def match_names(
                 return WeightNames(reason=f"{name} is {sizes}, not {list(state[target].shape)}")
             found[target] = tensor
     for target in experts.keys() & state.keys():
-        joined = experts[target].joined(tuple(state[target].shape))
+        of_layer, shape = experts[target], tuple(state[target].shape)
+        joined = joined_tensor(of_layer.rule, of_layer.found, shape)
         if joined is None or target in found:
             return WeightNames(reason=f"the tensors of the experts do not make up {target}")
         found[target] = joined
@@ -99,9 +95,6 @@ class _Experts:
 
     def add(self, pattern: str, tensor: StoredTensor) -> None:
         self.found.setdefault(pattern, []).append(tensor)
-
-    def joined(self, shape: tuple[int, ...]) -> JoinedTensor | None:
-        return joined_tensor(self.rule, self.found, shape)
 
 
 def _rule_of(pattern: str, rules: Sequence[WeightTransform]) -> WeightConverter | None:

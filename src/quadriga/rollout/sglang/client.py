@@ -148,9 +148,8 @@ class Client:
                     if fault is None:
                         fault = error
                         _cancel(futures)
-                        _end(
-                            self._instance
-                        )  # the requests that run end with it, before their deadlines
+                        # The requests that run end with it, before their deadlines.
+                        _end(self._instance)
                     continue
                 done[i] = read(i, answer)
         except BaseException:

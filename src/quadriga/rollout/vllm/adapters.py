@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from quadriga.errors import ModelError
-from quadriga.models.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter, stored_part
+from quadriga.models.adapters.lora import CONFIG_FILE, WEIGHTS_FILE, Adapter, stored_part
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

@@ -9,7 +9,8 @@ A method may repeat, filter or reorder its rows. If its result still has the fie
 marks are removed: `repeat(2, interleave=False)` of part 1 is 3 4 0 3 4 0, marked F F T F F T, of
 which 3 4 3 4 remain. A method that returns a new batch without the field must return the f rows
 made from one received row next to each other, in the order of the received rows: of 3 3 4 4 0 0
-(f = 2), the last 2 rows are removed. The result of a part without padding may have any rows.
+(f = 2), the last 2 rows are removed. The result of a part without padding may have any rows. A
+result whose rows are no rows of the batch, such as a report, has the field with False: all remain.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from tensordict import TensorDict
 
 from quadriga.errors import LengthError
 from quadriga.protocol import DataProto, pad_dataproto_to_divisor
+from quadriga.protocol.batch_shapes import PADDING_FIELD
 from quadriga.single_controller.call import GroupView
 
-FIELD = "__padding__"
 BatchT = TypeVar("BatchT", DataProto, TensorDict)
 
 
@@ -37,12 +38,14 @@ class Padding:
     """Rows of a batch before the padding."""
     parts: int
     field: str
-    """The field that marks padding, `FIELD` with underscores if the batch has such a field."""
+    """The field that marks padding, `PADDING_FIELD` with underscores if the batch has it."""
+    unit: int = 1
+    """Neighbouring rows that stay in one part."""
 
     @property
     def part_rows(self) -> int:
         """Rows of each part."""
-        return -(-self.rows // self.parts)
+        return -(-self.rows // (self.parts * self.unit)) * self.unit
 
     def in_part(self, part: int) -> int:
         """Return how many rows of a part are padding."""
@@ -51,15 +54,18 @@ class Padding:
         return self.part_rows - real
 
 
-def add_padding(view: GroupView, where: str, data: DataProto, parts: int) -> DataProto:
+def add_padding(
+    view: GroupView, where: str, data: DataProto, parts: int, unit: int = 1
+) -> DataProto:
     """Return a batch that divides into `parts`, and record the padding in `view.memo`.
 
-    Raises `LengthError` if another batch of the call has padding and another length.
+    `unit`: neighbouring rows that stay in one part. Raises `LengthError` if another batch of the
+    call has padding and another length.
     """
-    field = FIELD
+    field = PADDING_FIELD
     while field in data.non_tensor_batch:  # the caller is itself a worker that received padding
         field += "_"
-    padding = Padding(len(data), parts, field)
+    padding = Padding(len(data), parts, field, unit)
     seen = view.memo.setdefault("padding", padding)
     if isinstance(seen, Padding) and seen.rows != padding.rows:
         raise LengthError(
@@ -67,7 +73,7 @@ def add_padding(view: GroupView, where: str, data: DataProto, parts: int) -> Dat
             f"another batch of the same call has {seen.rows} rows. Padded batches of one call must "
             "have the same length."
         )
-    padded, added = pad_dataproto_to_divisor(data, parts)
+    padded, added = pad_dataproto_to_divisor(data, parts * unit)
     padded.non_tensor_batch[field] = np.arange(len(padded)) >= len(padded) - added
     return padded
 

@@ -20,6 +20,9 @@ from quadriga.single_controller.dispatch.modes import (
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 RECORD_ATTRIBUTE = "__quadriga_method__"
+_MARKED_ATTRIBUTE = "__quadriga_marked__"
+"""The attribute of a registered function that is the function itself. A decorator that copies
+attributes copies this one too, which shows that its function is another one."""
 VERL_ATTRIBUTE = "attrs_3141562937"
 """The attribute under which verl's programs find the modes of a method, as a dict."""
 
@@ -39,8 +42,10 @@ def register(
         blocking: Whether a call waits for its results. If False, a call returns a future.
         materialize_futures: Whether the method receives the values of futures among its
             arguments. If False, it receives the futures.
-        reads: The fields that the method reads from the batches among its arguments. Others are
-            not sent. None: all are sent.
+        reads: The fields that the method reads from the `DataProto`s among its arguments, and
+            from futures of them whose results have arrived. Other fields are not sent. A pending
+            future, a `TensorDict` and batches in lists and dicts are sent whole. None: all fields
+            are sent.
 
     The function is returned unchanged. Raises `DispatchError` for modes of another type, and for
     `reads` that are not names.
@@ -62,6 +67,7 @@ def register(
             reads=names,
         )
         setattr(function, RECORD_ATTRIBUTE, record)
+        setattr(function, _MARKED_ATTRIBUTE, function)
         as_given = {
             "dispatch_mode": dispatch_mode,
             "execute_mode": execute_mode,
@@ -87,7 +93,7 @@ def registered_methods(cls: type) -> dict[str, MethodRecord]:
             record = _record(member)
             if record is not None:
                 # The function may have another name: a lambda, or what a decorator has returned.
-                reads = None if _has_copied(member, record) else record.reads
+                reads = record.reads if _is_marked(member) else None
                 same = record.name == name and reads == record.reads
                 records[name] = record if same else replace(record, name=name, reads=reads)
             elif name in records:
@@ -95,10 +101,11 @@ def registered_methods(cls: type) -> dict[str, MethodRecord]:
     return records
 
 
-def _has_copied(member: object, record: MethodRecord) -> bool:
-    """Return whether a function has the record of another one, which `functools.wraps` copies."""
-    wrapped = getattr(member, "__wrapped__", None)
-    return wrapped is not None and getattr(wrapped, RECORD_ATTRIBUTE, None) is record
+def _is_marked(member: object) -> bool:
+    """Return whether `@register` marked this member. Otherwise it has the record of another one,
+    which a decorator has copied."""
+    function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+    return any(getattr(marked, _MARKED_ATTRIBUTE, None) is marked for marked in (member, function))
 
 
 def _record(member: object) -> MethodRecord | None:

@@ -165,4 +165,21 @@ def _nodes_text(nodes: Sequence[NodeResources], part: _Part) -> str:
         for node in list(nodes)[:8]
     )
     more = f" and {len(nodes) - 8} more nodes" if len(nodes) > 8 else ""
-    return f"{shown}{more}. Ask for fewer processes, or lower max_colocate_count (CPUs each)."
+    return f"{shown}{more}. {_advice(nodes, part)}"
+
+
+def _advice(nodes: Sequence[NodeResources], part: _Part) -> str:
+    lacking = [
+        kind
+        for kind, amount in part.wanted.items()
+        if not any(_fits({kind: amount}, node.resources) for node in nodes)
+    ]
+    devices = [kind for kind in lacking if kind != "CPU"]
+    if not devices:
+        return "Ask for fewer processes, or lower max_colocate_count (CPUs each)."
+    if any(node.resources.get(kind, 0.0) for node in nodes for kind in devices):
+        return f"Ask for fewer processes on a node: each of them wants a {devices[0]}."
+    return (
+        f"No node has a {devices[0]}: set trainer.device=cpu or auto, or, for a pool of your "
+        "program, use_gpu=False."
+    )

@@ -21,6 +21,7 @@ from quadriga.trainer.placement import Role
 from quadriga.trainer.replicas.replica import FROM_FOLDER, Replicas
 from quadriga.trainer.replicas.rollout import ReplicatedRollout
 from quadriga.trainer.replicas.start import start_replicas
+from quadriga.trainer.run.checks.engines import check_device
 from quadriga.trainer.run.groups import (
     ALIVENESS_CHECK_S,
     StartedGroups,
@@ -71,6 +72,7 @@ def rollout_group(config: GenerationConfig) -> Iterator[GeneratingGroup]:
     from quadriga.workers import ActorRolloutRefWorker, RankRuntime
 
     trainer = trainer_settings(config.trainer)
+    check_device(trainer)
     runtime = RankRuntime(
         device=trainer.device,
         threads=threads_per_rank(trainer),

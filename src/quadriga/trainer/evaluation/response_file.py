@@ -16,7 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -168,22 +168,20 @@ class ResponseFile:
     def _begin(self, batch_size: int, *, overwrite: bool, check: Callable[[], None]) -> None:
         existing = sorted({file for file in (self.path, self._rows) if file.exists()})
         own = bool(existing) and self._matches(overwrite=overwrite)
-        if not own or (self._rows.exists() and len(_ends_of_lines(self._rows)) != self.total):
+        ends = _ends_of_lines(self._rows) if own and self._rows.exists() else None
+        if not own or (ends is not None and len(ends) != self.total):
             check()
-        if existing and not own:
+        if not own:
             for file in existing:
                 try:
                     file.unlink()
                 except OSError as error:  # a folder, for example
                     raise cannot_write(file, error) from error
-            existing = []
-        if not existing:
             write_json(self._described, self._inputs)
-            return
-        if self._rows.exists():
-            self.done = self._keep_batches(batch_size)
-        else:
+        elif ends is None:
             self.done = self.total  # the `.parquet` file is written when all rows are there
+        else:
+            self.done = self._keep_batches(ends, batch_size)
 
     def _matches(self, *, overwrite: bool) -> bool:
         """Return whether the output is of this command; raise if it is not and must stay."""
@@ -198,9 +196,11 @@ class ResponseFile:
             raise ConfigError(f"{problem}; {_REPLACE}", key="output")
         return False
 
-    def _keep_batches(self, batch_size: int) -> int:
-        """Remove rows after the last complete batch. Return the number of rows that stay."""
-        ends = _ends_of_lines(self._rows)
+    def _keep_batches(self, ends: Sequence[int], batch_size: int) -> int:
+        """Remove rows after the last complete batch. Return the number of rows that stay.
+
+        `ends`: the position behind each row in the file.
+        """
         count = len(ends)
         kept = count if count == self.total else count - count % batch_size
         try:

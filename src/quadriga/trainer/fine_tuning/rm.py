@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from quadriga.config.checks.unread import check_warmup_of_run
+from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import RMConfig
 from quadriga.models.folder import local_folder, with_absolute_paths
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
@@ -72,6 +74,7 @@ class RMTrainer:
         from quadriga.data import PromptLoader
         from quadriga.trainer.memory.rm import check_rm_memory  # imports torch
 
+        self.given, config = config, absolute_paths(config)
         self.config, data = config, config.data
         rows = load_pairs(config)
         self.tokenizer, self.val_pairs = rows.tokenizer, rows.val
@@ -80,7 +83,7 @@ class RMTrainer:
             rows.train, data.train_batch_size, shuffle=data.shuffle, seed=config.trainer.seed
         )
         check_warmup_of_run("optim", config.optim, self.total_steps)
-        self.checkpoints = OneGroupCheckpoints(config, self.loader)
+        self.checkpoints = OneGroupCheckpoints(config, self.loader, self.given)
         self._started: StartedGroups | None = None
 
     @property
@@ -97,12 +100,11 @@ class RMTrainer:
         if resumed is not None:
             first = resumed.state.step
             group.load_checkpoint(str(resumed.folder / _KEY), first)
-        with RunRecord.open(self.config, total, self.tokenizer, resumed) as record:
-            pending = resumed is not None and resumed.state.validation_pending
-            if pending and self.val_pairs is not None:
-                with record.ending(first):
-                    self._log_validation(record, group, first)
-                self.checkpoints.record_validation(record.last_validation)
+        with RunRecord.open(self.config, total, self.tokenizer, resumed, self.given) as record:
+            if resumed is not None and self.val_pairs is not None:
+                self.checkpoints.end_pending(
+                    resumed, record, lambda: self._log_validation(record, group, first)
+                )
             for step, rows in self.checkpoints.steps(total, first):
                 with record.span("step"):
                     record.log_update(group.update_rm(rows))
@@ -112,26 +114,19 @@ class RMTrainer:
             return RMResult(path, total, record.last_validation)
 
     def _end_step(self, record: RunRecord, group: PairTrainingGroup, step: int) -> None:
-        """Save and validate where these are due, and log the step. Then stop if a signal asks for
-        it.
-
-        It is saved first, so that a validation that fails loses no step.
-        """
         last, every = step == self.total_steps, self.config.trainer.test_freq
-        validates = self.val_pairs is not None and (last or (every > 0 and step % every == 0))
-        saved = {_KEY: group}
-        with record.ending(step):
-            self.checkpoints.save_if_due(record, saved, step, last=last, validates=validates)
-            if validates:
-                self._log_validation(record, group, step)
-        self.checkpoints.record_validation(record.last_validation)
-        self.checkpoints.save_if_due(record, saved, step, last=last)  # a signal, or the time
-        self.checkpoints.stop.stop_if_requested()
+        due = self.val_pairs is not None and (last or (every > 0 and step % every == 0))
+        validate = partial(self._log_validation, record, group, step)
+        self.checkpoints.end_step(
+            record, {_KEY: group}, step, last=last, validate=validate if due else None
+        )
 
-    def _log_validation(self, record: RunRecord, group: PairTrainingGroup, step: int) -> None:
+    def _log_validation(self, record: RunRecord, group: PairTrainingGroup, step: int) -> bool:
+        """Validate. Return False: a run has no goal that ends it."""
         with record.span("validate"):
             metrics = self.validate(group)
         record.log_validation(step, metrics)
+        return False
 
     def validate(self, group: PairTrainingGroup) -> dict[str, float]:
         """Return `val/loss` and `val/accuracy` over the validation pairs; {} if there are none."""

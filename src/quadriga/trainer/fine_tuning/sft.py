@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quadriga.config.checks.unread import check_warmup_of_run
+from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -106,6 +107,7 @@ class SFTTrainer:
         from quadriga.trainer.memory.sft import check_sft_memory  # imports torch
 
         check_dataflow(sft_dataflow())
+        self.given, config = config, absolute_paths(config)
         self.config, data = config, config.data
         rows = load_sft_rows(config)
         self.tokenizer, train, self.val_prompts = rows.tokenizer, rows.train, rows.val_prompts
@@ -122,8 +124,8 @@ class SFTTrainer:
         check_warmup_of_run("optim", config.optim, self.total_steps)
         self.val_loader = _validation_loader(config, self.val_prompts)
         self.reward_fn = make_reward(config.reward, self.tokenizer)
-        check_rows(self.reward_fn, self.val_loader)
-        self.checkpoints = OneGroupCheckpoints(config, self.loader)
+        check_rows(self.reward_fn, self.val_loader, config.data.val_files)
+        self.checkpoints = OneGroupCheckpoints(config, self.loader, self.given)
         self.step = 0
         self._groups: SFTGroups | None = None
 
@@ -172,12 +174,14 @@ class SFTTrainer:
         if resumed is not None:
             self.step = resumed.state.step
             policy.load_checkpoint(str(resumed.folder / _KEY), self.step)
-        with RunRecord.open(self.config, self.total_steps, self.tokenizer, resumed) as record:
+        with RunRecord.open(
+            self.config, self.total_steps, self.tokenizer, resumed, self.given
+        ) as record:
             validator = Validator(settings.seed, self.val_loader, policy, self.reward_fn, record)
-            if resumed is not None and resumed.state.validation_pending and self.has_validation:
-                with record.ending(self.step):
-                    self.validate(validator, record)
-                self.checkpoints.record_validation(record.last_validation)
+            if resumed is not None and self.has_validation:
+                self.checkpoints.end_pending(
+                    resumed, record, lambda: self.validate(validator, record)
+                )
             for rows in () if self._reached_goal(validator.last) else self.schedule():
                 with record.span("step"):
                     record.log_update(policy.update_sft(rows))
@@ -188,23 +192,17 @@ class SFTTrainer:
             return SFTResult(path, self.step, validator.last.get("val/accuracy"))
 
     def end_step(self, validator: Validator, record: RunRecord) -> bool:
-        """Save and validate where these are due, and log the step. Then stop if a signal asks for
-        it. Return whether the step is the last one of the run.
+        """See `OneGroupCheckpoints.end_step`."""
+        last, every = self.step == self.total_steps, self.config.trainer.test_freq
+        due = (last or (every > 0 and self.step % every == 0)) and self.has_validation
 
-        It is saved first, so that a validation that fails loses no step.
-        """
-        saved, every = {_KEY: self.init_workers().policy}, self.config.trainer.test_freq
-        last = self.step == self.total_steps
-        validates = (last or (every > 0 and self.step % every == 0)) and self.has_validation
-        with record.ending(self.step):
-            self.checkpoints.save_if_due(record, saved, self.step, last=last, validates=validates)
-            if validates:
-                last |= self._reached_goal(self.validate(validator, record))
-        self.checkpoints.record_validation(record.last_validation)
-        # If the goal is reached, a signal has come, or time has passed.
-        self.checkpoints.save_if_due(record, saved, self.step, last=last)
-        self.checkpoints.stop.stop_if_requested()
-        return last
+        def validate() -> bool:
+            return self._reached_goal(self.validate(validator, record))
+
+        saved = {_KEY: self.init_workers().policy}
+        return self.checkpoints.end_step(
+            record, saved, self.step, last=last, validate=validate if due else None
+        )
 
     @property
     def has_validation(self) -> bool:

@@ -6,6 +6,7 @@
 - `resharding`: what ranks receive and hold when a Megatron actor becomes a rollout.
 - `host`: the memory of the host: loading, and what is kept there.
 - `report`: the plan as a table, and the refusal of a run that does not fit.
+- `remedies`: what to change if it does not fit.
 - `sft`, `rm`: plan and refusal of a run of supervised fine-tuning, and of one on pairs.
 - `one_engine`: what these two have in common.
 - `generation`: plan of the commands that only generate.

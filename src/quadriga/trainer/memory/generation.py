@@ -26,6 +26,7 @@ from quadriga.trainer.memory.host import HostSettings
 from quadriga.trainer.memory.machine import device_limit, planned_device
 from quadriga.trainer.memory.phases import ROLLOUT, pool_memory
 from quadriga.trainer.memory.plan import MemoryPlan
+from quadriga.trainer.memory.remedies import Part, smaller_runs
 from quadriga.trainer.memory.report import check_plan, plan_lines
 from quadriga.trainer.run.checks.images import uncounted_images
 
@@ -67,7 +68,7 @@ def check_generation_memory(config: GenerationConfig, prompts: PromptDataset) ->
     if not trainer.check_memory or device_type is None:
         return
     plan = generation_memory_plan(config, device_type, PromptBatch.of_data(config, prompts))
-    advice = partial(_remedies, config, device_type)
+    advice = partial(_remedies, config, plan)
     check_plan(plan, _host_settings(config), advice, "plan generate")
 
 
@@ -78,8 +79,8 @@ def _host_settings(config: GenerationConfig) -> HostSettings:
 def rows_at_once(config: GenerationConfig, batch: PromptBatch) -> tuple[int, int]:
     """Return the responses that one rank generates of a batch, and those that it has at once."""
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    of_rank = math.ceil(batch.count * config.n / ranks)
-    return of_rank, min(of_rank, config.rollout.micro_batch_size)
+    rows = batch.count * config.n
+    return math.ceil(rows / ranks), config.rollout.rows_at_once(rows, ranks)
 
 
 def generation_memory_plan(
@@ -147,13 +148,23 @@ def generation_plan_text(config: GenerationConfig) -> str:
         f"{config.max_response_length} tokens",
     ]
     plan = generation_memory_plan(config, device_type, batch)
-    advice = partial(_remedies, config, device_type)
+    advice = partial(_remedies, config, plan)
     table = plan_lines(plan, _host_settings(config), advice)
     return "\n".join([*lines, *table])
 
 
-def _remedies(config: GenerationConfig, device_type: str) -> Iterator[str]:
-    """Yield what to change, most effective first."""
+def _remedies(config: GenerationConfig, plan: MemoryPlan, part: Part) -> Iterator[str]:
+    """Yield what to change, most effective first. `part`: that does not fit."""
+    if part == "all":
+        yield from _batch_remedies(config, plan.device_type)
+    if plan.device_type == "cpu":
+        yield smaller_runs(plan)
+    else:
+        yield "use more ranks (trainer.n_gpus_per_node, trainer.nnodes), or a smaller model"
+
+
+def _batch_remedies(config: GenerationConfig, device_type: str) -> Iterator[str]:
+    """Yield what makes the KV cache smaller."""
     reserved = None
     if config.rollout.name != "hf":
         reserved, _ = _other_engine(config, device_type)
@@ -166,7 +177,3 @@ def _remedies(config: GenerationConfig, device_type: str) -> Iterator[str]:
             f"lower max_prompt_length={config.max_prompt_length} or "
             f"max_response_length={config.max_response_length}"
         )
-    if device_type == "cpu":
-        yield "use fewer ranks of a node, or a smaller model"
-    else:
-        yield "use more ranks (trainer.n_gpus_per_node, trainer.nnodes), or a smaller model"

@@ -234,8 +234,7 @@ def host_remedies(settings: HostSettings, memory: HostMemory) -> Iterator[str]:
         set_here = [
             f"{own.key}.{name}=false"
             for own in settings.engines.values()
-            for name in _OFFLOADING
-            if getattr(own.engine, name)
+            for name in own.engine.offloads
         ]
         if settings.take_turns:
             set_here.append("actor_rollout_ref.rollout.take_turns=false")
@@ -245,6 +244,3 @@ def host_remedies(settings: HostSettings, memory: HostMemory) -> Iterator[str]:
     if settings.trainer.n_gpus_per_node > 1:
         yield "use fewer ranks of a node (trainer.n_gpus_per_node)"
     yield "use hosts with more memory, or a smaller model"
-
-
-_OFFLOADING = ("offload_policy", "param_offload", "optimizer_offload")

@@ -9,6 +9,7 @@ from pathlib import Path
 from quadriga.config.schema import RunConfig
 
 GIB = 2**30
+SETTING = "trainer.device_memory_gb"
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 # Files of the limit, of the use, and of the part of the use that the kernel gives up when needed,
@@ -47,7 +48,7 @@ def planned_device(trainer: RunConfig) -> str | None:
 def device_limit(trainer: RunConfig, device_type: str) -> DeviceLimit | None:
     """Return the memory that ranks can use. None: it is not known on this machine."""
     if trainer.device_memory_gb is not None:
-        return DeviceLimit(int(trainer.device_memory_gb * GIB), "trainer.device_memory_gb")
+        return DeviceLimit(int(trainer.device_memory_gb * GIB), SETTING)
     if device_type == "cpu":
         # Other nodes are taken to be like this one.
         return DeviceLimit(available_memory(), "available on this machine")

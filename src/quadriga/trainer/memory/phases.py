@@ -42,6 +42,7 @@ class PoolMemory:
         generation: the rollout engine, if the pool has it.
         phases: phase → the bytes that exist at once, the process itself included.
         states: the same without activations and KV cache, in the largest phase.
+        processes: the processes alone, which all phases include.
     """
 
     pool: RolePool
@@ -49,6 +50,7 @@ class PoolMemory:
     generation: GenerationMemory | None
     phases: Mapping[str, int]
     states: int
+    processes: int
 
     @property
     def largest(self) -> tuple[str, int]:
@@ -79,6 +81,7 @@ def pool_memory(
         generation=generation,
         phases=phases.bytes_of_each(lambda peak, _: peak),
         states=max(phases.bytes_of_each(lambda _, states: states).values()),
+        processes=phases.process_bytes(),
     )
 
 
@@ -139,8 +142,14 @@ class _Phases:
             found["weight sync"] = self._sync(part) + self._sync_buffers()
         if not found:  # all roles of the pool are uncounted, but its processes are not
             found["processes alone"] = 0
-        process = PROCESS_BYTES["cpu" if self.device_type == "cpu" else "accelerator"]
-        return {phase: self._processes() * process + size for phase, size in found.items()}
+        beside = self.process_bytes()
+        return {phase: beside + size for phase, size in found.items()}
+
+    def process_bytes(self) -> int:
+        """Return what the processes of a rank need beside tensors."""
+        return (
+            self._processes() * PROCESS_BYTES["cpu" if self.device_type == "cpu" else "accelerator"]
+        )
 
     def _processes(self) -> int:
         """Return the processes of a rank that have a context on its device."""

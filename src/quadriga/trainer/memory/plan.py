@@ -8,7 +8,14 @@ from functools import lru_cache
 
 from quadriga.config.plan import UpdatePlan, batch_plan
 from quadriga.config.role_ranks import RolePool, added_keys, base_is_in_actor, role_pools
-from quadriga.config.schema import DtypeName, EngineConfig, ModelConfig, OptimConfig, TrainConfig
+from quadriga.config.schema import (
+    DtypeName,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    SamplingConfig,
+    TrainConfig,
+)
 from quadriga.engines import ENGINES
 from quadriga.engines.base import HeadKind
 from quadriga.engines.memory.engines import engine_memory
@@ -153,23 +160,30 @@ class _Roles:
         if rollout.name != "hf":
             self.missing.append(f"rollout (engine {rollout.name})")
             return None
-        data, limit = config.data, rollout.micro_batch_size
-        count = min(limit, math.ceil(self.batch.sequences / ranks))
-        prompts = math.ceil(count / rollout.n)
-        if data.val_files:
-            validated = min(limit, math.ceil(data.val_batch_size / ranks))
-            count, prompts = max(count, validated), max(prompts, validated)
-        memory = _generation_memory(
-            _config_text(config.actor_rollout_ref.model),
-            config.actor_rollout_ref.model,
-            GeneratedRows(count, prompts, data.max_prompt_length, data.max_response_length),
-            planned_sampling(rollout.sampling, data.max_response_length),
-            rollout.dtype,
-            self.device_type,
-        )
+        batches = [self._generated(self.batch.sequences, ranks, rollout.n, rollout.sampling)]
+        if config.data.val_files:
+            rows = config.data.val_batch_size * rollout.val_n
+            batches.append(self._generated(rows, ranks, rollout.val_n, rollout.val_sampling))
+        memory = max(batches, key=lambda batch: batch.peak)
         if memory.uncounted:
             self.missing.append(f"KV cache and buffers of the rollout ({memory.uncounted})")
         return memory
+
+    def _generated(
+        self, rows: int, ranks: int, samples: int, sampling: SamplingConfig
+    ) -> GenerationMemory:
+        """Return the engine `hf` for a batch of `rows`, of which `samples` continue each prompt."""
+        policy, data = self.config.actor_rollout_ref, self.config.data
+        count = policy.rollout.rows_at_once(rows, ranks)
+        prompts = math.ceil(count / samples)
+        return _generation_memory(
+            _config_text(policy.model),
+            policy.model,
+            GeneratedRows(count, prompts, data.max_prompt_length, data.max_response_length),
+            planned_sampling(sampling, data.max_response_length),
+            policy.rollout.dtype,
+            self.device_type,
+        )
 
     def _reserved(self) -> GenerationMemory:
         config, rollout = self.config, self.config.actor_rollout_ref.rollout

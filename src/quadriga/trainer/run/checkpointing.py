@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from quadriga.trainer.run.stopping import StopRequest
 
 if TYPE_CHECKING:
     from quadriga.data import PromptLoader
+    from quadriga.trainer.run.record import RunRecord
 
 _log = logging.getLogger("quadriga")
 
@@ -38,15 +40,18 @@ _log = logging.getLogger("quadriga")
 class Checkpointing:
     """Finds the checkpoint of a run that is resumed, and says when the next one is due.
 
+    Args:
+        given: the settings as the user gave them, which a checkpoint records; None: `config`.
+
     Attributes:
         stop: whether a signal has asked the run to stop.
     """
 
-    def __init__(self, config: AnyRun, loader: PromptLoader) -> None:
+    def __init__(self, config: AnyRun, loader: PromptLoader, given: AnyRun | None = None) -> None:
         trainer = config.trainer
         self.config = config
         self.loader = loader
-        self.inputs = inputs_of(config)
+        self.inputs = inputs_of(given or config)
         self.clock = SaveClock(trainer.save_interval_s)
         self.stop = StopRequest(save=trainer.save_on_stop, grace_s=trainer.stop_grace_s)
         self._last_saved = 0
@@ -82,7 +87,7 @@ class Checkpointing:
     def state(
         self,
         step: int,
-        validation: dict[str, float],
+        record: RunRecord,
         kl_controller: dict[str, float] | None = None,
         *,
         validation_pending: bool = False,
@@ -93,8 +98,9 @@ class Checkpointing:
             self.loader.state_dict(),
             kl_controller or {},
             self.inputs,
-            validation,
+            record.last_validation,
             validation_pending,
+            record.row,
         )
 
     def saved(self, root: Path, state: ControllerState) -> None:
@@ -102,6 +108,19 @@ class Checkpointing:
         self.clock.restart()
         self._last_saved = state.step
         self._pending = (step_folder(root, state.step), state) if state.validation_pending else None
+
+    def end_pending(
+        self, resumed: Resumed, record: RunRecord, validate: Callable[[], object]
+    ) -> None:
+        """Make the validation of the step of a checkpoint that lacks it, and record it there.
+
+        `validate`: logs the validation.
+        """
+        if not resumed.state.validation_pending:
+            return
+        with record.ending(resumed.state.step):
+            validate()
+        self.record_validation(record.last_validation)
 
     def record_validation(self, validation: dict[str, float]) -> None:
         """Record the validation of a step in the checkpoint that was saved before it, if one was.

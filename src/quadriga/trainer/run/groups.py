@@ -308,7 +308,7 @@ def start_groups(
         pools = uses_by_pool(config, manager)
         workers = workers_of(pools)
         classes = worker_classes(config, workers, total_steps, role_worker_mapping)
-        manager.create_resource_pool()
+        manager.create_resource_pool(backend)
         # Roles of one pool are built in the same processes, so they share the device's memory and
         # their calls take turns. Roles of different pools run side by side.
         views: dict[str, WorkerGroup] = {}

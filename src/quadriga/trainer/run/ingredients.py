@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from quadriga.config.schema import DataConfig, RewardConfig, TrainConfig
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, DataError
 from quadriga.trainer.dataflow import step_dataflow, validation_dataflow
 from quadriga.trainer.roles.places import scores_come_from_roles
 from quadriga.trainer.run.checks.images import image_rules
@@ -118,9 +118,9 @@ def _rules(
     rules = make_reward(config.reward, tokenizer, config.algorithm.reward_components)
     # Rows need no rule where a role scores the responses.
     if not scores_come_from_roles(step_dataflow(config)):
-        check_rows(rules, train_loader)
+        check_rows(rules, train_loader, config.data.train_files)
     if not scores_come_from_roles(validation_dataflow(config)):
-        check_rows(rules, val_loader)
+        check_rows(rules, val_loader, config.data.val_files)
     return rules
 
 
@@ -214,13 +214,17 @@ def make_reward(
     return RewardManager.from_settings(reward, tokenizer, components)
 
 
-def check_rows(reward: RewardManager, loader: PromptLoader | None) -> None:
-    """Check that every row of a loader's data can be scored.
+def check_rows(reward: RewardManager, loader: PromptLoader | None, files: Sequence[str]) -> None:
+    """Check that every row of a loader's data, which `files` hold, can be scored.
 
     Raises:
-        DataError: names the row and what it lacks.
+        DataError: names the files, the row and what it lacks.
     """
     from quadriga.data.loader import items_of
 
-    if loader is not None:
+    if loader is None:
+        return
+    try:
         reward.check(items_of(loader.dataset))
+    except DataError as error:
+        raise DataError(f"{', '.join(files)}: {error}", **vars(error)) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -108,11 +108,44 @@ class OneGroupCheckpoints(Checkpointing):
         """
         if not self.due(step, last=last):
             return
-        state = self.state(step, record.last_validation, validation_pending=validates)
+        state = self.state(step, record, validation_pending=validates)
         root, keep = record.folder.checkpoints, self.config.trainer.max_ckpt_to_keep
         with record.span("save"):
             save_roles(root, state, groups, keep)
         self.saved(root, state)
+
+    def end_step(
+        self,
+        record: RunRecord,
+        groups: Mapping[str, SavingGroup],
+        step: int,
+        *,
+        last: bool,
+        validate: Callable[[], bool] | None,
+    ) -> bool:
+        """Save and validate where these are due, and log the step. Then stop if a signal asks for
+        it. Return whether the step is the last one of the run.
+
+        It is saved first, so that a validation that fails loses no step.
+
+        Args:
+            groups: by the names of their roles.
+            last: the step is the last one of the run, whatever the validation finds.
+            validate: logs the validation, and returns whether the run has reached its goal. None:
+                it is not due.
+
+        Raises:
+            As `save_roles` and `validate`.
+        """
+        with record.ending(step):
+            self.save_if_due(record, groups, step, last=last, validates=validate is not None)
+            if validate is not None:
+                last |= validate()
+        self.record_validation(record.last_validation)
+        # If the goal is reached, a signal has come, or time has passed.
+        self.save_if_due(record, groups, step, last=last)
+        self.stop.stop_if_requested()
+        return last
 
 
 def save_roles(

@@ -27,6 +27,7 @@ from quadriga.rollout import ROLLOUTS, check_adapters, check_rollout, check_samp
 from quadriga.trainer.dataflow import needs_critic
 from quadriga.trainer.roles.settings import check_roles_in_settings
 from quadriga.trainer.run.checks.engines import (
+    check_device,
     check_fine_tuning_engine,
     check_role_engines,
     role_engines,
@@ -73,11 +74,16 @@ def check_settings(config: TrainConfig) -> None:
         ConfigError: names the first setting that does not fit.
     """
     check_train_settings(config, known_names())
+    check_device(config.trainer)
     check_engines(config)
     check_optimizer_packages("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim)
     check_optimizer_packages("critic.optim", config.critic.optim)
     check_trackers(config.trainer.loggers)
     check_skipped_rows(config.actor_rollout_ref.actor)
+    if config.algorithm.options or config.actor_rollout_ref.actor.policy_loss.options:
+        from quadriga.trainer.run.checks.algorithms import check_algorithm_options  # imports torch
+
+        check_algorithm_options(config)
 
 
 def check_skipped_rows(actor: ActorConfig) -> None:
@@ -151,8 +157,11 @@ def check_run_folder(config: AnyRun) -> None:
     """
     folder = RunFolder(Path(config.trainer.default_local_dir))
     continued = folder.holds_checkpoint(check_resume(config))
-    folder.check(resume=continued, overwrite=config.trainer.overwrite)
-    if config.trainer.overwrite and not continued:
+    trainer = config.trainer
+    folder.check(
+        resume=continued, overwrite=trainer.overwrite, restart=trainer.resume_mode == "auto"
+    )
+    if trainer.overwrite and not continued:
         _check_inputs_are_kept(config, folder)
 
 
@@ -184,6 +193,7 @@ def check_sft_config(config: SFTConfig) -> None:
     from quadriga.models import check_model_folder
 
     check_sft_settings(config, known_names())
+    check_device(config.trainer)
     check_fine_tuning_engine(config)
     check_optimizer_packages("optim", config.optim)
     check_files(config.data.train_files, "data.train_files", needed=True)
@@ -191,7 +201,7 @@ def check_sft_config(config: SFTConfig) -> None:
     require_model_path(config.model.path, "model.path")
     own, trusted = config.model.tokenizer_path is None, config.model.trust_remote_code
     check_model_folder(config.model.path, tokenizer=own, trust_remote_code=trusted)
-    check_trained_part(config.model, "lm")
+    check_trained_part(config.model, "lm", config.optim)
     check_model_parallel_folder(config.model, config.engine, "engine")
     check_reward(config.reward)
     check_trackers(config.trainer.loggers)
@@ -210,6 +220,7 @@ def check_rm_config(config: RMConfig) -> None:
     from quadriga.models import check_model_folder
 
     check_rm_settings(config, known_names())
+    check_device(config.trainer)
     check_fine_tuning_engine(config)
     check_optimizer_packages("optim", config.optim)
     check_files(config.data.train_files, "data.train_files", needed=True)
@@ -218,7 +229,7 @@ def check_rm_config(config: RMConfig) -> None:
     own = config.model.tokenizer_path is None
     trusted = config.model.trust_remote_code
     check_model_folder(config.model.path, tokenizer=own, trust_remote_code=trusted)
-    check_trained_part(config.model, "score")
+    check_trained_part(config.model, "score", config.optim)
     check_model_parallel_folder(config.model, config.engine, "engine")
     check_trackers(config.trainer.loggers)
     check_run_folder(config)
@@ -285,16 +296,17 @@ def check_models(config: TrainConfig) -> None:
 
 
 def check_parts(config: TrainConfig) -> None:
-    """Check that the adapters and patterns of actor and critic fit their models.
+    """Check that the adapters, patterns and optimizers of actor and critic fit their models.
 
     Raises:
-        InputError: names the layer, the pattern or the sizes.
+        InputError: names the layer, the pattern, the sizes or the optimizer.
     """
     from quadriga.engines.loading.model_setup import check_trained_part
 
-    check_trained_part(config.actor_rollout_ref.model, "lm")
+    policy, critic = config.actor_rollout_ref, config.critic
+    check_trained_part(policy.model, "lm", policy.actor.optim, "actor_rollout_ref.actor.optim")
     if needs_critic(config):
-        check_trained_part(critic_model(config), "value")
+        check_trained_part(critic_model(config), "value", critic.optim, "critic.optim")
 
 
 def check_divisions(config: TrainConfig) -> None:

@@ -90,6 +90,7 @@ class RunRecord:
         total_steps: int,
         tokenizer: PreTrainedTokenizerBase,
         resumed: Resumed | None = None,
+        given: TrainConfig | SFTConfig | RMConfig | None = None,
     ) -> RunRecord:
         """Make the run folder and open the files in it.
 
@@ -97,6 +98,8 @@ class RunRecord:
             resumed: the checkpoint from which the run is resumed. If it is of the run in the
                 folder, that run is continued: its metrics and samples of later steps are removed
                 and its later checkpoints renamed, because the resumed run writes those steps again.
+                None: with `trainer.resume_mode=auto` the run begins again.
+            given: the settings as the user gave them, for `config.yaml`; None: `config`.
 
         Raises:
             ConfigError: the folder holds another run, or another run writes there now.
@@ -105,16 +108,25 @@ class RunRecord:
         trainer = config.trainer
         path = Path(trainer.default_local_dir)
         resume = RunFolder(path).holds_checkpoint(None if resumed is None else resumed.folder)
-        folder = RunFolder.open(path, config, resume=resume, overwrite=trainer.overwrite)
+        folder = RunFolder.open(
+            path,
+            given or config,
+            resume=resume,
+            overwrite=trainer.overwrite,
+            restart=trainer.resume_mode == "auto",
+        )
         try:
             if resume and resumed is not None:
                 folder.forget_after(resumed.state.step)
                 set_aside_after(folder.checkpoints, resumed.state.step)
                 restore_folder(folder.model)
-            return cls(config, folder, total_steps, tokenizer, resumed)
+            record = cls(config, folder, total_steps, tokenizer, resumed)
         except BaseException:
             folder.close()
             raise
+        if resume and resumed is not None:
+            record._log_lost_step(resumed)
+        return record
 
     def __enter__(self) -> RunRecord:
         return self
@@ -181,19 +193,30 @@ class RunRecord:
         finally:
             self.end_step(step)
 
+    @property
+    def row(self) -> dict[str, float]:
+        """The metrics and times of the current step so far, as trackers receive them."""
+        row = {**self._metrics.reduce(), **self.span.times()}
+        seconds = row.get("time/step", 0.0)
+        if seconds > 0 and "batch/tokens" in row:
+            row["perf/tokens_per_second"] = row["batch/tokens"] / seconds
+        row["progress/elapsed"] = time.perf_counter() - self._began
+        return row
+
     def end_step(self, step: int) -> None:
         """Pass the metrics of the step to every tracker and begin the next step."""
+        self.last = self.row
         # Taken together, so that a time belongs to the same step as the metrics beside it.
-        metrics = self._metrics.take()
-        times = self.span.take()
-        for name, seconds in times.items():
+        self._metrics.take()
+        for name, seconds in self.span.take().items():
             self.spent[name] = self.spent.get(name, 0.0) + seconds
-        seconds = times.get("time/step", 0.0)
-        if seconds > 0 and "batch/tokens" in metrics:
-            metrics["perf/tokens_per_second"] = metrics["batch/tokens"] / seconds
-        metrics["progress/elapsed"] = time.perf_counter() - self._began
-        self._trackers.log(step, {**metrics, **times})
-        self.last = metrics
+        self._trackers.log(step, self.last)
+
+    def _log_lost_step(self, resumed: Resumed) -> None:
+        """Log the step of a checkpoint if the run was killed before it had logged it."""
+        state = resumed.state
+        if state.metrics and self.folder.lacks_metrics_of(state.step):
+            self._trackers.log(state.step, state.metrics)
 
     def log_validation(
         self, step: int, metrics: Mapping[str, float], summaries: Sequence[SourceSummary] = ()
@@ -210,12 +233,23 @@ class RunRecord:
             self.end_step(0)
 
     def log_samples(
-        self, step: int, batch: DataProto, *, split: Literal["train", "val"] = "train"
-    ) -> None:
-        """Write the first `samples_per_step` responses of a batch as text."""
-        kept = batch.slice(0, min(self.samples_kept, len(batch)))
+        self,
+        step: int,
+        batch: DataProto,
+        *,
+        split: Literal["train", "val"] = "train",
+        written: int = 0,
+    ) -> int:
+        """Write the first responses of a batch as text, and return their number.
+
+        Args:
+            written: of `samples_per_step` responses, the number that earlier batches of the step
+                have given.
+        """
+        kept = batch.slice(0, min(self.samples_kept - written, len(batch)))
         if len(kept):
             self._samples.write(read_samples(kept, step, split, self.tokenizer))
+        return len(kept)
 
     def _closing_table(self) -> None:
         console = self._trackers.console

@@ -101,6 +101,8 @@ class ControllerState:
     `validation`: the metrics of the last validation; {} if there was none.
     `validation_pending`: the validation after this step had not ended. A run that is resumed begins
     with it.
+    `metrics`: what was measured in this step before the checkpoint was saved. If the process ends
+    before it has logged the step, a resumed run logs these.
     """
 
     step: int
@@ -109,6 +111,7 @@ class ControllerState:
     inputs: dict[str, object] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
     validation_pending: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def as_info(self) -> dict[str, object]:
         """Return the state as JSON values, for the marker of the checkpoint."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 
-from quadriga.backends import get_backend
 from quadriga.compat.verl.controller.pools import ResourcePoolManager
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
@@ -86,7 +85,7 @@ def pools_of(
     }
 
     def pools(spec: Mapping[str, list[int]], roles: Mapping[Role, str]) -> QuadrigaPools:
-        return QuadrigaPools(spec, roles, backend=get_backend("ray"), pool_options=options)
+        return QuadrigaPools(spec, roles, pool_options=options)
 
     given = pools(manager.resource_pool_spec, mapping)
     used = uses_by_pool(config, given)

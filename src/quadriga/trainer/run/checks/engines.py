@@ -20,6 +20,7 @@ from quadriga.config.schema import (
     ModelConfig,
     OptimConfig,
     RMConfig,
+    RunConfig,
     SFTConfig,
     TrainConfig,
 )
@@ -31,7 +32,6 @@ from quadriga.trainer.run.role_workers import critic_model, uses_of_run
 
 ACTOR = "actor_rollout_ref.actor"
 
-_OFFLOADS = ("param_offload", "optimizer_offload", "offload_policy")
 _log = logging.getLogger(__name__)
 
 
@@ -114,6 +114,24 @@ def check_fine_tuning_engine(config: SFTConfig | RMConfig) -> None:
     check_stages("engine", engine, rows, config.data.micro_batch_size_per_gpu)
 
 
+def check_device(trainer: RunConfig) -> None:
+    """Check that this process can see the device on which the local backend computes.
+
+    Raises:
+        ConfigError: it cannot. On Ray the ranks may be on nodes with other devices.
+    """
+    from quadriga.parallel.device import get_device_name  # imports torch
+
+    seen = get_device_name()
+    if trainer.backend == "local" and trainer.device not in ("auto", "cpu", seen):
+        raise ConfigError(
+            f"trainer.device={trainer.device} needs such a device in this process, and the best "
+            f"that it can see is {seen}; set trainer.device={seen} or auto, or make the device "
+            "visible",
+            key="trainer.device",
+        )
+
+
 def warn_of_offloads(config: TrainConfig | SFTConfig | RMConfig) -> None:
     """Log the settings that offload nothing, because the ranks compute on the CPU.
 
@@ -127,7 +145,7 @@ def warn_of_offloads(config: TrainConfig | SFTConfig | RMConfig) -> None:
         turns = config.actor_rollout_ref.rollout.take_turns
     else:
         engines, turns = {"engine": config.engine}, False
-    given = [f"{k}.{name}" for k, e in engines.items() for name in _OFFLOADS if getattr(e, name)]
+    given = [f"{key}.{name}" for key, engine in engines.items() for name in engine.offloads]
     if turns:
         given.append("actor_rollout_ref.rollout.take_turns")
     if given:

@@ -22,7 +22,7 @@ import importlib.util
 import json
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,14 +34,18 @@ from transformers import PreTrainedModel
 
 from quadriga.config.schema import LoraConfig
 from quadriga.errors import ConfigError, ModelError
+from quadriga.models.adapters.layers import (
+    ALL_LINEAR,
+    check_not_shared,
+    linear_layers,
+    targets,
+)
 from quadriga.models.folder import local_folder
-from quadriga.models.loading import VALUE_HEAD
 from quadriga.models.weight_files import JsonValue, read_header, read_json
 from quadriga.models.weights.finite import check_all_finite, count_not_finite
 
 ADAPTER = "default"
 """The name of the adapter in PEFT's layers."""
-ALL_LINEAR = "all-linear"
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 BASE = ".base_layer"
 _STORED_PREFIX = "base_model.model."
@@ -94,11 +98,12 @@ def plan_adapter(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
         ModelError: the adapter in `lora.path` cannot be read, or is of another model.
     """
     check_peft()
-    layers = _linear_layers(model)
+    layers = linear_layers(model)
     if lora.path is None:
         rank = lora.rank or 0
         alpha = 2.0 * rank if lora.alpha is None else lora.alpha
-        modules = _targets(model, layers, lora.target_modules, lora.exclude_modules)
+        modules = targets(model, layers, lora.target_modules, lora.exclude_modules)
+        check_not_shared(model, layers, modules)
         return Adapter(tuple(modules), rank, alpha, lora.dropout)
     folder = local_folder(lora.path)
     stored = _stored_config(folder)
@@ -117,6 +122,7 @@ def plan_adapter(model: PreTrainedModel, lora: LoraConfig) -> Adapter:
             key="model.lora.target_modules",
         )
     modules = _stored_modules(folder, rank, layers)
+    check_not_shared(model, layers, modules)
     rslora = bool(stored.get("use_rslora"))
     return Adapter(tuple(modules), rank, alpha, lora.dropout, rslora, folder)
 
@@ -139,6 +145,10 @@ def add_adapters(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
     Returns:
         Name in the model → its first value, float32 on the CPU, equal on all ranks: A is uniform
         with variance 1 / (3 · in), B is 0, as PEFT initialises them; or both are read.
+
+    Raises:
+        ConfigError: PEFT adapts other layers than those of `adapter`.
+        ModelError: a value that is read is not finite.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -148,10 +158,21 @@ def add_adapters(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
         lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # PEFT's own code takes a float too
         lora_dropout=adapter.dropout,
         use_rslora=adapter.rslora,
-        target_modules=list(adapter.modules),
+        target_modules=[f"0.{name}" for name in adapter.modules],
     )
-    # Empty weights: PEFT would draw from the random generator of the process.
-    inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    # In a model with a config, PEFT reads names of layers as those of transformers v4, and takes
+    # some for experts. In this container it takes them as they are.
+    container = nn.Sequential(model)
+    try:
+        # Empty weights: PEFT would draw from the random generator of the process.
+        inject_adapter_in_model(config, container, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise ConfigError(
+            f"model.lora: PEFT has no adapters for the layers of {type(model).__name__} that "
+            f"model.lora.target_modules names: {error}; name others",
+            key="model.lora.target_modules",
+        ) from error
+    _check_adapted(model, adapter)
     model.train(False)
     stored = {} if adapter.folder is None else load_file(adapter.folder / WEIGHTS_FILE)
     values: dict[str, Tensor] = {}
@@ -162,6 +183,20 @@ def add_adapters(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
     if adapter.folder is not None:
         check_all_finite(adapter.folder, {name: count_not_finite(v) for name, v in values.items()})
     return values
+
+
+def _check_adapted(model: PreTrainedModel, adapter: Adapter) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = {name for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+    wrong = sorted(found.symmetric_difference(adapter.modules))
+    if wrong:
+        raise ConfigError(
+            f"model.lora: PEFT has put adapters into {len(found)} layers of "
+            f"{type(model).__name__}, expected {len(adapter.modules)}; {wrong[0]} is in one of "
+            "the two sets only; leave it out with model.lora.target_modules",
+            key="model.lora.target_modules",
+        )
 
 
 def is_adapter(name: str) -> bool:
@@ -231,68 +266,6 @@ def export_adapter(
     save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
-def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear layers that can have an adapter: all but the output layer."""
-    output: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # none
-    heads = (output, getattr(model, VALUE_HEAD, None))
-    return {
-        name: module
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, nn.Linear) and not any(module is head for head in heads)
-    }
-
-
-def _targets(
-    model: PreTrainedModel,
-    layers: Mapping[str, nn.Linear],
-    wanted: Iterable[str] | None,
-    excluded: Iterable[str],
-) -> list[str]:
-    """Return the names of the layers that are wanted and not excluded.
-
-    Raises:
-        ConfigError: a name fits no layer, no layer is left, or a layer has several names.
-    """
-    everything = wanted is None or list(wanted) == [ALL_LINEAR]
-    names = [ALL_LINEAR] if wanted is None or everything else list(wanted)
-    for key, given in (("target_modules", names), ("exclude_modules", list(excluded))):
-        for name in given:
-            if name != ALL_LINEAR and not any(_fits(layer, name) for layer in layers):
-                ends = sorted({layer.rpartition(".")[2] for layer in layers})
-                raise ConfigError(
-                    f"model.lora.{key}: {type(model).__name__} has no linear layer {name!r} that "
-                    f"can have an adapter; it has {', '.join(ends) or 'none'}",
-                    key=f"model.lora.{key}",
-                )
-    found = [
-        layer
-        for layer in layers
-        if (everything or any(_fits(layer, name) for name in names))
-        and not any(_fits(layer, name) for name in excluded)
-    ]
-    if not found:
-        raise ConfigError(
-            f"model.lora leaves no layer of {type(model).__name__} for an adapter: "
-            f"target_modules={names}, exclude_modules={list(excluded)}; exclude fewer",
-            key="model.lora.exclude_modules",
-        )
-    owners: dict[int, str] = {}
-    for layer in found:
-        first = owners.setdefault(id(layers[layer].weight), layer)
-        if first != layer:
-            raise ConfigError(
-                f"{first} and {layer} of {type(model).__name__} are one weight, which cannot have "
-                "two adapters; add both to model.lora.exclude_modules",
-                key="model.lora.exclude_modules",
-            )
-    return found
-
-
-def _fits(layer: str, name: str) -> bool:
-    """Return whether a name of the settings means this layer: all of its name, or its end."""
-    return layer == name or layer.endswith(f".{name}")
-
-
 def _stored_config(folder: Path) -> Mapping[str, JsonValue]:
     for file in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / file).is_file():
@@ -343,7 +316,9 @@ def _stored_modules(folder: Path, rank: int, layers: Mapping[str, nn.Linear]) ->
                 folder, f"its tensor {name!r} is no weight A or B of an adapter"
             )
         if layer not in layers:
-            raise _of_another_model(folder, f"the model has no linear layer {layer!r}")
+            raise _of_another_model(
+                folder, f"the model has no linear layer {layer!r} that can have one"
+            )
         modules[layer] = None
     for layer in modules:
         out, inner = layers[layer].weight.shape

@@ -1,0 +1,144 @@
+"""Adapters on the default layers of every architecture: the naive loop on merged weights."""
+
+from __future__ import annotations
+
+import naive_loop
+import pytest
+import torch
+from small_models import VOCABULARY, small_model
+
+from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
+from quadriga.engines.fsdp import FSDPEngine
+from quadriga.engines.loading.model_setup import check_trained_part
+from quadriga.errors import ConfigError
+from quadriga.models.architectures import ARCHITECTURES
+
+torch.set_num_threads(1)
+REFUSED = dict.fromkeys(("gpt2", "gpt-sw3"), "its layers are Conv1D") | dict.fromkeys(
+    ("zamba", "zamba2"), "are one weight"
+)
+"""Architectures that have no default -> a word of the error."""
+EACH_KIND = ("deepseek_v3", "falcon", "jamba", "llama", "mamba2", "phimoe", "qwen3_next")
+"""Experts in one tensor beside linear layers, layers that compute something else, recurrences."""
+UNTRAINED = ("vision", "audio", ".indexer.")
+"""Parts of names of layers without a gradient: there are no images or sounds, and an indexer
+only chooses tokens."""
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return naive_loop.make_batch(VOCABULARY)
+
+
+def build(folder, **lora):
+    torch.manual_seed(1)
+    config = ModelConfig(path=str(folder), lora=LoraConfig(rank=3, alpha=8.0, **lora))
+    check_trained_part(config, "lm")
+    return FSDPEngine(config, EngineConfig(dtype="float32"), OptimConfig(lr=0.01), total_steps=4)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        name if name in EACH_KIND else pytest.param(name, marks=pytest.mark.nightly)
+        for name in ARCHITECTURES
+        if name not in REFUSED
+    ],
+)
+def test_log_probs_are_those_of_merged_weights_and_all_adapters_learn(model_type, batch, tmp_path):
+    model = small_model(model_type)
+    model.save_pretrained(tmp_path)
+    engine = build(tmp_path)
+    with torch.no_grad():
+        for name, parameter in engine.module.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(0, 0.1)
+    found = engine.forward(batch)["log_probs"]
+    before = naive_loop.target_log_probs(model, batch)
+    merged = dict(engine.state_stream())
+    assert not model.load_state_dict(merged, strict=False).unexpected_keys
+    expected = naive_loop.target_log_probs(model, batch)
+    mask = batch["response_mask"].bool()
+    assert torch.allclose(found[mask], expected[mask], atol=5e-4)
+    assert not torch.allclose(before[mask], expected[mask], atol=1e-2)
+    without = names_without_gradient(engine, batch)
+    assert not [name for name in without if not any(part in name for part in UNTRAINED)]
+
+
+def names_without_gradient(engine, batch):
+    """The trained parameters whose gradient is 0 or missing in a step."""
+    names = []
+
+    def step():
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad and (parameter.grad is None or not parameter.grad.any()):
+                names.append(name)
+        return 0.0, 0.0
+
+    engine.optimizer.step = step
+    mask = batch["response_mask"]
+    weights = torch.linspace(-1, 1, mask.numel()).view_as(mask)
+    engine.train_step(batch, lambda found, _: ((found["log_probs"] * weights).sum(), {}))
+    return names
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_an_architecture_without_default_layers_is_refused(model_type, tmp_path):
+    small_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=REFUSED[model_type]):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layer"),
+    [
+        ("mamba2", "out_proj"), ("jamba", "dt_proj"), ("longcat_flash", "classifier"),
+        ("phimoe", "router"), ("llama4_text", "router"), ("deepseek_v4", "o_a_proj"),
+    ],
+)  # fmt: skip
+def test_a_layer_that_is_no_product_of_the_model_is_refused_by_name(model_type, layer, tmp_path):
+    small_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"no linear layer '{layer}' that can have") as caught:
+        build(tmp_path, target_modules=(layer,))
+    assert caught.value.key == "model.lora.target_modules"
+
+
+def test_adapters_on_layers_that_peft_names_after_experts(batch, tmp_path):
+    small_model("deepseek_v3").save_pretrained(tmp_path)
+    engine = build(tmp_path, target_modules=("gate_proj",))
+    adapted = {
+        name.split(".lora_")[0] for name, p in engine.module.named_parameters() if p.requires_grad
+    }
+    assert adapted == {
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.1.mlp.shared_experts.gate_proj",
+    }
+
+
+def test_an_adapter_on_one_name_of_a_shared_weight_is_refused(tmp_path):
+    small_model("zamba").save_pretrained(tmp_path)
+    second = "model.layers.3.shared_transf.self_attn.q_proj"
+    with pytest.raises(ConfigError, match=rf"layers\.2.* and {second} of .* are one weight"):
+        build(tmp_path, target_modules=(second,))
+
+
+def refuse(*_, **__):
+    raise ValueError("no such layer")
+
+
+@pytest.mark.parametrize(
+    ("injected", "message"),
+    [
+        (refuse, "PEFT has no adapters for the layers of LlamaForCausalLM .*: no such layer"),
+        (lambda *_, **__: None, "adapters into 0 layers of LlamaForCausalLM, expected 2; "),
+    ],
+)
+def test_layers_that_peft_does_not_adapt_are_named_before_the_start(
+    injected, message, tmp_path, monkeypatch
+):
+    small_model("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr("peft.inject_adapter_in_model", injected)
+    lora = LoraConfig(rank=3, target_modules=("q_proj",))
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_trained_part(ModelConfig(path=str(tmp_path), lora=lora), "lm")
+    assert caught.value.key == "model.lora.target_modules"

@@ -1,0 +1,73 @@
+"""The refusal of a run that does not fit its memory names what is too large, and what helps."""
+
+from __future__ import annotations
+
+import pytest
+from run_cases import two_steps
+from transformers import LlamaConfig
+
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError
+from quadriga.trainer.memory.machine import gib
+from quadriga.trainer.memory.plan import memory_plan
+from quadriga.trainer.memory.remedies import remedies
+from quadriga.trainer.memory.report import check_memory, plan_text
+
+
+def settings(tiny_task, folder, *more) -> TrainConfig:
+    return load_config(TrainConfig, [*two_steps(tiny_task, folder), *more])
+
+
+def test_forms_of_checkpointing_that_save_nothing_are_not_proposed(tiny_task, tmp_path):
+    full = "actor_rollout_ref.model.gradient_checkpointing=true"
+    with pytest.raises(ConfigError) as refused:
+        check_memory(settings(tiny_task, tmp_path, "trainer.device_memory_gb=0.55", full))
+    assert "gradient_checkpointing" not in str(refused.value)
+    table = plan_text(settings(tiny_task, tmp_path, full))
+    assert "checkpointing=false" in table and "checkpointing=true" not in table
+
+
+def test_states_that_do_not_fit_are_named_first(tiny_task, tmp_path):
+    pool = memory_plan(settings(tiny_task, tmp_path), "cpu").pools[0]
+    with pytest.raises(ConfigError) as refused:
+        check_memory(
+            settings(tiny_task, tmp_path, f"trainer.device_memory_gb={pool.states / 2**30 - 1e-6}")
+        )
+    text = str(refused.value)
+    assert text.startswith(
+        "processes, parameters, gradients and optimizer states alone need "
+        f"{gib(pool.states)} GiB on a node: ranks × GiB = 1 × {gib(pool.states)} (actor, rollout, "
+        "of which 0.5 the process); but"
+    )
+    assert "use a smaller model" in text  # the one rank has no others beside it
+    for useless in ("max_tokens_per_micro_batch", "gradient_checkpointing", "fewer ranks"):
+        assert useless not in text
+
+
+def test_a_limit_below_that_of_the_processes_is_named(tiny_task, tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        check_memory(settings(tiny_task, tmp_path, "trainer.device_memory_gb=0.1"))
+    assert str(refused.value).startswith(
+        "the processes alone need 0.5 GiB on a node: ranks × GiB = 1 × 0.5 (actor, rollout, of "
+        "which 0.5 the process); but 0.1 GiB are trainer.device_memory_gb; raise "
+        "trainer.device_memory_gb; or use machines with more memory; `quadriga plan` shows"
+    )
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_moments_in_8_bits_are_proposed_where_they_fit(tiny_task, tmp_path, size):
+    """A row of a weight has 32 elements, or 64, which 8 bits need."""
+    write_llama(tmp_path / "model", size)
+    path = f"actor_rollout_ref.model.path={tmp_path / 'model'}"
+    config = settings(tiny_task, tmp_path, path)
+    assert any("adamw_8bit" in text for text in remedies(config, memory_plan(config, "cpu"))) == (
+        size == 64
+    )
+
+
+def write_llama(folder, size: int) -> None:
+    LlamaConfig(
+        vocab_size=96, hidden_size=size, intermediate_size=size, num_hidden_layers=1,
+        num_attention_heads=2, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)  # fmt: skip

@@ -1,0 +1,68 @@
+"""A trainer keeps its paths if the working directory changes after it is made."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import closing
+
+import pytest
+from fine_tuning_cases import six_steps
+from run_cases import two_steps
+
+from quadriga.config.loading import load_config
+from quadriga.config.paths import absolute_paths
+from quadriga.config.schema import RewardConfig, RMConfig, SFTConfig, TrainConfig
+from quadriga.observability.jsonl import read_jsonl
+from quadriga.trainer.fine_tuning.rm import RMTrainer
+from quadriga.trainer.fine_tuning.sft import SFTTrainer
+from quadriga.trainer.ppo import RayPPOTrainer
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "rm"])
+def test_relative_paths_begin_where_the_trainer_is_made(
+    command, tiny_task, tmp_path, monkeypatch, caplog
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "task").symlink_to(tiny_task.folder)
+    (tmp_path / "rule.py").write_text("def compute_score(*args, **more):\n    return 1.0\n")
+    if command == "train":
+        trainer, kind, section = RayPPOTrainer, TrainConfig, "actor_rollout_ref.model"
+        given = [*two_steps(tiny_task, tmp_path), "reward.path=rule.py"]
+    else:
+        trainer, kind = (SFTTrainer, SFTConfig) if command == "sft" else (RMTrainer, RMConfig)
+        given, section = six_steps(command, tiny_task, tmp_path).settings, "model"
+    given = [text.replace(str(tiny_task.folder), "task") for text in given]
+    given += [
+        "trainer.experiment_name=name",
+        "trainer.default_local_dir=${trainer.experiment_name}",
+    ]
+    caplog.set_level(logging.WARNING)
+    for steps in (1, 2):
+        os.chdir(tmp_path)
+        more = ["trainer.resume_mode=auto", f"trainer.total_training_steps={steps}"]
+        with closing(trainer(load_config(kind, [*given, *more]))) as run:
+            os.chdir(tmp_path / "other")
+            run.fit()
+        assert not list((tmp_path / "other").iterdir())
+        rows = read_jsonl(tmp_path / "name/metrics.jsonl")
+        assert [row["step"] for row in rows if row["step"]] == [1, 2][:steps]
+    written = (tmp_path / "name/config.yaml").read_text()
+    assert "path: task/base" in written and "dir: ${trainer.experiment_name}" in written
+    assert f"{section}.path: " not in caplog.text
+
+
+def test_what_is_no_relative_path_stays() -> None:
+    settings = [
+        "actor_rollout_ref.model.path=hf://owner/name", "trainer.resume_mode=auto",
+        "data.train_files=[a/*.parquet,/b.jsonl]",
+    ]  # fmt: skip
+    found = absolute_paths(load_config(TrainConfig, settings))
+    assert found.actor_rollout_ref.model.path == "hf://owner/name"
+    assert found.actor_rollout_ref.model.tokenizer_path is None
+    assert (found.critic.model.path, found.trainer.resume_mode) == ("", "auto")
+    assert found.data.train_files == [os.path.abspath("a/*.parquet"), "/b.jsonl"]
+    parts = RewardConfig(parts={"own": {"path": "rule.py"}, "exact": {"weight": 1.0}})
+    own = {"path": os.path.abspath("rule.py")}
+    assert absolute_paths(parts).parts == {"own": own, "exact": {"weight": 1.0}}

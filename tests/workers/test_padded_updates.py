@@ -1,0 +1,134 @@
+"""Rows that a call adds so that a batch divides have weight zero in an update."""
+
+from __future__ import annotations
+
+import padded_cases
+import pytest
+import torch
+from group_cases import spawn_ranks
+from padded_cases import SIZES, UPDATES
+
+from quadriga.algorithms.partial import merge_partials
+from quadriga.backends import get_backend
+from quadriga.errors import LengthError
+from quadriga.protocol import DataProto, fields
+from quadriga.single_controller import Worker, make_nd_compute_dataproto_dispatch_fn, register
+from quadriga.workers import PairTrainingWorker
+from quadriga.workers.method_fields import UPDATE_ACTOR
+from quadriga.workers.updates import rows_of_update, rows_per_mini_batch
+
+
+def results_on(ranks: int, folder: str, path) -> list:
+    files = str(path / f"{ranks}_{{rank}}.pt")
+    spawn_ranks(padded_cases.rank_main, ranks, folder, files, limit=200.0)
+    # This test wrote the files.
+    return [torch.load(files.format(rank=rank), weights_only=False) for rank in range(ranks)]
+
+
+def metrics_of(results: list, case) -> dict[str, float]:
+    """Return the metrics of an update as `RunRecord` makes them of the reports of all ranks."""
+    partials = [partial for result in results for partial in result[case][1]]
+    return {**results[0][case][0], **merge_partials(partials)}
+
+
+@pytest.mark.timeout(240)
+def test_a_padded_update_equals_that_of_one_rank(folder, tmp_path):
+    single, padded = (results_on(ranks, folder, tmp_path) for ranks in (1, 3))
+    for case in ((method, rows) for method in UPDATES for rows in SIZES):
+        weights, expected = padded[0][case][2], single[0][case][2]
+        by = max(float((weights[name] - expected[name]).abs().max()) for name in expected)
+        assert by <= 1e-10, case
+        wanted = metrics_of(single, case)
+        assert metrics_of(padded, case) == pytest.approx(wanted, rel=1e-6, abs=1e-10), case
+
+
+class Actor(Worker):
+    """Returns the report of an update, as the workers do, and notes the response masks."""
+
+    seen: list[int]
+
+    def __init__(self):
+        super().__init__()
+        self._register_dispatch_collect_info("actor", self.rank, True)
+
+    @register(
+        dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), reads=UPDATE_ACTOR.inputs
+    )
+    def update_actor(self, data):
+        from quadriga.workers.updates import _report
+
+        rows = rows_of_update(data, UPDATE_ACTOR.reads)
+        tokens = float(rows[fields.RESPONSE_MASK].sum())
+        return _report(data, [{"tokens": tokens}], [{"rank": self.rank, "tokens": tokens}], "")
+
+
+class Outer(Worker):
+    """Calls a group of its own with the rows that it received, some of them padding."""
+
+    def __init__(self):
+        super().__init__()
+        self._register_dispatch_collect_info("actor", self.rank, True)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    def update_actor(self, data):
+        return group(Actor, 2).update_actor(data)
+
+
+def group(kind, ranks: int, *args):
+    backend = get_backend("local")
+    return backend.worker_group(
+        backend.resource_pool([ranks]), backend.class_with_args(kind, *args)
+    )
+
+
+def tokens_of(report: DataProto) -> list[float]:
+    return [entry[0]["tokens"] for entry in report.non_tensor_batch[fields.PARTIALS]]
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(7, 2), (2, 3), (5, 4)])
+def test_every_rank_reports_once_and_padding_has_no_tokens(rows, ranks):
+    data = padded_cases.batch(rows)
+    report = group(Actor, ranks).update_actor(data)
+    assert list(report.non_tensor_batch) == [fields.PARTIALS]
+    assert len(report) == ranks
+    assert sum(tokens_of(report)) == float(data.batch[fields.RESPONSE_MASK].sum())
+
+
+def test_padding_of_an_outer_call_has_no_tokens_in_an_inner_one():
+    data = padded_cases.batch(5)
+    report = group(Outer, 2).update_actor(data)  # parts of 3 rows, padded again to 4
+    assert len(report) == 4
+    assert sum(tokens_of(report)) == float(data.batch[fields.RESPONSE_MASK].sum())
+
+
+def test_rows_of_a_mini_batch_are_rounded_up():
+    """7 rows on 2 ranks are one mini-batch, as on one rank; the parts have 4 rows."""
+    assert rows_per_mini_batch(7, 4, 1, 2) == 4
+    assert rows_per_mini_batch(8, 4, 1, 2) == 4
+
+
+class Pairs(PairTrainingWorker):
+    """Says which rows it received."""
+
+    def __init__(self):
+        Worker.__init__(self)
+        self._register_dispatch_collect_info("reward_model", self.rank, True)
+
+    def update_rm(self, data):
+        return DataProto(meta_info={"metrics": {"rows": data.batch["row"].tolist()}})
+
+
+@pytest.mark.parametrize(
+    ("rows", "padding", "message"),
+    [(6, False, "multiple of 4 rows, or enable padding"), (7, True, r"multiple of 4 rows\.")],
+)
+def test_pairs_that_do_not_divide_are_refused_before_they_are_sent(rows, padding, message):
+    data = DataProto.from_dict({"row": torch.arange(rows)}, auto_padding=padding)
+    with pytest.raises(LengthError, match=message):
+        group(Pairs, 2).update_rm(data)
+
+
+def test_pairs_stay_together_in_padded_parts():
+    data = DataProto.from_dict({"row": torch.arange(6)}, auto_padding=True)
+    metrics = group(Pairs, 2).update_rm(data).meta_info["metrics"]
+    assert metrics == {"rows": [[0, 1, 2, 3], [4, 5, 0, 1]]}
