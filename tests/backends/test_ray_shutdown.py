@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from weakref import WeakSet
+
 import pytest
 
 from quadriga.backends.ray import backend as ray_backends
+from quadriga.backends.ray import cluster
 from quadriga.backends.ray.backend import RayBackend
 from quadriga.backends.ray.calls import row_store
 from quadriga.backends.ray.placement import pool as pools
@@ -36,6 +39,7 @@ def test_every_pool_is_released_and_the_connection_closed_even_if_one_raises(mon
     made = [backend.resource_pool([1]) for _ in range(3)]
     stopped: list[object] = []
     monkeypatch.setattr(backend, "_session", session)
+    monkeypatch.setattr(cluster, "_open_sessions", WeakSet())
     monkeypatch.setattr(ray_backends.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray_backends.servers, "stop", lambda: stopped.append("servers"))
     monkeypatch.setattr(pools.RayResourcePool, "release", failing_first(released))
@@ -62,3 +66,57 @@ def test_every_row_server_is_ended_even_if_one_raises(monkeypatch):
     with pytest.raises(RuntimeError, match="no connection"):
         servers.stop()
     assert ended == ["a", "b"]
+
+
+@pytest.fixture
+def connection(monkeypatch):
+    """A Ray that notes whether it runs. No session is open."""
+    running: list[object] = []
+    monkeypatch.setattr(cluster, "_open_sessions", WeakSet())
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: bool(running))
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: running.append("ray"))
+    monkeypatch.setattr(cluster.ray, "shutdown", running.clear)
+    monkeypatch.setattr(cluster, "protect_token", lambda: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return running
+
+
+@pytest.mark.parametrize("first_to_close", [0, 1])
+def test_the_last_of_two_backends_ends_ray_and_the_row_servers(
+    connection, monkeypatch, first_to_close
+):
+    stopped: list[object] = []
+    monkeypatch.setattr(ray_backends.servers, "stop", lambda: stopped.append("servers"))
+    backends = [RayBackend(), RayBackend()]
+    for backend in backends:
+        backend.start()
+    backends[first_to_close].shutdown()
+    backends[first_to_close].shutdown()  # a second call ends no use of the other
+    assert connection and not stopped
+    backends[1 - first_to_close].shutdown()
+    assert not connection and stopped == ["servers"]
+
+
+def test_a_connection_of_the_program_stays(connection):
+    connection.append("of the program")
+    sessions = [cluster.ensure_ray(), cluster.ensure_ray()]
+    for session in sessions:
+        session.close()
+    assert connection
+
+
+def test_a_session_that_was_dropped_keeps_no_connection(connection):
+    session = cluster.ensure_ray()
+    cluster.ensure_ray()
+    session.close()
+    assert not connection
+
+
+def test_a_session_of_a_ray_that_has_ended_does_not_end_the_next(connection):
+    old = cluster.ensure_ray()
+    connection.clear()
+    new = cluster.ensure_ray()
+    old.close()
+    assert connection
+    new.close()
+    assert not connection

@@ -206,7 +206,7 @@ def test_a_k_above_n_is_refused_before_ranks_start(of_model, monkeypatch) -> Non
         ([row("gsm", "1", "x")], "row 0 cannot be scored: no rule function for data_source 'gsm'"),
         ([row(GSM, "1", "x"), {**row(GSM, "1"), "responses": 3}], "row 1: 'responses' must be a"),
         ([row(GSM, "1", "x"), row(GSM, "1", "x", "y")], "prompt 1 has 2 responses and prompt 0"),
-        ([{**row(GSM, "1", "x"), "reward_model": {}}], "row 0 cannot be scored"),
+        ([{**row(GSM, "1", "x"), "reward_model": {}}], r"responses.jsonl: row 0 cannot be scored"),
     ],
 )
 def test_rows_that_cannot_be_scored_are_named(evaluate, rows, words) -> None:

@@ -125,8 +125,9 @@ class RewardManager:
             components=components,
         )
 
-    def check(self, items: Iterable[Mapping[str, object]]) -> None:
-        """Raise `DataError` for the first item of a dataset that cannot be scored.
+    def check(self, items: Iterable[Mapping[str, object]], files: Sequence[str] = ()) -> None:
+        """Raise `DataError`, naming the files, for the first item of a dataset that cannot be
+        scored.
 
         An item needs a `data_source` that has a function, unless a function of the user scores all
         rows; and a ground truth, if a built-in function scores it. Raises `InputError` if a
@@ -140,7 +141,8 @@ class RewardManager:
                     _ground_truth(item.get(fields.REWARD_MODEL), ref)
             except (KeyError, TypeError) as error:
                 row = item.get(fields.INDEX)
-                raise DataError(f"row {row} cannot be scored: {error}", row=row) from error
+                named = f"{', '.join(files)}: " if files else ""
+                raise DataError(f"{named}row {row} cannot be scored: {error}", row=row) from error
             for ref in (BUILT_IN & set(refs)) - loaded:
                 ref.load()
                 loaded.add(ref)

@@ -11,7 +11,7 @@ import ray
 from quadriga.backends.ray.calls.row_store import StoreName, make_store, servers
 from quadriga.backends.ray.calls.store import RayStore
 from quadriga.backends.ray.calls.submission import RayCallBackend
-from quadriga.backends.ray.cluster import RaySession, ensure_ray
+from quadriga.backends.ray.cluster import RaySession, ensure_ray, is_last
 from quadriga.backends.ray.group import RayWorkerGroup
 from quadriga.backends.ray.placement.class_with_args import RayClassWithInitArgs, RayColocatedClass
 from quadriga.backends.ray.placement.placement_groups import alive_nodes
@@ -48,8 +48,9 @@ class RayBackend(RayCallBackend):
         self.store = make_store(self.store)  # what the old one knows of a cluster is forgotten
 
     def shutdown(self) -> None:
-        """Release the pools that were made here, and shut Ray down if `start` started it.
+        """Release the pools that were made here, and close the session of `start`.
 
+        The last session of the process also ends the row servers, and Ray if a session started it.
         Pools of detached groups stay: those groups outlive this driver. If one part cannot be
         ended, the others are ended before its error is raised.
         """
@@ -58,7 +59,8 @@ class RayBackend(RayCallBackend):
             if self._session is not None:
                 stack.callback(self._session.close)
             if ray.is_initialized():
-                stack.callback(servers.stop)
+                if is_last(self._session):
+                    stack.callback(servers.stop)
                 for pool in reversed(pools):
                     if not pool.detached:
                         stack.callback(pool.release)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from weakref import WeakSet
 
 import ray
 import ray.util.client
@@ -97,17 +98,34 @@ class RayNode:
     resources: Mapping[str, float]
 
 
-@dataclass
+@dataclass(eq=False)
 class RaySession:
-    """A connection to Ray. `started`: this session made the connection, and `close` ends it."""
+    """One use of this process's connection to Ray. `owned`: `ensure_ray` made the connection."""
 
-    started: bool
+    owned: bool
 
     def close(self) -> None:
-        """Shut Ray down if this session started it."""
-        if self.started and ray.is_initialized():
+        """End this use. The last one also shuts Ray down if a session made the connection."""
+        if self not in _open_sessions:
+            return
+        _open_sessions.remove(self)
+        if self.owned and not _open_sessions and ray.is_initialized():
             ray.shutdown()
-        self.started = False
+
+
+# A session that is dropped without `close` does not keep Ray running for the others.
+_open_sessions: WeakSet[RaySession] = WeakSet()
+
+
+def is_last(session: RaySession | None) -> bool:
+    """Return whether this process has no other open session than this one."""
+    return all(other is session for other in _open_sessions)
+
+
+def _opened(owned: bool) -> RaySession:
+    session = RaySession(owned)
+    _open_sessions.add(session)
+    return session
 
 
 def ensure_ray(
@@ -136,7 +154,8 @@ def ensure_ray(
     """
     refuse_ray_client(address or os.environ.get("RAY_ADDRESS"))
     if ray.is_initialized():
-        return RaySession(started=False)
+        return _opened(owned=any(session.owned for session in _open_sessions))
+    _open_sessions.clear()  # of a Ray that has ended
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     settings: dict[str, object] = {
@@ -161,7 +180,7 @@ def ensure_ray(
     # Ray logs its token authentication at warning level on every start.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     ray.init(**settings)  # type: ignore[arg-type]  # settings of several types in one dict
-    return RaySession(started=True)
+    return _opened(owned=True)
 
 
 def protect_token() -> None:

@@ -88,9 +88,9 @@ def run_evaluation(config: EvalConfig) -> Evaluation:
         _check_folder(folder, inputs, overwrite=config.overwrite)
         if prompts is None:
             rows = read_responses(config.response_files, config.response_key)
-            reward.check(rows)
+            reward.check(rows, config.response_files)
         else:
-            reward.check(prompts.dataset)
+            reward.check(prompts.dataset, config.data_files)
             rows = write_responses(config, prompts, str(folder / RESPONSES))
         scored = list(_score(rows, reward, folder))
     summaries = summarise([prompt for prompt, _ in scored], summary_settings(config))

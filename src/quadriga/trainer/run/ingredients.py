@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from quadriga.config.schema import DataConfig, RewardConfig, TrainConfig
-from quadriga.errors import ConfigError, DataError
+from quadriga.errors import ConfigError
 from quadriga.trainer.dataflow import step_dataflow, validation_dataflow
 from quadriga.trainer.roles.places import scores_come_from_roles
 from quadriga.trainer.run.checks.images import image_rules
@@ -222,9 +222,5 @@ def check_rows(reward: RewardManager, loader: PromptLoader | None, files: Sequen
     """
     from quadriga.data.loader import items_of
 
-    if loader is None:
-        return
-    try:
-        reward.check(items_of(loader.dataset))
-    except DataError as error:
-        raise DataError(f"{', '.join(files)}: {error}", **vars(error)) from error
+    if loader is not None:
+        reward.check(items_of(loader.dataset), files)
