@@ -103,6 +103,21 @@ def test_a_layer_that_is_no_product_of_the_model_is_refused_by_name(model_type, 
     assert caught.value.key == "model.lora.target_modules"
 
 
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"exclude_modules": ("all-linear",)}, "no linear layer 'all-linear' that can have"),
+        ({"exclude_modules": ("q_proj",), "target_modules": ("q_proj",)}, "exclude fewer"),
+        ({"target_modules": ()}, r"leaves no layer of .* target_modules=\[\], .* name some"),
+    ],
+)
+def test_a_run_without_adapted_layers_is_refused_with_the_setting(lora, message, tmp_path):
+    small_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message) as caught:
+        build(tmp_path, **lora)
+    assert caught.value.key == f"model.lora.{next(iter(lora))}"
+
+
 def test_adapters_on_layers_that_peft_names_after_experts(batch, tmp_path):
     small_model("deepseek_v3").save_pretrained(tmp_path)
     engine = build(tmp_path, target_modules=("gate_proj",))

@@ -215,6 +215,10 @@ def test_unknown_names_and_choices_name_the_nearest(override, words):
         ("algorithm.lam=2", "algorithm.lam must be at least 0 and at most 1, got 2.0"),
         ("critic.optim.betas=[0.9,1.0]", "betas must be at least 0 and below 1, got 1.0"),
         ("critic.optim.lr=nan", "critic.optim.lr must be at least 0, got nan"),
+        ("critic.optim.lr=inf", "critic.optim.lr must be a finite number, got inf"),
+        ("actor_rollout_ref.actor.entropy_coeff=nan", "entropy_coeff must be a finite number, got"),
+        ("trainer.device_memory_gb=inf", "device_memory_gb must be a finite number, got inf"),
+        ("reward_model.weight=nan", "reward_model.weight must be a finite number, got nan"),
         ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node must be at least 1, got 0"),
         (
             "actor_rollout_ref.rollout.weight_bucket_mb=0",

@@ -224,7 +224,7 @@ def test_an_adapter_of_another_base_is_refused_with_the_sizes(model_folder, trai
     [
         ({"target_modules": ("q_proj", "v_proj")}, {"q_proj", "v_proj"}),
         ({"exclude_modules": ("down_proj",)}, set(SIZES) - {"down_proj"}),
-        ({"target_modules": ("all-linear",)}, set(SIZES)),
+        ({"target_modules": ("q_proj", "all-linear")}, set(SIZES)),
         ({"target_modules": ("layers.1.self_attn.k_proj",)}, {"k_proj"}),
     ],
 )

@@ -39,6 +39,15 @@ def check(*overrides: str) -> None:
         (["algorithm.adv_estimator=gpg", "algorithm.options={f_norm: 0}"], "not take f_norm=0: "),
         (["algorithm.adv_estimator=gdpo", "algorithm.reward_components=[a, b]",
           "algorithm.options={reward_weights: [1.0]}"], "does not take reward_weights="),
+        ([f"{LOSS}.name=sapo", f"{LOSS}.options={{tau_pos: nan}}"], "tau_pos=nan: nan is no numb"),
+        ([f"{LOSS}.name=sapo", f"{LOSS}.options={{tau_neg: inf}}"], "above 0 and finite"),
+        ([f"{LOSS}.name=clip_cov", f"{LOSS}.options={{seed: null}}"], "seed=null: manual_seed"),
+        ([f"{LOSS}.name=clip_cov", f"{LOSS}.options={{clip_cov_lb: 5, clip_cov_ub: 1}}"],
+         "no covariance is between them"),
+        ([f"{LOSS}.name=kl_cov", f"{LOSS}.options={{ppo_kl_coef: -1}}"], "at least 0 and finite"),
+        ([f"{LOSS}.name=kl_cov", f"{LOSS}.options={{ppo_kl_coef: nan}}"], "nan is no number"),
+        (["algorithm.adv_estimator=gpg", "algorithm.options={f_norm: -1}"], "above 0 and finite"),
+        (["algorithm.adv_estimator=gpg", "algorithm.options={f_norm: inf}"], "above 0 and finite"),
     ],
 )  # fmt: skip
 def test_options_that_a_function_does_not_take_are_refused(overrides, message) -> None:
@@ -69,6 +78,7 @@ from quadriga.algorithms.policy_losses import register_policy_loss
 def scaled(log_prob_BT, advantages_BT, *, factor=1.0):
     if factor > 3:
         raise ValueError("factor must be at most 3")
+    assert factor > 0, "factor must be above 0"
     return -factor * advantages_BT * log_prob_BT
 """
 
@@ -86,3 +96,5 @@ def test_options_of_a_loss_of_the_user_are_checked(user_file) -> None:
     check(f"{LOSS}.name=scaled", f"{LOSS}.options={{factor: 2}}")
     with pytest.raises(ConfigError, match=r"factor=4: .*factor must be at most 3"):
         check(f"{LOSS}.name=scaled", f"{LOSS}.options={{factor: 4}}")
+    with pytest.raises(ConfigError, match=r"factor=-1: factor must be above 0"):
+        check(f"{LOSS}.name=scaled", f"{LOSS}.options={{factor: -1}}")

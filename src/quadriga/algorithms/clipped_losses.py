@@ -11,6 +11,7 @@ Conventions of every policy loss in this package:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -161,11 +162,12 @@ def sapo(
     ℓ = −A·(4/τ)·σ(τ·(r − 1)), τ = τ_pos where A > 0, else τ_neg.
 
     Raises:
-        AlgorithmError: a temperature that is not above 0.
+        AlgorithmError: a temperature that is not above 0, or not finite.
     """
-    if tau_pos <= 0 or tau_neg <= 0:
+    if not (0 < tau_pos < math.inf and 0 < tau_neg < math.inf):
         raise AlgorithmError(
-            f"`tau_pos` and `tau_neg` must be above 0, but received {tau_pos} and {tau_neg}."
+            "`tau_pos` and `tau_neg` must be above 0 and finite, but received "
+            f"{tau_pos} and {tau_neg}."
         )
     log_ratio = masked_log_ratio(log_prob_BT, old_log_prob_BT, response_mask_BT)
     advantages = advantages_BT.masked_fill(~response_mask_BT, 0)

@@ -13,6 +13,8 @@ Shapes: B samples, T tokens. Conventions: see `clipped_losses.py`.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -82,7 +84,15 @@ def select_clip_cov(
 
     Returns:
         bool [B, T].
+
+    Raises:
+        AlgorithmError: a fraction out of range, or bounds between which no number is.
     """
+    if not clip_cov_lb < clip_cov_ub:
+        raise AlgorithmError(
+            "`clip_cov_lb` must be below `clip_cov_ub`, but received "
+            f"{clip_cov_lb} and {clip_cov_ub}: no covariance is between them."
+        )
     number = _token_count(clip_cov_ratio, response_mask_BT, "clip_cov_ratio")
     covariance = token_covariance(old_log_prob_BT, advantages_BT, response_mask_BT)
     # Example above with bounds (1, 5): the band holds positions 0 and 2 of three tokens. With
@@ -174,7 +184,14 @@ def kl_cov(
     Args:
         selected_BT: bool, from `select_kl_cov` over the whole batch.
         ppo_kl_coef: β.
+
+    Raises:
+        AlgorithmError: β is negative, which would reward a distance, or not finite.
     """
+    if not 0 <= ppo_kl_coef < math.inf:
+        raise AlgorithmError(
+            f"`ppo_kl_coef` must be at least 0 and finite, but received {ppo_kl_coef}."
+        )
     log_ratio = masked_log_ratio(log_prob_BT, old_log_prob_BT, response_mask_BT)
     advantages = advantages_BT.masked_fill(~response_mask_BT, 0)
     penalty = ppo_kl_coef * log_ratio.abs() * selected_BT

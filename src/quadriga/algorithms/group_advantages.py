@@ -8,6 +8,8 @@ function returns the same tensor twice, as (advantages_BT, returns_BT), 0 outsid
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from quadriga.algorithms.checks import (
 )
 from quadriga.algorithms.groups import Groups, require_group_size
 from quadriga.algorithms.masked import masked_copy, whiten_selected
-from quadriga.errors import ShapeError
+from quadriga.errors import AlgorithmError, ShapeError
 
 STD_EPSILON = 1e-6
 
@@ -175,7 +177,12 @@ def gpg(
 
     M counts the samples of zero-variance groups, which have gradient 0. α keeps the size of the
     step independent of their number: with 4 samples of which 2 are in such a group, α = 2.
+
+    Raises:
+        AlgorithmError: an F_norm that is not above 0, or not finite.
     """
+    if not 0 < f_norm < math.inf:
+        raise AlgorithmError(f"`f_norm` must be above 0 and finite, but received {f_norm}.")
     scores = sequence_scores(token_level_rewards_BT, response_mask_BT)
     nonzero = (groups.nonzero_variance_G(scores)[groups.index_B] & groups.member_B).sum()
     alpha = groups.member_B.sum() / nonzero.clamp(min=1)

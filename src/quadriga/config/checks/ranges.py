@@ -101,6 +101,13 @@ RANGES: dict[str, Range] = {
 }  # fmt: skip
 
 
+_UNLIMITED = (
+    "bound", "clip_ratio_c", "clip_ratio_high", "clip_ratio_low", "cliprange_value", "grad_clip",
+    "reward_clip", "upper",
+)  # fmt: skip
+"""Limits that may be infinite, which is none."""
+
+
 def leaves(config: DataclassInstance, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield (dotted key, value) for every setting of an object, sections excluded."""
     for field in dataclasses.fields(config):
@@ -120,12 +127,17 @@ def check_values(config: DataclassInstance) -> None:
 
 
 def _check_range(key: str, value: object) -> None:
-    allowed = RANGES.get(key.rpartition(".")[2])
-    if allowed is None or value is None:
-        return
+    leaf = key.rpartition(".")[2]
+    allowed = RANGES.get(leaf)
     for number in value if isinstance(value, list | tuple) else [value]:
-        if not isinstance(number, int | float) or not allowed.holds(number):
+        if allowed is not None and value is not None and not _within(allowed, number):
             raise ConfigError(f"{key} must be {allowed.words()}, got {number}", key=key)
+        if isinstance(number, float) and not math.isfinite(number) and leaf not in _UNLIMITED:
+            raise ConfigError(f"{key} must be a finite number, got {number}", key=key)
+
+
+def _within(allowed: Range, number: object) -> bool:
+    return isinstance(number, int | float) and allowed.holds(number)
 
 
 def _check_choices(key: str, value: object, kind: object) -> None:

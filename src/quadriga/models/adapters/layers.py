@@ -71,11 +71,12 @@ def targets(
     Raises:
         ConfigError: a name fits no layer, or no layer is left.
     """
-    everything = wanted is None or list(wanted) == [ALL_LINEAR]
-    names = [ALL_LINEAR] if wanted is None or everything else list(wanted)
-    for key, given in (("target_modules", names), ("exclude_modules", list(excluded))):
+    names = [ALL_LINEAR] if wanted is None else list(wanted)
+    everything = ALL_LINEAR in names
+    named = [name for name in names if name != ALL_LINEAR]
+    for key, given in (("target_modules", named), ("exclude_modules", list(excluded))):
         for name in given:
-            if name != ALL_LINEAR and not any(_fits(layer, name) for layer in layers):
+            if not any(_fits(layer, name) for layer in layers):
                 ends = sorted({layer.rpartition(".")[2] for layer in layers})
                 raise ConfigError(
                     f"model.lora.{key}: {type(model).__name__} has no linear layer {name!r} that "
@@ -95,10 +96,13 @@ def targets(
             key="model.lora",
         )
     if not found:
+        key, remedy = (
+            ("exclude_modules", "exclude fewer") if names else ("target_modules", "name some")
+        )
         raise ConfigError(
             f"model.lora leaves no layer of {type(model).__name__} for an adapter: "
-            f"target_modules={names}, exclude_modules={list(excluded)}; exclude fewer",
-            key="model.lora.exclude_modules",
+            f"target_modules={names}, exclude_modules={list(excluded)}; {remedy}",
+            key=f"model.lora.{key}",
         )
     return found
 

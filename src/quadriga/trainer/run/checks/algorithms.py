@@ -6,6 +6,7 @@ ranges for them. The function itself is called with two short responses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -15,7 +16,7 @@ from quadriga.algorithms.checks import require_finite
 from quadriga.algorithms.policy_losses import compute_policy_loss, select_tokens
 from quadriga.config.describe import as_written
 from quadriga.config.schema import AlgorithmConfig, Options, PolicyLossConfig, TrainConfig
-from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.errors import ConfigError
 from quadriga.workers.objectives import loss_settings
 
 _LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -56,11 +57,19 @@ def _check_own(key: str, options: Options, section: object) -> None:
 def _check_call(
     key: str, options: Mapping[str, object], of: str, call: Callable[[], object]
 ) -> None:
+    given = ", ".join(f"{name}={as_written(value)}" for name, value in options.items())
+    if any(map(_has_nan, options.values())):
+        raise ConfigError(f"{key}: {of} does not take {given}: nan is no number", key=key)
     try:
         call()
-    except (QuadrigaError, TypeError, ValueError) as error:
-        given = ", ".join(f"{name}={as_written(value)}" for name, value in options.items())
+    except Exception as error:  # anything that a function of the user may raise
         raise ConfigError(f"{key}: {of} does not take {given}: {error}", key=key) from error
+
+
+def _has_nan(value: object) -> bool:
+    """Return whether a value, or one in a list, is NaN, with which every comparison is false."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(item, float) and math.isnan(item) for item in values)
 
 
 def _call_loss(loss: PolicyLossConfig) -> None:
