@@ -247,28 +247,38 @@ def test_a_validation_that_fails_loses_no_step(runs, failing, step) -> None:
 KILLED_IN_VALIDATION = """
 import os, signal, sys
 from quadriga.cli.main import main
+from quadriga.trainer.run.checkpointing import Checkpointing
 from quadriga.trainer.run.record import RunRecord
 
-RunRecord.log_validation = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+{call} = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 main(sys.argv[1:])
 """
 
 
-def test_a_run_that_is_killed_in_a_validation_loses_no_metrics(runs) -> None:
+@pytest.mark.parametrize(
+    ("call", "logged"),
+    [("RunRecord.log_validation", []), ("Checkpointing.record_validation", [1])],
+    ids=["in it", "before it is recorded"],
+)
+def test_a_run_that_is_killed_in_a_validation_loses_and_repeats_nothing(runs, call, logged) -> None:
     settings = ("trainer.total_training_steps=2", "trainer.test_freq=1", "trainer.save_freq=1")
     runs.run("whole", *settings)
-    command = [sys.executable, "-c", KILLED_IN_VALIDATION, runs.command]
+    command = [sys.executable, "-c", KILLED_IN_VALIDATION.format(call=call), runs.command]
     done = subprocess.run([*command, *runs.given("run", *settings)], check=False, timeout=300)
-    assert done.returncode == -signal.SIGKILL and runs.metrics("run") == []
+    assert done.returncode == -signal.SIGKILL
+    assert [row["step"] for row in runs.metrics("run")] == logged
     runs.run("run", *settings, "trainer.resume_mode=auto")
     assert [row["step"] for row in runs.metrics("run")] == [1, 1, 2]
     lost, validation, last = read_jsonl(runs.folder / "run" / "metrics.jsonl")
-    assert lost["time/step"] > 0
+    assert lost["time/step"] > 0 and not lost.keys() & {"val/loss", "val/score"}
     (first, second) = runs.metrics("whole")
     assert timeless([lost | validation, last]) == [first, second]
-    # A second resume finds the row, and writes it no more.
+    ours, theirs = (runs.folder / run / "samples.jsonl" for run in ("run", "whole"))
+    assert ours.read_text() == theirs.read_text()
+    # A second resume finds the rows, and writes them no more.
     runs.run("run", *settings, f"trainer.resume_mode={runs.checkpoint('run', 1)}")
     assert [row["step"] for row in runs.metrics("run")] == [1, 1, 2]
+    assert ours.read_text() == theirs.read_text()
 
 
 def test_a_checkpoint_that_is_moved_away_during_validation_ends_no_run(

@@ -96,8 +96,9 @@ class RunRecord:
 
         Args:
             resumed: the checkpoint from which the run is resumed. If it is of the run in the
-                folder, that run is continued: its metrics and samples of later steps are removed
-                and its later checkpoints renamed, because the resumed run writes those steps again.
+                folder, that run is continued: its metrics and samples of later steps, and of a
+                validation that the checkpoint lacks, are removed and its later checkpoints renamed,
+                because the resumed run writes them again.
                 None: with `trainer.resume_mode=auto` the run begins again.
             given: the settings as the user gave them, for `config.yaml`; None: `config`.
 
@@ -117,8 +118,11 @@ class RunRecord:
         )
         try:
             if resume and resumed is not None:
-                folder.forget_after(resumed.state.step)
-                set_aside_after(folder.checkpoints, resumed.state.step)
+                state = resumed.state
+                # Without metrics in the checkpoint, a row of the step could not be written again.
+                validates = state.validation_pending and bool(state.metrics)
+                folder.forget_after(state.step, validates=validates)
+                set_aside_after(folder.checkpoints, state.step)
                 restore_folder(folder.model)
             record = cls(config, folder, total_steps, tokenizer, resumed)
         except BaseException:
