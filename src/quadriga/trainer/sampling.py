@@ -73,7 +73,8 @@ class Sampler:
         """
         algorithm = self.config.algorithm
         settings = algorithm.filter_groups
-        batch, scoring = self.run(stages.score_responses, batch, self.reward)
+        batch, of_first = self.run(stages.score_responses, batch, self.reward)
+        scoring = [of_first]
         turn = 1
         while True:
             decision = dynamic_sampling(
@@ -91,12 +92,12 @@ class Sampler:
                 drawn = {
                     f"group/{name}": decision.metrics[name] for name in ("kept", "gen_batches")
                 }
-                return StageResult(batch, {**drawn, **scoring})
+                return StageResult(batch, {**drawn, **_merged(*scoring)})
             # `turn` is part of the seed, so that a prompt that is drawn twice in one step does
             # not sample the same responses again.
             more, of_greedy = self._generate(next(self.stream), step, turn)
             more, of_more = self.run(stages.score_responses, more, self.reward)
-            scoring = _merged(scoring, of_greedy, of_more)
+            scoring += [of_greedy, of_more]
             batch = DataProto.concat([batch, more])
             turn += 1
 
