@@ -92,6 +92,7 @@ def test_killed_at_every_operation_on_the_disk(tmp_path, monkeypatch, step):
             assert torch.equal(stored, torch.full((3,), content))
         save(root, 7, 3.0)
         assert latest_checkpoint(root) == step_folder(root, 7)
+        assert list(root.glob("*.partial")) == [], "what was killed takes no disk for ever"
     assert moments > 10
 
 

@@ -46,11 +46,13 @@ def step_folder(root: str | Path, step: int) -> Path:
 def begin_checkpoint(root: str | Path, step: int) -> Path:
     """Create an empty folder for all ranks to write into; then call `commit_checkpoint`.
 
-    Raises `InputError` if it cannot be created.
+    What a process that was killed has left of a checkpoint, of this or another step, is deleted.
+    Raises `InputError` if the folder cannot be created.
     """
     partial = step_folder(root, step).with_suffix(".partial")
     try:
-        remove(partial)
+        for left in partial.parent.glob("global_step_*.partial"):
+            remove(left)
         partial.mkdir(parents=True)
     except OSError as error:
         raise cannot_write(partial, error) from error
