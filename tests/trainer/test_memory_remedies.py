@@ -66,6 +66,25 @@ def test_moments_in_8_bits_are_proposed_where_they_fit(tiny_task, tmp_path, size
     )
 
 
+def test_the_pass_of_a_reward_model_is_made_smaller_by_its_own_settings(tiny_task, tmp_path):
+    write_llama(tmp_path / "scores", 512)
+    path = f"reward_model.model.path={tmp_path / 'scores'}"
+    config = settings(tiny_task, tmp_path, "reward_model.enable=true", path,
+                      "data.val_files=[]")  # fmt: skip
+    plan = memory_plan(config, "cpu")
+    assert plan.pools[0].largest[0] == "scores of the reward model"
+    found = remedies(config, plan)
+    assert found[0] == "lower reward_model.engine.max_tokens_per_micro_batch=16384"
+    assert not any("gradient_checkpointing" in text or "actor.engine" in text for text in found)
+
+
+def test_micro_batches_of_one_row_are_not_lowered(tiny_task, tmp_path):
+    one = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+    config = settings(tiny_task, tmp_path, one, "actor_rollout_ref.rollout.micro_batch_size=1")
+    found = remedies(config, memory_plan(config, "cpu"))
+    assert not any("ppo_micro_batch" in text or "rollout.micro_batch" in text for text in found)
+
+
 def write_llama(folder, size: int) -> None:
     LlamaConfig(
         vocab_size=96, hidden_size=size, intermediate_size=size, num_hidden_layers=1,

@@ -19,7 +19,13 @@ from quadriga.engines.loading.model_setup import fits_8bit
 from quadriga.engines.memory.states import TrainingMemory
 from quadriga.errors import ModelError
 from quadriga.trainer.memory.machine import gib
-from quadriga.trainer.memory.phases import ACTOR, CRITIC, engine_settings
+from quadriga.trainer.memory.phases import (
+    ACTOR,
+    CRITIC,
+    PASSES,
+    REWARD_MODEL,
+    engine_settings,
+)
 from quadriga.trainer.memory.plan import MemoryPlan, memory_plan
 from quadriga.trainer.run.role_workers import critic_model
 
@@ -36,7 +42,10 @@ def smaller_runs(plan: MemoryPlan) -> str:
 def remedies(config: TrainConfig, plan: MemoryPlan, part: Part = "all") -> list[str]:
     """Return what to change, most effective first, for the pool that needs most. `part`: that does
     not fit."""
-    pool = max(plan.pools, key=lambda pool: pool.largest[1])
+    number = plan.pools.index(
+        max(plan.pools, key=lambda p: p.states if part == "states" else p.largest[1])
+    )
+    pool = plan.pools[number]
     phase, _ = pool.largest
     found = []
     rollout = config.actor_rollout_ref.rollout
@@ -46,13 +55,13 @@ def remedies(config: TrainConfig, plan: MemoryPlan, part: Part = "all") -> list[
     elif generation is not None and generation.setting:
         if generation.reserved and (phase == "generation" or not rollout.take_turns):
             found.append(f"lower actor_rollout_ref.rollout.{generation.setting}")
-    elif phase == "generation":
+    elif phase == "generation" and rollout.micro_batch_size > 1:
         found.append(f"lower actor_rollout_ref.rollout.micro_batch_size={rollout.micro_batch_size}")
+    if part == "all":
+        found += _pass_remedies(config, plan, number)
     trained = {role: e.update_peak for role, e in pool.engines.items() if e.update is not None}
     if trained:
         role = max(trained, key=lambda role: trained[role])
-        if part == "all":
-            found += _batch_remedies(config, plan, role, pool.engines[role])
         found += _states_remedies(config, plan, role, pool.engines[role])
     if plan.device_type != "cpu":
         together = pool.generation is not None and ACTOR in pool.engines
@@ -64,31 +73,60 @@ def remedies(config: TrainConfig, plan: MemoryPlan, part: Part = "all") -> list[
     return found
 
 
-def _batch_remedies(
-    config: TrainConfig, plan: MemoryPlan, role: str, engine: TrainingMemory
-) -> list[str]:
-    policy = config.actor_rollout_ref
-    own = role == CRITIC and bool(config.critic.model.path)
-    model, key = (config.critic.model, "critic") if own else (policy.model, "actor_rollout_ref")
-    section, prefix = _section(config, role)
+def _pass_remedies(config: TrainConfig, plan: MemoryPlan, number: int) -> list[str]:
+    """Return what makes the largest phase of the pool `number` smaller, if it is a pass.
+
+    If it is none, an update can be too large beside it.
+    """
+    pool = plan.pools[number]
+    phase, _ = pool.largest
+    role = next((r for r in pool.engines if phase in (PASSES[r], f"update of the {r}")), None)
+    if role is None:
+        peaks = {r: e.update_peak for r, e in pool.engines.items() if e.update is not None}
+        if not peaks:
+            return []
+        role = max(peaks, key=lambda role: peaks[role])
+        phase = f"update of the {role}"
+    updates = phase != PASSES[role]
+    engine, size = pool.engines[role], pool.phases[phase]
+    if updates and engine.step_peak >= engine.backward_peak:
+        return []  # the update of the parameters needs most, whatever the micro-batch
     found = []
-    assert engine.update is not None
-    for form, other in other_forms(config, plan.device_type, model.gradient_checkpointing).items():
-        changed = engine_of(other, role)
-        update = None if changed is None else changed.update
-        if update is not None and update.activations < engine.update.activations:
-            found.append(
-                f"set {key}.model.gradient_checkpointing={form} (activations of the {role}: "
-                f"{gib(engine.update.activations)} → {gib(update.activations)} GiB)"
-            )
-    if section.ppo_micro_batch_size_per_gpu is None and section.engine.use_dynamic_bsz:
-        found.append(
-            f"lower {prefix}.engine.max_tokens_per_micro_batch="
-            f"{section.engine.max_tokens_per_micro_batch}"
-        )
-    else:
-        found.append(f"lower {prefix}.ppo_micro_batch_size_per_gpu")
-    return found
+    if updates:
+        own = role == CRITIC and bool(config.critic.model.path)
+        policy = config.actor_rollout_ref.model
+        model, key = (config.critic.model, "critic") if own else (policy, "actor_rollout_ref")
+        forms = other_forms(config, plan.device_type, model.gradient_checkpointing)
+        for form, other in forms.items():
+            changed = engine_of(other, role)
+            if changed is not None and other.pools[number].phases[phase] < size:
+                found.append(
+                    f"set {key}.model.gradient_checkpointing={form} (activations of the {role}: "
+                    f"{_activations(engine)} → {_activations(changed)} GiB)"
+                )
+    return [*found, *_smaller_micro_batch(config, role, updates=updates)]
+
+
+def _activations(engine: TrainingMemory) -> str:
+    return gib(0 if engine.update is None else engine.update.activations)
+
+
+def _smaller_micro_batch(config: TrainConfig, role: str, *, updates: bool) -> list[str]:
+    """Return the setting that limits the micro-batches of a role, if it can be lowered."""
+    engine = engine_settings(config, role)
+    prefix = role if role in (CRITIC, REWARD_MODEL) else f"actor_rollout_ref.{role}"
+    if role == REWARD_MODEL:
+        name = "reward_model.micro_batch_size_per_gpu"
+        rows: int | None = config.reward_model.micro_batch_size_per_gpu
+    else:  # the reference has the micro-batches of the actor
+        section, own = _section(config, role)
+        name, rows = f"{own}.ppo_micro_batch_size_per_gpu", section.ppo_micro_batch_size_per_gpu
+        if not updates:  # with a limit of tokens it does not limit passes without gradients
+            rows = engine.forward_rows(rows)
+    if engine.use_dynamic_bsz and rows is None:
+        budget = engine.max_tokens_per_micro_batch
+        return [f"lower {prefix}.engine.max_tokens_per_micro_batch={budget}"]
+    return [] if rows == 1 else [f"lower {name}" + ("" if rows is None else f"={rows}")]
 
 
 def _states_remedies(
