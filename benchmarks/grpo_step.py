@@ -2,6 +2,7 @@
 
     python benchmarks/grpo_step.py --trl-python /path/to/trl-env/bin/python --out result.json
     python benchmarks/grpo_step.py --quick          # Quadriga alone, few steps
+    python benchmarks/grpo_step.py --device cuda --size 0.5b --trl-python …
 
 Both systems train the same Qwen2 model of about 1.0 M random parameters in float32, in one process
 with two threads: 16 prompts × 8 samples, a reference model with a KL loss, on-policy, responses
@@ -9,8 +10,11 @@ that end at an end token or at the limit. A step covers generation, scoring, log
 advantages and the update. The figure of a case is the median of the steps after three warm-up
 steps. Cases of the two systems alternate. Compare ratios of one run only.
 
-Also measured: the useful FLOP/s over the peak of a matrix product, the share of each stage in a
-step, and two Ray workers of one thread over one process of two (1 is equal, above 1 is faster).
+Also measured: the useful FLOP/s over the peak of a matrix product, tokens per second, the peak
+memory of the process or of the device, the share of each stage in a step, and on a CPU two Ray
+workers of one thread over one process of two (1 is equal, above 1 is faster).
+
+The sizes 0.5b and 1.5b compute in bfloat16 with float32 weights, for a GPU.
 """
 
 from __future__ import annotations
@@ -23,22 +27,20 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "grpo"))
 
-from trl_peer import PROMPTS, SAMPLES, prompts  # the same prompts and scores for both systems
+from sizes import SIZES, Size
+from trl_peer import PROMPTS, SAMPLES, Case, prompts  # the same for both systems
 from useful_flops import peak_flops, useful_flops
 
+PARTS = Path(__file__).parent / "grpo"
 WARM_UP = 3
-MODEL = {"hidden": 192, "layers": 2, "intermediate": 512, "kv_share": 50, "vocab": 512}
 STAGES = ("rollout", "evaluate", "ref_log_prob", "old_log_prob", "advantages", "update_actor",
           "sync_weights")  # fmt: skip
-CASES = {
-    "prompt 5 words, limit 64": {"prompt_words": 5, "limit": 64},
-    "prompt 5 words, limit 256": {"prompt_words": 5, "limit": 256},
-    "prompt 125 words, limit 64": {"prompt_words": 125, "limit": 64},
-}
 Metrics = dict[str, float]
 ENVIRONMENT = {"OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 REWARD = """
@@ -47,41 +49,32 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def write_inputs(folder: Path, steps: int) -> int:
+def write_inputs(folder: Path, size: Size, steps: int) -> int:
     """Write the model and, for each case, the prompts. Return the number of parameters."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from quadriga.models import TinyModel, write_tiny_model
-    from quadriga.observability.quiet import quiet_libraries
 
-    texts = prompts(64, 40)
-    shape = TinyModel(
-        hidden_size=MODEL["hidden"],
-        num_layers=MODEL["layers"],
-        intermediate_size=MODEL["intermediate"],
-        vocab_size=MODEL["vocab"],
-    )
-    write_tiny_model(str(folder / "model"), texts, shape, seed=0)  # its tokenizer is kept
+    write_tiny_model(str(folder / "model"), prompts(64, 40), TinyModel(), seed=0)  # a tokenizer
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
         Qwen2Config(
-            hidden_size=MODEL["hidden"],
-            num_hidden_layers=MODEL["layers"],
-            num_attention_heads=6,
-            num_key_value_heads=3,
-            intermediate_size=MODEL["intermediate"],
-            vocab_size=MODEL["vocab"],
-            max_position_embeddings=1024,
-            tie_word_embeddings=False,
+            hidden_size=size.hidden,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            num_key_value_heads=size.kv_heads,
+            intermediate_size=size.intermediate,
+            vocab_size=size.vocab,
+            max_position_embeddings=2048,
+            tie_word_embeddings=size.tied,
             **special_tokens(folder / "model"),
         )
     )
-    with quiet_libraries():
-        model.save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")
     parameters: int = sum(p.numel() for p in model.parameters())
     (folder / "reward.py").write_text(REWARD)
-    for words in {case["prompt_words"] for case in CASES.values()}:
+    for words in {case.prompt_words for case in size.cases.values()}:
         rows = [
             {
                 "prompt": [{"role": "user", "content": text}],
@@ -103,56 +96,95 @@ def special_tokens(folder: Path) -> dict[str, int]:
             if config.get(key) is not None}  # fmt: skip
 
 
-def ours(folder: Path, case: dict[str, int], steps: int, workers: int = 1) -> list[Metrics]:
-    """Return the metrics of the steps of `quadriga train` after warm-up.
+@dataclass(frozen=True)
+class Setup:
+    """What the cases have in common."""
+
+    folder: Path
+    size: Size
+    device: str
+    steps: int
+
+
+def ours(setup: Setup, case: Case, workers: int = 1) -> tuple[list[Metrics], int]:
+    """Return the metrics of the steps of `quadriga train` after warm-up, and its peak memory.
 
     One worker runs in the controller's process with two threads; two are Ray workers with one each.
     """
-    run = folder / "run"
+    run = setup.folder / "run"
     overrides = {
         "algorithm.adv_estimator": "grpo",
-        "data.train_files": f"[{folder}/prompts-{case['prompt_words']}.jsonl]",
+        "data.train_files": f"[{setup.folder}/prompts-{case.prompt_words}.jsonl]",
         "data.train_batch_size": PROMPTS,
-        "data.max_response_length": case["limit"],
-        "actor_rollout_ref.model.path": folder / "model",
+        "data.max_response_length": case.limit,
+        "actor_rollout_ref.model.path": setup.folder / "model",
         "actor_rollout_ref.rollout.n": SAMPLES,
         "actor_rollout_ref.actor.ppo_mini_batch_size": PROMPTS,
         "actor_rollout_ref.actor.use_kl_loss": "true",
         "actor_rollout_ref.actor.optim.lr": 1e-6,
-        "reward.path": folder / "reward.py",
+        "actor_rollout_ref.actor.engine.dtype": setup.size.dtype,
+        "reward.path": setup.folder / "reward.py",
         "trainer.backend": "local" if workers == 1 else "ray",
-        "trainer.device": "cpu",
+        "trainer.device": setup.device,
         "trainer.n_gpus_per_node": workers,
         "trainer.threads_per_worker": 2 // workers,
-        "trainer.total_training_steps": steps,
+        "trainer.total_training_steps": setup.steps,
         "trainer.loggers": "[jsonl]",
         "trainer.default_local_dir": run,
         "trainer.overwrite": "true",
     }
-    command = [sys.executable, "-m", "quadriga.cli.main", "train"]
-    _run([*command, *(f"{key}={value}" for key, value in overrides.items())])
+    command = [sys.executable, str(PARTS / "measured_train.py"), setup.device]
+    printed = _run([*command, *(f"{key}={value}" for key, value in overrides.items())])
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if "time/step" in record][WARM_UP:]
+    measured = [record for record in records if "time/step" in record][WARM_UP:]
+    return measured, _last_line(printed)["peak_memory"]
 
 
-def described(records: list[Metrics], peak: float) -> dict[str, float]:
-    """Return the median step, its useful FLOP/s over the peak, and the share of each stage."""
+def described(setup: Setup, case: Case, peak: float) -> Metrics:
+    """Return the figures of Quadriga for one case: the median step, its useful FLOP/s over the
+    peak, and the share of each stage."""
+    records, memory = ours(setup, case)
     step = statistics.median(record["time/step"] for record in records)
-    needed = statistics.median(useful_flops(record, MODEL, PROMPTS) for record in records)
-    figures = {"ours_s": step, "useful_flops_over_peak": needed / step / peak}
+    needed = statistics.median(useful_flops(record, setup.size, PROMPTS) for record in records)
+    speed = statistics.median(record["perf/tokens_per_second"] for record in records)
+    figures = {
+        "ours_s": step,
+        "useful_flops_over_peak": needed / step / peak,
+        "tokens_per_second": speed,
+        "peak_memory_gib": memory / 2**30,
+    }
     for stage in STAGES:
         seconds = [record.get(f"time/{stage}", 0.0) for record in records]
         if any(seconds):
             figures[f"share_of_{stage}"] = statistics.median(seconds) / step
+    if setup.device == "cpu":
+        pair = statistics.median(record["time/step"] for record in ours(setup, case, 2)[0])
+        figures["two_workers_over_one_process"] = step / pair
     return figures
 
 
-def trl(python: str, folder: Path, case: dict[str, int], steps: int) -> tuple[list[float], str]:
-    """Return the seconds of each step of TRL, and its version."""
-    peer = Path(__file__).parent / "grpo" / "trl_peer.py"
-    out = _run([python, str(peer), str(folder / "model"), json.dumps({**case, "steps": steps})])
-    printed = json.loads(out.strip().splitlines()[-1])
-    return printed["seconds"], printed["trl"]
+def trl(python: str, setup: Setup, case: Case) -> tuple[Metrics, str]:
+    """Return the median step of TRL and its peak memory, and its version."""
+    words = [str(setup.folder / "model"), json.dumps(asdict(case)), str(setup.steps)]
+    peer = [python, str(PARTS / "trl_peer.py"), *words, setup.device, setup.size.dtype]
+    printed = _last_line(_run(peer))
+    seconds = statistics.median(printed["seconds"][WARM_UP:])
+    return {"trl_s": seconds, "trl_peak_memory_gib": printed["peak_memory"] / 2**30}, printed["trl"]
+
+
+def _last_line(printed: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
+    return found
+
+
+def device_name(device: str) -> str | None:
+    """Return the name of the chip, or of the kind of processor. None: the machine has none."""
+    import torch
+
+    if device == "cpu":
+        return platform.machine()
+    module = getattr(torch, device, None)
+    return module.get_device_name() if module is not None and module.is_available() else None
 
 
 def _run(command: list[str]) -> str:
@@ -165,31 +197,37 @@ def _run(command: list[str]) -> str:
 
 
 def main() -> None:
+    from quadriga.observability.quiet import silence_libraries
+
+    silence_libraries()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trl-python", help="the Python of an environment that has TRL")
     parser.add_argument("--steps", type=int, default=11)
+    parser.add_argument("--device", default="cpu", help="cpu, or the type of an accelerator")
+    parser.add_argument("--size", default="1m", choices=SIZES, help="parameters of the model")
     parser.add_argument("--quick", action="store_true", help="one case, few steps")
     parser.add_argument("--out", type=Path, help="write the JSON there too")
     options = parser.parse_args()
-    steps = WARM_UP + 2 if options.quick else options.steps
-    peak = peak_flops()
+    machine = device_name(options.device)
+    if machine is None:
+        parser.error(f"--device {options.device}: this machine has no such device")
+    steps, size = WARM_UP + 2 if options.quick else options.steps, SIZES[options.size]
+    peak = peak_flops(options.device)
     result: dict[str, object] = {
-        "machine": platform.machine(),
+        "machine": machine,
         "cpus": os.cpu_count(),
         "peak_gflops": round(peak / 1e9, 1),
     }
-    cases: dict[str, dict[str, float]] = {}
+    cases: dict[str, Metrics] = {}
     with tempfile.TemporaryDirectory() as folder:
-        result["parameters"] = write_inputs(Path(folder), steps)
-        for name, case in list(CASES.items())[: 1 if options.quick else None]:
+        result["parameters"] = write_inputs(Path(folder), size, steps)
+        setup = Setup(Path(folder), size, options.device, steps)
+        for name, case in list(size.cases.items())[: 1 if options.quick else None]:
             print(f"{name} …", file=sys.stderr)
-            figures = described(ours(Path(folder), case, steps), peak)
-            pair = statistics.median(m["time/step"] for m in ours(Path(folder), case, steps, 2))
-            figures["two_workers_over_one_process"] = figures["ours_s"] / pair
+            figures = described(setup, case, peak)
             if options.trl_python:
-                seconds, result["trl"] = trl(options.trl_python, Path(folder), case, steps)
-                figures["trl_s"] = statistics.median(seconds[WARM_UP:])
-                figures["speed_up"] = figures["trl_s"] / figures["ours_s"]
+                peer, result["trl"] = trl(options.trl_python, setup, case)
+                figures |= {**peer, "speed_up": peer["trl_s"] / figures["ours_s"]}
             cases[name] = {key: round(value, 4) for key, value in figures.items()}
     result["cases"] = cases
     text = json.dumps(result, indent=2)

@@ -43,4 +43,5 @@ def test_quick_grpo_step():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     cases = json.loads(done.stdout)["cases"]
-    assert cases and all(figures["ours_s"] > 0 for figures in cases.values())
+    measured = ("ours_s", "tokens_per_second", "peak_memory_gib", "useful_flops_over_peak")
+    assert cases and all(figures[name] > 0 for figures in cases.values() for name in measured)
