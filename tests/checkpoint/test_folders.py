@@ -96,6 +96,19 @@ def test_killed_at_every_operation_on_the_disk(tmp_path, monkeypatch, step):
     assert moments > 10
 
 
+def test_a_killed_deletion_of_an_old_checkpoint_leaves_nothing_for_ever(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, step, 1.0)
+    for moment in (1, 2):  # the rename, the deletion
+        with monkeypatch.context() as patch, pytest.raises(KilledError):
+            kill_at(patch, moment)
+            prune_checkpoints(tmp_path, 1)
+        assert latest_checkpoint(tmp_path) == step_folder(tmp_path, 2)
+    save(tmp_path, 3, 1.0)
+    assert prune_checkpoints(tmp_path, 1) == [step_folder(tmp_path, 2)]
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_3"]
+
+
 def files_of(path):
     from safetensors.torch import load_file
 

@@ -206,9 +206,10 @@ def prune_checkpoints(root: str | Path, max_to_keep: int | None) -> list[Path]:
         )
     old = [path for _, path in complete_checkpoints(root)[:-max_to_keep]]
     for path in old:
-        # Without its marker the folder is not a checkpoint, even if only some files are deleted.
-        (path / MARKER).unlink()
-        shutil.rmtree(path)
+        # Renamed, it is not a checkpoint; what stays of it is deleted with the next save.
+        left = path.with_suffix(".partial")
+        os.replace(path, left)
+        shutil.rmtree(left)
     return old
 
 
