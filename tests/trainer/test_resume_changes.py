@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from run_cases import timeless
 
 from quadriga.checkpoint.folders import complete_checkpoints, latest_checkpoint
 from quadriga.checkpoint.marker import read_marker
@@ -78,6 +79,62 @@ def test_data_that_has_moved_is_the_same_data(first, run, tiny_task, tmp_path, c
     (tmp_path / "moved.parquet").write_bytes((tiny_task.folder / "data/train.parquet").read_bytes())
     assert len(run(*RESUME, f"data.train_files=[{tmp_path / 'moved.parquet'}]")) == 4
     assert "content of" not in caplog.text
+
+
+def test_an_adapter_that_has_moved_is_the_same_adapter(run, tmp_path, monkeypatch, caplog) -> None:
+    run("actor_rollout_ref.model.lora.rank=2", "trainer.total_training_steps=1")
+    (tmp_path / "run" / "model" / "adapter").rename(tmp_path / "adapter")
+    path, folder = (
+        "actor_rollout_ref.model.lora.path",
+        f"trainer.default_local_dir={tmp_path / 'b'}",
+    )
+    whole = run(f"{path}={tmp_path / 'adapter'}", folder, "trainer.save_freq=1")
+    monkeypatch.chdir(tmp_path)
+    half = f"trainer.resume_mode={tmp_path / 'b/checkpoints/global_step_1'}"
+    resumed = run(f"{path}=adapter", half, f"trainer.default_local_dir={tmp_path / 'c'}")
+    assert timeless(resumed)[-1] == timeless(whole)[-1]
+    assert f"{path}: {tmp_path / 'adapter'} → adapter" in caplog.text
+    with (tmp_path / "adapter" / "adapter_config.json").open("a") as file:
+        file.write("\n")
+    with pytest.raises(CheckpointError, match=f"the adapter_config.json of {path} is another one"):
+        run(f"{path}=adapter", half, f"trainer.default_local_dir={tmp_path / 'd'}")
+
+
+def test_a_critic_without_a_state_is_named_before_a_worker_starts(first, run, monkeypatch) -> None:
+    monkeypatch.setattr("quadriga.backends.get_backend", None)  # a start would raise TypeError
+    with pytest.raises(CheckpointError, match="has no state of role critic"):
+        run(*RESUME, "algorithm.adv_estimator=gae", "trainer.resume_override=true")
+
+
+def test_an_empty_name_of_a_checkpoint_is_not_the_working_directory(
+    run, first, monkeypatch
+) -> None:
+    monkeypatch.chdir(first / "checkpoints" / "global_step_2")
+    with pytest.raises(CheckpointError, match="resume_mode=: no such folder; set it to disable"):
+        run("trainer.resume_mode=", f"trainer.default_local_dir={first.parent / 'next'}")
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_a_kill_while_later_steps_are_removed_leaves_the_steps_before_them(
+    run, tmp_path, monkeypatch, kept
+) -> None:
+    """`kept`: of the later checkpoints, the number that are not renamed when the run is killed."""
+    settings = ("trainer.save_freq=1", "trainer.total_training_steps=3")
+    whole, checkpoints = timeless(run(*settings)), tmp_path / "run" / "checkpoints"
+    replace, renamed = os.replace, []
+
+    def killed(source, target) -> None:
+        if str(target).endswith("set_aside"):
+            renamed.append(target)
+        if len(renamed) > 2 - kept:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(*settings, f"trainer.resume_mode={checkpoints / 'global_step_1'}")
+    assert timeless(run(*settings, "trainer.resume_mode=auto")) == whole
 
 
 def test_secrets_are_not_written_into_a_checkpoint(train_overrides, monkeypatch) -> None:
@@ -171,6 +228,15 @@ def test_a_checkpoint_of_before_a_data_setting_existed_can_be_continued() -> Non
     assert Changes.between(saved, {**own, "data.sampler.name": "Other"}).data == [
         "data.sampler.name: Sampler → Other"
     ]
+
+
+def test_an_adapter_of_before_its_config_was_digested_is_compared_by_its_path(tmp_path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    key = "actor_rollout_ref.model.lora.path"
+    own = inputs_of(load_config(TrainConfig, [f"{key}={tmp_path}"]))
+    saved = {name: value for name, value in own.items() if not name.startswith("adapter_config")}
+    assert Changes.between(saved, own).model == []
+    assert Changes.between({**saved, key: "other"}, own).model != []
 
 
 @pytest.mark.parametrize(

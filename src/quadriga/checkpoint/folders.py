@@ -174,13 +174,14 @@ def set_aside_after(root: str | Path, step: int) -> list[Path]:
     """Rename the checkpoints of later steps, so that they are neither found nor pruned.
 
     A run that is resumed at `step` writes later steps again. The checkpoints of the first attempt,
-    among them damaged ones, must not be taken for those of the resumed run.
+    among them damaged ones, must not be taken for those of the resumed run. The latest is renamed
+    first: a process that is killed leaves no step without those before it.
 
     Returns:
         The new names.
     """
     moved = []
-    for later, path in complete_checkpoints(root):
+    for later, path in reversed(complete_checkpoints(root)):
         if later > step:
             target = path.with_name(f"global_step_{later}.set_aside")
             number = 2

@@ -121,8 +121,10 @@ class RunRecord:
                 state = resumed.state
                 # Without metrics in the checkpoint, a row of the step could not be written again.
                 validates = state.validation_pending and bool(state.metrics)
-                folder.forget_after(state.step, validates=validates)
+                # In this order: killed between the two, the run has the steps of the checkpoints
+                # that are left.
                 set_aside_after(folder.checkpoints, state.step)
+                folder.forget_after(state.step, validates=validates)
                 restore_folder(folder.model)
             record = cls(config, folder, total_steps, tokenizer, resumed)
         except BaseException:

@@ -20,6 +20,7 @@ from quadriga.config.schema import ModelConfig, RMConfig, RunConfig, SFTConfig, 
 from quadriga.errors import CheckpointError
 from quadriga.models.folder import local_folder
 from quadriga.observability.run_folder import CHECKPOINTS
+from quadriga.trainer.dataflow import needs_critic
 from quadriga.trainer.placement import Role
 from quadriga.trainer.roles.checks import check_states, saving_roles
 from quadriga.trainer.roles.registry import added_roles
@@ -60,19 +61,17 @@ _DATA = (
 )
 # What the stored weights, moments and coefficients belong to.
 _MODEL = (
-    "config.json of actor_rollout_ref.model.path",
-    "config.json of critic.model.path",
-    "config.json of model.path",
     *(
-        f"{model}.{name}"
+        name.format(model)
         for model in ("actor_rollout_ref.model", "critic.model", "model")
         for name in (
-            "freeze",
-            "lora.rank",
-            "lora.alpha",
-            "lora.path",
-            "lora.target_modules",
-            "lora.exclude_modules",
+            "config.json of {}.path",
+            "adapter_config.json of {}.lora.path",
+            "{}.freeze",
+            "{}.lora.rank",
+            "{}.lora.alpha",
+            "{}.lora.target_modules",
+            "{}.lora.exclude_modules",
         )
     ),
     "optim.name",
@@ -154,10 +153,10 @@ def checkpoint_to_resume(trainer: RunConfig, *, tell: bool = False) -> Path | No
         return None
     if trainer.resume_mode != "auto":
         path = Path(trainer.resume_mode).absolute()
-        if not path.is_dir():
+        if not (trainer.resume_mode and path.is_dir()):
             raise CheckpointError(
-                f"trainer.resume_mode={path}: no such folder; set it to disable, auto, or the "
-                "folder of a checkpoint",
+                f"trainer.resume_mode={trainer.resume_mode and path}: no such folder; set it to "
+                "disable, auto, or the folder of a checkpoint",
                 path=str(path),
             )
         verify_checkpoint(path)
@@ -201,8 +200,8 @@ def inputs_of(config: AnyRun) -> dict[str, object]:
         **dict(_images(config)),
         **{f"content of {key}": contents_digest(files) for key, files in _user_files(config)},
         **{
-            f"config.json of {key}": contents_digest([config_file(path)] if path else [])
-            for key, path in _models(config)
+            f"{name} of {key}": contents_digest([str(local_folder(path) / name)] if path else [])
+            for name, key, path in _folders(config)
         },
     }
 
@@ -232,24 +231,21 @@ def _user_files(config: AnyRun) -> Iterator[tuple[str, list[str]]]:
         yield "reward.parts", [str(path) for path in paths if path]
 
 
-def _models(config: AnyRun) -> Iterator[tuple[str, str]]:
-    """Yield (key, path) for each setting that names a model."""
+def _folders(config: AnyRun) -> Iterator[tuple[str, str, str | None]]:
+    """Yield (file that counts, key, path) for the folder of each model and adapter."""
     if isinstance(config, TrainConfig):
-        yield "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
-        yield "critic.model.path", config.critic.model.path
+        models = {
+            "actor_rollout_ref.model": config.actor_rollout_ref.model,
+            "critic.model": config.critic.model,
+        }
         # A role of the user in its place has a section of another class.
-        yield "reward_model.model.path", _reward_model_path(config)
+        path = config.reward_model.model.path if has_reward_model(config) else ""
+        yield "config.json", "reward_model.model.path", path
     else:
-        yield "model.path", config.model.path
-
-
-def _reward_model_path(config: TrainConfig) -> str:
-    return config.reward_model.model.path if has_reward_model(config) else ""
-
-
-def config_file(model_path: str) -> str:
-    """Return the path of a model's config.json; the model can be a name of the hub."""
-    return str(local_folder(model_path) / "config.json")
+        models = {"model": config.model}
+    for key, model in models.items():
+        yield "config.json", f"{key}.path", model.path
+        yield "adapter_config.json", f"{key}.lora.path", model.lora.path
 
 
 def setting_leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
@@ -316,11 +312,14 @@ class Changes:
         """Compare two results of `inputs_of` for settings of the type `command`.
 
         What decides whether a run can be continued, but did not exist when the checkpoint was
-        saved, had its default.
+        saved, had its default. A digest that did not exist is equal if its path is.
         """
         missing = {key for key in (*_DATA, *_MODEL) if key in own and key not in saved}
         defaults = inputs_of(command()) if missing else {}
-        saved = {**saved, **{key: defaults[key] for key in missing}}
+        for key in missing:
+            path = key.partition(" of ")[2]
+            equal = path in saved and saved[path] == own.get(path)
+            saved = {**saved, key: own[key] if equal else defaults[key]}
         lines = {
             key: changed_words(key, saved.get(key), own.get(key))
             for key in [*own, *(key for key in saved if key not in own)]
@@ -354,7 +353,7 @@ class Changes:
 
 def changed_words(key: str, saved: object, own: object) -> str:
     """Return a change of one input in words: "n: 2 → 4"."""
-    if key.startswith(("content of", "config.json of")):
+    if key.startswith(("content of", "config.json of", "adapter_config.json of")):
         return f"the {key} is another one"
     return f"{key}: {saved} → {own}"
 
@@ -384,7 +383,8 @@ def read_resumed(config: AnyRun, inputs: Mapping[str, object], *, tell: bool) ->
 def _saved_roles(config: AnyRun) -> list[str]:
     """Return the keys of the roles whose states a checkpoint of the run must hold."""
     if isinstance(config, TrainConfig):
-        return ["actor", *saving_roles(added_roles(config))]
+        critic = ["critic"] if needs_critic(config) else []
+        return ["actor", *critic, *saving_roles(added_roles(config))]
     return [Role.Actor.key if isinstance(config, SFTConfig) else Role.RewardModel.key]
 
 
