@@ -206,7 +206,8 @@ def limit_of(size):
 
 
 def test_a_run_that_does_not_fit_is_refused_before_it_starts(tiny_task, tmp_path):
-    small = settings(tiny_task, tmp_path, "trainer.device_memory_gb=0.55")
+    few = "actor_rollout_ref.rollout.micro_batch_size=1"
+    small = settings(tiny_task, tmp_path, "trainer.device_memory_gb=0.51", few)
     with pytest.raises(ConfigError) as refused:
         check_train_config(small)
     text = str(refused.value)
@@ -318,9 +319,10 @@ def test_the_command_shows_the_table(tiny_task, tmp_path, capsys):
         "of them logits", "KV cache", "update of the actor", "the run fits",
     ):  # fmt: skip
         assert row in out
-    pool = only_pool(settings(tiny_task, tmp_path))
+    few = "actor_rollout_ref.rollout.micro_batch_size=1"
+    pool = only_pool(settings(tiny_task, tmp_path, few))
     less = f"trainer.device_memory_gb={pool.largest[1] / 2**30 - 1e-6}"
-    assert main(["plan", *two_steps(tiny_task, tmp_path), less]) == 0
+    assert main(["plan", *two_steps(tiny_task, tmp_path), less, few]) == 0
     assert "lower actor_rollout_ref.actor.engine.max_tokens_per_micro_batch" in (
         capsys.readouterr().out
     )

@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
+from quadriga.engines.memory import passes
 from quadriga.errors import ConfigError
 from quadriga.trainer.memory.machine import gib
 from quadriga.trainer.memory.plan import memory_plan
@@ -90,3 +91,62 @@ def write_llama(folder, size: int) -> None:
         vocab_size=96, hidden_size=size, intermediate_size=size, num_hidden_layers=1,
         num_attention_heads=2, architectures=["LlamaForCausalLM"],
     ).save_pretrained(folder)  # fmt: skip
+
+
+CUDA = ("trainer.device=cuda", "trainer.n_gpus_per_node=4")
+
+
+@pytest.mark.parametrize("part", ["states", "all"])
+def test_the_refusal_and_what_to_change_are_for_the_pool_that_needs_most(tiny_task, tmp_path, part):
+    write_llama(tmp_path / "critic", 256)
+    more = (*CUDA, "placement.actor=[0,1]", "placement.rollout=[0,1]", "placement.critic=[2,3]",
+            "algorithm.adv_estimator=gae", f"critic.model.path={tmp_path / 'critic'}",
+            "actor_rollout_ref.rollout.micro_batch_size=1")  # fmt: skip
+    actor, critic = memory_plan(settings(tiny_task, tmp_path, *more), "cuda").pools
+    size = actor.bytes_of(part) - 8
+    assert size > (critic.states if part == "all" else 0) and critic.bytes_of(part) > size
+    limit = f"trainer.device_memory_gb={size / 2**30}"
+    with pytest.raises(ConfigError, match="a rank of critic needs") as refused:
+        check_memory(settings(tiny_task, tmp_path, *more, limit))
+    assert "critic.engine.offload_policy=true" in str(refused.value)
+    assert "alone" in str(refused.value) or part == "all"
+    assert "actor_rollout_ref" not in str(refused.value)
+
+
+def test_the_pool_that_needs_most_of_a_node_has_most_bytes_there(tiny_task, tmp_path):
+    """Three ranks of the actor need more than the one rank of the critic, which is larger."""
+    write_llama(tmp_path / "critic", 256)
+    more = ("trainer.n_gpus_per_node=4", "placement.actor=[0-2]", "placement.rollout=[0-2]",
+            "placement.critic=[3]", "algorithm.adv_estimator=gae", "data.train_batch_size=12",
+            f"critic.model.path={tmp_path / 'critic'}", "critic.ppo_mini_batch_size=12",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=12", "trainer.backend=ray")  # fmt: skip
+    plan = memory_plan(settings(tiny_task, tmp_path, *more), "cpu")
+    assert plan.pools[1].states > plan.pools[0].states
+    assert plan.largest_pool("states") == 0
+
+
+def test_moments_in_8_bits_are_not_proposed_where_nothing_falls(tiny_task, tmp_path):
+    """The first weight sync needs most: there are no moments yet."""
+    write_llama(tmp_path / "model", 64)
+    more = (*CUDA, f"actor_rollout_ref.model.path={tmp_path / 'model'}",
+            "actor_rollout_ref.rollout.take_turns=true")  # fmt: skip
+    config = settings(tiny_task, tmp_path, *more)
+    found = remedies(config, memory_plan(config, "cuda"), "states")
+    assert not any("adamw_8bit" in text for text in found)
+
+
+def test_what_a_pass_needs_is_counted_once(tiny_task, tmp_path, monkeypatch):
+    """The plans with moments in 8 bits and with states in host memory have the same passes."""
+    write_llama(tmp_path / "model", 64)
+    counted, count = [], passes.pass_memory
+
+    def counting(module, engine, rows, **more):
+        counted.append((rows, more["backward"]))
+        return count(module, engine, rows, **more)
+
+    monkeypatch.setattr(passes, "pass_memory", counting)
+    more = (*CUDA, f"actor_rollout_ref.model.path={tmp_path / 'model'}",
+            f"trainer.device_memory_gb={1 + 1e-6}")  # fmt: skip
+    with pytest.raises(ConfigError, match=r"offload_policy=true.*adamw_8bit"):
+        check_memory(settings(tiny_task, tmp_path, *more))
+    assert len(counted) == len(set(counted)) > 0

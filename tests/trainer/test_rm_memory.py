@@ -8,11 +8,13 @@ import pytest
 
 from quadriga.cli.main import main
 from quadriga.config.loading import load_config
-from quadriga.config.schema import RMConfig
+from quadriga.config.schema import RMConfig, SFTConfig
 from quadriga.errors import ConfigError
 from quadriga.trainer.fine_tuning.rm import load_pairs
+from quadriga.trainer.fine_tuning.sft import load_sft_rows
 from quadriga.trainer.memory.phases import PROCESS_BYTES
 from quadriga.trainer.memory.rm import rm_memory_plan
+from quadriga.trainer.memory.sft import sft_memory_plan
 
 
 def conversation(question, answer):
@@ -112,6 +114,52 @@ def test_a_run_that_does_not_fit_is_refused_before_a_worker_starts(
         assert "optimizer states alone need" in capsys.readouterr().err
     for fits in ((enough,), (less, "trainer.check_memory=false")):
         assert main(["rm", *arguments(EQUAL, *fits, "trainer.overwrite=true")]) == 0
+
+
+LONG = [pair("#### 7", "#### 8", question="3 + 4 + " * 60)] * 16
+
+
+@pytest.fixture(params=["rm", "sft"])
+def advice(request, arguments, tiny_task, capsys):
+    """advice("a=b", …) returns the table of a plan for one byte less than is needed."""
+    files = () if request.param == "rm" else (f"data.train_files={tiny_task.data('sft')}",)
+
+    def text(*more):
+        given = arguments(LONG, *files, *more)
+        if request.param == "rm":
+            config = load_config(RMConfig, given)
+            plan = rm_memory_plan(config, load_pairs(config).lengths, "cpu")
+        else:
+            sft = load_config(SFTConfig, given)
+            plan = sft_memory_plan(sft, load_sft_rows(sft).train.lengths, None, None, "cpu")
+        less = f"trainer.device_memory_gb={(plan.pools[0].largest[1] - 1) / 2**30}"
+        assert main(["plan", request.param, *given, less]) == 0
+        printed = capsys.readouterr().out
+        assert "but 0.5" in printed
+        return printed
+
+    return text
+
+
+def test_what_to_change_makes_less(advice):
+    """The form with fewest bytes comes first, and micro-batches of one row are not lowered."""
+    rows = "engine.use_dynamic_bsz=false"
+    selective = "model.gradient_checkpointing=selective"
+    found = advice(rows, selective, "data.micro_batch_size_per_gpu=4")
+    assert "set model.gradient_checkpointing=true (activations of the" in found
+    assert "checkpointing=false" not in found and "lower data.micro_batch_size_per_gpu=4" in found
+    assert "lower" not in advice(rows, "data.micro_batch_size_per_gpu=1")
+    assert "checkpointing" not in advice(rows, "model.gradient_checkpointing=true")
+
+
+def test_scores_are_computed_in_micro_batches_of_their_own(arguments, capsys):
+    """With a limit of tokens, only this limits their micro-batches."""
+    more = ("data.micro_batch_size_per_gpu=1", "trainer.device_memory_gb=0.502")
+    assert main(["plan", "rm", *arguments(LONG, *more)]) == 0
+    found = capsys.readouterr().out
+    scores = next(line for line in found.splitlines() if "scores of the" in line)
+    assert scores.endswith("← most") and "lower engine.max_tokens_per_micro_batch" in found
+    assert "lower data" not in found and "checkpointing" not in found
 
 
 def test_the_command_plans_the_pairs_of_the_data(arguments, tmp_path, capsys):

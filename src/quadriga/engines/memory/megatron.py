@@ -205,7 +205,9 @@ class _StagePasses:
             self.engine, name="fsdp", tensor_parallel_size=1, pipeline_parallel_size=1
         )
         module = self._chunk(1 if split else self.sizes.tensor, trained=backward)
-        passes = Passes(module, one_rank, "value", self.device_type, stages=self.sizes.pipeline)
+        passes = Passes(
+            module, self.model, one_rank, "value", self.device_type, stages=self.sizes.pipeline
+        )
         found = passes.count(rows, backward=backward)
         self.problem = passes.problem
         assert found is not None

@@ -6,13 +6,16 @@ Shapes: P prompt columns, R response columns, K targets, V vocabulary entries.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from quadriga.config.schema import EngineConfig
+from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.base import EntropyUse, HeadKind
 from quadriga.engines.micro_batches import plan_micro_batches, select_rows
 from quadriga.engines.token_model import TokenModel
@@ -202,11 +205,31 @@ def _logits(model: TokenModel, micro: dict[str, Tensor], ranks: int) -> int:
     return logits * next(model.model.parameters()).dtype.itemsize
 
 
+_COUNTED: ContextVar[dict[Hashable, PassMemory] | None] = ContextVar("_COUNTED", default=None)
+
+
+@contextmanager
+def passes_counted_once() -> Iterator[None]:
+    """Within this block, or a function with this decorator, equal passes are counted once.
+
+    Plans with another optimizer, or with states in host memory, have equal passes.
+    """
+    token = _COUNTED.set({})
+    try:
+        yield
+    finally:
+        _COUNTED.reset(token)
+
+
 @dataclass
 class Passes:
-    """Counts passes of one model; after a failure, `problem` says why there is no count."""
+    """Counts passes of one model; after a failure, `problem` says why there is no count.
+
+    `model`: the settings of `module`.
+    """
 
     module: PreTrainedModel
+    model: ModelConfig
     engine: EngineConfig
     head: HeadKind
     device_type: str
@@ -217,6 +240,26 @@ class Passes:
         """Return the memory of a pass, without activations if the model cannot be simulated."""
         if rows is None:
             return None
+        counted, key = _COUNTED.get(), self._key(rows, backward=backward)
+        if counted is None:
+            return self._count(rows, backward=backward)
+        if key not in counted:
+            found = self._count(rows, backward=backward)
+            if self.problem:
+                return found
+            counted[key] = found
+        return counted[key]
+
+    def _key(self, rows: Rows, *, backward: bool) -> Hashable:
+        """Return all that the memory of a pass depends on."""
+        engine, model = self.engine, self.model
+        engine = replace(engine, param_offload=False, optimizer_offload=False, offload_policy=False)
+        if not backward:  # nothing is kept that could be computed again
+            model = replace(model, gradient_checkpointing=False)
+        config = self.module.config.to_json_string()
+        return (config, model, engine, self.head, self.device_type, self.stages, rows, backward)
+
+    def _count(self, rows: Rows, *, backward: bool) -> PassMemory:
         try:
             return pass_memory(
                 self.module,

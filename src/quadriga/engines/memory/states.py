@@ -133,7 +133,7 @@ def training_memory(
         hosted=engine.offload_policy and device_type != "cpu",
         min_unit_parameters=min_unit_parameters,
     )
-    passes = Passes(module, engine, head, device_type)
+    passes = Passes(module, model, engine, head, device_type)
     counts = passes.count(update, backward=True), passes.count(evaluate, backward=False)
     memory = layout.memory(engine, *counts)
     return replace(memory, uncounted=passes.problem, weights=sum(sizes), largest_weight=max(sizes))

@@ -24,9 +24,9 @@ from quadriga.rollout.reserved import RESERVING, reserved_memory
 from quadriga.trainer.evaluation.ranks import trainer_settings
 from quadriga.trainer.memory.host import HostSettings
 from quadriga.trainer.memory.machine import device_limit, planned_device
-from quadriga.trainer.memory.phases import ROLLOUT, pool_memory
+from quadriga.trainer.memory.phases import ROLLOUT, Part, pool_memory
 from quadriga.trainer.memory.plan import MemoryPlan
-from quadriga.trainer.memory.remedies import Part, smaller_runs
+from quadriga.trainer.memory.remedies import smaller_runs
 from quadriga.trainer.memory.report import check_plan, plan_lines
 from quadriga.trainer.run.checks.images import uncounted_images
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from quadriga.config.role_ranks import RolePool
 from quadriga.config.schema import EngineConfig, TrainConfig
@@ -31,6 +32,10 @@ device and the buffers of its collectives. Rounded figures, not measured for eac
 ACTOR, ROLLOUT, REF, CRITIC, REWARD_MODEL = "actor", "rollout", "ref", "critic", "reward_model"
 TRAINING = (ACTOR, REF, CRITIC, REWARD_MODEL)
 """The roles with a training engine."""
+
+
+Part = Literal["processes", "states", "all"]
+"""What of a plan is counted: processes; with parameters, gradients and moments; everything."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,12 @@ class PoolMemory:
     def largest(self) -> tuple[str, int]:
         """The phase in which most bytes exist, and these bytes."""
         return max(self.phases.items(), key=lambda item: item[1])
+
+    def bytes_of(self, part: Part) -> int:
+        """Return the most bytes of a part that exist at once on a rank."""
+        if part == "processes":
+            return self.processes
+        return self.states if part == "states" else self.largest[1]
 
 
 PASSES = {
@@ -97,7 +108,7 @@ def engine_settings(config: TrainConfig, role: str) -> EngineConfig:
     }[role]
 
 
-Part = Callable[[int, int], int]
+_Choice = Callable[[int, int], int]
 """See `_Phases.bytes_of_each`."""
 
 
@@ -111,7 +122,7 @@ class _Phases:
     generation: GenerationMemory | None
     ranks: int
 
-    def bytes_of_each(self, part: Part) -> dict[str, int]:
+    def bytes_of_each(self, part: _Choice) -> dict[str, int]:
         """Return phase → bytes.
 
         `part` receives what a call adds at most, and how much of it are whole or sharded gradients,
@@ -158,7 +169,7 @@ class _Phases:
         only_asks = beside and not self.engines and self.device_type != "cpu"
         return beside if only_asks else 1 + beside
 
-    def _sync(self, part: Part) -> int:
+    def _sync(self, part: _Choice) -> int:
         """Return what exists during a weight sync, without its buffers."""
         held = self._others(ACTOR, part) + self._loaded(ACTOR, moments=False)
         if self.generation is None:
@@ -186,7 +197,7 @@ class _Phases:
         # On a CPU: one part is packed while the parts of two rounds are in the store.
         return weight + (3 * bucket if self.device_type == "cpu" else 0)
 
-    def _others(self, own: str, part: Part) -> int:
+    def _others(self, own: str, part: _Choice) -> int:
         """Return what the other roles hold while `own` computes."""
         held = sum(self._held(role) for role in self.engines if role != own)
         if self.generation is None or self._turns:  # released after each generation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -43,6 +44,7 @@ from quadriga.trainer.memory.phases import (
     REWARD_MODEL,
     ROLLOUT,
     TRAINING,
+    Part,
     PoolMemory,
     engine_settings,
     pool_memory,
@@ -52,6 +54,10 @@ from quadriga.trainer.run.role_workers import critic_model, uses_of_run
 from quadriga.workers.objectives import entropy_use
 
 _HEADS: dict[str, HeadKind] = {CRITIC: "value", REWARD_MODEL: "score"}
+
+
+PoolsOfNode = list[tuple[PoolMemory, int, int]]
+"""The pools with ranks on a node, the number of these ranks, and the bytes of one rank."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,33 @@ class MemoryPlan:
     pools: tuple[PoolMemory, ...]
     ranks_per_node: int
     missing: tuple[str, ...] = field(default=())
+
+    def largest_pool(self, part: Part) -> int:
+        """Return the number of the pool that needs most of a part: on each rank of an accelerator,
+        or in the memory of the fullest node."""
+        if self.device_type != "cpu":
+            sizes = [pool.bytes_of(part) for pool in self.pools]
+            return sizes.index(max(sizes))
+        pool, _, _ = max(self.fullest_node(part), key=lambda own: own[1] * own[2])
+        return self.pools.index(pool)
+
+    def fullest_node(self, part: Part) -> PoolsOfNode:
+        """Return the pools of the node whose ranks need most of a part."""
+        # 2 nodes of 4 ranks: the actor's pool has ranks 0 to 5, the critic's ranks 6 and 7.
+        #
+        #   node 0   actor 4
+        #   node 1   actor 2   critic 2
+        nodes: dict[int, PoolsOfNode] = {}
+        for pool in self.pools:
+            counts = Counter(rank // self.ranks_per_node for rank in pool.pool.ranks)
+            for node, count in counts.items():
+                nodes.setdefault(node, []).append((pool, count, pool.bytes_of(part)))
+        return max(nodes.values(), key=total)
+
+
+def total(pools: PoolsOfNode) -> int:
+    """Return the bytes of all ranks of a node."""
+    return sum(count * size for _, count, size in pools)
 
 
 def memory_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
@@ -176,8 +209,7 @@ class _Roles:
         policy, data = self.config.actor_rollout_ref, self.config.data
         count = policy.rollout.rows_at_once(rows, ranks)
         prompts = math.ceil(count / samples)
-        return _generation_memory(
-            _config_text(policy.model),
+        return planned_generation(
             policy.model,
             GeneratedRows(count, prompts, data.max_prompt_length, data.max_response_length),
             planned_sampling(sampling, data.max_response_length),
@@ -220,6 +252,17 @@ def _training_memory(
         model, engine, head=head, ranks=ranks, device_type=device_type, update=update,
         evaluate=evaluate, optim=optim,
     )  # fmt: skip
+
+
+def planned_generation(
+    model: ModelConfig,
+    rows: GeneratedRows,
+    sampling: SamplingParams,
+    dtype: DtypeName,
+    device_type: str,
+) -> GenerationMemory:
+    """Return the memory of the engine `hf`, counted once for equal arguments."""
+    return _generation_memory(_config_text(model), model, rows, sampling, dtype, device_type)
 
 
 @lru_cache(maxsize=32)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from quadriga.config.schema import (
     ActorConfig,
@@ -24,13 +25,12 @@ from quadriga.trainer.memory.phases import (
     CRITIC,
     PASSES,
     REWARD_MODEL,
+    Part,
+    PoolMemory,
     engine_settings,
 )
 from quadriga.trainer.memory.plan import MemoryPlan, memory_plan
 from quadriga.trainer.run.role_workers import critic_model
-
-Part = Literal["processes", "states", "all"]
-"""What of a plan is counted: processes; with parameters, gradients and moments; everything."""
 
 
 def smaller_runs(plan: MemoryPlan) -> str:
@@ -40,116 +40,155 @@ def smaller_runs(plan: MemoryPlan) -> str:
 
 
 def remedies(config: TrainConfig, plan: MemoryPlan, part: Part = "all") -> list[str]:
-    """Return what to change, most effective first, for the pool that needs most. `part`: that does
-    not fit."""
-    number = plan.pools.index(
-        max(plan.pools, key=lambda p: p.states if part == "states" else p.largest[1])
-    )
-    pool = plan.pools[number]
-    phase, _ = pool.largest
-    found = []
-    rollout = config.actor_rollout_ref.rollout
-    generation = pool.generation
-    if part == "states":
-        pass  # what a batch needs is not in it
-    elif generation is not None and generation.setting:
-        if generation.reserved and (phase == "generation" or not rollout.take_turns):
-            found.append(f"lower actor_rollout_ref.rollout.{generation.setting}")
-    elif phase == "generation" and rollout.micro_batch_size > 1:
-        found.append(f"lower actor_rollout_ref.rollout.micro_batch_size={rollout.micro_batch_size}")
-    if part == "all":
-        found += _pass_remedies(config, plan, number)
-    trained = {role: e.update_peak for role, e in pool.engines.items() if e.update is not None}
-    if trained:
-        role = max(trained, key=lambda role: trained[role])
-        found += _states_remedies(config, plan, role, pool.engines[role])
-    if plan.device_type != "cpu":
-        together = pool.generation is not None and ACTOR in pool.engines
-        if together and not rollout.take_turns:
-            found.append("set actor_rollout_ref.rollout.take_turns=true")
-        found.append("shard over more ranks (trainer.n_gpus_per_node, trainer.nnodes)")
-    else:
-        found.append(smaller_runs(plan))
-    return found
+    """Return what to change, most effective first, for the pool that needs most of `part`.
 
-
-def _pass_remedies(config: TrainConfig, plan: MemoryPlan, number: int) -> list[str]:
-    """Return what makes the largest phase of the pool `number` smaller, if it is a pass.
-
-    If it is none, an update can be too large beside it.
+    A setting with a value is only named if the bytes of that pool fall with it.
     """
-    pool = plan.pools[number]
-    phase, _ = pool.largest
-    role = next((r for r in pool.engines if phase in (PASSES[r], f"update of the {r}")), None)
-    if role is None:
-        peaks = {r: e.update_peak for r, e in pool.engines.items() if e.update is not None}
-        if not peaks:
-            return []
-        role = max(peaks, key=lambda role: peaks[role])
-        phase = f"update of the {role}"
-    updates = phase != PASSES[role]
-    engine, size = pool.engines[role], pool.phases[phase]
-    if updates and engine.step_peak >= engine.backward_peak:
-        return []  # the update of the parameters needs most, whatever the micro-batch
-    found = []
-    if updates:
-        own = role == CRITIC and bool(config.critic.model.path)
-        policy = config.actor_rollout_ref.model
-        model, key = (config.critic.model, "critic") if own else (policy, "actor_rollout_ref")
-        forms = other_forms(config, plan.device_type, model.gradient_checkpointing)
-        for form, other in forms.items():
-            changed = engine_of(other, role)
-            if changed is not None and other.pools[number].phases[phase] < size:
-                found.append(
-                    f"set {key}.model.gradient_checkpointing={form} (activations of the {role}: "
-                    f"{_activations(engine)} → {_activations(changed)} GiB)"
-                )
-    return [*found, *_smaller_micro_batch(config, role, updates=updates)]
+    return list(_Remedies(config, plan, part, plan.largest_pool(part)).found())
 
 
-def _activations(engine: TrainingMemory) -> str:
-    return gib(0 if engine.update is None else engine.update.activations)
+@dataclass(frozen=True)
+class _Remedies:
+    """What makes a part of the pool `number` of a plan smaller."""
+
+    config: TrainConfig
+    plan: MemoryPlan
+    part: Part
+    number: int
+
+    @property
+    def _pool(self) -> PoolMemory:
+        return self.plan.pools[self.number]
+
+    def found(self) -> Iterator[str]:
+        """Yield what to change, most effective first."""
+        rollout, pool = self.config.actor_rollout_ref.rollout, self._pool
+        if self.part == "all":  # what a batch needs is in no other part
+            yield from self._of_generation()
+            yield from self._of_pass()
+        trained = {r: e.update_peak for r, e in pool.engines.items() if e.update is not None}
+        for role in sorted(trained, key=lambda role: -trained[role]):
+            yield from self._of_states(role)
+        if self.plan.device_type == "cpu":
+            yield smaller_runs(self.plan)
+            return
+        together = pool.generation is not None and ACTOR in pool.engines
+        if together and not rollout.take_turns and self._less(self._rollout(take_turns=True)):
+            yield "set actor_rollout_ref.rollout.take_turns=true"
+        yield "shard over more ranks (trainer.n_gpus_per_node, trainer.nnodes)"
+
+    def _less(self, changed: TrainConfig) -> MemoryPlan | None:
+        """Return the plan with other settings, if the number that does not fit is smaller in it."""
+        try:
+            other = memory_plan(changed, self.plan.device_type)
+        except ModelError:  # no layers to checkpoint; the plan with the current form was made
+            return None
+        own = self._pool.bytes_of(self.part)
+        return other if other.pools[self.number].bytes_of(self.part) < own else None
+
+    def _rollout(self, **values: Any) -> TrainConfig:
+        policy = self.config.actor_rollout_ref
+        rollout = replace(policy.rollout, **values)
+        return replace(self.config, actor_rollout_ref=replace(policy, rollout=rollout))
+
+    def _trained(self, role: str, **values: Any) -> TrainConfig:
+        """Return the settings with other values in the section of the training of a role."""
+        config, policy = self.config, self.config.actor_rollout_ref
+        if role == CRITIC:
+            return replace(config, critic=replace(config.critic, **values))
+        actor = replace(policy.actor, **values)
+        return replace(config, actor_rollout_ref=replace(policy, actor=actor))
+
+    def _of_generation(self) -> Iterator[str]:
+        rollout, generation = self.config.actor_rollout_ref.rollout, self._pool.generation
+        phase, _ = self._pool.largest
+        if generation is not None and generation.setting:
+            if generation.reserved and (phase == "generation" or not rollout.take_turns):
+                yield f"lower actor_rollout_ref.rollout.{generation.setting}"
+        elif phase == "generation" and self._less(self._rollout(micro_batch_size=1)):
+            yield f"lower actor_rollout_ref.rollout.micro_batch_size={rollout.micro_batch_size}"
+
+    def _of_pass(self) -> Iterator[str]:
+        """Yield what makes the largest phase smaller, if it is a pass of a role."""
+        phase, _ = self._pool.largest
+        engines = self._pool.engines
+        role = next((r for r in engines if phase in (PASSES[r], f"update of the {r}")), None)
+        if role is None:
+            return
+        updates = phase != PASSES[role]
+        if updates:
+            yield from self._of_checkpointing(role, engines[role])
+        yield from self._of_micro_batch(role, updates=updates)
+
+    def _of_checkpointing(self, role: str, engine: TrainingMemory) -> Iterator[str]:
+        own = role == CRITIC and bool(self.config.critic.model.path)
+        policy = self.config.actor_rollout_ref.model
+        model, key = (self.config.critic.model, "critic") if own else (policy, "actor_rollout_ref")
+        forms = forms_beside(model.gradient_checkpointing, _engine_names(self.config))
+        for word, form in forms.items():
+            changed = _with_checkpointing(self.config, form)
+            if (other := self._less(changed)) is not None:
+                saved = saved_activations(role, engine, other)
+                yield f"set {key}.model.gradient_checkpointing={word} ({saved})"
+
+    def _of_micro_batch(self, role: str, *, updates: bool) -> Iterator[str]:
+        """Yield the setting that limits the micro-batches of a role, if it can be lowered."""
+        config, engine = self.config, engine_settings(self.config, role)
+        own = self._pool.engines[role]
+        counted = own.update if updates else own.evaluate
+        if counted is None or counted.rows <= 1:
+            return
+        if updates and not self._less(self._trained(role, ppo_micro_batch_size_per_gpu=1)):
+            return  # the update of the parameters needs most, whatever the micro-batch
+        prefix = role if role in (CRITIC, REWARD_MODEL) else f"actor_rollout_ref.{role}"
+        if role == REWARD_MODEL:
+            name = "reward_model.micro_batch_size_per_gpu"
+            rows: int | None = config.reward_model.micro_batch_size_per_gpu
+        else:  # the reference has the micro-batches of the actor
+            section, where = _section(config, role)
+            name, rows = (
+                f"{where}.ppo_micro_batch_size_per_gpu",
+                section.ppo_micro_batch_size_per_gpu,
+            )
+            if not updates:  # with a limit of tokens it does not limit passes without gradients
+                rows = engine.forward_rows(rows)
+        if engine.use_dynamic_bsz and rows is None:
+            budget = engine.max_tokens_per_micro_batch
+            yield f"lower {prefix}.engine.max_tokens_per_micro_batch={budget}"
+        elif rows != 1:
+            yield f"lower {name}" + ("" if rows is None else f"={rows}")
+
+    def _of_states(self, role: str) -> Iterator[str]:
+        """Yield what makes parameters, gradients and optimizer states of a role smaller."""
+        section, prefix = _section(self.config, role)
+        engine, on_cpu = section.engine, self.plan.device_type == "cpu"
+        hosted = self._trained(role, engine=replace(engine, offload_policy=True))
+        if engine.name != "fsdp":
+            yield (
+                f"divide the model of the {role} ({prefix}.engine.tensor_parallel_size, "
+                f"{prefix}.engine.pipeline_parallel_size)"
+            )
+            return
+        if not on_cpu and not engine.offloads and self._less(hosted):
+            yield (
+                f"set {prefix}.engine.offload_policy=true (parameters, gradients and optimizer "
+                f"states of the {role} in host memory: {gib(self._pool.engines[role].states)} GiB "
+                "at most)"
+            )
+        model = critic_model(self.config) if role == CRITIC else self.config.actor_rollout_ref.model
+        if offers_8bit(section.optim, engine, model, "value" if role == CRITIC else "lm"):
+            changed = self._trained(role, optim=replace(section.optim, name="adamw_8bit"))
+            if self._less(changed):
+                yield f"set {prefix}.optim.name=adamw_8bit (a quarter of the optimizer states)"
 
 
-def _smaller_micro_batch(config: TrainConfig, role: str, *, updates: bool) -> list[str]:
-    """Return the setting that limits the micro-batches of a role, if it can be lowered."""
-    engine = engine_settings(config, role)
-    prefix = role if role in (CRITIC, REWARD_MODEL) else f"actor_rollout_ref.{role}"
-    if role == REWARD_MODEL:
-        name = "reward_model.micro_batch_size_per_gpu"
-        rows: int | None = config.reward_model.micro_batch_size_per_gpu
-    else:  # the reference has the micro-batches of the actor
-        section, own = _section(config, role)
-        name, rows = f"{own}.ppo_micro_batch_size_per_gpu", section.ppo_micro_batch_size_per_gpu
-        if not updates:  # with a limit of tokens it does not limit passes without gradients
-            rows = engine.forward_rows(rows)
-    if engine.use_dynamic_bsz and rows is None:
-        budget = engine.max_tokens_per_micro_batch
-        return [f"lower {prefix}.engine.max_tokens_per_micro_batch={budget}"]
-    return [] if rows == 1 else [f"lower {name}" + ("" if rows is None else f"={rows}")]
-
-
-def _states_remedies(
-    config: TrainConfig, plan: MemoryPlan, role: str, engine: TrainingMemory
-) -> list[str]:
-    """Return what makes parameters, gradients and optimizer states of a role smaller."""
-    section, prefix = _section(config, role)
-    model = critic_model(config) if role == CRITIC else config.actor_rollout_ref.model
-    found = []
-    fsdp = section.engine.name == "fsdp"
-    if fsdp and plan.device_type != "cpu" and not section.engine.offload_policy:
-        found.append(
-            f"set {prefix}.engine.offload_policy=true (parameters, gradients and optimizer states "
-            f"of the {role} in host memory: {gib(engine.states)} GiB at most)"
-        )
-    if not fsdp:
-        found.append(
-            f"divide the model of the {role} ({prefix}.engine.tensor_parallel_size, "
-            f"{prefix}.engine.pipeline_parallel_size)"
-        )
-    elif offers_8bit(section.optim, section.engine, model, "value" if role == CRITIC else "lm"):
-        found.append(f"set {prefix}.optim.name=adamw_8bit (a quarter of the optimizer states)")
-    return found
+def saved_activations(role: str, engine: TrainingMemory, other: MemoryPlan) -> str:
+    """Return the activations of an engine, and those in another plan, in words."""
+    before, after = (
+        gib(0 if e is None or e.update is None else e.update.activations)
+        for e in (engine, engine_of(other, role))
+    )
+    return f"activations of the {role}: {before} → {after} GiB"
 
 
 def _section(config: TrainConfig, role: str) -> tuple[ActorConfig | CriticConfig, str]:
@@ -171,19 +210,31 @@ FORMS: dict[str, Checkpointing] = {"true": True, "selective": "selective", "fals
 """Forms of activation checkpointing, as they are written, those with fewest bytes first."""
 
 
+def forms_beside(current: Checkpointing, engines: Iterable[str]) -> dict[str, Checkpointing]:
+    """Return word → form, for each form beside `current` that engines of these names have."""
+    megatron = "megatron" in engines
+    return {
+        word: form
+        for word, form in FORMS.items()
+        if form != current and not (form == "selective" and megatron)
+    }
+
+
 def other_forms(
     config: TrainConfig, device_type: str, current: Checkpointing
 ) -> dict[str, MemoryPlan]:
     """Return form → the plan with it, for each form that the models have, but for `current`."""
     plans = {}
-    megatron = "megatron" in {engine_settings(config, role).name for role in (ACTOR, CRITIC)}
-    for word, form in FORMS.items():
-        if form != current and not (form == "selective" and megatron):
-            try:
-                plans[word] = memory_plan(_with_checkpointing(config, form), device_type)
-            except ModelError:  # no layers to checkpoint; the plan with the current form was made
-                continue
+    for word, form in forms_beside(current, _engine_names(config)).items():
+        try:
+            plans[word] = memory_plan(_with_checkpointing(config, form), device_type)
+        except ModelError:  # no layers to checkpoint; the plan with the current form was made
+            continue
     return plans
+
+
+def _engine_names(config: TrainConfig) -> list[str]:
+    return [engine_settings(config, role).name for role in (ACTOR, CRITIC)]
 
 
 def engine_of(plan: MemoryPlan, role: str) -> TrainingMemory | None:
@@ -194,11 +245,11 @@ def _with_checkpointing(config: TrainConfig, value: Checkpointing) -> TrainConfi
     """Return the same settings with another form of activation checkpointing."""
 
     def changed(model: ModelConfig) -> ModelConfig:
-        return dataclasses.replace(model, gradient_checkpointing=value)
+        return replace(model, gradient_checkpointing=value)
 
     policy, critic = config.actor_rollout_ref, config.critic
-    return dataclasses.replace(
+    return replace(
         config,
-        actor_rollout_ref=dataclasses.replace(policy, model=changed(policy.model)),
-        critic=dataclasses.replace(critic, model=changed(critic.model)),
+        actor_rollout_ref=replace(policy, model=changed(policy.model)),
+        critic=replace(critic, model=changed(critic.model)),
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from quadriga.config.schema import TrainConfig
+from quadriga.engines.memory.passes import passes_counted_once
 from quadriga.errors import ConfigError
 from quadriga.trainer.memory.host import (
     HostSettings,
@@ -17,15 +17,16 @@ from quadriga.trainer.memory.host import (
     host_shortage,
 )
 from quadriga.trainer.memory.machine import SETTING, DeviceLimit, device_limit, gib, planned_device
-from quadriga.trainer.memory.phases import ROLLOUT, PoolMemory
-from quadriga.trainer.memory.plan import MemoryPlan, memory_plan
-from quadriga.trainer.memory.remedies import Part, engine_of, other_forms, remedies
+from quadriga.trainer.memory.phases import ROLLOUT, Part, PoolMemory
+from quadriga.trainer.memory.plan import MemoryPlan, memory_plan, total
+from quadriga.trainer.memory.remedies import engine_of, other_forms, remedies
 from quadriga.trainer.memory.resharding import resharding_lines
 
 Advice = Callable[[Part], Iterable[str]]
 """Returns what to change, most effective first, if this part of a plan is too large."""
 
 
+@passes_counted_once()
 def check_memory(config: TrainConfig) -> None:
     """Check that a run fits the memory of its ranks, if the memory is known on this machine.
 
@@ -92,18 +93,17 @@ def _for_processes(plan: MemoryPlan, limit: DeviceLimit) -> list[str]:
 def shortage(plan: MemoryPlan, limit: DeviceLimit, part: Part = "all") -> str | None:
     """Return why a part of a plan does not fit, as a sentence without its end. None: it fits."""
     if plan.device_type != "cpu":
-        for pool in plan.pools:
-            phase, size = pool.largest
-            if part != "all":
-                phase, size = f"{_counted(part, [pool])} alone", _bytes_of(pool, part)
-            if size > limit.size:
-                return (
-                    f"a rank of {', '.join(pool.pool.roles)} needs {gib(size)} GiB ({phase}), but "
-                    f"its device has {gib(limit.size)} GiB ({limit.source})"
-                )
-        return None
-    parts = max(_pools_of_nodes(plan, part), key=_total)
-    if _total(parts) <= limit.size:
+        pool = plan.pools[plan.largest_pool(part)]
+        size = pool.bytes_of(part)
+        if size <= limit.size:
+            return None
+        phase = pool.largest[0] if part == "all" else f"{_counted(part, [pool])} alone"
+        return (
+            f"a rank of {', '.join(pool.pool.roles)} needs {gib(size)} GiB ({phase}), but its "
+            f"device has {gib(limit.size)} GiB ({limit.source})"
+        )
+    parts = plan.fullest_node(part)
+    if total(parts) <= limit.size:
         return None
     sums = " + ".join(
         f"{count} × {gib(size)} ({', '.join(pool.pool.roles)}, of which {gib(pool.processes)} "
@@ -112,7 +112,7 @@ def shortage(plan: MemoryPlan, limit: DeviceLimit, part: Part = "all") -> str | 
     )
     alone = f"{_counted(part, [pool for pool, _, _ in parts])} alone need"
     return (
-        f"{'the run needs' if part == 'all' else alone} {gib(_total(parts))} GiB on a node: "
+        f"{'the run needs' if part == 'all' else alone} {gib(total(parts))} GiB on a node: "
         f"ranks × GiB = {sums}; but {gib(limit.size)} GiB are {limit.source}"
     )
 
@@ -124,34 +124,7 @@ def _counted(part: Part, pools: Iterable[PoolMemory]) -> str:
     return f"processes, {'parameters, gradients and optimizer states' if trained else 'weights'}"
 
 
-def _bytes_of(pool: PoolMemory, part: Part) -> int:
-    if part == "processes":
-        return pool.processes
-    return pool.states if part == "states" else pool.largest[1]
-
-
-PoolsOfNode = list[tuple[PoolMemory, int, int]]
-"""The pools with ranks on a node, the number of these ranks, and the bytes of one rank."""
-
-
-def _pools_of_nodes(plan: MemoryPlan, part: Part) -> list[PoolsOfNode]:
-    # 2 nodes of 4 ranks: the actor's pool has ranks 0 to 5, the critic's ranks 6 and 7.
-    #
-    #   node 0   actor 4
-    #   node 1   actor 2   critic 2
-    nodes: dict[int, PoolsOfNode] = {}
-    for pool in plan.pools:
-        size = _bytes_of(pool, part)
-        counts = Counter(rank // plan.ranks_per_node for rank in pool.pool.ranks)
-        for node, count in counts.items():
-            nodes.setdefault(node, []).append((pool, count, size))
-    return list(nodes.values())
-
-
-def _total(parts: PoolsOfNode) -> int:
-    return sum(count * size for _, count, size in parts)
-
-
+@passes_counted_once()
 def plan_text(config: TrainConfig) -> str:
     """Return the memory plan as a table, with every form of activation checkpointing.
 
@@ -216,7 +189,7 @@ def _table_lines(
 def _left(plan: MemoryPlan, limit: DeviceLimit) -> str:
     """Return how much memory is left for what is not counted, as a sentence without its end."""
     if plan.device_type == "cpu":
-        used = max(map(_total, _pools_of_nodes(plan, "all")))
+        used = total(plan.fullest_node("all"))
     else:
         used = max(pool.largest[1] for pool in plan.pools)
     return f"what is counted fits; {gib(limit.size - used)} GiB are left for what is not"

@@ -27,7 +27,7 @@ def check_rm_memory(config: RMConfig, lengths: PairLengths) -> None:
     Raises:
         ConfigError: it does not fit. The message has the arithmetic, and says what to change.
     """
-    check_one_engine(config, lambda device: rm_memory_plan(config, lengths, device))
+    check_one_engine(config, lambda other, device: rm_memory_plan(other, lengths, device))
 
 
 def rm_plan_text(config: RMConfig, lengths: PairLengths) -> str:
@@ -36,7 +36,7 @@ def rm_plan_text(config: RMConfig, lengths: PairLengths) -> str:
     Raises:
         ModelError: the model folder has no config of a suitable model.
     """
-    return one_engine_text(config, lambda device: rm_memory_plan(config, lengths, device))
+    return one_engine_text(config, lambda other, device: rm_memory_plan(other, lengths, device))
 
 
 def rm_memory_plan(config: RMConfig, lengths: PairLengths, device_type: str) -> MemoryPlan:

@@ -22,7 +22,6 @@ from quadriga.engines.memory.passes import Rows
 from quadriga.rollout.memory import (
     GeneratedRows,
     GenerationMemory,
-    generation_memory,
     planned_sampling,
 )
 from quadriga.trainer.memory.one_engine import (
@@ -31,7 +30,7 @@ from quadriga.trainer.memory.one_engine import (
     one_engine_text,
 )
 from quadriga.trainer.memory.phases import ACTOR, PASSES, ROLLOUT, pool_memory
-from quadriga.trainer.memory.plan import MemoryPlan
+from quadriga.trainer.memory.plan import MemoryPlan, planned_generation
 
 if TYPE_CHECKING:
     from quadriga.data import PromptDataset
@@ -52,7 +51,7 @@ def check_sft_memory(
         ConfigError: it does not fit. The message has the arithmetic, and says what to change.
     """
     check_one_engine(
-        config, lambda device: sft_memory_plan(config, train, prompts, evaluated, device)
+        config, lambda other, device: sft_memory_plan(other, train, prompts, evaluated, device)
     )
 
 
@@ -70,7 +69,7 @@ def sft_plan_text(
         ModelError: the model folder has no config of a suitable model.
     """
     return one_engine_text(
-        config, lambda device: sft_memory_plan(config, train, prompts, evaluated, device)
+        config, lambda other, device: sft_memory_plan(other, train, prompts, evaluated, device)
     )
 
 
@@ -158,11 +157,11 @@ def _generation(
         rows = math.ceil(len(prompts) / ranks)
         count, prompt = min(RolloutConfig().micro_batch_size, rows), prompts.longest
     response = config.trainer.max_response_length
-    memory = generation_memory(
+    memory = planned_generation(
         config.model,
         GeneratedRows(count, count, prompt, response),
         planned_sampling(config.trainer.val_sampling, response),
-        dtype=config.engine.dtype,
-        device_type=device_type,
+        config.engine.dtype,
+        device_type,
     )
     return memory if prompts is not None else replace(memory, kv_cache=0, peak=0)
