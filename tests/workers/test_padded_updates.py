@@ -12,7 +12,12 @@ from quadriga.algorithms.partial import merge_partials
 from quadriga.backends import get_backend
 from quadriga.errors import LengthError
 from quadriga.protocol import DataProto, fields
-from quadriga.single_controller import Worker, make_nd_compute_dataproto_dispatch_fn, register
+from quadriga.single_controller import (
+    Dispatch,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from quadriga.workers import PairTrainingWorker
 from quadriga.workers.method_fields import UPDATE_ACTOR
 from quadriga.workers.updates import rows_of_update, rows_per_mini_batch
@@ -128,7 +133,40 @@ def test_pairs_that_do_not_divide_are_refused_before_they_are_sent(rows, padding
         group(Pairs, 2).update_rm(data)
 
 
-def test_pairs_stay_together_in_padded_parts():
+class Echo(Worker):
+    """Returns its rows."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def echo(self, data):
+        return data
+
+
+@pytest.mark.parametrize("arrived", [False, True], ids=["a batch", "a future that has arrived"])
+def test_pairs_stay_together_in_padded_parts(arrived):
     data = DataProto.from_dict({"row": torch.arange(6)}, auto_padding=True)
+    if arrived:
+        data = group(Echo, 3).echo(data)
+        assert len(data.arrived()) == 6
     metrics = group(Pairs, 2).update_rm(data).meta_info["metrics"]
     assert metrics == {"rows": [[0, 1, 2, 3], [4, 5, 0, 1]]}
+
+
+def test_an_arrived_future_is_padded_as_its_batch():
+    """Each rank has 5 rows and so 2 mini-batches of 4, which the ranks must have in common."""
+    data = padded_cases.batch(9)
+    later = group(Echo, 1).echo(data)
+    reports = [group(Actor, 2).update_actor(given) for given in (data, later)]
+    assert reports[0].meta_info == reports[1].meta_info
+    assert tokens_of(reports[0]) == tokens_of(reports[1])
+    both = group(Both, 2).both(data, later)
+    assert both.batch["same"].tolist() == [True] * 9
+
+
+class Both(Worker):
+    """Compares the rows of two batches."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def both(self, one, two):
+        return DataProto.from_dict(
+            {"same": (one.batch[fields.INPUT_IDS] == two.batch[fields.INPUT_IDS]).all(-1)}
+        )

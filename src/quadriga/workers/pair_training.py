@@ -13,7 +13,7 @@ from quadriga.config.schema import RMConfig
 from quadriga.data.conversations.pairs import MARGINS
 from quadriga.engines.base import VALUES
 from quadriga.errors import LengthError, WorkerError
-from quadriga.protocol import DataProto, fields
+from quadriga.protocol import DataProto, DataProtoFuture, fields
 from quadriga.single_controller import (
     Dispatch,
     Worker,
@@ -43,10 +43,14 @@ _MESH = "reward_model"
 def _dispatch_pairs(view: GroupView, /, data: object) -> Split:
     """Split by data-parallel rank, with both rows of a pair in one part.
 
+    A future that is pending is split as in other modes.
+
     Raises `LengthError` if the pairs do not divide and padding is off, or a row has no partner.
     """
     from quadriga.single_controller.dispatch.padding import add_padding
 
+    if isinstance(data, DataProtoFuture) and (arrived := data.arrived()) is not None:
+        data = arrived
     parts = max(view.dispatch_info(_MESH)) + 1
     if isinstance(data, DataProto) and len(data) % (2 * parts):
         rows = len(data)

@@ -265,9 +265,9 @@ def _split(
         arrived = value.arrived()
         # Parts of a received batch are sent as their own rows, parts of a future as the whole
         # future, of which the rank takes its rows.
-        if arrived is None or len(arrived) % parts:
+        if arrived is None or (len(arrived) % parts and not arrived.is_padding_enabled()):
             return value.chunk(parts, uneven)
-        return arrived.chunk(parts)
+        value = arrived
     if len(value) % parts and isinstance(value, DataProto) and value.is_padding_enabled():
         from quadriga.single_controller.dispatch.padding import add_padding
 
