@@ -150,3 +150,11 @@ def test_what_a_pass_needs_is_counted_once(tiny_task, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"offload_policy=true.*adamw_8bit"):
         check_memory(settings(tiny_task, tmp_path, *more))
     assert len(counted) == len(set(counted)) > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_is_divided_if_there_are_ranks_for_it(tiny_task, tmp_path, ranks):
+    more = ("actor_rollout_ref.actor.engine.name=megatron", f"trainer.n_gpus_per_node={ranks}")
+    config = settings(tiny_task, tmp_path, *more)
+    found = remedies(config, memory_plan(config, "cpu"), "states")
+    assert any("tensor_parallel_size" in text for text in found) == (ranks == 2)

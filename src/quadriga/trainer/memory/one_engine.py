@@ -101,9 +101,9 @@ def _remedies(
             f"memory: {gib(states)} GiB of each rank at most)"
         )
     eight, (_, head) = replace(config.optim, name="adamw_8bit"), _ROLES[type(config)]
-    if not fsdp:
+    if not fsdp and len(plan.pools[0].pool.ranks) > engine.model_parallel_size:
         yield "divide the model (engine.tensor_parallel_size, engine.pipeline_parallel_size)"
-    elif offers_8bit(config.optim, engine, config.model, head) and less(optim=eight):
+    if fsdp and offers_8bit(config.optim, engine, config.model, head) and less(optim=eight):
         yield "set optim.name=adamw_8bit (a quarter of the optimizer states)"
     if not on_cpu:
         yield "shard over more ranks (trainer.n_gpus_per_node, trainer.nnodes)"

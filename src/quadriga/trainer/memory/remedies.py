@@ -164,10 +164,11 @@ class _Remedies:
         engine, on_cpu = section.engine, self.plan.device_type == "cpu"
         hosted = self._trained(role, engine=replace(engine, offload_policy=True))
         if engine.name != "fsdp":
-            yield (
-                f"divide the model of the {role} ({prefix}.engine.tensor_parallel_size, "
-                f"{prefix}.engine.pipeline_parallel_size)"
-            )
+            if len(self._pool.pool.ranks) > engine.model_parallel_size:
+                yield (
+                    f"divide the model of the {role} ({prefix}.engine.tensor_parallel_size, "
+                    f"{prefix}.engine.pipeline_parallel_size)"
+                )
             return
         if not on_cpu and not engine.offloads and self._less(hosted):
             yield (
