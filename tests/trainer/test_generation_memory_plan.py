@@ -105,6 +105,14 @@ def test_a_refusal_leaves_the_output_and_a_complete_one_needs_no_memory(
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
+def test_one_row_at_a_time_is_not_made_fewer(arguments, tmp_path, capsys, no_ranks):
+    one = arguments("rollout.micro_batch_size=1", f"output={tmp_path / 'out.jsonl'}")
+    size = needed(arguments, "rollout.micro_batch_size=1")
+    assert main(["generate", *one, f"trainer.device_memory_gb={size - 1e-7}"]) == 2
+    refused = capsys.readouterr().err
+    assert "batch_size" not in refused and "lower max_prompt_length" in refused
+
+
 def test_the_memory_of_a_device_can_be_given_to_the_plan(tiny_task, capsys):
     path, device = f"model.path={tiny_task.model}", "trainer.device=cuda"
     assert main(["plan", "generate", path, device]) == 0

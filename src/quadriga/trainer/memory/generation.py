@@ -172,7 +172,8 @@ def _batch_remedies(config: GenerationConfig, device_type: str) -> Iterator[str]
         yield f"lower rollout.{reserved.setting}"
     else:
         size, batch = config.rollout.micro_batch_size, config.batch_size
-        yield f"lower rollout.micro_batch_size={size} or batch_size={batch}"
+        if min(size, batch) > 1:  # else one row is generated at once
+            yield f"lower rollout.micro_batch_size={size} or batch_size={batch}"
         yield (
             f"lower max_prompt_length={config.max_prompt_length} or "
             f"max_response_length={config.max_response_length}"
