@@ -15,6 +15,7 @@ from quadriga.trainer.memory.generation import (
     check_generation_memory,
     generation_memory_plan,
 )
+from quadriga.trainer.memory.machine import gib_apart
 from quadriga.trainer.memory.plan import memory_plan
 
 RANKS = ("trainer.device=cpu", "trainer.threads_per_worker=1", "max_response_length=6")
@@ -54,7 +55,8 @@ def test_a_generation_that_does_not_fit_is_refused_before_a_rank_starts(
     less = f"trainer.device_memory_gb={size - 1e-6}"
     assert main([command, *arguments(output, less)]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert f"needs {size:.3g} GiB on a node: ranks × GiB = 1 × {size:.3g} (rollout, " in line
+    shown, _ = gib_apart(int(size * 2**30), int((size - 1e-6) * 2**30))
+    assert f"needs {shown} GiB on a node: ranks × GiB = 1 × {size:.3g} (rollout, " in line
     for remedy in ("rollout.micro_batch_size=256", "batch_size=64", "max_response_length=6",
                    "trainer.check_memory=false"):  # fmt: skip
         assert remedy in line

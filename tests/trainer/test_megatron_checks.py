@@ -151,8 +151,15 @@ def test_fine_tuning_names_the_setting(capsys, tiny_task, tmp_path, available, c
 
 
 @pytest.mark.parametrize("command", ["sft", "rm"])
+@pytest.mark.parametrize(
+    "tensor, help_named",
+    [
+        (1, "divide the model (engine.tensor_parallel_size, engine.pipeline_parallel_size); or "),
+        (2, "trainer.device_memory_gb; use fewer ranks of a node"),  # both ranks divide it already
+    ],
+)
 def test_the_memory_of_fine_tuning_is_planned_and_refused(
-    capsys, tiny_task, tmp_path, available, command
+    capsys, tiny_task, tmp_path, available, command, tensor, help_named
 ):
     files = tmp_path / "pairs.jsonl"
     pair = {name: [{"role": "user", "content": "3 + 4"}, {"role": "assistant", "content": answer}]
@@ -162,18 +169,19 @@ def test_the_memory_of_fine_tuning_is_planned_and_refused(
         files = tiny_task.data("sft")
     given = [
         f"model.path={tiny_task.model}", f"data.train_files={files}", "data.train_batch_size=4",
-        "trainer.n_gpus_per_node=2", "engine.name=megatron", "engine.tensor_parallel_size=2",
-        f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.device_memory_gb=1.00001",
+        "trainer.n_gpus_per_node=2", "trainer.device_memory_gb=1.00001", "engine.name=megatron",
+        f"engine.tensor_parallel_size={tensor}", f"trainer.default_local_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     # The two processes need 1 GiB, and the parameters more than the 10 KiB that are left.
     assert main(["plan", command, *given]) == 0
     printed = capsys.readouterr().out
     rows = {line.strip().split("  ")[0]: line.split()[1:2] for line in printed.splitlines()}
     assert rows["parameters"] == rows["gradients"] and "optimizer states" in rows, printed
-    assert "engine megatron" not in printed and "4, 4 on each of 1 data ranks" in printed, printed
+    shared = "4, 2 on each of 2 " if tensor == 1 else "4, 4 on each of 1 data ranks"
+    assert "not counted" not in printed and shared in printed, printed
     assert main([command, *given]) == 2
     error = capsys.readouterr().err
-    assert "engine.tensor_parallel_size, engine.pipeline_parallel_size" in error, error
+    assert help_named in error, error
 
 
 def test_the_memory_of_a_run_is_planned(train_overrides, available):

@@ -10,7 +10,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.engines.memory import passes
 from quadriga.errors import ConfigError
-from quadriga.trainer.memory.machine import gib
+from quadriga.trainer.memory.machine import gib, gib_apart
 from quadriga.trainer.memory.plan import memory_plan
 from quadriga.trainer.memory.remedies import remedies
 from quadriga.trainer.memory.report import check_memory, plan_text
@@ -36,9 +36,10 @@ def test_states_that_do_not_fit_are_named_first(tiny_task, tmp_path):
             settings(tiny_task, tmp_path, f"trainer.device_memory_gb={pool.states / 2**30 - 1e-6}")
         )
     text = str(refused.value)
+    shown, _ = gib_apart(pool.states, int((pool.states / 2**30 - 1e-6) * 2**30))
     assert text.startswith(
         "processes, parameters, gradients and optimizer states alone need "
-        f"{gib(pool.states)} GiB on a node: ranks × GiB = 1 × {gib(pool.states)} (actor, rollout, "
+        f"{shown} GiB on a node: ranks × GiB = 1 × {gib(pool.states)} (actor, rollout, "
         "of which 0.5 the process); but"
     )
     assert "use a smaller model" in text  # the one rank has no others beside it

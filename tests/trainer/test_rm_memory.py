@@ -12,6 +12,7 @@ from quadriga.config.schema import RMConfig, SFTConfig
 from quadriga.errors import ConfigError
 from quadriga.trainer.fine_tuning.rm import load_pairs
 from quadriga.trainer.fine_tuning.sft import load_sft_rows
+from quadriga.trainer.memory.machine import gib_apart
 from quadriga.trainer.memory.phases import PROCESS_BYTES
 from quadriga.trainer.memory.rm import rm_memory_plan
 from quadriga.trainer.memory.sft import sft_memory_plan
@@ -102,7 +103,8 @@ def test_a_run_that_does_not_fit_is_refused_before_a_worker_starts(
         context.setattr("quadriga.trainer.fine_tuning.rm.start_one_group", never)
         assert main(["rm", *arguments(EQUAL, less)]) == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
-        assert f"the run needs {needed:.3g} GiB on a node: ranks × GiB = 1 × {needed:.3g}" in line
+        shown, _ = gib_apart(pool.largest[1], int((needed - 1e-6) * 2**30))
+        assert f"the run needs {shown} GiB on a node: ranks × GiB = 1 × {needed:.3g}" in line
         assert (
             "(reward_model, of which 0.5 the process)" in line
             and "model.gradient_checkpointing=true" in line

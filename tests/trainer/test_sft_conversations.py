@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.models import load_tokenizer
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.observability.samples import read_samples
-from quadriga.trainer.fine_tuning.sft import run_sft
+from quadriga.trainer.fine_tuning.sft import SFTTrainer, run_sft
 from quadriga.workers.generation import special_tokens
 
 
@@ -88,6 +89,23 @@ def test_loss_and_gradient_are_those_of_the_assistants_tokens(settings, files, t
     last = naive_loss(trained, val, range(7)).item()
     assert steps[-1]["val/loss"] == pytest.approx(last, rel=1e-5)
     assert steps[-1]["val/loss"] < steps[0]["val/loss"]
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_a_run_without_prompts_holds_no_rollout(settings, tiny_task, tmp_path, prompts):
+    """A second copy of the weights would be loaded, and sent at each validation, for nothing."""
+    if prompts:
+        settings += ["data.messages_key=null", f"data.train_files={tiny_task.data('sft')}",
+                     f"data.val_files={tiny_task.data('test')}"]  # fmt: skip
+    held = []
+    with closing(SFTTrainer(load_config(SFTConfig, settings))) as trainer:
+        policy = trainer.init_workers().policy
+        policy.execute_with_func_generator(lambda worker: held.append(worker.rollout is not None))
+        trainer.fit()
+    rows = list(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    assert held == [prompts]
+    for metric in ("time/sync_weights", "val/accuracy"):
+        assert any(metric in row for row in rows) is prompts, metric
 
 
 def test_two_ranks_validate_any_number_of_rows(settings, tmp_path):

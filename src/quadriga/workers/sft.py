@@ -12,7 +12,7 @@ from quadriga.workers.method_fields import UPDATE_SFT
 
 
 class SFTWorker(ActorRolloutRefWorker):
-    """An actor that takes supervised steps, with a rollout for the validation accuracy."""
+    """An actor that takes supervised steps, with a rollout if responses are validated."""
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), reads=UPDATE_SFT.inputs)
     def update_sft(self, data: DataProto) -> DataProto:

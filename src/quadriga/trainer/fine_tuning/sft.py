@@ -159,10 +159,12 @@ class SFTTrainer:
             total_steps=self.total_steps,
             max_response_length=trainer.max_response_length,
         )
+        # A rollout would hold a second copy of the weights.
+        role = Role.Actor if self.val_loader is None else Role.ActorRollout
         worker = ClassWithInitArgs(
-            SFTWorker, config=_worker_config(self.config), role="actor_rollout", runtime=runtime
+            SFTWorker, config=_worker_config(self.config), role=role.key, runtime=runtime
         )
-        started, group = start_one_group(trainer, Role.ActorRollout, worker)
+        started, group = start_one_group(trainer, role, worker)
         return SFTGroups(backend=started.backend, groups=started.groups, policy=group)
 
     def fit(self) -> SFTResult:
@@ -213,8 +215,9 @@ class SFTTrainer:
         """Compute the loss of the validation conversations, and score responses to the prompts.
         Return the metrics of the scores, {} without prompts."""
         policy = self.init_workers().policy
-        with record.span("sync_weights"):
-            policy.sync_weights()
+        if self.val_loader is not None:
+            with record.span("sync_weights"):
+                policy.sync_weights()
         with record.span("evaluate"):
             record.add(self.val_loss.measure(policy))
         return validator.run(step=self.step, due=True)

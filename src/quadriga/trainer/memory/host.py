@@ -22,7 +22,7 @@ from quadriga.engines.memory.states import TrainingMemory
 from quadriga.models.folder import local_folder
 from quadriga.parallel.device import compute_dtype
 from quadriga.trainer.dataflow import needs_critic, needs_reference
-from quadriga.trainer.memory.machine import DeviceLimit, available_memory, gib
+from quadriga.trainer.memory.machine import DeviceLimit, available_memory, gib, gib_apart
 from quadriga.trainer.memory.phases import (
     ACTOR,
     CRITIC,
@@ -222,9 +222,10 @@ def host_shortage(memory: HostMemory, limit: DeviceLimit) -> str | None:
     sums = " + ".join(f"{gib(size)} ({name})" for name, size in memory.parts.items())
     reasons = "; ".join(f"{role}: {reason}" for role, reason in memory.whole.items())
     loaded = f"; each rank loads whole models ({reasons})" if reasons else ""
+    needed, given = gib_apart(memory.total, limit.size)
     return (
-        f"the ranks of a node need {gib(memory.total)} GiB of host memory = {sums}, but "
-        f"{gib(limit.size)} GiB are {limit.source}{loaded}"
+        f"the ranks of a node need {needed} GiB of host memory = {sums}, but "
+        f"{given} GiB are {limit.source}{loaded}"
     )
 
 

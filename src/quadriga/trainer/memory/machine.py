@@ -66,6 +66,18 @@ def gib(size: int) -> str:
     return f"{size / GIB:.3g}"
 
 
+def gib_apart(needed: int, limit: int) -> tuple[str, str]:
+    """Return two sizes as `gib` does, with as many digits as show which one is larger.
+
+    80.04 and 80 GiB are "80.04" and "80", not twice "80".
+    """
+    for digits in range(3, 18):
+        texts = f"{needed / GIB:.{digits}g}", f"{limit / GIB:.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    return texts
+
+
 def available_memory(groups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
     """Return the bytes that new processes of this machine, or of its control group, can use."""
     import psutil

@@ -83,9 +83,14 @@ def pool_memory(
     pool: RolePool,
     engines: Mapping[str, TrainingMemory],
     generation: GenerationMemory | None,
+    *,
+    syncs: bool = True,
 ) -> PoolMemory:
-    """Return how much of what these engines need exists at once on a rank of the pool."""
-    phases = _Phases(config, device_type, engines, generation, len(pool.ranks))
+    """Return how much of what these engines need exists at once on a rank of the pool.
+
+    `syncs`: whether the weights of an actor are sent to a rollout, in this pool or another one.
+    """
+    phases = _Phases(config, device_type, engines, generation, len(pool.ranks), syncs)
     return PoolMemory(
         pool=pool,
         engines=engines,
@@ -121,6 +126,7 @@ class _Phases:
     engines: Mapping[str, TrainingMemory]
     generation: GenerationMemory | None
     ranks: int
+    syncs: bool
 
     def bytes_of_each(self, part: _Choice) -> dict[str, int]:
         """Return phase → bytes.
@@ -149,7 +155,7 @@ class _Phases:
                     self._loaded(role, moments=False) + peak,
                     self._loaded(role, moments=True) + step,
                 )
-        if ACTOR in self.engines:
+        if ACTOR in self.engines and self.syncs:
             found["weight sync"] = self._sync(part) + self._sync_buffers()
         if not found:  # all roles of the pool are uncounted, but its processes are not
             found["processes alone"] = 0

@@ -16,7 +16,14 @@ from quadriga.trainer.memory.host import (
     host_settings,
     host_shortage,
 )
-from quadriga.trainer.memory.machine import SETTING, DeviceLimit, device_limit, gib, planned_device
+from quadriga.trainer.memory.machine import (
+    SETTING,
+    DeviceLimit,
+    device_limit,
+    gib,
+    gib_apart,
+    planned_device,
+)
 from quadriga.trainer.memory.phases import ROLLOUT, Part, PoolMemory
 from quadriga.trainer.memory.plan import MemoryPlan, memory_plan, total
 from quadriga.trainer.memory.remedies import engine_of, other_forms, remedies
@@ -98,9 +105,10 @@ def shortage(plan: MemoryPlan, limit: DeviceLimit, part: Part = "all") -> str | 
         if size <= limit.size:
             return None
         phase = pool.largest[0] if part == "all" else f"{_counted(part, [pool])} alone"
+        needed, given = gib_apart(size, limit.size)
         return (
-            f"a rank of {', '.join(pool.pool.roles)} needs {gib(size)} GiB ({phase}), but its "
-            f"device has {gib(limit.size)} GiB ({limit.source})"
+            f"a rank of {', '.join(pool.pool.roles)} needs {needed} GiB ({phase}), but its "
+            f"device has {given} GiB ({limit.source})"
         )
     parts = plan.fullest_node(part)
     if total(parts) <= limit.size:
@@ -111,9 +119,10 @@ def shortage(plan: MemoryPlan, limit: DeviceLimit, part: Part = "all") -> str | 
         for pool, count, size in parts
     )
     alone = f"{_counted(part, [pool for pool, _, _ in parts])} alone need"
+    needed, given = gib_apart(total(parts), limit.size)
     return (
-        f"{'the run needs' if part == 'all' else alone} {gib(total(parts))} GiB on a node: "
-        f"ranks × GiB = {sums}; but {gib(limit.size)} GiB are {limit.source}"
+        f"{'the run needs' if part == 'all' else alone} {needed} GiB on a node: "
+        f"ranks × GiB = {sums}; but {given} GiB are {limit.source}"
     )
 
 

@@ -90,9 +90,8 @@ def sft_memory_plan(
     """
     trainer, engine = config.trainer, config.engine
     ranks = trainer.nnodes * trainer.n_gpus_per_node
-    pool = RolePool(
-        (ACTOR, ROLLOUT), tuple(range(ranks)), (trainer.n_gpus_per_node,) * trainer.nnodes
-    )
+    roles = (ACTOR,) if prompts is None else (ACTOR, ROLLOUT)
+    pool = RolePool(roles, tuple(range(ranks)), (trainer.n_gpus_per_node,) * trainer.nnodes)
     actor = engine_memory(
         config.model,
         engine,
@@ -103,13 +102,15 @@ def sft_memory_plan(
         evaluate=None if evaluated is None else _evaluated_rows(config, evaluated, ranks),
         optim=config.optim,
     )
-    generation = _generation(config, prompts, ranks, device_type)
+    generation = None if prompts is None else _generation(config, prompts, ranks, device_type)
     settings = TrainConfig(
         actor_rollout_ref=ActorRolloutRefConfig(
             actor=replace(TrainConfig().actor_rollout_ref.actor, engine=engine)
         )
     )
-    memory = pool_memory(settings, device_type, pool, {ACTOR: actor}, generation)
+    memory = pool_memory(
+        settings, device_type, pool, {ACTOR: actor}, generation, syncs=prompts is not None
+    )
     phases = {_PHASES.get(name, name): size for name, size in memory.phases.items()}
     missing = missing_activations(ACTOR, actor)
     planned = (replace(memory, phases=phases),)
@@ -149,19 +150,15 @@ def _rows(
 
 
 def _generation(
-    config: SFTConfig, prompts: PromptDataset | None, ranks: int, device_type: str
+    config: SFTConfig, prompts: PromptDataset, ranks: int, device_type: str
 ) -> GenerationMemory:
-    """Return the rollout engine. It has weights, but generates nothing, without a validation."""
-    count, prompt = 1, 1
-    if prompts is not None:
-        rows = math.ceil(len(prompts) / ranks)
-        count, prompt = min(RolloutConfig().micro_batch_size, rows), prompts.longest
+    """Return the rollout engine that responds to the prompts of the validation."""
+    count = min(RolloutConfig().micro_batch_size, math.ceil(len(prompts) / ranks))
     response = config.trainer.max_response_length
-    memory = planned_generation(
+    return planned_generation(
         config.model,
-        GeneratedRows(count, count, prompt, response),
+        GeneratedRows(count, count, prompts.longest, response),
         planned_sampling(config.trainer.val_sampling, response),
         config.engine.dtype,
         device_type,
     )
-    return memory if prompts is not None else replace(memory, kv_cache=0, peak=0)
