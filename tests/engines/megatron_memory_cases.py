@@ -50,7 +50,7 @@ def planned(case: Case, folder: Path, ranks: int):
     """Return the plan of each stage."""
     return stage_memories(
         case.model(folder), case.engine, head=case.head, ranks=ranks, device_type="cpu",
-        update=replace(ROWS, entropy=case.entropy), evaluate=ROWS,
+        update=replace(ROWS, entropy=case.entropy), evaluate=replace(ROWS, entropy=case.entropy),
     )  # fmt: skip
 
 
@@ -71,7 +71,8 @@ def measured(case: Case, folder: Path) -> dict[str, int]:
         )
 
     def evaluate() -> None:
-        engine.forward(batch, entropy=case.head == "lm", micro_batch_size=ROWS.micro_batch)
+        entropy = case.head == "lm" and case.entropy != "unused"
+        engine.forward(batch, entropy=entropy, micro_batch_size=ROWS.micro_batch)
 
     update()  # the moments exist after the first step
     held = {state: memory_cases.stored(engine._tensors(state))

@@ -28,8 +28,9 @@ from quadriga.config.schema import (
 )
 from quadriga.engines.base import EntropyUse
 from quadriga.engines.fsdp import FSDPEngine
+from quadriga.engines.memory.fsdp import fsdp_memory
 from quadriga.engines.memory.passes import Rows
-from quadriga.engines.memory.states import TrainingMemory, training_memory
+from quadriga.engines.memory.states import TrainingMemory
 from quadriga.engines.optimizers.rule import local_shard
 
 ROWS = Rows(count=8, prompt=32, response=48, samples=4)
@@ -161,7 +162,7 @@ def settings(case: Case, folder: Path) -> tuple[ModelConfig, EngineConfig]:
 def planned(case: Case, folder: Path, ranks: int, *, reshard: bool = True) -> TrainingMemory:
     rows = replace(ROWS, micro_batch=case.micro_batch, entropy=case.entropy)
     model, engine = settings(case, folder)
-    return training_memory(
+    return fsdp_memory(
         model, replace(engine, reshard_after_forward=reshard), head="lm", ranks=ranks,
         device_type="cpu", update=rows, evaluate=rows, optim=OptimConfig(name=case.optimizer),
         min_unit_parameters=case.unit,
@@ -196,7 +197,9 @@ def measured(case: Case, folder: Path) -> Measured:
         step=stored(local_shard(p) for p in engine.module.parameters() if p.requires_grad)
         + peak_of_step(engine, update),
         evaluate=least_peak_of(
-            lambda: engine.forward(batch, entropy=True, micro_batch_size=case.micro_batch)
+            lambda: engine.forward(
+                batch, entropy=case.entropy != "unused", micro_batch_size=case.micro_batch
+            )
         ),
     )
 

@@ -15,8 +15,8 @@ from transformers import DeepseekV3Config, LlamaConfig
 
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.loading.model_setup import simulated_model
+from quadriga.engines.memory.fsdp import fsdp_memory
 from quadriga.engines.memory.passes import Rows, pass_memory
-from quadriga.engines.memory.states import training_memory
 from quadriga.engines.memory.traffic import NO_TRAFFIC
 from quadriga.engines.micro_batches import plan_micro_batches
 from quadriga.models.simulated.allocations import AllocationCounter
@@ -160,7 +160,7 @@ def test_states_of_seven_billion_parameters(tmp_path):
         num_attention_heads=28, num_key_value_heads=4, max_position_embeddings=32768,
         tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"],
     ).save_pretrained(tmp_path)  # fmt: skip
-    plan = training_memory(
+    plan = fsdp_memory(
         ModelConfig(path=str(tmp_path), gradient_checkpointing=True), EngineConfig(),
         head="lm", ranks=8, device_type="cuda",
         update=Rows(64, 512, 512, samples=8), evaluate=None,
@@ -214,7 +214,7 @@ def test_values_of_another_size_than_queries_are_counted(device_type, tmp_path):
         qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=1,
         architectures=["DeepseekV3ForCausalLM"],
     ).save_pretrained(tmp_path)  # fmt: skip
-    plan = training_memory(
+    plan = fsdp_memory(
         ModelConfig(path=str(tmp_path)), EngineConfig(), head="lm", ranks=1,
         device_type=device_type, update=cases.ROWS, evaluate=None,
     )  # fmt: skip

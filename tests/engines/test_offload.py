@@ -11,8 +11,8 @@ import torch
 
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.fsdp import FSDPEngine
+from quadriga.engines.memory.fsdp import fsdp_memory
 from quadriga.engines.memory.passes import Rows
-from quadriga.engines.memory.states import training_memory
 from quadriga.engines.offload import OffloadedTensors
 
 
@@ -91,7 +91,7 @@ def test_views_of_one_storage_are_copied_once_and_stay_views():
 def test_offload_returns_the_bytes_that_the_memory_plan_counts(model_folder):
     engine = offloading(model_folder)
     cases.step(engine)
-    plan = training_memory(
+    plan = fsdp_memory(
         ModelConfig(path=model_folder), EngineConfig(), head="lm", ranks=1, device_type="cpu",
         update=Rows(2, 3, 4), evaluate=None,
     )  # fmt: skip

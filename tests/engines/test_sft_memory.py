@@ -80,7 +80,7 @@ def peaks(config, train, evaluated=None):
         rows, most = batch(evaluated), config.engine.forward_rows(size)
 
         def evaluate():
-            engine.forward(rows, entropy=True, micro_batch_size=most)
+            engine.forward(rows, micro_batch_size=most)
 
         found.append((plan.evaluate_peak, cases.least_peak_of(evaluate)))
     return found

@@ -315,6 +315,9 @@ def test_the_command_plans_generation(tiny_task, capsys):
     assert "responses of a batch   128 = 64 prompts × 2, 32 on each of 4 ranks" in text
     assert "at once on a rank    16 of up to 512 + 512 tokens" in text
     assert "KV cache" in text and "the run fits" in text
+    vllm = ["rollout.name=vllm", "rollout.options.tensor_parallel_size=2"]
+    assert main(["plan", "generate", path, *more, *vllm]) == 0
+    assert "64 on each of 4 ranks" in capsys.readouterr().out  # two ranks compute the same rows
     assert main(["plan", "train", "trainer.n_gpus_per_node=3"]) == 2
     assert "do not divide over 3 ranks" in capsys.readouterr().err
     assert main(["plan", "generate"]) == 2

@@ -10,8 +10,8 @@ from run_cases import timeless
 from quadriga.config.loading import load_config
 from quadriga.config.plan import batch_plan
 from quadriga.config.schema import EngineConfig, ModelConfig, TrainConfig
+from quadriga.engines.memory.fsdp import fsdp_memory
 from quadriga.engines.memory.passes import Rows
-from quadriga.engines.memory.states import training_memory
 from quadriga.errors import ConfigError
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.trainer.memory.plan import memory_plan
@@ -140,11 +140,11 @@ def test_the_plan_shows_what_a_layer_sends():
     with TemporaryDirectory() as folder:
         write_tiny_model(folder, ["one two"], shape)
         for name, bytes_of_layer in expected.items():
-            memory = training_memory(
+            memory = fsdp_memory(
                 ModelConfig(path=folder),
                 EngineConfig(dtype="float32", **{f"{name}_parallel_size": 2}),
                 head="lm", ranks=2, device_type="cpu", update=None,
-                evaluate=Rows(2, 6, 10),
+                evaluate=Rows(2, 6, 10, entropy="value"),
             )  # fmt: skip
             outputs = 2 * 10 * 2 * number  # log-probability and entropy of each response token
             found = memory.evaluate.exchanged

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ModelConfig, SFTConfig
 from quadriga.data.conversations.sft import SFTDataset
+from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.models import load_tokenizer
 from quadriga.observability.jsonl import read_jsonl
@@ -106,6 +107,18 @@ def test_a_run_without_prompts_holds_no_rollout(settings, tiny_task, tmp_path, p
     assert held == [prompts]
     for metric in ("time/sync_weights", "val/accuracy"):
         assert any(metric in row for row in rows) is prompts, metric
+
+
+def test_the_loss_of_a_validation_needs_no_entropies(settings, monkeypatch):
+    asked, forward = [], FSDPEngine.forward
+
+    def recorded(engine, batch, **given):
+        asked.append(given.get("entropy", False))
+        return forward(engine, batch, **given)
+
+    monkeypatch.setattr(FSDPEngine, "forward", recorded)
+    run_sft(load_config(SFTConfig, settings))
+    assert asked == [False] * 3  # one batch of conversations after each of three steps
 
 
 def test_two_ranks_validate_any_number_of_rows(settings, tmp_path):

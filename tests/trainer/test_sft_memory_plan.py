@@ -69,6 +69,17 @@ def test_the_plan_of_fine_tuning_has_the_rows_of_the_data(tiny_task, tmp_path):
     assert list(other.phases) == ["generation", "update of the actor", "weight sync"]
 
 
+def test_the_rollout_of_the_validation_has_a_copy_of_its_own_unless_dtypes_are_equal(
+    tiny_task, tmp_path
+):
+    prompts = f"data.val_files={tiny_task.data('test')}"
+    for dtype, copies in (("float32", 0), ("bfloat16", 1)):
+        _, pool = planned_sft(tiny_task, tmp_path, "cpu", prompts, f"engine.dtype={dtype}")
+        actor = pool.engines["actor"]
+        held = pool.processes + actor.parameters + actor.optimizer + pool.generation.peak
+        assert pool.phases["generation"] == held + copies * pool.generation.weights
+
+
 def test_the_plan_of_an_update_keeps_both_limits(tiny_task, tmp_path):
     device, size = "cpu", "data.micro_batch_size_per_gpu=3"
     tokens, pool = planned_sft(tiny_task, tmp_path, device, size)

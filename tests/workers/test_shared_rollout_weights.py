@@ -10,6 +10,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import RolloutError
 from quadriga.protocol import DataProto, fields
+from quadriga.trainer.memory.plan import memory_plan
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 from quadriga.workers.generation import generation_inputs
 from quadriga.workers.runtime import RankRuntime
@@ -55,6 +56,33 @@ def shares(worker: ActorRolloutRefWorker) -> bool:
 )
 def test_the_tensors_are_those_of_the_actor(worker, overrides, shared) -> None:
     assert shares(worker(*overrides)) is shared
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [f"{SECTION}.rollout.share_weights=false"],
+        [f"{SECTION}.actor.engine.param_offload=true"],
+        [f"{SECTION}.model.lora.rank=2"],
+        [f"{SECTION}.model.lora.rank=2", f"{SECTION}.model.lora.target_modules=[q_proj]"],
+        [f"{SECTION}.model.lora.rank=2", f"{SECTION}.actor.engine.dtype=bfloat16"],
+        [f"{SECTION}.actor.engine.dtype=bfloat16"],
+        [f"{SECTION}.actor.engine.offload_policy=true"],
+    ],
+    ids=str,
+)
+def test_the_plan_has_the_bytes_of_the_copy(worker, folder, overrides) -> None:
+    """Weights that adapters are merged into are tensors of the rollout's own."""
+    trained = worker(*overrides)
+    of_actor = addresses(trained.actor.module.parameters())
+    held = {t.data_ptr(): t.nbytes for t in trained.rollout.engine.module.parameters()}
+    own = sum(size for address, size in held.items() if address not in of_actor)
+    config = load_config(TrainConfig, [f"{SECTION}.model.path={folder}", *overrides])
+    (pool,) = memory_plan(config, "cpu").pools
+    states = sum(engine.parameters + engine.optimizer for engine in pool.engines.values())
+    assert pool.phases["generation"] - pool.processes - states - pool.generation.peak == own
+    assert own > 0 or not overrides or "dtype" in overrides[0] or "policy" in overrides[0]
 
 
 def test_generation_between_an_update_and_a_sync_is_refused(worker) -> None:

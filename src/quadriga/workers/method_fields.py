@@ -72,6 +72,9 @@ UPDATE_ACTOR = StageFields(
     writes=(fields.PARTIALS,),
 )
 UPDATE_SFT = StageFields("update_sft", reads=MODEL_INPUTS)
+COMPUTE_SFT_LOG_PROB = StageFields(
+    "compute_sft_log_prob", reads=MODEL_INPUTS, writes=(fields.OLD_LOG_PROBS,)
+)
 
 
 def scored_with_model(score: StageFields, *, rules: bool) -> StageFields:

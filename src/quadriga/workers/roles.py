@@ -275,8 +275,8 @@ class SFTGroup(RolloutGroup, Protocol):
     """The policy as it is trained on given responses."""
 
     @property
-    def compute_log_prob(self) -> GroupMethod[[DataProto], DataProto]:
-        """Compute `old_log_probs` and `entropys`: `ActorRolloutRefWorker.compute_log_prob`."""
+    def compute_sft_log_prob(self) -> GroupMethod[[DataProto], DataProto]:
+        """Compute `old_log_probs` of given responses: `SFTWorker.compute_sft_log_prob`."""
         ...
 
     @property
@@ -318,8 +318,7 @@ def methods_of(roles: Iterable[type]) -> list[str]:
 
 
 if TYPE_CHECKING:
-    # mypy derives the type of each group method from the worker method and compares it with the
-    # protocol. Nothing of this block exists at run time.
+    # Nothing of this block exists at run time.
     from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
     from quadriga.workers.critic import CriticWorker
     from quadriga.workers.pair_training import PairTrainingWorker
@@ -387,6 +386,7 @@ if TYPE_CHECKING:
 
     class _OfSFT(_OfPolicy):
         update_sft = joined(SFTWorker.update_sft)
+        compute_sft_log_prob = joined(SFTWorker.compute_sft_log_prob)
 
     _actor: ActorGroup = _OfPolicy()
     _rollout: RolloutGroup = _OfPolicy()

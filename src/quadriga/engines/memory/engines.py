@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.base import HeadKind
+from quadriga.engines.memory.fsdp import fsdp_memory
 from quadriga.engines.memory.megatron import megatron_memory
 from quadriga.engines.memory.passes import Rows
-from quadriga.engines.memory.states import TrainingMemory, training_memory
+from quadriga.engines.memory.states import TrainingMemory
 
 
 def engine_memory(
@@ -20,7 +21,7 @@ def engine_memory(
     evaluate: Rows | None,
     optim: OptimConfig | None = None,
 ) -> TrainingMemory:
-    """Return the memory of the engine that `build_engine` builds; see `training_memory`.
+    """Return the memory of the engine that `build_engine` builds; see `fsdp_memory`.
 
     Raises:
         ConfigError: the model or the ranks do not divide by the degrees of the engine.
@@ -36,7 +37,7 @@ def engine_memory(
             update=update,
             evaluate=evaluate,
         )
-    return training_memory(
+    return fsdp_memory(
         model,
         engine,
         head=head,

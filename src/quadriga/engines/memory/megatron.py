@@ -57,7 +57,7 @@ def megatron_memory(
     update: Rows | None,
     evaluate: Rows | None,
 ) -> TrainingMemory:
-    """Return the memory of the stage that needs most; see `training_memory` for the arguments.
+    """Return the memory of the stage that needs most; see `fsdp_memory` for the arguments.
 
     Raises:
         ConfigError: the model or the ranks do not divide by the degrees.
@@ -310,7 +310,7 @@ class _StagePasses:
         block = min(targets, max(1, BLOCK_LOGITS * tensor // vocabulary)) * own * wide
         weight, hidden = (n * self.config.hidden_size * wide for n in (own, targets))
         outputs = found.tokens * self.config.hidden_size * self.dtype.itemsize  # of all tokens
-        entropy = not backward or rows.entropy != "unused"
+        entropy = rows.entropy != "unused"
         forward = found.saved + _FORWARD_TILES[entropy] * block + hidden + outputs
         # Gradients of weight and hidden states, and the product that is added to the first.
         backwards = found.saved + weight + 2 * hidden

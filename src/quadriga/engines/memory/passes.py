@@ -42,7 +42,7 @@ class Rows:
         samples: rows that share a prompt and are neighbours.
         micro_batch: most rows of a micro-batch, within the engine's budget of tokens. None: any
             number.
-        entropy: what an update needs of the entropies. A pass without gradients computes them.
+        entropy: what is computed of the entropies; "gradient" in an update only.
     """
 
     count: int
@@ -268,7 +268,7 @@ class Passes:
                 head=self.head,
                 device_type=self.device_type,
                 backward=backward,
-                entropy=rows.entropy if backward else "value",
+                entropy=rows.entropy,
                 stages=self.stages,
             )
         except QuadrigaError:

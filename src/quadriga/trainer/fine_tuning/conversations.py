@@ -84,7 +84,7 @@ class EvaluationLoss:
         for batch in self.loader:
             # The ranks take equal parts. Rows that are added to that end do not count.
             rows, added = pad_dataproto_to_divisor(batch, policy.world_size)
-            found = unpad_dataproto(policy.compute_log_prob(rows), added)
+            found = unpad_dataproto(policy.compute_sft_log_prob(rows), added)
             mask = batch.batch[fields.RESPONSE_MASK]
             log_probs = found.batch[fields.OLD_LOG_PROBS].double()
             total -= float((log_probs * mask).sum())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from quadriga.config.role_ranks import RolePool
 from quadriga.config.schema import GenerationConfig, TrainConfig
+from quadriga.rollout import ranks_of_copy
 from quadriga.rollout.memory import (
     GeneratedRows,
     GenerationMemory,
@@ -77,10 +78,14 @@ def _host_settings(config: GenerationConfig) -> HostSettings:
 
 
 def rows_at_once(config: GenerationConfig, batch: PromptBatch) -> tuple[int, int]:
-    """Return the responses that one rank generates of a batch, and those that it has at once."""
+    """Return the responses that one rank generates of a batch, and those that it has at once.
+
+    Ranks that hold one copy of the weights together generate the same responses.
+    """
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    copies = max(1, ranks // ranks_of_copy(config.rollout.name, config.rollout.options))
     rows = batch.count * config.n
-    return math.ceil(rows / ranks), config.rollout.rows_at_once(rows, ranks)
+    return math.ceil(rows / copies), config.rollout.rows_at_once(rows, copies)
 
 
 def generation_memory_plan(

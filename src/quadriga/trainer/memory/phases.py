@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from quadriga.config.role_ranks import RolePool
 from quadriga.config.schema import EngineConfig, TrainConfig
 from quadriga.engines.memory.states import TrainingMemory
@@ -213,17 +215,23 @@ class _Phases:
     @property
     def _rollout_weights(self) -> int:
         """The bytes of the rollout's own copy. There is none where it uses the tensors of the
-        actor: on one rank, if both are float32."""
+        actor: on one rank, if both are float32. Merged with adapters, weights are its own."""
         if self.generation is None:
             return 0
         rollout, actor = self.config.actor_rollout_ref.rollout, self.engines.get(ACTOR)
         own_dtype = "float32" if self.device_type == "cpu" else "bfloat16"
         dtype = own_dtype if rollout.dtype == "auto" else rollout.dtype
         shared = rollout.share_weights and rollout.name == "hf" and not rollout.take_turns
-        if shared and self.ranks == 1 and dtype == "float32" and actor is not None:
-            offloads = engine_settings(self.config, ACTOR).param_offload
-            return self.generation.weights if offloads else 0
-        return self.generation.weights
+        if not (shared and self.ranks == 1 and dtype == "float32" and actor is not None):
+            return self.generation.weights
+        engine = engine_settings(self.config, ACTOR)
+        hosted = engine.offload_policy and self.device_type != "cpu"
+        if engine.param_offload or hosted or engine.name == "megatron":  # it is sent other tensors
+            return self.generation.weights
+        frozen = own_dtype if engine.dtype == "auto" else engine.dtype
+        if actor.adapted and frozen != dtype:
+            return self.generation.weights
+        return min(actor.adapted * torch.float32.itemsize, self.generation.weights)
 
     def _held(self, role: str, *, generating: bool = False) -> int:
         """Return what a training engine holds while another role computes."""

@@ -165,16 +165,19 @@ class _Roles:
     def _evaluated_rows(self, role: str, engine: EngineConfig, ranks: int) -> Rows | None:
         actor = self.config.actor_rollout_ref.actor
         base = base_is_in_actor(self.config) and needs_reference(self.config)
-        if role == ACTOR and takes_old_log_probs_from_update(self.config) and not base:
+        own_pass = role == ACTOR and not takes_old_log_probs_from_update(self.config)
+        if role == ACTOR and not own_pass and not base:
             return None
         if role == REF and not reads_ref_log_prob(self.config):
-            return self._update_rows(ACTOR)  # computed in the micro-batches of the update
+            rows = self._update_rows(ACTOR)  # computed in the micro-batches of the update
+            return None if rows is None else replace(rows, entropy="unused")
         section = self.config.critic if role == CRITIC else actor
         size = engine.forward_rows(section.ppo_micro_batch_size_per_gpu)
         if role == REWARD_MODEL:
             size = self.config.reward_model.micro_batch_size_per_gpu
-        rows = self.batch.sequences * engine.model_parallel_size
-        return self._rows(math.ceil(rows / ranks), size)
+        sequences = self.batch.sequences * engine.model_parallel_size
+        rows = self._rows(math.ceil(sequences / ranks), size)
+        return replace(rows, entropy="value") if own_pass else rows
 
     def _rows(self, count: int, micro_batch: int | None) -> Rows:
         data, samples = self.config.data, self.config.actor_rollout_ref.rollout.n

@@ -105,7 +105,8 @@ def sft_memory_plan(
     generation = None if prompts is None else _generation(config, prompts, ranks, device_type)
     settings = TrainConfig(
         actor_rollout_ref=ActorRolloutRefConfig(
-            actor=replace(TrainConfig().actor_rollout_ref.actor, engine=engine)
+            actor=replace(TrainConfig().actor_rollout_ref.actor, engine=engine),
+            rollout=RolloutConfig(dtype=engine.dtype),
         )
     )
     memory = pool_memory(
