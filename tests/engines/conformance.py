@@ -18,8 +18,10 @@ from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
 from quadriga.engines.base import TrainEngine
 from quadriga.parallel.distributed import gather_over_ranks, rank, world_size
+from quadriga.protocol import DataProto
 from quadriga.rollout import build_rollout
 from quadriga.weight_sync import WeightSync
+from quadriga.workers.pair_training import update_pairs
 
 # A larger eps than usual: Adam divides gradients by their size, and 1e-8 / 1e-8 has no digits.
 OPTIM = OptimConfig(lr=1e-3, eps=1e-4, lr_scheduler="linear", lr_warmup_steps=2, grad_clip=0.5)
@@ -118,6 +120,16 @@ def step(engine: TrainEngine, rows, head: str, **settings) -> dict[str, float]:
     )
 
 
+def pair_step(engine: TrainEngine, micro_batch_size: int | None) -> dict[str, float]:
+    """Make a step on three pairs of neighbouring rows: unevenly many of them on each rank."""
+    pairs = {row // 2 for row in own_rows(engine) if row % 2}
+    chosen = [row for row in range(6) if row // 2 in pairs]
+    rows = {name: values[chosen] for name, values in batch_of().items()}
+    data = DataProto.from_dict(tensors=rows | {"margins": torch.full([len(chosen)], 0.25)})
+    report = update_pairs(engine, data, micro_batch_size, forward_rows=micro_batch_size)
+    return report.meta_info["metrics"]
+
+
 def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in engine.state_stream()}
 
@@ -184,6 +196,12 @@ def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict
         found["synced"] = gather_over_ranks(
             {name: tensor.clone() for name, tensor in rollout.module.state_dict().items()}
         )
+    if subject.head == "score":
+        found["pairs"] = {}
+        for size in (None, 1):  # whole pairs in a micro-batch, and pairs in two of them
+            engine.load(folder, STEPS)
+            metrics = pair_step(engine, size)
+            found["pairs"][size] = metrics, weights(engine)
     if load_from is not None:
         resumed = build(subject, root)
         resumed.load(load_from, STEPS)

@@ -143,6 +143,12 @@ def check(subject: Subject, observed: Observed) -> None:
         assert found["resumed"][name] == pytest.approx(expected["next"][name], rel=1e-4), name
     assert_close(found["undisturbed"], expected["undisturbed"], atol=1e-5)
     assert_close(found["after_resume"], expected["undisturbed"], atol=1e-6)
+    for size, (metrics, after) in found.get("pairs", {}).items():
+        wanted, trained = expected["pairs"][size]
+        for name in ("loss", "accuracy", "difference", "grad_norm"):
+            assert metrics[f"rm/{name}"] == pytest.approx(wanted[f"rm/{name}"], rel=1e-4), name
+        assert_close(after, trained, atol=1e-5)
+        assert_close(trained, expected["pairs"][None][1], atol=1e-6)
     # A checkpoint of this engine, continued by the FSDP engine on one rank.
     continued = conformance.build(Subject("continued", subject.family, subject.head), observed.root)
     continued.load(observed.root / f"saved {subject.name}", STEPS)

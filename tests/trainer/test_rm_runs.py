@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from quadriga.algorithms.pairwise_loss import pairwise_loss
 from quadriga.config.loading import load_config
 from quadriga.config.schema import RMConfig
+from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ConfigError, DataError, InputError
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer.fine_tuning.rm import run_rm
@@ -78,6 +79,63 @@ def test_the_loss_by_hand_and_its_derivative():
     found.loss_P.sum().backward()
     assert torch.allclose(chosen.grad, -found.slope_P)
     assert torch.allclose(rejected.grad, found.slope_P)
+
+
+@pytest.mark.parametrize(
+    "more, passes",
+    [
+        ([], 0),
+        (["data.micro_batch_size_per_gpu=2"], 0),  # a pair each
+        (["data.micro_batch_size_per_gpu=1"], 1),  # the responses of a pair are apart
+        (["model.lora.rank=2"], 0),
+        # The loss is that of scores without dropout, which the update does not compute.
+        (["model.lora.rank=2", "model.lora.dropout=0.1"], 1),
+    ],
+    ids=str,
+)
+def test_the_scores_have_a_pass_of_their_own_only_where_pairs_need_it(
+    settings, monkeypatch, more, passes
+):
+    made, forward = [], FSDPEngine.forward
+
+    def recorded(engine, batch, **given):
+        made.append(len(batch["input_ids"]))
+        return forward(engine, batch, **given)
+
+    monkeypatch.setattr(FSDPEngine, "forward", recorded)
+    config = settings("data.val_files=[]", *more)
+    run_rm(config)
+    assert made == [16] * passes * 3
+    for row in metrics(config):
+        assert {"rm/loss", "rm/accuracy", "rm/difference"} <= row.keys()
+        assert 0 <= row["rm/accuracy"] <= 1
+
+
+def test_pairs_of_different_prompts_are_found_in_a_micro_batch(settings, tmp_path):
+    """Rows without a common prompt are ordered by their cost, so a pair is not side by side."""
+
+    def conversation(number, answer):
+        words = " ".join(["5 +"] * (1 + 3 * (number % 4)))
+        return [{"role": "user", "content": words}, {"role": "assistant", "content": answer}]
+
+    pairs = [
+        {"chosen": conversation(number, f"{number}"), "margin": 0.1 * number,
+         "rejected": conversation(number // 2, "wrong")}
+        for number in range(8)
+    ]  # fmt: skip
+    found = {}
+    for micro in ("null", "1"):
+        config = settings(
+            "data.val_files=[]", f"data.micro_batch_size_per_gpu={micro}", "data.margin_key=margin",
+            f"data.train_files={write(tmp_path / 'apart.jsonl', pairs)}",
+            f"trainer.default_local_dir={tmp_path / micro}",
+        )  # fmt: skip
+        run_rm(config)
+        found[micro] = metrics(config)
+    assert [row["rm/micro_batches"] for row in found["null"]] == [1.0] * 3
+    for one, other in zip(found["null"], found["1"], strict=True):
+        for name in ("rm/loss", "rm/accuracy", "rm/difference", "rm/grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.parametrize("micro", ["null", "1", "3"])

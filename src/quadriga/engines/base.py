@@ -119,6 +119,20 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def micro_batches(
+        self,
+        batch: Batch,
+        *,
+        micro_batch_size: int | None = None,
+        images: MultiModalRows | None = None,
+    ) -> list[Tensor | None]:
+        """Return the row indices of each micro-batch that `train_step` makes of a batch.
+
+        Rows whose `response_mask` is all 0 are in none. None: a micro-batch without rows of this
+        rank. All ranks have the same number of micro-batches.
+        """
+        ...
+
     def global_counts(self, *counts: float | Tensor) -> list[float]:
         """Return the sum of each count over ranks. All of them are summed in one collective."""
         ...

@@ -165,7 +165,7 @@ class FSDPEngine:
         micro_batch_size: int | None = None,
         images: MultiModalRows | None = None,
     ) -> Outputs:
-        micro_batches = self._plan(batch, micro_batch_size, images)
+        micro_batches = self.micro_batches(batch, micro_batch_size=micro_batch_size, images=images)
         shape = batch[fields.RESPONSE_MASK].shape
         outputs: Outputs = {}
         compute = partial(self._token_model, temperature=temperature, entropy=entropy)
@@ -188,15 +188,15 @@ class FSDPEngine:
     ) -> dict[str, float]:
         if self.optimizer is None:
             raise ConfigError("this engine has no optimizer, because it was built with optim=None")
-        micro_batches = self._plan(mini_batch, micro_batch_size, images)
+        plan = self.micro_batches(mini_batch, micro_batch_size=micro_batch_size, images=images)
         totals = {"loss": 0.0}  # also if no rank has rows
         dropout = dropout_on(self.module, self._part.adapter)
         with self._on_device("parameters"), _reference_model(reference) as ref, dropout:
             compute = partial(
                 self._token_model, temperature=temperature, entropy=entropy, reference=ref
             )
-            for index, rows in enumerate(micro_batches):
-                self._set_last_backward(index == len(micro_batches) - 1)
+            for index, rows in enumerate(plan):
+                self._set_last_backward(index == len(plan) - 1)
                 of_rows = partial(compute, images=images_of(images, rows))
                 self._accumulate(mini_batch, rows, loss_fn, totals, of_rows)
             # Activations and whole gradients are freed before the moments come to the device.
@@ -208,7 +208,7 @@ class FSDPEngine:
             "grad_norm": norm,
             "lr": rate,
             SKIPPED_STEPS: float(self.optimizer.skipped),
-            "micro_batches": float(len(micro_batches)),
+            "micro_batches": float(len(plan)),
         }
         return metrics
 
@@ -233,12 +233,13 @@ class FSDPEngine:
         for name, value in {"loss": loss.detach(), **metrics}.items():
             totals[name] = totals.get(name, 0.0) + float(value)
 
-    def _plan(self, batch: Batch, size: int | None, images: Images) -> list[Tensor | None]:
-        """Return the row indices of each micro-batch; see `micro_batches_of_ranks`."""
+    def micro_batches(
+        self, batch: Batch, *, micro_batch_size: int | None = None, images: Images = None
+    ) -> list[Tensor | None]:
         check_batch(batch, images, self.module.config)
         return micro_batches_of_ranks(
             batch,
-            size,
+            micro_batch_size,
             self.config,
             self.device,
             share_prompts=self._token_model.packed,

@@ -1,12 +1,14 @@
 """The worker that trains a reward model on pairs of responses.
 
-The two responses of a pair may be in different micro-batches: a first pass computes all scores
-without gradients, and with them the derivative of the loss by each score. A second pass adds up
-derivative × score, whose gradient is that of the loss, however the rows are split.
+If every micro-batch has whole pairs, their loss is computed from its scores. Otherwise the two
+responses of a pair are in different micro-batches: a first pass computes all scores without
+gradients, and with them the derivative of the loss by each score. A second pass adds up derivative
+× score, whose gradient is that of the loss, however the rows are split.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from quadriga.config.schema import RMConfig
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 _SLOPES = "slopes"
 """The derivative of the loss by the score of each row, [B]."""
+_ROWS = "rows"
+"""The number of each row in its batch, [B]: rows 2p and 2p + 1 are pair p."""
 
 
 _MESH = "reward_model"
@@ -104,7 +108,11 @@ class PairTrainingWorker(Worker):
         """Take one optimizer step. See `update_pairs`."""
         size = self.config.data.micro_batch_size_per_gpu
         return update_pairs(
-            self._engine(), data, size, forward_rows=self.config.engine.forward_rows(size)
+            self._engine(),
+            data,
+            size,
+            forward_rows=self.config.engine.forward_rows(size),
+            drops=self.config.model.lora.dropout > 0,
         )
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(_MESH))
@@ -144,14 +152,21 @@ class PairTrainingWorker(Worker):
 
 
 def update_pairs(
-    engine: TrainEngine, data: DataProto, micro_batch_size: int | None, *, forward_rows: int | None
+    engine: TrainEngine,
+    data: DataProto,
+    micro_batch_size: int | None,
+    *,
+    forward_rows: int | None,
+    drops: bool = False,
 ) -> DataProto:
     """Take one optimizer step on the mean loss of the pairs of all ranks.
 
     Args:
         data: rows of `PairDataset.collate`; the two rows of a pair are neighbours.
         micro_batch_size: sequences of a micro-batch; None: split by tokens.
-        forward_rows: the same of the pass without gradients.
+        forward_rows: the same of the pass without gradients, if there is one.
+        drops: whether adapters drop inputs in an update. The loss is that of scores without
+            dropout, so the pass without gradients is made always.
 
     Returns:
         `meta_info["metrics"]`: `rm/loss` in nats per pair, `rm/accuracy`, `rm/difference`, and the
@@ -162,33 +177,70 @@ def update_pairs(
     """
     import torch
 
-    from quadriga.algorithms.pairwise_loss import pairwise_loss
     from quadriga.protocol.batch_shapes import padding_rows
     from quadriga.workers.updates import rows_of_update
 
     rows = rows_of_update(data, MODEL_INPUTS)
+    plan = engine.micro_batches(rows, micro_batch_size=micro_batch_size)
     real_P = ~padding_rows(data)[0::2]
-    pairs, odd = engine.global_counts(real_P.sum(), len(data) % 2)
+    pairs, odd, split = engine.global_counts(
+        real_P.sum(), len(data) % 2, drops or not all(map(_has_whole_pairs, plan))
+    )
     if odd:  # on all ranks: one alone would leave the others in a collective
         raise LengthError(
             f"update_rm: expected whole pairs of neighbouring rows on every rank, but {odd:.0f} "
             f"ranks have an odd number of rows ({len(data)} on this one). Split the batch into "
             "parts of whole pairs."
         )
-    scores_B = engine.forward(rows, micro_batch_size=forward_rows)[VALUES].sum(-1)
+    margin_B = data.batch[MARGINS]
+    if split:
+        scores_B = engine.forward(rows, micro_batch_size=forward_rows)[VALUES].sum(-1)
+        slope_P, found = _loss_of_pairs(scores_B, margin_B)
+        slope_P = slope_P * real_P / pairs
+        rows[_SLOPES] = torch.stack([-slope_P, slope_P], dim=1).flatten()
+        metrics = engine.train_step(rows, _weighted_scores, micro_batch_size=micro_batch_size)
+        totals = engine.global_counts(*(values_P[real_P].sum() for values_P in found.values()))
+        metrics |= {name: total / pairs for name, total in zip(found, totals, strict=True)}
+    else:
+        rows |= {_ROWS: torch.arange(len(data)), MARGINS: margin_B}
+        share = partial(_share_of_loss, pairs=pairs)
+        metrics = engine.train_step(rows, share, micro_batch_size=micro_batch_size)
+    return DataProto(meta_info={"metrics": {f"rm/{k}": v for k, v in metrics.items()}})
+
+
+def _has_whole_pairs(micro_batch: Tensor | None) -> bool:
+    """Return whether the rows of a micro-batch are pairs; None has none."""
+    if micro_batch is None:
+        return True
+    in_order = micro_batch.sort().values
+    first, second = in_order[0::2], in_order[1::2]
+    return len(first) == len(second) and bool(((first % 2 == 0) & (second == first + 1)).all())
+
+
+def _loss_of_pairs(scores_B: Tensor, margin_B: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the derivative of the loss by the rejected scores, and what is reported, all [P].
+
+    The rows of a pair are neighbours.
+    """
+    from quadriga.algorithms.pairwise_loss import pairwise_loss
+
     chosen_P, rejected_P = scores_B[0::2], scores_B[1::2]
-    loss = pairwise_loss(chosen_P, rejected_P, data.batch[MARGINS][0::2])
-    slope_P = loss.slope_P * real_P / pairs
-    rows[_SLOPES] = torch.stack([-slope_P, slope_P], dim=1).flatten()
-    metrics = engine.train_step(rows, _weighted_scores, micro_batch_size=micro_batch_size)
-    means = {
+    loss = pairwise_loss(chosen_P, rejected_P, margin_B[0::2])
+    return loss.slope_P, {
         "loss": loss.loss_P,
         "accuracy": (chosen_P > rejected_P).float(),
         "difference": chosen_P - rejected_P,
     }
-    totals = engine.global_counts(*(values[real_P].sum() for values in means.values()))
-    metrics |= {name: total / pairs for name, total in zip(means, totals, strict=True)}
-    return DataProto(meta_info={"metrics": {f"rm/{k}": v for k, v in metrics.items()}})
+
+
+def _share_of_loss(
+    outputs: Outputs, micro: Mapping[str, Tensor], *, pairs: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the share of the mean loss that the pairs of a micro-batch have, and of the means."""
+    order = micro[_ROWS].argsort()
+    _, found = _loss_of_pairs(outputs[VALUES].sum(-1)[order], micro[MARGINS][order])
+    shares = {name: values_P.sum() / pairs for name, values_P in found.items()}
+    return shares.pop("loss"), {name: share.detach() for name, share in shares.items()}
 
 
 def _weighted_scores(

@@ -167,8 +167,7 @@ class MegatronEngine:
         micro_batch_size: int | None = None,
         images: MultiModalRows | None = None,
     ) -> Outputs:
-        _check_text_alone(images)
-        micro_batches = self._plan(batch, micro_batch_size)
+        micro_batches = self.micro_batches(batch, micro_batch_size=micro_batch_size, images=images)
         shape = batch[fields.RESPONSE_MASK].shape
 
         def keep(columns: Tensor, micro: MicroBatch, rows: Tensor | None) -> tuple[Tensor, Any]:
@@ -196,7 +195,6 @@ class MegatronEngine:
         micro_batch_size: int | None = None,
         images: MultiModalRows | None = None,
     ) -> dict[str, float]:
-        _check_text_alone(images)
         if self.optimizer is None:
             raise ConfigError("this engine has no optimizer, because it was built with optim=None")
         if reference is not None:
@@ -204,7 +202,9 @@ class MegatronEngine:
                 "KL over the vocabulary (kl_loss_type=full) is not built for engine.name=megatron; "
                 "set another kl_loss_type, or engine.name=fsdp"
             )
-        micro_batches = self._plan(mini_batch, micro_batch_size)
+        micro_batches = self.micro_batches(
+            mini_batch, micro_batch_size=micro_batch_size, images=images
+        )
         select = partial(self._micro_batch, mini_batch, temperature=temperature, entropy=entropy)
 
         def loss_of(columns: Tensor, micro: MicroBatch, rows: Tensor | None) -> tuple[Tensor, Any]:
@@ -232,12 +232,18 @@ class MegatronEngine:
             "micro_batches": float(len(micro_batches)),
         }
 
-    def _plan(self, batch: Batch, size: int | None) -> list[Tensor | None]:
-        """Return the row indices of each micro-batch, as many on every rank."""
+    def micro_batches(
+        self,
+        batch: Batch,
+        *,
+        micro_batch_size: int | None = None,
+        images: MultiModalRows | None = None,
+    ) -> list[Tensor | None]:
+        _check_text_alone(images)
         check_fields(batch)
         return micro_batches_of_ranks(
             batch,
-            size,
+            micro_batch_size,
             self.config,
             self.device,
             share_prompts=True,
