@@ -185,6 +185,16 @@ def test_ranks_that_train_and_generate_hold_buffers_for_weights(tiny_task, tmp_p
     assert buffers("trainer.n_gpus_per_node=2") == 2 * 4 * weights
 
 
+def test_ranks_with_whole_weights_share_them_with_the_rollout(tiny_task, tmp_path):
+    ranks = ["trainer.backend=ray", "trainer.n_gpus_per_node=2"]
+    size = "actor_rollout_ref.actor.engine.fsdp_size"
+    for shards, copies in ((1, 0), (-1, 1)):
+        pool = only_pool(settings(tiny_task, tmp_path, *ranks, f"{size}={shards}"))
+        held = sum(e.parameters + e.optimizer for e in pool.engines.values()) + pool.processes
+        rollout = pool.generation
+        assert pool.phases["generation"] == held + rollout.peak + copies * rollout.weights
+
+
 def test_advice_is_for_the_pool_that_lacks_memory(tiny_task, tmp_path):
     ranks = ["trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.rollout=[1]",
              "data.max_response_length=200"]  # fmt: skip

@@ -16,6 +16,9 @@ from quadriga.workers.generation import generation_inputs
 from quadriga.workers.runtime import RankRuntime
 
 SECTION = "actor_rollout_ref"
+BF16 = [f"{SECTION}.actor.engine.dtype=bfloat16", f"{SECTION}.rollout.dtype=bfloat16"]
+LORA = f"{SECTION}.model.lora.rank=2"
+FREEZE = f"{SECTION}.model.freeze=[*mlp*]"
 
 
 @pytest.fixture
@@ -59,30 +62,38 @@ def test_the_tensors_are_those_of_the_actor(worker, overrides, shared) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    "overrides, expected",
     [
-        [],
-        [f"{SECTION}.rollout.share_weights=false"],
-        [f"{SECTION}.actor.engine.param_offload=true"],
-        [f"{SECTION}.model.lora.rank=2"],
-        [f"{SECTION}.model.lora.rank=2", f"{SECTION}.model.lora.target_modules=[q_proj]"],
-        [f"{SECTION}.model.lora.rank=2", f"{SECTION}.actor.engine.dtype=bfloat16"],
-        [f"{SECTION}.actor.engine.dtype=bfloat16"],
-        [f"{SECTION}.actor.engine.offload_policy=true"],
+        ([], "none"),
+        ([f"{SECTION}.rollout.share_weights=false"], "all"),
+        ([f"{SECTION}.actor.engine.param_offload=true"], "all"),
+        ([f"{SECTION}.actor.engine.offload_policy=true"], "none"),  # the host is the device
+        ([f"{SECTION}.actor.engine.dtype=bfloat16"], "none"),  # kept in float32
+        ([f"{SECTION}.rollout.dtype=bfloat16"], "all"),
+        # Weights that adapters are merged into are tensors of the rollout's own.
+        ([LORA], "some"),
+        ([LORA, f"{SECTION}.model.lora.target_modules=[q_proj]"], "some"),
+        ([LORA, f"{SECTION}.actor.engine.dtype=bfloat16"], "all"),
+        ([LORA, f"{SECTION}.rollout.dtype=bfloat16"], "all"),
+        ([LORA, *BF16], "some"),
+        # Frozen weights are kept in the dtype of the computation, the others in float32.
+        ([FREEZE], "none"),
+        ([FREEZE, f"{SECTION}.actor.engine.dtype=bfloat16"], "some"),
+        ([FREEZE, f"{SECTION}.rollout.dtype=bfloat16"], "all"),
+        ([FREEZE, *BF16], "some"),
     ],
     ids=str,
 )
-def test_the_plan_has_the_bytes_of_the_copy(worker, folder, overrides) -> None:
-    """Weights that adapters are merged into are tensors of the rollout's own."""
+def test_the_plan_has_the_bytes_of_the_copy(worker, folder, overrides, expected) -> None:
     trained = worker(*overrides)
     of_actor = addresses(trained.actor.module.parameters())
     held = {t.data_ptr(): t.nbytes for t in trained.rollout.engine.module.parameters()}
     own = sum(size for address, size in held.items() if address not in of_actor)
+    assert expected == {0: "none", sum(held.values()): "all"}.get(own, "some")
     config = load_config(TrainConfig, [f"{SECTION}.model.path={folder}", *overrides])
     (pool,) = memory_plan(config, "cpu").pools
     states = sum(engine.parameters + engine.optimizer for engine in pool.engines.values())
     assert pool.phases["generation"] - pool.processes - states - pool.generation.peak == own
-    assert own > 0 or not overrides or "dtype" in overrides[0] or "policy" in overrides[0]
 
 
 def test_generation_between_an_update_and_a_sync_is_refused(worker) -> None:

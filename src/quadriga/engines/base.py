@@ -129,7 +129,8 @@ class TrainEngine(Protocol):
         """Return the row indices of each micro-batch that `train_step` makes of a batch.
 
         Rows whose `response_mask` is all 0 are in none. None: a micro-batch without rows of this
-        rank. All ranks have the same number of micro-batches.
+        rank. All ranks have the same number of micro-batches. Waits for: the other ranks, which
+        must call this together.
         """
         ...
 

@@ -1,9 +1,9 @@
 """The worker that trains a reward model on pairs of responses.
 
-If every micro-batch has whole pairs, their loss is computed from its scores. Otherwise the two
-responses of a pair are in different micro-batches: a first pass computes all scores without
-gradients, and with them the derivative of the loss by each score. A second pass adds up derivative
-× score, whose gradient is that of the loss, however the rows are split.
+If every micro-batch has whole pairs, their loss is computed from its scores. If the two responses
+of a pair are in different micro-batches, or adapters drop inputs, a first pass computes all scores
+without gradients, and with them the derivative of the loss by each score. A second pass adds up
+derivative × score, whose gradient is that of the loss, however the rows are split.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from quadriga.engines.memory.states import TrainingMemory
 from quadriga.engines.memory.traffic import Traffic, Unit, elements, shard_elements
 from quadriga.engines.model_parallel.tensor_layers import divide_layers, whole_weights
 from quadriga.engines.optimizers.choice import rule_of_each
-from quadriga.models.adapters.lora import BASE
+from quadriga.models.adapters.lora import BASE, is_adapter
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.model_parallel.model_ranks import ModelRanks
 
@@ -63,13 +63,12 @@ def fsdp_memory(
         ModelError: the folder has no config of a suitable model.
     """
     auto = torch.device("cpu" if device_type == "cpu" else "meta")
-    dtype, reduce_dtype = (
-        compute_dtype(engine.dtype, auto),
-        compute_dtype(engine.reduce_dtype, auto),
-    )
+    dtype, reduce_dtype = (compute_dtype(d, auto) for d in (engine.dtype, engine.reduce_dtype))
     module = simulated_model(model, head, dtype, trained=update is not None)
     sizes = [parameter.numel() for parameter in module.parameters()]
-    adapted = sum(p.numel() for name, p in module.named_parameters() if f"{BASE}.weight" in name)
+    weights = {name: p for name, p in module.named_parameters() if not is_adapter(name)}
+    adapted = [p for name, p in weights.items() if name.endswith(f"{BASE}.weight")]
+    trained = [p for p in weights.values() if p.requires_grad]
     tensor = engine.tensor_parallel_size
     if tensor > 1:
         divide_layers(module, ModelRanks.simulated(engine), None)
@@ -93,7 +92,9 @@ def fsdp_memory(
         uncounted=passes.problem,
         weights=sum(sizes),
         largest_weight=max(sizes),
-        adapted=adapted,
+        adapted=elements(adapted),
+        trained=elements(trained),
+        frozen=elements([*weights.values()]) - elements(adapted) - elements(trained),
     )
 
 

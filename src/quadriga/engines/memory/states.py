@@ -26,7 +26,8 @@ class TrainingMemory:
         step_peak: what the update of the parameters adds to them after that.
         evaluate_peak: what a pass without gradients adds.
         weights, largest_weight: elements of all parameters, and of the largest.
-        adapted: elements of the weights that have adapters.
+        adapted, frozen, trained: elements of the weights that have adapters, of other frozen ones,
+            and of trained ones. Adapters are in none of them.
         uncounted: why activations are not in the numbers; "" if they are.
         sent: what the rank sends for FSDP.
     """
@@ -44,6 +45,8 @@ class TrainingMemory:
     weights: int
     largest_weight: int
     adapted: int = 0
+    frozen: int = 0
+    trained: int = 0
     uncounted: str = ""
     on_host: int = 0
     kept: int = 0

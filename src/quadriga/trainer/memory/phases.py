@@ -23,6 +23,7 @@ import torch
 from quadriga.config.role_ranks import RolePool
 from quadriga.config.schema import EngineConfig, TrainConfig
 from quadriga.engines.memory.states import TrainingMemory
+from quadriga.parallel.device import compute_dtype
 from quadriga.rollout.memory import GenerationMemory
 from quadriga.rollout.reserved import CONTEXT_BYTES
 from quadriga.trainer.memory.machine import GIB
@@ -201,7 +202,7 @@ class _Phases:
         bucket = min(limit, 4 * engine.weights)
         if self.generation is not None:
             # The buffers of two rounds, and the weights of two rounds that are not complete.
-            return weight + (2 * bucket if self.ranks > 1 else 0)
+            return weight + (0 if self._whole else 2 * bucket)
         # On a CPU: one part is packed while the parts of two rounds are in the store.
         return weight + (3 * bucket if self.device_type == "cpu" else 0)
 
@@ -214,24 +215,31 @@ class _Phases:
 
     @property
     def _rollout_weights(self) -> int:
-        """The bytes of the rollout's own copy. There is none where it uses the tensors of the
-        actor: on one rank, if both are float32. Merged with adapters, weights are its own."""
+        """The bytes of the weights that the rollout holds itself. It uses the tensors of the actor
+        where these are whole, but for those that adapters are merged into, or that have another
+        dtype."""
         if self.generation is None:
             return 0
         rollout, actor = self.config.actor_rollout_ref.rollout, self.engines.get(ACTOR)
-        own_dtype = "float32" if self.device_type == "cpu" else "bfloat16"
-        dtype = own_dtype if rollout.dtype == "auto" else rollout.dtype
         shared = rollout.share_weights and rollout.name == "hf" and not rollout.take_turns
-        if not (shared and self.ranks == 1 and dtype == "float32" and actor is not None):
+        if not shared or actor is None or not self._whole:
             return self.generation.weights
         engine = engine_settings(self.config, ACTOR)
         hosted = engine.offload_policy and self.device_type != "cpu"
         if engine.param_offload or hosted or engine.name == "megatron":  # it is sent other tensors
             return self.generation.weights
-        frozen = own_dtype if engine.dtype == "auto" else engine.dtype
-        if actor.adapted and frozen != dtype:
-            return self.generation.weights
-        return min(actor.adapted * torch.float32.itemsize, self.generation.weights)
+        device = torch.device("cpu" if self.device_type == "cpu" else "meta")
+        held, computed = (compute_dtype(dtype, device) for dtype in (rollout.dtype, engine.dtype))
+        own = actor.adapted
+        own += actor.frozen if computed != held else 0
+        own += actor.trained if torch.promote_types(computed, torch.float32) != held else 0
+        return min(own * held.itemsize, self.generation.weights)
+
+    @property
+    def _whole(self) -> bool:
+        """Whether each rank has whole weights of the actor."""
+        engine = engine_settings(self.config, ACTOR)
+        return self.ranks == 1 or (engine.fsdp_size == 1 and engine.tensor_parallel_size == 1)
 
     def _held(self, role: str, *, generating: bool = False) -> int:
         """Return what a training engine holds while another role computes."""
