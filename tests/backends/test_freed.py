@@ -171,7 +171,7 @@ def no_collector():
 
 def soon(read, expected):
     """Return what `read` returns, once it is `expected`: Ray frees references a bit later."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (found := read()) != expected and time.monotonic() < deadline:
         time.sleep(0.1)
     return found

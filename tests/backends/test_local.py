@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from worker_cases import Adder, Collective, Slow
@@ -89,17 +90,17 @@ def test_a_call_of_a_group_that_was_shut_down():
 
 def test_a_deadline_does_not_interrupt_the_call_and_is_an_error_with_its_stack(caplog):
     group = start(Slow, 2)
-    assert group.sleep.options(timeout=20)(0, 0.01) == [0, 1]
+    assert group.sleep.options(timeout=60)(0, 0.01) == [0, 1]
     with pytest.raises(
-        CallTimeoutError, match=r"^Slow\.sleep exceeded its deadline of 0\.1 s"
+        CallTimeoutError, match=r"^Slow\.sleep exceeded its deadline of 0\.5 s"
     ) as e:
-        group.sleep.options(timeout=0.1)(1, 0.4)
+        group.sleep.options(timeout=0.5)(1, 1.0)
     error = e.value
     assert (error.role, error.rank, error.method) == ("Slow", 1, "sleep")
     assert error.stacks[1].splitlines()[0].endswith("in sleep")
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
-    assert "Slow.sleep on rank 1 exceeded its deadline of 0.1 s" in said[0]
+    assert "Slow.sleep on rank 1 exceeded its deadline of 0.5 s" in said[0]
 
 
 def test_a_deadline_of_the_group_holds_for_futures_and_the_methods_own_error_comes_first():
@@ -115,10 +116,13 @@ def test_a_long_call_is_logged_with_its_rank(monkeypatch, caplog):
     from quadriga.backends.local import deadlines
 
     monkeypatch.setattr(deadlines, "LOG_S", 0.1)
-    start(Slow, 1).sleep(0, 0.4)
+    group = start(Slow, 1)
+    began = time.monotonic()
+    group.sleep(0, 0.4)
+    took = time.monotonic() - began
     said = [record.getMessage() for record in caplog.records]
     assert said[0].startswith("waiting for Slow.sleep on rank(s) 0 for")
-    assert len(said) <= 4
+    assert len(said) <= took / 0.1
 
 
 def test_a_call_in_a_debugger_does_not_exceed_its_deadline(caplog):

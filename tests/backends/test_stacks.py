@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 import tempfile
-import time
 import tracemalloc
 
 import pytest
@@ -84,7 +83,7 @@ def test_a_rank_that_is_killed_leaves_no_stack_file(group):
     pids = [handle.facts.pid for handle in group._ranks.handles]
     for worker in group.workers:
         ray.kill(worker)
-    time.sleep(0.5)
+    group.wait_until_ended()
     left = [path for path in glob.glob(pattern) if any(f"-{pid}-" in path for pid in pids)]
     assert not left
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import threading
@@ -73,8 +74,18 @@ def test_get_with_a_limit_raises_and_may_be_called_again():
         future.get(timeout=0.05)
     assert not future.done()
     late.end()
-    assert len(future.get(timeout=5)) == 8 and future.done()
+    assert len(future.get(timeout=60)) == 8 and future.done()
     assert len(DataProtoFuture([Plain()]).get(timeout=0.1)) == 4
+
+
+def test_the_error_names_the_limit_of_the_caller_when_a_part_of_it_has_passed(monkeypatch):
+    clock = itertools.count(0.0, 0.25)  # each look at the clock takes a quarter of a second
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(CallTimeoutError, match="no result after 2 s"):
+        DataProtoFuture([Later()]).get(timeout=2)
+    with pytest.raises(CallTimeoutError, match="no result after 2 s"):
+        list(as_completed([DataProtoFuture([Later()])], timeout=2))
 
 
 def test_futures_are_awaited_side_by_side():
@@ -125,7 +136,7 @@ def test_futures_of_the_local_backend_are_done(plane_backends):
     pool = host.resource_pool([2], use_gpu=False)
     group = host.worker_group(pool, host.class_with_args(Sleeper))
     future = group.sleep.submit(batch(), 0)
-    assert future.done() and not future.cancel() and len(future.get(timeout=1)) == 4
+    assert future.done() and not future.cancel() and len(future.get(timeout=60)) == 4
     assert len(group.returns_a_future()[0]) == 4
 
 
@@ -142,9 +153,9 @@ def test_futures_of_the_ray_backend(plane_backends):
     assert waiting.cancel()
     assert len(asyncio.run(_await(slow))) == 4 and slow.done()
     with pytest.raises(Exception, match=r"[Cc]ancel"):
-        waiting.get(timeout=20)
+        waiting.get(timeout=60)
     fast = group.sleep.submit(batch(), 0.0)
-    assert [len(future.get()) for future in as_completed([fast], timeout=20)] == [4]
+    assert [len(future.get()) for future in as_completed([fast], timeout=60)] == [4]
     pool.release()
 
 
@@ -193,7 +204,7 @@ def test_a_program_that_has_given_up_an_awaited_future_ends():
 
 
 def test_any_number_of_futures_is_awaited_at_the_same_time():
-    barrier = threading.Barrier(80, timeout=20)
+    barrier = threading.Barrier(80, timeout=60)
 
     async def wait_for_all():
         return await asyncio.gather(

@@ -55,7 +55,7 @@ def test_calls_that_wait_for_their_turn_do_not_count_as_running(limit, most):
             host.invoke_async(lambda i=i: Call("role", "step", (i,)), ("sender", i))
             for i in arrivals
         ]
-        await asyncio.wait_for(asyncio.gather(*tasks), timeout=5)
+        await asyncio.wait_for(asyncio.gather(*tasks), timeout=60)
 
     asyncio.run(calls())
     worker = host.workers["role"]
@@ -137,7 +137,7 @@ def test_any_number_of_senders_wait_for_arguments_at_the_same_time():
     host, barrier = host_of(Steps), threading.Barrier(80)
 
     def opened():
-        barrier.wait(timeout=20)
+        barrier.wait(timeout=60)
         return Call("role", "step", (0,))
 
     async def calls():

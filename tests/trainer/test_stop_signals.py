@@ -48,10 +48,10 @@ def test_a_step_that_takes_longer_than_the_grace_is_interrupted():
 
 
 def test_the_timer_of_the_grace_ends_with_the_run():
-    stop = stopper(grace_s=0.1)
+    stop = stopper(grace_s=1.0)
     with stop.listening(), stop.steps():
         signal.raise_signal(signal.SIGINT)
-    time.sleep(0.3)
+    time.sleep(1.3)
 
 
 @pytest.mark.parametrize("save", [True, False])

@@ -145,8 +145,8 @@ class DataProtoFuture(Deferred):
             wait_all = getattr(kind, "wait_all", None)
             if wait_all is not None:
                 wait_all(pendings, timeout=left)
-            elif left is not None:
-                _poll(pendings, left)
+            elif timeout is not None and expires is not None:
+                _poll(pendings, expires, timeout)
 
     def arrived(self) -> DataProto | None:
         """Return the batch if all ranks have returned it and this process knows that, else None.
@@ -272,12 +272,13 @@ def _cancel(pending: PendingValue) -> bool:
     return False if cancel is None else cancel()
 
 
-def _poll(pendings: Sequence[PendingValue], timeout: float) -> None:
-    expires, pause = time.monotonic() + timeout, _FIRST_PAUSE_S
+def _poll(pendings: Sequence[PendingValue], expires: float, timeout: float) -> None:
+    """Wait until `expires`. `timeout`: the limit of the caller, of which a part may have passed."""
+    pause = _FIRST_PAUSE_S
     while not all(map(_is_done, pendings)):
         if time.monotonic() >= expires:
             raise CallTimeoutError(
-                f"The future has no result after {timeout:.3g} s. The call goes on."
+                f"The future has no result after {timeout:g} s. The call goes on."
             )
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
