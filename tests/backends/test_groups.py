@@ -56,7 +56,7 @@ def test_results_of_a_group_with_coroutines_feed_the_same_group(start):
     for _ in range(10):
         once = group.twice.submit(batch(4))
         twice = group.twice_later.submit(once)
-        thrice = group.twice.options(timeout=30).submit(twice)
+        thrice = group.twice.options(timeout=150).submit(twice)
         assert thrice.get().batch["a"].tolist() == [0, 8, 16, 24]
 
 

@@ -162,7 +162,7 @@ def test_the_first_failure_ends_the_wait_for_every_future(
         if not failing_first:
             futures.reverse()
         with pytest.raises(WorkerMethodError, match="reward_model"):
-            groups(Taking).take.options(timeout=60)(*futures)
+            groups(Taking).take.options(timeout=150)(*futures)
     finally:
         for group in (first, second):
             group.shutdown()

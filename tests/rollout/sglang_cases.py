@@ -66,7 +66,7 @@ def built(interpreter, model_folder, lives, faults=None, **options):
         python=interpreter,
         server_args={"lives": str(lives), "faults": faults or {}},
         request_rows=2,
-        start_timeout_s=60,
+        start_timeout_s=150,
         **options,
     )
 
