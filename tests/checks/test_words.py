@@ -75,7 +75,8 @@ def test_a_planted_phrase_is_reported(line):
 
 
 @pytest.mark.parametrize(
-    "line", ["a kindness, skin, kind", "zero elsewhere", "protocol/thaw   single_controller/hosting"]
+    "line",
+    ["a kindness, skin, kind", "zero elsewhere", "protocol/thaw   single_controller/hosting"],
 )
 def test_ordinary_english_passes(line):
     assert word_faults(line) == []
