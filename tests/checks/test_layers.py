@@ -10,7 +10,7 @@ from source_tree import ROOT, SourceFile, imports_of, module_name, package_files
 # From bottom to top. A package imports from the layers below its own only.
 LAYERS = (
     ("errors", "lazy"),
-    ("containment",),
+    ("containment", "files"),
     ("config",),
     ("protocol", "algorithms", "observability"),
     ("single_controller", "parallel"),

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from quadriga.config.secrets import mask_secrets
-from quadriga.errors import DataError, InputError
+from quadriga.errors import DataError
+from quadriga.files import cannot_write as cannot_write
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 # An object as read from a file. Its values are untyped: the reader of a row knows what it expects.
@@ -112,15 +113,6 @@ def _parse_line(path: Path, number: int, line: bytes) -> JsonObject:
     if not isinstance(row, dict):
         raise DataError(f"{path}:{number} is not a JSON object", path=str(path))
     return row
-
-
-def cannot_write(path: Path, error: OSError) -> InputError:
-    """Return the error for a file that cannot be written: the path, the reason and what to do."""
-    reason = error.strerror or str(error)
-    return InputError(
-        f"cannot write {path}: {reason}; free some space there or choose another folder",
-        path=str(path),
-    )
 
 
 def _unchanged(text: str) -> str:

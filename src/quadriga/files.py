@@ -1,0 +1,101 @@
+"""Write files so that they are complete or absent, whenever the process is killed.
+
+A file is written under another name in the same folder, flushed to disk and then renamed. A rename
+within a file system is atomic, and the content is on disk before it. The final name therefore never
+refers to incomplete content, not even after a power failure.
+
+    with atomic_write(path) as file:     bytes, with their digest
+        file.write(data)
+    with replacing(path) as fresh:       for a library that writes to a path
+        table.write(fresh)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from quadriga.errors import InputError
+
+
+class HashedFile:
+    """A file that is being written. It counts and digests what is written to it.
+
+    The digest is computed from the bytes that the process writes, and not from the file: it also
+    shows damage that happens while they are written.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        self._digest.update(data)
+        self._file.write(data)
+        self.size += len(data)
+
+    def digest(self) -> bytes:
+        """Return the SHA-256 of what was written so far."""
+        return self._digest.digest()
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[HashedFile]:
+    """Yield a file to write that becomes `path` after the block, if the block raises nothing.
+
+    Raises `InputError` with the path and the reason if it cannot be written.
+    """
+    # x: never through a link, which could let the bytes go to another folder.
+    with replacing(path) as fresh, fresh.open("xb") as file:
+        yield HashedFile(file)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a file to write that becomes `path` after the block, see `atomic_write`."""
+    # Not made of `path.name`, which may have the greatest length that the file system allows.
+    fresh = path.parent / f".{secrets.token_hex(8)}.partial"
+    try:
+        if not _is_possible(path):
+            raise OSError("no file can have this name")
+        try:
+            yield fresh
+            flush(fresh)
+            os.replace(fresh, path)
+        finally:
+            fresh.unlink(missing_ok=True)
+        flush(path.parent)  # the rename is an entry of the folder
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def _is_possible(path: Path) -> bool:
+    try:
+        return bool(path.name) and b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+
+
+def flush(path: Path) -> None:
+    """Wait until the content of a file, or the entries of a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def cannot_write(path: Path, error: OSError) -> InputError:
+    """Return the error for a file that cannot be written: the path, the reason and what to do."""
+    reason = error.strerror or str(error)
+    return InputError(
+        f"cannot write {path}: {reason}; free some space there or choose another folder",
+        path=str(path),
+    )
