@@ -13,7 +13,7 @@ A handle is used again only if the bytes are equal. A tensor whose version count
 written into. Other writes leave the counter as it is (through `x.numpy()`, `x.data`, or the array
 from which x was made), so the bytes are compared as well. Comparing reads both copies: it takes
 about as long as a put into memory of the store that was used before, and less than a put into fresh
-memory (docs/experiments.md). What it always saves is the memory of a second copy, and its way to
+memory (docs/measurements). What it always saves is the memory of a second copy, and its way to
 other nodes. Handles are dropped with the source, and the oldest first if those of a source name
 more than twice its rows, or all of them together more than `KEPT_BYTES`.
 """
