@@ -33,8 +33,8 @@ from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines import loading
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.loading import sharded_loading
 from quadriga.models.weights.names import WeightNames
 from quadriga.models.weights.reader import TensorReader
 from quadriga.parallel.distributed import init_distributed
@@ -105,7 +105,7 @@ def measure_rank(rank: int, ranks: int, way: str, folders: list[str], port: int,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     if way == "whole":
-        sharded_loading.match_names = lambda *_, **__: WeightNames(reason="for comparison")
+        loading.match_names = lambda *_, **__: WeightNames(reason="for comparison")
     init_distributed()
     small, folder = folders
     load(small)  # imports what loading needs

@@ -9,7 +9,7 @@ from small_models import VOCABULARY, small_model
 
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.loading.model_setup import check_trained_part
+from quadriga.engines.loading import check_trained_part
 from quadriga.errors import ConfigError
 from quadriga.models.architectures import ARCHITECTURES
 

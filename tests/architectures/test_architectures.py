@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quadriga.config.schema import ModelConfig
-from quadriga.engines.loading.model_setup import load_model
+from quadriga.engines.loading import load_model
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import ModelError
 from quadriga.models import check_model_folder

@@ -10,7 +10,7 @@ from naive_loop import make_batch
 from small_models import VOCABULARY, small_model
 
 from quadriga.config.schema import EngineConfig
-from quadriga.engines.model_parallel.checks import NOT_COMPARED, check_model_parallel
+from quadriga.engines.tensor_parallel import NOT_COMPARED, check_model_parallel
 from quadriga.engines.token_model import TokenModel
 from quadriga.models.architectures import PACKED
 from quadriga.parallel.distributed import init_distributed

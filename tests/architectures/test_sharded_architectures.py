@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from quadriga.config.schema import ModelConfig
-from quadriga.engines.loading import sharded_loading
-from quadriga.engines.loading.model_setup import load_model
-from quadriga.engines.loading.sharding import shard_model
+from quadriga.engines import loading
+from quadriga.engines.loading import load_model
+from quadriga.engines.sharding import shard_model
 from quadriga.models.architectures import ARCHITECTURES
 from quadriga.parallel.distributed import data_parallel_mesh
 from quadriga.parallel.model_parallel.shard_meshes import ShardMeshes
@@ -39,7 +39,7 @@ def load_as(ranks, fsdp_size, rank, config, dtype, *, trained):
     """The model and the weights of one rank of a group, sharded and read."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        module, weights, _ = sharded_loading._prepared(config, "lm", dtype, trained=trained)
+        module, weights, _ = loading._prepared(config, "lm", dtype, trained=trained)
         mesh = data_parallel_mesh(CPU, fsdp_size)
         module = shard_model(
             module,
@@ -80,7 +80,7 @@ def check_shards(module, whole, ranks):
 
 @pytest.mark.parametrize(("model_type", "changes"), CASES, ids=case_name)
 def test_shards_are_the_rows_of_the_whole_model(model_type, changes, tmp_path, monkeypatch):
-    monkeypatch.setattr(sharded_loading, "gather_over_ranks", lambda value: [value])
+    monkeypatch.setattr(loading, "gather_over_ranks", lambda value: [value])
     small_model(model_type, changes).save_pretrained(tmp_path)
     config = ModelConfig(path=str(tmp_path))
     whole = load_model(config, "lm", torch.float32, trained=True)

@@ -9,7 +9,7 @@ from small_models import VOCABULARY, small_model
 
 from quadriga.config.schema import ModelConfig
 from quadriga.engines.base import VALUES
-from quadriga.engines.loading.model_setup import empty_model, load_model
+from quadriga.engines.loading import empty_model, load_model
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import ModelError
 from quadriga.models.architectures import ARCHITECTURES

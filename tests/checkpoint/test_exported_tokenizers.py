@@ -113,7 +113,7 @@ def test_a_model_without_a_tokenizer_is_exported_without_one(tmp_path):
 
 def test_the_folder_of_the_megatron_engine_exports_it_too(tmp_path):
     pytest.importorskip("megatron.core")
-    from quadriga.engines.megatron.folder import FolderModel
+    from quadriga.engines.megatron.weights import FolderModel
 
     source = write_llama(tmp_path / "source")
     folder = FolderModel.of(ModelConfig(path=str(source)), "lm", trained=False)

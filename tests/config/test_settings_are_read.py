@@ -25,14 +25,14 @@ from quadriga.config.schema import (
 
 PACKAGE = Path(quadriga.__file__).parent
 MEGATRON = "engines/megatron/settings.py"
-FSDP, LOADING = "engines/fsdp.py", "engines/loading/sharded_loading.py"
+FSDP, LOADING = "engines/fsdp.py", "engines/loading.py"
 POLICY, CRITIC, UPDATES = (
     "workers/actor_rollout_ref.py", "workers/critic.py", "workers/updates.py",
 )  # fmt: skip
 MODEL_RANKS = "parallel/model_parallel/model_ranks.py"
-OBJECTIVES, SCHEDULE = "workers/objectives.py", "engines/schedule.py"
+OBJECTIVES, SCHEDULE = "workers/objectives.py", "engines/optimizers/sharded.py"
 REPLICAS = "trainer/replicas/"
-ADAMW, SHARDED = "engines/optimizers/adamw.py", "engines/optimizers/sharded.py"
+ADAMW, SHARDED = "engines/optimizers/rules.py", "engines/optimizers/sharded.py"
 READERS = {
     EngineConfig: {
         "name": ("engines/__init__.py", "engine.name"),

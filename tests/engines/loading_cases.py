@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines import loading
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.loading import sharded_loading
-from quadriga.engines.optimizers.rule import local_shard
+from quadriga.engines.optimizers.rules import local_shard
 from quadriga.errors import ModelError
 from quadriga.models.loading import load_value_model
 from quadriga.models.tiny import TinyModel, write_tiny_model
@@ -109,12 +109,12 @@ def build(root: str, case: Case) -> FSDPEngine:
 @contextmanager
 def whole_models():
     """Let engines load whole models within the block."""
-    match_names = sharded_loading.match_names
-    sharded_loading.match_names = lambda *_, **__: WeightNames(reason="of a test")
+    match_names = loading.match_names
+    loading.match_names = lambda *_, **__: WeightNames(reason="of a test")
     try:
         yield
     finally:
-        sharded_loading.match_names = match_names
+        loading.match_names = match_names
 
 
 @contextmanager
@@ -205,17 +205,17 @@ def absent_folder(root: str, rank: int, loaded: list[str]) -> str:
     """The error of each rank if rank 1 does not find the folder; note the whole models that this
     rank begins to load."""
     case = Case("untied" if rank != 1 else "absent")
-    real = sharded_loading.load_model
+    real = loading.load_model
 
     def noting(config, *args, **settings):
         loaded.append(Path(config.path).name)
         return real(config, *args, **settings)
 
-    sharded_loading.load_model = noting
+    loading.load_model = noting
     try:
         return error_of(lambda: build(root, case))
     finally:
-        sharded_loading.load_model = real
+        loading.load_model = real
 
 
 def rank_main(rank: int, ranks: int, root: str, port: int) -> None:

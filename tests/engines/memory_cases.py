@@ -31,7 +31,7 @@ from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.memory.fsdp import fsdp_memory
 from quadriga.engines.memory.passes import Rows
 from quadriga.engines.memory.states import TrainingMemory
-from quadriga.engines.optimizers.rule import local_shard
+from quadriga.engines.optimizers.rules import local_shard
 
 ROWS = Rows(count=8, prompt=32, response=48, samples=4)
 ONE_UNIT, LAYER_UNITS = 10**9, 1

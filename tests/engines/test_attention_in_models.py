@@ -10,9 +10,9 @@ from torch.nn.attention import flex_attention as flex_module
 from transformers import AutoModelForCausalLM
 
 from quadriga.config.schema import EngineConfig, ModelConfig
-from quadriga.engines.attention import flex, varlen
-from quadriga.engines.attention.choice import Kernel
-from quadriga.engines.loading.model_setup import load_model, simulated_model
+from quadriga.engines.attention import flex, kernels
+from quadriga.engines.attention.masks import Kernel
+from quadriga.engines.loading import load_model, simulated_model
 from quadriga.engines.memory.passes import Rows, pass_memory
 from quadriga.engines.token_model import TokenModel
 
@@ -20,7 +20,7 @@ from quadriga.engines.token_model import TokenModel
 @pytest.fixture
 def kernels_on_a_cpu(monkeypatch):
     kernel = cases.compiled_for_cpu()
-    monkeypatch.setattr(varlen, "varlen_attn", cases.naive_flash)
+    monkeypatch.setattr(kernels, "varlen_attn", cases.naive_flash)
     monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(flex, "compiled", lambda signature: kernel)
 

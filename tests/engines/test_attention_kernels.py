@@ -13,8 +13,8 @@ from attention_cases import ROWS, Sizes
 from torch.nn.attention import flex_attention as flex_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quadriga.engines.attention import flex, varlen
-from quadriga.engines.attention.gather import gather_tokens
+from quadriga.engines.attention import flex, kernels
+from quadriga.engines.attention.kernels import gather_tokens
 
 PLAIN = {
     "grouped": Sizes(),
@@ -39,7 +39,7 @@ SMALL = [name for name in ROWS if name != "more than two blocks"]
 
 @pytest.fixture
 def naive_flash(monkeypatch):
-    monkeypatch.setattr(varlen, "varlen_attn", cases.naive_flash)
+    monkeypatch.setattr(kernels, "varlen_attn", cases.naive_flash)
 
 
 @pytest.fixture
@@ -88,15 +88,15 @@ def test_flex_without_shared_prompts(flex_backward):
 
 
 def test_lengths_by_hand():
-    """The example in `varlen.py`."""
+    """The example in `kernels.py`."""
     rows = cases.packed_rows([(0, 2, 2), (0, 2, 1), (1, 3, 3)])
-    found = varlen.RowLengths.of(rows, cases.CPU)
+    found = kernels.RowLengths.of(rows, cases.CPU)
     assert found.query_ends.tolist() == [0, 4, 5, 11]
     assert found.key_ends.tolist() == [0, 4, 7, 13]
     assert found.keys.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6, 7, 8, 9, 10]
     assert (found.most_queries, found.most_keys) == (6, 6)
     repeated = cases.packed_rows([(0, 2, 2), (0, 2, 1)], share=False)
-    assert varlen.RowLengths.of(repeated, cases.CPU).keys is None
+    assert kernels.RowLengths.of(repeated, cases.CPU).keys is None
 
 
 def test_ranges_by_hand():

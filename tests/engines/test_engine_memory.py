@@ -14,7 +14,7 @@ import torch
 from transformers import DeepseekV3Config, LlamaConfig
 
 from quadriga.config.schema import EngineConfig, ModelConfig
-from quadriga.engines.loading.model_setup import simulated_model
+from quadriga.engines.loading import simulated_model
 from quadriga.engines.memory.fsdp import fsdp_memory
 from quadriga.engines.memory.passes import Rows, pass_memory
 from quadriga.engines.memory.traffic import NO_TRAFFIC

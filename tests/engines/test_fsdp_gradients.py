@@ -90,8 +90,8 @@ def unsharded_tensors(engine) -> int:
 
 
 def test_gradients_are_reduced_early_by_default_only_if_they_are_large(model_folder, monkeypatch):
-    from quadriga.engines.loading import sharding
-    from quadriga.engines.loading.sharding import unsharded_bytes
+    from quadriga.engines import sharding
+    from quadriga.engines.sharding import unsharded_bytes
 
     engine = cases.trainable(model_folder)
     parameters = sum(p.numel() for p in engine.module.parameters())

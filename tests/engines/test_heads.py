@@ -122,7 +122,7 @@ def test_model_that_scales_its_logits_cannot_use_the_fused_head(scaled, monkeypa
 
 
 def test_output_layer_with_bias_cannot_use_the_fused_head(model_folder, monkeypatch):
-    from quadriga.engines.loading import model_setup, sharded_loading
+    from quadriga.engines import loading
     from quadriga.models.weights.names import WeightNames
 
     def with_bias(*args, **kwargs):
@@ -131,10 +131,10 @@ def test_output_layer_with_bias_cannot_use_the_fused_head(model_folder, monkeypa
         model.lm_head = nn.Linear(weight.shape[1], weight.shape[0])
         return model
 
-    load = model_setup.load_causal_lm
-    monkeypatch.setattr(model_setup, "load_causal_lm", with_bias)
+    load = loading.load_causal_lm
+    monkeypatch.setattr(loading, "load_causal_lm", with_bias)
     whole = WeightNames(reason="the model is changed")
-    monkeypatch.setattr(sharded_loading, "match_names", lambda *_, **__: whole)
+    monkeypatch.setattr(loading, "match_names", lambda *_, **__: whole)
     with pytest.raises(ConfigError, match="the output layer of LlamaForCausalLM has a bias"):
         FSDPEngine(ModelConfig(path=model_folder), EngineConfig(fused_head=True), OptimConfig())
 

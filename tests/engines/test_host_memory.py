@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.optimizers.rule import local_shard
+from quadriga.engines.optimizers.rules import local_shard
 
 NAMES = [
     pytest.param(name, marks=pytest.mark.skipif(

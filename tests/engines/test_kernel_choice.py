@@ -13,15 +13,14 @@ from torch.nn.attention import flex_attention as flex_module
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
-from quadriga.engines.attention import flex, varlen
-from quadriga.engines.attention.check import kernel_problem
+from quadriga.engines.attention import flex, kernels
 from quadriga.engines.attention.choice import (
     CAPABILITY,
-    AttentionCall,
     choose_kernels,
+    kernel_problem,
     unsupported,
 )
-from quadriga.engines.attention.masks import LocalMask
+from quadriga.engines.attention.masks import AttentionCall, LocalMask
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import ConfigError
@@ -138,7 +137,7 @@ def test_a_mask_of_another_form_is_told_apart():
 
 
 def test_every_kernel_passes_the_comparison(monkeypatch):
-    monkeypatch.setattr(varlen, "varlen_attn", cases.naive_flash)
+    monkeypatch.setattr(kernels, "varlen_attn", cases.naive_flash)
     monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(flex, "compiled", lambda signature: flex_module.flex_attention)
     small = replace(FLOAT32, size=12, value_size=8)
@@ -186,7 +185,7 @@ def no_kernel(*arguments, **settings):
     ],
 )
 def test_a_wrong_kernel_fails_the_comparison(kernel, message, monkeypatch):
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(kernels, "varlen_attn", kernel)
     call = replace(BF16, size=8, value_size=8, mask="window" if kernel is one_more else "causal")
     assert message in kernel_problem("varlen", call, cases.CPU)
 

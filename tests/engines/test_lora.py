@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from memory_models import CONFIGS
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.loading.model_setup import check_trained_part
+from quadriga.engines.loading import check_trained_part
 from quadriga.errors import CheckpointError, ConfigError, ModelError
 from quadriga.models.adapters.lora import is_adapter
 from quadriga.models.tiny import write_tiny_model

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GemmaConfig
 
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
-from quadriga.engines.megatron import availability
+from quadriga.engines.megatron import settings as megatron_settings
 from quadriga.engines.megatron.families import (
     FAMILIES,
     Family,
@@ -139,7 +139,7 @@ def test_ranks_that_do_not_divide_are_refused_with_the_arithmetic(sizes, message
 @pytest.mark.parametrize("kept", [1, 3])
 def test_rows_of_earlier_micro_batches_are_dropped(kept):
     pytest.importorskip("megatron.core")
-    from quadriga.engines.megatron.layers import RowsInFlight
+    from quadriga.engines.megatron.model import RowsInFlight
 
     rows = RowsInFlight(kept)
     numbers = [rows.add(f"rows of {index}") for index in range(5)]
@@ -221,17 +221,17 @@ def test_the_fsdp_engine_refuses_settings_of_megatron(tmp_path):
     "found, state", [(None, "it is not installed"), ("0.15.0", "this environment has 0.15.0")]
 )
 def test_a_missing_or_other_version_is_named(monkeypatch, found, state):
-    monkeypatch.setattr(availability, "_version", lambda: found)
+    monkeypatch.setattr(megatron_settings, "_version", lambda: found)
     with pytest.raises(ConfigError, match=f"needs megatron-core 0.16.1, and {state}"):
         build_engine(MODEL, MEGATRON)
 
 
 def test_a_cpu_is_refused_outside_of_tests(monkeypatch):
-    monkeypatch.setattr(availability, "on_cpu_for_tests", False)
+    monkeypatch.setattr(megatron_settings, "on_cpu_for_tests", False)
     with pytest.raises(
         ConfigError, match="needs CUDA devices, and the device of the ranks is 'cpu'"
     ):
-        availability.check_device("cpu")
+        megatron_settings.check_device("cpu")
 
 
 def test_an_architecture_without_a_map_is_named_until_a_file_adds_it(monkeypatch):

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from quadriga.config.schema import EngineConfig, ModelConfig
-from quadriga.engines.model_parallel.checks import (
+from quadriga.engines.tensor_parallel import (
     check_model_parallel,
     check_model_parallel_folder,
 )

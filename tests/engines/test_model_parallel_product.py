@@ -12,7 +12,7 @@ import torch
 import transformers
 from parallel_cases import AGGREGATIONS, Case
 
-from quadriga.engines.model_parallel.tensor_plan import TESTED
+from quadriga.engines.tensor_parallel import TESTED
 
 WAIT_S = 3600
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(WAIT_S)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quadriga.config.schema import OptimConfig
-from quadriga.engines.schedule import learning_rate
+from quadriga.engines.optimizers.sharded import learning_rate
 
 
 def rates(total=6, **settings):

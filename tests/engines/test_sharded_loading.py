@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MambaConfig, Qwen3MoeConfig, ZambaConfig
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines import loading
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.engines.loading import sharded_loading
-from quadriga.engines.loading.sharding import decoder_layers
+from quadriga.engines.sharding import decoder_layers
 from quadriga.errors import ModelError
 from quadriga.parallel.distributed import data_parallel_mesh, init_distributed
 from quadriga.parallel.model_parallel.model_ranks import ModelRanks
@@ -120,7 +120,7 @@ def test_a_failure_to_match_names_is_a_reason_to_load_the_whole_model(root, monk
         raise KeyError("a rule of transformers")
 
     # An error before the ranks agree would leave the others waiting.
-    monkeypatch.setattr(sharded_loading, "match_names", failing)
+    monkeypatch.setattr(loading, "match_names", failing)
     with caplog.at_level(logging.INFO, logger="quadriga"):
         FSDPEngine(ModelConfig(path=str(root / "untied")), EngineConfig())
     (record,) = caplog.records
@@ -134,8 +134,8 @@ def test_a_device_without_memory_for_a_whole_unit_is_an_error_of_all_ranks(root,
     def failing(*args, **kwargs):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(sharded_loading, "gather_over_ranks", lambda x: agreed.append(x) or [x])
-    monkeypatch.setattr(sharded_loading, "shard_model", failing)
+    monkeypatch.setattr(loading, "gather_over_ranks", lambda x: agreed.append(x) or [x])
+    monkeypatch.setattr(loading, "shard_model", failing)
     with cases.whole_models(), pytest.raises(ModelError, match="cannot be loaded: out of memory"):
         FSDPEngine(ModelConfig(path=str(root / "untied")), EngineConfig())
     assert isinstance(agreed[-1], ModelError)
@@ -148,7 +148,7 @@ def test_a_model_that_is_loaded_whole_is_on_the_host_until_fsdp_moves_its_units(
     mesh = data_parallel_mesh(torch.device("cpu"))
     settings = EngineConfig(dtype="float32", fused_head=False)
     with cases.whole_models():
-        loaded = sharded_loading.load_sharded(
+        loaded = loading.load_sharded(
             ModelConfig(path=str(root / "untied")), settings, "lm", device,
             trained=True, packed=None, min_unit_parameters=1, ranks=ModelRanks(),
             meshes=ShardMeshes(mesh, mesh),

@@ -16,13 +16,16 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from quadriga.config.schema import OptimConfig
-from quadriga.engines.optimizers.adamw import AdamW
-from quadriga.engines.optimizers.adamw_8bit import AdamW8bit, block_size
-from quadriga.engines.optimizers.muon import Muon
-from quadriga.engines.optimizers.newton_schulz import newton_schulz
-from quadriga.engines.optimizers.rule import local_shard, sharded_like
+from quadriga.engines.optimizers.choice import state_bytes
+from quadriga.engines.optimizers.muon import Muon, newton_schulz
+from quadriga.engines.optimizers.rules import (
+    AdamW,
+    AdamW8bit,
+    block_size,
+    local_shard,
+    sharded_like,
+)
 from quadriga.engines.optimizers.sharded import ShardedOptimizer
-from quadriga.engines.optimizers.state_bytes import state_bytes
 
 CPU = torch.device("cpu")
 SHAPES = [(6, 4), (4, 6), (5, 5), (3, 4, 6)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig
 
-from quadriga.engines.attention.check import kernel_problem
-from quadriga.engines.attention.choice import AttentionCall, unsupported
+from quadriga.engines.attention.choice import kernel_problem, unsupported
+from quadriga.engines.attention.masks import AttentionCall
 from quadriga.engines.token_model import TokenModel
 
 pytestmark = [

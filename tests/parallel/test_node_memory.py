@@ -24,7 +24,7 @@ import torch
 from quadriga.config.loading import load_config
 from quadriga.config.schema import EngineConfig, TrainConfig
 from quadriga.engines import build_engine
-from quadriga.engines.loading import sharded_loading
+from quadriga.engines import loading as engine_loading
 from quadriga.errors import ModelError
 from quadriga.models import (
     load_causal_lm,
@@ -366,7 +366,7 @@ def test_the_setting_reaches_the_engines(folder, monkeypatch, use_shm):
         seen.append(path)
         return nullcontext(path)
 
-    for module in (loading, sharded_loading):
+    for module in (loading, engine_loading):
         monkeypatch.setattr(module, "folder_in_memory", in_memory)
     model = load_config(TrainConfig, [f"critic.model.use_shm={use_shm}"]).critic.model
     model = replace(model, path=str(folder))

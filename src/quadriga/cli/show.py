@@ -104,7 +104,7 @@ def show_sft_plan(config: SFTConfig) -> None:
         InputError: the settings, the data or the model do not fit.
     """
     from quadriga.config.checks.settings import check_sft_settings
-    from quadriga.engines.loading.model_setup import check_trained_part
+    from quadriga.engines.loading import check_trained_part
     from quadriga.trainer.fine_tuning.sft import load_sft_rows
     from quadriga.trainer.memory.sft import sft_plan_text
     from quadriga.trainer.run.preflight import known_names
@@ -136,7 +136,7 @@ def show_rm_plan(config: RMConfig) -> None:
         InputError: the settings, the data or the model do not fit.
     """
     from quadriga.config.checks.reward_model import check_rm_settings
-    from quadriga.engines.loading.model_setup import check_trained_part
+    from quadriga.engines.loading import check_trained_part
     from quadriga.trainer.fine_tuning.rm import load_pairs
     from quadriga.trainer.memory.rm import rm_plan_text
     from quadriga.trainer.run.preflight import known_names

@@ -1,14 +1,14 @@
 """Training engines: a model, its optimizer, and how both are sharded over the ranks of a group.
 
 - `base`: the `TrainEngine` protocol, the types of batches, outputs and losses.
-- `fsdp`: the engine over FSDP2. It uses `loading` (from a folder to a sharded model),
-  `micro_batches` (which rows go together), `optimizers`, `schedule` and `offload` (device memory to
-  host memory and back).
+- `fsdp`: the engine over FSDP2. It uses `loading` (from a folder to a sharded model), `sharding`
+  (FSDP units), `trained_part` (adapters, frozen weights), `tensor_parallel` (divided weights),
+  `micro_batches` (which rows go together), `optimizers` and `offload` (device memory to host
+  memory and back).
+- `token_model`: one forward pass, from rows of tokens to one number for each response token. It
+  uses `attention` (packed rows) and `token_slice` (the tokens of one rank).
 - `megatron`: the engine over Megatron-core (docs/concepts/megatron.md).
 - `sequence_cost`: what sequences of a model cost, from its config.
-- `token_model`: one forward pass, from rows of tokens to one number for each response token. It
-  uses `attention` (packed rows) and `fused_head`.
-- `model_parallel`: ranks that compute the same rows: slices of tokens, divided weights.
 - `memory`: the device memory of an engine, known before it is built.
 
 May import every package below `engines` in docs/architecture.md, but not `rollout`. Importing this
@@ -69,7 +69,7 @@ def _megatron(
     device: str | torch.device,
     total_steps: int | None,
 ) -> TrainEngine:
-    from quadriga.engines.megatron.availability import check_installed
+    from quadriga.engines.megatron.settings import check_installed
 
     check_installed()
     from quadriga.engines.megatron.engine import MegatronEngine
@@ -117,8 +117,7 @@ def check_engine(
         ConfigError: names the setting.
     """
     if engine.name == "megatron":
-        from quadriga.engines.megatron.availability import check_device, check_installed
-        from quadriga.engines.megatron.settings import check_settings
+        from quadriga.engines.megatron.settings import check_device, check_installed, check_settings
 
         check_installed(f"{key}.name")
         if device_type is not None:

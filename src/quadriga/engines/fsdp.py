@@ -1,4 +1,6 @@
-"""The training engine over FSDP2 (`fully_shard`), on one rank or many, with CPUs or accelerators.
+"""The training engine over FSDP2.
+
+The training engine over FSDP2 (`fully_shard`), on one rank or many, with CPUs or accelerators.
 
 Concurrency, for every method:
 
@@ -7,21 +9,26 @@ waits for     the other ranks of the group, which must call the same methods in 
 produces      numbers for each response token, or one optimizer step
 unblocked by  the call of the last rank; a rank without rows computes a dummy micro-batch, so that
               the other ranks need not wait for it
+
+The weights of a sharded model: its shards, whole tensors under checkpoint names, its export.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig
 
 from quadriga.checkpoint.files import SavedFile
+from quadriga.checkpoint.hf_export import export_hf
 from quadriga.checkpoint.rank_state import (
     check_all_taken,
     load_rank_state,
@@ -30,17 +37,7 @@ from quadriga.checkpoint.rank_state import (
 )
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.base import SKIPPED_STEPS, Batch, HeadKind, LossFn, Outputs, TrainEngine
-from quadriga.engines.image_inputs import Images, check_batch, images_of
-from quadriga.engines.loading.model_setup import in_local_folders
-from quadriga.engines.loading.model_weights import ModelWeights
-from quadriga.engines.loading.sharded_loading import load_sharded
-from quadriga.engines.loading.sharding import (
-    MIN_UNIT_PARAMETERS,
-    exceeds_unsharded_limit,
-    forget_failed_pass,
-    fsdp_units,
-)
-from quadriga.engines.loading.trained_part import check_frozen, dropout_on, frozen_scalars
+from quadriga.engines.loading import LoadedModel, exported_tokenizer, in_local_folders, load_sharded
 from quadriga.engines.micro_batches import (
     dummy_batch,
     micro_batches_of_ranks,
@@ -48,11 +45,26 @@ from quadriga.engines.micro_batches import (
 )
 from quadriga.engines.offload import DeviceMemory
 from quadriga.engines.optimizers.choice import build_optimizer
-from quadriga.engines.optimizers.rule import local_shard
-from quadriga.engines.optimizers.sharded import SKIPPED_IN_A_ROW, UPDATES, ShardedOptimizer
-from quadriga.engines.schedule import check_schedule
-from quadriga.engines.token_model import TokenModel
+from quadriga.engines.optimizers.rules import local_shard
+from quadriga.engines.optimizers.sharded import (
+    SKIPPED_IN_A_ROW,
+    UPDATES,
+    ShardedOptimizer,
+    check_schedule,
+)
+from quadriga.engines.sharding import (
+    MIN_UNIT_PARAMETERS,
+    exceeds_unsharded_limit,
+    forget_failed_pass,
+    fsdp_units,
+)
+from quadriga.engines.token_model import Images, TokenModel, check_batch, images_of
+from quadriga.engines.trained_part import check_frozen, dropout_on, frozen_scalars, merged_weights
 from quadriga.errors import ConfigError
+from quadriga.models.adapters.lora import export_adapter, is_adapter, scaled_part
+from quadriga.models.score_head import padding_token
+from quadriga.models.stored_dtypes import stored_dtypes
+from quadriga.models.vision.processor import copy_processor
 from quadriga.models.vision.rows import MultiModalRows
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import (
@@ -396,3 +408,139 @@ def _reference_model(reference: TrainEngine | None) -> Iterator[TokenModel | Non
         )
     with reference._lend_model() as model:
         yield model
+
+
+ADAPTER_FOLDER = "adapter"
+"""Folder of the adapter alone, in the export of a merged model."""
+
+
+class ModelWeights:
+    """The weights of one model. Whole tensors are gathered one at a time, by all ranks together.
+
+    Args:
+        config: of the model, with local folders.
+        device: where collectives run.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, config: ModelConfig, head: HeadKind, device: torch.device
+    ) -> None:
+        self.module, self.part = loaded.module, loaded.part
+        self.tied, self.saved_buffers = loaded.tied, loaded.saved_buffers
+        self.config, self.head, self.device = config, head, device
+        self.tokenizer_path = exported_tokenizer(config)
+
+    def shards(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters, and the buffers that are saved, by their names in the model."""
+        for name, parameter in self.module.named_parameters():
+            yield name, parameter.detach()
+        for name, buffer in self.module.named_buffers():
+            if name in self.saved_buffers:
+                yield name, buffer
+
+    def trained_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield `shards` without those that are frozen, which a checkpoint does not hold."""
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        return ((name, tensor) for name, tensor in self.shards() if name not in frozen)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return the whole tensor of a shard, on the device."""
+        # A shard in host memory is copied to the device, where collectives run.
+        shard = self._on_device(tensor)
+        return shard.full_tensor() if isinstance(shard, DTensor) else shard
+
+    def full(self, *, adapted: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield (checkpoint name, whole tensor) once for each weight; adapters are merged.
+
+        `adapted`: False for the weights of the base model.
+        """
+        return merged_weights(self.shards(), self.part.adapter, self.whole, adapted=adapted)
+
+    def stream(self, *, adapted: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield `full` with every name of tied weights."""
+        return self._with_tied(self.full(adapted=adapted))
+
+    def shard_stream(self, *, adapted: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield `stream`, with the shards of this rank as `DTensor`s in place of whole tensors.
+
+        Adapters are merged into the shards. Only adapters are gathered.
+        """
+        adapter = self.part.adapter
+        merged = merged_weights(self.shards(), adapter, self._on_device, adapted=adapted)
+        return self._with_tied(merged)
+
+    def unmerged_stream(self, *, base: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield A and B of every adapter whole, as `scaled_part` names them.
+
+        Before them, if `base`, the weights of the base model as `shard_stream` yields them.
+
+        Raises `ConfigError` if the model has no adapters.
+        """
+        adapter = self.part.adapter
+        if adapter is None:
+            raise ConfigError(
+                "the rollout engine holds adapters, but the trained model has none; set model.lora "
+                "or rollout.load_adapters=false",
+                key="actor_rollout_ref.rollout.load_adapters",
+            )
+        if base:
+            yield from self.shard_stream(adapted=False)
+        for name, shard in self.shards():
+            if is_adapter(name):
+                yield scaled_part(name, self.whole(shard), adapter)
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device)
+
+    def _with_tied(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stream:
+            yield name, tensor
+            for alias in self.tied.get(name, ()):
+                yield alias, tensor
+
+    def export(self, folder: str | Path, *, adapted: bool) -> None:
+        """Write a Hugging Face folder of the merged model, with the adapter alone inside it.
+
+        Raises `ModelError` if the tokenizer that the model was loaded with cannot be loaded.
+        """
+        dtypes, config = stored_dtypes(self.config.path), self.config
+        export_hf(
+            folder,
+            dtypes.cast(self.full(adapted=adapted)),
+            dtypes.config(self._config()),
+            generation=getattr(self.module, "generation_config", None),
+            tokenizer_path=self.tokenizer_path,
+            trust_remote_code=config.trust_remote_code,
+            write=rank() == 0,
+            extra=self._extra(adapted=adapted),
+        )
+
+    def _extra(self, *, adapted: bool) -> Callable[[Path], None]:
+        """Return what writes the image processor and the adapter into an export."""
+        adapter = self._write_adapter() if adapted else None
+
+        def write(folder: Path) -> None:
+            copy_processor(self.config.path, folder)
+            if adapter is not None:
+                adapter(folder)
+
+        return write
+
+    def _config(self) -> PreTrainedConfig:
+        """Return the config of the export: a sequence classifier needs a padding token."""
+        config: PreTrainedConfig = deepcopy(self.module.config)
+        if self.head == "score":
+            config.pad_token_id = padding_token(
+                self.config.path,
+                self.config.tokenizer_path or self.config.path,
+                trust_remote_code=self.config.trust_remote_code,
+            )
+        return config
+
+    def _write_adapter(self) -> Callable[[Path], None] | None:
+        """Return what writes the adapter into an export; None if it would not be complete."""
+        adapter, base = self.part.adapter, self.config.path
+        if adapter is None or self.head != "lm":  # the head is trained too, and not in an adapter
+            return None
+        parts = {name: self.whole(p) for name, p in self.shards() if is_adapter(name)}
+        return lambda folder: export_adapter(folder / ADAPTER_FOLDER, parts, adapter, base)

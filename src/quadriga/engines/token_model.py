@@ -1,4 +1,20 @@
-"""One forward pass of a micro-batch: from rows of tokens to one number for each response token.
+"""One forward pass.
+
+Replace the output layer of a language model, so that it does not return all the logits.
+
+The output layer of a sharded model has its full weight only while the model runs, so the
+log-probabilities must be computed at that moment. `FusedHead` replaces the layer's `forward`. What
+the model then returns as its logits is the result of a function of the hidden states.
+
+The arguments of a model of text and images for rows with their padding at the end.
+
+Shapes: B rows, S = P + R columns, L tokens of the longest row.
+
+The image encoder computes in every pass, with an empty image if no row has one. Its layers are FSDP
+units, whose parameters all ranks gather together: a rank without images that left them out would
+leave the others waiting.
+
+One forward pass of a micro-batch: from rows of tokens to one number for each response token.
 
 Shapes: B rows, P prompt columns, R response columns, K targets (the response tokens with
 `response_mask` 1), D hidden size, V vocabulary entries.
@@ -7,50 +23,175 @@ Shapes: B rows, P prompt columns, R response columns, K targets (the response to
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from quadriga.algorithms.full_kl import kl_full
 from quadriga.config.schema import AttentionName
-from quadriga.engines.attention.check import kernel_problem
-from quadriga.engines.attention.choice import (
-    CAPABILITY,
-    AttentionCall,
-    Kernel,
-    KernelOf,
-    choose_kernels,
-    sdpa_only,
-)
+from quadriga.engines.attention.choice import CAPABILITY, choose_kernels, kernel_problem
+from quadriga.engines.attention.masks import AttentionCall, Kernel, KernelOf, sdpa_only
 from quadriga.engines.attention.packed import (
     AttentionRows,
     supports_packing,
     use_packed_attention,
 )
 from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES, Batch, HeadKind, Outputs
-from quadriga.engines.fused_head import MIN_FUSED_LOGITS, FusedHead, fusable_layer
-from quadriga.engines.image_inputs import image_arguments
-from quadriga.engines.loading.sharding import class_name
-from quadriga.engines.loading.trained_part import adapters_off
-from quadriga.engines.micro_batches import dummy_batch
-from quadriga.engines.model_parallel.token_slice import TokenSlice
+from quadriga.engines.micro_batches import check_fields, dummy_batch
 from quadriga.engines.sequence_cost import sequence_cost
+from quadriga.engines.sharding import class_name
+from quadriga.engines.token_slice import TokenSlice
+from quadriga.engines.trained_part import adapters_off
 from quadriga.errors import ConfigError
 from quadriga.models.architectures import takes_images
+from quadriga.models.cpu_linear import CpuLinear
 from quadriga.models.log_probs.linear_full_kl import linear_full_kl
 from quadriga.models.log_probs.linear_log_prob import linear_log_probs
 from quadriga.models.log_probs.log_prob import log_probs_and_entropy
-from quadriga.models.vision.rows import MultiModalRows
+from quadriga.models.vision.processor import image_tokens_of
+from quadriga.models.vision.rows import GRIDS, PIXELS, MultiModalRows, check_images
 from quadriga.parallel.aligned_rows import left_align
 from quadriga.parallel.attention_blocks import PackedRows
 from quadriga.parallel.model_parallel.model_ranks import ModelRanks
 from quadriga.parallel.packing import PackedBatch, in_equal_slices, pack_rows
 from quadriga.protocol import fields
+
+HeadFn = Callable[[Tensor, Tensor], Tensor]
+"""(hidden states that the output layer receives, its weight [V, D]) -> the model's "logits"."""
+
+MIN_FUSED_LOGITS = 2**26
+"""Logits of a micro-batch (tokens × vocabulary) from which on the fused head is used. It costs a
+fourth matrix product and saves this many logits, 256 MB in float32."""
+
+
+class FusedHead:
+    """Computes a function in place of the output layer, and the layer itself otherwise."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._layer = layer
+        self._layer_forward = layer.forward
+        self._function: HeadFn | None = None
+        # Only the instance's `forward` is replaced: hooks and the weight's name do not change.
+        layer.forward = self._forward  # type: ignore[method-assign, assignment]  # on purpose
+
+    def _forward(self, hidden: Tensor) -> Tensor:
+        if self._function is None:
+            return self._layer_forward(hidden)
+        return self._function(hidden, self._layer.weight)
+
+    @contextmanager
+    def replaced_by(self, function: HeadFn) -> Iterator[None]:
+        """Within the block, the layer computes `function`."""
+        self._function = function
+        try:
+            yield
+        finally:
+            self._function = None
+
+
+def fusable_layer(model: PreTrainedModel, run: Callable[[], Tensor]) -> nn.Linear | str:
+    """Return the model's output layer if its logits are hidden @ weightᵀ, else the reason why not.
+
+    `run` returns the model's logits for any input. They must be the very tensor that the output
+    layer returned. This test finds every model that scales, caps or slices its logits afterwards,
+    without a list of models or settings.
+    """
+    layer: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # none
+    name = class_name(model)
+    if not isinstance(layer, nn.Linear) or type(layer) not in (nn.Linear, CpuLinear):
+        return f"the output layer of {name} is {type(layer).__name__}, not Linear"
+    if layer.bias is not None:
+        return f"the output layer of {name} has a bias"
+    returned: list[Tensor] = []
+    hook = layer.register_forward_hook(lambda module, inputs, output: returned.append(output))
+    with torch.no_grad():
+        logits = run()
+    hook.remove()
+    if len(returned) != 1 or returned[0] is not logits:
+        return f"{name} changes its logits after the output layer"
+    return layer
+
+
+# Two rows of text, L = 3, and the row of the empty image, which consists of one token (i):
+#
+#   input_ids     11 12 21        position_ids   0 1 2     of each dimension
+#                 13 14  0                       0 1 2
+#                  i  0  0                       0 0 0
+#
+# No target is in the last row, so it changes neither an output nor a gradient.
+
+
+Images = MultiModalRows | None
+
+
+def check_batch(batch: Batch, images: Images, config: PreTrainedConfig) -> None:
+    """Raise `FieldError` if a batch lacks a field, or its rows and images do not fit."""
+    check_fields(batch)
+    ids, mask = batch[fields.INPUT_IDS], batch[fields.ATTENTION_MASK]
+    check_images(ids, mask, images, image_tokens_of(config))
+
+
+def images_of(images: Images, rows: Tensor | None) -> Images:
+    """Return the images of a micro-batch; None for one without rows."""
+    return None if images is None or rows is None else images.select(rows)
+
+
+def image_arguments(
+    config: PreTrainedConfig,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    images: MultiModalRows | None,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Return the arguments of the model's `forward`, on `device`.
+
+    Args:
+        input_ids: [B, L], rows that begin in column 0.
+        attention_mask: [B, S], the tokens among the columns of the batch.
+        images: of the rows, with as many tokens as the rows have; None: they have none.
+    """
+    tokens = image_tokens_of(config)
+    assert tokens is not None
+    positions = torch.arange(input_ids.shape[1]).expand(3, *input_ids.shape)
+    joined: dict[str, Tensor] = {}
+    if images is not None:
+        positions, joined = _left_aligned(images.position_ids, attention_mask), images.joined()
+    # On the meta device, where memory is planned, the encoder cannot compute: it reads numbers.
+    if not joined and device.type != "meta":
+        joined = _empty_image(config, tokens.merge_size)
+        row = torch.zeros_like(input_ids[:1])
+        row[0, 0] = tokens.image
+        input_ids = torch.cat([input_ids, row])
+        positions = torch.cat([positions, torch.zeros_like(positions[:, :1])], dim=1)
+    arguments = {"input_ids": input_ids, "position_ids": positions, **joined}
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in arguments.items()}
+
+
+def _left_aligned(positions: Tensor, attention_mask: Tensor) -> Tensor:
+    """Move positions [B, 3, S] to where `parallel.aligned_rows` moves the tokens: [3, B, L]."""
+    valid = attention_mask.bool()
+    longest = max(int(valid.sum(1).max()), 1) if len(valid) else 1
+    row, column = valid.nonzero(as_tuple=True)
+    place = (valid.long().cumsum(1) - 1)[row, column]
+    aligned = positions.new_zeros(3, len(valid), longest)
+    aligned[:, row, place] = positions[row, :, column].T
+    return aligned
+
+
+def _empty_image(config: PreTrainedConfig, merge_size: int) -> dict[str, Tensor]:
+    """Return an image of one token, all of whose numbers are 0."""
+    vision = config.vision_config
+    channels = getattr(vision, "in_channels", None) or vision.in_chans
+    numbers = channels * vision.temporal_patch_size * vision.patch_size**2
+    return {
+        PIXELS: torch.zeros(merge_size**2, numbers),
+        GRIDS: torch.tensor([[1, merge_size, merge_size]]),
+    }
 
 
 def identity(outputs: Tensor) -> Tensor:

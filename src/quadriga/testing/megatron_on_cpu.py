@@ -113,9 +113,10 @@ def _same(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
 
 def install() -> None:
     """Replace what Megatron-core's modules see of torch. A second call does nothing."""
-    from quadriga.engines.megatron import availability
 
-    if availability.on_cpu_for_tests:
+    from quadriga.engines.megatron import settings as megatron_settings
+
+    if megatron_settings.on_cpu_for_tests:
         return
     for package in _PACKAGES:
         module = importlib.import_module(package)
@@ -128,7 +129,7 @@ def install() -> None:
     _random_states()
     _tokens_of_experts()
     torch.Tensor.cuda = _same  # type: ignore[assignment]  # a build for CPUs has none
-    availability.on_cpu_for_tests = True
+    megatron_settings.on_cpu_for_tests = True
 
 
 def _random_states() -> None:

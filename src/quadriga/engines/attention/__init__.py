@@ -2,8 +2,7 @@
 
 - `packed`: what transformers calls in each attention layer.
 - `masks`: which tokens of its own row a token attends to.
-- `choice`: which kernel computes which call, and why another one cannot.
-- `blocks`, `varlen`, `flex`: the kernels, each with the arrangement of rows that it reads.
-- `gather`: read packed tokens by index, with exact sums of their gradients.
-- `check`: compare a kernel with `blocks` on the device on which it will run.
+- `choice`: which kernel computes which call, why another one cannot, and a comparison of kernels on
+  the device on which they will run.
+- `kernels`, `flex`: the kernels, each with the arrangement of rows that it reads.
 """

@@ -1,26 +1,44 @@
 """Which kernel computes which call of attention.
 
+Which kernel computes which call of attention.
+
 - `sdpa` (`blocks.py`): every call on every device. On accelerators it computes a shared prompt in
   each of its rows, because its fastest kernel takes no mask.
 - `varlen` (`varlen.py`): one launch for all rows, prompts once. CUDA, 16 bits, plain or window.
 - `flex` (`flex.py`): capped scores, sinks, chunks and float32 too; prompts once. CUDA, compiled.
+
+Compare a kernel with `blocks` on the device on which it will run, before the first step.
+
+Kernels differ between devices and versions of libraries: in the end of rows at which queries and
+keys are aligned, in the tokens that a window counts, in the dtypes that they round to. A difference
+would change every log-probability without an error.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import (
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from quadriga.config.schema import AttentionName
-from quadriga.engines.attention.masks import LocalMask, MaskKind
+from quadriga.engines.attention.masks import (
+    AttentionCall,
+    Kernel,
+    KernelOf,
+    LocalMask,
+    sdpa_only,
+)
+from quadriga.engines.attention.packed import AttentionRows, attend
 from quadriga.errors import ConfigError
-
-Kernel = Literal["sdpa", "varlen", "flex"]
+from quadriga.parallel.attention_blocks import PackedRows
+from quadriga.parallel.model_parallel.model_ranks import ModelRanks, Subgroup
+from quadriga.parallel.packing import pack_rows
 
 FASTEST_FIRST: tuple[Kernel, ...] = ("varlen", "flex", "sdpa")
 
@@ -36,63 +54,6 @@ MIN_FLEX_SIZE = 16
 _log = logging.getLogger(__name__)
 
 _HALF = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """What a call computes, as far as a kernel may not support it.
-
-    Attributes:
-        dtype: of queries, keys and values.
-        heads, key_heads: of queries, of keys and values.
-        size, value_size: elements of a query or key, and of a value, in one head.
-        mask: the kind of mask.
-        softcap: whether scores are capped.
-        sinks: whether there are attention sinks.
-        part: whether the queries are a part of the tokens (context parallelism).
-    """
-
-    dtype: torch.dtype
-    heads: int
-    key_heads: int
-    size: int
-    value_size: int
-    mask: MaskKind = "causal"
-    softcap: bool = False
-    sinks: bool = False
-    part: bool = False
-
-    @staticmethod
-    def of(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: LocalMask | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        *,
-        part: bool = False,
-    ) -> AttentionCall:
-        """Describe the call with these arguments ([1, H, N, D] three times)."""
-        return AttentionCall(
-            dtype=query.dtype,
-            heads=query.shape[1],
-            key_heads=key.shape[1],
-            size=query.shape[-1],
-            value_size=value.shape[-1],
-            mask="causal" if mask is None else mask.kind,
-            softcap=softcap is not None,
-            sinks=sinks is not None,
-            part=part,
-        )
-
-
-KernelOf = Callable[[AttentionCall], Kernel]
-
-
-def sdpa_only(call: AttentionCall) -> Kernel:
-    """Compute every call by `sdpa`."""
-    return "sdpa"
 
 
 def unsupported(
@@ -175,3 +136,83 @@ def choose_kernels(
 
 def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
+
+
+TOLERANCES = {torch.bfloat16: 0.03, torch.float16: 0.01, torch.float32: 1e-4, torch.float64: 1e-9}
+"""The largest difference of two kernels, relative to the largest number: several times the rounding
+of the dtype. Another alignment or window gives differences of about 1."""
+
+_RESULTS = ("outputs", "queries", "keys", "values", "sinks")
+
+_LENGTHS = ((150, 3), (150, 140), (150, 1), (2, 4), (1, 9))  # (prompt, response) of each row
+_LOCAL = 7  # tokens of a window or a chunk
+
+
+def kernel_problem(kernel: Kernel, call: AttentionCall, device: torch.device) -> str | None:
+    """Return why `kernel` is wrong on this device, in outputs or gradients; None: it is right."""
+    if kernel == "sdpa":
+        return None
+    expected = _compute(sdpa_only, call, device, wide=True)
+    try:
+        found = _compute(lambda _: kernel, call, device, wide=False)
+    except RuntimeError as error:  # no such kernel in this build, or it cannot be compiled
+        return f"it fails on this device: {type(error).__name__}: {str(error)[:200]}"
+    for name, a, b in zip(_RESULTS, found, expected, strict=False):  # sinks are not always there
+        difference = float((a.float() - b.float()).abs().max() / b.float().abs().max())
+        if not difference <= TOLERANCES[call.dtype]:  # NaN is a problem
+            what = name if name == "outputs" else f"gradients of {name}"
+            return f"its {what} differ by {difference:.2g} of the largest one on this device"
+    return None
+
+
+def _compute(
+    kernel_of: KernelOf, call: AttentionCall, device: torch.device, *, wide: bool
+) -> list[Tensor]:
+    """Return the outputs and the gradients of an example. `wide`: in float32 at least."""
+    dtype = torch.promote_types(call.dtype, torch.float32) if wide else call.dtype
+    packed = _rows()
+    # The first of two ranks of context parallelism has half of the queries, but all keys.
+    ranks = ModelRanks(context=Subgroup(size=2)) if call.part else ModelRanks()
+    rows = AttentionRows(packed, device, kernel_of, split=True, ranks=ranks)
+    tokens = len(packed.row)
+    random = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        # Rounded to the dtype of the call, so that both kernels read the same numbers.
+        values = torch.randn(*shape, generator=random).to(call.dtype)
+        return values.to(device, dtype).requires_grad_()
+
+    queries = tokens if rows.queries is None else len(rows.queries)
+    query = numbers(queries, call.heads, call.size)
+    key = numbers(tokens, call.key_heads, call.size)
+    value = numbers(tokens, call.key_heads, call.value_size)
+    sinks = numbers(call.heads) if call.sinks else None
+    weights = numbers(queries, call.heads, call.value_size).detach()
+    with torch.enable_grad():
+        out = attend(
+            query, key, value, rows,
+            mask=_mask(call, device), scaling=None, softcap=2.0 if call.softcap else None,
+            sinks=sinks,
+        )  # fmt: skip
+        trained = [query, key, value, *([] if sinks is None else [sinks])]
+        return [out.detach(), *torch.autograd.grad((out * weights).sum(), trained)]
+
+
+def _mask(call: AttentionCall, device: torch.device) -> LocalMask | None:
+    if call.mask == "causal":
+        return None
+    if call.mask == "window":
+        return LocalMask(sliding_window_causal_mask_function(_LOCAL), _LOCAL)
+    no_padding = torch.zeros(1, dtype=torch.int64, device=device)
+    return LocalMask(chunked_causal_mask_function(_LOCAL, no_padding), _LOCAL)
+
+
+def _rows() -> PackedRows:
+    """Return rows of which the first three share their prompt."""
+    width = tuple(max(sizes) for sizes in zip(*_LENGTHS, strict=True))
+    ids = torch.zeros(len(_LENGTHS), sum(width), dtype=torch.int64)
+    attention, targets = torch.zeros_like(ids), torch.zeros_like(ids[:, width[0] :])
+    for row, (prompt, response) in enumerate(_LENGTHS):
+        attention[row, width[0] - prompt : width[0] + response] = 1
+        targets[row, :response] = 1
+    return pack_rows(ids, attention, targets).rows

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -28,6 +29,9 @@ that broadcast, as `transformers.masking_utils` defines them."""
 MaskKind = Literal["causal", "window", "chunk", "other"]
 """Which keys k a query q of the same row attends to. Causal: k ≤ q. Window of size w: also
 k > q − w. Chunk of size w: also k // w = q // w. Other: what a function says."""
+
+
+Kernel = Literal["sdpa", "varlen", "flex"]
 
 
 class LocalMask:
@@ -105,3 +109,60 @@ def _structure(value: object) -> object:
     if isinstance(value, tuple):
         return tuple(map(_structure, value))
     return value
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a call computes, as far as a kernel may not support it.
+
+    Attributes:
+        dtype: of queries, keys and values.
+        heads, key_heads: of queries, of keys and values.
+        size, value_size: elements of a query or key, and of a value, in one head.
+        mask: the kind of mask.
+        softcap: whether scores are capped.
+        sinks: whether there are attention sinks.
+        part: whether the queries are a part of the tokens (context parallelism).
+    """
+
+    dtype: torch.dtype
+    heads: int
+    key_heads: int
+    size: int
+    value_size: int
+    mask: MaskKind = "causal"
+    softcap: bool = False
+    sinks: bool = False
+    part: bool = False
+
+    @staticmethod
+    def of(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: LocalMask | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        *,
+        part: bool = False,
+    ) -> AttentionCall:
+        """Describe the call with these arguments ([1, H, N, D] three times)."""
+        return AttentionCall(
+            dtype=query.dtype,
+            heads=query.shape[1],
+            key_heads=key.shape[1],
+            size=query.shape[-1],
+            value_size=value.shape[-1],
+            mask="causal" if mask is None else mask.kind,
+            softcap=softcap is not None,
+            sinks=sinks is not None,
+            part=part,
+        )
+
+
+KernelOf = Callable[[AttentionCall], Kernel]
+
+
+def sdpa_only(call: AttentionCall) -> Kernel:
+    """Compute every call by `sdpa`."""
+    return "sdpa"

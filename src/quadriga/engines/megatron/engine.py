@@ -28,16 +28,18 @@ from quadriga.checkpoint.rank_state import load_rank_state, read_scalars, save_r
 from quadriga.checkpoint.shards import Block
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.base import SKIPPED_STEPS, Batch, HeadKind, LossFn, Outputs, TrainEngine
-from quadriga.engines.loading.model_setup import in_local_folders
-from quadriga.engines.megatron.availability import check_device, check_installed
+from quadriga.engines.loading import in_local_folders
 from quadriga.engines.megatron.families import check_sizes, megatron_model
-from quadriga.engines.megatron.folder import FolderModel
-from quadriga.engines.megatron.model import MicroBatch, transformer_config
+from quadriga.engines.megatron.model import MicroBatch, Pipeline, transformer_config
 from quadriga.engines.megatron.optimizer import MegatronOptimizer
-from quadriga.engines.megatron.pipeline import Pipeline
 from quadriga.engines.megatron.ranks import join_ranks
-from quadriga.engines.megatron.settings import check_settings, sizes_of
-from quadriga.engines.megatron.weights import RankWeights
+from quadriga.engines.megatron.settings import (
+    check_device,
+    check_installed,
+    check_settings,
+    sizes_of,
+)
+from quadriga.engines.megatron.weights import FolderModel, RankWeights
 from quadriga.engines.micro_batches import (
     check_fields,
     dummy_batch,
@@ -45,8 +47,7 @@ from quadriga.engines.micro_batches import (
     select_rows,
 )
 from quadriga.engines.offload import DeviceMemory
-from quadriga.engines.optimizers.sharded import SKIPPED_IN_A_ROW, UPDATES
-from quadriga.engines.schedule import check_schedule
+from quadriga.engines.optimizers.sharded import SKIPPED_IN_A_ROW, UPDATES, check_schedule
 from quadriga.engines.sequence_cost import sequence_cost
 from quadriga.errors import ConfigError
 from quadriga.models.vision.rows import MultiModalRows

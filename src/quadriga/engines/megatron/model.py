@@ -1,39 +1,184 @@
-"""A chunk of a stage of the model, as a function of micro-batches.
+"""The layers of this rank.
+
+The modules that replace Megatron-core's: a norm, and attention over packed rows.
+
+Shapes: N packed tokens of the context-parallel rank, H heads and G key heads of this rank, D head
+size.
+
+A chunk of a stage of the model, as a function of micro-batches.
 
 Shapes: B rows, R response columns, N packed tokens of the context-parallel rank, k targets that
 they predict, K targets of all ranks, D hidden size, T tensor-parallel ranks. Between layers, a
 stage has [N, 1, D], with sequence parallelism [N / T, 1, D].
+
+The layers of this rank, in one chunk or several, and the schedule over micro-batches.
+
+With two stages of two chunks, each rank has two parts of the layers, and a micro-batch passes it
+twice (arXiv 2104.04473, §2.2.2):
+
+    layers     0 1       2 3       4 5       6 7
+    stage      0         1         0         1
+    chunk      0         0         1         1
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.masking_utils import sliding_window_causal_mask_function
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quadriga.engines.attention.choice import KernelOf
-from quadriga.engines.attention.packed import AttentionRows
+from quadriga.engines.attention.masks import KernelOf, LocalMask
+from quadriga.engines.attention.packed import AttentionRows, packed_attention
 from quadriga.engines.base import ENTROPY, LOG_PROBS, VALUES, Batch, HeadKind, Outputs
 from quadriga.engines.megatron.families import (
+    Family,
     expert_count,
     family_of,
     head_size,
     padded_vocabulary,
     rope_type,
+    windows,
 )
-from quadriga.engines.megatron.layers import RowsInFlight, block_parts
 from quadriga.engines.megatron.ranks import Ranks
-from quadriga.engines.model_parallel.token_slice import TokenSlice
+from quadriga.engines.token_slice import TokenSlice
 from quadriga.models.log_probs.vocabulary_parallel import vocabulary_parallel_log_probs
 from quadriga.parallel.packing import PackedBatch, in_equal_slices, pack_rows
 from quadriga.protocol import fields
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # Version 0.16.1 asks whether it is None, and does not define it without Transformer Engine.
+    moe_utils.te_general_gemm = None
+
+
+class RowsInFlight:
+    """The rows of the last micro-batches, by number.
+
+    Layers receive the number as a tensor in place of an attention mask, because Megatron-core
+    keeps tensors only for activations that are computed again.
+
+    Args:
+        kept: micro-batches whose layers can be computed again before the backward pass of the first
+            of them.
+    """
+
+    def __init__(self, kept: int = 1) -> None:
+        self._kept = kept
+        self._numbers = count()
+        self._rows: dict[int, AttentionRows] = {}
+
+    def add(self, rows: AttentionRows) -> Tensor:
+        """Keep the rows of a micro-batch, and return their number, on the CPU."""
+        kept = self._kept if torch.is_grad_enabled() else 1
+        for number in list(self._rows)[: max(0, len(self._rows) + 1 - kept)]:
+            del self._rows[number]
+        number = next(self._numbers)
+        self._rows[number] = rows
+        return torch.tensor(number)
+
+    def of(self, number: Tensor) -> AttentionRows:
+        """Return the rows with this number."""
+        return self._rows[int(number)]
+
+    def clear(self) -> None:
+        """Drop all rows, after a step."""
+        self._rows.clear()
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean x² + ε) · weight, computed in float32 (arXiv 1910.07467).
+
+    Megatron-core's own needs Transformer Engine or Apex for sequence parallelism.
+    """
+
+    def __init__(self, config: object, hidden_size: int, eps: float, **_: object) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=getattr(config, "params_dtype", None))
+        )
+        self.eps = eps
+        # Each rank has seen its part of the tokens only, so gradients are summed over ranks.
+        self.weight.sequence_parallel = (  # type: ignore[attr-defined]  # read by Megatron-core
+            getattr(config, "sequence_parallel", False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float() if x.itemsize < 4 else x
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class PackedAttention(nn.Module):
+    """The attention of a layer over packed rows, by the kernels of the FSDP engine."""
+
+    def __init__(
+        self,
+        in_flight: RowsInFlight,
+        of_layers: list[int | None],
+        *,
+        layer_number: int,
+        **_: object,
+    ) -> None:
+        super().__init__()
+        self.in_flight = in_flight
+        window = of_layers[layer_number - 1]
+        self.mask: LocalMask | None = None
+        if window is not None:
+            self.mask = LocalMask(sliding_window_causal_mask_function(window), window)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: object
+    ) -> Tensor:
+        """Attend: [N, 1, H, D], twice [N, 1, G, D] -> [N, 1, H · D].
+
+        Args:
+            attention_mask: the number of the rows; see `RowsInFlight`.
+        """
+        rows = self.in_flight.of(attention_mask)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = packed_attention(self, q, k, v, self.mask, attention_rows=rows)[0]
+        return out[0].flatten(1)[:, None]  # [1, N, H, D] -> [N, 1, H · D]
+
+
+def block_parts(
+    config: PreTrainedConfig, family: Family, in_flight: RowsInFlight, layers: int
+) -> object:
+    """Return what Megatron-core builds the layers of a stage from.
+
+    Args:
+        layers: of the stage.
+    """
+    spec = get_gpt_layer_local_spec(
+        num_experts=expert_count(config) or None,
+        qk_layernorm=family.qk_norm,
+        normalization="RMSNorm",
+    )
+    parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = partial(PackedAttention, in_flight, windows(config))
+    if family.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
 
 
 @dataclass(frozen=True)
@@ -267,3 +412,131 @@ def _of_experts(config: PreTrainedConfig) -> dict[str, Any]:
         "moe_router_pre_softmax": not normalized,
         "moe_router_load_balancing_type": "none",
     }
+
+
+Finish = Callable[[Tensor, MicroBatch, Tensor | None], tuple[Tensor, Any]]
+"""(columns of the outputs, micro-batch, its rows) -> (loss, result), on the last stage."""
+
+
+class Pipeline:
+    """The part of the model that this rank computes.
+
+    Args:
+        transformer: Megatron-core's settings.
+        trained: whether gradients are computed.
+
+    Attributes:
+        parameters: name -> parameter. Layers are numbered from 0 over the chunks.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        transformer: TransformerConfig,
+        ranks: Ranks,
+        head: HeadKind,
+        kernel_of: KernelOf,
+        device: torch.device,
+        *,
+        trained: bool,
+    ) -> None:
+        self._ranks = ranks
+        self._chunks = [
+            Stage(config, transformer, ranks, head, kernel_of, device, chunk)
+            for chunk in range(ranks.sizes.chunks)
+        ]
+        self.parameters: dict[str, nn.Parameter] = {}
+        for chunk, stage in enumerate(self._chunks):
+            layers = len(stage.decoder.layers)
+            for name, parameter in stage.named_parameters():
+                self.parameters[_over_chunks(name, chunk * layers)] = parameter
+        self._models: list[Any] = list(self._chunks)
+        if not trained:
+            for stage in self._chunks:
+                stage.requires_grad_(False)
+            return
+        transformer.finalize_model_grads_func = _finish_gradients
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        self._models = [
+            DistributedDataParallel(transformer, settings, stage) for stage in self._chunks
+        ]
+
+    def gradient_buffers(self) -> Iterator[Tensor]:
+        """Yield the memory in which gradients are added up."""
+        for model in self._models:
+            for buffer in (*model.buffers, *model.expert_parallel_buffers):
+                yield buffer.grad_data
+
+    def zero_gradients(self) -> None:
+        for model in self._models:
+            model.zero_grad_buffer()
+
+    def run(
+        self,
+        micro_batches: list[Tensor | None],
+        select: Callable[[Tensor | None], MicroBatch],
+        finish: Finish,
+        *,
+        train: bool,
+    ) -> list[Any]:
+        """Run the schedule over all micro-batches, whose number the stages divide if there are
+        several chunks.
+
+        Returns:
+            The results of `finish`, on the last stage; elsewhere nothing.
+        """
+
+        def step(
+            remaining: Iterator[Tensor | None], model: Callable[[MicroBatch], Tensor]
+        ) -> tuple[Tensor, Any]:
+            rows = next(remaining)
+            micro = select(rows)
+
+            def end(columns: Tensor, non_loss_data: bool = False) -> Any:
+                loss, result = finish(columns, micro, rows)
+                # The number of tokens is for a division that Megatron-core does not make here.
+                return result if non_loss_data else (loss, torch.zeros((), dtype=torch.int), result)
+
+            return model(micro), end
+
+        sizes = self._ranks.sizes
+        schedule = get_forward_backward_func(
+            sizes.pipeline, sizes.chunks if sizes.chunks > 1 else None
+        )
+        try:
+            results: list[Any] = schedule(
+                forward_step_func=step,
+                data_iterator=[iter(micro_batches) for _ in self._models],
+                model=self._models,
+                num_microbatches=len(micro_batches),
+                seq_length=1,  # sizes are sent before activations
+                micro_batch_size=1,
+                forward_only=not train,
+                collect_non_loss_data=not train,
+            )
+        finally:
+            for stage in self._chunks:
+                stage.rows_in_flight.clear()
+        return results
+
+
+def _over_chunks(name: str, first: int) -> str:
+    """Return the name of a parameter with the number of its layer in the stage.
+
+    Args:
+        first: layers of the chunks before.
+    """
+    parts = name.split(".")
+    if name.startswith("decoder.layers."):
+        parts[2] = str(first + int(parts[2]))
+    return ".".join(parts)
+
+
+def _finish_gradients(
+    model: list[Any], num_tokens: Tensor | None = None, **settings: object
+) -> None:
+    """Sum gradients over the ranks that have the same parameters.
+
+    `num_tokens` is left out: Megatron-core would divide by it, and losses are shares already.
+    """
+    finalize_model_grads(model, None, **settings)

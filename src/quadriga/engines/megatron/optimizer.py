@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from quadriga.config.schema import OptimConfig
 from quadriga.engines.megatron.ranks import Ranks
 from quadriga.engines.megatron.weights import OwnTensor, RankWeights
-from quadriga.engines.optimizers.adamw import MOMENTS, AdamW
-from quadriga.engines.optimizers.rule import UpdateRule
+from quadriga.engines.optimizers.rules import MOMENTS, AdamW, UpdateRule
 from quadriga.engines.optimizers.sharded import ShardedOptimizer
 from quadriga.parallel.balancing import owners_of
 

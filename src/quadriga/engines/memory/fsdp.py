@@ -24,15 +24,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.engines import sharding
 from quadriga.engines.base import HeadKind
-from quadriga.engines.loading import sharding
-from quadriga.engines.loading.model_setup import simulated_model
+from quadriga.engines.loading import simulated_model
 from quadriga.engines.memory.optimizer_step import Updated, optimizer_bytes, step_bytes
 from quadriga.engines.memory.passes import Passes, PassMemory, Rows
 from quadriga.engines.memory.states import TrainingMemory
 from quadriga.engines.memory.traffic import Traffic, Unit, elements, shard_elements
-from quadriga.engines.model_parallel.tensor_layers import divide_layers, whole_weights
 from quadriga.engines.optimizers.choice import rule_of_each
+from quadriga.engines.tensor_parallel import divide_layers, whole_weights
 from quadriga.models.adapters.lora import BASE, is_adapter
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.model_parallel.model_ranks import ModelRanks

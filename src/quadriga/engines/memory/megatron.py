@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.activation_checkpointing import checkpoint_layers
 from quadriga.engines.base import HeadKind
-from quadriga.engines.loading.model_setup import simulated_model, tied_names
+from quadriga.engines.loading import simulated_model, tied_names
 from quadriga.engines.megatron.families import (
     Sizes,
     check_sizes,
@@ -34,7 +34,7 @@ from quadriga.engines.megatron.families import (
 from quadriga.engines.megatron.settings import degrees_of, sizes_of
 from quadriga.engines.memory.passes import Passes, PassMemory, Rows
 from quadriga.engines.memory.states import TrainingMemory
-from quadriga.engines.optimizers.adamw import MOMENTS
+from quadriga.engines.optimizers.rules import MOMENTS
 from quadriga.models.log_probs.vocabulary_parallel import BLOCK_LOGITS
 from quadriga.parallel.balancing import owners_of
 from quadriga.parallel.device import compute_dtype

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from quadriga.config.schema import OptimizerName
-from quadriga.engines.optimizers.newton_schulz import newton_schulz
-from quadriga.engines.optimizers.state_bytes import state_bytes
+from quadriga.engines.optimizers.choice import state_bytes
+from quadriga.engines.optimizers.muon import newton_schulz
 from quadriga.models.simulated.allocations import AllocationCounter
 
 EIGHT_BIT_STEP_BYTES = 53

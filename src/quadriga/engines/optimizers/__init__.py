@@ -2,11 +2,8 @@
 
 - `sharded`: clipping, skipped steps, the schedule, and the state in a checkpoint. It gives each
   parameter to one of the update rules.
-- `rule`: the protocol of an update rule.
-- `adamw`, `adamw_8bit`, `muon`: the rules. `muon` uses `newton_schulz` and `whole_matrices`
-  (matrices whose rows are on several ranks).
-- `choice`: which rule updates which parameter.
-- `state_bytes`: the memory of a rule's state, for the memory plan.
+- `rules`: the protocol of an update rule, AdamW, AdamW with 8 bits. `muon`: Muon.
+- `choice`: which rule updates which parameter, and the bytes of its state.
 
 Importing this file imports no torch.
 """

@@ -1,6 +1,14 @@
-"""Which rule updates which parameter, and the optimizer of an engine."""
+"""Which rule updates which parameter.
+
+Which rule updates which parameter, and the optimizer of an engine.
+
+The bytes of optimizer states, for the memory plan.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -8,17 +16,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quadriga.config.schema import OptimConfig, OptimizerName
-from quadriga.engines.loading.sharding import class_name
 from quadriga.engines.optimizers import check_optimizer_packages
-from quadriga.engines.optimizers.adamw import AdamW
-from quadriga.engines.optimizers.adamw_8bit import (
+from quadriga.engines.optimizers.muon import Muon
+from quadriga.engines.optimizers.rules import (
+    MOMENTS,
     SMALLEST_BLOCK,
     SMALLEST_PARAMETER,
+    AdamW,
     AdamW8bit,
+    UpdateRule,
     block_size,
 )
-from quadriga.engines.optimizers.muon import Muon
-from quadriga.engines.optimizers.rule import UpdateRule
 from quadriga.engines.optimizers.sharded import ShardedOptimizer
 from quadriga.errors import ConfigError
 from quadriga.models.loading import VALUE_HEAD
@@ -55,9 +63,10 @@ def check_fits_parameters(model: PreTrainedModel, name: OptimizerName, key: str 
     """
     names = rule_of_each(model, name)
     if name not in names.values():
+        model_class = type(model).__name__.removeprefix("FSDP")  # put before it by `fully_shard`
         raise ConfigError(
             f"{key}.name={name} fits none of the {len(names)} trained parameters of "
-            f"{class_name(model)} ({_FITTING[name]}); set {key}.name=adamw",
+            f"{model_class} ({_FITTING[name]}); set {key}.name=adamw",
             key=f"{key}.name",
         )
 
@@ -109,3 +118,21 @@ def build_optimizer(
         else:
             rules.append(AdamW8bit(named, config) if rule == "adamw_8bit" else AdamW(named, config))
     return ShardedOptimizer(rules, config, total_steps, shard_group=shard_group, device=device)
+
+
+def state_bytes(rule: OptimizerName, shape: Sequence[int], rows: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the state of `rows` rows of a parameter.
+
+    Args:
+        shape: of the whole parameter.
+        dtype: of the parameter.
+    """
+    # A matrix [1024, 4096] in float32: AdamW has two moments of 16 MiB. Muon has one. With 8 bits
+    # a moment has 4 MiB of codes, and 16 scales of 4 bytes in each of 1024 rows: 64 KiB.
+    row = math.prod(shape[1:])
+    if rule == "muon":
+        return rows * row * dtype.itemsize
+    block = block_size(shape) if rule == "adamw_8bit" else None
+    if block is None:
+        return len(MOMENTS) * rows * row * dtype.itemsize
+    return len(MOMENTS) * rows * (row + row // block * torch.float32.itemsize)

@@ -1,4 +1,6 @@
-"""Muon: the update of a hidden matrix is its momentum with all singular values near 1.
+"""Muon.
+
+Muon: the update of a hidden matrix is its momentum with all singular values near 1.
 
 K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), with the scale
 of J. Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982, section 2.2):
@@ -9,21 +11,29 @@ of J. Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982, section
 
 An orthogonal matrix has the root mean square 1 / √max(A, B), so the update has 0.2, which is about
 that of AdamW. Learning rate and weight decay of AdamW therefore hold for Muon too.
+
+Orthogonalisation of matrices by Newton-Schulz iteration, as Muon uses it.
+
+Shapes: A rows, B columns.
+
+Apply a function of whole matrices to matrices whose rows are on several ranks.
+
+Each rank computes some of the matrices. Every row is sent to the rank that computes its matrix, and
+sent back.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from quadriga.config.schema import OptimConfig
-from quadriga.engines.optimizers.newton_schulz import newton_schulz
-from quadriga.engines.optimizers.rule import Named, local_shard, sharded_like
-from quadriga.engines.optimizers.whole_matrices import RowShard, apply_to_whole_matrices
+from quadriga.engines.optimizers.rules import Named, local_shard, sharded_like
 
 MOMENTUM = "momentum"
 DEFAULT_MOMENTUM = 0.95
@@ -114,3 +124,89 @@ class Muon:
 
     def existing(self) -> Iterator[Tensor]:
         yield from self._moments.values()
+
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic polynomial in K. Jordan et al., "Muon: An optimizer for hidden layers in neural
+networks" (2024). Its slope at 0 is as large as possible, so small singular values grow fast."""
+STEPS = 5
+EPSILON = 1e-7
+
+
+def newton_schulz(matrices: Tensor, steps: int = STEPS) -> Tensor:
+    """Return each matrix [..., A, B] with its singular values moved to about 1.
+
+    For G = U S Vᵀ the result is U p(p(… p(S / ‖G‖))) Vᵀ with p(s) = a s + b s³ + c s⁵. After five
+    steps the singular values are between 0.7 and 1.2, except those that were almost 0. The dtype
+    does not change; bfloat16 is precise enough (Jordan et al. 2024).
+    """
+    a, b, c = COEFFICIENTS
+    # The products are with the smaller of the two Gram matrices.
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    # ‖·‖ is the Frobenius norm: it is at least the largest singular value.
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x = x.div(norm.clamp(min=EPSILON))
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = x.mul(a) + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+# Two ranks, matrices P (3 rows) and Q (2 rows), the first rank has the larger half of the rows:
+#
+#              rank 0               rank 1
+#   before     P0 P1, Q0            P2, Q1
+#   exchange   P0 P1 | P2           Q0 | Q1           rank 0 has the whole P, rank 1 the whole Q
+#   compute    f(P)                 f(Q)
+#   exchange   f(P)0 f(P)1, f(Q)0   f(P)2, f(Q)1      each rank has its rows of both again
+
+
+@dataclass(frozen=True)
+class RowShard:
+    """This rank's rows of a matrix.
+
+    Attributes:
+        rows: [number of own rows, columns].
+        total: rows of the whole matrix. They are divided as FSDP divides them: the same number for
+            each rank, rounded up, and fewer or none for the last ranks.
+    """
+
+    rows: Tensor
+    total: int
+
+    def elements_of(self, rank: int, ranks: int) -> int:
+        """Return the number of elements that `rank` holds."""
+        share = -(-self.total // ranks)
+        count = max(0, min(share, self.total - rank * share))
+        return count * self.rows.shape[1]
+
+
+def apply_to_whole_matrices(
+    function: Callable[[Tensor], Tensor],
+    shards: Sequence[RowShard],
+    group: dist.ProcessGroup | None,
+) -> list[Tensor]:
+    """Return this rank's rows of `function(matrix)` for each matrix, which has the same shape.
+
+    Rank i computes matrix i, so there are at most as many matrices as ranks. All ranks of `group`
+    call it with the same matrices in the same order. None: the shards are the matrices.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return [function(shard.rows) for shard in shards]
+    own, ranks = dist.get_rank(group), dist.get_world_size(group)
+    assert len(shards) <= ranks
+    sent = [shard.rows.numel() for shard in shards] + [0] * (ranks - len(shards))
+    received = [0] * ranks
+    if own < len(shards):
+        received = [shards[own].elements_of(rank, ranks) for rank in range(ranks)]
+    flat = torch.cat([shard.rows.flatten() for shard in shards])
+    whole = flat.new_empty(sum(received))
+    dist.all_to_all_single(whole, flat, received, sent, group=group)
+    if own < len(shards):
+        # The rows of the ranks follow each other, so they are the matrix.
+        matrix = whole.view(shards[own].total, -1)
+        whole = function(matrix).contiguous().flatten()
+    dist.all_to_all_single(flat, whole, sent, received, group=group)
+    parts = torch.split(flat, [shard.rows.numel() for shard in shards])
+    return [part.view_as(shard.rows) for part, shard in zip(parts, shards, strict=True)]

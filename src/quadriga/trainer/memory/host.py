@@ -17,7 +17,7 @@ import torch
 from quadriga.config.role_ranks import base_is_in_actor, has_reward_model
 from quadriga.config.schema import EngineConfig, ModelConfig, RunConfig, TrainConfig
 from quadriga.engines.base import HeadKind
-from quadriga.engines.loading.sharded_loading import whole_load_reason
+from quadriga.engines.loading import whole_load_reason
 from quadriga.engines.memory.states import TrainingMemory
 from quadriga.models.folder import local_folder
 from quadriga.parallel.device import compute_dtype

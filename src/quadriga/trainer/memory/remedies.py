@@ -16,7 +16,7 @@ from quadriga.config.schema import (
     TrainConfig,
 )
 from quadriga.engines.base import HeadKind
-from quadriga.engines.loading.model_setup import fits_8bit
+from quadriga.engines.loading import fits_8bit
 from quadriga.engines.memory.states import TrainingMemory
 from quadriga.errors import ModelError
 from quadriga.trainer.memory.machine import gib

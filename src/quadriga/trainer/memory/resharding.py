@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from quadriga.config.role_ranks import num_ranks, role_ranks
 from quadriga.config.schema import TrainConfig
-from quadriga.engines.loading.model_setup import simulated_model
+from quadriga.engines.loading import simulated_model
 from quadriga.engines.megatron.families import check_sizes, megatron_model, padded_vocabulary
 from quadriga.engines.megatron.settings import degrees_of, sizes_of
 from quadriga.errors import ConfigError

@@ -188,8 +188,8 @@ def check_sft_config(config: SFTConfig) -> None:
     Raises:
         InputError: names the first setting, file or folder that does not fit.
     """
-    from quadriga.engines.loading.model_setup import check_trained_part
-    from quadriga.engines.model_parallel.checks import check_model_parallel_folder
+    from quadriga.engines.loading import check_trained_part
+    from quadriga.engines.tensor_parallel import check_model_parallel_folder
     from quadriga.models import check_model_folder
 
     check_sft_settings(config, known_names())
@@ -215,8 +215,8 @@ def check_rm_config(config: RMConfig) -> None:
     Raises:
         InputError: names the first setting, file or folder that does not fit.
     """
-    from quadriga.engines.loading.model_setup import check_trained_part
-    from quadriga.engines.model_parallel.checks import check_model_parallel_folder
+    from quadriga.engines.loading import check_trained_part
+    from quadriga.engines.tensor_parallel import check_model_parallel_folder
     from quadriga.models import check_model_folder
 
     check_rm_settings(config, known_names())
@@ -301,7 +301,7 @@ def check_parts(config: TrainConfig) -> None:
     Raises:
         InputError: names the layer, the pattern, the sizes or the optimizer.
     """
-    from quadriga.engines.loading.model_setup import check_trained_part
+    from quadriga.engines.loading import check_trained_part
 
     policy, critic = config.actor_rollout_ref, config.critic
     check_trained_part(policy.model, "lm", policy.actor.optim, "actor_rollout_ref.actor.optim")
@@ -315,7 +315,7 @@ def check_divisions(config: TrainConfig) -> None:
     Raises:
         ConfigError: names the setting, with the arithmetic.
     """
-    from quadriga.engines.model_parallel.checks import check_model_parallel_folder
+    from quadriga.engines.tensor_parallel import check_model_parallel_folder
 
     for found in role_engines(config):
         check_model_parallel_folder(found.model, found.engine, found.key)

@@ -1,0 +1,277 @@
+"""Update rules.
+
+The protocol of an update rule: how gradients change some of the parameters.
+
+A rule works on the parameter shards of this rank as plain tensors. It updates them in place.
+
+AdamW (arXiv 1711.05101) over parameter shards.
+
+AdamW is elementwise, so each rank updates its own parameter shards as plain tensors. The numbers
+are the same, and there is no DTensor dispatch for each operator.
+
+AdamW with moments of 8 bits, by torchao (T. Dettmers et al., arXiv 2110.02861).
+
+A moment is stored as a code of 8 bits for each element, and a scale of 32 bits for each block of
+neighbours in a row. A step decodes the moments, updates them in float32 and encodes them again.
+Blocks do not cross rows, so they are the same on any number of ranks, and so are the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from quadriga.config.schema import OptimConfig
+from quadriga.parallel.model_parallel.model_ranks import TENSOR
+
+Named = Sequence[tuple[str, nn.Parameter]]
+"""(name, parameter) pairs. A parameter is a DTensor after sharding."""
+
+
+class UpdateRule(Protocol):
+    """Updates the parameters that it was built with, in their order."""
+
+    @property
+    def named(self) -> Named:
+        """The parameters of this rule."""
+        ...
+
+    def update(self, gradients: Sequence[Tensor | None], rate: float) -> None:
+        """Update the parameters. All ranks that share a copy of the parameters call it together.
+
+        Args:
+            gradients: of this rank's shards, in the order of `named`. None: a parameter that the
+                loss does not depend on, which does not change.
+            rate: the learning rate of this step.
+        """
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state as `<kind>.<parameter>`, sharded like the parameters; zeros at first."""
+        ...
+
+    def load_tensors(self, state: Mapping[str, Tensor], updates: Mapping[str, int]) -> None:
+        """Set the state, as `tensors` returns it.
+
+        `updates`: parameter -> the number of its updates, those without a gradient left out.
+        """
+        ...
+
+    def existing(self) -> Iterator[Tensor]:
+        """Yield the tensors of the state that exist on this rank: none before the first update."""
+        ...
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's parameter shard of a DTensor (same storage), or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_first_of_tensor_ranks(tensor: Tensor) -> bool:
+    """Return whether no lower rank of tensor parallelism has the same elements of a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return True
+    mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or ()
+    if TENSOR not in names or not tensor.placements[names.index(TENSOR)].is_replicate():
+        return True
+    return mesh.get_local_rank(TENSOR) == 0
+
+
+def sharded_like(shard: Tensor, parameter: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Return `shard` as a DTensor with the mesh and placements of `parameter`, if it is one.
+
+    `shape`: of the full tensor, whose rows are those of the parameter. None: that of the parameter.
+    """
+    if not isinstance(parameter, DTensor):
+        return shard
+    size = parameter.shape if shape is None else torch.Size(shape)
+    stride = torch.empty(size, device="meta").stride()
+    # `DTensor.from_local` would copy a shard in host memory to the device of the mesh.
+    meta = TensorMeta(size, stride, shard.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
+    return DTensor(shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # of torch
+
+
+MomentName = Literal["exp_avg", "exp_avg_sq"]
+MOMENTS: tuple[MomentName, ...] = ("exp_avg", "exp_avg_sq")
+
+
+class AdamW:
+    """Torch's AdamW, fused where the device has the kernel. See `UpdateRule`."""
+
+    def __init__(self, named: Named, config: OptimConfig) -> None:
+        self.named = named
+        self._shards = [nn.Parameter(local_shard(p.detach())) for _, p in named]
+        self._adamw = torch.optim.AdamW(
+            self._shards,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=all(s.device.type in ("cpu", "cuda") for s in self._shards),
+        )
+
+    def update(self, gradients: Sequence[Tensor | None], rate: float) -> None:
+        for shard, (_, parameter), gradient in zip(
+            self._shards, self.named, gradients, strict=True
+        ):
+            # FSDP may replace a parameter's storage before its first forward pass, so the
+            # optimizer's view of it is renewed before every step.
+            shard.data = local_shard(parameter.detach())
+            shard.grad = None if gradient is None else gradient.to(shard.dtype)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        for shard in self._shards:
+            shard.grad = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {}
+        for (name, parameter), shard in zip(self.named, self._shards, strict=True):
+            # `get`: torch's dict would make an entry without moments for a missing shard.
+            moments = self._adamw.state.get(shard)
+            for key in MOMENTS:
+                moment = moments[key] if moments else torch.zeros_like(shard.detach())
+                state[f"{key}.{name}"] = sharded_like(moment, parameter)
+        return state
+
+    def load_tensors(self, state: Mapping[str, Tensor], updates: Mapping[str, int]) -> None:
+        # AdamW's own step count of a parameter drives its bias correction. The fused kernel needs
+        # that count on the device of the shard, the other one on the CPU.
+        on_device = bool(self._adamw.defaults["fused"])
+        for (name, _), shard in zip(self.named, self._shards, strict=True):
+            moments = {key: local_shard(state[f"{key}.{name}"]) for key in MOMENTS}
+            self._adamw.state[shard] = {
+                "step": torch.tensor(
+                    float(updates[name]), device=shard.device if on_device else "cpu"
+                ),
+                **moments,
+            }
+
+    def existing(self) -> Iterator[Tensor]:
+        for moments in self._adamw.state.values():
+            yield from (moments[key] for key in MOMENTS)
+
+
+LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64
+SMALLEST_PARAMETER = 4096
+"""Elements. The moments of smaller parameters are not worth 8 bits (Dettmers et al., section 2)."""
+
+CODES, SCALES = "codes", "scales"
+
+
+def block_size(shape: Sequence[int]) -> int | None:
+    """Return the elements that share a scale. None: the moments stay in the parameter's dtype."""
+    # Rows of 896 elements: gcd(896, 256) = 128, so 7 blocks. Rows of 100: gcd 4, too small. A
+    # vector has rows of 1 element.
+    row = math.prod(shape[1:])
+    block = math.gcd(row, LARGEST_BLOCK)
+    large = math.prod(shape) >= SMALLEST_PARAMETER
+    return block if large and block >= SMALLEST_BLOCK else None
+
+
+class AdamW8bit:
+    """Torchao's AdamW over parameter shards that all have a `block_size`. See `UpdateRule`."""
+
+    def __init__(self, named: Named, config: OptimConfig) -> None:
+        from torchao.optim import AdamW8bit as TorchaoAdamW
+
+        self.named = named
+        self._shards = [nn.Parameter(local_shard(p.detach())) for _, p in named]
+        self._adamw = TorchaoAdamW(
+            self._shards,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+
+    def update(self, gradients: Sequence[Tensor | None], rate: float) -> None:
+        for shard, (_, parameter), gradient in zip(
+            self._shards, self.named, gradients, strict=True
+        ):
+            # FSDP may replace a parameter's storage before its first forward pass.
+            shard.data = local_shard(parameter.detach())
+            # A rank beyond the last row has an empty shard, which torchao cannot cut into blocks.
+            if gradient is not None and shard.numel():
+                shard.grad = gradient.to(shard.dtype)
+                if not self._adamw.state[shard]:
+                    self._set_state(shard, self._zeros(shard, parameter), steps=0)
+        for group in self._adamw.param_groups:
+            group["lr"].fill_(rate)  # torchao requires a tensor
+        # Torchao compiles the step of each shape. On a CPU that needs a C++ compiler at run time
+        # and takes longer than the steps of a short run.
+        on_cpu = all(shard.device.type == "cpu" for shard in self._shards)
+        with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+            self._adamw.step()
+        for shard in self._shards:
+            shard.grad = None
+
+    def _zeros(self, shard: Tensor, parameter: Tensor) -> dict[str, Tensor]:
+        """Return moments of 0: for each of them codes [rows, …] uint8 and scales [rows, blocks]."""
+        block = block_size(parameter.shape)
+        assert block is not None
+        blocks = math.prod(shard.shape[1:]) // block
+        state: dict[str, Tensor] = {}
+        for key in MOMENTS:
+            state[f"{key}.{CODES}"] = torch.zeros_like(shard.detach(), dtype=torch.uint8)
+            state[f"{key}.{SCALES}"] = torch.zeros(
+                len(shard), blocks, dtype=torch.float32, device=shard.device
+            )
+        return state
+
+    def _set_state(self, shard: Tensor, parts: Mapping[str, Tensor], steps: int) -> None:
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+        def quantised(key: str, *, signed: bool) -> Tensor:
+            # A moment that torchao makes has its table of the 256 values with it.
+            table = OptimState8bit.zeros((1, 1), signed, 1, shard.device).qmap
+            codes, scales = parts[f"{key}.{CODES}"], parts[f"{key}.{SCALES}"]
+            moment: Tensor = OptimState8bit(codes, scales.view(-1), table, signed, shard.dtype)
+            return moment
+
+        first, second = MOMENTS
+        self._adamw.state[shard] = {
+            "step": torch.tensor(float(steps)),
+            first: quantised(first, signed=True),
+            second: quantised(second, signed=False),
+        }
+
+    def _parts(self, shard: Tensor, parameter: Tensor) -> dict[str, Tensor]:
+        """Return codes and scales of a shard, those of the state where it exists."""
+        parts = self._zeros(shard, parameter)
+        state = self._adamw.state.get(shard)
+        for key in MOMENTS if state else ():
+            scales = parts[f"{key}.{SCALES}"]
+            parts[f"{key}.{CODES}"] = state[key].codes
+            parts[f"{key}.{SCALES}"] = state[key].scale.view_as(scales)
+        return parts
+
+    def tensors(self) -> dict[str, Tensor]:
+        state = {}
+        for (name, parameter), shard in zip(self.named, self._shards, strict=True):
+            for part, tensor in self._parts(shard, parameter).items():
+                shape = (len(parameter), *tensor.shape[1:])
+                state[f"{part}.{name}"] = sharded_like(tensor, parameter, shape)
+        return state
+
+    def load_tensors(self, state: Mapping[str, Tensor], updates: Mapping[str, int]) -> None:
+        for (name, parameter), shard in zip(self.named, self._shards, strict=True):
+            if shard.numel():
+                parts = {
+                    part: local_shard(state[f"{part}.{name}"])
+                    for part in self._zeros(shard, parameter)
+                }
+                self._set_state(shard, parts, updates[name])
+
+    def existing(self) -> Iterator[Tensor]:
+        for state in self._adamw.state.values():
+            for key in MOMENTS:
+                yield from (state[key].codes, state[key].scale)

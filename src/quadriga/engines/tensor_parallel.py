@@ -1,0 +1,463 @@
+"""Tensor parallelism.
+
+Which dimension of each weight of a decoder layer the ranks of tensor parallelism divide.
+
+The plan is that of transformers (`base_model_tp_plan` in the config of a model). A *block* is a
+part of a decoder layer with divided weights: its attention, its feed-forward part. Between blocks,
+each rank has a slice of the tokens (Megatron's sequence parallelism, arXiv 2205.05198):
+
+                  t ranks, n tokens together          weight of each rank
+    norms         n / t tokens                        whole
+    gather        n tokens
+    colwise       n tokens, outputs / t               rows / t        q k v, gate, up
+    rowwise       n tokens, a part of each sum        columns / t     o, down
+    sum           n / t tokens
+
+Whatever a rank computes of a weight that is whole on all ranks, its gradient is a part of the sum
+over ranks: of other tokens outside of blocks, of other heads or sums inside. Embeddings, the last
+norm and the head are outside of the plan: they work token by token, and FSDP divides them over all
+ranks. So a tied output layer needs no plan.
+
+Experts are divided by number: a rank has E / t whole experts, where transformers would divide each
+of them. Gate and up projection of an expert are one weight, which has no contiguous halves.
+
+Decoder layers whose weights are divided over the ranks of tensor parallelism.
+
+A weight becomes a `DTensor` on the mesh of these ranks, and FSDP divides it further over the
+data-parallel ranks. In a forward pass, a module sees the part of its own rank as a plain tensor, so
+its code computes a smaller layer. The gradient of a weight that is whole on all ranks is a part of
+a sum (`Partial`), which FSDP adds up before it reduces the gradient.
+
+Which models can be split over how many ranks of a model-parallel group.
+
+The checks read the config of a model, no weights, so that they can run before any process starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.engines.megatron.families import check_sizes
+from quadriga.engines.megatron.settings import sizes_of
+from quadriga.errors import ConfigError
+from quadriga.models.adapters.lora import base_name
+from quadriga.models.architectures import architecture_of
+from quadriga.models.folder import local_folder
+from quadriga.models.loading import model_without_weights, read_config
+from quadriga.parallel.model_parallel.model_ranks import ModelRanks, Subgroup
+from quadriga.parallel.model_parallel.token_exchange import gather_tokens, sum_tokens
+
+Style = Literal["colwise", "rowwise", "experts", "whole"]
+
+TESTED = (
+    "gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe",
+)  # fmt: skip
+"""The values of `model_type` whose updates were compared with those of one rank."""
+
+_STYLES: Mapping[str, Style] = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "packed_colwise": "experts",  # gate and up projection of experts
+    "moe_tp_experts": "whole",  # the module of the experts, without weights of its own
+    "replicated_with_grad_allreduce": "whole",
+}
+_ADAPTERS = {("colwise", "lora_B"): 0, ("rowwise", "lora_A"): 1}
+"""(style of the layer, part of its adapter) → the dimension that is divided."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a weight is divided.
+
+    Attributes:
+        dim: the dimension; None: each rank has the whole weight.
+        partial_bias: whether it is a bias of a rowwise layer, which only one rank adds.
+    """
+
+    dim: int | None
+    partial_bias: bool = False
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """The plan of one model.
+
+    Attributes:
+        styles: pattern of a module or weight, relative to the base model → style.
+    """
+
+    styles: Mapping[str, Style]
+
+    @staticmethod
+    def of(config: PreTrainedConfig) -> TensorPlan:
+        """Return the plan of a config.
+
+        Raises:
+            ConfigError: the model has none, or was not compared with one rank.
+        """
+        text = config.get_text_config()
+        found = getattr(text, "base_model_tp_plan", None)
+        if text.model_type not in TESTED or not found:
+            raise ConfigError(
+                f"model_type {text.model_type!r} has no plan of tensor parallelism that was "
+                f"compared with one rank; those of {', '.join(TESTED)} were. Set "
+                "tensor_parallel_size=1; sequence_parallel_size needs no plan"
+            )
+        styles = {}
+        for pattern, style in found.items():
+            if not pattern.startswith("layers."):
+                continue
+            assert style in _STYLES, (pattern, style)
+            rowwise_experts = ".experts." in pattern and style == "rowwise"
+            styles[pattern] = "experts" if rowwise_experts else _STYLES[style]
+        return TensorPlan(styles)
+
+    def style(self, name: str) -> Style:
+        """Return the style of a module or weight by its name in the base model."""
+        found = (style for p, style in self.styles.items() if fnmatchcase(name, p))
+        return next(found, "whole")
+
+    def division(self, name: str) -> Division:
+        """Return how a weight of a decoder layer is divided, by its name in the base model."""
+        # layers.0.self_attn.o_proj.base_layer.weight -> style of layers.0.self_attn.o_proj
+        own = self.style(name)
+        if own == "experts":
+            return Division(0)
+        module, _, leaf = base_name(name).rpartition(".")
+        layer, dot, adapter = module.partition(".lora_")
+        style = self.style(layer)
+        if dot:
+            return Division(_ADAPTERS.get((style, f"lora_{adapter[:1]}")))
+        if style == "colwise":
+            return Division(0)
+        if style == "rowwise":
+            return Division(1) if leaf == "weight" else Division(None, partial_bias=True)
+        return Division(None)
+
+
+def base_model(model: PreTrainedModel) -> nn.Module:
+    """Return the part of a model that a plan names, without its head."""
+    inner = getattr(model, model.base_model_prefix, model)
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def decoder_parts(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """Return (name in the base model, module) of each decoder layer."""
+    layers = base_model(model).get_submodule("layers")
+    return [(f"layers.{index}", layer) for index, layer in layers.named_children()]
+
+
+def blocks_of(plan: TensorPlan, name: str, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of each block of a decoder layer: its children with divided weights."""
+    for child, module in layer.named_children():
+        weights = (f"{name}.{child}.{weight}" for weight, _ in module.named_parameters())
+        if any(plan.division(weight).dim is not None for weight in weights):
+            yield f"{name}.{child}", module
+
+
+def check_division(model: PreTrainedModel, size: int, key: str) -> None:
+    """Check that the weights of a model divide over `size` ranks. Reads shapes only.
+
+    Args:
+        key: the setting of the engine, for the message.
+
+    Raises:
+        ConfigError: heads or a weight do not divide. The message has the arithmetic.
+    """
+    plan = TensorPlan.of(model.config)
+    check_heads(model.config.get_text_config(), size, key)
+    for name, layer in decoder_parts(model):
+        for leaf, parameter in layer.named_parameters():
+            dim = plan.division(f"{name}.{leaf}").dim
+            if dim is not None and parameter.shape[dim] % size:
+                length = parameter.shape[dim]
+                raise ConfigError(
+                    f"{key}.tensor_parallel_size={size} does not divide dimension {dim} of "
+                    f"{name}.{leaf} {tuple(parameter.shape)} ({length} = {length // size} × "
+                    f"{size} + {length % size}); choose another size",
+                    key=key,
+                )
+
+
+def check_heads(text: PreTrainedConfig, size: int, key: str) -> None:
+    """Check that the heads of a text config divide over `size` ranks.
+
+    Raises:
+        ConfigError: they do not. The message has the arithmetic.
+    """
+    heads = {"attention heads": text.num_attention_heads, "key heads": text.num_key_value_heads}
+    for what, count in heads.items():
+        if count % size:
+            raise ConfigError(
+                f"{key}.tensor_parallel_size={size} does not divide the {count} {what} of "
+                f"model_type {text.model_type!r} ({count} = {count // size} × {size} + "
+                f"{count % size}); choose a divisor of {count}, and "
+                f"{key}.sequence_parallel_size for other ranks",
+                key=key,
+            )
+
+
+def divide_layers(model: PreTrainedModel, ranks: ModelRanks, mesh: DeviceMesh | None) -> None:
+    """Divide the weights of the decoder layers of `model` in place, before FSDP shards it.
+
+    Args:
+        mesh: of the ranks of tensor parallelism. None: for the memory plan, each weight becomes a
+            plain tensor of the size that one rank has.
+
+    Raises:
+        ConfigError: the model has no plan, or its weights do not divide.
+    """
+    tensor = ranks.tensor
+    check_division(model, tensor.size, "engine")
+    plan = TensorPlan.of(model.config)
+    for name, layer in decoder_parts(model):
+        for path, module in layer.named_modules():
+            prefix = f"{name}.{path}" if path else name
+            _divide_weights(module, prefix, plan, tensor, mesh)
+        for block, module in blocks_of(plan, name, layer):
+            _exchange_around(module, tensor)
+            for path, inner in module.named_modules():
+                if plan.styles and plan.style(f"{block}.{path}.gate_up_proj") == "experts":
+                    _divide_experts(inner, tensor)
+
+
+def whole_weights(model: PreTrainedModel) -> Iterator[int]:
+    """Yield the `id` of each weight of a decoder layer that the ranks do not divide."""
+    plan = TensorPlan.of(model.config)
+    for name, layer in decoder_parts(model):
+        for leaf, parameter in layer.named_parameters():
+            if plan.division(f"{name}.{leaf}").dim is None:
+                yield id(parameter)
+
+
+def _divide_weights(
+    module: nn.Module, prefix: str, plan: TensorPlan, ranks: Subgroup, mesh: DeviceMesh | None
+) -> None:
+    own = list(module.named_parameters(recurse=False))
+    partial_bias = False
+    for leaf, parameter in own:
+        division = plan.division(f"{prefix}.{leaf}")
+        partial_bias |= division.partial_bias
+        data, dim = parameter.detach(), division.dim
+        if dim is not None:
+            data = data.chunk(ranks.size, dim)[ranks.index].clone(
+                memory_format=torch.contiguous_format
+            )
+        placement: Placement = Replicate() if dim is None else Shard(dim)
+        value = (
+            data if mesh is None else DTensor.from_local(data, mesh, [placement], run_check=False)
+        )
+        divided = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        module.register_parameter(leaf, divided)
+    if own:
+        bias_here = not partial_bias or ranks.index == 0
+        _use_own_part(module, bias_here)
+
+
+class _OwnPart(nn.Module):
+    """A module that computes with the part of its weights that this rank has."""
+
+    _adds_bias: bool
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        value = super().__getattr__(name)
+        if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
+            return value  # not a weight, or the shard of one that FSDP has not gathered
+        placement = value.placements[0]
+        if not placement.is_replicate():
+            return value.to_local()
+        own = value.to_local(grad_placements=[Partial()])
+        # The sum over ranks has the bias of a rowwise layer once. A product with 0 keeps the
+        # gradient, which all ranks must have.
+        return own if name != "bias" or self._adds_bias else own * 0.0
+
+
+def _use_own_part(module: nn.Module, adds_bias: bool) -> None:
+    """Let `module` read its weights as `_OwnPart` does."""
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (_OwnPart, kind), {})
+    vars(module)["_adds_bias"] = adds_bias
+
+
+def _exchange_around(block: nn.Module, ranks: Subgroup) -> RemovableHandle:
+    """Let a block compute the tokens of all ranks, and return its part of the sums."""
+
+    def gather(
+        module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        if args:
+            return (_gathered(args[0], ranks), *args[1:]), {**kwargs}
+        return args, {**kwargs, "hidden_states": _gathered(kwargs["hidden_states"], ranks)}
+
+    def add(module: nn.Module, args: object, output: object) -> object:
+        if isinstance(output, tuple):
+            return (_summed(output[0], ranks), *output[1:])
+        return _summed(output, ranks)
+
+    block.register_forward_pre_hook(gather, with_kwargs=True)
+    return block.register_forward_hook(add)
+
+
+def _gathered(hidden: object, ranks: Subgroup) -> Tensor:
+    """Return the tokens of all ranks: [1, n / t, D] -> [1, n, D]."""
+    assert isinstance(hidden, Tensor)
+    return gather_tokens(hidden[0], ranks)[None]
+
+
+def _summed(hidden: object, ranks: Subgroup) -> Tensor:
+    """Return the sums of the own tokens: [1, n, D] -> [1, n / t, D]."""
+    assert isinstance(hidden, Tensor)
+    return sum_tokens(hidden[0], ranks)[None]
+
+
+def _divide_experts(experts: nn.Module, ranks: Subgroup) -> None:
+    """Let experts compute the tokens of those that this rank has."""
+    # 4 experts on 2 ranks, and a token of experts 1 and 3. Rank 0 has experts 0 1, rank 1 has 2 3.
+    # Number 2 stands for an expert of another rank:
+    #
+    #   rank 0   1 2 with the weights w1 0         rank 1   2 1 with the weights 0 w3
+    count = experts.num_experts
+    assert isinstance(count, int)
+    own = count // ranks.size
+    # Transformers leaves tokens of number `num_experts` out.
+    vars(experts).update(num_experts=own, _is_expert_parallel=True)
+
+    def choose(module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        hidden, index, weights = args
+        local = index - ranks.index * own
+        here = (local >= 0) & (local < own)
+        return hidden, torch.where(here, local, own), weights * here
+
+    experts.register_forward_pre_hook(choose)
+
+
+_BY_LENGTH = ("dynamic", "longrope")
+"""Kinds of rotary positions that depend on the longest position of a pass."""
+
+
+NOT_COMPARED = ("gemma3n_text",)
+"""Architectures with packed rows whose gradients were not equal to those of one rank: in a small
+model, some of them are not finite, and padding tokens change which."""
+
+
+def check_model_parallel(
+    config: PreTrainedConfig, engine: EngineConfig, key: str, *, packed: bool | None = None
+) -> None:
+    """Check that the ranks of a model-parallel group can divide the work of a model.
+
+    Args:
+        key: the setting of the engine, for the message.
+        packed: whether rows are packed; None: if the model supports it.
+
+    Raises:
+        ConfigError: they cannot. The message has the arithmetic.
+    """
+    if engine.model_parallel_size == 1:
+        return
+    kind = config.model_type
+    setting = f"{key}.{engine.model_parallel_text()}"
+    if packed is False or architecture_of(config).rows != "packed":
+        raise ConfigError(
+            f"{setting} splits packed rows, and model_type {kind!r} is computed with padded rows "
+            "(docs/concepts/architectures.md); set it to 1",
+            key=key,
+        )
+    if kind in NOT_COMPARED:
+        raise ConfigError(
+            f"{setting}: gradients of model_type {kind!r} were not found equal to those of one "
+            "rank; set it to 1",
+            key=key,
+        )
+    lengths = [name for name in _rope_types(config) if name in _BY_LENGTH]
+    if engine.sequence_parallel_size * engine.context_parallel_size > 1 and lengths:
+        raise ConfigError(
+            f"{setting} gives each rank a part of the positions, and rope_type {lengths[0]!r} of "
+            f"model_type {kind!r} depends on the longest of all; set it to 1",
+            key=key,
+        )
+    if engine.tensor_parallel_size > 1:
+        TensorPlan.of(config)
+        check_heads(config.get_text_config(), engine.tensor_parallel_size, key)
+    _check_heads(config.get_text_config(), engine, key)
+
+
+def _check_heads(config: PreTrainedConfig, engine: EngineConfig, key: str) -> None:
+    size = engine.sequence_parallel_size
+    if size == 1:
+        return
+    tensor = engine.tensor_parallel_size
+    heads, key_heads = heads_of(config, tensor)
+    whose = "attention heads" + (" of each tensor rank" if tensor > 1 else "")
+    setting = f"{key}.sequence_parallel_size={size}"
+    if heads % size:
+        raise ConfigError(
+            f"{setting} does not divide the {heads} {whose} of model_type "
+            f"{config.model_type!r} ({heads} = {heads // size} × {size} + {heads % size}); "
+            f"choose a divisor, or set {key}.context_parallel_size={size} instead",
+            key=key,
+        )
+    repeated = key_heads * (size // math.gcd(key_heads, size))
+    if heads % repeated:
+        raise ConfigError(
+            f"{setting}: {key_heads} key heads repeated to {repeated}, so that they divide over "
+            f"{size} ranks, do not divide the {heads} {whose} of model_type "
+            f"{config.model_type!r}; set {key}.context_parallel_size={size} instead",
+            key=key,
+        )
+
+
+def heads_of(config: PreTrainedConfig, tensor_ranks: int) -> tuple[int, int]:
+    """Return the attention heads and the key heads that one rank of tensor parallelism has."""
+    heads = int(config.num_attention_heads)
+    key_heads = getattr(config, "num_key_value_heads", None)
+    return heads // tensor_ranks, int(key_heads or heads) // tensor_ranks
+
+
+def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
+    """Yield the kinds of rotary positions; a config can have one for each kind of layers."""
+    found = getattr(config.get_text_config(), "rope_parameters", None)
+    pending = [found] if isinstance(found, Mapping) else []
+    while pending:
+        for name, value in pending.pop().items():
+            if isinstance(value, Mapping):
+                pending.append(value)
+            elif name in ("rope_type", "type"):
+                yield str(value)
+
+
+def check_model_parallel_folder(model: ModelConfig, engine: EngineConfig, key: str) -> None:
+    """Check the same for the model of a folder, before any process starts; see there.
+
+    Raises:
+        ConfigError: the ranks cannot divide the model.
+        ModelError: the Megatron engine does not compute it.
+    """
+    if engine.name == "megatron" or engine.model_parallel_size > 1:
+        folder = local_folder(model.path, weights=False)
+        trusted = model.trust_remote_code
+        config = read_config(Path(folder), trust_remote_code=trusted)
+        if engine.name == "megatron":
+            check_sizes(config.get_text_config(), sizes_of(engine), key)
+            return
+        check_model_parallel(config, engine, key)
+        if engine.tensor_parallel_size > 1:
+            implementation = model.attn_implementation
+            shapes = model_without_weights(
+                folder, value_head=False, dtype=torch.float32, trust_remote_code=trusted,
+                attn_implementation=implementation,
+            )  # fmt: skip
+            check_division(shapes, engine.tensor_parallel_size, key)
