@@ -27,9 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
-from quadriga.parallel.balancing import get_seqlen_balanced_partitions
+from quadriga.parallel.balancing import RowCosts, arrange_rows, get_seqlen_balanced_partitions
 from quadriga.parallel.costs import TOKENS, CostModel, ModelShape
-from quadriga.parallel.group_partitions import RowCosts, arrange_rows
 
 RANKS, PROMPTS, SAMPLES = 8, 64, 8
 MINI_BATCHES = (1, 4)

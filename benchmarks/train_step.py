@@ -37,7 +37,7 @@ import torch.multiprocessing as mp
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.models.tiny import TinyModel, write_tiny_model
-from quadriga.parallel.group_partitions import RowCosts, arrange_rows
+from quadriga.parallel.balancing import RowCosts, arrange_rows
 
 RANKS = (1, 4)
 PAIRS = (

@@ -40,9 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from quadriga.parallel.distributed import init_distributed
-from quadriga.parallel.layouts.boxes import slices
-from quadriga.parallel.layouts.layout import Weight, by_name
-from quadriga.parallel.layouts.parallel_layouts import Model, Stored, parallel_layout
+from quadriga.parallel.layouts import Model, Stored, Weight, by_name, parallel_layout, slices
 from quadriga.rollout.base import tensor_digest
 from quadriga.weight_sync import WeightReceiver, WeightSender, WeightSync, needs_of
 from quadriga.weight_sync.channels import CollectiveChannel

@@ -14,7 +14,7 @@ from quadriga.engines.tensor_parallel import NOT_COMPARED, check_model_parallel
 from quadriga.engines.token_model import TokenModel
 from quadriga.models.architectures import PACKED
 from quadriga.parallel.distributed import init_distributed
-from quadriga.parallel.model_parallel.model_ranks import model_ranks
+from quadriga.parallel.model_ranks import model_ranks
 from rank_groups import run_ranks
 
 COMPARED = [name for name in PACKED if name not in NOT_COMPARED]

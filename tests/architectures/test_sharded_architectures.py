@@ -19,7 +19,7 @@ from quadriga.engines.loading import load_model
 from quadriga.engines.sharding import shard_model
 from quadriga.models.architectures import ARCHITECTURES
 from quadriga.parallel.distributed import data_parallel_mesh
-from quadriga.parallel.model_parallel.shard_meshes import ShardMeshes
+from quadriga.parallel.model_ranks import ShardMeshes
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -23,9 +23,7 @@ from quadriga.engines.megatron.families import (
 )
 from quadriga.engines.megatron.settings import check_settings, degrees_of
 from quadriga.errors import ConfigError, ModelError
-from quadriga.parallel.layouts.boxes import count
-from quadriga.parallel.layouts.layout import Weight
-from quadriga.parallel.layouts.parallel_layouts import Degrees, parallel_layout
+from quadriga.parallel.layouts import Degrees, Weight, count, parallel_layout
 
 MEGATRON = EngineConfig(name="megatron")
 MODEL = ModelConfig(path="somewhere")

@@ -13,9 +13,8 @@ from quadriga.engines.micro_batches import (
     plan_micro_batches,
     select_rows,
 )
-from quadriga.parallel.aligned_rows import left_align
 from quadriga.parallel.costs import TOKENS, AttentionCost, CostModel
-from quadriga.parallel.packing import pack_rows
+from quadriga.parallel.packing import left_align, pack_rows
 
 
 def rows_of(lengths: list[tuple[int, int, int]]) -> dict[str, torch.Tensor]:

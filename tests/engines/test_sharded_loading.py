@@ -19,8 +19,7 @@ from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.sharding import decoder_layers
 from quadriga.errors import ModelError
 from quadriga.parallel.distributed import data_parallel_mesh, init_distributed
-from quadriga.parallel.model_parallel.model_ranks import ModelRanks
-from quadriga.parallel.model_parallel.shard_meshes import ShardMeshes
+from quadriga.parallel.model_ranks import ModelRanks, ShardMeshes
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from quadriga.errors import LengthError
 from quadriga.parallel.balancing import (
     balance_stats,
-    get_seqlen_balanced_partitions,
-    token_budget_micro_batches,
-)
-from quadriga.parallel.exchanges import exchange_items
-from quadriga.parallel.initial_partitions import (
     difference_blocks,
     difference_items,
+    exchange_items,
+    get_seqlen_balanced_partitions,
     longest_first,
+    token_budget_micro_batches,
 )
 
 
@@ -79,7 +77,7 @@ def differencing_spread(lengths: list[float], k: int, block: int) -> float:
 
 
 def test_differencing_and_exchanges_by_hand() -> None:
-    """The examples in `initial_partitions.py` and `exchanges.py`."""
+    """The examples in `difference_items` and `exchange_items`."""
     lengths = np.array([8.0, 7, 6, 5, 4])
     padded = np.append(lengths, 0.0)  # index -1 is a gap
     assert sorted(padded[longest_first(lengths, 2)].sum(1)) == [13, 17]
@@ -103,7 +101,7 @@ def test_never_worse_than_differencing(count: int, k: int, equal: bool, seed: in
 
 def test_initial_partitions_are_as_good_as_differencing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound holds before any exchange."""
-    monkeypatch.setattr("quadriga.parallel.exchanges._MAX_ROUNDS", 0)
+    monkeypatch.setattr("quadriga.parallel.balancing._MAX_ROUNDS", 0)
     for seed in range(8):
         lengths = np.random.default_rng(seed).lognormal(6, 1, 60).tolist()
         for equal in (False, True):

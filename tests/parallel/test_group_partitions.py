@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.errors import LengthError
+from quadriga.parallel.balancing import RowCosts, arrange_rows, partition_groups
 from quadriga.parallel.costs import TOKENS, AttentionCost, CostModel
-from quadriga.parallel.group_partitions import RowCosts, arrange_rows, partition_groups
 
 MODEL = CostModel(token=3.0, output=2.0, attention=(AttentionCost(0.1),))
 

@@ -5,20 +5,29 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from quadriga.parallel.layouts.boxes import slices
-from quadriga.parallel.layouts.layout import Layout, Weight, by_name
-from quadriga.parallel.layouts.parallel_layouts import (
+from quadriga.parallel.layouts import (
     Degrees,
+    Layout,
     Model,
     Stored,
-    fsdp_layout,
-    lora_adapters,
+    Weight,
+    by_name,
     parallel_layout,
     replicated_layout,
+    slices,
 )
 
 HEADS, GROUPS, HEAD, HIDDEN, INNER, VOCAB, EXPERTS = 8, 4, 2, 10, 16, 21, 4
 RANKS = (1, 2, 4, 8, 16)
+
+
+def fsdp_layout(weights, shards, replicas=1, tied=None):
+    """The layout of FSDP2 on a mesh of replicas × shards ranks, shards innermost."""
+    known = by_name(weights)
+    stored = tuple(Stored(name, (name,)) for name in known)
+    return parallel_layout(
+        Model(known, stored, tied or {}), Degrees(shard=shards, replicas=replicas)
+    )
 
 
 def weights_of(layers, *, tied=False, experts=False, adapters=0):
@@ -42,8 +51,9 @@ def weights_of(layers, *, tied=False, experts=False, adapters=0):
             ]
     found += [] if tied else [Weight("head", (VOCAB, HIDDEN))]
     for weight in [w for w in found if w.name.endswith((".q", ".o")) and adapters]:
-        (low, high), _ = lora_adapters(Stored(weight.name, (weight.name,)), weight, adapters)
-        found += [low, high]
+        out_size, in_size = weight.shape
+        found.append(Weight(f"{weight.name}.lora_A.weight", (adapters, in_size)))
+        found.append(Weight(f"{weight.name}.lora_B.weight", (out_size, adapters)))
     return by_name(found)
 
 

@@ -8,8 +8,7 @@ from rank_cases import end, start
 
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines import build_engine
-from quadriga.parallel.layouts.boxes import slices
-from quadriga.parallel.layouts.parallel_layouts import Model
+from quadriga.parallel.layouts import Model, slices
 from quadriga.weight_sync.channels import CollectiveChannel
 from quadriga.weight_sync.planning.grouping import HybridDegrees, generation_layout
 from quadriga.weight_sync.planning.plan import plan

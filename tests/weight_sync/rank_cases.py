@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import init_distributed
-from quadriga.parallel.layouts.boxes import slices
+from quadriga.parallel.layouts import slices
 from quadriga.rollout.base import tensor_digest
 from quadriga.weight_sync import WeightSync
 from quadriga.weight_sync.channels import CollectiveChannel, SharedMemoryChannel

@@ -5,15 +5,16 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
+from layout_cases import fsdp_layout
 
 from quadriga.config.schema import EngineConfig
 from quadriga.errors import ConfigError
-from quadriga.parallel.layouts.layout import Weight, by_name
-from quadriga.parallel.layouts.parallel_layouts import (
+from quadriga.parallel.layouts import (
     Degrees,
     Model,
     Stored,
-    fsdp_layout,
+    Weight,
+    by_name,
     parallel_layout,
     replicated_layout,
 )

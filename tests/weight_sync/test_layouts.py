@@ -5,27 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from layout_cases import filled, values_of
+from layout_cases import filled, fsdp_layout, values_of
 
 from quadriga.errors import ConfigError, ShapeError
-from quadriga.parallel.layouts.boxes import split
-from quadriga.parallel.layouts.layout import (
+from quadriga.parallel.layouts import (
+    Degrees,
     Layout,
+    Model,
     Piece,
+    Stored,
     StoredTensor,
     Weight,
     by_name,
     concatenated,
-    stored_whole,
-)
-from quadriga.parallel.layouts.parallel_layouts import (
-    Degrees,
-    Model,
-    Stored,
-    fsdp_layout,
-    lora_adapters,
     parallel_layout,
     replicated_layout,
+    split,
+    stored_whole,
     torch_chunk,
 )
 
@@ -125,25 +121,6 @@ def test_stages_and_experts_are_on_their_ranks():
     }
     with pytest.raises(ConfigError, match="4 experts do not divide by 3"):
         parallel_layout(model(tuple(stored), *weights), Degrees(expert=3))
-
-
-def test_adapters_are_split_with_their_weight():
-    rows, columns = Stored("up", ("up.weight",), 0), Stored("down", ("down.weight",), 1)
-    wide, tall = Weight("up.weight", (4, 2)), Weight("down.weight", (2, 4))
-    weights, stored = [], []
-    for base, weight in ((rows, wide), (columns, tall)):
-        more, how = lora_adapters(base, weight, 3)
-        weights += more
-        stored += how
-    found = parallel_layout(model(tuple(stored), *weights), Degrees(tensor=2))
-    assert {t.name: t.shape for t in found.ranks[1]} == {
-        "up.lora_A.weight": (3, 2),  # whole
-        "up.lora_B.weight": (2, 3),  # rows 2 and 3 of 4
-        "down.lora_A.weight": (3, 2),  # columns 2 and 3 of 4
-        "down.lora_B.weight": (2, 3),  # whole
-    }
-    [low] = [t for t in found.ranks[1] if t.name == "down.lora_A.weight"]
-    assert low.pieces[0].box == ((0, 3), (2, 4))
 
 
 def test_bytes_of_a_rank_do_not_count_padding():

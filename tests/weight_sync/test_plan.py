@@ -6,12 +6,21 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layout_cases import Ranks, filled, pairs, values_of
+from layout_cases import Ranks, filled, fsdp_layout, pairs, values_of
 
 from quadriga.errors import WorkerError
-from quadriga.parallel.layouts.boxes import count, difference, intersection, split
-from quadriga.parallel.layouts.layout import Layout, Piece, StoredTensor, Weight, by_name
-from quadriga.parallel.layouts.parallel_layouts import fsdp_layout, replicated_layout
+from quadriga.parallel.layouts import (
+    Layout,
+    Piece,
+    StoredTensor,
+    Weight,
+    by_name,
+    count,
+    difference,
+    intersection,
+    replicated_layout,
+    split,
+)
 from quadriga.weight_sync.planning.plan import Plan, canonical_boxes, plan
 
 MANY = settings(

@@ -76,8 +76,7 @@ from quadriga.parallel.distributed import (
     sum_over_ranks,
     world_size,
 )
-from quadriga.parallel.model_parallel.model_ranks import model_ranks
-from quadriga.parallel.model_parallel.shard_meshes import shard_meshes
+from quadriga.parallel.model_ranks import model_ranks, shard_meshes
 from quadriga.protocol import fields
 
 _CPU = torch.device("cpu")

@@ -70,8 +70,7 @@ from quadriga.models.weights.names import WeightNames, match_names
 from quadriga.models.weights.reader import TensorReader, stored_tensors
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import gather_over_ranks, rank
-from quadriga.parallel.model_parallel.model_ranks import ModelRanks
-from quadriga.parallel.model_parallel.shard_meshes import ShardMeshes
+from quadriga.parallel.model_ranks import ModelRanks, ShardMeshes
 from quadriga.parallel.node_memory import folder_in_memory
 
 if TYPE_CHECKING:

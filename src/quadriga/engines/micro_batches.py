@@ -16,10 +16,9 @@ from torch import Tensor
 from quadriga.config.schema import EngineConfig
 from quadriga.engines.base import Batch
 from quadriga.errors import ConfigError, FieldError
-from quadriga.parallel.balancing import token_budget_micro_batches
+from quadriga.parallel.balancing import RowCosts, Rows, token_budget_micro_batches
 from quadriga.parallel.costs import TOKENS, CostModel
 from quadriga.parallel.distributed import max_over_ranks
-from quadriga.parallel.group_partitions import RowCosts, Rows
 from quadriga.parallel.packing import first_row_with_same_prompt
 from quadriga.protocol import fields
 

@@ -22,8 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from quadriga.parallel.model_parallel.model_ranks import TENSOR
-from quadriga.parallel.model_parallel.shard_meshes import ShardMeshes
+from quadriga.parallel.model_ranks import TENSOR, ShardMeshes
 
 if TYPE_CHECKING:
 

@@ -57,8 +57,8 @@ from quadriga.models.adapters.lora import base_name
 from quadriga.models.architectures import architecture_of
 from quadriga.models.folder import local_folder
 from quadriga.models.loading import model_without_weights, read_config
-from quadriga.parallel.model_parallel.model_ranks import ModelRanks, Subgroup
-from quadriga.parallel.model_parallel.token_exchange import gather_tokens, sum_tokens
+from quadriga.parallel.model_ranks import ModelRanks, Subgroup
+from quadriga.parallel.token_exchange import gather_tokens, sum_tokens
 
 Style = Literal["colwise", "rowwise", "experts", "whole"]
 

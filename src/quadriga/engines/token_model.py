@@ -55,10 +55,9 @@ from quadriga.models.log_probs.linear_log_prob import linear_log_probs
 from quadriga.models.log_probs.log_prob import log_probs_and_entropy
 from quadriga.models.vision.processor import image_tokens_of
 from quadriga.models.vision.rows import GRIDS, PIXELS, MultiModalRows, check_images
-from quadriga.parallel.aligned_rows import left_align
 from quadriga.parallel.attention_blocks import PackedRows
-from quadriga.parallel.model_parallel.model_ranks import ModelRanks
-from quadriga.parallel.packing import PackedBatch, in_equal_slices, pack_rows
+from quadriga.parallel.model_ranks import ModelRanks
+from quadriga.parallel.packing import PackedBatch, in_equal_slices, left_align, pack_rows
 from quadriga.protocol import fields
 
 HeadFn = Callable[[Tensor, Tensor], Tensor]

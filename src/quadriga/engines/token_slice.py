@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quadriga.parallel.model_parallel.model_ranks import ModelRanks
-from quadriga.parallel.model_parallel.token_exchange import join_outputs
+from quadriga.parallel.model_ranks import ModelRanks
 from quadriga.parallel.packing import PackedBatch
+from quadriga.parallel.token_exchange import join_outputs
 
 
 @dataclass(frozen=True)

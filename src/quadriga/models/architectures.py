@@ -8,7 +8,7 @@ Training computes rows in one of two forms:
 
 - packed: no padding, shared prompts once (`engines/attention`). All layers but attention
   must work token by token, and attention must go through the interface of transformers.
-- padded: padding at the end of each row (`parallel/aligned_rows.py`). Right for every causal model.
+- padded: padding at the end of each row (`parallel.packing.left_align`). For every causal model.
 
 Generation batches prompts in one of two forms:
 

@@ -1,22 +1,281 @@
-"""Partitions and micro-batches with about the same number of tokens.
+"""Strategies that share work out: rows over ranks, rows over micro-batches, items over partitions.
 
-- `get_seqlen_balanced_partitions`: equal work for ranks.
-- `token_budget_micro_batches`: micro-batches that fit a token budget.
+- `get_seqlen_balanced_partitions`: partitions of about equal length. A first partition
+  (differencing after Karmarkar and Karp, 1982, or longest first) is improved by exchanges.
+- `token_budget_micro_batches`: few micro-batches that fit a token budget.
+- `arrange_rows`, `partition_groups`: rows over ranks with whole prompt groups. The rows of a prompt
+  group share their prompt: rows on one rank compute it once, rows on two ranks compute it on both.
+- `owners_of`: items over ranks, by size.
 
-The functions see lengths only. Numpy only.
+The functions see lengths and costs only. Shapes: n items or B rows. Numpy only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quadriga.errors import LengthError
-from quadriga.parallel.exchanges import exchange_items
-from quadriga.parallel.initial_partitions import initial_partitions, spread
+from quadriga.parallel.costs import CostModel, Costs, Counts
+
+Lengths = NDArray[np.float64]
+"""[n] lengths or costs, at least 0."""
+
+Table = NDArray[np.int64]
+"""[k partitions, width]: indices of items, -1 where a partition has fewer items than others."""
+
+# Up to this many items × partitions, differencing item by item in plain Python is cheap, and its
+# result is hard to improve.
+_SMALL = 4096
+# With more than `_MANY` partitions, a spread below `_TOLERANCE` times the mean counts as balanced:
+# 0.02 % of a step is not worth a further search.
+_TOLERANCE = 2e-4
+_MANY = 32
+
+
+def initial_partitions(lengths: Lengths, k: int, equal_size: bool) -> Iterator[Table]:
+    """Yield partitions to improve on, and stop at one that needs no alternative.
+
+    `equal_size` requires that k divides n.
+    """
+    if len(lengths) % k == 0:
+        blocks = difference_blocks(lengths, k)
+        yield blocks
+        if equal_size or (spread(lengths, blocks) <= tolerated_spread(lengths.sum() / k, k)):
+            return
+    yield longest_first(lengths, k)
+    if len(lengths) * k <= _SMALL:
+        yield difference_items(lengths, k)
+
+
+def spread(lengths: Lengths, table: Table) -> float:
+    """Return the largest minus the smallest sum of a partition."""
+    # Index -1 selects the appended 0, so gaps add nothing.
+    sums = np.append(lengths, 0.0)[table].sum(1)
+    return float(sums.max() - sums.min())
+
+
+def tolerated_spread(mean: float, k: int) -> float:
+    """Return the spread below which k partitions with this mean sum count as balanced."""
+    return _TOLERANCE * float(mean) if k > _MANY else 0.0
+
+
+def difference_blocks(lengths: Lengths, k: int) -> Table:
+    """Apply differencing to blocks of k items, so that all partitions have n / k items.
+
+    The items are sorted and cut into blocks of k. The two blocks with the largest spread are
+    joined, the longest with the shortest, until one block is left. k must divide n.
+    """
+    # Lengths 9 8 7 6 5 4, k = 3: the blocks 9 8 7 and 6 5 4 both have spread 2.
+    #
+    #   partition   first block   second block, reversed   sum
+    #       0            9                  4               13
+    #       1            8                  5               13
+    #       2            7                  6               13
+    blocks = np.argsort(-lengths, kind="stable").reshape(-1, k)
+    # Heap entries: (minus the spread, a number that breaks ties, descending sums, their items).
+    queue: list[tuple[float, int, Lengths, Table]] = []
+    for number, block in enumerate(blocks):
+        sums = lengths[block]
+        queue.append((float(sums[-1] - sums[0]), number, sums, block[:, None]))
+    heapq.heapify(queue)
+    number = len(queue)
+    while len(queue) > 1:
+        _, _, sums_a, table_a = heapq.heappop(queue)
+        _, _, sums_b, table_b = heapq.heappop(queue)
+        sums = sums_a + sums_b[::-1]
+        order = np.argsort(-sums, kind="stable")
+        sums = sums[order]
+        table = np.concatenate([table_a, table_b[::-1]], axis=1)[order]
+        heapq.heappush(queue, (float(sums[-1] - sums[0]), number, sums, table))
+        number += 1
+    return queue[0][3]
+
+
+def difference_items(lengths: Lengths, k: int) -> Table:
+    """Apply the differencing of Karmarkar and Karp item by item; partitions may differ in size.
+
+    A state is k sums in descending order. At first each item is a state of its own. The two states
+    with the largest spread are joined, the largest sum with the smallest, until one state is left.
+    """
+    # Lengths 8 7 6 5 4, k = 2. The states, and their spread in brackets:
+    #
+    #   8 0 [8]    7 0 [7]    6 0 [6]    5 0 [5]    4 0 [4]
+    #   join 8 0 and 7 0:     8+0, 0+7  ->   8  7 [1]
+    #   join 6 0 and 5 0:     6+0, 0+5  ->   6  5 [1]
+    #   join 4 0 and 8 7:     4+7, 0+8  ->  11  8 [3]
+    #   join 11 8 and 6 5:   11+5, 8+6  ->  16 14 [2]    partitions 4 7 5 and 8 6
+    #
+    # Longest first gives 8+5+4 = 17 and 7+6 = 13. `exchange_items` turns 16 and 14 into 15 and 15.
+    empty: list[tuple[float, list[int]]] = [(0.0, [])] * (k - 1)
+    queue = [(-value, i, [(value, [i]), *empty]) for i, value in enumerate(lengths.tolist())]
+    heapq.heapify(queue)
+    number = len(queue)
+    while len(queue) > 1:
+        _, _, a = heapq.heappop(queue)
+        _, _, b = heapq.heappop(queue)
+        joined = [(x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)]
+        joined.sort(key=lambda partition: -partition[0])
+        heapq.heappush(queue, (joined[-1][0] - joined[0][0], number, joined))
+        number += 1
+    return _as_table(_fill_empty([items for _, items in queue[0][2]], lengths))
+
+
+def longest_first(lengths: Lengths, k: int) -> Table:
+    """Assign items in descending order of length, each to the partition with the smallest sum.
+
+    The first k items are assigned to one partition each, so that no partition stays empty.
+    """
+    order = np.argsort(-lengths, kind="stable").tolist()
+    values = lengths.tolist()
+    partitions = [[index] for index in order[:k]]
+    heap = [(values[index], number) for number, index in enumerate(order[:k])]
+    heapq.heapify(heap)
+    for index in order[k:]:
+        total, number = heap[0]
+        partitions[number].append(index)
+        heapq.heapreplace(heap, (total + values[index], number))
+    return _as_table(partitions)
+
+
+def _fill_empty(partitions: list[list[int]], lengths: Lengths) -> list[list[int]]:
+    """Move the shortest item of the partition with most items to each empty partition.
+
+    A partition stays empty only if there are items of length 0.
+    """
+    for partition in partitions:
+        if not partition:
+            fullest = max(partitions, key=len)
+            shortest = min(fullest, key=lambda i: lengths[i])
+            fullest.remove(shortest)
+            partition.append(shortest)
+    return partitions
+
+
+def _as_table(partitions: list[list[int]]) -> Table:
+    width = max(map(len, partitions))
+    padded = [partition + [-1] * (width - len(partition)) for partition in partitions]
+    return np.array(padded, dtype=np.int64)
+
+
+_MAX_ROUNDS = 64
+# Columns of the table that one round looks at. A partition with more items has enough choice in a
+# sample, and the search is quadratic in this number.
+_MAX_COLUMNS = 48
+
+
+def exchange_items(lengths: Lengths, table: Table) -> None:
+    """Exchange items between partitions, in place, as long as the spread falls.
+
+    An item may also be exchanged for a gap (-1), which moves it. If the heaviest partition gains
+    nothing in its pair, it and the lightest are tried against every other partition. If that fails
+    too, the partitions are as balanced as single exchanges can make them.
+    """
+    # Lengths 8 7 6 5 4 with the partitions of `difference_items`, heavy 4 7 5 = 16 and
+    # light 8 6 = 14 (a gap counts 0). Half the difference of the sums is 1. Giving a for b changes
+    # it to |a − b − 1|, so the best exchange has a − b closest to 1:
+    #
+    #   |a − b − 1|    b = 8   b = 6   gap
+    #        a = 4        5       3      3
+    #        a = 7        2       0      6       give 7 for 6: both sums become 15
+    #        a = 5        4       2      4
+    items = np.append(lengths, 0.0)[table]
+    sums = items.sum(1)
+    pairs = len(sums) // 2
+    tolerated = tolerated_spread(sums.mean(), len(sums))
+    for round_number in range(_MAX_ROUNDS):
+        order = np.argsort(sums, kind="stable")
+        spread = sums[order[-1]] - sums[order[0]]
+        if pairs == 0 or spread <= 0:
+            return
+        columns = _columns(table.shape[1], round_number)
+        heavy, light = order[::-1][:pairs], order[:pairs]
+        given, taken, better = _best_exchanges(items, sums, heavy, light, columns)
+        if better[0]:
+            heavy, light = heavy[better], light[better]
+            _apply(items, sums, table, heavy, given[better], light, taken[better])
+        elif spread <= tolerated or not _exchange_extremes(items, sums, table, order, columns):
+            return
+
+
+def _best_exchanges(
+    items: Lengths,
+    sums: Lengths,
+    heavy: NDArray[np.int64],
+    light: NDArray[np.int64],
+    columns: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return, for each pair, the columns to exchange and whether that reduces the difference.
+
+    Giving a for b leaves both sums within |a − b − half the difference| of their mean.
+    """
+    half = (sums[heavy] - sums[light]) / 2
+    gap = items[heavy][:, columns, None] - items[light][:, None, columns]
+    gap -= half[:, None, None]
+    np.abs(gap, out=gap)
+    gap = gap.reshape(len(half), -1)
+    choice = gap.argmin(1)
+    # The factor rejects an exchange whose gain is only a rounding error: it could be made for ever.
+    better = gap[np.arange(len(half)), choice] < half * (1 - 1e-9)
+    given, taken = np.divmod(choice, len(columns))
+    return columns[given], columns[taken], better
+
+
+def _exchange_extremes(
+    items: Lengths,
+    sums: Lengths,
+    table: Table,
+    order: NDArray[np.int64],
+    columns: NDArray[np.int64],
+) -> bool:
+    """Lower the heaviest partition, or else raise the lightest. Return whether one was changed.
+
+    Each is tried against every other partition, and the best one of these exchanges is made.
+    """
+    others = order[:-1]
+    heaviest = np.full(len(others), order[-1])
+    for heavy, light in ((heaviest, others), (order[1:], np.full(len(others), order[0]))):
+        given, taken, better = _best_exchanges(items, sums, heavy, light, columns)
+        if better.any():
+            moved = items[heavy, given] - items[light, taken]
+            # Lowering the heaviest: the larger of the two new sums counts. Raising the lightest:
+            # the smaller one counts.
+            worst = np.maximum(sums[heavy] - moved, sums[light] + moved)
+            if light is not others:
+                worst = -np.minimum(sums[heavy] - moved, sums[light] + moved)
+            best = np.array([np.where(better, worst, np.inf).argmin()])
+            _apply(items, sums, table, heavy[best], given[best], light[best], taken[best])
+            return True
+    return False
+
+
+def _apply(
+    items: Lengths,
+    sums: Lengths,
+    table: Table,
+    heavy: NDArray[np.int64],
+    given: NDArray[np.int64],
+    light: NDArray[np.int64],
+    taken: NDArray[np.int64],
+) -> None:
+    """Exchange column `given` of each heavy partition for column `taken` of its light one."""
+    moved = items[heavy, given] - items[light, taken]
+    sums[heavy] -= moved
+    sums[light] += moved
+    for matrix in (items, table):
+        matrix[heavy, given], matrix[light, taken] = matrix[light, taken], matrix[heavy, given]
+
+
+def _columns(width: int, round_number: int) -> NDArray[np.int64]:
+    """Return all columns, or an even sample of them that shifts by one each round."""
+    if width <= _MAX_COLUMNS:
+        return np.arange(width)
+    return (np.arange(_MAX_COLUMNS) * width // _MAX_COLUMNS + round_number) % width
+
 
 LengthsLike = Sequence[int] | Sequence[float] | NDArray[np.generic]
 
@@ -201,3 +460,170 @@ def balance_stats(seqlen_list: LengthsLike, partitions: Sequence[Sequence[int]])
         mean=mean,
         imbalance=float(sums.max()) / mean if mean else 1.0,
     )
+
+
+Rows = list[int]
+"""Indices of rows."""
+
+
+@dataclass(frozen=True)
+class RowCosts:
+    """What each row of a batch adds to the cost of the rows that are computed with it.
+
+    Attributes:
+        group: [B] int64, the number of the row's prompt group.
+        shared: [B] float64, cost of the prompt; once for all rows of the group.
+        own: [B] float64, cost of the response.
+        live: [B] bool, whether the row is computed at all. Rows without response tokens to learn
+            from (zero-variance groups that are masked) are not.
+    """
+
+    group: NDArray[np.int64]
+    shared: Costs
+    own: Costs
+    live: NDArray[np.bool_]
+
+    @classmethod
+    def of(
+        cls,
+        model: CostModel,
+        group: NDArray[np.int64],
+        prompt: Counts,
+        response: Counts,
+        live: NDArray[np.bool_] | None = None,
+    ) -> RowCosts:
+        """Return the costs of rows by their tokens.
+
+        Args:
+            group: [B]. With a number of its own for each row, no prompt is shared.
+            prompt, response: [B] tokens.
+            live: [B] bool; None: all rows.
+        """
+        return cls(
+            group,
+            model.of_prompts(prompt),
+            model.of_responses(prompt, response),
+            np.ones(len(group), dtype=bool) if live is None else live,
+        )
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    def total(self, rows: Sequence[int]) -> float:
+        """Return the cost of computing `rows` together."""
+        chosen = np.asarray(rows, dtype=np.int64)
+        chosen = chosen[self.live[chosen]]
+        _, first = np.unique(self.group[chosen], return_index=True)
+        return float(self.own[chosen].sum() + self.shared[chosen[first]].sum())
+
+    def groups(self, rows: Sequence[int]) -> list[Rows]:
+        """Return the live rows of each prompt group, in the order of `rows`."""
+        found: dict[int, Rows] = {}
+        for row in rows:
+            if self.live[row]:
+                found.setdefault(int(self.group[row]), []).append(row)
+        return list(found.values())
+
+
+def arrange_rows(costs: RowCosts, parts: int, rows_per_block: int | None) -> list[list[Rows]]:
+    """Balance consecutive blocks of rows, each by itself, over `parts` ranks.
+
+    A block is a mini-batch. It holds the same rows for any number of ranks, so the optimizer steps
+    do not depend on that number.
+
+    Args:
+        rows_per_block: rows of a mini-batch over all ranks; None: the whole batch is one block.
+
+    Returns:
+        For each rank its rows of each block, [parts][blocks].
+    """
+    size = max(1, rows_per_block or len(costs))
+    blocks = [
+        partition_groups(costs, range(start, min(start + size, len(costs))), parts)
+        for start in range(0, len(costs), size)
+    ]
+    return [[block[part] for block in blocks] for part in range(parts)]
+
+
+def partition_groups(costs: RowCosts, rows: Sequence[int], parts: int) -> list[Rows]:
+    """Split `rows` into `parts` partitions of about equal cost with whole prompt groups.
+
+    Each partition holds `len(rows) / parts` rows, or at most that number rounded up if it is not
+    whole. Groups are split only if they do not fit; rows that are not live fill the partitions up.
+
+    Returns:
+        For each partition its rows: group by group in the order of `rows`, then rows that are not
+        live.
+
+    Raises:
+        LengthError: `parts` is below 1.
+    """
+    # Three groups of 4 rows over 2 ranks, 6 rows each: groups a and b fit, c is split into pieces
+    # of 2 rows, and both ranks compute its prompt.
+    #
+    #   rank 0   a a a a c c
+    #   rank 1   b b b b c c
+    if parts < 1:
+        raise LengthError(f"{len(rows)} rows cannot be split into {parts} partitions.", parts=parts)
+    capacity = -(-len(rows) // parts)
+    groups = costs.groups(rows)
+    largest = max(map(len, groups), default=1)
+    slots = capacity // largest
+    if len(groups) <= slots * parts:
+        chosen = _whole_groups(costs, groups, parts, slots)
+    else:
+        chosen = _with_split_groups(costs, groups, parts, capacity)
+    rest = [row for row in rows if not costs.live[row]]
+    return [_in_order(costs, part) + _take(rest, capacity - len(part)) for part in chosen]
+
+
+def _whole_groups(costs: RowCosts, groups: list[Rows], parts: int, slots: int) -> list[Rows]:
+    """Give each partition up to `slots` groups."""
+    if not groups:
+        return [[] for _ in range(parts)]
+    # Empty slots are items of cost 0: every partition then has the same number of items.
+    weights = [costs.total(group) for group in groups] + [0.0] * (slots * parts - len(groups))
+    table = get_seqlen_balanced_partitions(weights, parts, equal_size=True)
+    return [[row for item in part if item < len(groups) for row in groups[item]] for part in table]
+
+
+def _with_split_groups(
+    costs: RowCosts, groups: list[Rows], parts: int, capacity: int
+) -> list[Rows]:
+    """Assign the most expensive group first, whole where one fits, then split what is left."""
+    chosen: list[Rows] = [[] for _ in range(parts)]
+    load = [0.0] * parts
+
+    def assign(rows: Rows, part: int) -> None:
+        chosen[part] += rows
+        load[part] += costs.total(rows)
+
+    left: list[Rows] = []
+    for group in sorted(groups, key=costs.total, reverse=True):
+        fitting = [p for p in range(parts) if capacity - len(chosen[p]) >= len(group)]
+        if fitting:
+            assign(group, min(fitting, key=lambda p: load[p]))
+        else:
+            left.append(group)
+    for group in left:
+        remaining = sorted(group, key=lambda row: -costs.own[row])
+        while remaining:
+            # The partition with the most space gives the fewest pieces.
+            part = min(range(parts), key=lambda p: (len(chosen[p]), load[p]))
+            size = min(capacity - len(chosen[part]), len(remaining))
+            # Evenly spaced in the order of length, so that a piece has long and short responses.
+            picked = [remaining[i * len(remaining) // size] for i in range(size)]
+            assign(picked, part)
+            remaining = [row for row in remaining if row not in picked]
+    return chosen
+
+
+def _in_order(costs: RowCosts, rows: Rows) -> Rows:
+    return [row for group in costs.groups(sorted(rows)) for row in group]
+
+
+def _take(rows: Rows, count: int) -> Rows:
+    """Remove the first `count` rows from a list and return them."""
+    taken = rows[:count]
+    del rows[:count]
+    return taken

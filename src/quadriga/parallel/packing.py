@@ -1,10 +1,17 @@
-"""From padded batches to packed micro-batches that contain each token once.
+"""From padded rows to the rows that models compute: packed, or with their padding at the end.
 
-Shapes: B rows, S = P + R columns (prompt, response), N packed tokens, K targets.
+Shapes: B rows, S = P + R columns (prompt, response), N packed tokens, L tokens of the longest row,
+K targets: the response tokens whose outputs a caller needs.
 
 A packed micro-batch is one row of N tokens without padding. A prompt that several rows share is in
 it once. Only attention needs rows: `PackedRows` says which tokens make up each row, and each kernel
 reads them in an arrangement of its own.
+
+Models that cannot compute packed rows get aligned rows, whose padding comes last. A token of a
+causal model does not depend on the tokens after it, so an aligned row needs no attention mask and
+no position ids: the model computes each of its tokens exactly as if the row were alone. This holds
+for every causal architecture, also for those with recurrent layers, for which padding at the start
+would enter the state.
 """
 
 from __future__ import annotations
@@ -14,9 +21,65 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quadriga.errors import ShapeError
+from quadriga.errors import ProtocolError, ShapeError
 from quadriga.parallel.attention_blocks import PackedRows
-from quadriga.parallel.targets import find_targets, scatter_targets
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The K entries of a response mask that are 1, in row-major order.
+
+    Attributes:
+        row: [K] int64, the row of the batch.
+        position: [K] int64, the number of tokens of the row that come before the target.
+        labels: [K] int64, the token ids.
+        flat_index: [K] int64, b * R + t for the target at [b, t] of the response mask.
+        shape: (B, R).
+    """
+
+    row: Tensor
+    position: Tensor
+    labels: Tensor
+    flat_index: Tensor
+    shape: tuple[int, int]
+
+
+def find_targets(
+    input_ids: Tensor, valid: Tensor, position_BS: Tensor, response_mask: Tensor
+) -> Targets:
+    """Return the targets of [B, P + R] rows.
+
+    Args:
+        input_ids: [B, S] int64.
+        valid: [B, S] bool, where there is a token.
+        position_BS: [B, S] int64, the number of tokens of the row before each token.
+        response_mask: [B, R], 1 at the targets.
+
+    Raises:
+        ProtocolError: a target has no token before it, or `valid` is False at a target.
+    """
+    width = response_mask.shape[1]
+    row, target = response_mask.bool().nonzero(as_tuple=True)
+    column = target + input_ids.shape[1] - width
+    position = position_BS[row, column]
+    if bool((position < 1).any()) or not bool(valid[row, column].all()):
+        raise ProtocolError(
+            "response_mask is 1 at a token that has no token before it or where attention_mask is "
+            "0; every response needs a prompt of at least one token",
+            field="response_mask",
+        )
+    shape = (len(response_mask), width)
+    return Targets(row, position, input_ids[row, column], row * width + target, shape)
+
+
+def scatter_targets(values_K: Tensor, target_index: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Scatter [K] values to `shape` [B, R], with 0 where there is no target. Differentiable.
+
+    `target_index` [K] int64 is the flat index b * R + t of each target.
+    """
+    flat = values_K.new_zeros(shape[0] * shape[1])
+    return flat.index_put((target_index,), values_K).view(shape)
+
 
 # Example: two samples of the prompt (11 12) and one of (13 14 15). "·" is padding, P = R = 3.
 #
@@ -215,3 +278,75 @@ def _check_shapes(input_ids: Tensor, attention_mask: Tensor, response_mask: Tens
             f"input_ids has {input_ids.shape[1]} columns and response_mask "
             f"{response_mask.shape[1]}, so no column is left for the prompt"
         )
+
+
+# The example of `packing.py`. "·" is padding, P = R = 3, L = 6:
+#
+#            input_ids               response_mask     aligned input_ids     position of a token
+#   row 0     ·  11  12 | 21  22   ·     1 1 0         11 12 21 22  ·  ·     -1  0  1 | 2 3 3
+#   row 1     ·  11  12 | 31   ·   ·     1 0 0         11 12 31  ·  ·  ·     -1  0  1 | 2 2 2
+#   row 2    13  14  15 | 41  42  43     1 0 1         13 14 15 41 42 43      0  1  2 | 3 4 5
+#
+# The output at one token predicts the next token of its row. The K = 5 targets:
+#
+#   label             21  22  31  41  43
+#   row                0   0   1   2   2
+#   predictor column   1   2   1   2   4    position of the label minus 1
+#   target_index       0   1   3   6   8    b · R + t, the position of the target in [B, R]
+
+
+@dataclass(frozen=True)
+class AlignedBatch:
+    """Rows that start at column 0.
+
+    Attributes:
+        input_ids: [B, L] int64, 0 at padding.
+        predictors: (row, column) of the token that predicts each target, both [K] int64.
+        labels: [K] int64, the token ids of the targets.
+        target_index: [K] int64, the flat index b * R + t of target k.
+        shape: (B, R).
+    """
+
+    input_ids: Tensor
+    predictors: tuple[Tensor, Tensor]
+    labels: Tensor
+    target_index: Tensor
+    shape: tuple[int, int]
+
+    def unpack(self, values_K: Tensor) -> Tensor:
+        """Scatter [K] values to [B, R], with 0 where there is no target. Differentiable."""
+        return scatter_targets(values_K, self.target_index, self.shape)
+
+    def to(self, device: torch.device) -> AlignedBatch:
+        """Return the same batch with every tensor on `device`."""
+        row, column = self.predictors
+        return AlignedBatch(
+            self.input_ids.to(device, non_blocking=True),
+            (row.to(device, non_blocking=True), column.to(device, non_blocking=True)),
+            self.labels.to(device, non_blocking=True),
+            self.target_index.to(device, non_blocking=True),
+            self.shape,
+        )
+
+
+def left_align(input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor) -> AlignedBatch:
+    """Move the tokens of [B, P + R] rows (left-padded prompts, then responses) to column 0.
+
+    Raises:
+        ProtocolError: a target has no token before it, or `attention_mask` is 0 at a target.
+    """
+    valid = attention_mask.bool()
+    position_BS = valid.long().cumsum(1) - 1
+    longest = max(int(valid.sum(1).max()), 1) if len(valid) else 1
+    row, column = valid.nonzero(as_tuple=True)
+    aligned = input_ids.new_zeros(len(valid), longest)
+    aligned[row, position_BS[row, column]] = input_ids[row, column]
+
+    targets = find_targets(input_ids, valid, position_BS, response_mask)
+    return AlignedBatch(
+        input_ids=aligned,
+        predictors=(targets.row, targets.position - 1),
+        labels=targets.labels,
+        target_index=targets.flat_index,
+        shape=targets.shape,
+    )

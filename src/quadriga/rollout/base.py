@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quadriga.models.vision.rows import MultiModalRows
-from quadriga.parallel.layouts.boxes import Box
+from quadriga.parallel.layouts import Box
 from quadriga.rollout.abilities import RolloutAbilities
 from quadriga.rollout.params import LogProbKind as LogProbKind
 from quadriga.rollout.params import SamplingParams as SamplingParams

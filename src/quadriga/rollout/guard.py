@@ -28,7 +28,7 @@ from quadriga.errors import (
     RolloutTimeoutError,
 )
 from quadriga.models.vision.rows import MultiModalRows
-from quadriga.parallel.layouts.boxes import Box
+from quadriga.parallel.layouts import Box
 from quadriga.rollout.abilities import RolloutAbilities
 from quadriga.rollout.base import (
     DropsWeights,

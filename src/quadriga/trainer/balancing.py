@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from quadriga.config.plan import mini_batch_prompts
 from quadriga.config.schema import MISSING_PATH, TrainConfig
+from quadriga.parallel.balancing import RowCosts, arrange_rows
 from quadriga.parallel.costs import TOKENS, CostModel, Counts
-from quadriga.parallel.group_partitions import RowCosts, arrange_rows
 from quadriga.protocol import DataProto, fields
 from quadriga.trainer.dataflow import masks_before_passes, needs_critic, skips_before_passes
 from quadriga.workers.objectives import mask_with_advantage

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import rank, world_size
-from quadriga.parallel.layouts.boxes import Box, count, shape_of, slices, whole
+from quadriga.parallel.layouts import Box, count, shape_of, slices, whole
 from quadriga.protocol import DataProto
 from quadriga.weight_sync.channels import copy_bytes, typed
 from quadriga.weight_sync.digests import digest_of_shares

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import world_size
-from quadriga.parallel.layouts.boxes import Box, count, slices, split
+from quadriga.parallel.layouts import Box, count, slices, split
 from quadriga.weight_sync.planning.plan import NAMED_TENSORS
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

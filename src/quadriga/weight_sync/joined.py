@@ -33,7 +33,7 @@ from quadriga.parallel.distributed import (
     serve_store,
     world_size,
 )
-from quadriga.parallel.layouts.boxes import count, whole
+from quadriga.parallel.layouts import count, whole
 from quadriga.weight_sync.adapters import WeightPart, source_of
 from quadriga.weight_sync.channels import CollectiveChannel
 from quadriga.weight_sync.digests import digest_of_shares

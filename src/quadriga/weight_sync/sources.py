@@ -15,8 +15,7 @@ from torch import Tensor
 from quadriga.checkpoint.shards import Block, block_of
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import gather_over_ranks, rank
-from quadriga.parallel.layouts.boxes import Box, slices
-from quadriga.parallel.layouts.layout import Layout, StoredTensor, Weight, stored_box
+from quadriga.parallel.layouts import Box, Layout, StoredTensor, Weight, slices, stored_box
 from quadriga.weight_sync.digests import box_digest
 from quadriga.weight_sync.planning.plan import Slot, canonical_boxes
 

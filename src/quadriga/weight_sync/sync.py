@@ -19,9 +19,7 @@ from torch import Tensor
 from quadriga.config.schema import WeightTransport
 from quadriga.errors import WorkerError
 from quadriga.parallel.distributed import gather_over_ranks, local_device, rank
-from quadriga.parallel.layouts.boxes import Box, whole
-from quadriga.parallel.layouts.layout import Layout, stored_box
-from quadriga.parallel.layouts.parallel_layouts import replicated_layout
+from quadriga.parallel.layouts import Box, Layout, replicated_layout, stored_box, whole
 from quadriga.rollout.abilities import RolloutAbilities
 from quadriga.rollout.base import HoldsShards, SharesWeights
 from quadriga.weight_sync.adapters import WeightPart, part_for

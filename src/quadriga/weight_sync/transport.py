@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import WorkerError
-from quadriga.parallel.layouts.boxes import count, shape_of, slices
+from quadriga.parallel.layouts import count, shape_of, slices
 from quadriga.weight_sync.channels import Channel, Dtypes, Posted
 from quadriga.weight_sync.planning.plan import Plan, Transfer, listed_names
 

@@ -37,7 +37,7 @@ from quadriga.engines.attention.masks import (
 from quadriga.engines.attention.packed import AttentionRows, attend
 from quadriga.errors import ConfigError
 from quadriga.parallel.attention_blocks import PackedRows
-from quadriga.parallel.model_parallel.model_ranks import ModelRanks, Subgroup
+from quadriga.parallel.model_ranks import ModelRanks, Subgroup
 from quadriga.parallel.packing import pack_rows
 
 FASTEST_FIRST: tuple[Kernel, ...] = ("varlen", "flex", "sdpa")

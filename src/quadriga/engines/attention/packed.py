@@ -50,8 +50,8 @@ from quadriga.parallel.attention_blocks import (
     similar_length_blocks,
     whole_row_blocks,
 )
-from quadriga.parallel.model_parallel.model_ranks import ModelRanks
-from quadriga.parallel.model_parallel.token_exchange import (
+from quadriga.parallel.model_ranks import ModelRanks
+from quadriga.parallel.token_exchange import (
     exchange_heads,
     exchange_tokens,
     gather_tokens,

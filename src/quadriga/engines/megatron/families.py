@@ -21,9 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quadriga.errors import ConfigError, ModelError
-from quadriga.parallel.layouts.boxes import Box, whole
-from quadriga.parallel.layouts.layout import Weight
-from quadriga.parallel.layouts.parallel_layouts import Model, Stored
+from quadriga.parallel.layouts import Box, Model, Stored, Weight, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -16,8 +16,8 @@ from quadriga.engines.megatron.families import Sizes
 from quadriga.engines.megatron.settings import degrees_of
 from quadriga.errors import ConfigError
 from quadriga.parallel.distributed import rank, world_size
-from quadriga.parallel.layouts.parallel_layouts import Degrees, Place
-from quadriga.parallel.model_parallel.model_ranks import ALONE, ModelRanks, Subgroup
+from quadriga.parallel.layouts import Degrees, Place
+from quadriga.parallel.model_ranks import ALONE, ModelRanks, Subgroup
 from quadriga.single_controller import RankLayout
 
 TIMEOUT_MINUTES = 10

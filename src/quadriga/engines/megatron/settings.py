@@ -16,7 +16,7 @@ from quadriga.config.describe import as_written
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.megatron.families import Sizes
 from quadriga.errors import ConfigError
-from quadriga.parallel.layouts.parallel_layouts import Degrees
+from quadriga.parallel.layouts import Degrees
 
 PACKAGE = "megatron-core"
 VERSION = "0.16.1"

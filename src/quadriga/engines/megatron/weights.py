@@ -45,14 +45,21 @@ from quadriga.models.weights.joined import Source
 from quadriga.models.weights.names import match_names
 from quadriga.models.weights.reader import TensorReader, stored_tensors
 from quadriga.parallel.distributed import gather_over_ranks, rank, world_size
-from quadriga.parallel.layouts.boxes import Box, count, shape_of, slices, whole
-from quadriga.parallel.layouts.layout import Layout, Piece, StoredTensor, Weight
-from quadriga.parallel.layouts.parallel_layouts import (
+from quadriga.parallel.layouts import (
+    Box,
     Degrees,
+    Layout,
     Model,
+    Piece,
     Place,
     Stored,
+    StoredTensor,
+    Weight,
+    count,
     parallel_layout,
+    shape_of,
+    slices,
+    whole,
 )
 
 ValueT = TypeVar("ValueT")

@@ -35,7 +35,7 @@ from quadriga.engines.optimizers.choice import rule_of_each
 from quadriga.engines.tensor_parallel import divide_layers, whole_weights
 from quadriga.models.adapters.lora import BASE, is_adapter
 from quadriga.parallel.device import compute_dtype
-from quadriga.parallel.model_parallel.model_ranks import ModelRanks
+from quadriga.parallel.model_ranks import ModelRanks
 
 
 def fsdp_memory(

@@ -38,8 +38,7 @@ from quadriga.engines.optimizers.rules import MOMENTS
 from quadriga.models.log_probs.vocabulary_parallel import BLOCK_LOGITS
 from quadriga.parallel.balancing import owners_of
 from quadriga.parallel.device import compute_dtype
-from quadriga.parallel.layouts.layout import Weight
-from quadriga.parallel.layouts.parallel_layouts import Degrees, Model, parallel_layout
+from quadriga.parallel.layouts import Degrees, Model, Weight, parallel_layout
 
 _EXPERTS = "Megatron-core's layers with experts are not simulated"
 _FORWARD_TILES, _BACKWARD_TILES, _PRODUCT_TILES = {True: 3, False: 2}, {True: 6, False: 5}, 4

@@ -24,8 +24,8 @@ from quadriga.models.log_probs.linear_log_prob import ACCELERATOR_TILE, CPU_TILE
 from quadriga.models.log_probs.log_prob import meta_entropies_have_gradients
 from quadriga.models.simulated.allocations import AllocationCounter, gradients_set_aside
 from quadriga.models.simulated.kernels import kernels_of, run_backward
-from quadriga.parallel.model_parallel.model_ranks import ModelRanks
-from quadriga.parallel.model_parallel.token_exchange import counting_sent_bytes
+from quadriga.parallel.model_ranks import ModelRanks
+from quadriga.parallel.token_exchange import counting_sent_bytes
 from quadriga.protocol import fields
 
 META = torch.device("meta")

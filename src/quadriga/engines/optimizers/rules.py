@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from quadriga.config.schema import OptimConfig
-from quadriga.parallel.model_parallel.model_ranks import TENSOR
+from quadriga.parallel.model_ranks import TENSOR
 
 Named = Sequence[tuple[str, nn.Parameter]]
 """(name, parameter) pairs. A parameter is a DTensor after sharding."""

@@ -13,7 +13,7 @@ from quadriga.config.schema import DtypeName, ModelConfig
 from quadriga.errors import QuadrigaError, RolloutError
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
-from quadriga.parallel.layouts.boxes import Box
+from quadriga.parallel.layouts import Box
 from quadriga.rollout.abilities import ALL_SETTINGS, RolloutAbilities
 from quadriga.rollout.base import RolloutOutput, SamplingParams, tensor_digest
 from quadriga.rollout.requests import check_request, check_sequences

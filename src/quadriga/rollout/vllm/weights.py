@@ -40,7 +40,7 @@ from transformers import PreTrainedModel
 from quadriga.errors import ModelError
 from quadriga.models.weights.names import match_names
 from quadriga.models.weights.reader import TensorReader, stored_tensors
-from quadriga.parallel.layouts.boxes import Box, narrowed, shape_of, whole
+from quadriga.parallel.layouts import Box, narrowed, shape_of, whole
 from quadriga.rollout.vllm.adapters import AdapterPlace
 
 _QKV = ("q", "k", "v")

@@ -22,10 +22,10 @@ from quadriga.engines.megatron.families import check_sizes, megatron_model, padd
 from quadriga.engines.megatron.settings import degrees_of, sizes_of
 from quadriga.errors import ConfigError
 from quadriga.parallel.device import compute_dtype
-from quadriga.parallel.layouts.layout import Weight
-from quadriga.parallel.layouts.parallel_layouts import (
+from quadriga.parallel.layouts import (
     Degrees,
     Model,
+    Weight,
     parallel_layout,
     replicated_layout,
 )

@@ -38,8 +38,7 @@ from typing import Literal
 
 from quadriga.config.schema import EngineConfig
 from quadriga.errors import ConfigError
-from quadriga.parallel.layouts.layout import Layout
-from quadriga.parallel.layouts.parallel_layouts import Degrees, Model, Stored, parallel_layout
+from quadriga.parallel.layouts import Degrees, Layout, Model, Stored, parallel_layout
 
 Design = Literal["ds-chat", "hybridflow-v", "hybridflow"]
 

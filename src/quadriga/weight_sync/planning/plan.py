@@ -16,8 +16,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from quadriga.errors import WorkerError
-from quadriga.parallel.layouts.boxes import Box, count, difference, intersection, moved, split
-from quadriga.parallel.layouts.layout import Layout, Weight
+from quadriga.parallel.layouts import (
+    Box,
+    Layout,
+    Weight,
+    count,
+    difference,
+    intersection,
+    moved,
+    split,
+)
 
 NAMED_TENSORS = 20
 """An error message lists at most so many tensors."""

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quadriga.parallel.model_parallel.model_ranks import Subgroup
+from quadriga.parallel.model_ranks import Subgroup
 
 _Collective: TypeAlias = Callable[[Tensor, Subgroup], Tensor]
 

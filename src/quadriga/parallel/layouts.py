@@ -1,0 +1,493 @@
+"""Which part of each checkpoint weight a rank stores. Nothing here uses torch.
+
+A *box* is a rectangular part of a tensor, one span of indices for each dimension: rows 2 and 3 of a
+tensor of shape [5, 4] are the box `((2, 4), (0, 4))`. A tensor without dimensions has one element,
+whose box is `()`.
+
+A rank stores tensors. A tensor consists of pieces: boxes of checkpoint weights. Elements of a
+tensor that belong to no piece are padding. Example: `q` [4, 2], `k` [2, 2] and `v` [2, 2] in one
+fused tensor, over 2 ranks by query group. Group 0 is rows 0 and 1 of `q`, row 0 of `k` and row 0 of
+`v`:
+
+    rank 0: qkv [4, 2]                 rank 1: qkv [4, 2]
+      rows 0 to 2   q rows 0 to 2        rows 0 to 2   q rows 2 to 4
+      row  2        k row  0             row  2        k row  1
+      row  3        v row  0             row  3        v row  1
+
+A `Stored` says how an engine stores one tensor: which weights it fuses, which dimension tensor
+parallelism splits, on which pipeline stage it is, of which expert it is. `parallel_layout` builds
+the layout of all ranks from them. The Megatron engine loads, saves and streams its weights by these
+layouts, and a weight sync is planned from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Literal
+
+from quadriga.errors import ConfigError, ShapeError
+
+Span = tuple[int, int]
+"""(start, stop): the indices from `start`, without `stop`."""
+
+Box = tuple[Span, ...]
+"""One span for each dimension."""
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """Return the box of all elements of a tensor of this shape."""
+    return tuple((0, size) for size in shape)
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """Return the sizes of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def count(box: Box) -> int:
+    """Return the number of elements in a box."""
+    return prod(stop - start for start, stop in box)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """Return the index with which a tensor gives the elements of a box."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def narrowed(box: Box, dim: int, start: int, stop: int) -> Box:
+    """Return the box with another span in one dimension."""
+    return (*box[:dim], (start, stop), *box[dim + 1 :])
+
+
+def moved(box: Box, origin: Box, to: Box) -> Box:
+    """Return where a part of `origin` is if `origin` is copied to `to`."""
+    # Rows 2 to 6 of a weight are rows 0 to 4 of a shard. Its rows 3 to 4:
+    #   moved(((3, 4),), origin=((2, 6),), to=((0, 4),)) == ((1, 2),)
+    return tuple(
+        (start - base + goal, stop - base + goal)
+        for (start, stop), (base, _), (goal, _) in zip(box, origin, to, strict=True)
+    )
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """Return the elements that are in both boxes; None if there are none."""
+    spans = []
+    for (a_start, a_stop), (b_start, b_stop) in zip(a, b, strict=True):
+        start, stop = max(a_start, b_start), min(a_stop, b_stop)
+        if start >= stop:
+            return None
+        spans.append((start, stop))
+    return tuple(spans)
+
+
+def difference(box: Box, inside: Box) -> list[Box]:
+    """Return boxes of the elements of `box` that are not in `inside`, which is part of `box`."""
+    # Dimension by dimension, the part before and the part behind `inside` are cut off. What is
+    # left of ((0, 4), (0, 6)) without ((1, 3), (2, 6)):
+    #
+    #   a a a a a a      a  ((0, 1), (0, 6))
+    #   c c . . . .      b  ((3, 4), (0, 6))
+    #   c c . . . .      c  ((1, 3), (0, 2))
+    #   b b b b b b
+    rest = []
+    for dim, (start, stop) in enumerate(inside):
+        if box[dim][0] < start:
+            rest.append(narrowed(box, dim, box[dim][0], start))
+        if stop < box[dim][1]:
+            rest.append(narrowed(box, dim, stop, box[dim][1]))
+        box = narrowed(box, dim, start, stop)
+    return rest
+
+
+def split(box: Box, limit: int) -> Iterator[Box]:
+    """Yield boxes of at most `limit` elements that together are `box`.
+
+    The first dimensions are split first, so that the parts are long runs of memory.
+    """
+    elements = count(box)
+    if elements <= limit:
+        yield box
+        return
+    # 3 × 4 elements with a limit of 8: a row has 4, so 2 rows, then 1. With a limit of 3 a row is
+    # larger than the limit, and each row is split by itself.
+    dim = next(dim for dim, size in enumerate(shape_of(box)) if size > 1)
+    start, stop = box[dim]
+    step = max(1, limit // (elements // (stop - start)))
+    for first in range(start, stop, step):
+        yield from split(narrowed(box, dim, first, min(first + step, stop)), limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight of the checkpoint. `itemsize`: bytes of an element."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int = 4
+
+    @property
+    def num_bytes(self) -> int:
+        return count(whole(self.shape)) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a weight, and the box of the rank's tensor in which it is stored."""
+
+    weight: str
+    box: Box
+    at: Box
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a rank. No two pieces overlap."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    def __post_init__(self) -> None:
+        for piece in self.pieces:
+            if shape_of(piece.box) != shape_of(piece.at):
+                raise ShapeError(
+                    f"tensor {self.name!r}: box {piece.box} of weight {piece.weight!r} and box "
+                    f"{piece.at} of the tensor must have the same sizes"
+                )
+
+    def named(self, name: str) -> StoredTensor:
+        """Return the same tensor under another name."""
+        return replace(self, name=name)
+
+    def narrow(self, dim: int, start: int, stop: int) -> StoredTensor:
+        """Return the part with the indices from `start`, without `stop`, of one dimension."""
+        shape = (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
+        kept = narrowed(whole(self.shape), dim, start, stop)
+        pieces = []
+        for piece in self.pieces:
+            part = intersection(piece.at, kept)
+            if part is not None:
+                box = moved(part, piece.at, piece.box)
+                pieces.append(Piece(piece.weight, box, moved(part, kept, whole(shape))))
+        return StoredTensor(self.name, shape, tuple(pieces))
+
+    def pad(self, dim: int, size: int) -> StoredTensor:
+        """Return the tensor with `size` indices in one dimension; those behind are padding.
+
+        Raises:
+            ShapeError: the tensor is larger.
+        """
+        if size < self.shape[dim]:
+            raise ShapeError(
+                f"tensor {self.name!r} has {self.shape[dim]} indices in dimension {dim}, which "
+                f"cannot be padded to {size}"
+            )
+        return replace(self, shape=(*self.shape[:dim], size, *self.shape[dim + 1 :]))
+
+
+def stored_whole(weight: Weight) -> StoredTensor:
+    """Return a tensor that is one whole weight, under its name."""
+    return stored_box(weight.name, whole(weight.shape))
+
+
+def stored_box(name: str, box: Box) -> StoredTensor:
+    """Return a tensor that is one box of a weight, under the name of the weight."""
+    shape = shape_of(box)
+    return StoredTensor(name, shape, (Piece(name, box, whole(shape)),))
+
+
+def concatenated(name: str, parts: Sequence[StoredTensor], dim: int = 0) -> StoredTensor:
+    """Return the tensors one after another in a dimension, as `torch.cat` joins them."""
+    pieces = []
+    offset = 0
+    for part in parts:
+        for piece in part.pieces:
+            start, stop = piece.at[dim]
+            at = narrowed(piece.at, dim, start + offset, stop + offset)
+            pieces.append(Piece(piece.weight, piece.box, at))
+        offset += part.shape[dim]
+    shape = (*parts[0].shape[:dim], offset, *parts[0].shape[dim + 1 :])
+    return StoredTensor(name, shape, tuple(pieces))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of each rank.
+
+    Attributes:
+        weights: the checkpoint weights, by name and in the order in which they are sent.
+        ranks: rank → its tensors. Ranks are numbers of processes: if two layouts share a number,
+            the two ranks are one process.
+        tied: name → name of the weight with which it shares its storage. A tied name is not in
+            `weights`.
+
+    Raises:
+        ShapeError: a piece lies outside its weight, or is of a weight that is not in `weights`.
+    """
+
+    weights: Mapping[str, Weight]
+    ranks: Mapping[int, tuple[StoredTensor, ...]]
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for rank, piece in self.pieces():
+            weight = self.weights.get(piece.weight)
+            if weight is None or not _inside(piece.box, weight.shape):
+                known = "which is no weight" if weight is None else f"of shape {weight.shape}"
+                raise ShapeError(f"rank {rank} stores box {piece.box} of {piece.weight!r}, {known}")
+
+    def pieces(self) -> Iterator[tuple[int, Piece]]:
+        """Yield (rank, piece) of every piece."""
+        for rank, tensors in self.ranks.items():
+            for tensor in tensors:
+                for piece in tensor.pieces:
+                    yield rank, piece
+
+    def shifted(self, offset: int) -> Layout:
+        """Return the same layout on other processes: rank r becomes rank r + `offset`."""
+        return replace(self, ranks={rank + offset: t for rank, t in self.ranks.items()})
+
+    def own_bytes(self, rank: int) -> int:
+        """Return the bytes of weights that a rank stores, without padding."""
+        sizes = {name: weight.itemsize for name, weight in self.weights.items()}
+        pieces = (piece for tensor in self.ranks[rank] for piece in tensor.pieces)
+        return sum(count(piece.box) * sizes[piece.weight] for piece in pieces)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of one copy of all weights: M in the formulas of `grouping`."""
+        return sum(weight.num_bytes for weight in self.weights.values())
+
+
+def _inside(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box) == len(shape) and all(
+        0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)
+    )
+
+
+def by_name(weights: Iterable[Weight]) -> dict[str, Weight]:
+    """Return the weights by their names, in order."""
+    return {weight.name: weight for weight in weights}
+
+
+Fusion = Literal["parts", "query groups"]
+"""How a fused tensor is ordered on a rank. "parts": its shard of each weight, one after another
+(gate and up; q, k and v in vLLM and SGLang). "query groups": for each group the rows of q, then of
+k, then of v (Megatron-core)."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How an engine stores one tensor.
+
+    Attributes:
+        name: of the engine's tensor.
+        weights: the checkpoint weights that it fuses; one if it is not fused.
+        split: the dimension that tensor parallelism splits. None: every rank has the whole tensor.
+        fusion: the order of the fused weights.
+        units: for each weight, into how many parts it can be split (heads of q, k and v). If there
+            are more ranks, several ranks have the same part. Empty: into any number of parts.
+        padded: the size of dimension `split` with padding, before it is split. 0: no padding.
+        stage: the pipeline stage. None: every stage has the tensor.
+        expert: the number of the expert, if it is the tensor of one. Tensor parallelism splits it
+            too.
+        boxes: for each weight, the part of it that the tensor has. Empty: the whole weights.
+    """
+
+    name: str
+    weights: tuple[str, ...]
+    split: int | None = None
+    fusion: Fusion = "parts"
+    units: tuple[int, ...] = ()
+    padded: int = 0
+    stage: int | None = None
+    expert: int | None = None
+    boxes: tuple[Box, ...] = ()
+
+    def parts(self, weights: Mapping[str, Weight]) -> list[StoredTensor]:
+        """Return the parts that the tensor fuses, before they are split over ranks."""
+        whole_weights = [stored_whole(weights[name]) for name in self.weights]
+        if not self.boxes:
+            return whole_weights
+        parts = []
+        for part, box in zip(whole_weights, self.boxes, strict=True):
+            for dim, span in enumerate(box):
+                part = part.narrow(dim, *span)
+            parts.append(part)
+        return parts
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Ranks in each dimension: tensor, expert, shard (FSDP), replicas, pipeline; tensor innermost.
+
+    `expert` ranks have different experts, and the same copy of everything else. `shard` ranks
+    split each tensor once more on dimension 0, as FSDP does. With `spread`, the ranks of a stage
+    have different experts, whole ones, in place of `expert`: each consecutive `spread` ranks have
+    all experts, whichever parts of the other tensors they have.
+    """
+
+    tensor: int = 1
+    expert: int = 1
+    shard: int = 1
+    replicas: int = 1
+    pipeline: int = 1
+    spread: int = 1
+
+    def __post_init__(self) -> None:
+        wrong = {name: value for name, value in vars(self).items() if value < 1}
+        if wrong:
+            raise ConfigError(f"a parallel degree must be at least 1, got {wrong}")
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.expert * self.shard * self.replicas * self.pipeline
+
+    def place(self, rank: int) -> Place:
+        """Return the coordinates of a rank."""
+        # tensor 2, shard 3, pipeline 2: rank 9 = 1 + 2 · (1 + 3 · 1)
+        rest, tensor = divmod(rank, self.tensor)
+        rest, expert = divmod(rest, self.expert)
+        rest, shard = divmod(rest, self.shard)
+        stage, replica = divmod(rest, self.replicas)
+        return Place(tensor, expert, shard, replica, stage)
+
+    def expert_place(self, rank: int) -> tuple[int, int]:
+        """Return (which experts a rank has, which of the ranks with the same experts it is)."""
+        # tensor 2, replicas 2, spread 4: ranks 0 to 3 have one quarter of the experts each.
+        if self.spread > 1:
+            replica, part = divmod(rank % (self.world_size // self.pipeline), self.spread)
+            return part, replica
+        place = self.place(rank)
+        return place.expert, place.replica
+
+
+@dataclass(frozen=True)
+class Place:
+    """The coordinates of a rank in `Degrees`."""
+
+    tensor: int
+    expert: int
+    shard: int
+    replica: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """The weights of a checkpoint and how an engine stores them.
+
+    `tied`: name → weight with which it shares storage.
+    """
+
+    weights: Mapping[str, Weight]
+    stored: tuple[Stored, ...]
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+
+def torch_chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Return the span of one part as `torch.chunk` and FSDP2 split a dimension.
+
+    All parts have ⌈size / parts⌉ indices but the last ones, which have fewer or none: 5 indices in
+    4 parts are 2, 2, 1 and 0.
+    """
+    step = -(-size // parts)
+    return min(index * step, size), min((index + 1) * step, size)
+
+
+def replicated_layout(
+    weights: Iterable[Weight], ranks: Iterable[int], tied: Mapping[str, str] | None = None
+) -> Layout:
+    """Return the layout in which each rank has every weight, whole and under its own name."""
+    known = by_name(weights)
+    tensors = tuple(map(stored_whole, known.values()))
+    return Layout(known, dict.fromkeys(ranks, tensors), tied or {})
+
+
+def parallel_layout(model: Model, degrees: Degrees) -> Layout:
+    """Return the layout of a model over all ranks of `degrees`.
+
+    Raises:
+        ShapeError: a dimension does not divide by the tensor-parallel ranks.
+        ConfigError: the number of experts does not divide by the expert-parallel ranks.
+    """
+    experts = len({stored.expert for stored in model.stored} - {None})
+    parts = max(degrees.expert, degrees.spread)
+    if experts % parts:
+        raise ConfigError(f"{experts} experts do not divide by {parts} expert-parallel ranks")
+    per_rank = experts // parts
+    ranks: dict[int, tuple[StoredTensor, ...]] = {}
+    for rank in range(degrees.world_size):
+        place, (own, _) = degrees.place(rank), degrees.expert_place(rank)
+        split = (degrees.tensor, place.tensor)
+        of_experts = (1, 0) if degrees.spread > 1 else split
+        ranks[rank] = tuple(
+            _sharded(
+                _tensor_parallel(model, stored, *(split if stored.expert is None else of_experts)),
+                degrees,
+                place,
+            )
+            for stored in model.stored
+            if stored.stage in (None, place.stage)
+            and (stored.expert is None or stored.expert // per_rank == own)
+        )
+    return Layout(model.weights, ranks, model.tied)
+
+
+def _sharded(tensor: StoredTensor, degrees: Degrees, place: Place) -> StoredTensor:
+    """Return the FSDP shard of a rank's tensor."""
+    if degrees.shard == 1 or not tensor.shape:
+        return tensor
+    return tensor.narrow(0, *torch_chunk(tensor.shape[0], degrees.shard, place.shard))
+
+
+def _tensor_parallel(model: Model, stored: Stored, ranks: int, index: int) -> StoredTensor:
+    """Return what tensor-parallel rank `index` has of a tensor."""
+    parts = stored.parts(model.weights)
+    if stored.fusion == "query groups":
+        fused = _query_groups(stored, parts)
+        return _even_part(fused, stored.split or 0, ranks, index, len(parts) and stored.units[-1])
+    if stored.split is not None:
+        if stored.padded:
+            parts = [part.pad(stored.split, stored.padded) for part in parts]
+        units = stored.units or (0,) * len(parts)
+        parts = [
+            _even_part(part, stored.split, ranks, index, unit)
+            for part, unit in zip(parts, units, strict=True)
+        ]
+    if len(parts) == 1:
+        return parts[0].named(stored.name)
+    return concatenated(stored.name, parts, stored.split or 0)
+
+
+def _even_part(
+    tensor: StoredTensor, dim: int, ranks: int, index: int, units: int = 0
+) -> StoredTensor:
+    """Return one of equal parts. With fewer units than ranks, neighbours have the same part."""
+    # 2 key heads on 4 ranks: ranks 0 and 1 have head 0, ranks 2 and 3 have head 1.
+    parts = min(ranks, units) if units else ranks
+    size = tensor.shape[dim]
+    if size % parts or (units and units % parts) or ranks % parts:
+        raise ShapeError(
+            f"tensor {tensor.name!r}: {size} indices of dimension {dim}"
+            + (f" in {units} heads" if units else "")
+            + f" do not divide by {ranks} tensor-parallel ranks"
+        )
+    step = size // parts
+    part = index // (ranks // parts)
+    return tensor.narrow(dim, part * step, (part + 1) * step)
+
+
+def _query_groups(stored: Stored, parts: Sequence[StoredTensor]) -> StoredTensor:
+    """Return q, k and v by query group: q of group 0, k of it, v of it, q of group 1, …"""
+    # 4 query heads and 2 key heads of 1 row: q0 q1 k0 v0 q2 q3 k1 v1
+    groups = stored.units[-1]
+    rows = [part.shape[0] // groups for part in parts]
+    members = [
+        part.narrow(0, group * step, (group + 1) * step)
+        for group in range(groups)
+        for part, step in zip(parts, rows, strict=True)
+    ]
+    return concatenated(stored.name, members)
