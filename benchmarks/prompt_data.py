@@ -23,10 +23,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from quadriga.cli.make_data import run_make_data
 from quadriga.config.schema import ArithmeticDataConfig
 from quadriga.data import PromptDataset, PromptLoader
 from quadriga.models import load_tokenizer
-from quadriga.trainer.make_data import run_make_data
 
 WAYS = ("in memory", "cache is made", "cache exists")
 BATCHES, BATCH_SIZE = 100, 256

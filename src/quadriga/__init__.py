@@ -27,8 +27,8 @@ _HOME = {
     "RayClassWithInitArgs": "backends.ray",
     "RayWorkerGroup": "backends.ray",
     "create_colocated_worker_cls": "backends.ray",
-    "Role": "trainer.placement",
-    "ResourcePoolManager": "trainer.placement",
+    "Role": "trainer.roles.placement",
+    "ResourcePoolManager": "trainer.roles.placement",
     "RayPPOTrainer": "trainer.ppo",
     "TrainConfig": "config.schema",
     "SFTConfig": "config.schema",
@@ -84,7 +84,7 @@ if TYPE_CHECKING:
         WorkerGroup,
         register,
     )
-    from quadriga.trainer.placement import ResourcePoolManager, Role
     from quadriga.trainer.ppo import RayPPOTrainer
+    from quadriga.trainer.roles.placement import ResourcePoolManager, Role
 else:
     __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -36,7 +36,7 @@ MODULE_NAMES = {
         "create_colocated_worker_cls", "create_colocated_worker_raw_cls",
         "create_colocated_worker_cls_fused", "split_resource_pool", "merge_resource_pool",
     ),
-    "quadriga.trainer.placement": ("Role", "ResourcePoolManager"),
+    "quadriga.trainer.roles.placement": ("Role", "ResourcePoolManager"),
     "quadriga.trainer.ppo": ("RayPPOTrainer",),
     "quadriga.trainer.main": ("run_training",),
     "quadriga.trainer.fine_tuning.sft": ("run_sft",),
@@ -72,11 +72,11 @@ METHODS = {
         "MEGATRON_PP_AS_DP_PROTO", "MEGATRON_PP_ONLY",
     ),
     "quadriga.single_controller:Execute": ("ALL", "RANK_ZERO"),
-    "quadriga.trainer.placement:Role": (
+    "quadriga.trainer.roles.placement:Role": (
         "Actor", "Rollout", "ActorRollout", "Critic", "RefPolicy", "RewardModel",
         "ActorRolloutRef",
     ),
-    "quadriga.trainer.placement:ResourcePoolManager": (
+    "quadriga.trainer.roles.placement:ResourcePoolManager": (
         "create_resource_pool", "get_resource_pool", "get_n_gpus",
     ),
     "quadriga.trainer.ppo:RayPPOTrainer": ("init_workers", "fit"),

@@ -16,7 +16,7 @@ from quadriga.config.role_ranks import num_ranks
 from quadriga.config.verl.settings import plain_values
 from quadriga.errors import ConfigError
 from quadriga.single_controller import Worker
-from quadriga.trainer.placement import Role
+from quadriga.trainer.roles.placement import Role
 
 
 class Started(Exception):

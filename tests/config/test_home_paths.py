@@ -29,8 +29,8 @@ from quadriga.config.schema import (
 from quadriga.config.setting_types import is_settings
 from quadriga.errors import CheckpointError, ConfigError, DataError
 from quadriga.models.folder import with_absolute_paths
-from quadriga.trainer.run.preflight import check_files
-from quadriga.trainer.run.resuming import checkpoint_to_resume, inputs_of
+from quadriga.trainer.checkpoints import checkpoint_to_resume, inputs_of
+from quadriga.trainer.preflight import check_files
 
 SETTINGS = tuple({c.settings for c in (*COMMANDS, *PLANNED.values()) if c.settings is not None})
 NAMES_A_PATH = re.compile(r"(path|file|files|dir|folder|output|images)$")

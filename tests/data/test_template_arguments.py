@@ -12,7 +12,7 @@ from quadriga.data.conversations.sft import SFTDataset
 from quadriga.data.prompts import PromptDataset
 from quadriga.errors import ConfigError
 from quadriga.models.tiny import train_tokenizer
-from quadriga.trainer.run.resuming import Changes, inputs_of
+from quadriga.trainer.checkpoints import Changes, inputs_of
 
 # As Qwen3: without thinking, the beginning of a response has an empty thought.
 TEMPLATE = (

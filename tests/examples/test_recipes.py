@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.cli.main import parse
+from quadriga.cli.make_data import run_make_data
 from quadriga.config.checks.reward_model import check_rm_settings
 from quadriga.config.checks.settings import (
     check_eval_settings,
@@ -30,8 +31,7 @@ from quadriga.config.schema import (
 from quadriga.errors import ConfigError
 from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.main import run_training
-from quadriga.trainer.make_data import run_make_data
-from quadriga.trainer.run.preflight import known_names
+from quadriga.trainer.preflight import known_names
 
 ROOT = Path(__file__).parents[2]
 TINY = (

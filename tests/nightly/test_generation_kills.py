@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from quadriga.cli.make_data import run_make_data
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ArithmeticDataConfig
-from quadriga.trainer.make_data import run_make_data
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 PROMPTS = 48

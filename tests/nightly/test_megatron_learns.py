@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from quadriga.cli.demo import DemoCommand, data_command, sft_command, train_command
 from quadriga.config.schema import DemoConfig
-from quadriga.trainer.demo import DemoCommand, data_command, sft_command, train_command
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 

@@ -6,10 +6,10 @@ import importlib.util
 
 import pytest
 
+from quadriga.cli.make_data import run_make_data
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ArithmeticDataConfig, GenerateConfig
 from quadriga.trainer.evaluation.generate import run_generation
-from quadriga.trainer.make_data import run_make_data
 
 ENGINES = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name) is not None]
 

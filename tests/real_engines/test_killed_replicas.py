@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
+from quadriga.cli.make_data import run_make_data
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ArithmeticDataConfig, TrainConfig
 from quadriga.protocol import fields
-from quadriga.trainer.make_data import run_make_data
 from quadriga.trainer.ppo import RayPPOTrainer
 
 INSTALLED = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name) is not None]

@@ -12,7 +12,7 @@ from quadriga.backends import get_backend
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.single_controller import Dispatch, register
-from quadriga.trainer.run.groups import WeightLink
+from quadriga.trainer.worker_groups import WeightLink
 from quadriga.workers import ActorRolloutRefWorker
 from quadriga.workers.runtime import RankRuntime
 from training_step import train_once

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from agreement import ENGINES, ENGINES_AND_MODELS, check_agreement, write_model
 
+from quadriga.cli.make_data import run_make_data
 from quadriga.config.loading import load_config
 from quadriga.config.schema import (
     ArithmeticDataConfig,
@@ -17,7 +18,6 @@ from quadriga.engines import build_engine
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.rollout import build_rollout
 from quadriga.trainer.main import run_training
-from quadriga.trainer.make_data import run_make_data
 from quadriga.weight_sync import WeightSync
 from training_step import train_once
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from agreement import GREEDY, requests, write_model
 
+from quadriga.cli.make_data import run_make_data
 from quadriga.config.loading import load_config
 from quadriga.config.schema import (
     ArithmeticDataConfig,
@@ -23,7 +24,6 @@ from quadriga.models.adapters.lora import is_stored_part
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.rollout import build_rollout
 from quadriga.trainer.main import run_training
-from quadriga.trainer.make_data import run_make_data
 from quadriga.weight_sync import WeightSync, needs_of
 from quadriga.weight_sync.adapters import source_of
 from quadriga.weight_sync.probe import probe_ids, trained_scores

@@ -22,7 +22,7 @@ from quadriga.rollout import build_rollout, check_rollout, check_sampling, check
 from quadriga.rollout.vllm import options, weights
 from quadriga.rollout.vllm.isolation import Isolation
 from quadriga.rollout.vllm.requests import spread_seed
-from quadriga.trainer.run.preflight import check_engines
+from quadriga.trainer.preflight import check_engines
 from quadriga.workers import actor_rollout_ref
 from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 

@@ -30,8 +30,8 @@ from quadriga.checkpoint.marker import MARKER, read_marker, verify_checkpoint
 from quadriga.checkpoint.rank_state import load_rank_state, save_rank_state
 from quadriga.config.schema import TrainerConfig
 from quadriga.errors import CheckpointError, InputError
-from quadriga.trainer.run.groups import reported_files
-from quadriga.trainer.run.resuming import checkpoint_to_resume, read_state
+from quadriga.trainer.checkpoints import checkpoint_to_resume, read_state
+from quadriga.trainer.worker_groups import reported_files
 
 SHARD = "actor/shard_00000.safetensors"
 INFO = {"loader": {"epoch": 0}, "kl_controller": {"value": 0.1}}

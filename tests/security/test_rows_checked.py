@@ -8,7 +8,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import DataError
 from quadriga.models import train_tokenizer
-from quadriga.trainer.run.ingredients import load_ingredients
+from quadriga.trainer.ingredients import load_ingredients
 
 GOOD = {
     "prompt": "3+4",

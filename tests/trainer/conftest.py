@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(scope="session")
 def tiny_task(tmp_path_factory: pytest.TempPathFactory) -> Task:
-    from quadriga.trainer.make_data import run_make_data
+    from quadriga.cli.make_data import run_make_data
 
     folder = tmp_path_factory.mktemp("task")
     run_make_data(
@@ -56,8 +56,8 @@ def run(train_overrides: list[str]):
 def own_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget the roles and files that a test adds."""
     from quadriga.algorithms import user_files
-    from quadriga.trainer.placement import _ROLES, Role
     from quadriga.trainer.roles import registry
+    from quadriga.trainer.roles.placement import _ROLES, Role
 
     monkeypatch.setattr(registry, "_ADDED", {})
     monkeypatch.setattr(user_files, "_LOADED", dict(user_files._LOADED))

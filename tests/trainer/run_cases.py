@@ -64,7 +64,7 @@ def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 def fail_in_step_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each run fail before it logs step 2."""
-    from quadriga.trainer.run.record import RunRecord
+    from quadriga.trainer.record import RunRecord
 
     original = RunRecord.end_step
 

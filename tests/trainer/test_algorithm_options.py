@@ -8,7 +8,7 @@ from quadriga.algorithms.policy_losses import POLICY_LOSSES
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
-from quadriga.trainer.run.preflight import check_settings, load_user_files
+from quadriga.trainer.preflight import check_settings, load_user_files
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from quadriga.cli.main import main
-from quadriga.trainer.run import preflight
+from quadriga.trainer import preflight
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from run_cases import timeless
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import CheckpointError, ConfigError
+from quadriga.trainer.ingredients import load_ingredients
 from quadriga.trainer.main import run_training
-from quadriga.trainer.run.ingredients import load_ingredients
 
 CURRICULUM = Path(__file__).parents[2] / "examples" / "trainer" / "curriculum.py"
 SAMPLER = (f"data.sampler.path={CURRICULUM}", "data.sampler.name=NearTarget")

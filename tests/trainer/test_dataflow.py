@@ -17,9 +17,9 @@ from quadriga.errors import ConfigError
 from quadriga.protocol import fields
 from quadriga.protocol.fields import StageFields
 from quadriga.trainer import dataflow, stages
+from quadriga.trainer.ingredients import load_ingredients
 from quadriga.trainer.ppo import RayPPOTrainer
-from quadriga.trainer.run.ingredients import load_ingredients
-from quadriga.trainer.run.record import RunRecord
+from quadriga.trainer.record import RunRecord
 from quadriga.trainer.sampling import Sampler
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, SFTWorker
 from quadriga.workers.method_fields import MODEL_INPUTS

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from quadriga.cli.demo import run_demo, train_command
 from quadriga.config.loading import load_config
 from quadriga.config.schema import DemoConfig, TrainConfig
 from quadriga.errors import ConfigError, InputError
 from quadriga.rollout.vllm import options
-from quadriga.trainer.demo import run_demo, train_command
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quadriga.errors import DataError
-from quadriga.trainer.evaluation.scores import (
+from quadriga.trainer.scores import (
     OVERALL,
     PromptScores,
     SummarySettings,

@@ -142,8 +142,8 @@ def test_kl_over_the_vocabulary_needs_policy_and_reference_on_one_pool(train_ove
     from quadriga.config.loading import load_config
     from quadriga.config.schema import TrainConfig
     from quadriga.errors import ConfigError
-    from quadriga.trainer.placement import ResourcePoolManager, Role
     from quadriga.trainer.ppo import RayPPOTrainer
+    from quadriga.trainer.roles.placement import ResourcePoolManager, Role
 
     more = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full"]
     manager = ResourcePoolManager(

@@ -179,7 +179,7 @@ def test_a_folder_with_a_run_is_not_continued_without_being_asked(runs) -> None:
 
 
 def test_a_signal_lets_the_step_end_and_saves_a_checkpoint(runs, monkeypatch) -> None:
-    from quadriga.trainer.run.record import RunRecord
+    from quadriga.trainer.record import RunRecord
 
     original = RunRecord.log_update
 
@@ -200,7 +200,7 @@ def test_a_signal_lets_the_step_end_and_saves_a_checkpoint(runs, monkeypatch) ->
 @pytest.fixture
 def failing(monkeypatch):
     """failing(step): the validation of this step fails at its end; failing(None): none fails."""
-    from quadriga.trainer.run.record import RunRecord
+    from quadriga.trainer.record import RunRecord
 
     original = RunRecord.log_validation
     failing_step: list[int | None] = [None]
@@ -247,8 +247,8 @@ def test_a_validation_that_fails_loses_no_step(runs, failing, step) -> None:
 KILLED_IN_VALIDATION = """
 import os, signal, sys
 from quadriga.cli.main import main
-from quadriga.trainer.run.checkpointing import Checkpointing
-from quadriga.trainer.run.record import RunRecord
+from quadriga.trainer.checkpoints import Checkpointing
+from quadriga.trainer.record import RunRecord
 
 {call} = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 main(sys.argv[1:])
@@ -284,7 +284,7 @@ def test_a_run_that_is_killed_in_a_validation_loses_and_repeats_nothing(runs, ca
 def test_a_checkpoint_that_is_moved_away_during_validation_ends_no_run(
     runs, monkeypatch, caplog
 ) -> None:
-    from quadriga.trainer.run.record import RunRecord
+    from quadriga.trainer.record import RunRecord
 
     original = RunRecord.log_validation
 
@@ -299,7 +299,7 @@ def test_a_checkpoint_that_is_moved_away_during_validation_ends_no_run(
 
 
 def test_a_signal_in_a_validation_lets_it_end(runs, monkeypatch) -> None:
-    from quadriga.trainer.run.record import RunRecord
+    from quadriga.trainer.record import RunRecord
 
     original = RunRecord.log_validation
 

@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quadriga.config.loading import load_config
+from quadriga.config.role_ranks import trainer_settings
 from quadriga.config.schema import GenerateConfig
 from quadriga.errors import ConfigError, InputError, RolloutError
 from quadriga.observability import jsonl
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.protocol import DataProto
-from quadriga.trainer.evaluation import ranks, response_file, responses
+from quadriga.trainer.evaluation import response_file, responses
 from quadriga.trainer.evaluation.generate import WrittenAnswers, run_generation
 from quadriga.trainer.evaluation.response_file import ResponseFile, StoredRows
 from quadriga.trainer.evaluation.responses import check_versions
@@ -298,7 +299,7 @@ def test_answers_in_a_file_are_read_when_they_are_used(generate, tmp_path) -> No
 
 def test_the_backend_of_several_ranks_is_ray_unless_it_is_set() -> None:
     def backend(*overrides: str) -> str:
-        return ranks.trainer_settings(load_config(GenerateConfig, overrides).trainer).backend
+        return trainer_settings(load_config(GenerateConfig, overrides).trainer).backend
 
     assert backend() == "local"
     assert backend("trainer.nnodes=2") == "ray"

@@ -14,7 +14,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import SFTConfig, TrainConfig
 from quadriga.errors import ConfigError, InputError
 from quadriga.trainer.memory.plan import memory_plan
-from quadriga.trainer.run.preflight import check_sft_config, check_train_config
+from quadriga.trainer.preflight import check_sft_config, check_train_config
 
 LORA = ("actor_rollout_ref.model.lora.rank=4", "actor_rollout_ref.actor.optim.lr=1e-2")
 KL = (

@@ -14,11 +14,11 @@ from quadriga.errors import ConfigError, InputError
 from quadriga.models.context_window import LongestSequence
 from quadriga.models.loading import load_causal_lm
 from quadriga.models.tiny import TinyModel, write_tiny_model
+from quadriga.trainer.checks.engines import check_stages
+from quadriga.trainer.checks.sequence_checks import check_token_budget
 from quadriga.trainer.memory.plan import memory_plan
 from quadriga.trainer.memory.resharding import resharding, resharding_lines
-from quadriga.trainer.run.checks.engines import check_stages
-from quadriga.trainer.run.checks.sequence_checks import check_token_budget
-from quadriga.trainer.run.preflight import check_train_config
+from quadriga.trainer.preflight import check_train_config
 
 ACTOR, REF = "actor_rollout_ref.actor.engine", "actor_rollout_ref.ref.engine"
 MEGATRON = (f"{ACTOR}.name=megatron",)

@@ -22,7 +22,7 @@ from quadriga.trainer.memory.phases import PROCESS_BYTES
 from quadriga.trainer.memory.plan import memory_plan
 from quadriga.trainer.memory.remedies import remedies
 from quadriga.trainer.memory.report import check_memory, plan_text, shortage
-from quadriga.trainer.run.preflight import check_train_config
+from quadriga.trainer.preflight import check_train_config
 
 
 def settings(tiny_task, folder, *more) -> TrainConfig:

@@ -15,7 +15,7 @@ from quadriga.engines.memory.passes import Rows
 from quadriga.errors import ConfigError
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.trainer.memory.plan import memory_plan
-from quadriga.trainer.run.preflight import check_settings, check_train_config
+from quadriga.trainer.preflight import check_settings, check_train_config
 
 ACTOR, REF = "actor_rollout_ref.actor.engine", "actor_rollout_ref.ref.engine"
 ROLES = (

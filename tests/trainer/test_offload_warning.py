@@ -8,9 +8,9 @@ import pytest
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import RMConfig, SFTConfig, TrainConfig
+from quadriga.trainer.checks.engines import warn_of_offloads
 from quadriga.trainer.ppo import RayPPOTrainer
-from quadriga.trainer.run.checks.engines import warn_of_offloads
-from quadriga.trainer.run.preflight import check_rm_config, check_sft_config
+from quadriga.trainer.preflight import check_rm_config, check_sft_config
 
 ACTOR = "actor_rollout_ref.actor.engine"
 TURNS = "actor_rollout_ref.rollout.take_turns"

@@ -13,9 +13,9 @@ from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto, fields
 from quadriga.trainer import dataflow, stages
-from quadriga.trainer.placement import Role
 from quadriga.trainer.ppo import RayPPOTrainer
-from quadriga.trainer.run.role_workers import settings_for_classes
+from quadriga.trainer.role_workers import settings_for_classes
+from quadriga.trainer.roles.placement import Role
 from quadriga.workers import ActorRolloutRefWorker
 from quadriga.workers.updates import update_policy
 
@@ -225,7 +225,7 @@ def test_every_metric_that_a_stage_or_an_update_computes_is_logged(
         computed.update(metrics)
         return created(cls, batch, metrics)
 
-    from quadriga.trainer.run.record import RunRecord
+    from quadriga.trainer.record import RunRecord
 
     log_update = RunRecord.log_update
 

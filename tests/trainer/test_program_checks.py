@@ -17,9 +17,9 @@ from quadriga.data import PromptLoader
 from quadriga.errors import ConfigError, DataError, InputError, ModelError
 from quadriga.protocol import DataProto
 from quadriga.trainer import ppo
-from quadriga.trainer.placement import Role
+from quadriga.trainer.ingredients import load_ingredients
 from quadriga.trainer.ppo import RayPPOTrainer
-from quadriga.trainer.run.ingredients import load_ingredients
+from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.stages import BatchReward
 from quadriga.workers import ActorRolloutRefWorker
 

@@ -11,8 +11,8 @@ from quadriga.config.schema import TrainConfig
 from quadriga.errors import InputError
 from quadriga.observability import trackers
 from quadriga.observability.samples import SampleLog
-from quadriga.trainer.run import record
-from quadriga.trainer.run.record import RunRecord
+from quadriga.trainer import record
+from quadriga.trainer.record import RunRecord
 
 
 class FailsToClose:

@@ -23,12 +23,12 @@ from quadriga.errors import (
 )
 from quadriga.protocol import fields
 from quadriga.trainer.ppo import RayPPOTrainer
+from quadriga.trainer.preflight import check_settings
 from quadriga.trainer.replicas import routing
 from quadriga.trainer.replicas.replica import Replicas
 from quadriga.trainer.replicas.rollout import ReplicatedRollout
 from quadriga.trainer.replicas.routing import PrefixHashes, PrefixRouter
 from quadriga.trainer.replicas.weights import ReplicaLink
-from quadriga.trainer.run.preflight import check_settings
 
 
 def rollout(*groups: Group, restarts: int = 0, **settings) -> ReplicatedRollout:

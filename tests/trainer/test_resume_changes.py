@@ -16,7 +16,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import CheckpointError, ConfigError
 from quadriga.observability.jsonl import read_jsonl
-from quadriga.trainer.run.resuming import Changes, inputs_of
+from quadriga.trainer.checkpoints import Changes, inputs_of
 
 RESUME = ("trainer.resume_mode=auto", "trainer.total_training_steps=3")
 LR = "actor_rollout_ref.actor.optim.lr"

@@ -11,7 +11,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, ModelError
 from quadriga.trainer.memory.plan import memory_plan
-from quadriga.trainer.run.preflight import check_train_config
+from quadriga.trainer.preflight import check_train_config
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,9 @@ from quadriga.backends import get_backend
 from quadriga.cli.main import main
 from quadriga.errors import ConfigError, InputError, UnknownNameError
 from quadriga.trainer.dataflow import check_dataflow, step_dataflow
-from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.roles import RoleStage, register_role
+from quadriga.trainer.roles.placement import ResourcePoolManager, Role
 from quadriga.trainer.roles.settings import load_train_config
 
 

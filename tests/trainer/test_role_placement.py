@@ -9,9 +9,9 @@ from quadriga.backends import get_backend
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, WorkerDiedError, WorkerError
-from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.ppo import RayPPOTrainer
-from quadriga.trainer.run.groups import WeightLink
+from quadriga.trainer.roles.placement import ResourcePoolManager, Role
+from quadriga.trainer.worker_groups import WeightLink
 
 GAE = (
     "algorithm.adv_estimator=gae",

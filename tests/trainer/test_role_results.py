@@ -11,9 +11,9 @@ from quadriga.observability.jsonl import read_jsonl
 from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.trainer.dataflow import step_dataflow, validation_dataflow
-from quadriga.trainer.placement import Role
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.roles import RoleStage, register_role
+from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.roles.settings import load_train_config
 
 MASK, SCORES = fields.RESPONSE_MASK, fields.TOKEN_LEVEL_SCORES

@@ -16,9 +16,9 @@ from quadriga.protocol import DataProto, fields
 from quadriga.protocol.fields import StageFields
 from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.trainer import dataflow, stages
-from quadriga.trainer.placement import Role
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.roles import RoleStage, register_role
+from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.roles.places import NOT_PLACES, PASSES, with_added
 from quadriga.trainer.roles.registry import PlacedStage
 from quadriga.trainer.roles.settings import load_train_config
@@ -218,7 +218,7 @@ def test_data_without_ground_truth_needs_a_role_that_scores(
 
 def test_a_program_may_give_the_class_and_the_pool(train_overrides, own_roles) -> None:
     from quadriga.backends import get_backend
-    from quadriga.trainer.placement import ResourcePoolManager
+    from quadriga.trainer.roles.placement import ResourcePoolManager
 
     role = register_role(Role.RewardModel, stages=[SCORING]).role
     config = load_train_config(train_overrides)

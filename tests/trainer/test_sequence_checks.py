@@ -14,8 +14,8 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import SFTConfig, TrainConfig
 from quadriga.errors import ConfigError, ModelError
 from quadriga.models import check_vocabulary
-from quadriga.trainer.run.ingredients import load_ingredients
-from quadriga.trainer.run.preflight import check_sft_config, check_train_config
+from quadriga.trainer.ingredients import load_ingredients
+from quadriga.trainer.preflight import check_sft_config, check_train_config
 
 BUDGET = "max_tokens_per_micro_batch"
 ACTOR = "actor_rollout_ref.actor"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quadriga.errors import ConfigError
-from quadriga.trainer.placement import Role
 from quadriga.trainer.roles import AddedRole
+from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.roles.settings import load_train_config
 from quadriga.trainer.roles.start_order import start_order
 
@@ -78,7 +78,7 @@ def test_a_role_that_is_not_registered_is_named() -> None:
 
 LOADS = '''
 from quadriga.single_controller import Dispatch, Worker, register
-from quadriga.trainer.placement import Role
+from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.roles import register_role
 
 LOADED = []

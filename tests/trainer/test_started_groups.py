@@ -24,11 +24,11 @@ from quadriga.single_controller import (
     register,
 )
 from quadriga.single_controller.watch import raise_if_broken
+from quadriga.trainer import worker_groups as groups
 from quadriga.trainer.evaluation.ranks import rollout_group
 from quadriga.trainer.fine_tuning.sft import _worker_config
-from quadriga.trainer.placement import ResourcePoolManager, Role
-from quadriga.trainer.run import groups
-from quadriga.trainer.run.role_workers import worker_classes
+from quadriga.trainer.role_workers import worker_classes
+from quadriga.trainer.roles.placement import ResourcePoolManager, Role
 
 
 class Idle(Worker):

@@ -11,8 +11,8 @@ from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.rollout import ROLLOUTS
 from quadriga.rollout.hf import HFRollout
+from quadriga.trainer import role_workers
 from quadriga.trainer.ppo import RayPPOTrainer
-from quadriga.trainer.run import role_workers
 from quadriga.weight_sync.worker import PolicyWeights
 from quadriga.workers import ActorRolloutRefWorker
 
@@ -80,7 +80,7 @@ def test_taking_turns_changes_no_number(run, tmp_path) -> None:
 
 
 def test_a_worker_class_that_cannot_switch_is_refused(train_overrides) -> None:
-    from quadriga.trainer.placement import Role
+    from quadriga.trainer.roles.placement import Role
 
     left_out = {"rollout_mode", "trainer_mode", "__dict__", "__weakref__"}
     methods = {k: v for k, v in vars(ActorRolloutRefWorker).items() if k not in left_out}

@@ -7,8 +7,7 @@ import torch
 
 from quadriga.errors import RolloutOutputError
 from quadriga.protocol import DataProto, fields
-from quadriga.trainer.run.groups import PPOGroups
-from quadriga.trainer.run.versions import VersionedRollout
+from quadriga.trainer.worker_groups import PPOGroups, VersionedRollout
 
 APART = ("trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.rollout=[1]")
 COPY = ("actor_rollout_ref.rollout.share_weights=false",)

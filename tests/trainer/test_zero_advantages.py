@@ -31,9 +31,9 @@ from quadriga.engines.token_model import TokenModel
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto, fields
 from quadriga.trainer import dataflow
+from quadriga.trainer.preflight import check_settings
 from quadriga.trainer.roles.places import added_until_scores
 from quadriga.trainer.roles.registry import PlacedStage, RoleStage
-from quadriga.trainer.run.preflight import check_settings
 from quadriga.workers.objectives import mask_with_advantage, skips_zero_advantages
 from quadriga.workers.updates import update_policy
 

@@ -14,12 +14,12 @@ from quadriga.config.schema import GenerateConfig, ModelConfig, TrainConfig
 from quadriga.data import PromptDataset, token_cache
 from quadriga.models import load_tokenizer
 from quadriga.observability.jsonl import read_jsonl
+from quadriga.trainer import checkpoints as resuming
+from quadriga.trainer.checks.images import image_rules
 from quadriga.trainer.evaluation import inputs
 from quadriga.trainer.evaluation.generate import run_generation
 from quadriga.trainer.main import run_training
 from quadriga.trainer.memory.plan import memory_plan
-from quadriga.trainer.run import resuming
-from quadriga.trainer.run.checks.images import image_rules
 
 RULE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -134,8 +134,8 @@ REFUSED = {
 def test_a_role_that_cannot_compute_images_is_refused_before_the_start(
     overrides, case, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("quadriga.trainer.run.preflight.check_rollout", lambda *a, **k: None)
-    monkeypatch.setattr("quadriga.trainer.run.preflight.check_updates", lambda *a, **k: None)
+    monkeypatch.setattr("quadriga.trainer.preflight.check_rollout", lambda *a, **k: None)
+    monkeypatch.setattr("quadriga.trainer.preflight.check_updates", lambda *a, **k: None)
     more, message = REFUSED[case]
     assert main(["train", *overrides, *more]) == 2
     found = capsys.readouterr().err.strip()

@@ -25,7 +25,7 @@ from quadriga.errors import DataError
 from quadriga.models.loading import load_causal_lm, load_tokenizer
 from quadriga.models.vision.processor import image_tokens
 from quadriga.protocol import fields
-from quadriga.trainer.run.checks.images import image_rules
+from quadriga.trainer.checks.images import image_rules
 
 QUESTION = cases.QUESTION
 

@@ -154,14 +154,14 @@ def evaluate(config: EvalConfig) -> None:
 
 def data_make(config: ArithmeticDataConfig) -> None:
     """Write data files, and a tiny model if `model_output` is set."""
-    from quadriga.trainer.make_data import run_make_data
+    from quadriga.cli.make_data import run_make_data
 
     run_make_data(config)
 
 
 def demo(config: DemoConfig) -> None:
     """Run data, fine-tuning and reinforcement learning on a small scale."""
-    from quadriga.trainer.demo import run_demo
+    from quadriga.cli.demo import run_demo
 
     run_demo(config)
 

@@ -79,7 +79,7 @@ def show_plan(config: TrainConfig) -> None:
     from quadriga.algorithms.user_files import load_user_file
     from quadriga.config.checks.settings import check_train_settings
     from quadriga.config.plan import batch_plan
-    from quadriga.trainer.run.preflight import check_parts, known_names
+    from quadriga.trainer.preflight import check_parts, known_names
 
     for path in config.algorithm.user_files:
         load_user_file(path)
@@ -107,7 +107,7 @@ def show_sft_plan(config: SFTConfig) -> None:
     from quadriga.engines.loading import check_trained_part
     from quadriga.trainer.fine_tuning.sft import load_sft_rows
     from quadriga.trainer.memory.sft import sft_plan_text
-    from quadriga.trainer.run.preflight import known_names
+    from quadriga.trainer.preflight import known_names
 
     check_sft_settings(config, known_names())
     trainer, batch = config.trainer, config.data.train_batch_size
@@ -139,7 +139,7 @@ def show_rm_plan(config: RMConfig) -> None:
     from quadriga.engines.loading import check_trained_part
     from quadriga.trainer.fine_tuning.rm import load_pairs
     from quadriga.trainer.memory.rm import rm_plan_text
-    from quadriga.trainer.run.preflight import known_names
+    from quadriga.trainer.preflight import known_names
 
     check_rm_settings(config, known_names())
     trainer, batch = config.trainer, config.data.train_batch_size
@@ -164,7 +164,7 @@ def show_generation_plan(config: GenerateConfig) -> None:
     """
     from quadriga.config.checks.settings import check_generate_settings
     from quadriga.trainer.memory.generation import generation_plan_text
-    from quadriga.trainer.run.preflight import require_model_path
+    from quadriga.trainer.preflight import require_model_path
 
     check_generate_settings(config)
     require_model_path(config.model.path, "model.path")

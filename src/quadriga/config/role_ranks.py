@@ -16,7 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from quadriga.config.schema import EngineConfig, PlacementConfig, TrainConfig
+from quadriga.config.schema import (
+    EngineConfig,
+    PlacementConfig,
+    RanksConfig,
+    TrainConfig,
+    TrainerConfig,
+)
 from quadriga.errors import ConfigError
 
 REWARD_MODEL = "reward_model"
@@ -224,3 +230,11 @@ def _per_node(ranks: Sequence[int], per_node: int) -> tuple[int, ...]:
 
 def _wrong(role: str, problem: str) -> ConfigError:
     return ConfigError(f"placement.{role} {problem}", key=f"placement.{role}")
+
+
+def trainer_settings(ranks: RanksConfig) -> TrainerConfig:
+    """Return the settings of the same ranks as `quadriga train` has them."""
+    values = {field.name: getattr(ranks, field.name) for field in dataclasses.fields(ranks)}
+    if ranks.backend == "auto":
+        values["backend"] = "local" if ranks.nnodes * ranks.n_gpus_per_node == 1 else "ray"
+    return TrainerConfig(**values)

@@ -19,7 +19,8 @@ from quadriga.config.schema import MISSING_PATH, TrainConfig
 from quadriga.parallel.balancing import RowCosts, arrange_rows
 from quadriga.parallel.costs import TOKENS, CostModel, Counts
 from quadriga.protocol import DataProto, fields
-from quadriga.trainer.dataflow import masks_before_passes, needs_critic, skips_before_passes
+from quadriga.trainer.dataflow import masks_before_passes, skips_before_passes
+from quadriga.trainer.roles.needed import needs_critic
 from quadriga.workers.objectives import mask_with_advantage
 
 

@@ -20,6 +20,7 @@ from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.protocol import fields
 from quadriga.protocol.fields import StageFields
+from quadriga.trainer.roles.needed import needs_critic, reads_ref_log_prob
 from quadriga.trainer.roles.places import (
     added_until_scores,
     check_writes,
@@ -107,22 +108,6 @@ ESTIMATOR_FIELDS = {
     "old_log_prob_BT": fields.OLD_LOG_PROBS,
 }
 """Parameter of an advantage estimator → the field that it is read from, where it has one."""
-
-
-def needs_critic(config: TrainConfig) -> bool:
-    """Return whether the advantage estimator reads values."""
-    return get_advantage(config.algorithm.adv_estimator).needs_values
-
-
-def reads_ref_log_prob(config: TrainConfig) -> bool:
-    """Return whether a stage reads the reference's log-probabilities of the sampled tokens."""
-    actor = config.actor_rollout_ref.actor
-    return config.algorithm.use_kl_in_reward or (actor.use_kl_loss and not actor.reads_full_kl)
-
-
-def needs_reference(config: TrainConfig) -> bool:
-    """Return whether the workers of the policy must hold the reference policy too."""
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
 def takes_old_log_probs_from_update(config: TrainConfig) -> bool:

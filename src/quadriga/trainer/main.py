@@ -6,7 +6,7 @@ A file of its own, because it is the entry point that programs import: `run_trai
 from __future__ import annotations
 
 from quadriga.config.schema import TrainConfig
-from quadriga.trainer.run.preflight import check_train_config
+from quadriga.trainer.preflight import check_train_config
 
 
 def run_training(config: TrainConfig) -> None:

@@ -29,24 +29,23 @@ from quadriga.config.schema import TrainConfig
 from quadriga.protocol import DataProto
 from quadriga.trainer import dataflow, stages
 from quadriga.trainer.balancing import balance_of
+from quadriga.trainer.checkpoints import Checkpointing, Resumed
+from quadriga.trainer.ingredients import Ingredients, check_ingredients, load_ingredients
 from quadriga.trainer.mismatch import MismatchWatch
 from quadriga.trainer.model_reward import ModelReward
-from quadriga.trainer.placement import ResourcePoolManager, Role
+from quadriga.trainer.pools import check_settings_of_pools
+from quadriga.trainer.preflight import check_program, check_settings, load_user_files
+from quadriga.trainer.record import RunRecord
+from quadriga.trainer.role_workers import POLICY_ROLES, check_roles, settings_for_classes
+from quadriga.trainer.roles.needed import needs_critic
+from quadriga.trainer.roles.placement import ResourcePoolManager, Role
 from quadriga.trainer.roles.registry import added_stages
 from quadriga.trainer.roles.settings import check_roles_in_settings
-from quadriga.trainer.roles.stage_runner import StageRunner
-from quadriga.trainer.run.checkpointing import Checkpointing
-from quadriga.trainer.run.groups import PPOGroups, gather, start_groups
-from quadriga.trainer.run.ingredients import Ingredients, check_ingredients, load_ingredients
-from quadriga.trainer.run.passes import rows_with_advantage, submit_passes
-from quadriga.trainer.run.pools import check_settings_of_pools
-from quadriga.trainer.run.preflight import check_program, check_settings, load_user_files
-from quadriga.trainer.run.record import RunRecord
-from quadriga.trainer.run.resuming import Resumed
-from quadriga.trainer.run.role_workers import POLICY_ROLES, check_roles, settings_for_classes
 from quadriga.trainer.sampling import Sampler
-from quadriga.trainer.stages import BatchReward
+from quadriga.trainer.stage_runner import StageRunner
+from quadriga.trainer.stages import BatchReward, rows_with_advantage, submit_passes
 from quadriga.trainer.validation import Validator
+from quadriga.trainer.worker_groups import PPOGroups, gather, start_groups
 
 if TYPE_CHECKING:
     from quadriga.single_controller import Worker
@@ -113,7 +112,7 @@ class RayPPOTrainer:
         self.ingredients = ingredients or load_ingredients(config, reward_fn)
         self.role_worker_mapping = mapping
         self.resource_pool_manager = resource_pool_manager
-        check_run_length(config, self.total_steps, with_critic=dataflow.needs_critic(config))
+        check_run_length(config, self.total_steps, with_critic=needs_critic(config))
         self.reward_fn = reward_fn or self.ingredients.reward
         kl = config.algorithm.kl_ctrl
         self.kl_controller = make_kl_controller(

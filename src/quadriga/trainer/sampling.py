@@ -21,7 +21,7 @@ from quadriga.protocol import DataProto, fields
 from quadriga.rewards.outcome import FAILURES
 from quadriga.trainer import stages
 from quadriga.trainer.dataflow import refills
-from quadriga.trainer.roles.stage_runner import StageRunner
+from quadriga.trainer.stage_runner import StageRunner
 from quadriga.trainer.stages import BatchReward, Metrics, StageResult
 from quadriga.workers.generation import GeneratingGroup
 

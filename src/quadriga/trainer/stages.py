@@ -17,7 +17,7 @@ shapes, are in `protocol.fields`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,10 @@ from quadriga.trainer.balancing import Balance
 from quadriga.trainer.dataflow import ESTIMATOR_FIELDS
 from quadriga.workers.generation import GeneratingGroup, SamplingMode, generation_inputs
 from quadriga.workers.method_fields import GENERATE_SEQUENCES
-from quadriga.workers.objectives import MISMATCH
+from quadriga.workers.objectives import MISMATCH, mask_with_advantage
+
+if TYPE_CHECKING:
+    from quadriga.trainer.worker_groups import PPOGroups
 
 Metrics = dict[str, float]
 
@@ -393,3 +396,36 @@ def select_update_tokens(batch: DataProto, config: ActorConfig) -> StageResult:
 def _keys(batch: DataProto) -> Sequence[str]:
     """The names of the tensor fields. A batch without tensors has no `batch`."""
     return [] if batch.batch is None else [str(key) for key in batch.batch.keys()]  # noqa: SIM118
+
+
+def submit_passes(
+    groups: PPOGroups, batch: DataProto, *, log_probs: bool, with_advantage: bool
+) -> list[DataProtoFuture]:
+    """Start the passes that the run has, and return the futures of their fields.
+
+    `submit` does not wait: roles on different processes compute side by side.
+
+    Args:
+        log_probs: whether the old log-probabilities have a pass of their own.
+        with_advantage: leave out rows whose advantages are all 0; what is computed is 0 there.
+    """
+    rows = rows_with_advantage(batch) if with_advantage else batch
+    pending = []
+    if log_probs:
+        pending.append(groups.actor.compute_log_prob.submit(rows))
+    if groups.ref:
+        pending.append(groups.ref.compute_ref_log_prob.submit(rows))
+    if groups.critic:
+        pending.append(groups.critic.compute_values.submit(rows))
+    return pending
+
+
+def rows_with_advantage(batch: DataProto) -> DataProto:
+    """Return a batch with the same fields, but response mask 0 where all advantages of a row are 0.
+
+    The given batch keeps its mask.
+    """
+    mask = mask_with_advantage(batch.batch[fields.RESPONSE_MASK], batch.batch[fields.ADVANTAGES])
+    rows = batch.select()
+    rows.batch[fields.RESPONSE_MASK] = mask
+    return rows

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from quadriga.protocol import DataProto, fields
 from quadriga.trainer import stages
-from quadriga.trainer.evaluation.scores import (
+from quadriga.trainer.scores import (
     NO_SOURCE,
     PromptScores,
     SourceSummary,
     SummarySettings,
     summarise,
 )
-from quadriga.trainer.roles.stage_runner import StageRunner
+from quadriga.trainer.stage_runner import StageRunner
 from quadriga.trainer.stages import BatchReward, Metrics
 
 if TYPE_CHECKING:
     from quadriga.data import PromptLoader
-    from quadriga.trainer.run.record import RunRecord
+    from quadriga.trainer.record import RunRecord
     from quadriga.workers.generation import GeneratingGroup
 
 CORE, OTHER = "val-core", "val-aux"

@@ -98,7 +98,7 @@ def judge() -> Iterator[object]:
     """The role `Role.Judge`, which a program has added. Removed after the program."""
     from verl.trainer.ppo.ray_trainer import Role
 
-    from quadriga.trainer import placement
+    from quadriga.trainer.roles import placement
 
     known = "Judge" in placement._ROLES
     yield Role.add("Judge")

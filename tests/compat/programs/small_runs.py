@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quadriga.cli.make_data import run_make_data
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ArithmeticDataConfig
-from quadriga.trainer.make_data import run_make_data
 
 
 def verl_settings(task: Path, folder: Path) -> dict:

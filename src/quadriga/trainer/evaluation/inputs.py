@@ -13,7 +13,7 @@ from quadriga.checkpoint.files import digest_file, digest_json
 from quadriga.config.loading import to_yaml
 from quadriga.config.schema import GenerateConfig, GenerationConfig
 from quadriga.models.folder import local_folder
-from quadriga.trainer.run.resuming import (
+from quadriga.trainer.checkpoints import (
     changed_words,
     contents_digest,
     images_digest,

@@ -7,29 +7,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from quadriga.config.role_ranks import trainer_settings
 from quadriga.config.schema import (
     ActorRolloutRefConfig,
     GenerationConfig,
-    RanksConfig,
     RolloutConfig,
     RolloutEngineConfig,
-    TrainerConfig,
 )
 from quadriga.models.folder import with_absolute_paths
 from quadriga.protocol import DataProto
-from quadriga.trainer.placement import Role
+from quadriga.trainer.checks.engines import check_device
 from quadriga.trainer.replicas.replica import FROM_FOLDER, Replicas
 from quadriga.trainer.replicas.rollout import ReplicatedRollout
 from quadriga.trainer.replicas.start import start_replicas
-from quadriga.trainer.run.checks.engines import check_device
-from quadriga.trainer.run.groups import (
+from quadriga.trainer.role_workers import threads_per_rank
+from quadriga.trainer.roles.placement import Role
+from quadriga.trainer.worker_groups import (
     ALIVENESS_CHECK_S,
     StartedGroups,
     close_on_error,
     one_pool,
     open_backend,
 )
-from quadriga.trainer.run.role_workers import threads_per_rank
 
 if TYPE_CHECKING:
     from quadriga.single_controller import WorkerGroup
@@ -105,14 +104,6 @@ def rollout_group(config: GenerationConfig) -> Iterator[GeneratingGroup]:
         yield rollout
     finally:
         StartedGroups(backend, groups).close()
-
-
-def trainer_settings(ranks: RanksConfig) -> TrainerConfig:
-    """Return the settings of the same ranks as `quadriga train` has them."""
-    values = {field.name: getattr(ranks, field.name) for field in dataclasses.fields(ranks)}
-    if ranks.backend == "auto":
-        values["backend"] = "local" if ranks.nnodes * ranks.n_gpus_per_node == 1 else "ray"
-    return TrainerConfig(**values)
 
 
 def _policy(config: GenerationConfig) -> ActorRolloutRefConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from rich.table import Table
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import DataError
 from quadriga.observability.jsonl import JsonObject, cannot_write
-from quadriga.trainer.evaluation.scores import OVERALL, Estimate, SourceSummary
+from quadriga.trainer.scores import OVERALL, SourceSummary, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,30 +62,6 @@ def summary_table(summaries: Sequence[SourceSummary], confidence: float) -> Tabl
 
 
 _LEFT = ("data source", "metric")
-
-
-def interval(estimate: Estimate) -> str:
-    """Return an interval as text, "0.38 – 0.44"; a dash if there is none."""
-    if estimate.low is None or estimate.high is None:
-        return "–"
-    return f"{estimate.low:.3f} – {estimate.high:.3f}"
-
-
-def one_line(summary: SourceSummary) -> str:
-    """Return the metrics of a data source in one line: "mean@1 0.412 [0.380 – 0.443], …"."""
-    parts = [
-        f"{name} {estimate.value:.3f} [{interval(estimate)}]"
-        for name, estimate in summary.metrics.items()
-        if _is_shown(name, summary.metrics)
-    ]
-    return f"{', '.join(parts)} ({summary.prompts} prompts)"
-
-
-def _is_shown(name: str, metrics: Mapping[str, Estimate]) -> bool:
-    """Whether a line shows a metric: of pass@k and best@k only that of the largest k above 1."""
-    kind, _, k = name.partition("@")
-    largest = max(int(other.partition("@")[2]) for other in metrics if other.startswith(kind))
-    return kind in ("mean", "maj") or (int(k) == largest and largest > 1)
 
 
 def plot_results(summaries: Sequence[SourceSummary], picture: Path) -> None:

@@ -23,12 +23,12 @@ from quadriga.observability.console import RunConsole
 from quadriga.protocol import DataProto, fields
 from quadriga.rollout import ROLLOUTS, check_rollout, check_sampling, not_reproduced
 from quadriga.trainer import stages
+from quadriga.trainer.checks.images import check_generation_takes_images, image_rules
+from quadriga.trainer.checks.sequence_checks import check_generation_data
 from quadriga.trainer.evaluation.inputs import inputs_of
 from quadriga.trainer.evaluation.ranks import rollout_group
 from quadriga.trainer.evaluation.response_file import ResponseFile, StoredRows
-from quadriga.trainer.run.checks.images import check_generation_takes_images, image_rules
-from quadriga.trainer.run.checks.sequence_checks import check_generation_data
-from quadriga.trainer.run.preflight import check_files, require_model_path
+from quadriga.trainer.preflight import check_files, require_model_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

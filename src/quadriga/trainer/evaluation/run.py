@@ -26,6 +26,7 @@ from quadriga.observability.jsonl import JsonlFile, cannot_write
 from quadriga.protocol import fields
 from quadriga.rewards import RewardManager
 from quadriga.rewards.outcome import SCORED, Outcome
+from quadriga.trainer.checkpoints import contents_digest
 from quadriga.trainer.evaluation.inputs import Inputs, changes, inputs_of
 from quadriga.trainer.evaluation.report import (
     plot_results,
@@ -34,15 +35,14 @@ from quadriga.trainer.evaluation.report import (
 )
 from quadriga.trainer.evaluation.response_file import StoredRows
 from quadriga.trainer.evaluation.responses import Prompts, load_prompts, write_responses
-from quadriga.trainer.evaluation.scores import (
+from quadriga.trainer.preflight import check_files, check_reward
+from quadriga.trainer.scores import (
     NO_SOURCE,
     PromptScores,
     SourceSummary,
     SummarySettings,
     summarise,
 )
-from quadriga.trainer.run.preflight import check_files, check_reward
-from quadriga.trainer.run.resuming import contents_digest
 
 RESPONSES, SAMPLES, RESULTS = "responses.jsonl", "samples.jsonl", "results.json"
 PLOT, CONFIG = "results.png", "config.yaml"

@@ -20,16 +20,16 @@ from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import RMConfig
 from quadriga.models.folder import local_folder, with_absolute_paths
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
-from quadriga.trainer.placement import Role
-from quadriga.trainer.run.groups import StartedGroups
-from quadriga.trainer.run.one_group import (
+from quadriga.trainer.fine_tuning.one_group import (
     OneGroupCheckpoints,
     start_one_group,
     total_steps_of,
 )
-from quadriga.trainer.run.preflight import check_rm_config
-from quadriga.trainer.run.record import RunRecord
-from quadriga.trainer.run.role_workers import threads_per_rank
+from quadriga.trainer.preflight import check_rm_config
+from quadriga.trainer.record import RunRecord
+from quadriga.trainer.role_workers import threads_per_rank
+from quadriga.trainer.roles.placement import Role
+from quadriga.trainer.worker_groups import StartedGroups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -195,7 +195,7 @@ def load_pairs(config: RMConfig) -> Pairs:
     """
     from quadriga.models import load_tokenizer
     from quadriga.models.context_window import LongestSequence
-    from quadriga.trainer.run.checks.sequence_checks import check_pair_data
+    from quadriga.trainer.checks.sequence_checks import check_pair_data
 
     model, data = config.model, config.data
     trusted = model.trust_remote_code

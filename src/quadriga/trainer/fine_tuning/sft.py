@@ -28,6 +28,7 @@ from quadriga.config.schema import (
 )
 from quadriga.models.folder import with_absolute_paths
 from quadriga.protocol import DataProto
+from quadriga.trainer.checks.sequence_checks import check_sft_data
 from quadriga.trainer.dataflow import check_dataflow, sft_dataflow
 from quadriga.trainer.fine_tuning.conversations import (
     EvaluationLoss,
@@ -35,19 +36,18 @@ from quadriga.trainer.fine_tuning.conversations import (
     evaluation_rows,
     tell_other_ends,
 )
-from quadriga.trainer.placement import Role
-from quadriga.trainer.run.checks.sequence_checks import check_sft_data
-from quadriga.trainer.run.groups import StartedGroups
-from quadriga.trainer.run.ingredients import check_rows, make_reward, prompt_dataset
-from quadriga.trainer.run.one_group import (
+from quadriga.trainer.fine_tuning.one_group import (
     OneGroupCheckpoints,
     start_one_group,
     total_steps_of,
 )
-from quadriga.trainer.run.preflight import check_sft_config
-from quadriga.trainer.run.record import RunRecord
-from quadriga.trainer.run.role_workers import threads_per_rank
+from quadriga.trainer.ingredients import check_rows, make_reward, prompt_dataset
+from quadriga.trainer.preflight import check_sft_config
+from quadriga.trainer.record import RunRecord
+from quadriga.trainer.role_workers import threads_per_rank
+from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.validation import Validator
+from quadriga.trainer.worker_groups import StartedGroups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from quadriga.config.role_ranks import RolePool
+from quadriga.config.role_ranks import RolePool, trainer_settings
 from quadriga.config.schema import GenerationConfig, TrainConfig
 from quadriga.rollout import ranks_of_copy
 from quadriga.rollout.memory import (
@@ -22,14 +22,13 @@ from quadriga.rollout.memory import (
     planned_sampling,
 )
 from quadriga.rollout.reserved import RESERVING, reserved_memory
-from quadriga.trainer.evaluation.ranks import trainer_settings
+from quadriga.trainer.checks.images import uncounted_images
 from quadriga.trainer.memory.host import HostSettings
 from quadriga.trainer.memory.machine import device_limit, planned_device
 from quadriga.trainer.memory.phases import ROLLOUT, Part, pool_memory
 from quadriga.trainer.memory.plan import MemoryPlan
 from quadriga.trainer.memory.remedies import smaller_runs
 from quadriga.trainer.memory.report import check_plan, plan_lines
-from quadriga.trainer.run.checks.images import uncounted_images
 
 if TYPE_CHECKING:
     from quadriga.data import PromptDataset

@@ -21,7 +21,6 @@ from quadriga.engines.loading import whole_load_reason
 from quadriga.engines.memory.states import TrainingMemory
 from quadriga.models.folder import local_folder
 from quadriga.parallel.device import compute_dtype
-from quadriga.trainer.dataflow import needs_critic, needs_reference
 from quadriga.trainer.memory.machine import DeviceLimit, available_memory, gib, gib_apart
 from quadriga.trainer.memory.phases import (
     ACTOR,
@@ -34,7 +33,7 @@ from quadriga.trainer.memory.phases import (
     engine_settings,
 )
 from quadriga.trainer.memory.plan import MemoryPlan
-from quadriga.trainer.run.role_workers import critic_model
+from quadriga.trainer.roles.needed import critic_model, needs_critic, needs_reference
 
 OFFLOADED, LOADED = "offloaded states", "models while they are loaded"
 FILES = "weight files in shared memory"

@@ -31,11 +31,8 @@ from quadriga.rollout.memory import (
     planned_sampling,
 )
 from quadriga.rollout.reserved import RESERVING, reserved_memory
-from quadriga.trainer.dataflow import (
-    needs_reference,
-    reads_ref_log_prob,
-    takes_old_log_probs_from_update,
-)
+from quadriga.trainer.checks.images import uncounted_images
+from quadriga.trainer.dataflow import takes_old_log_probs_from_update
 from quadriga.trainer.memory.machine import device_limit
 from quadriga.trainer.memory.phases import (
     ACTOR,
@@ -49,8 +46,12 @@ from quadriga.trainer.memory.phases import (
     engine_settings,
     pool_memory,
 )
-from quadriga.trainer.run.checks.images import uncounted_images
-from quadriga.trainer.run.role_workers import critic_model, uses_of_run
+from quadriga.trainer.roles.needed import (
+    critic_model,
+    needs_reference,
+    reads_ref_log_prob,
+    uses_of_run,
+)
 from quadriga.workers.objectives import entropy_use
 
 _HEADS: dict[str, HeadKind] = {CRITIC: "value", REWARD_MODEL: "score"}

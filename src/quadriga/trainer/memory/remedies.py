@@ -30,7 +30,7 @@ from quadriga.trainer.memory.phases import (
     engine_settings,
 )
 from quadriga.trainer.memory.plan import MemoryPlan, memory_plan
-from quadriga.trainer.run.role_workers import critic_model
+from quadriga.trainer.roles.needed import critic_model
 
 
 def smaller_runs(plan: MemoryPlan) -> str:

@@ -1,14 +1,15 @@
-"""Roles that users add to a training run: `register_role` in a file of `algorithm.user_files`.
+"""The roles of a training run: those of the trainer, and those that users add with `register_role`
+in a file of `algorithm.user_files`.
 
-    registry.py      `register_role`, `RoleStage`: what a role is, and what it reads and writes
+    placement.py     `Role`, `ResourcePoolManager`: which role runs on which pool
+    registry.py      `register_role`, `RoleStage`: what an added role is, what it reads and writes
+    needed.py        which roles a run needs
     settings.py      `load_train_config`: settings with the sections of added roles
     places.py        the place of a role's stages among the stages of a step
     checks.py        checks of worker classes before any process starts
     start_order.py   the order in which the roles of a run load their models
-    stage_runner.py  runs the stages of a step, and those of added roles beside them
-    results.py       checks of what the methods of these stages return
 
-This package may import `trainer.placement`, `trainer.stages`, and every package below `trainer`.
+This package may import every package below `trainer`.
 """
 
 from __future__ import annotations

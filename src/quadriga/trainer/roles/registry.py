@@ -32,7 +32,7 @@ from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, UnknownNameError
 from quadriga.observability.metrics import METRICS
 from quadriga.protocol.fields import StageFields
-from quadriga.trainer.placement import Role
+from quadriga.trainer.roles.placement import Role
 
 if TYPE_CHECKING:
     from quadriga.single_controller import Worker

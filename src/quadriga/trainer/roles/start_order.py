@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 
 from quadriga.errors import ConfigError
-from quadriga.trainer.placement import Role
+from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.roles.registry import AddedRole, is_built_in
 
 _ORDER = ("critic", "ref", "reward_model", "", "rollout", "actor")

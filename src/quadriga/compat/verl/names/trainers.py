@@ -9,7 +9,7 @@ _WORKERS = "quadriga.workers"
 _SHARDING = f"{COMPAT}.training.sharding_managers"
 
 _ROLES = {
-    "Role": "quadriga.trainer.placement:Role",
+    "Role": "quadriga.trainer.roles.placement:Role",
     "WorkerType": "quadriga.single_controller:Worker",
     "need_critic": f"{COMPAT}.training.settings:need_critic",
     "need_reference_policy": f"{COMPAT}.training.settings:need_reference_policy",

@@ -11,8 +11,8 @@ from quadriga.compat.verl.config import VerlConfig
 from quadriga.compat.verl.controller.pools import ResourcePoolManager
 from quadriga.errors import ConfigError, DispatchError
 from quadriga.single_controller.ranks.class_with_args import plain_class
-from quadriga.trainer.placement import ResourcePoolManager as QuadrigaPools
-from quadriga.trainer.placement import Role
+from quadriga.trainer.roles.placement import ResourcePoolManager as QuadrigaPools
+from quadriga.trainer.roles.placement import Role
 
 PoolManager: TypeAlias = "ResourcePoolManager[Role] | QuadrigaPools"
 

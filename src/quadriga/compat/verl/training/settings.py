@@ -16,9 +16,9 @@ from quadriga.config.schema import EvalConfig, GenerateConfig, SFTConfig, TrainC
 from quadriga.config.verl.settings import plain_values, translate
 from quadriga.config.verl.table import ESTIMATOR, TRAIN, Row, to
 from quadriga.errors import ConfigError
-from quadriga.trainer.placement import Role
+from quadriga.trainer.preflight import check_train_config
+from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.roles.registry import AddedRole, registered_for
-from quadriga.trainer.run.preflight import check_train_config
 
 C = TypeVar("C", TrainConfig, SFTConfig, GenerateConfig, EvalConfig)
 

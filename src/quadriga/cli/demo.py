@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from quadriga.cli.make_data import run_make_data
 from quadriga.config.checks.ranges import check_values
 from quadriga.config.checks.settings import check_sft_settings, check_train_settings
 from quadriga.config.loading import load_config
@@ -21,8 +22,7 @@ from quadriga.config.schema import ArithmeticDataConfig, DemoConfig, SFTConfig, 
 from quadriga.observability.samples import Sample, read_samples
 from quadriga.trainer.fine_tuning.sft import SFTResult, run_sft
 from quadriga.trainer.main import run_training
-from quadriga.trainer.make_data import run_make_data
-from quadriga.trainer.run.preflight import check_engines, known_names
+from quadriga.trainer.preflight import check_engines, known_names
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,7 +9,7 @@ from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import ModelConfig, TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.models.vision.processor import image_tokens
-from quadriga.trainer.dataflow import needs_critic
+from quadriga.trainer.roles.needed import needs_critic
 
 if TYPE_CHECKING:
     from quadriga.data.images.prompts import ImageRules

@@ -19,21 +19,14 @@ from quadriga.checkpoint.folders import (
 )
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
-from quadriga.errors import CheckpointError, QuadrigaError
-from quadriga.protocol import DataProto, DataProtoFuture
-from quadriga.trainer.dataflow import reads_ref_log_prob
-from quadriga.trainer.placement import ResourcePoolManager, Role
+from quadriga.errors import CheckpointError, QuadrigaError, RolloutOutputError
+from quadriga.protocol import DataProto, DataProtoFuture, fields
+from quadriga.trainer.checkpoints import ControllerState
 from quadriga.trainer.replicas.replica import Replicas
 from quadriga.trainer.replicas.rollout import ReplicatedRollout
 from quadriga.trainer.replicas.start import are_replicas, start_replicas
 from quadriga.trainer.replicas.weights import ReplicaLink
-from quadriga.trainer.roles.checks import INIT, check_states, has_method, saved_roles
-from quadriga.trainer.roles.registry import added_roles
-from quadriga.trainer.roles.start_order import start_order
-from quadriga.trainer.run.resuming import ControllerState
-from quadriga.trainer.run.role_workers import (
-    CRITIC,
-    REWARD_MODEL,
+from quadriga.trainer.role_workers import (
     pool_manager,
     pool_options,
     uses_by_pool,
@@ -41,8 +34,12 @@ from quadriga.trainer.run.role_workers import (
     worker_keys,
     workers_of,
 )
-from quadriga.trainer.run.stopping import unchanged_handlers
-from quadriga.trainer.run.versions import VersionedRollout
+from quadriga.trainer.roles.checks import INIT, check_states, has_method, saved_roles
+from quadriga.trainer.roles.needed import CRITIC, REWARD_MODEL, reads_ref_log_prob
+from quadriga.trainer.roles.placement import ResourcePoolManager, Role
+from quadriga.trainer.roles.registry import added_roles
+from quadriga.trainer.roles.start_order import start_order
+from quadriga.trainer.stopping import unchanged_handlers
 from quadriga.workers.generation import GeneratingGroup
 from quadriga.workers.roles import (
     ActorGroup,
@@ -396,4 +393,58 @@ def one_pool(trainer: RunConfig, roles: Iterable[Role], backend: Backend) -> Res
         mapping=dict.fromkeys(roles, "global"),
         backend=backend,
         pool_options=pool_options(trainer),
+    )
+
+
+class VersionedRollout:
+    """The rollout of a run: what it generates comes from the weights that the actor has.
+
+    Args:
+        rollout: the worker group that generates.
+        actor_version: returns the version of the actor's weights.
+    """
+
+    def __init__(self, rollout: GeneratingGroup, actor_version: Callable[[], int]) -> None:
+        self._rollout = rollout
+        self._actor_version = actor_version
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the rollout."""
+        return self._rollout.world_size
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Call the method of the group, and compare versions.
+
+        Raises:
+            RolloutOutputError: see `check_weight_versions`.
+        """
+        generated = self._rollout.generate_sequences(prompts)
+        check_weight_versions(generated, self._actor_version())
+        return generated
+
+
+def check_weight_versions(batch: DataProto, expected: int) -> None:
+    """Check that the weights of one version sampled every row.
+
+    Args:
+        batch: rows with the field `weight_version`.
+        expected: the version of the actor's weights.
+
+    Raises:
+        RolloutOutputError: a row has another version. Attributes: `row` (the first one), `version`.
+    """
+    found_B = batch.batch[fields.WEIGHT_VERSION]
+    wrong = (found_B != expected).nonzero().flatten().tolist()
+    if not wrong:
+        return
+    versions = sorted(set(found_B[wrong].tolist()))
+    raise RolloutOutputError(
+        f"{len(wrong)} of {len(found_B)} responses, row {wrong[0]} first, were sampled by weights "
+        f"of version {', '.join(map(str, versions))}, but the actor has version {expected}. No "
+        "training is done on them; the last weight sync did not reach every rank of the rollout, "
+        "or another program updates its engine",
+        fault="weight version",
+        row=wrong[0],
+        version=versions[0],
     )

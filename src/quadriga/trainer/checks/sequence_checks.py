@@ -25,7 +25,7 @@ from quadriga.models.context_window import LongestSequence, check_context_window
 from quadriga.models.vocabulary import check_stop_tokens, check_vocabulary
 from quadriga.protocol.fields import RAW_PROMPT
 from quadriga.rollout import check_window
-from quadriga.trainer.dataflow import needs_critic, needs_reference, reads_ref_log_prob
+from quadriga.trainer.roles.needed import needs_critic, needs_reference, reads_ref_log_prob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,16 +18,21 @@ from pathlib import Path
 from quadriga.config.plan import batch_plan, mini_batch_prompts
 from quadriga.config.role_ranks import has_reward_model, role_pools
 from quadriga.config.schema import (
-    ModelConfig,
     RunConfig,
     TrainConfig,
 )
 from quadriga.errors import ConfigError, UnknownNameError
 from quadriga.models.folder import with_absolute_paths
 from quadriga.single_controller import Backend, ClassWithInitArgs, Worker
-from quadriga.trainer.dataflow import needs_critic, needs_reference, reads_ref_log_prob
-from quadriga.trainer.placement import ResourcePoolManager, Role
 from quadriga.trainer.roles.checks import check_mapping, worker_of
+from quadriga.trainer.roles.needed import (
+    CRITIC,
+    REWARD_MODEL,
+    critic_model,
+    reads_ref_log_prob,
+    uses_of_run,
+)
+from quadriga.trainer.roles.placement import ResourcePoolManager, Role
 from quadriga.trainer.roles.registry import added_roles
 from quadriga.trainer.roles.start_order import start_order
 from quadriga.workers.roles import (
@@ -44,8 +49,6 @@ from quadriga.workers.roles import (
 from quadriga.workers.runtime import RankRuntime
 
 POLICY_USES = ("actor", "rollout", "ref")
-CRITIC = "critic"
-REWARD_MODEL = Role.RewardModel.key
 _ROLES_OF_USE: dict[str, tuple[Role, ...]] = {
     "actor": (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef),
     "rollout": (Role.Rollout, Role.ActorRollout, Role.ActorRolloutRef),
@@ -58,19 +61,6 @@ _ROLES_OF_USE: dict[str, tuple[Role, ...]] = {
 
 POLICY_ROLES = frozenset(role for use in POLICY_USES for role in _ROLES_OF_USE[use])
 """The roles whose workers load the model of the policy."""
-
-
-def uses_of_run(config: TrainConfig) -> tuple[str, ...]:
-    """Return what the run uses: actor and rollout, reference and critic if they are read, the
-    reward model if it is enabled, and the added roles."""
-    return (
-        "actor",
-        "rollout",
-        *(["ref"] if needs_reference(config) else []),
-        *([CRITIC] if needs_critic(config) else []),
-        *([REWARD_MODEL] if has_reward_model(config) else []),
-        *(added.key for added in added_roles(config)),
-    )
 
 
 def check_roles(
@@ -273,15 +263,6 @@ def _reward_model(
         policy_arguments=config.data.chat_template_kwargs,
         runtime=runtime,
     )
-
-
-def critic_model(config: TrainConfig) -> ModelConfig:
-    """Return the model of the critic: that of the actor, unless it has a path of its own.
-
-    What is trained of it is a setting of the critic in both cases.
-    """
-    own, policy = config.critic.model, config.actor_rollout_ref.model
-    return own if own.path else dataclasses.replace(policy, lora=own.lora, freeze=own.freeze)
 
 
 def _worker_class(

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
-from quadriga.trainer.placement import ResourcePoolManager
-from quadriga.trainer.run.preflight import check_settings
-from quadriga.trainer.run.role_workers import uses_by_pool
+from quadriga.trainer.preflight import check_settings
+from quadriga.trainer.role_workers import uses_by_pool
+from quadriga.trainer.roles.placement import ResourcePoolManager
 
 
 def settings_of_pools(config: TrainConfig, manager: ResourcePoolManager) -> TrainConfig:

@@ -215,3 +215,27 @@ def bootstrap_interval(
     tail = (1 - confidence) / 2
     low_M, high_M = np.quantile(means_RM, [tail, 1 - tail], axis=0)
     return low_M, high_M
+
+
+def interval(estimate: Estimate) -> str:
+    """Return an interval as text, "0.38 – 0.44"; a dash if there is none."""
+    if estimate.low is None or estimate.high is None:
+        return "–"
+    return f"{estimate.low:.3f} – {estimate.high:.3f}"
+
+
+def one_line(summary: SourceSummary) -> str:
+    """Return the metrics of a data source in one line: "mean@1 0.412 [0.380 – 0.443], …"."""
+    parts = [
+        f"{name} {estimate.value:.3f} [{interval(estimate)}]"
+        for name, estimate in summary.metrics.items()
+        if _is_shown(name, summary.metrics)
+    ]
+    return f"{', '.join(parts)} ({summary.prompts} prompts)"
+
+
+def _is_shown(name: str, metrics: Mapping[str, Estimate]) -> bool:
+    """Whether a line shows a metric: of pass@k and best@k only that of the largest k above 1."""
+    kind, _, k = name.partition("@")
+    largest = max(int(other.partition("@")[2]) for other in metrics if other.startswith(kind))
+    return kind in ("mean", "maj") or (int(k) == largest and largest > 1)

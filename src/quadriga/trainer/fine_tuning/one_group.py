@@ -15,9 +15,10 @@ from quadriga.checkpoint.folders import (
 )
 from quadriga.config.schema import RunConfig
 from quadriga.protocol import DataProto
-from quadriga.trainer.placement import Role
-from quadriga.trainer.run.checkpointing import Checkpointing
-from quadriga.trainer.run.groups import (
+from quadriga.trainer.checkpoints import Checkpointing, ControllerState
+from quadriga.trainer.record import RunRecord
+from quadriga.trainer.roles.placement import Role
+from quadriga.trainer.worker_groups import (
     ALIVENESS_CHECK_S,
     StartedGroups,
     close_on_error,
@@ -25,8 +26,6 @@ from quadriga.trainer.run.groups import (
     open_backend,
     reported_files,
 )
-from quadriga.trainer.run.record import RunRecord
-from quadriga.trainer.run.resuming import ControllerState
 from quadriga.workers.roles import GroupMethod
 
 if TYPE_CHECKING:

@@ -21,9 +21,8 @@ from quadriga.observability.samples import Sample, SampleLog
 from quadriga.observability.timing import Timer
 from quadriga.observability.trackers import RunInfo, Trackers
 from quadriga.protocol import DataProto, fields
-from quadriga.trainer.evaluation.report import one_line
-from quadriga.trainer.evaluation.scores import SourceSummary
-from quadriga.trainer.run.resuming import Resumed
+from quadriga.trainer.checkpoints import Resumed
+from quadriga.trainer.scores import SourceSummary, one_line
 from quadriga.trainer.stages import StageResult, named_mismatch
 from quadriga.workers.objectives import MISMATCH
 

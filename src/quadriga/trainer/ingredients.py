@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from quadriga.config.schema import DataConfig, RewardConfig, TrainConfig
 from quadriga.errors import ConfigError
-from quadriga.trainer.dataflow import step_dataflow, validation_dataflow
-from quadriga.trainer.roles.places import scores_come_from_roles
-from quadriga.trainer.run.checks.images import image_rules
-from quadriga.trainer.run.checks.sequence_checks import (
+from quadriga.trainer.checks.images import image_rules
+from quadriga.trainer.checks.sequence_checks import (
     check_training_data,
     check_training_samples,
 )
+from quadriga.trainer.dataflow import step_dataflow, validation_dataflow
+from quadriga.trainer.roles.places import scores_come_from_roles
 from quadriga.trainer.stages import BatchReward
 
 if TYPE_CHECKING:

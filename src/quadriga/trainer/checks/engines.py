@@ -26,9 +26,8 @@ from quadriga.config.schema import (
 )
 from quadriga.engines import check_engine
 from quadriga.errors import ConfigError
-from quadriga.trainer.dataflow import needs_critic, needs_reference
 from quadriga.trainer.memory.machine import planned_device
-from quadriga.trainer.run.role_workers import critic_model, uses_of_run
+from quadriga.trainer.roles.needed import critic_model, needs_critic, needs_reference, uses_of_run
 
 ACTOR = "actor_rollout_ref.actor"
 

@@ -24,18 +24,17 @@ from quadriga.errors import ConfigError, DataError, ModelError
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import check_trackers
 from quadriga.rollout import ROLLOUTS, check_adapters, check_rollout, check_sampling, check_updates
-from quadriga.trainer.dataflow import needs_critic
-from quadriga.trainer.roles.settings import check_roles_in_settings
-from quadriga.trainer.run.checks.engines import (
+from quadriga.trainer.checkpoints import AnyRun, check_resume, setting_leaves
+from quadriga.trainer.checks.engines import (
     check_device,
     check_fine_tuning_engine,
     check_role_engines,
     role_engines,
     warn_of_offloads,
 )
-from quadriga.trainer.run.checks.images import check_images_supported
-from quadriga.trainer.run.resuming import AnyRun, check_resume, setting_leaves
-from quadriga.trainer.run.role_workers import critic_model
+from quadriga.trainer.checks.images import check_images_supported
+from quadriga.trainer.roles.needed import critic_model, needs_critic
+from quadriga.trainer.roles.settings import check_roles_in_settings
 
 
 def check_train_config(config: TrainConfig) -> None:
@@ -81,7 +80,7 @@ def check_settings(config: TrainConfig) -> None:
     check_trackers(config.trainer.loggers)
     check_skipped_rows(config.actor_rollout_ref.actor)
     if config.algorithm.options or config.actor_rollout_ref.actor.policy_loss.options:
-        from quadriga.trainer.run.checks.algorithms import check_algorithm_options  # imports torch
+        from quadriga.trainer.checks.algorithms import check_algorithm_options  # imports torch
 
         check_algorithm_options(config)
 
