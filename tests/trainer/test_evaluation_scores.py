@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quadriga.errors import DataError
-from quadriga.trainer.scores import (
+from quadriga.trainer.validation import (
     OVERALL,
     PromptScores,
     SummarySettings,

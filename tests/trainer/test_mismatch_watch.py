@@ -13,7 +13,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, MismatchError, WorkerError
 from quadriga.rollout.hf import HFRollout
-from quadriga.trainer.mismatch import MismatchWatch, remedies
+from quadriga.trainer.stages import MismatchWatch, remedies
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MISMATCH = f"{ROLLOUT}.mismatch"

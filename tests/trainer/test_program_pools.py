@@ -8,10 +8,10 @@ from quadriga.config.loading import load_config
 from quadriga.config.role_ranks import num_ranks, role_pools
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
-from quadriga.trainer.pools import settings_of_pools
 from quadriga.trainer.ppo import RayPPOTrainer
 from quadriga.trainer.role_workers import rank_runtime
 from quadriga.trainer.roles.placement import ResourcePoolManager, Role
+from quadriga.trainer.roles.pools import settings_of_pools
 
 ONE = {Role.ActorRollout: "a"}
 GAE = ("algorithm.adv_estimator=gae", "trainer.backend=ray")

@@ -14,7 +14,7 @@ from quadriga.checkpoint.marker import verify_checkpoint
 from quadriga.cli.main import main
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.trainer import ppo, stages
-from quadriga.trainer.stopping import StopRequest, unchanged_handlers
+from quadriga.trainer.checkpoints import StopRequest, unchanged_handlers
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 

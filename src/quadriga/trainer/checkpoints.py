@@ -4,10 +4,15 @@ changed since."""
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import yaml
@@ -25,12 +30,10 @@ from quadriga.trainer.roles.checks import check_states, saving_roles
 from quadriga.trainer.roles.needed import needs_critic
 from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.roles.registry import added_roles
-from quadriga.trainer.stopping import StopRequest
 
 if TYPE_CHECKING:
     from quadriga.data import PromptLoader
     from quadriga.data.loader import LoaderState
-    from quadriga.trainer.record import RunRecord
 
 _log = logging.getLogger("quadriga")
 
@@ -453,20 +456,21 @@ class Checkpointing:
     def state(
         self,
         step: int,
-        record: RunRecord,
-        kl_controller: dict[str, float] | None = None,
         *,
-        validation_pending: bool = False,
+        validation: dict[str, float],
+        metrics: dict[str, float],
+        validation_pending: bool,
+        kl_controller: dict[str, float] | None = None,
     ) -> ControllerState:
-        """Return the state of the controller after a step."""
+        """Return the state of the controller after a step. `metrics`: of the step so far."""
         return ControllerState(
             step,
             self.loader.state_dict(),
             kl_controller or {},
             self.inputs,
-            record.last_validation,
+            validation,
             validation_pending,
-            record.row,
+            metrics,
         )
 
     def saved(self, root: Path, state: ControllerState) -> None:
@@ -474,19 +478,6 @@ class Checkpointing:
         self.clock.restart()
         self._last_saved = state.step
         self._pending = (step_folder(root, state.step), state) if state.validation_pending else None
-
-    def end_pending(
-        self, resumed: Resumed, record: RunRecord, validate: Callable[[], object]
-    ) -> None:
-        """Make the validation of the step of a checkpoint that lacks it, and record it there.
-
-        `validate`: logs the validation.
-        """
-        if not resumed.state.validation_pending:
-            return
-        with record.ending(resumed.state.step):
-            validate()
-        self.record_validation(record.last_validation)
 
     def record_validation(self, validation: dict[str, float]) -> None:
         """Record the validation of a step in the checkpoint that was saved before it, if one was.
@@ -524,3 +515,87 @@ class SaveClock:
     def due(self) -> bool:
         """Whether the interval has passed."""
         return self.interval_s is not None and time.monotonic() - self._began >= self.interval_s
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def unchanged_handlers() -> Iterator[None]:
+    """Restore the handlers of the signals after the block: Ray sets its own when it starts.
+
+    A default handler is not restored: without one of our own, that of Ray stops Ray.
+    """
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            ours = callable(handler) and handler is not signal.getsignal(number)
+            if ours and threading.current_thread() is threading.main_thread():
+                signal.signal(number, handler)
+
+
+class StopRequest:
+    """Whether a signal has asked a run to stop.
+
+    Args:
+        save: finish the step and save a checkpoint first (`trainer.save_on_stop`).
+        grace_s: seconds that this may take (`trainer.stop_grace_s`).
+    """
+
+    def __init__(self, *, save: bool, grace_s: float) -> None:
+        self.save = save
+        self.grace_s = grace_s
+        self.number: int | None = None
+        self._within_steps = False
+        self._timer: threading.Timer | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether the run must stop after the current step."""
+        return self.number is not None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the signals within the block. In another thread than the main one, which alone
+        receives signals, do nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def steps(self) -> Iterator[None]:
+        """Within the block, the first signal lets the current step end."""
+        self._within_steps = self.save
+        try:
+            yield
+        finally:
+            self._within_steps = False
+
+    def stop_if_requested(self) -> None:
+        """Stop the run if a signal has asked for it."""
+        if self.number is not None:
+            raise KeyboardInterrupt(self.number)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self.number is not None or not self._within_steps:
+            raise KeyboardInterrupt(self.number or number)
+        self.number = number
+        # The second signal comes from a timer if not from the user. It is sent to the main thread,
+        # because a signal interrupts the waiting of that thread only which receives it.
+        main = threading.get_ident()
+        self._timer = threading.Timer(self.grace_s, signal.pthread_kill, (main, number))
+        self._timer.daemon = True
+        self._timer.start()
+        # Not `print`: the signal may have interrupted one, whose buffer is then locked.
+        text = "stopping after this step, with a checkpoint; a second signal stops at once"
+        os.write(2, f"\n{text} (the latest after {self.grace_s:g} s)\n".encode())

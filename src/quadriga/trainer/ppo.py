@@ -26,24 +26,22 @@ from quadriga.algorithms.kl import make_kl_controller
 from quadriga.config.checks.unread import check_run_length
 from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import TrainConfig
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.trainer import dataflow, stages
 from quadriga.trainer.balancing import balance_of
 from quadriga.trainer.checkpoints import Checkpointing, Resumed
 from quadriga.trainer.ingredients import Ingredients, check_ingredients, load_ingredients
-from quadriga.trainer.mismatch import MismatchWatch
-from quadriga.trainer.model_reward import ModelReward
-from quadriga.trainer.pools import check_settings_of_pools
 from quadriga.trainer.preflight import check_program, check_settings, load_user_files
 from quadriga.trainer.record import RunRecord
-from quadriga.trainer.role_workers import POLICY_ROLES, check_roles, settings_for_classes
+from quadriga.trainer.role_workers import check_roles, settings_for_classes
 from quadriga.trainer.roles.needed import needs_critic
 from quadriga.trainer.roles.placement import ResourcePoolManager, Role
+from quadriga.trainer.roles.pools import POLICY_ROLES, check_settings_of_pools
 from quadriga.trainer.roles.registry import added_stages
 from quadriga.trainer.roles.settings import check_roles_in_settings
-from quadriga.trainer.sampling import Sampler
+from quadriga.trainer.sampling import ModelReward, Sampler
 from quadriga.trainer.stage_runner import StageRunner
-from quadriga.trainer.stages import BatchReward, rows_with_advantage, submit_passes
+from quadriga.trainer.stages import BatchReward, MismatchWatch, rows_with_advantage
 from quadriga.trainer.validation import Validator
 from quadriga.trainer.worker_groups import PPOGroups, gather, start_groups
 
@@ -90,7 +88,7 @@ class RayPPOTrainer:
         # Ranks are counted in the pools of a program, whatever `config.placement` says.
         self.placed = config
         if resource_pool_manager is not None:
-            self.placed = check_settings_of_pools(config, resource_pool_manager)
+            self.placed = check_settings_of_pools(config, resource_pool_manager, check_settings)
         else:
             check_settings(config)
         own_policy = any(role in POLICY_ROLES for role in mapping)
@@ -217,10 +215,10 @@ class RayPPOTrainer:
         """Validate before the first step, or after the step of a checkpoint that lacks it."""
         if resumed is None:
             validator.run(step=0, due=self.config.trainer.val_before_train)
-        elif validator.loader is not None:
-            self.checkpoints.end_pending(
-                resumed, record, lambda: validator.run(step=self.step, due=True)
-            )
+        elif resumed.state.validation_pending and validator.loader is not None:
+            with record.ending(self.step):
+                validator.run(step=self.step, due=True)
+            self.checkpoints.record_validation(record.last_validation)
 
     def end_step(
         self, groups: PPOGroups, batch: DataProto, validator: Validator, record: RunRecord
@@ -318,7 +316,11 @@ class RayPPOTrainer:
     def save(self, groups: PPOGroups, record: RunRecord, *, validates: bool = False) -> None:
         """Write a checkpoint of every role that learns, and of the controller."""
         state = self.checkpoints.state(
-            self.step, record, self.kl_controller.state_dict(), validation_pending=validates
+            self.step,
+            validation=record.last_validation,
+            metrics=record.row,
+            validation_pending=validates,
+            kl_controller=self.kl_controller.state_dict(),
         )
         root = record.folder.checkpoints
         with record.span("save"):
@@ -354,3 +356,25 @@ def endless(loader: Iterable[DataProto]) -> Iterator[DataProto]:
     """Yield the batches of the loader, epoch after epoch."""
     while True:
         yield from loader
+
+
+def submit_passes(
+    groups: PPOGroups, batch: DataProto, *, log_probs: bool, with_advantage: bool
+) -> list[DataProtoFuture]:
+    """Start the passes that the run has, and return the futures of their fields.
+
+    `submit` does not wait: roles on different processes compute side by side.
+
+    Args:
+        log_probs: whether the old log-probabilities have a pass of their own.
+        with_advantage: leave out rows whose advantages are all 0; what is computed is 0 there.
+    """
+    rows = rows_with_advantage(batch) if with_advantage else batch
+    pending = []
+    if log_probs:
+        pending.append(groups.actor.compute_log_prob.submit(rows))
+    if groups.ref:
+        pending.append(groups.ref.compute_ref_log_prob.submit(rows))
+    if groups.critic:
+        pending.append(groups.critic.compute_values.submit(rows))
+    return pending

@@ -22,7 +22,6 @@ from quadriga.observability.timing import Timer
 from quadriga.observability.trackers import RunInfo, Trackers
 from quadriga.protocol import DataProto, fields
 from quadriga.trainer.checkpoints import Resumed
-from quadriga.trainer.scores import SourceSummary, one_line
 from quadriga.trainer.stages import StageResult, named_mismatch
 from quadriga.workers.objectives import MISMATCH
 
@@ -60,7 +59,7 @@ class RunRecord:
         self.last: dict[str, float] = {}  # metrics of the last step
         # metrics of the last validation, which may be before the checkpoint
         self.last_validation = {} if resumed is None else dict(resumed.state.validation)
-        self.validation: tuple[SourceSummary, ...] = ()  # its data sources
+        self.validation: tuple[tuple[str, str], ...] = ()  # a line for each of its data sources
         self._metrics = MetricSet()
         self._began = time.perf_counter()
         self._title = mask_secrets(
@@ -224,15 +223,15 @@ class RunRecord:
             self._trackers.log(state.step, state.metrics)
 
     def log_validation(
-        self, step: int, metrics: Mapping[str, float], summaries: Sequence[SourceSummary] = ()
+        self, step: int, metrics: Mapping[str, float], sources: Sequence[tuple[str, str]] = ()
     ) -> None:
         """Add the metrics of a validation. The one before the first step is logged as step 0.
 
         Args:
-            summaries: of the data sources; those of the last validation are in the final table.
+            sources: (data source, its metrics as text), for the final table.
         """
         self.last_validation = dict(metrics)
-        self.validation = tuple(summaries)
+        self.validation = tuple(sources)
         self.add(metrics)
         if step == 0:
             self.end_step(0)
@@ -271,7 +270,7 @@ class RunRecord:
             ("steps", str(self.total_steps)),
             ("time", f"{elapsed:.0f}s" + (f" ({shares})" if shares else "")),
             *_validation_row(self.last),
-            *((f"  {source.data_source}", one_line(source)) for source in self.validation),
+            *((f"  {source}", text) for source, text in self.validation),
             ("run folder", str(self.folder.path)),
             ("model", str(self.folder.model)),
         ]

@@ -16,23 +16,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from quadriga.config.plan import batch_plan, mini_batch_prompts
-from quadriga.config.role_ranks import has_reward_model, role_pools
+from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from quadriga.errors import ConfigError, UnknownNameError
+from quadriga.errors import ConfigError
 from quadriga.models.folder import with_absolute_paths
-from quadriga.single_controller import Backend, ClassWithInitArgs, Worker
+from quadriga.single_controller import ClassWithInitArgs, Worker
 from quadriga.trainer.roles.checks import check_mapping, worker_of
 from quadriga.trainer.roles.needed import (
     CRITIC,
     REWARD_MODEL,
     critic_model,
     reads_ref_log_prob,
-    uses_of_run,
 )
 from quadriga.trainer.roles.placement import ResourcePoolManager, Role
+from quadriga.trainer.roles.pools import ROLES_OF_USE, pool_manager, uses_by_pool, workers_of
 from quadriga.trainer.roles.registry import added_roles
 from quadriga.trainer.roles.start_order import start_order
 from quadriga.workers.roles import (
@@ -47,20 +47,6 @@ from quadriga.workers.roles import (
     methods_of,
 )
 from quadriga.workers.runtime import RankRuntime
-
-POLICY_USES = ("actor", "rollout", "ref")
-_ROLES_OF_USE: dict[str, tuple[Role, ...]] = {
-    "actor": (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef),
-    "rollout": (Role.Rollout, Role.ActorRollout, Role.ActorRolloutRef),
-    # Without a pool of its own, the reference is in the processes of the actor.
-    "ref": (Role.RefPolicy, Role.ActorRolloutRef, Role.Actor, Role.ActorRollout),
-    CRITIC: (Role.Critic,),
-    REWARD_MODEL: (Role.RewardModel,),
-}
-"""Use → the roles that stand for it in a `ResourcePoolManager`; the first one that is mapped."""
-
-POLICY_ROLES = frozenset(role for use in POLICY_USES for role in _ROLES_OF_USE[use])
-"""The roles whose workers load the model of the policy."""
 
 
 def check_roles(
@@ -87,98 +73,6 @@ def check_roles(
     if added:
         pools = uses_by_pool(config, manager or pool_manager(config, None))
         start_order(workers_of(pools), added)
-
-
-def pool_manager(config: TrainConfig, backend: Backend | None) -> ResourcePoolManager:
-    """Return the pools that the section `placement` of the settings describes.
-
-    `backend`: that makes the pools; None if they are only read.
-
-    Raises:
-        ConfigError: the section is invalid.
-    """
-    pools = role_pools(config, uses_of_run(config))
-    return ResourcePoolManager(
-        resource_pool_spec={pool.name: list(pool.ranks_per_node) for pool in pools},
-        mapping={_roles_of_use(config)[use][0]: pool.name for pool in pools for use in pool.roles},
-        backend=backend,
-        pool_options=pool_options(config.trainer),
-    )
-
-
-def pool_options(trainer: RunConfig) -> dict[str, object]:
-    """Return the arguments of `Backend.resource_pool` that the settings give."""
-    return {"use_gpu": use_gpu(trainer.device), "max_colocate_count": 1}
-
-
-def use_gpu(device: str) -> bool | None:
-    """Return whether each rank needs an accelerator. None: if the cluster has any.
-
-    `device`: a value of `trainer.device`.
-    """
-    return None if device == "auto" else device != "cpu"
-
-
-def uses_by_pool(config: TrainConfig, manager: ResourcePoolManager) -> dict[str, list[str]]:
-    """Return pool name → the uses that its processes have.
-
-    Raises:
-        ConfigError: KL over the vocabulary needs actor and reference on one pool.
-        UnknownNameError: a use is mapped to no pool.
-    """
-    roles = _roles_of_use(config)
-    pool_of = {use: _pool_of_use(roles[use], manager) for use in uses_of_run(config)}
-    if config.actor_rollout_ref.actor.reads_full_kl and pool_of["ref"] != pool_of["actor"]:
-        raise ConfigError(
-            "actor_rollout_ref.actor.kl_loss_type=full needs the logits of policy and reference in "
-            f"one process, but role {Role.RefPolicy} is mapped to pool {pool_of['ref']!r} and the "
-            f"policy to {pool_of['actor']!r}; map both roles to one pool, or set kl_loss_type=k3",
-            key="actor_rollout_ref.actor.kl_loss_type",
-        )
-    if config.actor_rollout_ref.rollout.take_turns and pool_of["actor"] != pool_of["rollout"]:
-        raise ConfigError(
-            "actor_rollout_ref.rollout.take_turns=true is for actor and rollout in one process, "
-            f"but their pools are {pool_of['actor']!r} and {pool_of['rollout']!r}; set it to false",
-            key="actor_rollout_ref.rollout.take_turns",
-        )
-    pools: dict[str, list[str]] = {}
-    for use, pool in pool_of.items():
-        pools.setdefault(pool, []).append(use)
-    return pools
-
-
-def _roles_of_use(config: TrainConfig) -> dict[str, tuple[Role, ...]]:
-    """Return `_ROLES_OF_USE` with the added roles of the run."""
-    return _ROLES_OF_USE | {added.key: (added.role,) for added in added_roles(config)}
-
-
-def _pool_of_use(roles: Sequence[Role], manager: ResourcePoolManager) -> str:
-    for role in roles:
-        if role in manager.mapping:
-            return manager.pool_name(role)
-    mapped = [str(role) for role in manager.mapping]
-    expected = " or ".join(str(role) for role in roles)
-    raise UnknownNameError(
-        f"the run needs role {expected}, which is mapped to no pool; mapped roles: {mapped}",
-        name=roles[0].key,
-        known=mapped,
-    )
-
-
-def worker_keys(uses: Sequence[str]) -> dict[str, list[str]]:
-    """Return worker key → its uses, for one pool.
-
-    One worker has all uses of the policy, so that they share weights. Every other role is a worker
-    of its own.
-    """
-    policy = [use for use in uses if use in POLICY_USES]
-    keys = {"_".join(policy): policy} if policy else {}
-    return keys | {use: [use] for use in uses if use not in POLICY_USES}
-
-
-def workers_of(pools: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return worker key → its uses, over all pools."""
-    return {key: own for uses in pools.values() for key, own in worker_keys(uses).items()}
 
 
 def worker_classes(
@@ -272,7 +166,7 @@ def _worker_class(
     from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
     exact = [role for role in mapping if role.key == key]
-    roles = [*exact, *(role for use in uses for role in _ROLES_OF_USE[use])]
+    roles = [*exact, *(role for use in uses for role in ROLES_OF_USE[use])]
     built_in: dict[str, type[Worker]] = {CRITIC: CriticWorker, REWARD_MODEL: RewardModelWorker}
     default = built_in.get(key, ActorRolloutRefWorker)
     return next((mapping[role] for role in roles if role in mapping), default)

@@ -21,25 +21,24 @@ from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.errors import CheckpointError, QuadrigaError, RolloutOutputError
 from quadriga.protocol import DataProto, DataProtoFuture, fields
-from quadriga.trainer.checkpoints import ControllerState
+from quadriga.trainer.checkpoints import ControllerState, unchanged_handlers
 from quadriga.trainer.replicas.replica import Replicas
 from quadriga.trainer.replicas.rollout import ReplicatedRollout
 from quadriga.trainer.replicas.start import are_replicas, start_replicas
 from quadriga.trainer.replicas.weights import ReplicaLink
-from quadriga.trainer.role_workers import (
-    pool_manager,
-    pool_options,
-    uses_by_pool,
-    worker_classes,
-    worker_keys,
-    workers_of,
-)
+from quadriga.trainer.role_workers import worker_classes
 from quadriga.trainer.roles.checks import INIT, check_states, has_method, saved_roles
 from quadriga.trainer.roles.needed import CRITIC, REWARD_MODEL, reads_ref_log_prob
 from quadriga.trainer.roles.placement import ResourcePoolManager, Role
+from quadriga.trainer.roles.pools import (
+    pool_manager,
+    pool_options,
+    uses_by_pool,
+    worker_keys,
+    workers_of,
+)
 from quadriga.trainer.roles.registry import added_roles
 from quadriga.trainer.roles.start_order import start_order
-from quadriga.trainer.stopping import unchanged_handlers
 from quadriga.workers.generation import GeneratingGroup
 from quadriga.workers.roles import (
     ActorGroup,

@@ -13,7 +13,7 @@ from rich.table import Table
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import DataError
 from quadriga.observability.jsonl import JsonObject, cannot_write
-from quadriga.trainer.scores import OVERALL, SourceSummary, interval
+from quadriga.trainer.validation import OVERALL, SourceSummary, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -36,7 +36,7 @@ from quadriga.trainer.evaluation.report import (
 from quadriga.trainer.evaluation.response_file import StoredRows
 from quadriga.trainer.evaluation.responses import Prompts, load_prompts, write_responses
 from quadriga.trainer.preflight import check_files, check_reward
-from quadriga.trainer.scores import (
+from quadriga.trainer.validation import (
     NO_SOURCE,
     PromptScores,
     SourceSummary,

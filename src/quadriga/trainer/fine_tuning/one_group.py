@@ -15,7 +15,7 @@ from quadriga.checkpoint.folders import (
 )
 from quadriga.config.schema import RunConfig
 from quadriga.protocol import DataProto
-from quadriga.trainer.checkpoints import Checkpointing, ControllerState
+from quadriga.trainer.checkpoints import Checkpointing, ControllerState, Resumed
 from quadriga.trainer.record import RunRecord
 from quadriga.trainer.roles.placement import Role
 from quadriga.trainer.worker_groups import (
@@ -86,6 +86,18 @@ class OneGroupCheckpoints(Checkpointing):
                     if step == total:
                         break
 
+    def end_pending(
+        self, resumed: Resumed, record: RunRecord, validate: Callable[[], object]
+    ) -> None:
+        """Make the validation of the step of a checkpoint that lacks it, and record it there.
+
+        `validate`: logs the validation.
+        """
+        if resumed.state.validation_pending:
+            with record.ending(resumed.state.step):
+                validate()
+            self.record_validation(record.last_validation)
+
     def save_if_due(
         self,
         record: RunRecord,
@@ -107,7 +119,12 @@ class OneGroupCheckpoints(Checkpointing):
         """
         if not self.due(step, last=last):
             return
-        state = self.state(step, record, validation_pending=validates)
+        state = self.state(
+            step,
+            validation=record.last_validation,
+            metrics=record.row,
+            validation_pending=validates,
+        )
         root, keep = record.folder.checkpoints, self.config.trainer.max_ckpt_to_keep
         with record.span("save"):
             save_roles(root, state, groups, keep)

@@ -15,9 +15,9 @@ from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.single_controller import Worker
 from quadriga.single_controller.ranks.class_with_args import plain_class
-from quadriga.trainer.role_workers import use_gpu, uses_by_pool
 from quadriga.trainer.roles.placement import ResourcePoolManager as QuadrigaPools
 from quadriga.trainer.roles.placement import Role
+from quadriga.trainer.roles.pools import use_gpu, uses_by_pool
 from quadriga.trainer.roles.registry import added_roles, is_built_in
 
 _POLICY = (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor)

@@ -44,8 +44,8 @@ from quadriga.compat.verl.training.trainer_names import (
 from quadriga.config.schema import EvalConfig, GenerateConfig, SFTConfig, TrainConfig
 from quadriga.config.verl.table import EVAL, GENERATE, SFT
 from quadriga.errors import ConfigError
-from quadriga.trainer.pools import check_settings_of_pools
 from quadriga.trainer.roles.placement import Role
+from quadriga.trainer.roles.pools import check_settings_of_pools
 from quadriga.trainer.roles.registry import register_again, registered_for
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
 
